@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.lint.private_names import PACKAGES
+from tests.lint.private_names import sources
 
 PATCH = "an assignment to an attribute of what is imported"
 PATCHES = "tui/dtype_tui/process/textual_private.py"
@@ -64,13 +64,11 @@ def _first(holder: ast.expr) -> str | None:
 def main(root: Path = Path()) -> int:
     """Print what is found below `root`, one line each; the exit status: 1 where there is any."""
     status = 0
-    for package in PACKAGES:
-        for path in sorted((root / package).rglob("*.py")):
-            name_of_file = path.relative_to(root).as_posix()
-            for line, found in mechanisms(path.read_text(encoding="utf-8")):
-                if found != PATCH or name_of_file != PATCHES:
-                    print(f"{name_of_file}:{line}: {found}")
-                    status = 1
+    for file, source in sources(root):
+        for line, found in mechanisms(source):
+            if found != PATCH or file != PATCHES:
+                print(f"{file}:{line}: {found}")
+                status = 1
     return status
 
 

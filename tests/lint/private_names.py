@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 PACKAGES = ("engine/dtype_engine", "tui/dtype_tui")
@@ -71,17 +71,20 @@ def _defined(tree: ast.AST) -> Iterator[str]:
                 yield name
 
 
+def sources(root: Path, folders: Sequence[str] = PACKAGES) -> Iterator[tuple[str, str]]:
+    """(path from `root`, text) of every Python file in these folders of it."""
+    for folder in folders:
+        for path in sorted((root / folder).rglob("*.py")):
+            yield path.relative_to(root).as_posix(), path.read_text(encoding="utf-8")
+
+
 def main(root: Path = Path()) -> int:
     """Print what is found below `root`, one line each; the exit status: 1 where there is any."""
     status = 0
-    for package in PACKAGES:
-        for path in sorted((root / package).rglob("*.py")):
-            name_of_file = path.relative_to(root).as_posix()
-            if name_of_file in MEANT_FOR_IT:
-                continue
-            for line, name in private_names(path.read_text(encoding="utf-8")):
-                print(f"{name_of_file}:{line}: {name} is private to another file")
-                status = 1
+    for file, source in sources(root):
+        for line, name in private_names(source) if file not in MEANT_FOR_IT else ():
+            print(f"{file}:{line}: {name} is private to another file")
+            status = 1
     return status
 
 

@@ -13,6 +13,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.lint.private_names import sources
+
 RUNTIME = "engine/dtype_engine/runtime"
 INSIDE = ("weights/", "formats/schemes/")
 """The rooms that may read weights: the sources, and the decoders themselves."""
@@ -47,8 +49,7 @@ def names_visits(source: str) -> bool:
 def main(root: Path = Path()) -> int:
     """Print what is found below `root`, one line each; the exit status: 1 where there is any."""
     status, visiting = 0, list[str]()
-    for path in sorted((root / RUNTIME).rglob("*.py")):
-        name, source = path.relative_to(root).as_posix(), path.read_text(encoding="utf-8")
+    for name, source in sources(root, (RUNTIME,)):
         if names_visits(source):
             visiting.append(name)
         if not name.removeprefix(f"{RUNTIME}/").startswith(INSIDE):

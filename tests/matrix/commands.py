@@ -25,7 +25,7 @@ from dtype_engine.cli import cli
 from dtype_engine.cli.program import run
 
 from . import outside
-from .forms import Made, distinct
+from .forms import Made, Tensors, distinct, own_net
 
 ALL_BF16 = "*=bfloat16"
 BF16 = torch.bfloat16
@@ -65,9 +65,9 @@ def program(*arguments: str, status: int | None = 0) -> str:
     return out.getvalue()
 
 
-def answer(*arguments: str) -> dict[str, Any]:
+def answer(*arguments: str, status: int | None = 0) -> dict[str, Any]:
     """The JSON object that `dtype-engine ... --json` prints."""
-    found = json.loads(program(*arguments, "--json"))
+    found = json.loads(program(*arguments, "--json", status=status))
     assert isinstance(found, dict)
     return found
 
@@ -101,8 +101,15 @@ class Job:
         return de.open(self.made.model, options=dataclasses.replace(self.options, tensors=self.made.inputs_file))
 
     def session(self) -> de.Session:
-        assert self.made.module is not None
-        return de.open(self.made.module, inputs=self.made.inputs)
+        """The module in memory."""
+        return de.open(self.made.runs, inputs=self.made.inputs)
+
+    def exported(self) -> Path:
+        """The folder of an export in bfloat16."""
+        target = self.work / "out"
+        if not target.exists():
+            program("export", *self.model, "--cast", ALL_BF16, "-o", str(target))
+        return target
 
 
 Way = Callable[[Job], str]
@@ -169,14 +176,11 @@ def weights(job: Job) -> str:
 
 def weights_against(job: Job) -> str:
     """Compared with a file that safetensors wrote, of what plain torch makes of the source."""
-    castable, file = job.made.castable, job.work / "twin.safetensors"
-    twin = {
-        name: tensor.to(BF16) if name in castable else tensor for name, tensor in distinct(job.made.tensors).items()
-    }
-    save_file({name: tensor.contiguous().clone() for name, tensor in twin.items()}, file)
-    found = json.loads(program("weights", *job.model, "--against", str(file), "--json", status=None))
+    file = job.work / "twin.safetensors"
+    save_file(cast_by_torch(job.made), file)
+    found = answer("weights", *job.model, "--against", str(file), status=None)
     rows = {row["name"]: row for row in found["weights"]}
-    truth = outside.round_trip_errors(distinct(castable), BF16)
+    truth = outside.round_trip_errors(distinct(job.made.castable), BF16)
     assert truth.keys() <= rows.keys(), found
     for name, (largest, mean) in truth.items():
         assert near(rows[name]["max_abs"], largest, 1e-6)
@@ -185,12 +189,21 @@ def weights_against(job: Job) -> str:
     return job.made.loader
 
 
+def cast_by_torch(made: Made) -> Tensors:
+    """The tensors of the source with all that a cast takes in bfloat16."""
+    castable = made.castable
+    return {
+        name: (tensor.to(BF16) if name in castable else tensor).contiguous().clone()
+        for name, tensor in distinct(made.tensors).items()
+    }
+
+
 def check(job: Job) -> str:
     """Nothing is wrong with these files, except where a quantized layer has a plain sibling. After somebody else has written a NaN
     into one of them, that is found as well.
     """
     known = known_findings(job.made)
-    found = json.loads(program("check", *job.model, "--values", "--json", status=1 if known else 0))
+    found = answer("check", *job.model, "--values", status=1 if known else 0)
     assert [(each["kind"], each["tensor"]) for each in found["findings"]] == known
     source = Path(job.made.model)
     files = sorted(source.rglob("*.safetensors")) if source.is_dir() else [source]
@@ -210,7 +223,7 @@ def check(job: Job) -> str:
     with safe_open(file, "pt") as opened:
         metadata = opened.metadata()
     save_file(held[file], copied / file.relative_to(source) if source.is_dir() else copied, metadata)
-    damaged = json.loads(program("check", str(copied), *job.made.options, "--values", "--json", status=1))
+    damaged = answer("check", str(copied), *job.made.options, "--values", status=1)
     *others, last = [(each["kind"], each["tensor"]) for each in damaged["findings"]]
     assert others == known
     assert last[0] == "not-finite"
@@ -245,8 +258,7 @@ def near(found: float, truth: float, share: float) -> bool:
 def drift(job: Job) -> str:
     made = job.made
     found = answer("drift", *job.run, "--cast", ALL_BF16)
-    assert made.module is not None, "it ran, and nothing says what is right"
-    check_drift(made, found["output"]["max_abs"], found["output"]["mean_abs"])
+    check_drift(made, found)
     assert found["memory"]["stored_bytes"] == made.stored_bytes()
     assert found["memory"]["planned_bytes"] == made.planned_bytes(BF16)
     assert "matches nothing" in refusal("drift", *job.run, "--cast", "nothing.here=bfloat16")
@@ -267,11 +279,8 @@ def _metric(job: Job) -> str:
 
 def _check_metric(made: Made, found: dict[str, Any], share: float = 1e-5) -> None:
     """Both sides are what plain torch gives, the candidate with everything in bfloat16."""
-    assert made.module is not None, "it ran, and nothing says what is right"
-    sizes = [
-        outside.call(outside.in_dtype(made.module, dtype), made.inputs, dtype).abs().mean().item()
-        for dtype in (torch.float32, BF16)
-    ]
+    twins = ((outside.in_dtype(made.runs, dtype), dtype) for dtype in (torch.float32, BF16))
+    sizes = [outside.call(module, made.inputs, dtype).abs().mean().item() for module, dtype in twins]
     assert near(found["reference"], sizes[0], share), (found, sizes)
     assert near(found["candidate"], sizes[1], 1e-2), (found, sizes)
 
@@ -301,12 +310,16 @@ def search_metric(job: Job) -> str:
     return "plain torch"
 
 
-def check_drift(made: Made, largest: float, mean: float) -> None:
+def check_drift(made: Made, found: dict[str, Any]) -> None:
     """Two runs of the same kernels differ in how work is split among threads, not in more."""
-    true_largest, true_mean = outside.drift(made, BF16)
-    assert true_largest > 0
-    assert near(largest, true_largest, 0.02), (largest, true_largest)
-    assert near(mean, true_mean, 0.02), (mean, true_mean)
+    check_output(found, outside.drift(made, BF16))
+
+
+def check_output(found: dict[str, Any], truth: tuple[float, float]) -> None:
+    """The largest and the mean |Δ| of an answer of `drift` are these."""
+    assert truth[0] > 0
+    for name, expected in zip(("max_abs", "mean_abs"), truth, strict=True):
+        assert near(found["output"][name], expected, 0.02), (name, found["output"], expected)
 
 
 def flow(job: Job) -> str:
@@ -325,17 +338,16 @@ def flow(job: Job) -> str:
 
 def scan(job: Job) -> str:
     found = answer("scan", *job.run, "--dtypes", "int8", "--draws", "64")
-    assert job.made.module is not None, "it ran, and nothing says what is right"
-    scores = {row["name"]: row["score"] for row in found["weights"] if row["dtype"] == "int8"}
-    truth = outside.alone_in_int8(job.made, "nats" in found["unit"])
-    assert outside.rank_correlation(scores, truth) > 0.75
+    return _check_scan(job.made, {row["name"]: row["score"] for row in found["weights"]}, found["unit"])
+
+
+def _check_scan(made: Made, scores: dict[str, float], unit: str) -> str:
+    assert outside.rank_correlation(scores, outside.alone_in_int8(made, "nats" in unit)) > 0.75
     return "each alone in plain torch, ranked"
 
 
 def export(job: Job) -> str:
-    target = job.work / "out"
-    program("export", *job.model, "--cast", ALL_BF16, "-o", str(target))
-    check_export(job.made, target)
+    check_export(job.made, job.exported())
     return "safetensors.torch.load_file"
 
 
@@ -351,7 +363,7 @@ def check_export(made: Made, target: Path) -> None:
     check_values(made, read_export(target))
 
 
-def check_values(made: Made, found: dict[str, torch.Tensor]) -> None:
+def check_values(made: Made, found: Tensors) -> None:
     """The same of the tensors that a loader found in an export."""
     castable = made.castable
     for name, tensor in distinct(made.tensors).items():
@@ -363,9 +375,9 @@ def check_values(made: Made, found: dict[str, torch.Tensor]) -> None:
         assert outside.same_bits(found[name], expected), f"{name} is not what was stored, cast"
 
 
-def read_export(target: Path) -> dict[str, torch.Tensor]:
+def read_export(target: Path) -> Tensors:
     """What safetensors reads; tensors of a folder in it with the folder's name before them."""
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: Tensors = {}
     for path in sorted(target.rglob("*.safetensors")):
         prefix = "" if path.parent == target else f"{path.parent.name}."
         tensors |= {f"{prefix}{name}": tensor for name, tensor in load_file(path).items()}
@@ -373,9 +385,7 @@ def read_export(target: Path) -> dict[str, torch.Tensor]:
 
 
 def verify(job: Job) -> str:
-    target = job.work / "out"
-    if not target.exists():
-        program("export", *job.model, "--cast", ALL_BF16, "-o", str(target))
+    target = job.exported()
     program("verify", str(target), "--against", *job.model)
     file = max(target.rglob("*.safetensors"), key=lambda path: path.stat().st_size)
     data = bytearray(file.read_bytes())
@@ -390,11 +400,7 @@ def verify(job: Job) -> str:
 
 def verify_theirs(job: Job) -> str:
     """A file that safetensors wrote, of what plain torch makes of the source, is an exact cast until one value is changed."""
-    castable, file = job.made.castable, job.work / "theirs.safetensors"
-    cast = {
-        name: (tensor.to(BF16) if name in castable else tensor).contiguous().clone()
-        for name, tensor in distinct(job.made.tensors).items()
-    }
+    cast, file = cast_by_torch(job.made), job.work / "theirs.safetensors"
     codes = {name for name, tensor in cast.items() if job.made.scales and tensor.dtype == torch.float8_e4m3fn}
     name = max(cast, key=lambda name: _numbers_in(cast[name]))
     for changed in (set(), {name}):
@@ -402,8 +408,7 @@ def verify_theirs(job: Job) -> str:
             cast[each].view(torch.uint8).view(-1)[-1] ^= 0x80  # the sign
         save_file(cast, file)
         wrong = codes | changed  # codes without their scales are other values
-        said = program("verify", str(file), "--against", *job.model, "--json", status=1 if wrong else 0)
-        found = json.loads(said)
+        found = answer("verify", str(file), "--against", *job.model, status=1 if wrong else 0)
         assert found["same"] == (not wrong)
         assert {each["name"] for each in found["tensors"] if each["differing"] != 0} == wrong
         assert not found["differences"]
@@ -413,9 +418,7 @@ def verify_theirs(job: Job) -> str:
 
 def load_back(job: Job) -> str:
     """What others' loaders, and ours, make of the export."""
-    made, target = job.made, job.work / "out"
-    if not target.exists():
-        program("export", *job.model, "--cast", ALL_BF16, "-o", str(target))
+    made, target = job.made, job.exported()
     if (target / "model_index.json").exists():
         import transformers
 
@@ -452,13 +455,16 @@ def load_back(job: Job) -> str:
             wide = loaded[name].dtype == torch.float32  # as some architectures keep some weights
             assert outside.same_bits(loaded[name], expected.float() if wide else expected), name
         return "transformers.from_pretrained"
-    if made.module is not None or set(made.tensors) == set(_net_names()):
-        loaded = de.load_pretrained(target, module=copy.deepcopy(made.module or _net()))
-        for name, tensor in loaded.state_dict().items():
-            expected = made.tensors[name]
-            assert outside.same_bits(tensor, expected.to(BF16) if name in made.castable else expected), name
-        return "module.state_dict()"
+    if made.module is not None or set(made.tensors) == set(own_net().state_dict()):
+        return _check_loaded(made, de.load_pretrained(target, module=copy.deepcopy(made.module or own_net())))
     return export_again(job)
+
+
+def _check_loaded(made: Made, loaded: torch.nn.Module) -> str:
+    for name, tensor in loaded.state_dict().items():
+        expected = made.tensors[name]
+        assert outside.same_bits(tensor, expected.to(BF16) if name in made.castable else expected), name
+    return "module.state_dict()"
 
 
 def export_again(job: Job) -> str:
@@ -469,24 +475,13 @@ def export_again(job: Job) -> str:
     return "safetensors.torch.load_file"
 
 
-def _net() -> torch.nn.Module:
-    from . import net
-
-    return net.Net().eval()
-
-
-def _net_names() -> list[str]:
-    return list(_net().state_dict())
-
-
 def drift_against(job: Job) -> str:
     """The export in bfloat16, or the model itself in bfloat16 where the export has no architecture, against the model."""
     made, target = job.made, job.work / "out"
     candidate = (str(target),) if (target / "config.json").exists() else (made.model, "--cast", ALL_BF16)
     found = answer("drift", *job.run, "--against", *candidate)
-    assert made.module is not None, "it ran, and nothing says what is right"
     assert found["reference"] == made.model
-    check_drift(made, found["output"]["max_abs"], found["output"]["mean_abs"])
+    check_drift(made, found)
     return "plain torch"
 
 
@@ -507,14 +502,14 @@ def report(job: Job) -> str:
     return f"{made.loader}; no drift, and why"
 
 
-def human(nbytes: int) -> str:
-    """Bytes as the program writes them: two decimals of the largest binary unit."""
+def human(nbytes: int, decimals: int = 2) -> str:
+    """Bytes as the program writes them: in the largest binary unit."""
     size, unit = float(nbytes), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if size < 1024:
             break
         size, unit = size / 1024, larger
-    return f"{nbytes} B" if unit == "B" else f"{size:.2f} {unit}"
+    return f"{nbytes} B" if unit == "B" else f"{size:.{decimals}f} {unit}"
 
 
 def _recipe_file(job: Job) -> Path:
@@ -539,19 +534,8 @@ def recipe_convert(job: Job) -> str:
 def recipe_lint(job: Job) -> str:
     """How many tensors every rule takes here, counted without us."""
     made = job.made
-    found = json.loads(
-        program(
-            "recipe",
-            "lint",
-            str(_recipe_file(job)),
-            "--for",
-            "transformers",
-            "--model",
-            *job.model,
-            "--json",
-            status=None,
-        )
-    )
+    asked = (str(_recipe_file(job)), "--for", "transformers", "--model", *job.model)
+    found = answer("recipe", "lint", *asked, status=None)
     (rule,) = found["rules"]
     castable = distinct(made.castable_loaded)
     assert rule["here"] == len(castable), (rule["here"], sorted(castable))
@@ -574,8 +558,7 @@ def tree(job: Job) -> str:
 
 def cast_everything(made: Made) -> Made:
     """The same with the module in bfloat16."""
-    assert made.module is not None
-    return dataclasses.replace(made, module=outside.in_dtype(made.module, BF16))
+    return dataclasses.replace(made, module=outside.in_dtype(made.runs, BF16))
 
 
 def generate(job: Job) -> str:
@@ -610,20 +593,10 @@ COMMANDS: dict[str, Way] = {
     "recipe lint": recipe_lint,
     "recipe convert": recipe_convert,
 }
+_OF_FORMS = re.compile("memory|.* --metric|export .pth|report|recipe .*")
 SCHEME_WAYS: dict[str, Way] = {
-    "inspect": inspect,
-    "tree": tree,
-    "weights": weights,
-    "weights --against": weights_against,
-    "check": check,
-    "drift": drift,
-    "flow": flow,
-    "scan": scan,
-    "export": export,
-    "verify": verify,
-    "verify theirs": verify_theirs,
-    "load back": load_back,
-    "drift --against": drift_against,
+    **{"inspect": inspect, "tree": tree},
+    **{name: way for name, way in COMMANDS.items() if not _OF_FORMS.fullmatch(name)},
     "generate": generate,
 }
 """The ways to use each scheme of quantized weights."""
@@ -637,8 +610,8 @@ def _live_drift(job: Job) -> str:
     session.cast("*", "bfloat16")
     output = session.drift().output
     assert session.undo()
-    check_drift(job.made, output.max_abs, output.mean_abs)
-    assert all(tensor.dtype == torch.float32 for tensor in job.made.module.parameters())  # type: ignore[union-attr]
+    check_drift(job.made, {"output": dataclasses.asdict(output)})
+    assert all(tensor.dtype == torch.float32 for tensor in job.made.runs.parameters())
     return "plain torch"
 
 
@@ -654,7 +627,6 @@ def _live_inspect(job: Job) -> str:
 
 def _live_flow(job: Job) -> str:
     session = job.session()
-    assert job.made.module is not None
     layer = outside.first_linear(job.made)
     _, elements = outside.raises_in(job.made, layer)
     session.cast(layer, "bfloat16")
@@ -666,37 +638,29 @@ def _live_flow(job: Job) -> str:
 
 def _live_scan(job: Job) -> str:
     found = job.session().scan(("int8",), draws=64)
-    scores = {row.name: row.score for row in found.weights}
-    truth = outside.alone_in_int8(job.made, "nats" in found.unit)
-    assert outside.rank_correlation(scores, truth) > 0.75
-    return "each alone in plain torch, ranked"
+    return _check_scan(job.made, {row.name: row.score for row in found.weights}, found.unit)
+
+
+def _live_exported(job: Job, name: str) -> Path:
+    session = job.session()
+    session.cast("*", "bfloat16")
+    session.export(job.work / name)
+    session.undo()
+    return job.work / name
 
 
 def _live_export(job: Job) -> str:
-    target = job.work / "out"
-    session = job.session()
-    session.cast("*", "bfloat16")
-    session.export(target)
-    session.undo()
-    check_export(job.made, target)
+    check_export(job.made, _live_exported(job, "out"))
     return "safetensors.torch.load_file"
 
 
 def _live_export_file(job: Job) -> str:
-    session = job.session()
-    session.cast("*", "bfloat16")
-    session.export(job.work / "out.pth")
-    session.undo()
-    check_values(job.made, torch.load(job.work / "out.pth", weights_only=True))
+    check_values(job.made, torch.load(_live_exported(job, "out.pth"), weights_only=True))
     return "torch.load"
 
 
 def _live_load_back(job: Job) -> str:
-    loaded = de.load_pretrained(job.work / "out", module=_net())
-    for name, tensor in loaded.state_dict().items():
-        expected = job.made.tensors[name]
-        assert outside.same_bits(tensor, expected.to(BF16) if tensor.is_floating_point() else expected), name
-    return "module.state_dict()"
+    return _check_loaded(job.made, de.load_pretrained(job.work / "out", module=own_net()))
 
 
 LIVE: dict[str, Way] = {

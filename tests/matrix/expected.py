@@ -13,26 +13,14 @@ WAYS = (*COMMANDS, *SCREENS)
 OF_SCHEMES = tuple(SCHEME_WAYS)
 """The ways to use a scheme of quantized weights."""
 _RUNNING = (
-    "scan kv:",
-    "drift --generate",
-    "drift --save-pictures",
-    "drift --max-memory",
-    "drift --over-memory",
-    "drift --save",
-    "drift --device-map",
-    "drift",
-    "drift --metric",
-    "sweep --metric",
-    "search --metric",
-    "drift --against",
-    "flow",
-    "scan",
-    "app: Drift",
-    "app: depth",
-    "app: d",
-    "app: g",
-    "app: O",
+    *(
+        way
+        for way in COMMANDS
+        if way.startswith(("drift", "scan", "flow", "sweep", "search")) and way != "drift *.kv_cache"
+    ),
+    *("app: Drift", "app: depth", "app: d", "app: g", "app: O"),
 )
+"""The ways that run the model. Formats of KV caches are refused before that."""
 
 
 def _no_pass(words: str) -> dict[str, str]:
@@ -40,6 +28,8 @@ def _no_pass(words: str) -> dict[str, str]:
     return dict.fromkeys(_RUNNING, words) | {"drift *.kv_cache": "names KV caches: no config.json tells"}
 
 
+_READING = ("weights", "check", "export", "verify", "load back")
+"""The beginnings of the names of ways that read values of tensors."""
 _NO_CONFIG = _no_pass("no config.json")
 _GGUF = _no_pass("GGUF")
 _NO_PICTURES = {"drift --save-pictures": "makes no pictures"}
@@ -73,20 +63,7 @@ REFUSED: dict[str, dict[str, str]] = {
     "folder, BLIP": _NO_PICTURES,
     "folder, experts": _NO_PICTURES,
     "folder on a hub": dict.fromkeys(
-        (
-            "weights",
-            "weights --against",
-            "check",
-            "app: v",
-            "app: e",
-            "export",
-            "export .pth",
-            "verify",
-            "verify theirs",
-            "load back",
-            *_RUNNING,
-            "drift *.kv_cache",
-        ),
+        (*_RUNNING, *(way for way in COMMANDS if way.startswith(_READING)), "drift *.kv_cache", "app: v", "app: e"),
         "only the headers",
     ),
     "folder, .bin": _NO_PICTURES | _IN_MEMORY,

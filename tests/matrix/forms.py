@@ -67,6 +67,12 @@ class Made:
     """The castable tensors that linear layers hold, under every name; None where nothing says which classes there are."""
 
     @property
+    def runs(self) -> nn.Module:
+        """The module of a form that runs."""
+        assert self.module is not None, "it ran, and nothing says what is right"
+        return self.module
+
+    @property
     def castable(self) -> Tensors:
         """The tensors that a cast takes."""
         return {
@@ -136,21 +142,25 @@ def linear_tensors(module: nn.Module) -> frozenset[str]:
 
 def parameter_count(module: nn.Module) -> int:
     """As people count: every distinct parameter once."""
-    return sum(parameter.numel() for parameter in module.parameters())
+    return count(module.parameters())
+
+
+def count(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(map(torch.numel, tensors))
 
 
 # -- without a configuration: a network of the user's own ---------------------------------------------------------------
 
 
-def _net() -> net.Net:
+def own_net() -> net.Net:
     return net.Net().eval()
 
 
 def _lone(folder: Path, write: Callable[[Tensors, Path], None], suffix: str, read: Callable[[Path], Tensors]) -> Made:
     path = folder / f"net{suffix}"
-    write(_net().state_dict(), path)
+    write(own_net().state_dict(), path)
     loader = "safetensors.torch.load_file" if suffix == ".safetensors" else "torch.load"
-    return Made(str(path), read(path), loader, parameter_count(_net()), linears=None)
+    return Made(str(path), read(path), loader, parameter_count(own_net()), linears=None)
 
 
 def _torch_load(path: Path) -> Tensors:
@@ -192,7 +202,7 @@ def _pth(folder: Path, write: Callable[[Tensors, Path], None]) -> Made:
     made = _lone(folder, write, ".pth", _torch_load)
     shared = {"out.weight", "tied.one", "tied.two"}
     if "tied.one" in made.tensors:
-        made.parameters += sum(t.numel() for name, t in made.tensors.items() if name.startswith("view."))
+        made.parameters += count(tensor for name, tensor in made.tensors.items() if name.startswith("view."))
         assert len({made.tensors[name].data_ptr() for name in shared}) == 1
     return made
 
@@ -300,9 +310,8 @@ def _zoo_folder(folder: Path, name: str) -> Made:
     given = {key: value.contiguous() for key, value in inputs.items() if isinstance(value, torch.Tensor)}
     save_file(given, file)
     made = _of_folder(target, given, file)
-    assert made.module is not None
     if any(".experts.0." in name for name in made.tensors):
-        made.packed = dict(made.module.state_dict())
+        made.packed = dict(made.runs.state_dict())
     return made
 
 
@@ -329,10 +338,7 @@ def _gguf(folder: Path, kind: str) -> Made:
             writer.add_tensor(name, blocks, raw_dtype=own)
         else:
             writer.add_tensor(name, gguf.quants.quantize(values, own), raw_dtype=own)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    _write(writer)
     tensors: Tensors = {}
     stored: dict[str, int] = {}
     for tensor in gguf.GGUFReader(path).tensors:
@@ -342,8 +348,24 @@ def _gguf(folder: Path, kind: str) -> Made:
         tensors[tensor.name] = torch.from_numpy(np.array(values)).reshape(shape)
         if not plain:
             stored[tensor.name] = int(tensor.n_bytes)
-    parameters = sum(tensor.numel() for tensor in tensors.values())
+    parameters = count(tensors.values())
     return Made(str(path), tensors, "gguf.quants.dequantize", parameters, stored=stored, linears=None)
+
+
+def _write(writer: Any) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _of_components(pipeline: Path) -> Tensors:
+    """The tensors of all folders of a pipeline, with the folder's name before each."""
+    return {
+        f"{path.parent.name}.{name}": tensor
+        for path in sorted(pipeline.glob("*/*.safetensors"))
+        for name, tensor in load_file(path).items()
+    }
 
 
 def _diffusers(folder: Path) -> Made:
@@ -377,10 +399,8 @@ def _diffusers(folder: Path) -> Made:
         "scheduler": ["diffusers", "DDIMScheduler"], "tokenizer": ["transformers", "CLIPTokenizer"],
     }  # fmt: skip
     (target / "model_index.json").write_text(json.dumps(index))
-    tensors: Tensors = {}
-    for path in sorted(target.glob("*/*.safetensors")):
-        tensors |= {f"{path.parent.name}.{name}": tensor for name, tensor in load_file(path).items()}
-    parameters = sum(tensor.numel() for tensor in tensors.values() if tensor.is_floating_point())
+    tensors = _of_components(target)
+    parameters = count(tensor for tensor in tensors.values() if tensor.is_floating_point())
     return Made(str(target), tensors, "safetensors.torch.load_file", parameters, linears=None)
 
 
@@ -409,9 +429,7 @@ def _pipeline(folder: Path) -> Made:
     import dtype_engine as de
 
     target = save_pipeline("sd15", folder)
-    tensors: Tensors = {}
-    for path in sorted(target.glob("*/*.safetensors")):
-        tensors |= {f"{path.parent.name}.{name}": tensor for name, tensor in load_file(path).items()}
+    tensors = _of_components(target)
     module = _Pipeline(diffusers.StableDiffusionPipeline.from_pretrained(target))
     (batch,) = de.open(str(target)).need_inputs().batches
     return Made(
@@ -434,9 +452,8 @@ def _adapter(folder: Path) -> Made:
         "peft_type": "LORA", "base_model_name_or_path": "someone/llama", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"],
     }  # fmt: skip
     (target / "adapter_config.json").write_text(json.dumps(config))
-    parameters = sum(tensor.numel() for tensor in tensors.values())
     found = load_file(target / "adapter_model.safetensors")
-    return Made(str(target), found, "safetensors.torch.load_file", parameters, linears=None)
+    return Made(str(target), found, "safetensors.torch.load_file", count(tensors.values()), linears=None)
 
 
 # -- quantized already -------------------------------------------------------------------------------------------------
@@ -512,9 +529,8 @@ def quantized(folder: Path, make: Callable[[], Case]) -> Made:
     module = type(model).from_pretrained(target).eval()
     parts = {_placed(name): tensor for name, tensor in case.tensors.items()}
     stored = {name: _bytes_of(name.removesuffix("weight"), parts) for name in values}
-    stored[next(iter(values))] += _bytes_of("", parts) - sum(
-        stored.values()
-    )  # what is none's alone, as a stack of experts
+    # What is none's alone, as a stack of experts.
+    stored[next(iter(values))] += _bytes_of("", parts) - sum(stored.values())
     held = {name: tensor for name, tensor in plain.items() if name not in values} | parts
     config = json.loads((target / "config.json").read_text()) | _renamed(case.config)
     Case(held, {}, "", config, _renamed(case.metadata), _renamed(case.hf_quant_config)).save(target)
@@ -566,18 +582,9 @@ def _gguf_model(folder: Path) -> Made:
         writer.add_tensor(new, blocks, raw_dtype=kind)
         stored[name] = blocks.nbytes
         tensor.copy_(torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(tensor.numpy(), kind), kind)))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    made = Made(
-        str(path),
-        dict(module.state_dict()),
-        "gguf.quants.dequantize",
-        parameter_count(module),
-        module=module,
-        stored=stored,
-    )
+    _write(writer)
+    held, loader = dict(module.state_dict()), "gguf.quants.dequantize"
+    made = Made(str(path), held, loader, parameter_count(module), module=module, stored=stored)
     made.inputs, made.inputs_file = _ids(folder)
     return made
 
@@ -590,7 +597,7 @@ def _without_model(folder: Path, make: Callable[[], Case]) -> Made:
     path = case.save(folder / "quantized")
     tensors = {name: torch.from_numpy(each) for name, each in case.right.items()}
     tensors["x.norm"] = case.tensors["x.norm"]
-    parameters = sum(tensor.numel() for tensor in tensors.values())
+    parameters = count(tensors.values())
     return Made(str(path), tensors, "codes and scales by hand", parameters, stored=stored, linears=None)
 
 
@@ -617,8 +624,7 @@ def _own_export(folder: Path) -> Made:
         inputs=source.inputs,
         inputs_file=source.inputs_file,
     )
-    made.module = copy.deepcopy(source.module)
-    assert made.module is not None
+    made.module = copy.deepcopy(source.runs)
     made.linears = linear_tensors(made.module)
     made.module.load_state_dict(
         {
@@ -639,7 +645,7 @@ def _python(folder: Path, name: str, weights: bool = False, package: bool = Fals
     text = (HERE / "net.py").read_text()
     file = home / ("own_net.py" if package else "net.py")
     file.write_text(text if example else text.partition("def example_inputs")[0])
-    module = _net()
+    module = own_net()
     options: tuple[str, ...] = ()
     if weights:
         trained = {n: t + 0.25 if t.is_floating_point() else t for n, t in module.state_dict().items()}
@@ -655,7 +661,7 @@ def _python(folder: Path, name: str, weights: bool = False, package: bool = Fals
 
 
 def _live(folder: Path) -> Made:
-    module = _net()
+    module = own_net()
     return Made(
         "", dict(module.state_dict()), "module.state_dict()", parameter_count(module), module=module,
         inputs=net.example_inputs(), live=True,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -15,7 +15,7 @@ from dtype_engine.runtime.building import module_sources
 from dtype_engine.runtime.measure.listener import MeasurementListener
 
 from . import outside
-from .commands import ALL_BF16, Job, Refused, Way, answer, check_drift, near, refusal
+from .commands import ALL_BF16, Job, Refused, Way, answer, check_drift, check_output, refusal
 from .forms import Made
 
 _CAST = ("--cast", ALL_BF16)
@@ -24,7 +24,7 @@ _CAST = ("--cast", ALL_BF16)
 def drift_max_memory(job: Job) -> str:
     """With as much memory as its weights take it runs, and with half of that it says what they take."""
     found = answer("drift", *job.run, *_CAST, "--max-memory", f"cpu={_size(job.made)}")
-    _check(job.made, found)
+    check_drift(job.made, found)
     said = refusal("drift", *job.run, *_CAST, "--max-memory", f"cpu={job.made.stored_bytes() // 2}")
     assert "the weights take" in said or "its weights take" in said, said
     return "plain torch"
@@ -42,7 +42,7 @@ def drift_over_memory(job: Job) -> str:
     limit = ("--max-memory", f"cpu={job.made.stored_bytes() // 2}", "--over-memory")
     with patch.object(module_sources, "SMALLEST", 1):  # otherwise the weights of these models stay in memory
         found = answer("drift", *job.run, *_CAST, *limit)
-    _check(job.made, found)
+    check_drift(job.made, found)
     assert found["memory"]["read_bytes"] > 0
     return "plain torch"
 
@@ -52,7 +52,7 @@ def drift_save(job: Job) -> str:
     made, file = job.made, job.work / "drift.json"
     answer("drift", *job.run, *_CAST, "--save", str(file))
     found = answer("drift", *job.run, *_CAST, "--save", str(file))  # nothing is left to run
-    _check(made, found)
+    check_drift(made, found)
     assert "other rules" in refusal("drift", *job.run, "--cast", "*=float16", "--save", str(file))
     inputs, stopped = outside.rows(made), job.work / "stopped.json"
     assert len(inputs) > 1
@@ -65,8 +65,7 @@ def drift_save(job: Job) -> str:
             cancelled=lambda first=not number, done=done: first and bool(done),
         )
         if number:
-            output = session.drift(listener, save=stopped).output
-            check_drift(made, output.max_abs, output.mean_abs)
+            check_drift(made, {"output": dataclasses.asdict(session.drift(listener, save=stopped).output)})
             continue
         with pytest.raises(Cancelled):
             session.drift(listener, save=stopped)
@@ -98,33 +97,18 @@ def _layer(name: str) -> str:
 
 def _on_two(job: Job, asked: list[str], devices: set[str]) -> None:
     rules = ("*=float32", "type:Linear=int8") if job.made.module is not None else (ALL_BF16,)
-    ran = preloaded.run(
-        preloaded.module("tests.matrix.two_accelerators"),
-        *(
-            "drift",
-            *job.run,
-            *(f"--cast={rule}" for rule in rules),
-            "--device",
-            fake_accelerator.NAME,
-            *asked,
-            "--json",
-        ),
-    )
+    casts = [f"--cast={rule}" for rule in rules]
+    command = ("drift", *job.run, *casts, "--device", fake_accelerator.NAME, *asked, "--json")
+    ran = preloaded.run(preloaded.module("tests.matrix.two_accelerators"), *command)
     if ran.returncode == 2:
         (line,) = [line for line in ran.stderr.splitlines() if line.startswith("dtype-engine: ")]
         raise Refused(line.removeprefix("dtype-engine: "))
     assert ran.returncode == 0, ran.stderr
     found = json.loads(ran.stdout)
-    for name, expected in zip(("max_abs", "mean_abs"), outside.linears_in_int8(job.made), strict=True):
-        assert near(found["output"][name], expected, 0.02), (name, found["output"], expected)
+    check_output(found, outside.linears_in_int8(job.made))
     used = {device for device, nbytes in found["memory"]["resident_by_device"] if nbytes}
     assert used >= devices, (used, found["memory"])
     assert used & {f"{fake_accelerator.NAME}:0", f"{fake_accelerator.NAME}:1"}, used
-
-
-def _check(made: Made, found: dict[str, Any]) -> None:
-    assert made.module is not None, "it ran, and nothing says what is right"
-    check_drift(made, found["output"]["max_abs"], found["output"]["mean_abs"])
 
 
 LIMITS: dict[str, Way] = {

@@ -6,6 +6,7 @@ import copy
 import math
 from collections import Counter
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from scipy.stats import spearmanr
@@ -90,38 +91,30 @@ def _with_caches(made: Made, formats: dict[str, str], layer: int | None = None) 
         calls += 1
         return plain(cache, keys, values, *given, **named)
 
-    assert made.module is not None
-    Cache.update = update
-    try:
-        found = call(made.module, made.inputs)
-    finally:
-        Cache.update = plain
+    with patch.object(Cache, "update", update):
+        found = call(made.runs, made.inputs)
     assert calls, "the model has no cache of transformers"
     return found
 
 
 def cache_drift(made: Made, formats: dict[str, str]) -> tuple[float, float]:
     """Largest and mean |Δ| of the main output with rounded caches, by "k" and "v", against the model without them."""
-    assert made.module is not None
-    delta = (_with_caches(made, formats) - call(made.module, made.inputs)).abs()
-    return float(delta.max()), float(delta.mean())
+    return _largest_and_mean(_with_caches(made, formats) - call(made.runs, made.inputs))
+
+
+def _largest_and_mean(delta: torch.Tensor) -> tuple[float, float]:
+    return float(delta.abs().max()), float(delta.abs().mean())
 
 
 def caches_alone(made: Made, form: str, distribution: bool) -> dict[str, list[float]]:
     """For "k" and "v" the drift with this part of each cache alone rounded, as `whole_drift` has it."""
     from transformers.cache_utils import Cache
 
-    assert made.module is not None
-    reference, calls, plain = call(made.module, made.inputs), [], Cache.update
-    Cache.update = lambda *given, **named: (calls.append(1), plain(*given, **named))[1]  # type: ignore[func-returns-value]
-    try:
-        call(made.module, made.inputs)
-    finally:
-        Cache.update = plain
+    with patch.object(Cache, "update", autospec=True, side_effect=Cache.update) as update:
+        reference = call(made.runs, made.inputs)
+    layers = range(update.call_count)
     return {
-        part: [
-            _divergence(reference, _with_caches(made, {part: form}, layer), distribution) for layer in range(len(calls))
-        ]
+        part: [_divergence(reference, _with_caches(made, {part: form}, layer), distribution) for layer in layers]
         for part in ("k", "v")
     }
 
@@ -137,17 +130,14 @@ def rows(made: Made) -> list[Any]:
 
 def drift(made: Made, dtype: torch.dtype) -> tuple[float, float]:
     """Largest and mean |Δ| of the main output, everything in `dtype` against everything in float32."""
-    assert made.module is not None
-    reference = call(made.module, made.inputs)
-    delta = (call(in_dtype(made.module, dtype), made.inputs, dtype) - reference).abs()
-    return float(delta.max()), float(delta.mean())
+    reference = call(made.runs, made.inputs)
+    return _largest_and_mean(call(in_dtype(made.runs, dtype), made.inputs, dtype) - reference)
 
 
 def whole_drift(made: Made, dtype: torch.dtype, distribution: bool) -> float:
     """Mean KL divergence in nats, or the relative squared error, of the main output with everything in `dtype`."""
-    assert made.module is not None
-    reference = call(made.module, made.inputs)
-    return _divergence(reference, call(in_dtype(made.module, dtype), made.inputs, dtype), distribution)
+    reference = call(made.runs, made.inputs)
+    return _divergence(reference, call(in_dtype(made.runs, dtype), made.inputs, dtype), distribution)
 
 
 def _divergence(reference: torch.Tensor, candidate: torch.Tensor, distribution: bool) -> float:
@@ -159,9 +149,8 @@ def _divergence(reference: torch.Tensor, candidate: torch.Tensor, distribution: 
 
 def module_sqnr(made: Made, dtype: torch.dtype, name: str) -> float:
     """SQNR in dB of the output of one module, everything in `dtype` against everything in float32."""
-    assert made.module is not None
     outputs: list[torch.Tensor] = []
-    twins = ((made.module, torch.float32), (in_dtype(made.module, dtype), dtype))
+    twins = ((made.runs, torch.float32), (in_dtype(made.runs, dtype), dtype))
     for module, kind in twins:
         hook = module.get_submodule(name).register_forward_hook(
             lambda layer, given, output: outputs.append(first_tensor(output).double())
@@ -183,10 +172,9 @@ def first_tensor(output: Any) -> torch.Tensor:
 def generated(made: Made, tokens: int) -> list[int]:
     """The ids that the float32 model generates from its first input, greedily; those of the input may stand before them."""
     assert isinstance(made.inputs, dict)
-    assert made.module is not None
     first = {name: value[:1].clone() for name, value in made.inputs.items()}  # BLIP writes its start token into them
     with torch.no_grad():
-        found = made.module.generate(**first, max_new_tokens=tokens, do_sample=False)  # type: ignore[operator]
+        found = made.runs.generate(**first, max_new_tokens=tokens, do_sample=False)  # type: ignore[operator]
     return list(map(int, found[0]))
 
 
@@ -210,24 +198,21 @@ def rounded_to_int8(tensor: torch.Tensor) -> torch.Tensor:
 
 def linears_in_int8(made: Made) -> tuple[float, float]:
     """Largest and mean |Δ| of the main output with what linear layers hold in int8, and everything computed in float32."""
-    assert made.module is not None
-    twin = copy.deepcopy(made.module)
+    twin = copy.deepcopy(made.runs)
     held = {id(each): each for layer in twin.modules() if type(layer) is nn.Linear for each in layer.parameters()}
     for parameter in held.values():
         parameter.data = rounded_to_int8(parameter.data)
-    delta = (call(twin, made.inputs) - call(made.module, made.inputs)).abs()
-    return float(delta.max()), float(delta.mean())
+    return _largest_and_mean(call(twin, made.inputs) - call(made.runs, made.inputs))
 
 
 def alone_in_int8(made: Made, distribution: bool) -> dict[str, float]:
     """For every parameter alone in int8: mean KL divergence in nats, or the relative squared error, of the main output."""
-    assert made.module is not None
-    reference = call(made.module, made.inputs)
+    reference = call(made.runs, made.inputs)
     found = {}
-    for name, parameter in made.module.named_parameters():
+    for name, parameter in made.runs.named_parameters():
         kept = parameter.data
         parameter.data = rounded_to_int8(kept)
-        candidate = call(made.module, made.inputs)
+        candidate = call(made.runs, made.inputs)
         parameter.data = kept
         found[name] = _divergence(reference, candidate, distribution)
     return found
@@ -242,25 +227,23 @@ def rank_correlation(found: dict[str, float], truth: dict[str, float]) -> float:
 
 def first_linear(made: Made) -> str:
     """The name of the last linear layer of its own weight that a forward pass calls with floating values."""
-    assert made.module is not None
     called: list[str] = []
     hooks = [
         child.register_forward_pre_hook(lambda module, given, name=name: called.append(name) if given else None)
-        for name, child in made.module.named_modules()
+        for name, child in made.runs.named_modules()
         if type(child) is nn.Linear
     ]
-    call(made.module, made.inputs)
+    call(made.runs, made.inputs)
     for hook in hooks:
         hook.remove()
-    count = Counter(id(tensor) for _, tensor in made.module.named_parameters(remove_duplicate=False))
-    alone = [name for name in called if count[id(made.module.get_submodule(name).weight)] == 1]
+    count = Counter(id(tensor) for _, tensor in made.runs.named_parameters(remove_duplicate=False))
+    alone = [name for name in called if count[id(made.runs.get_submodule(name).weight)] == 1]
     return alone[-1]
 
 
 def raises_in(made: Made, layer: str) -> tuple[bool, int]:
     """Whether plain torch refuses the model with one linear layer in bfloat16, and how many elements that layer is given."""
-    assert made.module is not None
-    twin = copy.deepcopy(made.module)
+    twin = copy.deepcopy(made.runs)
     target = twin.get_submodule(layer)
     seen: list[int] = []
     target.register_forward_pre_hook(lambda module, given: seen.append(given[0].numel()))

@@ -108,7 +108,7 @@ def _figures(text: str) -> list[float]:
 async def _tree(app: DtypeApp, pilot: Pilot[None], made: Made) -> str:
     await until(pilot, lambda: _root(app), "no root on the screen")
     root = _root(app)
-    assert short(made.stored_bytes()) in root, root
+    assert human(made.stored_bytes(), 1) in root, root
     assert f" {counted(made.parameters)} params " in shown(app), shown(app)
     return made.loader
 
@@ -116,16 +116,6 @@ async def _tree(app: DtypeApp, pilot: Pilot[None], made: Made) -> str:
 def _root(app: DtypeApp) -> str:
     """The line of the root, where the cursor is at first."""
     return next((line for line in shown(app).splitlines() if line.startswith("▌")), "")
-
-
-def short(nbytes: int) -> str:
-    """Bytes as the tree writes them, one decimal."""
-    size, unit = float(nbytes), "B"
-    for larger in ("KiB", "MiB", "GiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{nbytes} B" if unit == "B" else f"{size:.1f} {unit}"
 
 
 def counted(number: int) -> str:
@@ -165,14 +155,18 @@ async def _drift(app: DtypeApp, pilot: Pilot[None], made: Made) -> str:
         assert app.controller.experiment.results.report is None
         assert text.startswith("No drift: "), text
         raise Refused(text)
+    await _until_drift(app, pilot, made)
+    return "plain torch"
+
+
+async def _until_drift(app: DtypeApp, pilot: Pilot[None], made: Made) -> None:
+    """Wait until the pane has the drift of plain torch. It keeps the figures of the recipe before until the new ones are there."""
     largest, _ = outside.drift(made, BF16)
-    # The pane keeps the figures of the recipe before until the new ones are there.
     await until(
         pilot,
         lambda: any(near(figure, largest, 0.02) for figure in _figures(pane(app, "Drift"))),
         f"max |Δ| is not {largest}",
     )
-    return "plain torch"
 
 
 async def _depth(app: DtypeApp, pilot: Pilot[None], made: Made) -> str:
@@ -200,18 +194,22 @@ async def _open(app: DtypeApp, pilot: Pilot[None], key: str) -> None:
         raise Refused(next(iter(app._notifications)).message)
 
 
+async def _close(app: DtypeApp, pilot: Pilot[None]) -> None:
+    title = type(app.screen).__name__
+    await pilot.press("escape")
+    await until(pilot, lambda: len(app.screen_stack) == 1, f"{title} does not close")
+
+
 async def _causes(app: DtypeApp, pilot: Pilot[None], made: Made) -> str:
     """`d`: modules of the model, with their shares of the drift of all, which is that of plain torch."""
     await _open(app, pilot, "d")
     await until(pilot, lambda: ready(app) and "alone as cast" in shown(app), "no table of causes", 10 * _PATIENCE_S)
     causes = app.controller.experiment.results.causes
     assert causes is not None
-    assert made.module is not None
-    assert {cause.name for cause in causes.causes} <= dict(made.module.named_modules()).keys(), causes
+    assert {cause.name for cause in causes.causes} <= dict(made.runs.named_modules()).keys(), causes
     whole = outside.whole_drift(made, BF16, "nats" in causes.unit)
     assert near(causes.whole, whole, 0.05), (whole, causes)
-    await pilot.press("escape")
-    await until(pilot, lambda: len(app.screen_stack) == 1, "the causes do not close")
+    await _close(app, pilot)
     return "plain torch"
 
 
@@ -228,20 +226,18 @@ async def _generate(app: DtypeApp, pilot: Pilot[None], made: Made) -> str:
     ids = list(made_by.reference.ids)
     assert ids, made_by
     assert outside.generated(made, 4)[-len(ids) :] == ids
-    await pilot.press("escape")
-    await until(pilot, lambda: len(app.screen_stack) == 1, "the texts do not close")
+    await _close(app, pilot)
     return "transformers"
 
 
 async def _pictures(app: DtypeApp, pilot: Pilot[None], made: Made) -> str:
     """`g` of a model that makes pictures: both of them, as plain torch makes them, and how far they are from each other."""
-    assert made.module is not None
     await until(pilot, lambda: ready(app) and app.controller.experiment.results.report, "no pictures")
     report = app.controller.experiment.results.report
     assert report is not None
     pictures = [
         outside.call(module, made.inputs, dtype).clamp(0, 1)
-        for module, dtype in ((made.module, torch.float32), (outside.in_dtype(made.module, BF16), BF16))
+        for module, dtype in ((made.runs, torch.float32), (outside.in_dtype(made.runs, BF16), BF16))
     ]
     pair = report.pictures[0]
     for found, expected in zip((pair.reference, pair.candidate), pictures, strict=True):
@@ -251,8 +247,7 @@ async def _pictures(app: DtypeApp, pilot: Pilot[None], made: Made) -> str:
     text = shown(app)
     assert any(abs(figure - psnr) < 0.05 for figure in _figures(text)), (psnr, text)
     assert "▀" in text, text
-    await pilot.press("escape")
-    await until(pilot, lambda: len(app.screen_stack) == 1, "the pictures do not close")
+    await _close(app, pilot)
     return "diffusers"
 
 
@@ -263,21 +258,19 @@ async def _values(app: DtypeApp, pilot: Pilot[None], made: Made) -> str:
     name = max(castable, key=lambda name: (castable[name].dtype != BF16, castable[name].numel()))
     target = "f16" if castable[name].dtype == BF16 else "bf16"
     before = pane(app, "Drift")
-    app.clear_notifications()
     assert app.main.tree_view.go_to(name), name
-    await pilot.press("v")
-    await until(pilot, lambda: len(app.screen_stack) > 1 or app._notifications, "no values")
-    if len(app.screen_stack) == 1:
+    try:
+        await _open(app, pilot, "v")
+    except Refused:
         assert pane(app, "Drift") == before, "a refusal took a reading off the screen"
-        raise Refused(next(iter(app._notifications)).message)
+        raise
     wide = castable[name].float()
     largest = float((wide.double() - wide.to(torch.float16 if target == "f16" else BF16).double()).abs().max())
     await until(pilot, lambda: _row_of(app, target), f"no row of {target}")
     row = _row_of(app, target)
     figures = _figures(row)
     assert any(near(figure, largest, 0.02) for figure in figures), (largest, row)
-    await pilot.press("escape")
-    await until(pilot, lambda: len(app.screen_stack) == 1, "the values do not close")
+    await _close(app, pilot)
     return made.loader
 
 
@@ -315,8 +308,7 @@ async def _check(app: DtypeApp, pilot: Pilot[None], made: Made) -> str:
     text = shown(app)
     assert ("No problems were found." if not known else f"{len(known)} finding") in text, text
     assert all(name in text for _, name in known), text
-    await pilot.press("escape")
-    await until(pilot, lambda: len(app.screen_stack) == 1, "the check does not close")
+    await _close(app, pilot)
     return made.loader
 
 
@@ -376,12 +368,7 @@ async def _over(made: Made) -> str:
         await until(pilot, lambda: ready(app), "it does not open")
         if not app.controller.experiment.model.live:
             raise Refused(said(app))
-        largest, _ = outside.drift(made, BF16)
-        await until(
-            pilot,
-            lambda: any(near(figure, largest, 0.02) for figure in _figures(pane(app, "Drift"))),
-            f"max |Δ| is not {largest}",
-        )
+        await _until_drift(app, pilot, made)
     return "plain torch"
 
 

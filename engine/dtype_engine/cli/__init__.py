@@ -16,16 +16,16 @@ from dtype_engine.cli.program import BAD_INPUT, run
 from dtype_engine.cli.versions import print_version
 
 _MODULES = {
-    "inspect": "inspect", "memory": "memory", "drift": "drift", "flow": "drift", "speed": "drift", "weights": "inspect",
+    "inspect": "inspect", "memory": "memory", "drift": "drift", "flow": "drift", "speed": "drift", "weights": "weights",
     "scan": "scan",
     "search": "scan", "sweep": "sweep",
     "check": "check", "export": "export", "verify": "export", "recipe": "recipe", "report": "report", "stdio": "stdio",
-    "worker": "worker", "mcp": "mcp_server",
+    "worker": "parallel", "mcp": "mcp_server",
 }  # fmt: skip
 
 
 class _Commands(click.Group):
-    """A command group that imports a command's module only when that command runs, because importing all modules would be slow."""
+    """A group that imports a command's module when the command runs."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_MODULES)
@@ -43,7 +43,6 @@ class _Commands(click.Group):
     "--verbose",
     is_flag=True,
     is_eager=True,
-    expose_value=True,
     help="With --version: also show the versions of Python and of the libraries, and the hardware.",
 )
 @click.option("--version", is_flag=True, expose_value=False, callback=print_version, help="Show the version and exit.")

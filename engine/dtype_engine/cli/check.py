@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import click
 
-from dtype_engine.cli.options import ModelCommand, json_option
-from dtype_engine.cli.program import answer, note, print_json, say, say_share
+from dtype_engine.cli.options import ModelCommand, json_option, sarif_option
+from dtype_engine.cli.program import NO, answer, note, print_json, say, say_share
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.core.errors import UserError
 
-NO = 1
 _MOST_TENSORS = 10_000
-"""Maximum number of tensors in a checkpoint for comparing it with the architecture by default. The comparison imports torch, which
-takes seconds.
-"""
+"""Up to how many tensors a checkpoint is compared with its architecture by default, for which torch is imported."""
 
 
 @click.command(cls=ModelCommand, rules=False, runs=False)
@@ -34,14 +31,10 @@ takes seconds.
     help="Also compare MODEL's tensor names with those that its architecture has. This imports torch, which takes seconds.  "
     "[default: only if there are at most 10,000 tensors]",
 )
-@click.option(
-    "--sarif",
-    is_flag=True,
-    help="Print the findings as a JSON object in SARIF 2.1.0, a format for the results of static analysis.",
-)
+@sarif_option
 @json_option
 def check(
-    request: RunRequest, against: str | None, values: bool, modules: bool | None, sarif: bool, as_object: bool
+    request: RunRequest, against: str | None, values: bool, modules: bool | None, as_sarif: bool, as_object: bool
 ) -> int:
     """Check a checkpoint for errors without loading it. Errors are missing tensors, tensors with another shape than config.json
     gives them, quantized weights whose codes or scales are missing or have a wrong shape, invalid scales such as NaN, and different
@@ -53,7 +46,7 @@ def check(
     from dtype_engine.checkpoint.source import locate
     from dtype_engine.core.gc_pause import gc_paused
 
-    if sarif and as_object:
+    if as_sarif and as_object:
         raise UserError("--sarif and --json are two forms of one answer: give one of them")
     source = request.locate()
     with gc_paused():
@@ -77,8 +70,8 @@ def check(
     say("")
     from dtype_engine.reports.text_check import check_json, check_sarif, check_text
 
-    if sarif or as_object:
-        print_json(check_sarif(report) if sarif else check_json(report))
+    if as_sarif or as_object:
+        print_json(check_sarif(report) if as_sarif else check_json(report))
     else:
         answer(check_text(report))
     note(checkpoint.remarks)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,19 +14,13 @@ import msgspec
 
 from dtype_engine.cli.options import MEASURING, REFERENCE, ModelCommand, json_option
 from dtype_engine.cli.parallel import over_workers, workers_option
-from dtype_engine.cli.program import answer, note, print_json, print_stderr, say, say_progress, say_share
+from dtype_engine.cli.program import NO, answer, note, print_json, print_stderr, say, say_count, say_progress, say_share
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.cli.thresholds import all_limits, threshold_options
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 from dtype_engine.results.as_json import as_json
-from dtype_engine.results.attribution import (
-    AttributionReport,
-    LossRemedy,
-    NoiseFloor,
-    NonFiniteDiagnosis,
-    near_floor,
-)
+from dtype_engine.results.attribution import AttributionReport, LossRemedy, NoiseFloor, NonFiniteDiagnosis, near_floor
 from dtype_engine.results.drift import DriftReport
 from dtype_engine.results.losses import severe
 from dtype_engine.results.meaning import HELP, Meaning, meaning
@@ -37,8 +30,6 @@ from dtype_engine.results.thresholds import Verdict, verdicts
 if TYPE_CHECKING:
     from dtype_engine.checkpoint.source import Source
     from dtype_engine.runtime.session.session import Session
-
-MISSED = 1
 
 
 @click.command(cls=ModelCommand, also=MEASURING, epilog=HELP)
@@ -132,23 +123,28 @@ def drift(
     _refuse_before_measuring(session, tokens, save_pictures, force)
     report = _measured(session, save)
     if save_recipe is not None:
-        _save_measured(session, report, save_recipe, force)
+        from dtype_engine.core.atomic_write import write_text_atomic
+        from dtype_engine.recipe.provenance import recipe_text
+        from dtype_engine.reports.versions import versions
+
+        recipe = recipe_text(session.tree, session.plan, session.model.title, session.settings, report, versions())
+        write_text_atomic(save_recipe, recipe, replace=force)
     if save_pictures is not None:
         from dtype_engine.runtime.session import saved_pictures
 
         note(tuple(f"{file} is written" for file in saved_pictures.save_pictures(session, save_pictures, force)))
-    texts = (
-        session.generate(tokens, lambda which, done, most: say_share(f"generating: {which}", done, most))
-        if tokens
-        else ()
-    )
+    texts: tuple[Generation, ...] = ()
+    if tokens:
+        texts = session.generate(tokens, lambda which, done, most: say_share(f"generating: {which}", done, most))
     reached = verdicts(thresholds, report.output, report.metrics)
     attribution = _causes(session, source, workers) if with_causes else None
     details = _measure_details(session, report, attribution, suggest)
     if report_file is not None:
-        from dtype_engine.cli.report import write_report
+        from dtype_engine.cli.report import of_session, write_report
+        from dtype_engine.reports.document import Measured
 
-        write_report(report_file, force, session, source, report, details.nonfinite)
+        measured = Measured(report, nonfinite=details.nonfinite)
+        write_report(report_file, force, source, of_session(session), measured)
     say("")
     if as_object:
         calibration = {"calibration": as_json(session.inputs_reading)}
@@ -167,12 +163,9 @@ def drift(
 
 @dataclass(frozen=True, slots=True)
 class _Details:
-    """What `dtype-engine drift` prints in addition to the `DriftReport`: the noise floor, the causes of the drift, and rules
-    against values that are not finite.
-    """
+    """What `dtype-engine drift` prints in addition to the `DriftReport`. None: not measured, or nothing found."""
 
     floor: NoiseFloor | None
-    """The noise floor, or None if it was not measured."""
     nonfinite: NonFiniteDiagnosis | None
     causes: AttributionReport | None
     meaning: Meaning
@@ -181,38 +174,32 @@ class _Details:
     remedy: LossRemedy | None
 
     def as_json(self) -> dict[str, Any]:
-        """Return these details as entries that are added to the JSON object of the drift report."""
         keys = {"floor": as_json(self.floor), "under_floor": self.meaning.word == "under the floor"}
         keys |= {"meaning": as_json(self.meaning), "nonfinite": as_json(self.nonfinite)}
         keys |= {"suggest": as_json(self.remedy)} if self.with_remedy else {}
         return keys | ({"causes": as_json(self.causes)} if self.causes is not None else {})
 
     def text(self, report: DriftReport, reached: Sequence[Verdict]) -> str:
-        """Return these details as lines of text, which are printed after the drift report. reached: for each limit that the user
-        set, whether the drift meets it.
-        """
-        from dtype_engine.reports.text_drift import causes_text, floor_lines, nonfinite_lines, verdict_lines
-        from dtype_engine.reports.text_losses import remedy_lines
+        from dtype_engine.reports.text_drift import causes_text, floor_lines, nonfinite_lines
+        from dtype_engine.reports.text_losses import remedy_lines, suggestion
 
         lines = floor_lines(self.floor, report.output, report.modules)
         lines += nonfinite_lines(self.nonfinite) if self.nonfinite is not None else []
         found = self.nonfinite and self.nonfinite.remedy
         if self.with_remedy and self.remedy is None and found:
-            lines.append("suggest    " + " ".join(f"--cast {shlex.quote(printable(rule, 300))}" for rule in found))
+            lines.append(suggestion(found))
         elif self.with_remedy:
             lines += remedy_lines(self.remedy)
         elif severe(report.lost or ()):
             lines.append("           --suggest finds rules that keep the values which the casts lose")
         lines += [causes_text(self.causes)] if self.causes is not None else []
-        return "\n".join([*lines, *verdict_lines(reached)])
+        lines += [f"{'pass' if verdict.passed else 'FAIL'}       {verdict}" for verdict in reached]
+        return "\n".join(lines)
 
 
 def _causes(session: Session, source: Source, workers: str | int | None) -> AttributionReport:
-    """Measure, for each module, how much the output drifts if only this module is cast, and return the report. workers: the value
-    of --workers, or None to measure in this process. Raises UserError.
-    """
     if workers is None:
-        return session.causes(lambda done, total: say_share("causes", done, total, f"causes: {done} of {total}"))
+        return session.causes(partial(say_count, "causes"))
     from dtype_engine.evaluation import work
 
     with over_workers(workers, session, source, len(session.model.weights), session.plan.planned_bytes) as (over, show):
@@ -223,12 +210,6 @@ def _causes(session: Session, source: Source, workers: str | int | None) -> Attr
 def _measure_details(
     session: Session, report: DriftReport, attribution: AttributionReport | None, suggest: bool
 ) -> _Details:
-    """Measure what `dtype-engine drift` prints in addition to the drift report, and return it.
-
-    If the drift may be below the noise floor, the floor is measured. If values are not finite, the first module with such values is
-    found. With `suggest`, rules are found against casts that make values infinite or zero. attribution: the report on the causes of
-    the drift, or None if the user did not ask for it.
-    """
     option = session.options.floor
     floor = None
     if option == "always" or (option == "auto" and near_floor(report.output)):
@@ -239,7 +220,6 @@ def _measure_details(
 
 
 def _refuse_targets(recipe: Path | None, report: Path | None, force: bool) -> None:
-    """Raise UserError if the recipe or the report can't be written to these files. force: whether they may replace other files."""
     from dtype_engine.core.atomic_write import check_target
 
     if report is not None:
@@ -252,7 +232,7 @@ def _refuse_targets(recipe: Path | None, report: Path | None, force: bool) -> No
 
 
 def _measured(session: Session, save: Path | None) -> DriftReport:
-    """Measure the drift. If the user interrupts it, say how to continue from the file `save`."""
+    """Measure the drift. If it is interrupted, say how to continue from the file `save`."""
     from dtype_engine.runtime.measure.listener import MeasurementListener
 
     try:
@@ -266,10 +246,7 @@ def _measured(session: Session, save: Path | None) -> DriftReport:
 
 
 def _refuse_before_measuring(session: Session, tokens: int | None, pictures: Path | None, force: bool) -> None:
-    """Raise UserError if what --generate or --save-pictures ask for can't be done after the measurement, which may take hours.
-
-    tokens, pictures, force: the values of --generate, --save-pictures and --force.
-    """
+    """Raise UserError if what --generate or --save-pictures ask for can't be done after the measurement, which may take hours."""
     from dtype_engine.runtime.measure.generation import why_no_text
     from dtype_engine.runtime.session.saved_pictures import check_pictures
 
@@ -280,23 +257,12 @@ def _refuse_before_measuring(session: Session, tokens: int | None, pictures: Pat
 
 
 def _exit_status(reached: Sequence[Verdict]) -> int:
-    """Print on standard error each limit on the drift that was not met. Returns the exit status: 1 if a limit was not met,
-    otherwise 0. reached: for each limit that the user set, whether the drift meets it.
-    """
+    """Print each limit that was not met on standard error, and return the exit status."""
     missed = [verdict for verdict in reached if not verdict.passed]
     for verdict in missed:
         option = "--" + (verdict.name if " " in verdict.name else verdict.name.replace("_", "-"))
         print_stderr(f"dtype-engine: {option} is missed: {verdict}")
-    return MISSED if missed else 0
-
-
-def _save_measured(session: Session, report: DriftReport, file: Path, force: bool) -> None:
-    from dtype_engine.core.atomic_write import write_text_atomic
-    from dtype_engine.recipe.provenance import recipe_text
-    from dtype_engine.reports.versions import versions
-
-    text = recipe_text(session.tree, session.plan, session.model.title, session.settings, report, versions())
-    write_text_atomic(file, text, replace=force)
+    return NO if missed else 0
 
 
 def _generation(text: Generation) -> dict[str, Any]:

@@ -6,13 +6,12 @@ import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from dtype_engine.cli.options import ModelCommand, json_option
 from dtype_engine.cli.parallel import workers_option
-from dtype_engine.cli.program import answer, note, print_json, say, say_share
+from dtype_engine.cli.program import NO, answer, note, print_json, say, say_share
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
@@ -25,11 +24,8 @@ from dtype_engine.reports.text_losses import loss_lines
 from dtype_engine.results.as_json import as_json
 from dtype_engine.results.export import CastReport, ComparedTensor, ExportReport, VerifyReport
 
-if TYPE_CHECKING:
-    pass
-
-NO = 1
 _SHOWN = 20
+"""How many tensors of a kind the texts list."""
 _TENSOR_BYTES = 1 << 30
 """Bytes of memory that a worker of `verify` needs for one tensor and its casts."""
 
@@ -139,7 +135,7 @@ def verify(request: RunRequest, folder: Path, drift: bool, workers: str | int | 
         from dtype_engine.runtime.verify.foreign import compare_foreign
 
         compared = compare_foreign(folder, source, options, _rate("comparing"))
-        return _print_comparison(compared, cast_text(compared, _SHOWN), as_object)
+        return _print_comparison(compared, cast_text(compared), as_object)
     from dtype_engine.runtime.verify.verify import verify as check
 
     if workers is None:
@@ -152,7 +148,7 @@ def verify(request: RunRequest, folder: Path, drift: bool, workers: str | int | 
             threads = started.threads(options.threads, _TENSOR_BYTES)
             compare = comparing(started.pool(_TENSOR_BYTES), threads, folder, source, options)
             report = check(folder, source, drift, options, _rate("comparing"), elsewhere=compare)
-    return _print_comparison(report, verify_text(report, _SHOWN), as_object)
+    return _print_comparison(report, verify_text(report), as_object)
 
 
 def _print_comparison(report: VerifyReport | CastReport, text: str, as_object: bool) -> int:
@@ -165,9 +161,7 @@ def _print_comparison(report: VerifyReport | CastReport, text: str, as_object: b
 
 
 def _rate(what: str) -> Callable[[int, int], None]:
-    """Return a progress callback that shows the bytes done and the bytes per second, at most ten times a second. what: the words
-    before the numbers, such as "exporting".
-    """
+    """Return a progress callback that shows `what`, the bytes done and the bytes per second, at most ten times a second."""
     started, throttle = time.perf_counter(), Throttle(first=False)
 
     def on_bytes(done: int, total: int) -> None:
@@ -180,9 +174,7 @@ def _rate(what: str) -> Callable[[int, int], None]:
 
 
 def export_text(report: ExportReport) -> str:
-    """Return the lines of text that tell the user about a finished export: its rules, the bytes in each dtype, the folder and the
-    speed.
-    """
+    """Return as text an export's rules, the bytes in each dtype, the folder and the speed."""
     rate = f", {human_bytes(report.nbytes / report.seconds)}/s" if report.seconds else ""
     in_folders = any("/" in name for name in report.files)
     files = report.files[0] if len(report.files) == 1 else f"{len(report.files)} {'files' if in_folders else 'shards'}"
@@ -203,10 +195,8 @@ def export_text(report: ExportReport) -> str:
     )
 
 
-def cast_text(report: CastReport, most: int) -> str:
-    """Return the text that compares a checkpoint of another program with its source. It lists at most `most` of the tensors that
-    differ, and at most `most` of those that could not be compared.
-    """
+def cast_text(report: CastReport) -> str:
+    """Return as text how another program's checkpoint compares with its source."""
     lines = [
         f"checkpoint {printable(report.folder, 1000)}",
         f"against    {report.model}",
@@ -228,9 +218,9 @@ def cast_text(report: CastReport, most: int) -> str:
     rows += [("differs", found.name, found.what) for found in report.differences]
     unread = [("uncompared", found.name, found.what) for found in report.uncompared]
     for kind in (rows, unread):
-        lines += [f"{word:<10} {printable(name)} {what}" for word, name, what in kind[:most]]
-        if len(kind) > most:
-            lines.append(f"           and {len(kind) - most:,} more")
+        lines += [f"{word:<10} {printable(name)} {what}" for word, name, what in kind[:_SHOWN]]
+        if len(kind) > _SHOWN:
+            lines.append(f"           and {len(kind) - _SHOWN:,} more")
     lines += [f"unchecked  {printable(sentence, 1000)}" for sentence in report.unchecked]
     decoded = sum(tensor.differing is None for tensor in report.tensors)
     counts = {"differ": len(rows), "were decoded": decoded, "were not compared": len(unread)}
@@ -244,17 +234,17 @@ def _change(tensor: ComparedTensor) -> str:
     return after if before == after else f"{before}→{after}"
 
 
-def verify_text(report: VerifyReport, most: int) -> str:
-    """Return the text that reports the verification of an export. It lists at most `most` of the tensors that differ."""
+def verify_text(report: VerifyReport) -> str:
+    """Return the verification of an export as text."""
     lines = [
         f"export     {printable(report.folder, 1000)}",
         f"against    {report.model}",
         f"rules      {', '.join(report.rules) or 'none: as stored'}",
         f"compared   {report.tensors} tensors, {human_bytes(report.nbytes)}, in {seconds_text(report.seconds)}",
     ]
-    lines += [f"differs    {printable(found.name)} {found.what}" for found in report.differences[:most]]
-    if len(report.differences) > most:
-        lines.append(f"           and {len(report.differences) - most} more")
+    lines += [f"differs    {printable(found.name)} {found.what}" for found in report.differences[:_SHOWN]]
+    if len(report.differences) > _SHOWN:
+        lines.append(f"           and {len(report.differences) - _SHOWN} more")
     lines += loss_lines(report.lost)
     if report.drift_before is not None and report.drift_after is not None:
         before, after = report.drift_before, report.drift_after

@@ -1,8 +1,7 @@
-"""`dtype-engine inspect` and `dtype-engine weights`: what a checkpoint stores, and what casts do to its values. No model is run."""
+"""`dtype-engine inspect`: what a checkpoint stores."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
@@ -14,13 +13,13 @@ from dtype_engine.checkpoint.memory_fit import fit
 from dtype_engine.checkpoint.modeling_source import foreign_prefix
 from dtype_engine.checkpoint.source import Source
 from dtype_engine.cli.options import ModelCommand, json_option
-from dtype_engine.cli.program import answer, note, print_json, say, say_share
+from dtype_engine.cli.program import answer, note, print_json
 from dtype_engine.cli.request import Planned, RunRequest
 from dtype_engine.cli.streams import answers
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.hints import ON_THE_COMMAND_LINE, fill_hints
 from dtype_engine.core.system_memory import total_memory
-from dtype_engine.recipe import require_matches
+from dtype_engine.core.tree import Totals
 from dtype_engine.reports.layer_kinds import totals_by_kind
 from dtype_engine.results.as_json import as_json
 from dtype_engine.results.coverage import Coverage
@@ -81,10 +80,9 @@ def inspect(
 
     if coverage is not None or incomplete:
         answer("; ".join((*([str(coverage)] if coverage is not None else []), *incomplete)))
-    if checkpoint is not None and checkpoint.of_sets:
-        answer("\n".join(checkpoint.of_sets))
-    if checkpoint is not None and checkpoint.provenance:
-        answer("\n".join(checkpoint.provenance.lines()))
+    if checkpoint is not None:
+        for line in (*checkpoint.of_sets, *checkpoint.provenance.lines()):
+            answer(line)
     if source.hub is not None:
         answer(f"{fill_hints(source.hub.headers_alone, ON_THE_COMMAND_LINE)}. {fit(plan.planned_bytes)}")
     if by is not None:
@@ -100,11 +98,10 @@ def inspect(
 def _as_object(
     source: Source, planned: Planned, coverage: Coverage | None, incomplete: tuple[str, ...]
 ) -> dict[str, Any]:
-    """Return what --json prints. coverage: how many of the model's tensors are in its files. incomplete: sentences about those that
-    are missing.
-    """
+    """Return what --json prints. incomplete: sentences about tensors that are missing."""
     tree, plan, checkpoint = planned.tree, planned.plan, planned.checkpoint
     totals = tree.totals(plan.dtypes)
+    whole = totals[""]
     tensors = [
         {
             "name": tensor.name, "shape": list(tensor.shape), "dtype": tensor.dtype, "planned": plan.dtypes[tensor.name],
@@ -112,7 +109,6 @@ def _as_object(
         }
         for tensor in tree.tensors.values()
     ]  # fmt: skip
-    model = totals[""]
     provenance = checkpoint.provenance if checkpoint is not None else None
     return {
         "model": source.title,
@@ -122,26 +118,14 @@ def _as_object(
         "passed_over": list(checkpoint.passed_over) if checkpoint is not None else [],
         "notices": list(checkpoint.remarks) if checkpoint is not None else [],
         "provenance": as_json(provenance or None),
-        "parameters": model.parameters if not model.unknown else None,
-        "buffers": model.buffers,
+        **_counts(whole),
         "stored_bytes": plan.stored_bytes,
         "planned_bytes": plan.planned_bytes,
-        "dtypes": {name: {"elements": model.elements[name], "bytes": model.nbytes[name]} for name in model.elements},
-        "kinds": [
-            {
-                "kind": kind, "parameters": below.parameters if not below.unknown else None, "buffers": below.buffers,
-                "bytes": below.total_bytes, "dtypes": dict(below.nbytes),
-            }
-            for kind, below in totals_by_kind(tree, plan.dtypes).items()
-        ],
+        "dtypes": {name: {"elements": count, "bytes": whole.nbytes[name]} for name, count in whole.elements.items()},
+        "kinds": [{"kind": kind} | _sums(of_kind) for kind, of_kind in totals_by_kind(tree, plan.dtypes).items()],
         "rules": [str(rule) for rule in plan.recipe.rules],
         "modules": [
-            {
-                "name": name, "class": module.class_name,
-                "parameters": totals[name].parameters if not totals[name].unknown else None,
-                "buffers": totals[name].buffers, "bytes": totals[name].total_bytes, "dtypes": dict(totals[name].nbytes),
-            }
-            for name, module in tree.modules.items()
+            {"name": name, "class": module.class_name} | _sums(totals[name]) for name, module in tree.modules.items()
         ],
         "tensors": tensors,
         "on_hub": {"download_bytes": source.hub.download_bytes, "fits_memory": plan.planned_bytes <= total_memory()}
@@ -150,13 +134,21 @@ def _as_object(
     }  # fmt: skip
 
 
+def _counts(totals: Totals) -> dict[str, Any]:
+    return {"parameters": None if totals.unknown else totals.parameters, "buffers": totals.buffers}
+
+
+def _sums(totals: Totals) -> dict[str, Any]:
+    return _counts(totals) | {"bytes": totals.total_bytes, "dtypes": dict(totals.nbytes)}
+
+
 def _coverage(
     request: RunRequest, source: Source, checkpoint: Checkpoint | None
 ) -> tuple[Coverage | None, tuple[str, ...]]:
-    """Return how many of the model's tensors are in its files (None if unknown), and sentences for the user about the missing ones.
+    """Return how many of the model's tensors are in its files (None if unknown), and sentences about the missing ones.
 
-    The checkpoint's index usually tells this. The architecture, whose import takes seconds, is asked only if rules or options need
-    it anyway, or if the index or the tensor names suggest that tensors are missing.
+    The architecture, whose import takes seconds, is asked only if rules or options need it anyway, or if the index or the tensor
+    names suggest that tensors are missing.
     """
     if checkpoint is None:
         return None, ()
@@ -170,67 +162,3 @@ def _coverage(
     known = describe(source, request.options, checkpoint)
     coverage = known.coverage or (index.coverage if index is not None else None)
     return coverage, (*what_is_missing(index, known.coverage, known.class_name, prefix), *unpaired)
-
-
-@click.command(cls=ModelCommand, runs=False)
-@click.option(
-    "--against",
-    metavar="OTHER",
-    help="Compare MODEL's weights with those of another checkpoint of the same architecture, instead of casting them.",
-)
-@click.option(
-    "--save",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="With --against: save the comparison to this file while it runs. If the file exists, the comparison continues from "
-    "it.",
-)
-@json_option
-def weights(request: RunRequest, against: str | None, save: Path | None, as_object: bool) -> int:
-    """Report what the casts do to the values of each tensor: rounding errors, overflow and underflow. No forward pass is run.
-
-    With --against OTHER, report instead how each weight of MODEL differs from the same weight of the checkpoint OTHER. The exit
-    status is then 1 if anything differs.
-    """
-    if against is not None:
-        from dtype_engine.cli.weights_against import compare_weights
-
-        return compare_weights(request, against, save, as_object)
-    if save is not None:
-        raise UserError("weights --save goes with --against: casts are computed in seconds")
-    source = request.locate()
-    from dtype_engine.checkpoint import unchanged
-    from dtype_engine.runtime.measure.planned_casts import casts_in_files, casts_of_model
-    from dtype_engine.runtime.measure.weight_errors import round_trips, skipped
-
-    def on_progress(done: int, total: int) -> None:
-        say_share("weights", done, total, f"weights: {done} of {total}")
-
-    if source.kind == "python":
-        from dtype_engine.runtime.building.load import load
-
-        live = load(source, request.options)
-        recipe = request.with_preset(live.tree)
-        tree, plan, remarks = live.tree, require_matches(live.tree, recipe), live.notices
-        identities, casts = live.identities, casts_of_model(live, plan.dtypes)
-    else:
-        planned = request.plan(source)
-        assert planned.checkpoint is not None
-        tree, plan, remarks = planned.tree, planned.plan, planned.checkpoint.remarks
-        identities, casts = planned.checkpoint.identities, casts_in_files(planned.checkpoint, tree.order, plan.dtypes)
-        note(planned.checkpoint.of_sets)
-    with unchanged(identities):
-        errors = list(round_trips(casts, identities, on_progress))
-    say("")
-    note(remarks)
-    left_out = skipped(tree)
-    if as_object:
-        rules = [str(rule) for rule in plan.recipe.rules]
-        print_json({"model": source.title, "rules": rules, "weights": as_json(errors), "skipped": as_json(left_out)})
-        return 0
-    from dtype_engine.reports.text import skipped_text, weights_text
-
-    answer(weights_text(errors))
-    if left_out:
-        answer(skipped_text(left_out))
-    return 0

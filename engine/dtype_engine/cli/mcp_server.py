@@ -28,10 +28,9 @@ if TYPE_CHECKING:
 ENGINE = (sys.executable, "-P", "-c", "from dtype_engine.cli import main; main()")
 """The words of the command line that starts `dtype-engine`, without its arguments."""
 _MOST_CHARACTERS = 200_000
-"""Maximum length of an answer to an agent, in characters. The JSON of a large model would fill an agent's context many times over.
-"""
+"""Maximum length of an answer, in characters. The JSON of a large model would fill an agent's context many times over."""
 _MOST_OF_AN_ERROR = 2000
-"""Maximum length of an error message to an agent, in characters. A message may quote an argument, which can have any length."""
+"""Maximum length of an error message, in characters. A message may quote an argument, which can have any length."""
 _INSTRUCTIONS = """Measures what happens to a PyTorch model when some of its layers are in another dtype.
 A rule is PATTERN=DTYPE, such as *.mlp=fp8 or model.layers.{0..7}=bf16; the last rule that matches a tensor decides. inspect lists
 the modules with their bytes, also planned under rules. drift measures how much the output changes under rules. scan estimates how
@@ -45,7 +44,6 @@ class Tool:
 
     name: str
     command: str
-    """The name of the command."""
     required: tuple[str, ...] = ()
     """The parameters that an agent must give, although they are optional on the command line."""
     against: str = ""
@@ -53,7 +51,7 @@ class Tool:
     left_out: tuple[str, ...] = ()
     """Parameters that this tool leaves out, besides those in `LEFT_OUT`."""
     defaults: Mapping[str, int] = field(default_factory=dict)
-    """The tool's own defaults of parameters. They do not apply to answers in JSON."""
+    """Of parameters, unless the answer is JSON."""
     help: str = ""
     """What the tool does, or "" if the help of the command says so."""
 
@@ -94,9 +92,7 @@ class Access:
     """Whether models on a hub (`hf://org/name`) and in the Hugging Face cache may be read."""
 
     def model(self, text: str) -> str:
-        """Return the model that an agent named with `text`, as the argument MODEL of a command line. Raises UserError unless the
-        model may be read.
-        """
+        """Return the argument MODEL for the model that an agent named. Raises UserError unless it may be read."""
         from dtype_engine.checkpoint.source import is_python
 
         if Path(text).expanduser().exists():
@@ -152,11 +148,7 @@ def mcp(folders: tuple[Path, ...], hub: bool, seconds: int) -> None:
 
 
 def make_server(access: Access, seconds: float, engine: Sequence[str] = ENGINE) -> MCPServer:
-    """Return a server for the Model Context Protocol, which offers commands of `dtype-engine` as tools. access: what the tools may
-    read. seconds: the time limit of a call. engine: the command that starts `dtype-engine`.
-
-    Raises UserError if the package `mcp` is not installed.
-    """
+    """Return a server that offers `TOOLS`. seconds: the time limit of a call. Raises UserError if `mcp` is not installed."""
     try:
         import anyio
         from mcp.server.mcpserver import MCPServer
@@ -170,9 +162,7 @@ def make_server(access: Access, seconds: float, engine: Sequence[str] = ENGINE) 
 
 
 def command_of(tool: Tool) -> tuple[click.Command, dict[str, click.Option]]:
-    """Return the command of a tool, and those of its options that agents can give, by the names of the tool's parameters. An option
-    that may be repeated has the name that click gives to its values, such as `casts`; any other has its own, such as `max_kl`.
-    """
+    """Return the command of a tool, and those of its options that agents can give, by the names of the tool's parameters."""
     from dtype_engine.cli import cli
 
     command = cli.get_command(click.Context(cli), tool.command)
@@ -183,46 +173,45 @@ def command_of(tool: Tool) -> tuple[click.Command, dict[str, click.Option]]:
     return command, {name: option for name, option in named.items() if name not in left_out}
 
 
+@dataclass(eq=False)
 class _Call:
     """Runs the command of a tool, in the form of a function with the tool's parameters, from which the server makes a schema."""
 
-    def __init__(
-        self, tool: Tool, access: Access, seconds: float, engine: Sequence[str], one_at_a_time: anyio.CapacityLimiter
-    ) -> None:
-        self._tool = tool
-        self._access = access
-        self._seconds = seconds
-        self._engine = engine
-        self._one_at_a_time = one_at_a_time
-        command, self._options = command_of(tool)
+    tool: Tool
+    access: Access
+    seconds: float
+    engine: Sequence[str]
+    one_at_a_time: anyio.CapacityLimiter
+
+    def __post_init__(self) -> None:
+        command, self._options = command_of(self.tool)
         model = inspect.Parameter("model", inspect.Parameter.KEYWORD_ONLY, annotation=str)
-        parameters = [_parameter(tool, name, option) for name, option in self._options.items()]
-        self.__name__ = tool.name
-        self.__doc__ = tool.help or inspect.cleandoc(command.help or "")
+        parameters = [_parameter(self.tool, name, option) for name, option in self._options.items()]
+        self.__name__ = self.tool.name
+        self.__doc__ = self.tool.help or inspect.cleandoc(command.help or "")
         self.__signature__ = inspect.Signature((model, *parameters), return_annotation=str)
 
     async def __call__(self, model: str, **values: Any) -> str:
         from mcp.server.mcpserver.exceptions import ToolError
 
         try:
-            return await self._answer([*self._words(values), "--", self._access.model(model)], bool(values.get("json")))
+            return await self._answer([*self._words(values), "--", self.access.model(model)], bool(values.get("json")))
         except UserError as error:
             raise ToolError(str(error)) from None
         except (OSError, ValueError) as error:  # such as a path or arguments that are too long for the system
             raise ToolError(one_line(error, 200)) from None
 
     def _words(self, values: Mapping[str, Any]) -> list[str]:
-        """Return the words of the command line for the options with these values."""
         words: list[str] = []
         for name, option in self._options.items():
             value = values[name]
-            if value in (None, _default(option)) or (values["json"] and value == self._tool.defaults.get(name)):
+            if value in (None, _default(option)) or (values["json"] and value == self.tool.defaults.get(name)):
                 continue
             if isinstance(value, bool):
                 words.append((option.opts if value else option.secondary_opts)[-1])
                 continue
-            check = self._access.model if name == self._tool.against else str
-            check = self._access.file if isinstance(option.type, click.Path) else check
+            check = self.access.model if name == self.tool.against else str
+            check = self.access.file if isinstance(option.type, click.Path) else check
             words += [f"{option.opts[-1]}={check(each)}" for each in (value if isinstance(value, list) else [value])]
         return words
 
@@ -230,14 +219,14 @@ class _Call:
         """Return what the command prints for these arguments. Raises UserError if it fails or takes too long."""
         import anyio
 
-        name, environment = self._tool.command, os.environ | {"PYTHONIOENCODING": "utf-8"}  # decoded as UTF-8 below
-        async with self._one_at_a_time:
+        name, environment = self.tool.command, os.environ | {"PYTHONIOENCODING": "utf-8"}  # decoded as UTF-8 below
+        async with self.one_at_a_time:
             try:
-                with anyio.fail_after(self._seconds):
-                    words = [*self._engine, name, *arguments]
+                with anyio.fail_after(self.seconds):
+                    words = [*self.engine, name, *arguments]
                     ended = await anyio.run_process(words, stdin=subprocess.DEVNULL, check=False, env=environment)
             except TimeoutError:
-                raise UserError(f"{name} took over {self._seconds} seconds and was ended") from None
+                raise UserError(f"{name} took over {self.seconds} seconds and was ended") from None
         said, notes = (without_controls(text.decode(errors="replace")).strip() for text in (ended.stdout, ended.stderr))
         if ended.returncode not in (0, 1):
             raise UserError(_shortened(notes) or f"{name} ended with status {ended.returncode}")
@@ -247,16 +236,16 @@ class _Call:
 
 
 def _name(option: click.Option) -> str:
+    """Return the parameter for an option: the name of its values, such as `casts`, if it may be repeated, otherwise its own."""
     return str(option.name) if option.multiple else option.opts[-1].removeprefix("--").replace("-", "_")
 
 
 def _default(option: click.Option) -> str | int | float | bool | None:
-    """Return the default that an option has on the command line, or None if it has none."""
     return option.default if isinstance(option.default, (str, int, float)) else False if option.is_flag else None
 
 
 def _parameter(tool: Tool, name: str, option: click.Option) -> inspect.Parameter:
-    """Return the parameter `name` of a tool, which is for this option. A text such as `0.1` may also be given as a number."""
+    """Return the parameter of a tool for an option. A text such as `0.1` may also be given as a number."""
     from pydantic import Field
 
     numbers: dict[type, type] = {click.IntRange: int, type(click.FLOAT): float}
@@ -271,8 +260,6 @@ def _parameter(tool: Tool, name: str, option: click.Option) -> inspect.Parameter
 
 
 def _shortened(text: str) -> str:
-    """Return the beginning and the end of a text if it is too long for an error message. The error itself comes last, after the
-    warnings of libraries.
-    """
+    """Return the beginning and the end of a message that is too long. The error comes last, after the warnings of libraries."""
     half = _MOST_OF_AN_ERROR // 2
     return text if len(text) <= _MOST_OF_AN_ERROR else f"{text[:half]} … {text[-half:]}"

@@ -10,8 +10,8 @@ import click
 
 from dtype_engine.checkpoint import Checkpoint
 from dtype_engine.checkpoint.source import Source
-from dtype_engine.cli.options import Bytes, ModelCommand, batch_option, context_option, json_option
-from dtype_engine.cli.program import answer, print_json, say
+from dtype_engine.cli.options import ModelCommand, batch_option, byte_count, context_option, json_option
+from dtype_engine.cli.program import NO, answer, print_json, say
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import NoForward, UserError
@@ -20,16 +20,13 @@ from dtype_engine.recipe.serving_memory import Load, default_context, serving_dt
 from dtype_engine.results.as_json import as_json
 from dtype_engine.results.serving_memory import ActivationMemory
 
-DOES_NOT_FIT = 1
-"""The exit status if the model does not fit in the budget."""
-
 
 @click.command(cls=ModelCommand, runs=False)
 @context_option
 @batch_option
 @click.option(
     "--budget",
-    type=Bytes(),
+    type=byte_count,
     metavar="BYTES",
     help="Also print the longest context that fits in this amount of memory, such as 24GiB. The exit status is 1 if the "
     "context of --context (or its default) does not fit.",
@@ -84,15 +81,14 @@ def memory(
         from dtype_engine.reports.text_memory import memory_text
 
         answer(memory_text(result))
-    return DOES_NOT_FIT if result.fits is False else 0
+    return NO if result.fits is False else 0
 
 
 def _activations(
     request: RunRequest, source: Source, checkpoint: Checkpoint | None, dtype: str, batch: int, how: str
 ) -> Callable[[int], ActivationMemory] | None:
-    """Return a function that takes the number of tokens in the context, and returns the memory of activations in a pass over it.
-    Returns None if activations are left out. dtype: the dtype in which the model computes. batch: the number of sequences. how: the
-    value of --activations. Raises NoForward.
+    """Return a function that takes the number of tokens in the context, and returns the memory of activations in a pass over it, or
+    None if activations are left out. dtype: the dtype in which the model computes. Raises NoForward.
     """
     if how == "none":
         return None

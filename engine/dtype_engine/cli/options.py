@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import faulthandler
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import click
 
@@ -18,70 +18,91 @@ from dtype_engine.core.input_limits import KINDS
 from dtype_engine.core.options import FLOAT32, STORED, ClassesDim
 from dtype_engine.recipe.serving_memory import DEFAULT_CONTEXT, MOST_TOKENS
 
-if TYPE_CHECKING:
-    from click.shell_completion import CompletionItem
-
 _FILE = click.Path(path_type=Path)
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def with_options(*options: Decorator) -> Decorator:
+    """Return a decorator that adds these options, in this order, to a command's function."""
+
+    def add_all(function: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return add_all
+
 
 json_option = click.option("--json", "as_object", is_flag=True, help="Print the answer as one JSON object.")
+sarif_option = click.option(
+    "--sarif",
+    "as_sarif",
+    is_flag=True,
+    help="Print the findings as a JSON object in SARIF 2.1.0, a format for the results of static analysis.",
+)
 force_option = click.option(
     "--force", is_flag=True, help="Replace the output file if it exists. Without --force, an existing file is an error."
 )
 
 
-def _paths(context: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
-    from click.shell_completion import CompletionItem
-
-    return [CompletionItem(begun, type="file")]
+# What follows converts the texts of options. click makes one line of a ValueError.
 
 
-class _ClassesDim(click.ParamType["ClassesDim"]):
-    """A click parameter type for the dimension of the output along which the scores of classes or tokens lie: a number such as `1`
-    or `-1`, `auto` (by the class of the model), or `none` (the output is no distribution).
-    """
-
-    name = "dimension"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> ClassesDim:
-        if isinstance(value, int) or value in ("auto", "none"):
-            return cast("ClassesDim", value)
-        try:
-            return int(value)
-        except ValueError:
-            self.fail(f"{value!r}: give a dimension such as 1 or -1, none or auto", param, ctx)
+def _classes_dim(text: str) -> ClassesDim:
+    if text in ("auto", "none"):
+        return cast("ClassesDim", text)
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{text!r}: give a dimension such as 1 or -1, none or auto") from None
 
 
-class _InputLimit(click.ParamType[tuple[str, int]]):
-    name = "limit"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, int]:
-        if isinstance(value, tuple):
-            return value
-        kind, _, number = str(value).partition("=")
-        if kind not in KINDS or not re.fullmatch("[0-9]{1,15}", number):
-            self.fail(f"{value!r}: give KIND=NUMBER, where KIND is {', '.join(KINDS[:-1])} or {KINDS[-1]}", param, ctx)
-        return kind.replace("-", "_"), int(number)
+def _input_limit(text: str) -> tuple[str, int]:
+    kind, _, number = text.partition("=")
+    if kind not in KINDS or not re.fullmatch("[0-9]{1,15}", number):
+        raise ValueError(f"{text!r}: give KIND=NUMBER, where KIND is {', '.join(KINDS[:-1])} or {KINDS[-1]}")
+    return kind.replace("-", "_"), int(number)
 
 
-class _MaxMemory(click.ParamType[dict[str, int]]):
-    name = "memory"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, int]:
-        if isinstance(value, dict):
-            return value  # before any import, because the app's first paint waits for this
-        from dtype_engine.search.constraints import parse_bytes
-
-        try:
-            pairs = (part.partition("=") for part in str(value).split(","))
-            limits = {device.strip(): parse_bytes(size.replace("%", "?"), 0) for device, _, size in pairs}
-        except UserError:
-            limits = {"": 0}
-        if "" in limits:
-            self.fail(f"{value!r}: give DEVICE=SIZE, such as cpu=40GiB", param, ctx)
-        return limits
+def _max_memory(text: str | dict[str, int]) -> dict[str, int]:
+    if isinstance(text, dict):  # the default
+        return text
+    pairs = (part.partition("=") for part in text.split(","))
+    try:
+        limits = {device.strip(): byte_count(size) for device, _, size in pairs}
+    except ValueError:
+        limits = {"": 0}
+    if "" in limits:
+        raise ValueError(f"{text!r}: give DEVICE=SIZE, such as cpu=40GiB")
+    return limits
 
 
-_MODEL = click.Argument(["model"], required=False, shell_complete=_paths)
+def byte_count(text: str) -> int:
+    """Return the number of bytes of a size such as `2GiB`. Raises ValueError."""
+    from dtype_engine.search.constraints import parse_bytes  # imported late, for a faster first paint of the app
+
+    try:
+        return parse_bytes(text.replace("%", "?"), 0)
+    except UserError:
+        raise ValueError(f"{text!r}: give a size, such as 2GiB") from None
+
+
+def _precision(text: str) -> float:
+    share = text.strip()
+    try:
+        precision = float(share.removesuffix("%")) / (100 if share.endswith("%") else 1)
+    except ValueError:
+        precision = 0.0
+    if not 0 < precision < 1:
+        raise ValueError(f"{text!r}: give a share of the drift, such as 5%")
+    return precision
+
+
+def _files(names: list[str], words: str) -> click.Option:
+    return click.Option(names, multiple=True, type=_FILE, metavar="FILE", help=words)
+
+
+_MODEL = click.Argument(["model"], required=False, type=click.Path(readable=False))
 _RULES = (
     click.Option(
         ["--cast", "casts"],
@@ -177,7 +198,7 @@ _RUNNING = (
     ),
     click.Option(
         ["--max-memory"],
-        type=_MaxMemory(),
+        type=_max_memory,
         default={},
         metavar="DEVICE=SIZE",
         help="Maximum memory that weights may take on a device, such as cpu=40GiB or cuda:0=8GiB. By default, all memory of the "
@@ -202,12 +223,9 @@ _RUNNING = (
         help="A text to run the model on (a calibration text); may be repeated. If no inputs are given, the program makes "
         "suitable ones.",
     ),
-    click.Option(
+    _files(
         ["--text", "texts"],
-        multiple=True,
-        type=_FILE,
-        metavar="FILE",
-        help="A file of texts to run the model on: a plain text, or a .jsonl file in which each line is an object with a 'text', "
+        "A file of texts to run the model on: a plain text, or a .jsonl file in which each line is an object with a 'text', "
         "'prompt' or 'messages' key. Long texts are split into sequences. May be repeated.",
     ),
     click.Option(
@@ -228,20 +246,8 @@ _RUNNING = (
         metavar="N",
         help="Maximum number of sequences to run the model on. By default, all that the texts contain.",
     ),
-    click.Option(
-        ["--image", "images"],
-        multiple=True,
-        type=_FILE,
-        metavar="FILE",
-        help="An image file to run the model on (a calibration input); may be repeated.",
-    ),
-    click.Option(
-        ["--audio"],
-        multiple=True,
-        type=_FILE,
-        metavar="FILE",
-        help="An audio file to run the model on (a calibration input); may be repeated.",
-    ),
+    _files(["--image", "images"], "An image file to run the model on (a calibration input); may be repeated."),
+    _files(["--audio"], "An audio file to run the model on (a calibration input); may be repeated."),
     click.Option(
         ["--inputs", "tensors"],
         type=_FILE,
@@ -251,7 +257,7 @@ _RUNNING = (
     ),
     click.Option(
         ["--input-limit", "limits"],
-        type=_InputLimit(),
+        type=_input_limit,
         multiple=True,
         metavar="KIND=NUMBER",
         help="Change a limit that protects against huge inputs, as in tokens=2000000; may be repeated. The limits are pixels (in "
@@ -290,7 +296,7 @@ _RUNNING = (
     ),
     click.Option(
         ["--classes-dim"],
-        type=_ClassesDim(),
+        type=_classes_dim,
         default="auto",
         show_default=True,
         metavar="N|none|auto",
@@ -316,12 +322,9 @@ METRICS = (
         help="Also evaluate the reference and the candidate on a task of lm-eval, the LM evaluation harness: lm-eval:arc_easy, "
         "or lm-eval:FILE.yaml for a task of your own. May be repeated.",
     ),
-    click.Option(
+    _files(
         ["--data"],
-        multiple=True,
-        type=_FILE,
-        metavar="FILE",
-        help="A file of examples on which --metric is measured: texts, an image, audio or tensors; may be repeated. It may also "
+        "A file of examples on which --metric is measured: texts, an image, audio or tensors; may be repeated. It may also "
         "contain labels, which are passed to the metric, not to the model. By default, the metric is measured on the inputs of "
         "the drift.",
     ),
@@ -345,40 +348,10 @@ batch_option = click.option(
 )
 
 
-class Bytes(click.ParamType[int]):
-    """A click parameter type for a size such as `2GiB`. Its value is the number of bytes."""
-
-    name = "bytes"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        from dtype_engine.search.constraints import parse_bytes
-
-        try:
-            return value if isinstance(value, int) else parse_bytes(value.replace("%", "?"), 0)
-        except UserError:
-            self.fail(f"{value!r}: give a size, such as 2GiB", param, ctx)
-
-
-class _Precision(click.ParamType[float]):
-    name = "precision"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        if isinstance(value, float):
-            return value
-        text = str(value).strip()
-        try:
-            share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-        except ValueError:
-            share = 0.0
-        if not 0 < share < 1:
-            self.fail(f"{value!r}: give a share of the drift, such as 5%", param, ctx)
-        return share
-
-
 _MEASURING = (
     click.Option(
         ["--precision"],
-        type=_Precision(),
+        type=_precision,
         metavar="SHARE",
         help="Stop measuring once the standard error of the drift is at most this fraction of the drift, such as 5%. By default, "
         "all inputs are run.",
@@ -402,7 +375,7 @@ _MEASURING = (
     ),
     click.Option(
         ["--keep", "reference_bytes"],
-        type=Bytes(),
+        type=byte_count,
         metavar="BYTES",
         help="Maximum memory for the reference's outputs, such as 2GiB. They are kept so that later measurements in the same "
         "process are faster. By default, a quarter of the free memory, at most 2 GiB.",
@@ -415,9 +388,9 @@ MEASURING = (*REFERENCE, *_MEASURING, *METRICS)
 class ModelCommand(click.Command):
     """A command about one model. Its function receives a `RunRequest` as `request`, and the command's other parameters.
 
-    rules: whether the command has --cast, --recipe and --preset. runs: whether it has the options of a forward pass (device, inputs
-    and settings). also: further options of the request, such as `REFERENCE`. checks_inputs: whether the input files are on this
-    machine, so that they can be checked first. The argument MODEL is added unless the command has a parameter named `model`.
+    rules: whether it has --cast, --recipe and --preset. runs: whether it has the options of a forward pass (device, inputs and
+    settings). also: further options of the request, such as `REFERENCE`. checks_inputs: whether the input files are on this
+    machine, and are checked first. The argument MODEL is added unless there is a parameter named `model`.
     """
 
     def __init__(
@@ -438,9 +411,7 @@ class ModelCommand(click.Command):
         self._shared = {"model", *(parameter.name for parameter in (*rule_options, *model_options))}
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments as click does, and return those left over. If the user typed a rule without --cast, the error says
-        so.
-        """
+        """Parse the arguments. If the user typed a rule without --cast, the error says so."""
         try:
             return super().parse_args(ctx, args)
         except click.UsageError as error:
@@ -449,9 +420,7 @@ class ModelCommand(click.Command):
             raise
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Build the `RunRequest`, call the command's function with it, and return the function's result. Raises UserError for
-        invalid options.
-        """
+        """Call the command's function with a `RunRequest`. Raises UserError for invalid options."""
         if ctx.parent is None:  # this is the app's command, which prints nothing and draws on the terminal
             return self._invoke(ctx)
         # After a crash, such as by a mapped file that was cut short, standard error shows where it happened.

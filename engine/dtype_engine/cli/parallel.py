@@ -1,4 +1,4 @@
-"""The option `--workers`, and the code that starts the workers."""
+"""The option `--workers`, the code that starts the workers, and `dtype-engine worker`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dtype_engine.cli.program import note, say_share
+from dtype_engine.cli.program import answer, note, say_count
 from dtype_engine.core.units import plural
 
 if TYPE_CHECKING:
@@ -18,17 +18,15 @@ if TYPE_CHECKING:
     from dtype_engine.runtime.session.session import Session
 
 
-def _workers(ctx: click.Context, param: click.Parameter, value: str | None) -> str | int | None:
-    if value is None:
-        return None  # before any import, because the app's first paint waits for this
-    from dtype_engine.evaluation.workers import parse_workers
+def _workers(text: str) -> str | int:
+    from dtype_engine.evaluation.workers import parse_workers  # imported late, for a faster first paint of the app
 
-    return parse_workers(value)
+    return parse_workers(text)
 
 
 workers_option = click.option(
     "--workers",
-    callback=_workers,
+    type=_workers,
     metavar="N|tcp://HOST:8786",
     help="Run forward passes in parallel: in this number of processes on this machine, or on the workers of the Dask cluster "
     "whose scheduler has this address, such as tcp://HOST:8786. `drift` takes it only with --causes. Fewer processes start if "
@@ -40,22 +38,26 @@ workers_option = click.option(
 def over_workers(
     workers: str | int | None, session: Session, source: Source, parts: int, private: int
 ) -> Iterator[tuple[Over | None, Callable[[int, int], None]]]:
-    """A context manager that starts the workers for a command. It yields a pair. The first item is the workers, or None if the
-    command runs in this process. The second is a function `show(done, total)` that shows the progress.
+    """Start the workers for a command. Yields them, or None for this process, and a function `show(done, total)`.
 
-    parts: the number of independent tasks in the work. private: bytes of memory that each process needs in addition to the mapped
-    checkpoint.
+    parts: how many independent tasks the work has. private: bytes that each process needs in addition to the mapped checkpoint.
     """
     if workers is None:
-        yield None, partial(_say, 1)
+        yield None, partial(say_count, plural(1, "worker"))
         return
     from dtype_engine.evaluation.workers import Workers
 
     with Workers(workers, lambda sentence: note([sentence]), max(1, parts)) as started:
         over = started.over(session, source, private)
-        yield over, partial(_say, over.pool.workers)
+        yield over, partial(say_count, plural(over.pool.workers, "worker"))
 
 
-def _say(workers: int, done: int, total: int) -> None:
-    what = plural(workers, "worker")
-    say_share(what, done, total, f"{what}: {done} of {total}")
+@click.command
+@click.argument("address", default="tcp://HOST:8786")
+def worker(address: str) -> None:
+    """Print the shell commands that start a Dask cluster. Commands with the option --workers ADDRESS, such as `scan`, then run the
+    model on the cluster's workers. ADDRESS is the address of its scheduler, such as tcp://HOST:8786.
+    """
+    from dtype_engine.evaluation.cluster import worker_lines
+
+    answer(worker_lines(address))

@@ -1,6 +1,4 @@
-"""Runs a command of `dtype-engine` or `dtype-tui`: its result or JSON on standard output, progress and one-line errors on standard
-error.
-"""
+"""Runs a command of `dtype-engine` or `dtype-tui`: results on standard output, progress and one-line errors on standard error."""
 
 from __future__ import annotations
 
@@ -9,27 +7,30 @@ import json
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 import click
 
-from dtype_engine.cli.signals import ended_by, raised_signals
 from dtype_engine.cli.streams import ReaderGone, answers, answers_can_hold, drop_unwritten, fill_closed, own_output
 from dtype_engine.core.errors import UserError, lacks_memory, one_line
 from dtype_engine.core.job_pace import JobPace
 from dtype_engine.core.text import is_printable, printable, without_controls
 from dtype_engine.core.units import time_left
 
+NO = 1
+"""The exit status if a check failed."""
 BAD_INPUT = 2
 CLOSED_PIPE = 128 + 13  # the status of a program that SIGPIPE ends; Python ignores that signal
 TRACEBACK = "DTYPE_TUI_TRACEBACK"
 
 
 def print_json(value: Any) -> None:
-    r"""Print one JSON object on standard output. Control characters, invisible characters and those that change the direction of
-    text are printed as \u escapes, and so are those that the encoding of standard output lacks.
+    r"""Print one JSON object on standard output. \u escapes stand for characters that are invisible, control a terminal or the
+    direction of text, or are not in the encoding of standard output.
     """
     text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
     lines = (line if _is_plain(line) else "".join(map(_json_character, line)) for line in text.split("\n"))
@@ -45,16 +46,12 @@ def _json_character(character: str) -> str:
 
 
 def answer(text: str, nl: bool = True) -> None:
-    """Print the result of a command on standard output, with control characters escaped, and so are characters that its encoding
-    lacks. nl: whether to end it with a newline.
-    """
+    """Print the result of a command, with control characters escaped, and those that the encoding of standard output lacks."""
     click.echo(without_controls(text), answers(), nl)
 
 
 def answer_file(text: str) -> None:
-    """Print the content of a file on standard output. Raises UserError if the encoding of standard output lacks one of its
-    characters, because a file with escapes in their place would say something else.
-    """
+    """Print the content of a file. Raises UserError if the encoding lacks a character, since an escape would be another content."""
     if not answers_can_hold(text):
         raise UserError(
             f"standard output is {answers().encoding}, which lacks characters of this file: name a file with -o, or set "
@@ -64,9 +61,7 @@ def answer_file(text: str) -> None:
 
 
 def print_stderr(line: str) -> None:
-    """Print a line on standard error, with control characters escaped. If the line can't be written, this is ignored, because the
-    result and the exit status do not depend on it.
-    """
+    """Print a line on standard error, if it can be written, with control characters escaped."""
     with contextlib.suppress(OSError):
         print(without_controls(line), file=sys.stderr)
 
@@ -75,9 +70,7 @@ _step = ""
 
 
 def say(step: str) -> None:
-    """Show on standard error what the program is doing, in place of the text that was shown before, or erase that text if `step` is
-    "". Does nothing if standard error is not a terminal.
-    """
+    """Show what the program is doing, in place of what was shown before, if standard error is a terminal. "" erases it."""
     global _step
     if (step or _step) and sys.stderr.isatty():
         sys.stderr.write(f"\r\x1b[K{step}")
@@ -91,9 +84,7 @@ def _last_line(sentence: str) -> None:
 
 
 def note(sentences: Iterable[str]) -> None:
-    """Print each sentence on standard error as a note, which tells the user something about the result that the result itself does
-    not contain.
-    """
+    """Print each sentence on standard error as a note, about what the result itself does not say."""
     for sentence in sentences:
         print_stderr(f"dtype-engine: note: {sentence}")
 
@@ -103,11 +94,11 @@ _pace = JobPace()
 
 
 def say_share(what: str, done: int, total: int, text: str = "", job: str = "") -> None:
-    """Show on standard error how much of a piece of work is done: a text, the percentage and a bar for done / total, and the
-    remaining time once it can be estimated. If `total` is 0, only the text is shown.
+    """Show how much of a piece of work is done: a text, the percentage, a bar, and the remaining time once it can be estimated. If
+    `total` is 0, only the text is shown.
 
-    what: the name of the work, such as "exporting". text: the text to show; if "", `what` is shown. job: if this work is only one
-    stage of a longer job, the name of that job. `done` and `total` then count the whole job.
+    what: the work, such as "exporting". text: what to show in place of `what`. job: the longer job that `done` and `total` count,
+    if the work is one of its stages.
     """
     if not total:
         say(text or what)
@@ -120,17 +111,52 @@ def say_share(what: str, done: int, total: int, text: str = "", job: str = "") -
     say(shown + (f" {time_left(left)} left" if left is not None else ""))
 
 
+def say_count(what: str, done: int, total: int | None) -> None:
+    """Show how much is done, with the numbers, as in `causes: 3 of 40`. total: None if unknown."""
+    say_share(what, done, total or 0, f"{what}: {done} of {total}" if total else f"{what}: {done}")
+
+
 def say_progress(run: str, done: int, total: int) -> None:
-    """Show on standard error how much of a measurement is done. run: the model that is running, "reference" or "candidate". done,
-    total: how many of its inputs it has run, and of how many. Or what is counted at the end, and how many weights.
-    """
+    """Show how much of a measurement is done. run: what is running, such as "reference"."""
     say_share(f"measuring: {run}", done, total, job="measuring")
 
 
+class _EndedBySignal(KeyboardInterrupt):
+    """Signal `number` asks this program to end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+
+def _ended_by(error: BaseException) -> int:
+    """Return the number of the signal in an error or, if click made it an `Abort`, in its cause; otherwise SIGINT."""
+    cause = error if isinstance(error, _EndedBySignal) else error.__cause__
+    return cause.number if isinstance(cause, _EndedBySignal) else signal.SIGINT
+
+
+@contextlib.contextmanager
+def _raised_signals() -> Iterator[None]:
+    """While the block runs, SIGHUP and SIGTERM raise `_EndedBySignal`, unless they are ignored, as under nohup."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread can set handlers
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise _EndedBySignal(number)
+
+    ours = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+    try:
+        for number in ours:
+            signal.signal(number, end)
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
+
+
 def run(command: click.Command, program: str, arguments: Sequence[str] | None = None) -> int:
-    """Run a click command and return its exit status: 2 for bad input, which a line on standard error explains; 128 + n for signal
-    n. program: the program's name in messages. arguments: the command line's arguments; if None, those of this process.
-    """
+    """Run a click command and return its exit status. program: its name in messages. arguments: if None, those of this process."""
     fill_closed()
     try:
         with own_output():
@@ -141,7 +167,7 @@ def run(command: click.Command, program: str, arguments: Sequence[str] | None = 
 
 def _status(command: click.Command, program: str, arguments: Sequence[str] | None) -> int:
     try:
-        with raised_signals():
+        with _raised_signals():
             result = command.main(args=arguments, prog_name=program, standalone_mode=False)
             sys.stdout.flush()
         return result if isinstance(result, int) else 0
@@ -160,7 +186,7 @@ def _status(command: click.Command, program: str, arguments: Sequence[str] | Non
 
 
 def _report_interrupted(program: str, error: BaseException) -> int:
-    number = ended_by(error)
+    number = _ended_by(error)
     name = "" if number == signal.SIGINT else f" by {signal.Signals(number).name}"
     _last_line(f"{program}: interrupted{name}")
     return 128 + number
@@ -174,10 +200,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def report_unexpected(program: str, error: BaseException) -> int:
-    """Print one line about an error for which the program has no message of its own, and return the exit status.
-
-    If the environment variable DTYPE_TUI_TRACEBACK is set, the traceback is printed before that line.
-    """
+    """Print `unexpected`, after the traceback if the environment variable DTYPE_TUI_TRACEBACK is set. Returns the exit status."""
     if os.environ.get(TRACEBACK):
         traceback.print_exception(error)
     _last_line(f"{program}: {unexpected(error)}")

@@ -1,6 +1,4 @@
-"""`dtype-engine recipe`: lists presets, writes recipes in the formats of other tools, and compares how other tools read their
-patterns.
-"""
+"""`dtype-engine recipe`: presets, recipes in the formats of other tools, and how other tools read the patterns of recipes."""
 
 from __future__ import annotations
 
@@ -12,13 +10,15 @@ import click
 import msgspec
 
 from dtype_engine.checkpoint.memory_fit import fit
-from dtype_engine.cli.options import ModelCommand, force_option, json_option
-from dtype_engine.cli.program import answer, answer_file, print_json, print_stderr
+from dtype_engine.cli.options import ModelCommand, force_option, json_option, sarif_option
+from dtype_engine.cli.program import NO, answer, answer_file, print_json, print_stderr
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
+from dtype_engine.core.options import RunSettings
 from dtype_engine.core.system_memory import total_memory
 from dtype_engine.core.text import printable
+from dtype_engine.core.units import human_bytes
 from dtype_engine.recipe import require_matches
 from dtype_engine.recipe.serving import RUNTIMES, lint_serving, serving_lines
 from dtype_engine.recipe.targets import TARGET_SUFFIXES, Context, Conversion, target_named
@@ -27,15 +27,13 @@ from dtype_engine.results.as_json import as_json
 if TYPE_CHECKING:
     from dtype_engine.recipe.lint import Lint, RuleComparison
 
-DIFFERS = 1
 _SHOWN = 4
 
-file_argument = click.argument("file", type=click.Path(path_type=Path))
-model_option = click.option(
+_file_argument = click.argument("file", type=click.Path(path_type=Path))
+_model_option = click.option(
     "--model",
     help="The model whose tensors the recipe's patterns match. By default, the model that the recipe file names.",
 )
-target_names = click.Choice(tuple(TARGET_SUFFIXES))
 
 
 @click.group()
@@ -44,15 +42,15 @@ def recipe() -> None:
 
 
 @recipe.command(cls=ModelCommand, rules=False, runs=False)
-@file_argument
+@_file_argument
 @click.option(
     "--to",
     "target",
     required=True,
-    type=target_names,
+    type=click.Choice(tuple(TARGET_SUFFIXES)),
     help="The tool in whose format the recipe is written, such as llm-compressor or torchao.",
 )
-@model_option
+@_model_option
 @click.option(
     "-o",
     "--output",
@@ -75,18 +73,10 @@ def convert(request: RunRequest, file: Path, target: str, output: Path | None, f
     if output is not None:
         write_text_atomic(output, written.text, replace=force)
     if as_object:
-        print_json(
-            {
-                "target": target,
-                "model": context.title,
-                "rules": [str(rule) for rule in context.plan.recipe.rules],
-                "text": written.text,
-                "patterns": [{"pattern": pattern, "dtype": dtype} for pattern, dtype in written.patterns],
-                "base": written.base,
-                "left_out": as_json(written.left_out),
-                "notes": list(written.notes),
-            }
-        )
+        rules = [str(rule) for rule in context.plan.recipe.rules]
+        patterns = [{"pattern": pattern, "dtype": dtype} for pattern, dtype in written.patterns]
+        known = {"target": target, "model": context.title, "rules": rules}
+        print_json(known | as_json(written) | {"patterns": patterns})
         return
     if output is None:
         answer_file(written.text)
@@ -106,7 +96,7 @@ def _left_out_lines(written: Conversion) -> list[str]:
 
 
 @recipe.command(cls=ModelCommand, rules=False, runs=False)
-@file_argument
+@_file_argument
 @click.option(
     "--for",
     "target",
@@ -115,13 +105,8 @@ def _left_out_lines(written: Conversion) -> list[str]:
     help="The tool whose matches are compared with those of dtype-engine, or a runtime (vllm or sglang) that would load an "
     "export.",
 )
-@model_option
-@click.option(
-    "--sarif",
-    "as_sarif",
-    is_flag=True,
-    help="Print the findings as a JSON object in SARIF 2.1.0, a format for the results of static analysis.",
-)
+@_model_option
+@sarif_option
 @json_option
 def lint(request: RunRequest, file: Path, target: str, as_sarif: bool, as_object: bool) -> int:
     """Compare which tensors the patterns of a recipe match in dtype-engine and in another tool that gets the same patterns, and
@@ -143,17 +128,18 @@ def lint(request: RunRequest, file: Path, target: str, as_sarif: bool, as_object
 
         print_json(lint_sarif(file, reading))
     elif as_object:
-        print_json({"model": context.title, "differs": reading.differs} | _lint_object(reading))
+        rules = [as_json(rule) | {"differs": rule.differs} for rule in reading.rules]
+        overruled = [{"tensor": name, "here": here, "there": there} for name, here, there in reading.overruled]
+        known = {"model": context.title, "differs": reading.differs}
+        print_json(known | as_json(reading) | {"rules": rules, "overruled": overruled})
     else:
         for line in _lint_lines(reading):
             answer(line)
-    return DIFFERS if reading.differs else 0
+    return NO if reading.differs else 0
 
 
 def _lint_serving(sarif_of: Path | None, context: Context, target: str, as_object: bool) -> int:
-    """Print how a runtime such as vLLM would load an export of a recipe, and return the exit status. sarif_of: the recipe file, if
-    the findings are to be printed as SARIF about it; otherwise None. target: the runtime's name.
-    """
+    """Print how the runtime `target` would load an export, as SARIF about the file `sarif_of` if that is given."""
     runtime = next(name for name in RUNTIMES if name == target)
     reading = lint_serving(context, runtime, context.activations)
     if sarif_of is not None:
@@ -165,26 +151,11 @@ def _lint_serving(sarif_of: Path | None, context: Context, target: str, as_objec
     else:
         for line in serving_lines(reading, lambda names: _some(tuple(names))):
             answer(line)
-    return DIFFERS if reading.findings else 0
-
-
-def _lint_object(reading: Lint) -> dict[str, Any]:
-    rules = [as_json(rule) | {"differs": rule.differs} for rule in reading.rules]
-    overruled = [{"tensor": name, "here": here, "there": there} for name, here, there in reading.overruled]
-    caches = as_json(reading.caches)
-    return {
-        "target": reading.target,
-        "matcher": reading.matcher,
-        "rules": rules,
-        "overruled": overruled,
-        "caches": caches,
-    }
+    return NO if reading.findings else 0
 
 
 def _lint_lines(reading: Lint) -> list[str]:
-    lines = [f"{reading.target}: {reading.matcher}"]
-    for rule in reading.rules:
-        lines += _rule_lines(rule)
+    lines = [f"{reading.target}: {reading.matcher}", *(line for rule in reading.rules for line in _rule_lines(rule))]
     if reading.overruled:
         name, here, there = reading.overruled[0]
         lines.append(
@@ -223,14 +194,9 @@ def presets(request: RunRequest, as_object: bool) -> None:
     context = _context(request)
     entries: list[dict[str, Any]] = []
     for effect in preset_effects(context.tree):
-        entry: dict[str, Any] = {
-            "name": effect.preset.name,
-            "sentence": effect.preset.sentence,
-            "rules": [],
-            "planned_bytes": None,
-        }
+        entry: dict[str, Any] = {"name": effect.preset.name, "sentence": effect.preset.sentence}
         if effect.recipe is None:
-            entry["unavailable"] = effect.reason
+            entry |= {"rules": [], "planned_bytes": None, "unavailable": effect.reason}
         else:
             entry |= {
                 "rules": [str(rule) for rule in effect.recipe.rules],
@@ -241,8 +207,6 @@ def presets(request: RunRequest, as_object: bool) -> None:
     if as_object:
         print_json({"model": context.title, "stored_bytes": context.tree.stored_bytes, "presets": entries})
         return
-    from dtype_engine.core.units import human_bytes
-
     answer(f"{context.title}: {human_bytes(context.tree.stored_bytes)} as stored")
     for entry in entries:
         planned = entry["planned_bytes"]
@@ -265,16 +229,12 @@ def _from_file(file: Path, request: RunRequest) -> Context:
         raise UserError(f"{file} does not say what model it is for: add --model")
     by = "--model" if request.model is None else None
     found = _context(msgspec.structs.replace(request, recipe=given.recipe, model=request.model or given.model), by)
-    return (
-        found if given.settings is None else dataclasses.replace(found, activations=given.settings.quantize_activations)
-    )
+    settings = given.settings or RunSettings()
+    return dataclasses.replace(found, activations=settings.quantize_activations)
 
 
 def _context(request: RunRequest, python_only_by: str | None = None) -> Context:
-    """Return the plan of the request's recipe for its model, with a description of the model. python_only_by: None to allow Python
-    code as the model; otherwise Python code is refused, and the error tells the user to name it with this option. Raises UserError
-    for a rule that matches nothing.
-    """
+    """Return the plan of the request's recipe, and what is known of its model. python_only_by: as in `RunRequest.locate`."""
     from dtype_engine.runtime.building.describe import describe
 
     source = request.locate(python_only_by)

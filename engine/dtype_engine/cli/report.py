@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,9 +19,13 @@ from dtype_engine.results.losses import ValueLoss
 
 if TYPE_CHECKING:
     from dtype_engine.checkpoint.source import Source
-    from dtype_engine.results.attribution import NonFiniteDiagnosis
-    from dtype_engine.results.drift import DriftReport
+    from dtype_engine.core.options import RunSettings
+    from dtype_engine.core.tree import Tree
+    from dtype_engine.recipe import Plan
+    from dtype_engine.reports.document import Measured
     from dtype_engine.runtime.session.session import Session
+
+    _Subject = tuple[Tree, Plan, str, RunSettings]
 
 
 @click.command(cls=ModelCommand, also=(*REFERENCE, *METRICS))
@@ -48,10 +53,9 @@ def report(request: RunRequest, file: Path, with_speed: bool, force: bool, as_ob
     The file is self-contained: it includes its plots, downloads nothing and runs no scripts. If the model can't be run, the report
     says why, and contains everything but the drift.
     """
-    from dtype_engine.core.atomic_write import check_target, write_text_atomic
-    from dtype_engine.reports.document import Measured, build_report
-    from dtype_engine.reports.render import check_name, render
-    from dtype_engine.reports.versions import versions
+    from dtype_engine.core.atomic_write import check_target
+    from dtype_engine.reports.document import Measured
+    from dtype_engine.reports.render import check_name
     from dtype_engine.runtime.measure.listener import MeasurementListener
 
     check_name(file)
@@ -62,7 +66,7 @@ def report(request: RunRequest, file: Path, with_speed: bool, force: bool, as_ob
     try:
         session = request.open_session(source)
         lost = session.lost_values()
-        tree, plan, title, settings = session.tree, session.plan, session.model.title, session.settings
+        subject = of_session(session)
         try:
             measured = session.drift(MeasurementListener(on_progress=say_progress))
             nonfinite = session.nonfinite(measured)
@@ -72,16 +76,13 @@ def report(request: RunRequest, file: Path, with_speed: bool, force: bool, as_ob
             reason = str(error)
     except NoForward as error:
         known = request.plan(source)
-        tree, plan, title, settings = known.tree, known.plan, source.title, request.options.settings
+        subject = known.tree, known.plan, source.title, request.options.settings
         reason = str(error)
         lost = _losses(known)
     say("")
-    checkpoint = source.open()
-    provenance = checkpoint.provenance.lines() if checkpoint is not None else ()
-    known_of = Measured(measured, reason, lost, nonfinite, speed)
-    made = build_report(tree, plan, title, settings, known_of, versions(), provenance)
-    written = write_text_atomic(file, render(made, file), replace=force)
+    written = write_report(file, force, source, subject, Measured(measured, reason, lost, nonfinite, speed))
     if as_object:
+        _, plan, title, _ = subject
         sizes = {"stored_bytes": plan.stored_bytes, "planned_bytes": plan.planned_bytes}
         why = {"no_drift": reason} if reason else {}
         named = {"file": str(written), "model": title, "measured": measured is not None}
@@ -94,47 +95,32 @@ def report(request: RunRequest, file: Path, with_speed: bool, force: bool, as_ob
         note([f"without drift: {reason}"])
 
 
-def write_report(
-    file: Path,
-    force: bool,
-    session: Session,
-    source: Source,
-    measured: DriftReport,
-    nonfinite: NonFiniteDiagnosis | None,
-) -> None:
-    """Write the report of a measurement to a file. force: whether to replace an existing file. source: the model of the session.
-    Raises UserError.
-    """
+def of_session(session: Session) -> _Subject:
+    """Return what a report is about: the model's tree, its plan, its title, and how the candidate is run."""
+    return session.tree, session.plan, session.model.title, session.settings
+
+
+def write_report(file: Path, force: bool, source: Source, subject: _Subject, measured: Measured) -> Path:
+    """Write a report to a file, and return its path. Raises UserError."""
     from dtype_engine.core.atomic_write import write_text_atomic
-    from dtype_engine.reports.document import Measured, build_report
+    from dtype_engine.reports.document import build_report
     from dtype_engine.reports.render import render
     from dtype_engine.reports.versions import versions
 
     checkpoint = source.open()
-    made = build_report(
-        session.tree,
-        session.plan,
-        session.model.title,
-        session.settings,
-        Measured(measured, nonfinite=nonfinite),
-        versions(),
-        checkpoint.provenance.lines() if checkpoint is not None else (),
-    )
-    write_text_atomic(file, render(made, file), replace=force)
+    provenance = checkpoint.provenance.lines() if checkpoint is not None else ()
+    made = build_report(*subject, measured, versions(), provenance)
+    return write_text_atomic(file, render(made, file), replace=force)
 
 
 def _losses(known: Planned) -> tuple[ValueLoss, ...] | None:
-    """Count the values that the planned casts make infinite or zero, by reading the model's files. Returns an entry for each weight
-    with such values, or None if there are no files or they can't be read. known: the model's headers and the plan.
-    """
+    """Return the values that the planned casts make infinite or zero, or None if there are no files or they can't be read."""
     if known.checkpoint is None:
         return None
     from dtype_engine.runtime.measure.stored_losses import losses_in_files
 
-    def progress(done: int, total: int) -> None:
-        say_share("looking for values that the casts lose", done, total)
-
+    on_progress = partial(say_share, "looking for values that the casts lose")
     try:
-        return losses_in_files(known.checkpoint, known.tree, known.plan.dtypes, on_progress=progress)
+        return losses_in_files(known.checkpoint, known.tree, known.plan.dtypes, on_progress=on_progress)
     except UserError:
         return None

@@ -44,22 +44,18 @@ class RunRequest(msgspec.Struct, frozen=True):
     """The model that the command-line argument MODEL names, the rules for it, and the options for opening and running it."""
 
     model: str | None
-    """The model that is opened, cast and run, as the user typed it, such as `path/to/model`. With --against OTHER, this is OTHER,
-    and MODEL is the reference. Otherwise, this is the command-line argument MODEL, or None if it was left out.
+    """The model that is opened, cast and run, as the user typed it: MODEL, or None if it was left out. With --against OTHER, this
+    is OTHER, and MODEL is the reference.
     """
     options: Options
-    """The options for opening and running the model. They include the settings of the recipe file, unless the command line sets
-    them, too.
-    """
+    """They include the settings of the recipe file, unless the command line sets them, too."""
     recipe: Recipe = msgspec.field(default_factory=Recipe)
     """The rules of the recipe file, followed by the rules of --cast."""
     preset: str | None = None
-    """The name of the preset, or None. The preset's rules depend on the model's tree, so `with_preset` adds them later, before
-    those of `recipe`.
-    """
+    """The name of the preset, or None. Its rules depend on the model's tree, so `with_preset` adds them later."""
     recipe_file: Path | None = None
     made_for: str | None = None
-    """The model for which the recipe was made, as the recipe file says, or None."""
+    """The model for which the recipe was made, as the recipe file says."""
     explicit: frozenset[str] = frozenset()
     """The names of the parameters that the user gave on the command line."""
 
@@ -67,11 +63,9 @@ class RunRequest(msgspec.Struct, frozen=True):
     def of(
         cls, values: Mapping[str, Any], explicit: frozenset[str], runs: bool, checks_inputs: bool = True
     ) -> RunRequest:
-        """Build the request from the values of a command line, keyed by parameter name.
+        """Build the request from the values of a command line, keyed by parameter name. Raises UserError.
 
-        explicit: the names of the parameters that the user gave. runs: whether the values include the options of a forward pass.
-        checks_inputs: whether the input files are on this machine. Raises UserError for an invalid rule, preset, recipe file or
-        input file.
+        runs: whether the values include the options of a forward pass. checks_inputs: whether the input files are on this machine.
         """
         preset, file = values.get("preset"), values.get("recipe_file")
         if preset is not None:
@@ -108,11 +102,9 @@ class RunRequest(msgspec.Struct, frozen=True):
         return cls(model, options, recipe, preset, file, made_for, explicit)
 
     def locate(self, python_only_by: str | None = None) -> Source:
-        """Find the model that the command-line argument MODEL names. Raises UserError, also for an option that does not apply to
-        this kind of model.
+        """Find the model. Raises UserError, also for an option that does not apply to this kind of model.
 
-        python_only_by: None to allow Python code; otherwise Python code is refused, and the error tells the user to name it with
-        this option.
+        python_only_by: the option that the error names for Python code, or None to allow it.
         """
         from dtype_engine.checkpoint.source import locate, locate_metric
 
@@ -127,9 +119,7 @@ class RunRequest(msgspec.Struct, frozen=True):
 
     @gc_paused(freeze=True)  # garbage collections over everything that is imported take 0.4 s of 2.7 s
     def open_session(self, source: Source | None = None) -> Session:
-        """Open the model and cast it by the rules. source: the located model; if None, it is located first. Raises UserError, also
-        for a rule that matches nothing.
-        """
+        """Open the model and cast it by the rules. Raises UserError, also for a rule that matches nothing."""
         source = source or self.locate()
         from dtype_engine.service.opening import refuse_unmatched
 
@@ -148,8 +138,7 @@ class RunRequest(msgspec.Struct, frozen=True):
         return session
 
     def plan(self, source: Source) -> Planned:
-        """Return the headers of the model and the dtypes that the rules, including those of the preset, give its tensors. No
-        weights are loaded.
+        """Return the headers of the model and the dtypes that the rules give its tensors. No weights are loaded.
 
         Without rules the headers are enough. Rules need the architecture (its classes, ties and names), whose import takes seconds.
         Raises UserError, also for a rule that matches nothing or needs unknown module classes.
@@ -172,8 +161,8 @@ class RunRequest(msgspec.Struct, frozen=True):
 
 
 def _options(values: Mapping[str, Any], runs: bool) -> Options:
-    """Return the `Options` for opening and running the model, from the values of a command's parameters. runs: whether the command
-    has the options of a forward pass, such as --compute. Raises UserError for a dtype that is unknown or not allowed.
+    """Return the `Options` that the values of a command's parameters give. runs: whether these include the options of a forward
+    pass. Raises UserError for a dtype that is unknown or not allowed.
     """
     given = {option.name: values[option.name] for option in dataclasses.fields(Options) if option.name in values}
     if not runs:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from dtype_engine.cli.options import METRICS, REFERENCE, ModelCommand, force_option, json_option
+from dtype_engine.cli.options import METRICS, REFERENCE, ModelCommand, force_option, json_option, with_options
 from dtype_engine.cli.parallel import over_workers, workers_option
-from dtype_engine.cli.program import answer, note, print_json, print_stderr, say, say_share
+from dtype_engine.cli.program import NO, answer, note, print_json, print_stderr, say, say_count
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.cli.thresholds import min_and_max_limits, min_and_max_options
 from dtype_engine.core.errors import OutOfReach, UserError
@@ -33,73 +32,59 @@ if TYPE_CHECKING:
     from dtype_engine.runtime.session.session import Session
     from dtype_engine.search.pareto import Constraints
 
-NO = 1
-Function = TypeVar("Function", bound=Callable[..., Any])
-
 
 @dataclass(frozen=True, slots=True)
 class _Scanning:
-    """The values of the options of `scan_options`."""
+    """The values of `_scan_options`."""
 
-    dtype_names: str | None
-    """Which dtypes are scanned, separated by commas. If None, those of `family`."""
     family: str | None
-    """The value of --formats: the program that is to load the model."""
+    dtype_names: str | None
     draws: int | None
-    """How many backward passes are run for each sequence."""
     exact: bool
-    """Whether scores are measured instead of estimated."""
     save: Path | None
-    """The file in which the scan is kept."""
     workers: str | int | None
 
 
-def scan_options(function: Function) -> Function:
-    """A decorator that adds the options of a scan, such as --dtypes, to a command's function."""
-    for option in (
-        workers_option,
-        click.option(
-            "--save",
-            type=click.Path(path_type=Path),
-            help="Save the scan to this file while it runs. If the file exists, the scan continues from it, or is read if it is "
-            "complete.",
-        ),
-        click.option(
-            "--exact",
-            is_flag=True,
-            help="Measure the scores instead of estimating them: for each weight and dtype, run a forward pass in which only "
-            "this weight is cast. This takes many passes.",
-        ),
-        click.option(
-            "--draws",
-            type=click.IntRange(min=1),
-            help="Number of backward passes for each sequence. More passes make the estimated scores more precise.  [default: 24 "
-            "divided by the number of sequences, at least 4]",
-        ),
-        click.option(
-            "--dtypes",
-            "dtype_names",
-            metavar="DTYPE,...",
-            help="The dtypes in which each weight is scored, separated by commas. Dtypes for KV caches begin with kv:, as in "
-            "kv:fp8@head.  [default: bf16,fp16,fp8,int8, or the dtypes of the runtime in --formats]",
-        ),
-        click.option(
-            "--formats",
-            "family",
-            type=click.Choice(tuple(FAMILIES)),
-            help="The program that is to load the model. It decides which dtypes are scored if --dtypes is left out, and a search "
-            "gives each weight only dtypes in which the program loads it; own stands for this program, which loads all.  "
-            "[default: transformers, or own for a model that transformers does not load]",
-        ),
-    ):
-        function = option(function)
-    return function
+_scan_options = with_options(
+    click.option(
+        "--formats",
+        "family",
+        type=click.Choice(tuple(FAMILIES)),
+        help="The program that is to load the model. It decides which dtypes are scored if --dtypes is left out, and a search "
+        "gives each weight only dtypes in which the program loads it; own stands for this program, which loads all.  "
+        "[default: transformers, or own for a model that transformers does not load]",
+    ),
+    click.option(
+        "--dtypes",
+        "dtype_names",
+        metavar="DTYPE,...",
+        help="The dtypes in which each weight is scored, separated by commas. Dtypes for KV caches begin with kv:, as in "
+        "kv:fp8@head.  [default: bf16,fp16,fp8,int8, or the dtypes of the runtime in --formats]",
+    ),
+    click.option(
+        "--draws",
+        type=click.IntRange(min=1),
+        help="Number of backward passes for each sequence. More passes make the estimated scores more precise.  [default: 24 "
+        "divided by the number of sequences, at least 4]",
+    ),
+    click.option(
+        "--exact",
+        is_flag=True,
+        help="Measure the scores instead of estimating them: for each weight and dtype, run a forward pass in which only "
+        "this weight is cast. This takes many passes.",
+    ),
+    click.option(
+        "--save",
+        type=click.Path(path_type=Path),
+        help="Save the scan to this file while it runs. If the file exists, the scan continues from it, or is read if it is "
+        "complete.",
+    ),
+    workers_option,
+)
 
 
 class _ScanCommand(ModelCommand):
-    """The command `scan`, which can be followed by MODEL or by `merge FILES`. A model folder named `merge` must be written as
-    `./merge`.
-    """
+    """The command `scan`, followed by MODEL or by `merge FILES`. A model folder named `merge` must be written as `./merge`."""
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
@@ -110,7 +95,7 @@ class _ScanCommand(ModelCommand):
 
 
 @click.command(cls=_ScanCommand, rules=False, also=REFERENCE)
-@scan_options
+@_scan_options
 @click.option(
     "--shard",
     metavar="3/16",
@@ -214,7 +199,7 @@ def scan(request: RunRequest, shard: str | None, as_object: bool, **how: Any) ->
     metavar="FILE",
     help="A text file on which --verify measures the recipes, and which the scan does not use; may be repeated.",
 )
-@scan_options
+@_scan_options
 @min_and_max_options
 @json_option
 def search(
@@ -312,9 +297,7 @@ def merge(files: tuple[Path, ...], output: Path, force: bool) -> None:
 
 
 def _check_limits(budget: str | None, max_predicted: float | None, limits: tuple[Limit, ...], verifies: bool) -> None:
-    """Raise UserError unless the user has given one limit. limits: those of --min and --max. verifies: whether --verify is
-    given.
-    """
+    """Raise UserError unless the user has given one limit. limits: those of --min and --max."""
     if limits and not verifies:
         raise UserError("--min and --max are limits on measured metrics: add --verify K")
     if (budget is not None and max_predicted is not None) or (budget is None and max_predicted is None and not limits):
@@ -324,7 +307,6 @@ def _check_limits(budget: str | None, max_predicted: float | None, limits: tuple
 
 
 def _write_best(report: SearchReport, session: Session, output: Path, force: bool) -> None:
-    """Write the recipe that a search found to the file `output`. force: whether to replace an existing file."""
     from dtype_engine.core.atomic_write import write_text_atomic
     from dtype_engine.recipe.file import write_recipe
 
@@ -334,9 +316,7 @@ def _write_best(report: SearchReport, session: Session, output: Path, force: boo
 
 
 def _scan_shard(request: RunRequest, shard: Shard, as_object: bool, scanning: _Scanning) -> None:
-    """Run one shard of a scan, that is, one of its equal shares, and write it to the --save file. as_object: whether to print the
-    result as JSON.
-    """
+    """Run one of the equal shares of a scan, and write it to the --save file."""
     save = scanning.save
     if save is None:
         raise UserError("--shard needs --save FILE, another file for every shard")
@@ -355,7 +335,7 @@ def _scan_shard(request: RunRequest, shard: Shard, as_object: bool, scanning: _S
 def _scanned(
     request: RunRequest, scanning: _Scanning, shard: Shard | None = None, only_loadable: bool = False
 ) -> tuple[Session, ScanTask]:
-    """Open a session and run its scan, or only the share of the scan that `shard` names. Returns the session and the scan.
+    """Open a session and run its scan, or only the share of the scan that `shard` names.
 
     only_loadable: whether to raise UserError for a dtype in which the program that is to load the model loads no weight.
     """
@@ -377,7 +357,7 @@ def _scanned(
             assert over is not None
             work.scan(session, task, over, lambda what, done, total: show(done, parts))
     elif task.pending() or shard is None:
-        session.scan(names, draws, exact, save, _progress)
+        session.scan(names, draws, exact, save, say_count)
     say("")
     return session, task
 
@@ -391,12 +371,10 @@ def _verified(
     metrics: tuple[Limit, ...],
     constraints: Constraints,
 ) -> SearchReport:
-    """Measure, on the session's inputs, the recipes that a scan predicts nearest to a limit, and return a report on the best of
-    them. Raises UserError, and OutOfReach if no recipe meets the limit.
+    """Measure `count` recipes that a scan predicts nearest to a limit, and return a report on the best of them. Raises UserError,
+    and OutOfReach if no recipe meets the limit.
 
-    workers: the value of --workers. count: how many recipes to measure. limit: (maximum number of bytes or None, maximum drift or
-    None). metrics: limits on the user's metrics. constraints: what the user requires of a recipe, such as weights that keep their
-    dtype.
+    limit: (maximum number of bytes or None, maximum drift or None). metrics: limits on the user's metrics.
     """
     from dtype_engine.evaluation import verified
 
@@ -404,10 +382,3 @@ def _verified(
     source = request.locate()
     with over_workers(workers, session, source, len(found), session.tree.stored_bytes) as (over, show):
         return verified.best(session, found, limit, metrics, constraints, over, lambda done: show(done, len(found)))
-
-
-def _progress(what: str, done: int, total: int | None) -> None:
-    if total:
-        say_share(what, done, total, f"{what}: {done} of {total}")
-    else:
-        say(f"{what}: {done}")

@@ -11,20 +11,17 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 
 
-class _Duration(click.ParamType):  # type: ignore[type-arg,unused-ignore]
-    name = "duration"
-
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        found = re.fullmatch(r"([0-9]{1,6})([smh])", value, re.ASCII)
-        if found is None:
-            self.fail(f"{printable(value, 40)!r} is not a time: write 90s, 10m or 2h", param, ctx)
-        return int(found[1]) * {"s": 1.0, "m": 60.0, "h": 3600.0}[found[2]]
+def _seconds(text: str) -> float:
+    found = re.fullmatch(r"([0-9]{1,6})([smh])", text)
+    if found is None:
+        raise ValueError(f"{printable(text, 40)!r} is not a time: write 90s, 10m or 2h")
+    return int(found[1]) * {"s": 1.0, "m": 60.0, "h": 3600.0}[found[2]]
 
 
-def _checked_session(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
-    if value is not None and not re.fullmatch(r"[0-9A-Za-z]{1,40}", value, re.ASCII):
-        raise click.BadParameter("at most 40 letters and digits", ctx, param)
-    return value
+def _token(text: str) -> str:
+    if not re.fullmatch(r"[0-9A-Za-z]{1,40}", text):
+        raise ValueError("at most 40 letters and digits")
+    return text
 
 
 @click.command(context_settings={"max_content_width": 100})
@@ -35,14 +32,14 @@ def _checked_session(ctx: click.Context, param: click.Parameter, value: str | No
 )
 @click.option(
     "--linger",
-    type=_Duration(),
+    type=_seconds,
     metavar="TIME",
     help="If the connection is cut, finish the running work, then wait for dtype-tui to reconnect, at most this long: 90s, "
     "10m or 2h. Needs --session. Without --linger, the engine ends at once.",
 )
 @click.option(
     "--session",
-    callback=_checked_session,
+    type=_token,
     metavar="TOKEN",
     help="With --linger: a text of letters and digits, chosen by dtype-tui, by which it finds this engine when it reconnects.",
 )

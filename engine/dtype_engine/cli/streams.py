@@ -13,22 +13,17 @@ from typing import Any, TextIO
 from dtype_engine.core.errors import UserError
 
 _STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
-"""The names and modes of the standard streams, in the order of their file descriptors: 0, 1, 2."""
 _answers: list[TextIO] = []
-"""The streams to which running commands write their results. A command may run another; the stream of the innermost one is last.
-While the list is empty, results go to `sys.stdout`.
-"""
+"""The streams to which running commands write their results. A command may run another; the innermost one is last."""
 
 
 class ReaderGone(Exception):
-    """Raised if whatever reads standard output, such as `head`, has closed it. The program must then end without a message, as if
-    SIGPIPE had ended it.
-    """
+    """The reader of standard output, such as `head`, has closed it. The program must end without a message, as by SIGPIPE."""
 
 
 class _StandardOutput(io.FileIO):
-    """A copy of standard output that raises ReaderGone or UserError, and never OSError, if a write fails. click ends the program
-    for any OSError, and can't tell a failed write from an error in a model's own files.
+    """A copy of standard output that raises ReaderGone or UserError if a write fails. click would end the program for any OSError,
+    also for one in a model's files.
 
     After an error it discards all output, because Python flushes the buffer once more at exit.
     """
@@ -38,9 +33,6 @@ class _StandardOutput(io.FileIO):
         self._failed = False
 
     def write(self, data: Any, /) -> int:
-        """Write a bytes-like object, and return the number of its bytes. Raises ReaderGone if whatever reads standard output has
-        closed it, and UserError for any other error.
-        """
         if self._failed:
             return memoryview(data).nbytes
         try:
@@ -53,8 +45,8 @@ class _StandardOutput(io.FileIO):
 
 
 def fill_closed() -> None:
-    """Open /dev/null in place of each standard stream that was closed when Python started. Python and C code (torch's too) expects
-    the streams to exist. Without this, the next opened file would get the descriptor of a closed stream.
+    """Open /dev/null in place of each standard stream that was closed when Python started. Otherwise the next file that is opened
+    gets its descriptor.
     """
     for number, (name, mode) in enumerate(_STREAMS):
         if getattr(sys, name) is not None:
@@ -82,12 +74,11 @@ def drop_unwritten() -> None:
 
 @contextmanager
 def own_output() -> Iterator[None]:
-    """A context manager that replaces `sys.stdout` with a copy of standard output, which raises ReaderGone or UserError if a write
-    fails. Code in the block must flush this copy itself, because errors of the flush at the block's end are ignored. If
-    `sys.stdout` was already replaced, nothing is done.
+    """Replace `sys.stdout`, unless it was replaced already, with a copy that raises ReaderGone or UserError if a write fails. The
+    block must flush it, because errors of the flush at its end are ignored.
 
-    Characters that the encoding of standard output lacks are written as escapes, such as `\\u0394`, as Python itself does on
-    standard error. Otherwise a measurement would be lost by a single letter.
+    Characters that the encoding of standard output lacks are written as escapes, such as `\\u0394`, as Python does on standard
+    error.
     """
     before = sys.__stdout__
     if before is None or sys.stdout is not before or before.fileno() != 1:
@@ -108,11 +99,10 @@ def own_output() -> Iterator[None]:
 
 @contextmanager
 def answers_alone() -> Iterator[None]:
-    """A context manager. While its block runs, only the function `answer` writes to standard output. All other output, such as that
-    of a model's code, goes to standard error.
+    """While the block runs, only `answer` writes to standard output. All else, such as a model's code, writes to standard error.
 
-    C code and child processes write to file descriptor 1 directly, and may do so as late as the end of the process. If `own_output`
-    has made a copy of standard output, descriptor 1 is therefore redirected to standard error for good.
+    C code and child processes write to file descriptor 1, and may do so as late as the end of the process. If `own_output` has made
+    a copy, descriptor 1 is therefore redirected to standard error for good.
     """
     before = sys.stdout
     if isinstance(getattr(getattr(before, "buffer", None), "raw", None), _StandardOutput):

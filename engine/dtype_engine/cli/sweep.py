@@ -12,12 +12,8 @@ from dtype_engine.cli.program import answer, note, print_json, say
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.core.errors import UserError
 from dtype_engine.results.as_json import as_json
-from dtype_engine.results.drift import SQUARED, OutputDrift
-from dtype_engine.results.sweep import SweepReport, sweep_rows
-
-
-def _unit(output: OutputDrift) -> str:
-    return "KL, nats per position" if output.kl_mean is not None else SQUARED
+from dtype_engine.results.drift import SQUARED
+from dtype_engine.results.sweep import SweepReport, SweepRow, sweep_rows
 
 
 @click.command(cls=ModelCommand, rules=False, also=(*REFERENCE, *METRICS))
@@ -49,24 +45,20 @@ def sweep(request: RunRequest, recipes: tuple[Path, ...], workers: str | int | N
             raise UserError(f"{path}: {error}") from None
     settings = request.options.settings
     wanted = [(file.recipe, file.settings or settings) for file in files]
-    measured = []
+    rows = []
     with over_workers(workers, session, source, len(wanted), session.tree.stored_bytes) as (over, show):
         for done, (index, report) in enumerate(drifts(session, wanted, over), 1):
             show(done, len(wanted))
-            measured.append((str(recipes[index]), report.rules, sizes[index], scalar_drift(report.output), report))
+            output = report.output
+            drift = scalar_drift(output)
+            rows.append(SweepRow(str(recipes[index]), report.rules, sizes[index], drift, False, output, report.metrics))
     say("")
-    last = measured[-1][4]
-    swept = SweepReport(
-        last.model,
-        last.inputs,
-        session.tree.stored_bytes,
-        _unit(last.output),
-        sweep_rows([(*row[:4], row[4].output, row[4].metrics) for row in measured]),
-    )
+    stored, unit = session.tree.stored_bytes, "KL, nats per position" if output.kl_mean is not None else SQUARED
+    swept = SweepReport(report.model, report.inputs, stored, unit, sweep_rows(rows))
     if as_object:
         print_json(as_json(swept))
         return
     from dtype_engine.reports.text_sweep import sweep_text
 
     answer(sweep_text(swept))
-    note(last.notices)
+    note(report.notices)

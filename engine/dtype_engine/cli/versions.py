@@ -15,33 +15,25 @@ _LIBRARIES = ("torch", "transformers", "safetensors", "textual", "gguf", "numpy"
 
 
 def print_version(context: click.Context, parameter: click.Parameter, wanted: bool) -> None:
-    """Print the version and exit. With `--verbose`, also print the versions of the libraries and the hardware."""
+    """Print the version and exit."""
     if not wanted or context.resilient_parsing:
         return
     if not context.params.get("verbose"):
         answer(f"dtype-engine, version {__version__}")
         context.exit()
+    from dtype_engine.reports.versions import installed
     from dtype_engine.runtime.model.hardware import hardware
 
     named = {"dtype-tui": __version__, "python": platform.python_version()}
-    named |= {name: _installed(name) for name in _LIBRARIES}
+    named |= {name: installed(name) or "not installed" for name in _LIBRARIES}
     named |= {"platform": platform.platform(), "processor": f"{_processor()}, {os.cpu_count()} cores"} | hardware()
     for name, value in named.items():
         answer(f"{name:<13} {value}")
     context.exit()
 
 
-def _installed(name: str) -> str:
-    from importlib import metadata  # no other command needs it
-
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "not installed"
-
-
 def _processor() -> str:
-    """Return the processor's model name. On Linux it comes from /proc/cpuinfo, because `platform` returns only the architecture."""
+    """Return the processor's model name, on Linux from /proc/cpuinfo, because `platform` knows only the architecture there."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

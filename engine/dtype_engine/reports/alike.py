@@ -1,6 +1,4 @@
-"""Finds neighboring modules that are alike, such as the layers of a transformer, so that the screen can show them as one line. Does
-not import torch.
-"""
+"""Finds neighboring modules that are alike, such as the layers of a transformer, so that they can be shown as one line."""
 
 from __future__ import annotations
 
@@ -10,15 +8,13 @@ from dtype_engine.core.tree import Module, Tree, ancestors, is_number
 
 
 class AlikeModules:
-    """Finds the modules of a tree that are alike, with the method `runs`. Two modules are alike if they have the same class, the
-    same children and the same tensors, in the same order, and if the recipe gives their KV caches the same formats. Tensors are the
-    same if their local names, shapes, kinds, stored dtypes and planned dtypes are equal.
+    """Two modules are alike if they have the same class, the same children and the same tensors, in the same order, and if the
+    recipe gives their KV caches the same formats. Tensors are the same if their local names, shapes, kinds, stored and planned
+    dtypes are equal.
     """
 
     def __init__(self, tree: Tree, planned: Mapping[str, str], caches: Mapping[str, str] | None = None) -> None:
-        """planned: the dtype of each tensor under the recipe, by the tensor's name. caches: the format of each KV cache tensor
-        under the recipe, by the tensor's name.
-        """
+        """planned, caches: the dtypes of tensors and the formats of KV caches under the recipe, by name."""
         self._caches: dict[str, list[tuple[str, str]]] = {}
         for name, form in (caches or {}).items():
             for above in ancestors(name):
@@ -28,10 +24,7 @@ class AlikeModules:
         self._has_ties = any(tensor.aliases for tensor in tree.tensors.values())
 
     def runs(self, modules: Sequence[Module]) -> Iterator[list[Module]]:
-        """Divide the children of a module into runs of neighbors that are alike, and yield each run as a list of modules. Only
-        modules whose labels are numbers, such as the layers `0` and `1`, can share a run; any other module is a run of its own.
-        modules: neighboring children of one module, in order.
-        """
+        """Yield runs of neighboring children of a module that are alike. Only those whose labels are numbers can share a run."""
         run: list[Module] = []
         for module in modules:
             if run and not self._are_alike(run[-1], module):
@@ -70,9 +63,7 @@ class AlikeModules:
 
 
 def _ties(module: Module) -> list[tuple[str, str]]:
-    """Return (local name, canonical name) for each of a module's tensors that is tied to a tensor elsewhere, such as `("weight",
-    "model.embed_tokens.weight")`. Two modules have the same ties if these pairs are equal.
-    """
+    """Return (local name, canonical name) for each of a module's tensors that is tied to a tensor elsewhere."""
     return [
         (local, tensor.name)
         for local, tensor in module.tensors.items()

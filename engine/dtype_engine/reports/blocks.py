@@ -19,9 +19,7 @@ class Identifier(str):
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table of text, with the column titles in `head`. The columns from index `numbers` on are right-aligned; with -1, none
-    are.
-    """
+    """A table of text. The columns from index `numbers` on are right-aligned; with -1, none are."""
 
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -30,7 +28,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class StackedBars:
-    """A chart of horizontal bars, one below the other, on one scale. Each bar is divided into segments, such as bytes by dtype."""
+    """A chart of horizontal bars on one scale. Each is divided into segments, such as bytes by dtype."""
 
     title: str
     bars: tuple[tuple[str, tuple[tuple[str, float, str], ...]], ...]

@@ -11,17 +11,12 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Module, Totals, Tree, is_number
-from dtype_engine.core.units import (
-    decibels,
-    human_bytes,
-    human_count,
-    seconds_text,
-)
+from dtype_engine.core.units import decibels, human_bytes, human_count, seconds_text
 from dtype_engine.recipe import Plan
 from dtype_engine.recipe.serving_memory import cache_change, default_context
 from dtype_engine.reports.blocks import BarChart, Identifier, Pictures, Report, Section, StackedBars, Table
 from dtype_engine.reports.overview import plain_sentence, size_tile, third_tile, verdict_tile
-from dtype_engine.reports.text import WEIGHTS_ONLY, cache_change_text, mix_text
+from dtype_engine.reports.text import WEIGHTS_ONLY, cache_change_text, mix_text, sum_of
 from dtype_engine.reports.text_drift import (
     first_sentence,
     modules_extent_text,
@@ -50,15 +45,13 @@ class Measured:
     """What is known of the model under a plan beside the plan itself."""
 
     drift: DriftReport | None = None
-    """A measurement of the plan's recipe, which also lists the weights with values that their cast makes infinite or zero."""
     no_drift: str = ""
-    """Why there is no measurement, or "" if there is one."""
+    """Why there is no measurement."""
     lost: Sequence[ValueLoss] | None = None
     """Without a measurement: the weights with values that their cast makes infinite or zero, or None if these are unknown."""
     nonfinite: NonFiniteDiagnosis | None = None
     """Where values stop being finite in the measurement, or None if all are finite."""
     speed: SpeedReport | None = None
-    """The times of forward passes under the plan, or None if they were not measured."""
 
 
 def build_report(
@@ -72,16 +65,15 @@ def build_report(
 ) -> Report:
     """Return the report of a plan: first the answer in tiles and one sentence, then sections, the most important first.
 
-    title: the name of the model. settings: how the candidate was run. versions: those of the libraries, by name. provenance: lines
-    that say how the checkpoint was quantized, such as "not quantized: lm_head". Empty if its files don't say.
+    settings: how the candidate was run. versions: by name. provenance: lines that say how the checkpoint was quantized.
     """
     drift, no_drift, nonfinite, speed = measured.drift, measured.no_drift, measured.nonfinite, measured.speed
     losses = drift.lost if drift is not None and drift.lost is not None else measured.lost
     sections = [
-        *picture_sections(drift),
-        *_depth(tree, drift),
+        *(picture_sections(drift) if drift is not None else []),
+        *(_depth(tree, drift) if drift is not None else []),
         rules_section(tree, plan),
-        *_worst(tree, drift),
+        *([_worst(tree, drift)] if drift is not None else []),
         _memory(tree, plan, drift),
         *([_nonfinite_section(nonfinite)] if nonfinite is not None else []),
         *_lost(plan, losses),
@@ -106,9 +98,7 @@ def _cache_text(tree: Tree, plan: Plan) -> str:
 
 
 def _lost(plan: Plan, losses: Sequence[ValueLoss] | None) -> list[Section]:
-    """Return the report's section about weights with values that their cast made infinite or zero, as a list of one section. The
-    list is empty if no rule casts anything. losses: an entry for each such weight, or None if such values were not counted.
-    """
+    """Return the section about values that casts made infinite or zero, if a rule casts anything. losses: None: not counted."""
     if not any(rule.dtype != dtypes.STORED for rule in plan.recipe.rules):
         return []
     if losses is None:
@@ -130,9 +120,7 @@ def _lost(plan: Plan, losses: Sequence[ValueLoss] | None) -> list[Section]:
 
 
 def rules_section(tree: Tree, plan: Plan) -> Section:
-    """Return the report's section about the rules. It has a table with a row for each rule: how many tensors the rule matches, how
-    many of them get its dtype, and their bytes.
-    """
+    """Return the section about the rules: how many tensors each matches, how many of them get its dtype, and their bytes."""
     if not plan.recipe.rules:
         return Section("Rules", ("None: every tensor as stored.",))
     rows = tuple(
@@ -152,19 +140,15 @@ def _memory(tree: Tree, plan: Plan, drift: DriftReport | None) -> Section:
     stored, planned = tree.totals()[""], tree.totals(plan.dtypes)[""]
     names = [name for name, _ in stored.mix()]
     names += [name for name, _ in planned.mix() if name not in names]
-    rows = [
-        (
-            name, human_count(stored.elements.get(name, 0)), human_bytes(stored.nbytes.get(name, 0)),
-            human_count(planned.elements.get(name, 0)), human_bytes(planned.nbytes.get(name, 0)),
-        )
-        for name in names
-    ]  # fmt: skip
-    rows.append(
-        (
-            "all", human_count(stored.total_elements), human_bytes(stored.total_bytes),
-            human_count(planned.total_elements), human_bytes(planned.total_bytes),
-        )
-    )  # fmt: skip
+    rows = []
+    for name in (*names, "all"):
+        row = [name]
+        for totals in (stored, planned):
+            elements, nbytes = totals.elements.get(name, 0), totals.nbytes.get(name, 0)
+            if name == "all":
+                elements, nbytes = totals.total_elements, totals.total_bytes
+            row += [human_count(elements), human_bytes(nbytes)]
+        rows.append(tuple(row))
     head = ("dtype", "elements stored", "bytes stored", "elements planned", "bytes planned")
     parts: list[str | Table | StackedBars | BarChart | Pictures] = [
         StackedBars("Bytes by dtype", (("stored", _pieces(stored)), ("planned", _pieces(planned)))),
@@ -191,21 +175,12 @@ def _memory(tree: Tree, plan: Plan, drift: DriftReport | None) -> Section:
 
 
 def _pieces(totals: Totals) -> tuple[tuple[str, float, str], ...]:
-    return tuple(
-        (
-            dtypes.short_name(name),
-            float(totals.nbytes[name]),
-            f"{dtypes.short_name(name)} {human_bytes(totals.nbytes[name])}",
-        )
-        for name, _ in totals.mix()
-        if totals.nbytes[name]
-    )
+    sizes = [(dtypes.short_name(name), totals.nbytes[name]) for name, _ in totals.mix()]
+    return tuple((name, float(size), f"{name} {human_bytes(size)}") for name, size in sizes if size)
 
 
 def drift_section(drift: DriftReport | None, no_drift: str = "") -> Section:
-    """Return the report's section with the metrics of a measurement. Without a measurement, it says why there is none:
-    `no_drift`.
-    """
+    """Return the section with the metrics of a measurement, or with the reason why there is none."""
     if drift is None:
         return Section("Drift", (f"Not measured: {printable(no_drift, 1000) or 'no forward pass was run'}.",))
     output = drift.output
@@ -238,17 +213,12 @@ def _nonfinite_section(diagnosis: NonFiniteDiagnosis) -> Section:
 
 
 def tree_section(tree: Tree, plan: Plan) -> Section:
-    """Return the report's section with a table of the modules that have weights: the root and as many levels below it as fit in
-    about forty rows.
-    """
+    """Return the section about modules with weights: the root and as many levels below it as fit in about forty rows."""
     stored, planned = tree.totals(), tree.totals(plan.dtypes)
     rows = []
     for name, modules in _table_rows(tree):
         class_name = modules[0].class_name or ""
-        before, after = Totals(), Totals()
-        for module in modules:
-            before.add_totals(stored[module.name])
-            after.add_totals(planned[module.name])
+        before, after = (sum_of(totals[module.name] for module in modules) for totals in (stored, planned))
         if name and not _has_weights(before):
             continue
         rows.append(
@@ -262,9 +232,7 @@ def tree_section(tree: Tree, plan: Plan) -> Section:
 
 
 def _table_rows(tree: Tree) -> list[tuple[str, list[Module]]]:
-    """Return (name, modules) for each row of a report's table of modules. Numbered modules of one class, such as layers, share a
-    row.
-    """
+    """Return (name, modules) for each row of the table of modules. Numbered modules of one class, such as layers, share a row."""
     left = _SUMMARY_ROWS
     level: list[tuple[str, list[Module]]] = [("", [tree.root])]
     lines: list[tuple[str, list[Module]]] = []
@@ -276,10 +244,8 @@ def _table_rows(tree: Tree) -> list[tuple[str, list[Module]]]:
 
 
 def _child_rows(name: str, modules: list[Module]) -> list[tuple[str, list[Module]]]:
-    """Return the table rows one level below a row of the table of modules, each as (name, the modules that it sums up).
-
-    Alike numbered modules share a row: below `model.layers` there is one row `model.layers.{0..5}` for six layers, and below that
-    one row `model.layers.{0..5}.mlp` for their six MLPs. name, modules: those of the row above.
+    """Return the rows one level below a row. Below `model.layers` there is one row `model.layers.{0..5}` for six layers of a class,
+    and below that one row `model.layers.{0..5}.mlp` for their six MLPs.
     """
     prefix = f"{name}." if name else ""
     labels = list(modules[0].children)
@@ -303,27 +269,20 @@ def _leaves(tree: Tree, drift: DriftReport) -> list[ModuleDrift]:
     ]
 
 
-def picture_sections(drift: DriftReport | None) -> list[Section]:
-    """Return the section with the pictures that both models make, as a list of one section, or [] if they make none."""
-    if drift is None or not drift.pictures:
-        return []
-    pairs = (
+def picture_sections(drift: DriftReport) -> list[Section]:
+    """Return the section with the pictures that both models make, if they make any."""
+    pairs = tuple(
         Pictures(f"Input {number}", (("reference", pair.reference), ("candidate", pair.candidate)))
         for number, pair in enumerate(drift.pictures, 1)
     )
-    return [Section("Pictures", tuple(pairs))]
+    return [Section("Pictures", pairs)] if pairs else []
 
 
-def _depth(tree: Tree, drift: DriftReport | None) -> list[Section]:
-    if drift is None:
-        return []
+def _depth(tree: Tree, drift: DriftReport) -> list[Section]:
     leaves, totals = _leaves(tree, drift), tree.totals()
     worst = {reading.name for reading in worst_modules(leaves)[:_WORST]}
     points = tuple(
-        (
-            printable(reading.name, 200),
-            None if reading.sqnr_db is None or math.isinf(reading.sqnr_db) else reading.sqnr_db,
-        )
+        (printable(reading.name, 200), None if math.isinf(reading.sqnr_db or 0.0) else reading.sqnr_db)
         for reading in leaves
         if reading.name in worst or (reading.name in tree.modules and _has_weights(totals[reading.name]))
     )
@@ -333,15 +292,13 @@ def _depth(tree: Tree, drift: DriftReport | None) -> list[Section]:
     return [Section("Drift over depth", (chart,))]
 
 
-def _worst(tree: Tree, drift: DriftReport | None) -> list[Section]:
-    if drift is None:
-        return []
+def _worst(tree: Tree, drift: DriftReport) -> Section:
     worst = worst_modules(_leaves(tree, drift))[:_WORST]
     if not worst:
-        return [Section("Worst modules", ("None: no module's output differs from the reference.",))]
+        return Section("Worst modules", ("None: no module's output differs from the reference.",))
     extent = modules_extent_text(drift)
     compared = f"Outputs of modules were compared in {extent}. --modules exact compares all."
-    return [Section("Worst modules", (*((compared,) if extent else ()), worst_table(worst)))]
+    return Section("Worst modules", (*((compared,) if extent else ()), worst_table(worst)))
 
 
 def _has_weights(totals: Totals) -> bool:
@@ -349,7 +306,6 @@ def _has_weights(totals: Totals) -> bool:
 
 
 def worst_table(worst: Iterable[ModuleDrift]) -> Table:
-    """Return a table of modules' drift, with one row for each module."""
     rows = tuple((Identifier(printable(reading.name, 200)), *_figures(reading)) for reading in worst)
     return Table(("the worst", *_FIGURES), rows, 1)
 
@@ -405,7 +361,6 @@ def _made_with(
     else:
         rows.append(("settings", printable(str(settings), 500)))
     rows += [(name, printable(version)) for name, version in versions.items()]
-    notices = tuple(
-        f"Note: {printable(notice, 1000)}" for notice in (*(drift.notices if drift is not None else ()), *of_speed)
-    )
-    return Section("How it was made", (Table(("", ""), tuple(rows)), *notices))
+    notices = (*(drift.notices if drift is not None else ()), *of_speed)
+    notes = (f"Note: {printable(notice, 1000)}" for notice in notices)
+    return Section("How it was made", (Table(("", ""), tuple(rows)), *notes))

@@ -18,16 +18,12 @@ if TYPE_CHECKING:
 
 
 def as_html(report: Report) -> str:
-    """Return a report as a complete HTML document, rendered from `page.html.jinja`. Its content security policy forbids scripts and
-    downloads.
-    """
+    """Return a report as a complete HTML document. Its content security policy forbids scripts and downloads."""
     return _page("page.html.jinja").render(report=report)
 
 
 def as_fragment(report: Report) -> str:
-    """Return a report's title, tiles, summary and sections as HTML for a notebook cell, with the style of the tiles but without a
-    page around them.
-    """
+    """Return a report as HTML for a notebook cell, with the style of the tiles but without a page around it."""
     style = f"<style>{_page('tiles.css.jinja').render()}</style>" if report.tiles else ""
     return f"<div>{style}{_page('body.html.jinja').render(report=report)}</div>"
 
@@ -47,12 +43,8 @@ def _page(name: str) -> Template:
         finalize=shown,
         keep_trailing_newline=True,
     )
-    environment.tests |= {
-        "identifier": lambda block: isinstance(block, Identifier),
-        "table": lambda block: isinstance(block, Table),
-        "stacked_bars": lambda block: isinstance(block, StackedBars),
-        "pictures": lambda block: isinstance(block, Pictures),
-    }
+    kinds = {"identifier": Identifier, "table": Table, "stacked_bars": StackedBars, "pictures": Pictures}
+    environment.tests |= {name: lambda block, kind=kind: isinstance(block, kind) for name, kind in kinds.items()}
     environment.filters |= {
         "stacked_bars": lambda chart: Markup(stacked_bars_svg(chart)),
         "bar_chart": lambda chart: Markup(bar_chart_svg(chart)),

@@ -1,4 +1,4 @@
-"""Sorts a model's tensors by the kind of layer that holds them (attention, MLP, norms, ...). Does not import torch.
+"""Sorts a model's tensors by the kind of layer that holds them (attention, MLP, norms, ...).
 
 No file says what a layer is for, so names and class names decide. Of the parts of a tensor's dotted name, the last one that is
 recognized gives the kind. In `model.layers.0.self_attn.q_norm.weight` this is `q_norm`: a norm inside an attention.
@@ -37,9 +37,7 @@ _BY_CLASS = [(kind, re.compile(pattern)) for kind, pattern in _CLASSES]
 
 
 def kinds_of_modules(tree: Tree) -> dict[str, str]:
-    """Return a mapping from each module's name to the kind of its layer, such as "attention". A module that isn't recognized has
-    the kind of its parent.
-    """
+    """Return the kind of each module, such as "attention", by name. A module that isn't recognized has the kind of its parent."""
     by_label: dict[tuple[str, str | None], str | None] = {}
     kinds: dict[str, str] = {}
     for module in tree.walk():
@@ -72,10 +70,8 @@ def _recognised(module: Module) -> str | None:
 
 
 def _kind_of_output(parent: str, tree: Tree) -> str | None:
-    """Return the kind of a module that is named `output`, or None.
-
-    The module is the head if it is a child of the model (Llama's original files, GGUF). It is the second matrix of the MLP if it is
-    a sibling of `intermediate` (BERT). parent: the name of its parent.
+    """Return the kind of a module `output`: the head if it is a child of the model (Llama's original files, GGUF), and the MLP's
+    second matrix if it is a sibling of `intermediate` (BERT).
     """
     if not parent:
         return "head"
@@ -83,7 +79,7 @@ def _kind_of_output(parent: str, tree: Tree) -> str | None:
 
 
 def kind_of_tensor(name: str, kinds: Mapping[str, str]) -> str:
-    """Return the kind of layer that a tensor belongs to. kinds: the kinds of all modules, from `kinds_of_modules`."""
+    """Return the kind of layer that a tensor belongs to. kinds: from `kinds_of_modules`."""
     module, _, local = name.rpartition(".")
     if kinds[module] != OTHER:
         return kinds[module]
@@ -91,10 +87,9 @@ def kind_of_tensor(name: str, kinds: Mapping[str, str]) -> str:
 
 
 def totals_by_kind(tree: Tree, planned: Mapping[str, str]) -> dict[str, Totals]:
-    """Return the totals of all tensors of each kind of layer in the model, keyed by the kind, in the order of KINDS. planned:
-    dtypes by tensor name.
+    """Return the totals of the tensors of each kind of layer, in the order of KINDS. planned: dtypes by tensor name.
 
-    The sums over all kinds are the model's own totals: a tied weight counts once, by its canonical name.
+    Their sums are the model's own totals: a tied weight counts once, by its canonical name.
     """
     kinds = kinds_of_modules(tree)
     found: dict[str, Totals] = {}

@@ -22,14 +22,10 @@ _ROWS = 12
 
 
 def session_html(title: str, tree: Tree, plan: Plan, inputs: str) -> str:
-    """Return HTML for an open model: its rules, and its modules with their dtypes and bytes. title: the name of the model. inputs:
-    a description of its inputs.
-    """
+    """Return HTML for an open model: its rules, and its modules with their dtypes and bytes. inputs: a description of them."""
     sections = (rules_section(tree, plan), tree_section(tree, plan))
-    size = (
-        f"{human_bytes(plan.stored_bytes)} stored, {human_bytes(plan.planned_bytes)} planned; {printable(inputs, 300)}."
-    )
-    return as_fragment(Report(f"Session: {printable(title, 200)}", size, sections))
+    size = f"{human_bytes(plan.stored_bytes)} stored, {human_bytes(plan.planned_bytes)} planned"
+    return as_fragment(Report(f"Session: {printable(title, 200)}", f"{size}; {printable(inputs, 300)}.", sections))
 
 
 def tree_html(tree: Tree) -> str:
@@ -61,17 +57,9 @@ def scan_html(report: ScanReport) -> str:
         (Identifier(printable(each.name, 200)), each.dtype, human_bytes(each.bytes), with_error(each.score, each.error))
         for each in most
     )
+    totals = tuple((dtypes.short_name(name), f"{total:.4e}") for total, name in report.totals())
     sections = (
-        Section(
-            totals_heading(report).capitalize(),
-            (
-                Table(
-                    ("dtype", "sum of the scores"),
-                    tuple((dtypes.short_name(name), f"{total:.4e}") for total, name in report.totals()),
-                    1,
-                ),
-            ),
-        ),
+        Section(totals_heading(report).capitalize(), (Table(("dtype", "sum of the scores"), totals, 1),)),
         Section("What matters most", (Table(("weight", "dtype", "bytes", "score"), rows, 2),)),
     )
     title = f"Scan: {printable(report.model, 200)}"

@@ -14,7 +14,7 @@ from dtype_engine.reports.text_drift import first_sentence, reference_words
 from dtype_engine.reports.text_losses import headline
 from dtype_engine.results.attribution import NonFiniteDiagnosis
 from dtype_engine.results.drift import DriftReport
-from dtype_engine.results.figures import main_text
+from dtype_engine.results.figures import FIGURES, main_text
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.results.meaning import GRADES, meaning
 from dtype_engine.results.runs import SpeedReport
@@ -23,9 +23,7 @@ _MOST_RULES = 3
 
 
 def size_tile(stored: int, planned: int, caches: str = "") -> Tile:
-    """Return the tile about size, with the planned and the stored bytes, and the change between them in percent. caches: the bytes
-    of the KV cache, or "" if the recipe gives it no format.
-    """
+    """Return the tile about size. caches: words about the KV cache, or "" if the recipe gives it no format."""
     more = (f"KV cache {caches}",) if caches else ()
     if stored == planned:
         return Tile("size", human_bytes(stored), ("as stored", *more))
@@ -39,23 +37,15 @@ def _change(stored: int, planned: int) -> str:
 
 
 def verdict_tile(drift: DriftReport | None, no_drift: str = "", nonfinite: NonFiniteDiagnosis | None = None) -> Tile:
-    """Return the tile about drift, with the word that rates the drift, such as "small", and the metrics on which this word is
-    based.
-
-    drift: the measurement, or None if there is none; no_drift then says why. nonfinite: where values stop being finite, or None if
-    all are finite or the place is unknown.
-    """
+    """Return the tile about drift, with the word that rates it, and the metrics behind it. no_drift: why there is none."""
     if drift is None:
         return Tile("drift", "not measured", (printable(no_drift, 200) or "no forward pass was run",))
     output, said = drift.output, meaning(drift.output, None, drift.modules)
-    details = []
-    if output.nonfinite:
-        details.append(f"{output.nonfinite:,} of {output.elements:,} values")
-    else:
-        details.append(main_text(output, drift.sequences))
+    extent, top1 = drift.sequences, FIGURES["top1_agreement"]
+    lost = f"{output.nonfinite:,} of {output.elements:,} values"
+    details = [lost if output.nonfinite else main_text(output, extent)]
     if output.top1_agreement is not None:
-        item = "token" if drift.sequences.of_tokens else "class"
-        details.append(f"same top-1 {item}: {100 * output.top1_agreement:.2f} %")
+        details.append(f"{top1.label_in('report', extent.of_tokens)}: {top1.form(output.top1_agreement)}")
     details += [f"{printable(change.name)} {change.short}" for change in drift.metrics[:2]]
     details.append(said.why)
     if nonfinite is not None:  # a module may be, although the output is finite
@@ -64,17 +54,14 @@ def verdict_tile(drift: DriftReport | None, no_drift: str = "", nonfinite: NonFi
 
 
 def third_tile(planned: Totals, speed: SpeedReport | None) -> Tile:
-    """Return the tile about the candidate's speed. If the speed was not measured, the tile has the parameters and their planned
-    dtypes.
-    """
+    """Return the tile about the candidate's speed or, if that was not measured, about the parameters."""
     row = next((row for row in speed.rows if row.what == "candidate"), None) if speed is not None else None
     if speed is None or row is None:
         return Tile("parameters", planned.parameters_text, (mix_text(planned) if planned.nbytes else "no weights",))
     time, *more = speed_cells(row, speed)
     value = next((cell for cell in more if " x " in cell), time)
-    return Tile(
-        f"speed against the {speed.rows[0].what}", value, tuple(cell for cell in (time, *more) if cell != value)
-    )
+    details = tuple(cell for cell in (time, *more) if cell != value)
+    return Tile(f"speed against the {speed.rows[0].what}", value, details)
 
 
 def plain_sentence(
@@ -85,10 +72,7 @@ def plain_sentence(
     losses: Sequence[ValueLoss] | None,
     caches: str = "",
 ) -> str:
-    """Return one sentence that names the model and the rules, and says how many bytes the rules save and which drift they cause.
-    no_drift: why there is no drift. losses: an entry for each weight with values that its cast makes infinite or zero. caches: the
-    bytes of the KV cache, or "" if the rules give it no format.
-    """
+    """Return one sentence about the model, the rules, what they save and the drift. no_drift, caches: as for the tiles."""
     name, rules = printable(title, 60), plan.recipe.rules
     stored, planned = human_bytes(plan.stored_bytes), human_bytes(plan.planned_bytes)
     if not rules:

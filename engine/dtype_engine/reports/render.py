@@ -25,8 +25,6 @@ def check_name(path: Path) -> None:
 
 
 def render(report: Report, path: Path) -> str:
-    """Return the text of a report, in the format of the file's extension. Raises UserError if no report format has this
-    extension.
-    """
+    """Return the text of a report, in the format of the file's extension. Raises UserError if there is none."""
     check_name(path)
     return FORMATS[path.suffix.lower()](report)

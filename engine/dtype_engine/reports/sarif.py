@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from dtype_engine.core.text import printable
 from dtype_engine.core.version import __version__
@@ -14,7 +13,7 @@ from dtype_engine.recipe.serving import ServingLint
 
 _MOST_TENSORS = 1_000
 """Maximum number of SARIF results for one finding, which has a result for each affected tensor."""
-_EFFECTS: Mapping[str, tuple[str, Literal["error", "warning", "note"]]] = {
+_EFFECTS: Mapping[str, tuple[str, str]] = {
     "refused": ("the runtime refuses to load weights", "error"),
     "other values": ("the runtime computes with other values", "error"),
     "stays wide": ("the runtime leaves weights unquantized", "warning"),
@@ -22,58 +21,36 @@ _EFFECTS: Mapping[str, tuple[str, Literal["error", "warning", "note"]]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
-    """One SARIF result. `rule` is the name of its SARIF rule, which describes this kind of finding."""
+def result(
+    rule: str, message: str, tensor: str, file: str = "", line: int | None = None, level: str = "error"
+) -> dict[str, Any]:
+    """Return a SARIF result. rule: the id of its rule, which describes this kind of finding. line: counted from 1."""
+    place: dict[str, Any] = {"artifactLocation": {"uri": file}}
+    if line is not None:
+        place["region"] = {"startLine": line}
+    location: dict[str, Any] = {"physicalLocation": place} if file else {}
+    location["logicalLocations"] = [{"fullyQualifiedName": tensor, "kind": "member"}]
+    return {"ruleId": rule, "level": level, "message": {"text": message}, "locations": [location]}
 
-    rule: str
-    message: str
-    tensor: str
-    file: str = ""
-    line: int | None = None
-    """The line of the file that the result is about, counted from 1, or None if it is about no single line."""
-    level: Literal["error", "warning", "note"] = "error"
 
-
-def sarif(command: str, rules: Mapping[str, tuple[str, str]], results: Iterable[Result]) -> dict[str, Any]:
-    """Return a SARIF log, as an object for JSON. command: the command that found the results. rules: the kinds of findings, each as
-    (its title, why it matters), keyed by the name that results have in `rule`.
-    """
+def sarif(command: str, rules: Mapping[str, tuple[str, str]], results: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Return a SARIF log, as an object for JSON. rules: (title, why it matters) by id."""
     ids = list(rules)
     listed = [
         {"id": rule, "shortDescription": {"text": title}, "fullDescription": {"text": why}}
         for rule, (title, why) in rules.items()
     ]
+    indexed = [{"ruleId": each["ruleId"], "ruleIndex": ids.index(each["ruleId"])} | each for each in results]
     driver = {"name": f"dtype-engine {command}", "version": __version__, "rules": listed}
     return {
         "$schema": "https://json.schemastore.org/sarif-2.1.0.json",
         "version": "2.1.0",
-        "runs": [{"tool": {"driver": driver}, "results": [_result(each, ids) for each in results]}],
-    }
-
-
-def _result(result: Result, ids: list[str]) -> dict[str, Any]:
-    place: dict[str, Any] = {"artifactLocation": {"uri": result.file}}
-    if result.line is not None:
-        place["region"] = {"startLine": result.line}
-    return {
-        "ruleId": result.rule,
-        "ruleIndex": ids.index(result.rule),
-        "level": result.level,
-        "message": {"text": result.message},
-        "locations": [
-            {
-                **({"physicalLocation": place} if result.file else {}),
-                "logicalLocations": [{"fullyQualifiedName": result.tensor, "kind": "member"}],
-            }
-        ],
+        "runs": [{"tool": {"driver": driver}, "results": indexed}],
     }
 
 
 def lint_sarif(file: Path, lint: Lint) -> dict[str, Any]:
-    """Return as SARIF which tensors a recipe's patterns match differently here and in another tool, with a result for each tensor.
-    file: the recipe file.
-    """
+    """Return which tensors the patterns of a recipe file match differently here and in another tool, a result for each tensor."""
     rules = {
         "pattern-differs": (
             f"a pattern matches other tensors in {lint.target}",
@@ -85,14 +62,9 @@ def lint_sarif(file: Path, lint: Lint) -> dict[str, Any]:
         ),
         "kv-cache": (f"a KV cache has another format in {lint.target}", "No option gives it the recipe's format."),
     }
+    uri = str(file)
     results = [
-        Result(
-            "pattern-differs",
-            f"{printable(name)} is matched by {printable(rule.pattern)} {where}",
-            name,
-            str(file),
-            line,
-        )
+        result("pattern-differs", f"{printable(name)} is matched by {printable(rule.pattern)} {where}", name, uri, line)
         for rule in lint.rules
         for line in [_line_of(file, rule.pattern)]
         for where, names in (
@@ -102,17 +74,12 @@ def lint_sarif(file: Path, lint: Lint) -> dict[str, Any]:
         for name in names[:_MOST_TENSORS]
     ]
     results += [
-        Result(
-            "rule-overruled",
-            f"{printable(name)}: {printable(here)} decides here, and {printable(there)} in {lint.target}",
-            name,
-            str(file),
-            _line_of(file, here),
-        )
+        result("rule-overruled", f"{printable(name)}: {decide}", name, uri, _line_of(file, here))
         for name, here, there in lint.overruled[:_MOST_TENSORS]
+        for decide in [f"{printable(here)} decides here, and {printable(there)} in {lint.target}"]
     ]
     results += [
-        Result("kv-cache", f"{printable(name)}: {problem.why}", name, str(file))
+        result("kv-cache", f"{printable(name)}: {problem.why}", name, uri)
         for problem in lint.caches.problems
         for name in problem.tensors[:_MOST_TENSORS]
     ]
@@ -120,15 +87,13 @@ def lint_sarif(file: Path, lint: Lint) -> dict[str, Any]:
 
 
 def serving_sarif(file: Path, lint: ServingLint) -> dict[str, Any]:
-    """Return as SARIF what a runtime such as vLLM would do with an export of a recipe, with a result for each affected tensor.
-    file: the recipe file.
-    """
+    """Return what a runtime would do with an export of a recipe file, with a result for each affected tensor."""
     rules = {
         effect.replace(" ", "-"): (title, f"Predicted for {lint.runtime} from its source code.")
         for effect, (title, _) in _EFFECTS.items()
     }
     results = [
-        Result(
+        result(
             found.effect.replace(" ", "-"),
             f"{printable(name)}: {printable(found.why, 1000)} ({found.source})",
             name,

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.text import printable
-from dtype_engine.core.units import (
-    decibels,
-    human_bytes,
-    percent,
-    plural,
-    seconds_text,
-    share_text,
-)
+from dtype_engine.core.tree import Totals
+from dtype_engine.core.units import decibels, human_bytes, percent, plural, seconds_text, share_text
 from dtype_engine.reports.text_drift import modules_extent_text
 from dtype_engine.reports.text_losses import loss_lines
 from dtype_engine.reports.text_table import table_lines
@@ -23,33 +17,34 @@ from dtype_engine.results.coverage import Coverage
 from dtype_engine.results.figures import About, cells
 
 if TYPE_CHECKING:
-    from dtype_engine.core.tree import Totals
     from dtype_engine.results.drift import DriftReport, ImplicitCastStats
     from dtype_engine.results.runs import Generation, SpeedReport, SpeedRow
     from dtype_engine.results.weights import SkippedTensor, WeightError
 
 
 def mix_text(totals: Totals) -> str:
-    """Return which fraction of the bytes each dtype has, as in `bf16 83 % · f32 17 %`, or only the dtype's name if there is just
-    one.
-    """
+    """Return the share of the bytes that each dtype has, as in `bf16 83 % · f32 17 %`, or the name of the only dtype."""
     shares = totals.mix()
     if len(shares) == 1:
         return dtypes.short_name(shares[0][0])
     return " · ".join(f"{dtypes.short_name(name)} {percent(share)} %" for name, share in shares)
 
 
+def sum_of(parts: Iterable[Totals]) -> Totals:
+    """Return the totals of several modules together."""
+    whole = Totals()
+    for part in parts:
+        whole.add_totals(part)
+    return whole
+
+
 def found_text(coverage: Coverage | None) -> str:
-    """Return words that say how many of a model's tensors its files have, such as `; 56 of 56 tensors found`, to be shown after the
-    model's name, or "" if the number is unknown.
-    """
+    """Return words to show after a model's name, such as `; 56 of 56 tensors found`, or ""."""
     return f"; {coverage}" if coverage is not None else ""
 
 
 def generation_text(text: Generation) -> str:
-    """Return as text how the reference and the cast model continue a prompt. In both texts, the first token that differs is in
-    brackets.
-    """
+    """Return how both models continue a prompt. In both texts, the first token that differs is in brackets."""
     lines = [f"prompt     {_one_line(text.prompt)}"]
     for name, written in (("reference", text.reference), ("candidate", text.candidate)):
         same = text.same_tokens
@@ -64,9 +59,7 @@ def generation_text(text: Generation) -> str:
 
 
 def parting(text: Generation) -> str:
-    """Return a sentence that says at which token the texts that the cast model and the reference generate for a prompt begin to
-    differ.
-    """
+    """Return a sentence that says at which token both texts begin to differ."""
     if not text.differs:
         return f"the same {len(text.reference.ids)} tokens"
     return f"the first {text.same_tokens} tokens are the same; token {text.same_tokens + 1} differs"
@@ -77,40 +70,28 @@ def _one_line(text: str) -> str:
 
 
 def weights_text(errors: Sequence[WeightError]) -> str:
-    """Return a table with one line for each tensor that a cast changes: its dtypes, and the errors of its values. Tensors with a
-    higher SQNR come first.
-    """
+    """Return a table of the tensors that a cast changes, with the errors of their values. Higher SQNRs come first."""
     if not errors:
         return "no tensor changes: give a cast that matches some, such as --cast '*=float16'"
     head = ("tensor", "cast", "SQNR", "max |Δ|", "mean |Δ|", "→ inf", "clipped", "→ 0", "subnormal", "not finite")
     rows: list[tuple[str, ...]] = [head]
     for error in sorted(errors, key=lambda error: math.inf if error.sqnr_db is None else -error.sqnr_db):
+        cast = f"{dtypes.short_name(error.stored)}→{dtypes.short_name(error.dtype)}"
+        sqnr = "-" if error.sqnr_db is None else decibels(error.sqnr_db)
         counts = (error.overflowed, error.saturated, error.underflowed, error.subnormal, error.nonfinite)
-        rows.append(
-            (
-                printable(error.name, 100),
-                f"{dtypes.short_name(error.stored)}→{dtypes.short_name(error.dtype)}",
-                "-" if error.sqnr_db is None else decibels(error.sqnr_db),
-                f"{error.max_abs:.3e}",
-                f"{error.mean_abs:.3e}",
-                *(share_text(count, error.elements) for count in counts),
-            )
-        )
+        shares = (share_text(count, error.elements) for count in counts)
+        rows.append((printable(error.name, 100), cast, sqnr, f"{error.max_abs:.3e}", f"{error.mean_abs:.3e}", *shares))
     return "\n".join(table_lines(rows, range(2, len(head))))
 
 
 def skipped_text(skipped: Sequence[SkippedTensor]) -> str:
-    """Return one line: how many tensors are never cast, and the name of the first with the reason. "" if there are none."""
-    if not skipped:
-        return ""
+    """Return one line: how many tensors are never cast, and the name of the first with the reason."""
     first = skipped[0]
     return f"left out   {plural(len(skipped), 'tensor')}, first {printable(first.name, 100)}: {first.why}"
 
 
 def speed_text(report: SpeedReport) -> str:
-    """Return a table with the times of forward passes in the reference, the stored model and the cast model, each compared with the
-    reference.
-    """
+    """Return a table with the times of forward passes in each variant, compared with the reference."""
     lines = [
         f"model      {report.model} on {report.device}, {report.threads} threads",
         f"rules      {', '.join(report.rules) or 'none: as stored'}",
@@ -122,9 +103,7 @@ def speed_text(report: SpeedReport) -> str:
 
 
 def speed_cells(row: SpeedRow, report: SpeedReport) -> list[str]:
-    """Return the cells of one row of the speed table: the median time with its range, the tokens per second, and the speed relative
-    to the table's first row.
-    """
+    """Return the median time with its range, the tokens per second, and the speed relative to the first row."""
     cells = [
         f"{seconds_text(row.seconds)} ({seconds_text(row.fastest)} to {seconds_text(row.slowest)}, {row.repeats} passes)"
     ]
@@ -140,7 +119,7 @@ def speed_cells(row: SpeedRow, report: SpeedReport) -> list[str]:
 
 
 def cache_change_text(before: int, after: int, context: int) -> str:
-    """Return the bytes of a KV cache without rules and under a recipe, and the context for which they are."""
+    """Return the bytes of a KV cache without rules and under a recipe, and the context."""
     sizes = human_bytes(before) if before == after else f"{human_bytes(before)} → {human_bytes(after)}"
     return f"{sizes} for one sequence of {context:,} tokens"
 
@@ -150,7 +129,7 @@ WEIGHTS_ONLY = "weights only: what a runtime does to activations (W8A8, W4A4) co
 
 
 def drift_text(report: DriftReport) -> str:
-    """Return the metrics of one drift measurement as lines of text, and a table of the modules with the lowest SQNR."""
+    """Return the metrics of a measurement, and a table of the modules with the lowest SQNR."""
     from dtype_engine.results.drift import worst_modules  # the first paint does not need it
 
     output, memory = report.output, report.memory
@@ -202,21 +181,12 @@ def _figure_lines(report: DriftReport, about: About) -> list[str]:
 
 
 def flow_text(casts: Sequence[ImplicitCastStats]) -> str:
-    """Return a table of implicit casts as text, with a row for each entry of `casts`, in this order."""
+    """Return a table of implicit casts, in this order."""
     if not casts:
         return "no implicit casts: every operation was given one dtype"
     rows = [("module", "operation", "from → to", "elements", "times", "plain torch")]
     for cast in casts:
         change = f"{dtypes.short_name(cast.source)} → {dtypes.short_name(cast.target)}"
         name = printable(cast.module, 200) or "the model"
-        rows.append(
-            (
-                name,
-                cast.operation,
-                change,
-                f"{cast.elements:,}",
-                str(cast.count),
-                cast.in_torch,
-            )
-        )
+        rows.append((name, cast.operation, change, f"{cast.elements:,}", str(cast.count), cast.in_torch))
     return "\n".join(table_lines(rows, (3, 4)))

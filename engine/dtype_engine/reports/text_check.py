@@ -6,16 +6,16 @@ from typing import Any
 
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import plural, seconds_text
-from dtype_engine.reports.sarif import Result, sarif
+from dtype_engine.reports.sarif import result, sarif
 from dtype_engine.results.as_json import as_json
 from dtype_engine.results.check import KINDS, CheckReport, Finding
 
 SHOWN = 20
-"""Maximum number of findings of one kind that the text lists."""
+"""How many findings of one kind the text lists."""
 
 
 def check_text(report: CheckReport) -> str:
-    """Return the findings of a check as text, grouped by kind, with the reason why each kind matters."""
+    """Return the findings by kind, with the reason why each kind matters."""
     share = f"; {report.coverage}" if report.coverage is not None else ""
     read = [plural(report.tensors, "header"), plural(report.scales, "tensor") + " of scales"]
     read += [f"the values of {plural(report.values, 'tensor')}"] if report.values is not None else []
@@ -33,7 +33,7 @@ def check_text(report: CheckReport) -> str:
 
 
 def by_kind(report: CheckReport) -> dict[str, list[Finding]]:
-    """Return the findings of a check as lists, keyed by the kind of problem, in the order of `KINDS`."""
+    """Return the findings of each kind, in the order of `KINDS`."""
     found: dict[str, list[Finding]] = {kind: [] for kind in KINDS}
     for finding in report.findings:
         found[finding.kind].append(finding)
@@ -41,22 +41,18 @@ def by_kind(report: CheckReport) -> dict[str, list[Finding]]:
 
 
 def check_json(report: CheckReport) -> dict[str, Any]:
-    """Return the findings of a check as a JSON object. For each kind of problem that was found, it also says why the problem
-    matters, and names public issues about it.
-    """
+    """Return the findings as an object for JSON, and what is known of each kind that was found."""
     return {**as_json(report), "kinds": {kind: as_json(KINDS[kind]) for kind in by_kind(report)}}
 
 
 def check_sarif(report: CheckReport) -> dict[str, Any]:
-    """Return the findings of a check as SARIF 2.1.0 (OASIS), with a SARIF rule for each kind of problem and a result for each
-    finding.
-    """
+    """Return the findings as SARIF, with a rule for each kind and a result for each finding."""
     rules = {
         kind: (KINDS[kind].title, " ".join((KINDS[kind].why, *(f"Seen in {issue}." for issue in KINDS[kind].seen))))
         for kind in by_kind(report)
     }
     results = (
-        Result(each.kind, f"{printable(each.tensor)} {printable(each.what, 1000)}", each.tensor, each.file)
+        result(each.kind, f"{printable(each.tensor)} {printable(each.what, 1000)}", each.tensor, each.file)
         for each in report.findings
     )
     return sarif("check", rules, results)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from dtype_engine.core import dtypes
@@ -16,38 +16,30 @@ from dtype_engine.results.meaning import meaning
 if TYPE_CHECKING:
     from dtype_engine.results.attribution import AttributionReport, Contribution, NoiseFloor, NonFiniteDiagnosis
     from dtype_engine.results.drift import DriftReport, Extent, ModuleDrift, OutputDrift, PartialDrift
-    from dtype_engine.results.thresholds import Verdict
 
 _MOST_CAUSES = 12
 _CANCELLING = 1.2
-"""The causes of a drift are given as percentages of the whole drift only if no module's own drift is more than this many times the
-whole drift. If one is, the drifts of several modules cancel each other, and percentages would mislead.
+"""Causes are percentages of the whole drift unless a module alone drifts by more than this many times the whole: drifts then cancel
+each other, and percentages would mislead.
 """
 
 
 def reference_words(reference: str) -> str:
-    """Return words that name the reference in a sentence, for example after "drift from": `the float32 reference`, `the model as
-    stored (bfloat16)` or `the weights of path/to/other`. reference: the `reference` of a drift report, such as `float32`, `as
-    stored (bfloat16)` or `path/to/other`.
-    """
+    """Return words for the `reference` of a drift report, such as `the float32 reference` or `the weights of path/to/other`."""
     if reference in dtypes.BY_NAME:
         return f"the {reference} reference"
     return f"the model {reference}" if reference.startswith("as stored") else f"the weights of {reference}"
 
 
 def extent_text(extent: Extent) -> str:
-    """Return how much of the inputs a measurement covers, and how many positions were left out as padding, such as `2 of 6
-    sequences, 184 tokens`.
-    """
+    """Return how much of the inputs was measured, such as `2 of 6 sequences, 184 tokens`, and how much padding was left out."""
     whole = "sequence" if extent.of_tokens else "input"
     part = "token" if extent.of_tokens else "position"
     return f"{extent.done:,} of {plural(extent.total, whole)}, {plural(extent.positions, part)}{extent.left_out_text}"
 
 
 def modules_extent_text(report: DriftReport) -> str:
-    """Return on how many sequences the outputs of modules were compared, as in `2 of 6 sequences`, or "" if they were compared on
-    all.
-    """
+    """Return on how many sequences modules were compared, as in `2 of 6 sequences`, or "" if on all."""
     extent = report.sequences
     if report.modules_sequences >= extent.total:
         return ""
@@ -55,7 +47,7 @@ def modules_extent_text(report: DriftReport) -> str:
 
 
 def partial_text(reading: PartialDrift) -> str:
-    """Return the metrics that a running measurement has so far: `KL 1.234e-03 ± 2e-05 nats, 2 of 6 sequences`."""
+    """Return what a running measurement has so far: `KL 1.234e-03 ± 2e-05 nats, 2 of 6 sequences`."""
     output, extent = reading.output, reading.extent
     if output.nonfinite:
         return "not finite"
@@ -72,10 +64,7 @@ def floor_text(floor: NoiseFloor) -> str:
 
 
 def floor_lines(floor: NoiseFloor | None, output: OutputDrift, modules: Iterable[ModuleDrift] = ()) -> list[str]:
-    """Return lines of text: one that rates the drift with a word such as "small" and, if `floor` is given, one with the noise floor
-    and how it was measured. output: the drift of the main output. modules: the drift of the modules, which may differ from the
-    reference although the output does not.
-    """
+    """Return a line that rates the drift with a word such as "small" and, if it is known, one with the noise floor."""
     lines = [f"meaning    {meaning(output, floor, modules)}"]
     if floor is None:
         return lines
@@ -91,21 +80,15 @@ def nonfinite_lines(diagnosis: NonFiniteDiagnosis) -> list[str]:
     values = value_sentence(diagnosis)
     lines += [f"           {values}"] if values else []
     if diagnosis.remedy:
-        lines.append(f"remedy     {remedy_rules(diagnosis)}: tried, {remedy_result(diagnosis)}")
+        rules = " ".join(printable(rule, 300) for rule in diagnosis.remedy)
+        lines.append(f"remedy     {rules}: tried, {remedy_result(diagnosis)}")
     else:
         lines.append(f"remedy     none: {printable(diagnosis.reason, 400)}")
     return lines
 
 
-def remedy_rules(diagnosis: NonFiniteDiagnosis) -> str:
-    """Return the rules against non-finite values as text, such as `blocks.2=bfloat16 head=bfloat16`."""
-    return " ".join(printable(rule, 300) for rule in diagnosis.remedy)
-
-
 def remedy_result(diagnosis: NonFiniteDiagnosis) -> str:
-    """Return the effect of the rules that were suggested against non-finite values: `the output is finite` or, if the output
-    was finite before, the SQNR without and with the rules.
-    """
+    """Return the effect of the rules: `the output is finite` or, if it was finite before, the SQNR without and with them."""
     before, after = diagnosis.before, diagnosis.after
     if before is None or after is None or before.nonfinite:
         return "the output is finite" + (" where the reference is" if diagnosis.reason else "")
@@ -123,9 +106,7 @@ def first_sentence(diagnosis: NonFiniteDiagnosis) -> str:
 
 
 def value_sentence(diagnosis: NonFiniteDiagnosis) -> str:
-    """Return a sentence about the values that the dtype can't hold: values beyond its range, or a constant in the model's code.
-    Returns "" if they are unknown.
-    """
+    """Return a sentence about the values that the dtype can't hold, or "" if they are unknown."""
     if diagnosis.constant is not None and diagnosis.limit is not None:
         if abs(diagnosis.constant) > 1:
             beyond = f"is beyond the range of {diagnosis.dtype}, which holds up to {diagnosis.limit:.5g}"
@@ -143,9 +124,7 @@ def value_sentence(diagnosis: NonFiniteDiagnosis) -> str:
 
 
 def causes_headline(report: AttributionReport) -> str:
-    """Return a sentence that names the module which causes the most drift: `62 % of the output's drift enters at
-    model.layers.1.mlp.down_proj`.
-    """
+    """Return a sentence on what causes most: `62 % of the output's drift enters at model.layers.1.mlp.down_proj`."""
     if report.whole == 0:
         return f"the weights' dtypes change nothing in the output over these {report.positions:,} positions"
     if not report.causes:
@@ -163,15 +142,14 @@ def causes_headline(report: AttributionReport) -> str:
 
 
 def share_words(contribution: Contribution) -> str:
-    """Return a module's drift as a percentage of the whole drift, or `-` if this percentage is undefined."""
+    """Return a module's drift as a percentage of the whole drift, or `-`."""
     return "-" if contribution.share is None else f"{100 * contribution.share:.1f} %"
 
 
 def causes_footing(report: AttributionReport) -> str:
     """Return a sentence that compares the drift of the whole recipe with the sum of the drifts that single modules cause."""
-    together = (
-        f", {100 * report.together / report.whole:.0f} % of it" if report.whole and math.isfinite(report.whole) else ""
-    )
+    comparable = report.whole and math.isfinite(report.whole)
+    together = f", {100 * report.together / report.whole:.0f} % of it" if comparable else ""
     return (
         f"as cast {report.whole:.3e} {report.unit} over {report.positions:,} positions; "
         f"modules one at a time add up to {report.together:.3e}{together}"
@@ -179,7 +157,7 @@ def causes_footing(report: AttributionReport) -> str:
 
 
 def causes_text(report: AttributionReport) -> str:
-    """Return a sentence that names the module which causes the most drift, and a table of the modules that cause the most."""
+    """Return the two sentences above, and a table of the modules that cause the most drift."""
     lines = [f"causes     {causes_headline(report)}", f"           {causes_footing(report)}"]
     if not report.causes:
         return lines[0]
@@ -199,11 +177,6 @@ def causes_text(report: AttributionReport) -> str:
 
 
 def cause_label(contribution: Contribution) -> str:
-    """Return the name of a module or subtree that contributes to the drift. For a subtree, add its number of modules."""
+    """Return the name of a module, or that of a subtree with its number of modules."""
     name = printable(contribution.name, 200) or "the model itself"
     return f"{name} ({contribution.modules} modules)" if contribution.modules > 1 else name
-
-
-def verdict_lines(verdicts: Sequence[Verdict]) -> list[str]:
-    """Return one line for each limit that the user set, saying whether the drift meets it."""
-    return [f"{'pass' if verdict.passed else 'FAIL'}       {verdict}" for verdict in verdicts]

@@ -13,7 +13,7 @@ from dtype_engine.core.units import human_bytes, human_count, percent, plural
 from dtype_engine.recipe import Plan, tensor_bytes
 from dtype_engine.reports.alike import AlikeModules
 from dtype_engine.reports.layer_kinds import totals_by_kind
-from dtype_engine.reports.text import mix_text
+from dtype_engine.reports.text import mix_text, sum_of
 from dtype_engine.reports.text_table import table_lines
 
 _HEAD = ("module", "dtype, % of bytes", "parameters", "bytes")
@@ -32,7 +32,7 @@ class TreeView:
 
 
 def tree_text(tree: Tree, plan: Plan, title: str, view: TreeView) -> str:
-    """Return the modules with their dtypes, parameters and bytes, and the tensors of each module, as an indented tree."""
+    """Return the modules and their tensors with dtypes, parameters and bytes as an indented tree."""
     rows = [_HEAD, *_Rows(tree, plan, title, view).below(tree.root, 0)]
     lines = table_lines([(printable(label), *cells) for label, *cells in rows], (2, 3))
     return "\n".join([*lines, *_unknown_counts(tree)])
@@ -65,7 +65,7 @@ class _Rows:
                 yield from self.below(others[0], level + 1)
             elif others:
                 words = f"{others[0].label} … {others[-1].label}  {len(others)} like {first.label}"
-                yield _module_row("  " * (level + 1) + words, _sum(self._totals[child.name] for child in others))
+                yield _module_row("  " * (level + 1) + words, sum_of(self._totals[child.name] for child in others))
 
     def _tensor_row(self, module: Module, local: str, tensor: TensorInfo, level: int) -> tuple[str, str, str, str]:
         name = f"{module.name}.{local}" if module.name else local
@@ -87,13 +87,6 @@ def _module_row(label: str, totals: Totals) -> tuple[str, str, str, str]:
     return label, mix_text(totals), totals.parameters_text, size
 
 
-def _sum(parts: Iterator[Totals]) -> Totals:
-    whole = Totals()
-    for part in parts:
-        whole.add_totals(part)
-    return whole
-
-
 def _unknown_counts(tree: Tree) -> list[str]:
     unknown = [tensor for tensor in tree.tensors.values() if tensor.logical_numel == "unknown"]
     if not unknown:
@@ -106,18 +99,12 @@ def _unknown_counts(tree: Tree) -> list[str]:
 
 
 def largest_text(tree: Tree, plan: Plan, number: int) -> str:
-    """Return a table of the modules whose own tensors take the most bytes, largest first, with their share of the model. number:
-    how many modules it lists.
-    """
+    """Return a table of the `number` modules whose own tensors take the most bytes, with their share of the model."""
     own = {module.name: _own_totals(module, plan.dtypes) for module in tree.walk()}
     whole = sum(totals.total_bytes for totals in own.values())
-    largest = nlargest(number, ((name, totals) for name, totals in own.items()), key=lambda row: row[1].total_bytes)
-    rows = [
-        (printable(name) or "the model itself", mix_text(totals), totals.parameters_text, human_bytes(totals.total_bytes),
-         f"{percent(totals.total_bytes / whole)} %")
-        for name, totals in largest
-        if totals.total_bytes
-    ]  # fmt: skip
+    largest = nlargest(number, own.items(), key=lambda row: row[1].total_bytes)
+    shown = ((printable(name) or "the model itself", totals) for name, totals in largest if totals.total_bytes)
+    rows = [_share_row(label, totals, whole) for label, totals in shown]
     rest = whole - sum(totals.total_bytes for _, totals in largest)
     lines = table_lines([(*_HEAD, "of the model"), *rows], (2, 3, 4))
     if rest:
@@ -137,19 +124,13 @@ def _own_totals(module: Module, planned: Mapping[str, str]) -> Totals:
 
 
 def kinds_text(tree: Tree, plan: Plan) -> str:
-    """Return a table with the dtypes, parameters and bytes of each kind of layer, such as attention, MLP and norms, and its share
-    of the model.
-    """
+    """Return a table with the dtypes, parameters, bytes and share of each kind of layer, such as attention, MLP and norms."""
     found = totals_by_kind(tree, plan.dtypes)
     whole = sum(totals.total_bytes for totals in found.values())
-    rows = [
-        (
-            kind,
-            mix_text(totals),
-            totals.parameters_text,
-            human_bytes(totals.total_bytes),
-            f"{percent(totals.total_bytes / whole if whole else 0.0)} %",
-        )
-        for kind, totals in found.items()
-    ]
+    rows = [_share_row(kind, totals, whole) for kind, totals in found.items()]
     return "\n".join(table_lines([("kind of layer", *_HEAD[1:], "of the model"), *rows], (2, 3, 4)))
+
+
+def _share_row(label: str, totals: Totals, whole: int) -> tuple[str, ...]:
+    share = percent(totals.total_bytes / whole if whole else 0.0)
+    return label, mix_text(totals), totals.parameters_text, human_bytes(totals.total_bytes), f"{share} %"

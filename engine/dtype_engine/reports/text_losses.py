@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from dtype_engine.core.text import printable
@@ -23,26 +23,28 @@ HELP = (
 
 
 def loss_sentence(loss: ValueLoss) -> str:
-    """Return a sentence that says how many values of one tensor a cast changed: `conv2_BN.running_var: 64 of 128 values became
-    infinite in float16`.
-    """
+    """Return a sentence such as `conv2_BN.running_var: 64 of 128 values became infinite in float16`."""
     return f"{printable(loss.tensor, 200)}: {loss_words(loss)}"
 
 
 def loss_words(loss: ValueLoss) -> str:
-    """Return how many values of one tensor its cast made infinite or zero, as in `64 of 128 values became infinite in float16`."""
-    parts = []
-    if loss.overflowed:
-        parts.append(f"{_of(loss.overflowed, loss)} became infinite")
-    if loss.vanished:
-        parts.append(f"{f'{loss.vanished:,}' if parts else _of(loss.vanished, loss)} became zero")
-    if loss.saturated:
-        words = f"{loss.saturated:,}" if parts else _of(loss.saturated, loss)
-        parts.append(f"{words} beyond its scale became the largest one")
+    """Return how many values of one tensor its cast changed, as in `64 of 128 values became infinite in float16`."""
+    changes = {
+        "became infinite": loss.overflowed,
+        "became zero": loss.vanished,
+        "beyond its scale became the largest one": loss.saturated,
+    }
+    parts = _counted(changes, lambda count: _of(count, loss))
     channels = ""
     if loss.channels and loss.vanished < loss.elements:
         channels = f", more than half of {plural(loss.channels, 'channel')}"
     return f"{' and '.join(parts)} in {loss.dtype}{channels}"
+
+
+def _counted(changes: Mapping[str, int], of_what: Callable[[int], str]) -> list[str]:
+    """Return the changes with their numbers, as in `64 of 128 values became infinite`. Only the first says of what they are."""
+    counts = [(words, count) for words, count in changes.items() if count]
+    return [f"{f'{count:,}' if place else of_what(count)} {words}" for place, (words, count) in enumerate(counts)]
 
 
 def _of(count: int, loss: ValueLoss) -> str:
@@ -54,26 +56,21 @@ def _of(count: int, loss: ValueLoss) -> str:
 
 
 def headline(losses: Sequence[ValueLoss]) -> str:
-    """Return the numbers of values that casts made infinite or zero, over all tensors: `64 values became infinite, 12 became zero,
-    in 2 tensors`. Returns "" if values became zero only by ordinary rounding (`ValueLoss.is_rounding`).
-    """
+    """Return the numbers over all tensors: `64 values became infinite, 12 became zero, in 2 tensors`, or "" if all is rounding."""
     lost = severe(losses)
     if not lost:
         return ""
-    overflowed, vanished = sum(loss.overflowed for loss in lost), sum(loss.vanished for loss in lost)
-    saturated = sum(loss.saturated for loss in lost)
-    parts = [f"{plural(overflowed, 'value')} became infinite"] if overflowed else []
-    if vanished:
-        parts.append(f"{f'{vanished:,}' if parts else plural(vanished, 'value')} became zero")
-    if saturated:
-        parts.append(f"{f'{saturated:,}' if parts else plural(saturated, 'value')} clipped")
+    changes = {
+        "became infinite": sum(loss.overflowed for loss in lost),
+        "became zero": sum(loss.vanished for loss in lost),
+        "clipped": sum(loss.saturated for loss in lost),
+    }
+    parts = _counted(changes, lambda count: plural(count, "value"))
     return f"{', '.join(parts)}, in {plural(len(lost), 'tensor')}"
 
 
 def loss_sentences(losses: Sequence[ValueLoss], most: int = 8) -> list[str]:
-    """Return sentences about the values that casts made infinite or zero: one for each of the first `most` tensors, how many more
-    such tensors there are, and one for all tensors in which values became zero by ordinary rounding (`ValueLoss.is_rounding`).
-    """
+    """Return `severe_sentences`, and a sentence about all tensors in which values became zero by ordinary rounding."""
     lines = severe_sentences(losses, most)
     rounded = [loss for loss in losses if loss.is_rounding]
     if rounded:
@@ -87,25 +84,19 @@ def loss_sentences(losses: Sequence[ValueLoss], most: int = 8) -> list[str]:
 
 
 def severe_sentences(losses: Sequence[ValueLoss], most: int = 8) -> list[str]:
-    """Return sentences about the values that casts made infinite or zero: one for each of the first `most` tensors, and how many
-    more such tensors there are. Tensors with only ordinary rounding to zero (`ValueLoss.is_rounding`) are left out.
-    """
+    """Return a sentence for each of the first `most` tensors whose values were not only rounded, and how many more there are."""
     lost = severe(losses)
     lines = [loss_sentence(loss) for loss in lost[:most]]
     return [*lines, f"and {len(lost) - most:,} more tensors lose values"] if len(lost) > most else lines
 
 
 def loss_lines(losses: Sequence[ValueLoss]) -> list[str]:
-    """Return the lines of a terminal report about values that casts made infinite or zero, or an empty list if there are none.
-    losses: an entry for each tensor with such values.
-    """
+    """Return `loss_sentences` as lines for a terminal."""
     return [f"{'lost' if not index else '':<10} {line}" for index, line in enumerate(loss_sentences(losses))]
 
 
 def loss_notice(losses: Sequence[ValueLoss]) -> str:
-    """Return one line, for standard error or a notice, about values that casts made infinite or zero: the worst tensor and the
-    number of others. Returns "" if values became zero only by ordinary rounding.
-    """
+    """Return one line about the worst tensor and the number of others, or "" if values became zero only by ordinary rounding."""
     lost = severe(losses)
     if not lost:
         return ""
@@ -114,19 +105,19 @@ def loss_notice(losses: Sequence[ValueLoss]) -> str:
 
 
 def remedy_lines(remedy: LossRemedy | None) -> list[str]:
-    """Return lines that suggest rules against casts that make values infinite or zero, with the drift without and with these rules.
-    If `remedy` is None, the line says that no rules are needed.
-    """
+    """Return lines that suggest rules against casts that lose values, or say that none are needed."""
     if remedy is None:
         return ["suggest    nothing: no cast loses values, except by rounding"]
-    casts = " ".join(f"--cast {shlex.quote(printable(rule, 300))}" for rule in remedy.rules)
-    return [f"suggest    {casts}", f"           {remedy_words(remedy)}"]
+    return [suggestion(remedy.rules), f"           {remedy_words(remedy)}"]
+
+
+def suggestion(rules: Sequence[str]) -> str:
+    """Return a line with the options that add these rules."""
+    return "suggest    " + " ".join(f"--cast {shlex.quote(printable(rule, 300))}" for rule in rules)
 
 
 def remedy_words(remedy: LossRemedy) -> str:
-    """Return how the suggested rules change drift and size, as in `tried: SQNR 3.33 dB → 47.10 dB, planned 42.43 MiB → 42.43 MiB`,
-    or why the rules were not tried.
-    """
+    """Return `tried: SQNR 3.33 dB → 47.10 dB, planned 42.43 MiB → 42.43 MiB`, or why the rules were not tried."""
     size = f"planned {human_bytes(remedy.planned_bytes_before)} → {human_bytes(remedy.planned_bytes)}"
     if remedy.before is None or remedy.after is None:
         return f"not tried: {printable(remedy.reason, 400)}; {size}"

@@ -10,9 +10,7 @@ from dtype_engine.results.serving_memory import ServingMemory
 
 
 def memory_text(memory: ServingMemory) -> str:
-    """Return the memory that serving a model takes as lines of text: weights, KV cache, activations and their sum, what fits in the
-    budget, and what is not known.
-    """
+    """Return a table of what takes memory, then what fits in the budget, and what is not known."""
     rows = [
         ("weights", human_bytes(memory.weights_bytes), ""),
         ("KV cache", human_bytes(memory.kv_bytes), cache_words(memory)),
@@ -26,28 +24,21 @@ def memory_text(memory: ServingMemory) -> str:
 
 
 def size_words(memory: ServingMemory) -> str:
-    """Return for how many sequences of which length the memory is computed, such as `4 sequences of 512 tokens`."""
+    """Return what the memory is for, such as `4 sequences of 512 tokens`."""
     return f"{plural(memory.batch, 'sequence')} of {memory.context:,} tokens"
 
 
 def cache_words(memory: ServingMemory) -> str:
-    """Return the formats of the KV cache, and by how many bytes one more token makes it grow, as in `fp8; 576 B for each further
-    token`.
-    """
+    """Return the formats of the KV cache, and how it grows, as in `fp8; 576 B for each further token`."""
     if not memory.kv_dtypes:
         return "none"
-    more = (
-        f"{human_bytes(memory.kv_bytes_per_token)} for each further token"
-        if memory.kv_bytes_per_token
-        else "no more for further tokens"
-    )
+    grows = memory.kv_bytes_per_token
+    more = f"{human_bytes(grows)} for each further token" if grows else "no more for further tokens"
     return f"{', '.join(map(short_name, memory.kv_dtypes))}; {more}"
 
 
 def budget_words(memory: ServingMemory) -> list[str]:
-    """Return a list with a sentence that says up to which number of tokens the model fits in the budget. Empty if there is no
-    budget.
-    """
+    """Return a sentence that says up to which number of tokens the model fits in the budget, if there is one."""
     if memory.budget is None or memory.largest_context is None:
         return []
     budget, batch = human_bytes(memory.budget), f" (batch {memory.batch})" if memory.batch > 1 else ""

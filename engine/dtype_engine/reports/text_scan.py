@@ -18,9 +18,7 @@ _ROWS = 20
 
 
 def scan_text(report: ScanReport) -> str:
-    """Return the text of a scan's report: for each dtype the sum of all weights' scores (predicted drifts), and the weights with
-    the highest scores.
-    """
+    """Return for each dtype the sum of all weights' scores, and the weights with the highest scores."""
     how = "each measured alone" if report.exact else f"estimated, {report.draws} backward passes a sequence"
     passes = report.scan_seconds / report.forward_seconds if report.forward_seconds else math.nan
     lines = [
@@ -47,21 +45,15 @@ def scan_text(report: ScanReport) -> str:
 
 
 def totals_heading(report: ScanReport) -> str:
-    """Return what the sums of a scan's scores are about: all weights in one dtype, all KV caches in one format, or both."""
-    caches = [dtype for dtype in report.dtypes if dtype.startswith(SCANNED)]
-    if not caches:
-        return "all weights in one dtype"
-    return (
-        "all weights, or all KV caches (kv:), in one dtype"
-        if len(caches) < len(report.dtypes)
-        else "all KV caches in one dtype"
-    )
+    """Return what the sums of a scan's scores are about."""
+    of_caches = {dtype.startswith(SCANNED) for dtype in report.dtypes}
+    if len(of_caches) > 1:
+        return "all weights, or all KV caches (kv:), in one dtype"
+    return "all KV caches in one dtype" if True in of_caches else "all weights in one dtype"
 
 
 def search_text(report: SearchReport) -> str:
-    """Return the result of a search as text: the best recipe, its predicted and measured drift, and at most twelve points of the
-    Pareto front.
-    """
+    """Return the best recipe, its predicted and measured drift, and at most twelve points of the Pareto front."""
     lines = [
         f"model      {report.model}{found_text(report.coverage)}",
         f"memory     stored {human_bytes(report.stored_bytes)} → planned {human_bytes(report.planned_bytes)}",

@@ -14,9 +14,7 @@ _WIDTH, _HEIGHT = 60, 12
 
 
 def sweep_text(report: SweepReport) -> str:
-    """Return a table with one line for each recipe, smallest first, then a plot of drift over bytes. A `*` marks each recipe that
-    no other recipe beats.
-    """
+    """Return a table of recipes, smallest first, then a plot of drift over bytes. A `*` marks those that no other recipe beats."""
     lines = [
         f"model      {report.model}, stored {human_bytes(report.stored_bytes)}",
         f"inputs     {report.inputs}",

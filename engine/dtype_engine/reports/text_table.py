@@ -6,9 +6,7 @@ from collections.abc import Collection, Sequence
 
 
 def table_lines(rows: Sequence[Sequence[str]], right: Collection[int] = (), indent: str = "") -> list[str]:
-    """Return one line per row. Columns fit their widest cell and are two spaces apart. right: indices of right-aligned columns.
-    indent: the text before each line.
-    """
+    """Return one line per row, with `indent` before it. right: indices of right-aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         indent

@@ -14,10 +14,7 @@ _SHOWN = 3
 
 
 def comparison_text(report: WeightsComparison) -> str:
-    """Return the comparison of two checkpoints' weights as text. It has a line with the title of each checkpoint, a table of the
-    weights whose values differ (the lowest SQNR first), and the number of equal weights. Further lines name weights with different
-    shapes and weights that only one checkpoint has, and count those that are not compared yet.
-    """
+    """Return a table of the weights whose values differ, the lowest SQNR first, the number of equal ones, and what has no pair."""
     equal = [weight for weight in report.weights if weight.equal]
     lines = [
         f"reference  {printable(report.reference, 200)}",
@@ -41,23 +38,15 @@ def comparison_text(report: WeightsComparison) -> str:
 
 def _table(differing: Sequence[WeightDifference]) -> list[str]:
     head = ("weight", "stored", "SQNR", "max |Δ|", "mean |Δ|", "rows")
-    rows = [
-        (
-            _name(weight),
-            f"{dtypes.short_name(weight.reference)}→{dtypes.short_name(weight.candidate)}",
-            decibels(weight.sqnr_db),
-            f"{weight.max_abs:.3e}",
-            f"{weight.mean_abs:.3e}",
-            weight.rows,
-        )
-        for weight in differing
-    ]
+    rows = []
+    for weight in differing:
+        stored = f"{dtypes.short_name(weight.reference)}→{dtypes.short_name(weight.candidate)}"
+        figures = (decibels(weight.sqnr_db), f"{weight.max_abs:.3e}", f"{weight.mean_abs:.3e}")
+        rows.append((_name(weight), stored, *figures, weight.rows))
     return table_lines([head if any(row[-1] for row in rows) else (*head[:-1], ""), *rows], (2, 3, 4))
 
 
 def _name(weight: WeightDifference) -> str:
-    """Return the name of a weight in the candidate. If the weight has another name in the reference, return both names, the
-    reference's first: `blk.0.attn_q.weight = model.layers.0.self_attn.q_proj.weight`.
-    """
+    """Return the name of a weight, or both if they differ: `blk.0.attn_q.weight = model.layers.0.self_attn.q_proj.weight`."""
     name = printable(weight.name, 100)
     return name if weight.name == weight.reference_name else f"{printable(weight.reference_name, 100)} = {name}"

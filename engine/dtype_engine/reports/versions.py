@@ -1,4 +1,4 @@
-"""Lists the versions of all software on which the metrics of a measurement may depend."""
+"""Lists the versions of the software on which the metrics of a measurement may depend."""
 
 from __future__ import annotations
 
@@ -10,16 +10,21 @@ from dtype_engine.core.version import __version__
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the program, of the libraries that do the arithmetic, of Python and of the system. Imports no library.
+    """Return the versions of the program, of the libraries that do the arithmetic, of Python and of the system, by name.
 
-    If a library is already imported, as for every measurement, its own `__version__` is used: torch's includes the build
-    (`2.13.0+cpu`), and two builds may differ in the last digits of a metric. Otherwise the version of the installed package is
-    used, which may lack the build.
+    A library that is already imported, as for every measurement, gives its own version: torch's includes the build (`2.13.0+cpu`),
+    and two builds may differ in the last digits of a metric.
     """
     named = {"dtype_engine": __version__}
     for name in ("torch", "transformers"):
-        try:
-            named[name] = str(getattr(sys.modules.get(name), "__version__", None) or metadata.version(name))
-        except metadata.PackageNotFoundError:
-            continue
+        if version := getattr(sys.modules.get(name), "__version__", None) or installed(name):
+            named[name] = str(version)
     return named | {"python": platform.python_version(), "platform": f"{platform.system()} {platform.machine()}"}
+
+
+def installed(name: str) -> str | None:
+    """Return the version of an installed package."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None

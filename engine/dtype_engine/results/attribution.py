@@ -1,6 +1,4 @@
-"""Results that explain a drift: the noise floor, the modules that cause the drift, the first values that are not finite, and rules
-that keep casts from making values infinite or zero.
-"""
+"""Results that explain a drift: the noise floor, the modules that cause it, and values that are not finite or that casts lose."""
 
 from __future__ import annotations
 
@@ -11,15 +9,13 @@ from dtype_engine.core.text import Name
 from dtype_engine.results.drift import OutputDrift, drifts_less
 
 REACH_OF_FLOOR = 1e-3
-"""The largest relative L2 error of an output with which its drift may be mere noise, so that the noise floor is measured. Summing
-in another order changes a float32 output by about 1e-7 of its size; the limit is higher because the noise grows in deep models.
+"""The largest relative L2 error with which a drift may be noise. Summing in another order changes a float32 output by about 1e-7 of
+its size; the limit is higher because the noise grows in deep models.
 """
 
 
 def near_floor(output: OutputDrift) -> bool:
-    """Return whether the output differs from the reference by so little that the drift may be noise. If so, the noise floor should
-    be measured.
-    """
+    """Return whether the drift may be noise, so that the noise floor should be measured."""
     return 0 < output.rel_l2 <= REACH_OF_FLOOR
 
 
@@ -28,9 +24,7 @@ class NoiseFloor:
     """The noise floor: the drift of the reference from itself when the same float32 arithmetic runs in another order."""
 
     ways: tuple[str, ...]
-    """Descriptions of the repeated reference runs, such as "eager attention" or "batch of two". Each metric of the floor is the
-    worst over all these runs. If the list is empty, because the model supports no such run, the floor is unknown.
-    """
+    """The repeated runs, such as "eager attention"; each metric is the worst of all. If there are none, the floor is unknown."""
     positions: int
     """How many positions of the main output (its rows, such as tokens) were compared."""
     sqnr_db: float
@@ -40,9 +34,7 @@ class NoiseFloor:
     top1_agreement: float | None = None
 
     def covers(self, output: OutputDrift) -> bool:
-        """Return whether a drift may be only noise, because it is not above the noise floor. The drift and the floor are compared
-        by mean KL if both have one, otherwise by SQNR.
-        """
+        """Return whether a drift is not above the noise floor, by mean KL if both have one, otherwise by SQNR."""
         if not self.ways or output.nonfinite or output.max_abs == 0:
             return False
         if output.kl_mean is not None and self.kl_mean is not None:
@@ -55,19 +47,15 @@ class Contribution:
     """The drift of the main output if the recipe casts only the weights in one module or subtree."""
 
     name: Name
-    """The name of the module or of the subtree's topmost module."""
+    """Of the module or of the subtree's topmost module."""
     modules: int
     """How many modules with weights the subtree contains; 1 for a single module."""
     drift: float
-    """The drift of the main output if only this module or subtree is cast, in the unit of the `AttributionReport`. It is infinity
-    if the output is not finite.
-    """
+    """In the unit of the `AttributionReport`. Infinity if the output is not finite."""
     share: float | None
     """`drift` divided by the drift of the whole recipe on the same inputs, or None if the quotient is not finite."""
     local_sqnr_db: float | None = None
-    """The SQNR in dB of the module's own output if only this module is cast. Its inputs then equal the reference's, so the SQNR
-    shows the error of this module alone. None for a subtree, and for a module without an output to compare.
-    """
+    """The SQNR in dB of the module's own output if only this module is cast. None for a subtree, or if it can't be compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,28 +67,26 @@ class AttributionReport:
     unit: str
     """The unit of all drifts in this report, such as nats per token."""
     whole: float
-    """The drift of the main output if the whole recipe is applied, over the inputs of this report."""
+    """The drift of the main output under the whole recipe, over the same inputs."""
     together: float
-    """The sum of `drift` over all contributions. It may differ from `whole`, because drifts can cancel or reinforce each other."""
+    """The sum of all contributions. It may differ from `whole`, because drifts can cancel or reinforce each other."""
     positions: int
     """How many positions of the main output (its rows, such as tokens) were compared."""
     passes: int
     """How many forward passes were run. Some were partial: they began at the first module that the cast affects."""
     seconds: float
     causes: tuple[Contribution, ...]
-    """The drift that each module or subtree causes alone, the largest first."""
+    """The largest first."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartialAttribution:
-    """The causes of a drift as far as they are known while modules and subtrees are still being measured one by one."""
+    """The causes of a drift while `done` of `total` modules and subtrees have been measured."""
 
     report: AttributionReport
-    """The report on the modules and subtrees that have been measured. Only these count in `together`, `passes` and `seconds`."""
+    """The report on those. Only these count in `together`, `passes` and `seconds`."""
     done: int
-    """How many modules and subtrees have been measured."""
     total: int
-    """How many modules and subtrees are to be measured in all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +97,11 @@ class NonFiniteDiagnosis:
     """
 
     kind: Literal["weight", "activation", "reference", "unknown"]
-    """The cause. "weight": the values of `weights` exceed the range of `dtype`. "activation": the result of the operation, or an
-    activation that was cast for it, exceeds the range of `dtype`. "reference": the float32 reference itself is not finite.
-    "unknown": none of these.
+    """What exceeds the range of `dtype`: the values of `weights`, or an activation, which is the operation's result or was cast for
+    it. "reference": the float32 reference itself is not finite. "unknown": none of these.
     """
     first_module: Name
-    """The first module, in the order of execution, whose output is finite in the reference but not in the candidate."""
+    """The first module that runs whose output is finite in the reference but not in the candidate."""
     module: Name
     """The module whose code runs the operation; "" for the model itself."""
     operation: str
@@ -125,23 +110,15 @@ class NonFiniteDiagnosis:
     """The largest finite value of `dtype`."""
     weights: tuple[Name, ...]
     largest: float | None
-    """The largest finite magnitude among the inputs of the operation or, if `kind` is "weight", among the stored values of the
-    weights.
-    """
+    """The largest finite magnitude of the operation's inputs or, if `kind` is "weight", of the weights' stored values."""
     largest_reference: float | None
     """The largest magnitude of the operation's result in the reference."""
     remedy: tuple[str, ...]
-    """Rules to append to the recipe's rules. In a trial run with them, the output was finite wherever the reference is finite.
-    Empty if no such rules were found.
-    """
+    """Rules to append to the recipe's, with which the output was finite wherever the reference is. Empty if none were found."""
     reason: str = ""
-    """If `remedy` is empty: why no rules were found. Otherwise a note that the reference itself has values that are not finite, or
-    "".
-    """
+    """Why no rules were found or, with a remedy, that the reference itself has values that are not finite."""
     constant: float | None = None
-    """If the cause is a constant in the model's code that the dtype can't represent: the constant's value. Examples are a mask that
-    becomes infinite and an epsilon that becomes 0. Otherwise None.
-    """
+    """The constant in the model's code that is the cause, because it becomes infinite (as masks do) or zero (as an epsilon)."""
     before: OutputDrift | None = None
     """The drift of the main output without the rules in `remedy`."""
     after: OutputDrift | None = None
@@ -150,28 +127,25 @@ class NonFiniteDiagnosis:
 
 @dataclass(frozen=True, slots=True)
 class LossRemedy:
-    """Suggested rules for tensors with values that the recipe's casts make infinite or zero. The user adds them after the recipe's
-    own rules.
-    """
+    """Rules to append to the recipe's, for tensors with values that its casts make infinite or zero."""
 
     rules: tuple[str, ...]
     tensors: tuple[Name, ...]
-    """The tensors that the suggested rules match. Each gets another dtype, usually a wider one such as bfloat16, in which none of
-    its values becomes infinite or zero. If there is no such dtype with fewer bits than the stored dtype, the tensor gets its stored
-    dtype.
+    """The tensors that the rules match. Each gets a dtype in which none of its values becomes infinite or zero: its stored one, if
+    no dtype with fewer bits has them all.
     """
     planned_bytes_before: int
-    """The bytes of the whole model in its planned dtypes, without the suggested rules."""
+    """The bytes of the whole model without these rules."""
     planned_bytes: int
-    """The bytes of the whole model in its planned dtypes, with the suggested rules."""
+    """The bytes of the whole model with these rules."""
     before: OutputDrift | None = None
-    """The drift of the main output without the suggested rules, or None if the model can't be run."""
+    """The drift of the main output without these rules, or None if the model can't be run."""
     after: OutputDrift | None = None
-    """The drift of the main output with the suggested rules, over the same inputs as `before`. None if it was not measured."""
+    """The drift of the main output with these rules, over the same inputs. None if it was not measured."""
     reason: str = ""
-    """Why the effect of the suggested rules was not measured, for example because the model can't be run."""
+    """Why it was not measured."""
 
     @property
     def improves(self) -> bool:
-        """Whether the suggested rules were tried and reduce the drift of the main output."""
+        """Whether the rules were tried and reduce the drift of the main output."""
         return self.before is not None and self.after is not None and drifts_less(self.after, self.before)

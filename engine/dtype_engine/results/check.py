@@ -14,9 +14,9 @@ class Kind:
 
     title: str
     why: str
-    """A sentence that says why problems of this kind matter."""
+    """Why such problems matter."""
     seen: tuple[str, ...] = ()
-    """Public issues that report this kind of problem in published checkpoints or loaders, each as owner/repository#number."""
+    """Public issues about published checkpoints or loaders, as owner/repository#number."""
 
 
 KINDS: dict[str, Kind] = {
@@ -139,7 +139,7 @@ KINDS: dict[str, Kind] = {
         "They are no parts of quantized weights, so nothing of the source became them.",
     ),
 }
-"""All kinds of problems that a check can find, keyed by their names in JSON and SARIF, such as "missing-tensor"."""
+"""All kinds of problems, by their names in JSON and SARIF."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,13 +147,12 @@ class Finding:
     """One problem that a check found in a checkpoint."""
 
     kind: str
-    """The name of the kind of problem: a key of `KINDS`."""
+    """A key of `KINDS`."""
     tensor: Name
-    """The name of whatever has the problem: a tensor, a file or a field of config.json."""
+    """What has the problem: a tensor, a file or a field of config.json."""
     what: str
-    """What is wrong, in words that complete a sentence which begins with the name in `tensor`, such as "has no scales"."""
+    """What is wrong, in words that follow that name in a sentence, such as "has no scales"."""
     file: str = ""
-    """The name of the file in which the problem was found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,14 +165,12 @@ class CheckReport:
     scales: int
     """How many scale tensors of quantized weights were read."""
     values: int | None
-    """The number of tensors whose values were read, or None if the user did not ask for reading values."""
+    """The number of tensors whose values were read, or None if the user did not ask for it."""
     seconds: float
     findings: tuple[Finding, ...]
     unchecked: tuple[str, ...] = ()
-    """Sentences for the user that say what was not checked."""
+    """Sentences that say what was not checked."""
     against: str | None = None
-    """The name of the source checkpoint with which the checkpoint was compared; None if the user named no source."""
+    """The source with which the checkpoint was compared."""
     coverage: Coverage | None = None
-    """How many of the model's tensors the files have. The model's tensors are those of its architecture or, if this is unknown,
-    those that the index lists. None if there is no index either.
-    """
+    """Which tensors of the architecture, or of those that the index lists, the files have. None if both are unknown."""

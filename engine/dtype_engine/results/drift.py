@@ -1,5 +1,4 @@
-"""The results of a drift measurement: how far outputs are from the reference's, as plain data that the app shows and `--json`
-prints.
+"""The results of a drift measurement: how far outputs are from the reference's.
 
 Times are in seconds, KL in nats per position, SQNR in decibels. A metric that was not measured is None.
 """
@@ -46,36 +45,35 @@ class OutputDrift:
     """
 
     elements: int
-    """How many elements the output has."""
     mean_abs: float
-    """The mean absolute difference between the candidate's and the reference's output, in the output's own unit."""
+    """The mean of |c - r|, in the output's own unit."""
     max_abs: float
-    """The largest absolute difference between the candidate's and the reference's output, in the output's own unit."""
+    """The largest |c - r|, in the output's own unit."""
     rel_l2: float
     """The relative L2 error, ‖c - r‖ / ‖r‖."""
     sqnr_db: float
-    """20 log10(‖r‖ / ‖c - r‖) in decibels: the size of the reference r over that of the error c - r. Infinity if c equals r."""
+    """20 log10(‖r‖ / ‖c - r‖) in decibels. Infinity if c equals r."""
     cosine: float
     """The cosine similarity r·c / (‖r‖ ‖c‖)."""
     nonfinite: int
-    """The number of elements of the candidate's output that are not finite and differ from the reference's."""
+    """The number of elements of c that are not finite and differ from r's."""
     nonfinite_reference: int = 0
-    """The number of elements of the reference's output that are NaN or +infinity. -infinity is not counted, since masks have it."""
+    """The number of elements of r that are NaN or +infinity. -infinity is not counted, since masks have it."""
     positions: int | None = None
-    """At how many positions the output has a distribution. None if it has none."""
+    """At how many positions the output has a distribution, or None if it has none."""
     kl_mean: float | None = None
     """The mean of KL(p ‖ q) = Σ p log(p / q) over positions, in nats."""
     kl_mean_se: float | None = None
     top1_agreement: float | None = None
     """The share of positions (0 to 1) at which the candidate and the reference have the same most likely class."""
     scored_tokens: int | None = None
-    """At how many positions the actual next token is known, so that its probability can be compared."""
+    """At how many positions the actual next token is known."""
     values: Mapping[str, float] = field(default_factory=dict)
     """Whatever else was measured, by name."""
 
     @classmethod
     def fields_of(cls, values: Mapping[str, float | None]) -> dict[str, Any]:
-        """Return the fields of an output with these values, which are keyed by name as in JSON."""
+        """Return the fields of an output with these values, keyed by name as in JSON."""
         known = {name: value for name, value in values.items() if value is not None}
         own = {name: known.pop(name) for name in cls.__slots__ if name in known}
         return own | {"values": known}
@@ -87,25 +85,21 @@ class OutputDrift:
         return self.values.get(name)
 
     def by_name(self) -> dict[str, float | None]:
-        """Return everything that is measured of an output, by name. It is None where it was not measured."""
+        """Return everything that is measured of an output, by name."""
         return {name: getattr(self, name) for name in (*NAMES, *self.values)}
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleDrift:
-    """How far one module's output is from the reference, over all its elements in the sequences in which modules were compared
-    (`DriftReport.modules_sequences`).
-    """
+    """How far one module's output is from the reference, over the sequences on which modules were compared."""
 
     name: Name
     sqnr_db: float | None
-    """The SQNR of the module's output in decibels: infinity if it equals the reference's. None if the two can't be compared element
-    by element, for example because an expert got other tokens than in the reference.
-    """
+    """Infinity if both outputs are equal. None if they can't be compared, for example because an expert got other tokens."""
     max_abs: float
-    """The largest absolute difference from the reference's output, in the output's own unit."""
+    """In the output's own unit."""
     nonfinite: int
-    """The number of elements of the module's output that are not finite and differ from the reference's."""
+    """The number of elements that are not finite and differ from the reference's."""
 
 
 def sqnr_gain(one: ModuleDrift, other: ModuleDrift) -> float | None:
@@ -122,11 +116,9 @@ def _has_inner(module: str, names: Sequence[str]) -> bool:
 
 
 def worst_modules(modules: Iterable[ModuleDrift]) -> list[ModuleDrift]:
-    """Return the modules whose outputs differ from the reference, ordered by the number of non-finite values, then by SQNR, the
-    worst first.
+    """Return the modules whose outputs differ from the reference, most non-finite values first, then the lowest SQNR.
 
-    A module that merely returns the output of a module inside it is left out. For example, an MLP returns the output of its last
-    projection.
+    A module that merely returns the output of a module inside it, as an MLP returns that of its last projection, is left out.
     """
     differing = [each for each in modules if each.nonfinite or each.sqnr_db not in (None, math.inf)]
     alike: dict[tuple[object, ...], list[str]] = {}
@@ -142,15 +134,13 @@ def worst_modules(modules: Iterable[ModuleDrift]) -> list[ModuleDrift]:
 
 @dataclass(frozen=True, slots=True)
 class ImplicitCastStats:
-    """The implicit casts of one kind in a forward pass: `operation` in `module` received values of dtype `source` and computed in
-    dtype `target`.
-    """
+    """Implicit casts of one kind in a forward pass: `operation` in `module` got values of `source` and computed in `target`."""
 
     module: Name
     operation: str
     source: str
     target: str
-    """The dtype of the computation, or the format to which the setting `quantize_activations` rounded an activation."""
+    """The dtype of the computation, or the format to which `quantize_activations` rounded an activation."""
     elements: int
     """How many elements were cast, over all `count` casts."""
     count: int
@@ -159,9 +149,7 @@ class ImplicitCastStats:
 
     @property
     def in_torch(self) -> str:
-        """One word for what plain torch does with these dtypes: it `promotes` or `raises`. For an activation that was rounded
-        because of the setting `quantize_activations`, the word is `rounded`.
-        """
+        """What plain torch does with these dtypes: `promotes` or `raises`; or `rounded`, by `quantize_activations`."""
         if self.target in dtypes.STORAGE_DTYPES:
             return "rounded"
         return "raises" if self.torch_raises else "promotes"
@@ -169,38 +157,34 @@ class ImplicitCastStats:
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """The wall times of the reference's and the candidate's forward passes over all inputs, without the time for comparing
-    outputs.
-    """
+    """The wall times of forward passes over all inputs, without the time for comparing outputs."""
 
     reference: float | None = None
     candidate: float | None = None
     reused: bool = False
-    """Whether the candidate's passes skipped modules whose outputs were known from earlier passes. If so, `candidate` is less than
-    the time of whole passes.
-    """
+    """Whether the candidate's passes skipped modules whose outputs were known from earlier passes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
     """How many of the inputs were run for a measurement, and how precisely its metrics estimate those of all inputs.
 
-    The precision is given by the relative error, the standard error of a metric divided by the metric
-    (`runtime/measure/sampling_error.py`). It is 0.0 once all inputs were run, and None if it is unknown.
+    Errors are relative: the standard error of a metric divided by the metric (`runtime/measure/sampling_error.py`). They are 0.0
+    once all inputs were run, and None if unknown.
     """
 
     done: int
-    """The number of sequences that were run."""
+    """How many sequences were run."""
     total: int
-    """The number of sequences in the inputs."""
+    """How many sequences the inputs have."""
     positions: int
-    """The number of positions of the main output (its rows, such as tokens) that were compared."""
+    """How many positions of the main output (its rows, such as tokens) were compared."""
     of_tokens: bool = False
-    """Whether the positions that `positions` counts are tokens of a text."""
+    """Whether positions are tokens of a text."""
     rel_l2_error: float | None = 0.0
     kl_error: float | None = None
     left_out: int = 0
-    """The number of positions that a mask marks as padding. No metric includes them."""
+    """How many positions a mask marks as padding. No metric includes them."""
 
     @property
     def whole(self) -> bool:
@@ -209,25 +193,21 @@ class Extent:
 
     @property
     def error(self) -> float | None:
-        """The relative standard error of the mean KL or, without KL, of the L2 error. It decides when a measurement may stop."""
+        """The error of the mean KL or, without KL, of the L2 error. It decides when a measurement may stop."""
         return self.rel_l2_error if self.kl_error is None else self.kl_error
 
     @property
     def left_out_text(self) -> str:
-        """A text about padding to append to a report, such as `; 6 padding positions left out`, or "" if no positions are left
-        out.
-        """
+        """Words about padding to append, such as `; 6 padding positions left out`, or ""."""
         return f"; {plural(self.left_out, 'padding position')} left out" if self.left_out else ""
 
     def is_within(self, precision: float | None) -> bool:
-        """Return whether the metrics are precise enough: all inputs were run, or `error` is at most `precision`. If `precision` is
-        None, all inputs must have been run.
-        """
+        """Return whether all inputs were run, or `error` is at most `precision`."""
         return self.whole or (precision is not None and self.error is not None and self.error <= precision)
 
     def rest_for(self, precision: float | None) -> float:
-        """Return an estimate of the share (0 to 1) of the remaining sequences that must be run until `error` is at most
-        `precision`. The estimate assumes that the square of the error after n of N sequences is proportional to (N - n) / n.
+        """Estimate which share (0 to 1) of the remaining sequences must be run until `error` is at most `precision`, from a square
+        of the error after n of N sequences that is proportional to (N - n) / n.
         """
         left = self.total - self.done
         if precision is None or not self.error or left <= 0:
@@ -259,38 +239,30 @@ class DriftReport:
     output: OutputDrift
     """The drift of the main output over all sequences that were run."""
     modules: tuple[ModuleDrift, ...]
-    """The drift of each module's output, in the order in which the modules were first called."""
+    """In the order in which the modules were first called."""
     memory: MemoryStats
     seconds: Seconds
     sequences: Extent
-    """How many sequences and positions of the inputs were run for `output`, and of how many."""
+    """What was run for `output`."""
     modules_sequences: int
-    """On how many sequences the outputs of `modules` were compared: all, or about a sixth of the inputs, which includes the first
-    sequence.
-    """
+    """On how many sequences modules were compared: all, or about a sixth of the inputs, the first sequence among them."""
     notices: tuple[str, ...] = ()
     lost: tuple[ValueLoss, ...] | None = ()
-    """The weights with values that their cast made infinite or zero, or clipped, with the numbers of such values. None if they were
-    not counted.
-    """
+    """The weights with values that their cast made infinite or zero, or clipped. None if they were not counted."""
     activations: Literal["none", "weights"] = "none"
     """The setting `quantize_activations` with which the candidate was run."""
     coverage: Coverage | None = None
-    """How many tensors of the model its files have, or None for a model without a checkpoint."""
+    """None for a model without a checkpoint."""
     metrics: tuple[MetricChange, ...] = ()
-    """The user's own metrics, such as an accuracy, on the reference and on the candidate."""
+    """The user's own metrics, such as an accuracy."""
     weights_only: bool = False
-    """Whether activations stayed unquantized in this measurement although runtimes quantize them for weights in the recipe's
-    formats. Rules for KV caches don't count.
-    """
+    """Whether activations stayed unquantized although runtimes quantize them for weights in the recipe's formats."""
     pictures: tuple[PicturePair, ...] = ()
-    """The pictures of both models for the first inputs, made smaller if they are large. Empty unless the model makes pictures."""
+    """What both models make of the first inputs, made smaller if it is large. Empty unless the model makes pictures."""
 
     @property
     def inputs_run(self) -> str:
-        """A description of the inputs, with the number of sequences that were run if not all were, and the number of positions that
-        were left out as padding, if any.
-        """
+        """A description of the inputs, with how many sequences were run if not all were, and how much padding was left out."""
         run = self.sequences
         words = self.inputs if run.whole else f"{self.inputs}; {run.done:,} of {run.total:,} were run"
         return words + run.left_out_text
@@ -303,11 +275,10 @@ SQUARED = "relative squared error"
 
 
 def unit_for(classes_dim: int | None, dimensions: int) -> str:
-    """Return the unit of the drift by which recipes are ranked, such as nats per token.
+    """Return the unit of the drift by which recipes are ranked. From three dimensions on, there is a distribution for each token if
+    logits lie in the last dimension, otherwise for each pixel.
 
-    classes_dim: the dimension of the main output along which logits lie, or None if the output is no distribution. dimensions: how
-    many dimensions the output has. If it has three or more, there is a distribution for each token if logits lie in the last one,
-    otherwise for each pixel.
+    classes_dim: the dimension along which logits lie, or None if the output is no distribution. dimensions: of the main output.
     """
     if classes_dim is None:
         return SQUARED
@@ -317,9 +288,7 @@ def unit_for(classes_dim: int | None, dimensions: int) -> str:
 
 
 def drifts_less(one: OutputDrift, other: OutputDrift) -> bool:
-    """Return whether the output `one` drifts less than the output `other`: it has fewer non-finite values or, if the numbers are
-    equal, a smaller mean KL. If KL was not measured, the relative L2 error decides.
-    """
+    """Return whether `one` drifts less than `other`: by non-finite values first, then by mean KL or, without KL, by relative L2."""
     if one.nonfinite != other.nonfinite:
         return one.nonfinite < other.nonfinite
     if one.kl_mean is not None and other.kl_mean is not None:

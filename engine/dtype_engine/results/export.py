@@ -11,9 +11,7 @@ from dtype_engine.results.losses import ValueLoss
 
 @dataclass(frozen=True, slots=True)
 class ExportedDtype:
-    """One dtype of an export: the number of tensors that have it, and their bytes, including scales if the dtype is a format with
-    scales, such as float8.
-    """
+    """The number of an export's tensors that have one dtype, and their bytes, scales included."""
 
     tensors: int
     nbytes: int
@@ -28,18 +26,16 @@ class ExportReport:
     rules: tuple[str, ...]
     config_dtype: str
     nbytes: int
-    """The bytes of all tensors in the export, scales included, file headers excluded."""
+    """Of all tensors, scales included, file headers excluded."""
     files: tuple[str, ...]
-    """The names of the files that contain weights, within the export's folder."""
+    """The files with weights, within the folder."""
     dtypes: dict[str, ExportedDtype]
     seconds: float
     notices: tuple[str, ...] = ()
     lost: tuple[ValueLoss, ...] = ()
-    """The weights with values that their cast made infinite or zero, or clipped, with the numbers of such values."""
+    """The weights with values that their cast made infinite or zero, or clipped."""
     coverage: Coverage | None = None
-    """How many of the model's tensors are in the source checkpoint. If the model's tensors are unknown, those that the checkpoint's
-    index lists are counted. None if there is no index either.
-    """
+    """Which of the model's tensors, or of those that the index lists, the source checkpoint has. None if both are unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +44,7 @@ class TensorDifference:
 
     name: str
     what: str
-    """How the tensor differs, in words that follow the tensor's name in a sentence."""
+    """How it differs, in words that follow its name in a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +56,15 @@ class ComparedTensor:
     dtype: str
     elements: int
     differing: int | None
-    """How many elements differ from the source's tensor after `Tensor.to` has cast that tensor to this tensor's dtype. Two NaN
-    count as equal. None if this tensor was decoded from codes with scales, because these do not come from `Tensor.to`.
+    """How many elements differ from those that `Tensor.to` makes of the source's tensor. Two NaN are equal. None if this tensor was
+    decoded from codes with scales, which do not come from `Tensor.to`.
     """
     max_abs: float
-    """The largest absolute difference between this tensor and the source's tensor; infinity if a value is finite in only one of
-    them.
-    """
+    """The largest difference from the source's tensor; infinity if a value is finite in only one of them."""
 
     @property
     def exact(self) -> bool:
-        """Whether the tensor equals the source's tensor, cast to this tensor's dtype with rounding to nearest."""
+        """Whether the tensor equals the source's, cast with rounding to nearest."""
         return self.differing == 0
 
 
@@ -81,52 +75,43 @@ class CastReport:
     folder: str
     model: str
     nbytes: int
-    """Bytes of the tensors that were compared, in the checkpoint's dtypes."""
+    """Of the tensors that were compared, in the checkpoint's dtypes."""
     tensors: tuple[ComparedTensor, ...]
     differences: tuple[TensorDifference, ...]
     """Tensors that only the checkpoint or only its source has, and tensors whose shapes in the two differ."""
     uncompared: tuple[TensorDifference, ...]
-    """Weights that could not be compared, because this program does not decode their codes, each with the reason."""
+    """Weights whose codes this program does not decode, each with the reason."""
     seconds: float
     unchecked: tuple[str, ...] = ()
-    """Sentences for the user about what was not compared, and may differ."""
+    """Sentences about what was not compared, and may differ."""
 
     @property
     def same(self) -> bool:
-        """Whether every tensor is an exact cast of the source's tensor, and none is missing, new or left uncompared."""
+        """Whether every tensor is an exact cast of the source's, and none is missing, new or left uncompared."""
         return not self.differences and not self.uncompared and all(tensor.exact for tensor in self.tensors)
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """The comparison of an export with the tensors that its recipe gives when it is applied to the source, the model that was
-    exported.
-    """
+    """The comparison of an export with the tensors that its recipe makes of the source, the model that was exported."""
 
     folder: str
     model: str
     rules: tuple[str, ...]
     tensors: int
-    """How many tensors of the export were compared bit for bit. The export and its source are both read with other programs'
-    loaders, so that an error of this program's own reader can't hide a difference.
-    """
+    """How many were compared bit for bit. Other programs' loaders read both sides, so that no error of our reader hides one."""
     nbytes: int
     differences: tuple[TensorDifference, ...]
     seconds: float
     drift_before: OutputDrift | None = None
-    """The drift of the source model, cast in memory by the export's recipe, from the float32 reference. None if drift was not
-    measured.
-    """
+    """The drift of the source, cast in memory by the recipe, from the float32 reference. None if not measured."""
     drift_after: OutputDrift | None = None
-    """The drift of the model that is loaded from the export, from the same reference as `drift_before`. The two are equal if the
-    export is exact. None if drift was not measured.
-    """
+    """The drift of the model that is loaded from the export, from the same reference. It is equal if the export is exact."""
     unchecked: tuple[str, ...] = ()
-    """Sentences for the user about what was not compared, and may differ."""
+    """Sentences about what was not compared, and may differ."""
     lost: tuple[ValueLoss, ...] = ()
-    """The weights with values that their cast made infinite or zero, as recorded in the export's recipe file."""
+    """The weights with values that their cast made infinite or zero, as the export's recipe file says."""
 
     @property
     def same(self) -> bool:
-        """Whether every tensor of the export equals the one that its recipe gives when it is applied to the source."""
         return not self.differences and repr(self.drift_before) == repr(self.drift_after)  # NaN equals itself here

@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     from dtype_engine.results.drift import Extent, OutputDrift
 
 View = Literal["text", "report", "repr", "details", "pane", "pane_without_kl", "comparison", "history", "recipe"]
-"""Where figures are shown: the text of `dtype-engine drift`; reports as HTML or Markdown; the `repr` of a drift report; the app's
-details of the model; its Drift pane, for an output with and without a mean KL; its windows that compare and that list measured
-recipes; and recipe files, which have values and no texts.
+"""Where figures are shown: the text of `dtype-engine drift`; reports; the `repr` of a drift report; the app's details of the model,
+its Drift pane with and without a mean KL, its windows that compare and that list recipes; and recipe files, which have no texts.
 """
 About = Literal["values", "distribution", "predictions"]
 
@@ -29,15 +28,14 @@ class Shown(msgspec.Struct, frozen=True):
     """How a view shows a figure, where this differs from what its row says."""
 
     label: str | None = None
-    """The label. `{item}` in it becomes "token" or, if positions are not tokens of a text, "class"."""
+    """`{item}` in it becomes "token" or, if positions are not tokens of a text, "class"."""
     form: Callable[[float], str] | None = None
-    """Formats the value."""
     text: Callable[[OutputDrift, Extent], str | None] | None = None
-    """Returns the text of an output over some inputs, in place of `form`. None: the view leaves the figure out."""
+    """Returns the text in place of `form`, or None to leave the figure out."""
     around: str = "{}"
     """A template into which the text is put. `{positions}` is the number of positions."""
     order: int = 0
-    """Figures with a lower number come first. Those with equal numbers keep the order of the table."""
+    """Lower numbers come first, equal ones in the order of the table."""
 
 
 class Figure(msgspec.Struct, frozen=True):
@@ -49,25 +47,22 @@ class Figure(msgspec.Struct, frozen=True):
     form: Callable[[float], str] = "{:.4e}".format
     """Formats the value with its unit."""
     with_error: Callable[[float, float | None], str] | None = None
-    """Formats the value with its standard error, whose name ends in `_se`. Views without a form of their own use it."""
+    """Formats the value with its standard error, whose name ends in `_se`, in views without a form of their own."""
     unit: str = ""
     """The unit behind values in messages about limits. " %": the value is a share from 0 to 1."""
     better: Literal["less", "more"] | None = None
-    """Which values are better, or None if neither are."""
     about: About = "values"
-    """What the figure is about: all values of the output, or, if the output has a distribution at each position, the distributions
-    or the likeliest classes and the correct next tokens.
-    """
+    """All values of the output, or its distributions at each position, or their likeliest classes and the correct next tokens."""
     what: str = ""
     """What the figure is, for reports. `{positions}` is the number of positions."""
     comment: str = ""
     """What the figure is, for recipe files."""
     baseline: Callable[[float], str] | None = None
-    """Formats the value of the baseline recipe, which the app's details have next to the current value."""
+    """Formats the value of the baseline recipe, beside the current one in the app's details."""
     option: str = ""
-    """The command-line option that limits this figure, such as `max_kl`. Without one, only `--min` and `--max` do."""
+    """The command-line option that limits this figure besides `--min` and `--max`, such as `max_kl`."""
     compute: Callable[[OutputDrift], float | None] | None = None
-    """Returns the value of an output, if it follows from values that are measured."""
+    """Returns the value, if it follows from others."""
     shown: Mapping[str, Shown] | None = None
     """The views that show the figure. None: all, as this row says."""
 
@@ -76,20 +71,18 @@ class Figure(msgspec.Struct, frozen=True):
         return self.compute(output) if self.compute is not None else getattr(output, self.name, None)
 
     def worsened(self, before: float, now: float) -> bool:
-        """Return whether `now` is worse than `before`."""
         return now > before if self.better == "less" else now < before
 
     def shown_in(self, view: View) -> Shown:
-        """Return how a view shows the figure."""
         return Shown() if self.shown is None else self.shown[view]
 
     def label_in(self, view: View, of_tokens: bool = True) -> str:
-        """Return the label in a view. of_tokens: whether the positions of the output are tokens of a text."""
+        """Return the label in a view. of_tokens: whether positions are tokens of a text."""
         label = self.shown_in(view).label
         return (self.label if label is None else label).format(item="token" if of_tokens else "class")
 
     def text_in(self, view: View, output: OutputDrift, extent: Extent) -> str | None:
-        """Return the text of an output over some inputs for a view, or None if there is none."""
+        """Return the text in a view, or None if there is none."""
         shown, value = self.shown_in(view), self.of(output)
         if shown.text is not None:
             return shown.text(output, extent)
@@ -102,15 +95,13 @@ class Figure(msgspec.Struct, frozen=True):
 
 
 class Cell(NamedTuple):
-    """A figure of an output in a view."""
-
     figure: Figure
     label: str
     text: str
 
 
 def figures_in(view: View, *about: About) -> list[Figure]:
-    """Return the figures that a view shows, in order. about: what the figures are about. If nothing is given, return all."""
+    """Return the figures that a view shows, in order: those about any of `about`, or all if nothing is given."""
     rows = (row for row in FIGURES.values() if row.shown is None or view in row.shown)
     return sorted((row for row in rows if not about or row.about in about), key=lambda row: row.shown_in(view).order)
 
@@ -127,33 +118,31 @@ def has_kl(output: OutputDrift) -> bool:
 
 
 def kl_error(output: OutputDrift, extent: Extent) -> float | None:
-    """Return the standard error of the mean KL in nats, or None if it is unknown. If all inputs were run, this is the error over
-    positions; otherwise, the error of the estimate for all inputs.
-    """
+    """Return the standard error of the mean KL in nats, over positions or, if not all inputs were run, of the estimate for all."""
     if extent.whole:
         return output.kl_mean_se
     return None if output.kl_mean is None or extent.kl_error is None else abs(output.kl_mean) * extent.kl_error
 
 
 def kl_text(output: OutputDrift, extent: Extent) -> str | None:
-    """Return the mean KL ± its standard error, as in `1.234e-03 ± 2e-05 nats`, or None without a mean KL."""
+    """Return the mean KL as `1.234e-03 ± 2e-05 nats`."""
     error = kl_error(output, extent)
     return None if output.kl_mean is None else f"{output.kl_mean:.3e}{'' if error is None else f' ± {error:.0e}'} nats"
 
 
 def sqnr_error(output: OutputDrift, extent: Extent) -> str:
-    """Return ` ± 0.40`, the standard error in dB with which the SQNR of some inputs estimates that of all, or "" without one."""
+    """Return ` ± 0.40`, the error in dB with which the SQNR of some inputs estimates that of all, or ""."""
     known = not extent.whole and extent.rel_l2_error is not None and math.isfinite(output.sqnr_db)
     return f" ± {20 / math.log(10) * (extent.rel_l2_error or 0.0):.2f}" if known else ""
 
 
 def sqnr_text(output: OutputDrift, extent: Extent) -> str:
-    """Return the SQNR as `43.17 dB`, with the standard error of an estimate: `43.17 dB ± 0.40`."""
+    """Return the SQNR as `43.17 dB` or, if it is an estimate, as `43.17 dB ± 0.40`."""
     return decibels(output.sqnr_db) + sqnr_error(output, extent)
 
 
 def main_text(output: OutputDrift, extent: Extent) -> str:
-    """Return the figure that stands for the drift: `KL 1.234e-03 ± 2e-05 nats` or, without a mean KL, `SQNR 43.17 dB`."""
+    """Return the figure that stands for the drift: `KL 1.234e-03 ± 2e-05 nats` or `SQNR 43.17 dB`."""
     return f"KL {kl_text(output, extent)}" if has_kl(output) else f"SQNR {sqnr_text(output, extent)}"
 
 

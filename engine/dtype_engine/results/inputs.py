@@ -1,4 +1,4 @@
-"""The inputs on which a model is run, as plain data for the app and for `--json`."""
+"""The inputs on which a model is run."""
 
 from __future__ import annotations
 
@@ -19,11 +19,9 @@ class InputBatch:
     """The inputs of one forward pass."""
 
     what: str
-    """What the user sees of the input: the beginning of the text, or a name for the image or audio."""
+    """The beginning of the text, or a name for the image or audio."""
     positions: int | None
-    """The number of token positions, over all rows of the batch, or None if the input is not a sequence of tokens. If the model has
-    a decoder with its own inputs, the decoder's tokens are counted.
-    """
+    """The number of tokens over all rows, of the decoder if it has its own inputs. None if the input is no sequence of tokens."""
     tensors: tuple[InputTensor, ...]
 
 
@@ -33,6 +31,6 @@ class InputsSummary:
 
     description: str
     made_of: tuple[str, ...]
-    """A sentence for each component of the inputs, such as text or images, that says where it comes from."""
+    """A sentence for each component, such as text or images, that says where it comes from."""
     positions: int | None
     batches: tuple[InputBatch, ...]

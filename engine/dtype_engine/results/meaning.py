@@ -1,8 +1,7 @@
-"""Describes in one word what a drift means, by limits that others have published or that follow from the dtypes themselves.
+"""Describes in one word what a drift means.
 
-An output over classes or tokens is judged by its mean KL, any other output by its SQNR. The limits for KL were measured for
-LLaMA-3-8B on Wikitext-2 (README of llama.cpp's `llama-perplexity`). The limits for SQNR are the errors of rounding the output
-itself to a dtype, which no computation in that dtype can avoid.
+An output over classes or tokens is judged by its mean KL, by limits that were measured for LLaMA-3-8B on Wikitext-2 (README of
+llama.cpp's `llama-perplexity`). Any other output is judged by its SQNR, by the errors of rounding the output itself to a dtype.
 """
 
 from __future__ import annotations
@@ -24,23 +23,20 @@ Grade = Literal["green", "yellow", "orange", "red"]
 GRADES: Mapping[Word, Grade] = {
     "exact": "green", "under the floor": "green", "invisible": "green", "small": "yellow", "visible": "orange", "broken": "red",
 }  # fmt: skip
-"""The color in which each word that rates a drift is shown, on the screen and in reports."""
+"""The color of each word, on the screen and in reports."""
 
 
 def rounding_sqnr_db(mantissa: int) -> float:
     """Return the lowest SQNR in dB of values rounded to a float with `mantissa` bits of mantissa, without the implicit bit.
 
-    Rounding a value m 2^e with 1 <= m < 2 causes an error of up to half a unit in the last place. The mean square of this error is
-    2^(2e - 2 mantissa) / 12, and the square of the value is m^2 2^(2e). For m = 1, the worst case, the square of the value is above
-    the error by 10.8 dB plus 6.02 dB for each bit; values of many magnitudes have 2.7 to 3.7 dB more.
+    Rounding a value m 2^e with 1 <= m < 2 causes an error with a mean square of 2^(2e - 2 mantissa) / 12. The square of the value
+    is m^2 2^(2e). The worst case is m = 1; values of many magnitudes have 2.7 to 3.7 dB more.
     """
     return 10 * math.log10(12 * 4**mantissa)
 
 
 def cosine_at(sqnr_db: float) -> float:
-    """Return the cosine similarity of an output and the reference that belongs to an SQNR in dB, if the output's error is
-    orthogonal to the reference.
-    """
+    """Return the cosine similarity that belongs to an SQNR in dB, if the error is orthogonal to the reference."""
     return 1 / math.sqrt(1 + 10 ** (-sqnr_db / 10))
 
 
@@ -55,10 +51,9 @@ KL_Q2 = 0.4451
 SQNR_BF16 = rounding_sqnr_db(dtypes.BY_NAME["bfloat16"].mantissa)
 SQNR_FP8 = rounding_sqnr_db(dtypes.BY_NAME["float8_e4m3fn"].mantissa)
 SQNR_SIGNS = -10 * math.log10(1 - 2 / math.pi)
-"""The SQNR in dB of normally distributed values after rounding to 1 bit: each value keeps its sign, and all get one magnitude,
-chosen for the least error (Max 1960).
-"""
+"""The SQNR in dB of normally distributed values that keep only their signs, with the magnitude of the least error (Max 1960)."""
 
+# Triples (limit, word, comparison), best word first: at most this mean KL, and at least this SQNR.
 _KL: tuple[tuple[float, Word, str], ...] = (
     (KL_FLOATS, "invisible", "no worse than float16 against bfloat16"),
     (KL_Q8, "small", "no worse than llama.cpp Q8_0"),
@@ -70,19 +65,14 @@ _SQNR: tuple[tuple[float, Word, str], ...] = (
     (SQNR_FP8, "small", "no worse than rounding to fp8"),
     (SQNR_SIGNS, "visible", "no worse than rounding to 1 bit"),
 )
-"""Triples (minimum SQNR in dB, word, comparison), best word first. An output whose SQNR is at least the minimum is described by the
-word, such as "small", and by the comparison, such as "no worse than rounding to fp8".
-"""
 
 
 def sqnr_limits(output: OutputDrift | None) -> tuple[tuple[float, Word], ...]:
     """Return pairs (minimum SQNR in dB, word) for rating the SQNRs of modules, from the best word to the worst. A module whose SQNR
-    equals that of the output gets the same word as the output.
+    equals that of the main output gets the same word as `output`.
 
-    If the output is a distribution, its mean KL determines its word. The limits are then the SQNRs at which the output would have
-    the KLs that separate the words. They follow from the output's own SQNR and KL: the KL of a small error is proportional to the
-    square of the error, so if the SQNR is 10 dB lower, the KL is ten times as large. For any other output, the limits are those for
-    the SQNR of outputs. output: the drift of the main output, or None if it is unknown.
+    If the output has a KL, the limits are the SQNRs at which it would have the KLs that separate the words. The KL of a small error
+    is proportional to the square of the error, so if the SQNR is 10 dB lower, the KL is ten times as large.
     """
     if output is None or not output.kl_mean or not output.kl_mean > 0 or not math.isfinite(output.sqnr_db):
         return tuple((least, word) for least, word, _ in _SQNR)
@@ -99,7 +89,7 @@ HELP = (
     f"{SQNR_FP8:.1f} dB (fp8 e4m3; {cosine_at(SQNR_FP8):.4f}), visible from {SQNR_SIGNS:.1f} dB (1 bit: signs "
     "alone), otherwise broken. An output that is not finite is broken. Other models and texts may tolerate more or less."
 )
-"""The help text about the words that rate a drift, such as "small": their limits, and where these come from."""
+"""The help text about the words, their limits, and where these come from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +114,8 @@ def _module_drift_words(modules: Iterable[ModuleDrift]) -> str:
 
 
 def meaning(output: OutputDrift, floor: NoiseFloor | None = None, modules: Iterable[ModuleDrift] = ()) -> Meaning:
-    """Return a word that rates a drift, and the comparison on which this rating is based. floor: the noise floor over the same
-    inputs, or None if it is unknown. modules: metrics of modules, which may drift although the output does not, for example before
-    a saturated softmax.
+    """Return a word that rates a drift, and the comparison on which it is based. floor: over the same inputs. modules: these may
+    drift although the output does not, for example before a saturated softmax.
     """
     if output.nonfinite or math.isnan(output.sqnr_db):
         return Meaning("broken", "not finite")

@@ -10,30 +10,25 @@ class MemoryStats:
     """The memory of a model and of the process, in bytes. An unknown number is None."""
 
     stored_bytes: int | None = None
-    """Bytes of the tensors in the checkpoint."""
+    """Of the tensors in the checkpoint."""
     planned_bytes: int | None = None
-    """Bytes of the checkpoint's tensors in the dtypes of the recipe."""
+    """Of these tensors in the dtypes of the recipe."""
     cache_stored_bytes: int | None = None
-    """Bytes of the KV cache of one sequence of `cache_context` tokens if no rule is applied. None if the recipe gives the cache no
-    format.
-    """
+    """Of the KV cache of one sequence of `cache_context` tokens without rules. None if the recipe gives the cache no format."""
     cache_planned_bytes: int | None = None
-    """Bytes of the KV cache of one sequence of `cache_context` tokens in the recipe's formats. None if the recipe gives the cache
-    no format.
-    """
+    """The same in the recipe's formats."""
     cache_context: int | None = None
-    """The number of tokens for which the bytes of the KV cache are computed, or None if they are not computed."""
     cast_caches: int = 0
     """The number of KV cache tensors to which the recipe gives a format."""
     resident_bytes: int | None = None
-    """Bytes of the live module's tensors, including non-persistent buffers."""
+    """Of the live module's tensors, including non-persistent buffers."""
     resident_by_device: tuple[tuple[str, int], ...] = ()
     limits: tuple[tuple[str, int], ...] = ()
-    """The most bytes that weights may take on each device that `--max-memory` names, as pairs (device, bytes)."""
+    """What weights may take on each device that `--max-memory` names, as pairs (device, bytes)."""
     rss_bytes: int | None = None
     """The resident set size of the process: its memory that is in RAM."""
     anonymous_bytes: int | None = None
-    """The part of the process's resident set that no file backs, in bytes."""
+    """The part of the resident set that no file backs."""
     mapped_bytes: int | None = None
     """The part of the resident set that is mapped from the files of the checkpoint. The system can reclaim it."""
     peak_rss_bytes: int | None = None
@@ -42,12 +37,8 @@ class MemoryStats:
     device_reserved_bytes: int | None = None
     device_peak_bytes: int | None = None
     kept_bytes: int | None = None
-    """Bytes of module outputs that are kept to speed up the next measurement. They are part of the memory of the process or the
-    device.
-    """
+    """Of module outputs that are kept to speed up the next measurement. The process or the device has them."""
     kept_budget_bytes: int | None = None
     """The largest value that `kept_bytes` may have."""
     read_bytes: int | None = None
-    """Bytes of weights that were read from the files since the last measurement began. None if the model fits into
-    the machine's memory, so that it does not run from the disk.
-    """
+    """Of weights that were read from the files since the last measurement began. None if the model does not run from the disk."""

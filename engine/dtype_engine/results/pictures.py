@@ -1,4 +1,4 @@
-"""Small copies of the pictures that the reference and the candidate make, to look at side by side."""
+"""Small copies of the pictures that the reference and the candidate make."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ MOST_PIXELS = 256
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A picture with eight bits for each color."""
-
     width: int
     height: int
     pixels: bytes = field(repr=False, metadata={"json": False})

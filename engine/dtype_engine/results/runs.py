@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import takewhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,30 +21,23 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One prompt, and the texts with which the reference and the candidate continue it, by greedy decoding."""
+    """A prompt, and the texts with which the reference and the candidate continue it, by greedy decoding."""
 
     prompt: str
     reference: Written
     candidate: Written
     finished: bool = True
-    """Whether the texts of both models are complete. While they are generated, first the reference's grows, then the
-    candidate's.
-    """
+    """Whether both texts are complete. First the reference's grows, then the candidate's."""
 
     @property
     def same_tokens(self) -> int:
-        """How many tokens the texts of the reference and the candidate have in common at their beginning."""
+        """How many tokens both texts have in common at their beginning."""
         pairs = zip(self.reference.ids, self.candidate.ids, strict=False)
-        return next(
-            (index for index, (one, other) in enumerate(pairs) if one != other),
-            min(len(self.reference.ids), len(self.candidate.ids)),
-        )
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     @property
     def differs(self) -> bool:
-        """Whether the texts of the reference and the candidate differ in a token. While they are generated, only as many tokens
-        count as both texts have.
-        """
+        """Whether the texts differ in a token. While they are generated, only as many tokens count as both have."""
         if self.finished:
             return self.reference.ids != self.candidate.ids
         return self.same_tokens < min(len(self.reference.ids), len(self.candidate.ids))
@@ -54,23 +48,21 @@ class SpeedRow:
     """How long forward passes over all inputs take in one variant of the model, in seconds of wall time."""
 
     what: str
-    """The variant of the model: "reference", "as stored" or "candidate"."""
+    """The variant: "reference", "as stored" or "candidate"."""
     dtypes: str
     seconds: float
-    """The median time of `repeats` passes after one warm-up pass."""
+    """The median of `repeats` passes after a warm-up."""
     fastest: float
     slowest: float
     repeats: int
     tokens_per_second: float | None
     under_rules: bool
-    """Whether plain torch would refuse to run the model in this mix of dtypes. The measured times then include casts that this
-    program inserts.
-    """
+    """Whether plain torch would refuse this mix of dtypes. The times then include casts that this program inserts."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpeedReport:
-    """The speed of a model in different dtypes, on one machine and over the same inputs."""
+    """The speed of a model in different dtypes over the same inputs."""
 
     model: str
     device: str

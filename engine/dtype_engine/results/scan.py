@@ -1,6 +1,4 @@
-"""The results of scans and searches: scores of weights, predicted drift, and a Pareto front. Bytes are those in the planned
-dtypes.
-"""
+"""The results of scans and searches: scores of weights, predicted drift, and a Pareto front. Bytes are those in planned dtypes."""
 
 from __future__ import annotations
 
@@ -27,32 +25,24 @@ class WeightScore:
     score: float
     """The drift of the output in the unit of the `ScanReport`; infinity if the output is not finite."""
     error: float | None = None
-    """The standard error of `score` over sequences, or over backward passes if there is only one sequence; None if unknown. In an
-    estimated scan, the exact score is within two of these errors in about 95 of 100 cases.
-    """
+    """The standard error over sequences, or over backward passes of one. About 95 of 100 exact scores are within two of these."""
 
 
 def loader_name(formats: str) -> str:
-    """Return the name of the program that loads the formats of a search: `formats` itself, such as "vllm", or the name of this
-    program for "own".
-    """
+    """Return the name of the program that loads the formats of a search, such as "vllm"."""
     return "dtype-engine" if formats == "own" else formats
 
 
 @dataclass(frozen=True, slots=True)
 class ScanReport:
-    """The result of a scan: how much drift every castable weight causes in each scanned dtype. A dtype that rounds none of a
-    weight's values causes none.
-    """
+    """The result of a scan: how much drift every castable weight causes in each scanned dtype."""
 
     model: str
     device: str
     reference: str
     inputs: str
     unit: str
-    """The unit of the scores: `NATS`, `NATS_PER_EXAMPLE` or `NATS_PER_PIXEL` if the main output is a distribution, otherwise
-    `SQUARED`, its squared relative L2 error.
-    """
+    """Of the scores: that of `unit_for`."""
     exact: bool
     """Whether each score was measured by a forward pass. Otherwise scores are estimated from backward passes."""
     draws: int
@@ -68,11 +58,9 @@ class ScanReport:
     activations: Literal["none", "weights"] = "none"
     """The setting `quantize_activations` with which the scan was made."""
     coverage: Coverage | None = None
-    """How many of the model's tensors are in the files. None if no checkpoint was loaded."""
+    """None if no checkpoint was loaded."""
     loader: str = "own"
-    """The program that loads an export of the model, and whose formats a search takes if the user names none: "transformers" for a
-    checkpoint of transformers, otherwise "own", this program.
-    """
+    """Whose formats a search takes if the user names none: "transformers" for a checkpoint of transformers, otherwise "own"."""
 
     def __repr__(self) -> str:
         names = {weight.name for weight in self.weights}
@@ -91,7 +79,7 @@ class ScanReport:
         return "\n".join(lines)
 
     def scores(self) -> dict[tuple[str, str], float]:
-        """Return a mapping from (name of a weight, dtype) to the weight's score in this dtype."""
+        """Return the scores by (weight, dtype)."""
         return {(weight.name, weight.dtype): weight.score for weight in self.weights}
 
     def totals(self) -> list[tuple[float, str]]:
@@ -104,9 +92,7 @@ class ScanReport:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """The drift that a scan predicts for a recipe: the sum of the cast weights' scores. The measured drift may differ, because
-    drifts need not add up.
-    """
+    """The drift that a scan predicts for a recipe: the sum of the cast weights' scores."""
 
     value: float
     unit: str
@@ -123,18 +109,18 @@ class FrontPoint:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A recipe that a search measured because it is near the limit on bytes or drift, with its predicted and measured drift."""
+    """A recipe that a search measured because it is near the limit on bytes or drift."""
 
     planned_bytes: int
     predicted: float
     measured: float
     metrics: tuple[MetricChange, ...] = ()
-    """The user's own metrics, such as an accuracy, under the recipe."""
+    """The user's own metrics, such as an accuracy."""
 
 
 @dataclass(frozen=True, slots=True)
 class SearchReport:
-    """The recipe that a search found, and all points of the Pareto front of planned bytes and predicted drift."""
+    """The recipe that a search found, and all points of the Pareto front."""
 
     model: str
     unit: str
@@ -142,23 +128,21 @@ class SearchReport:
     stored_bytes: int
     planned_bytes: int
     predicted: float
-    """The predicted drift of the recipe."""
     front: tuple[FrontPoint, ...]
     measured: float | None = None
-    """The measured drift of the recipe, or None if it was not measured."""
     notices: tuple[str, ...] = ()
     lost: tuple[ValueLoss, ...] = ()
-    """The weights with values that the recipe's casts make infinite or zero, or clip, with the numbers of such values."""
+    """The weights with values that the recipe's casts make infinite or zero, or clip."""
     candidates: tuple[Candidate, ...] = ()
     """The recipes that the search measured. The best of them is the recipe of this report."""
     held_out: str | None = None
-    """A description of the inputs on which the candidates were measured."""
+    """The inputs on which the candidates were measured."""
     metrics: tuple[MetricChange, ...] = ()
-    """The user's own metrics under the recipe, if it was measured."""
+    """The user's own metrics under the recipe."""
     coverage: Coverage | None = None
-    """How many of the model's tensors are in the files. None if no checkpoint was loaded."""
+    """None if no checkpoint was loaded."""
     context: int | None = None
-    """If the planned bytes include KV caches: the number of tokens in each sequence of the caches. Otherwise None."""
+    """If the planned bytes include KV caches: the number of tokens in each of their sequences."""
     cache_bytes: int = 0
     """How many of the `planned_bytes` are those of KV caches."""
     formats: str = "own"

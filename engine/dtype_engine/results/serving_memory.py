@@ -9,50 +9,42 @@ from dtype_engine.core.text import Name
 
 @dataclass(frozen=True, slots=True)
 class ActivationMemory:
-    """The memory of activations at the peak of a forward pass over a whole prompt. The weights, and the KV cache that the pass
-    leaves, come on top.
-    """
+    """The memory of activations at the peak of a forward pass over a whole prompt, without weights and KV cache."""
 
     nbytes: int
     module: Name
     """The module that runs at the peak; "" if it is the model itself."""
     context: int
-    """The number of tokens of each sequence in the pass."""
+    """The number of tokens of each sequence."""
     batch: int
-    """The number of sequences in the pass."""
+    """The number of sequences."""
     estimated: bool
-    """Whether this is an upper estimate that was made without running the model. Otherwise it was measured in a pass."""
+    """Whether this is an upper estimate, made without running the model. Otherwise it was measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServingMemory:
-    """The memory that a model takes when it is served, in bytes, for a number of sequences (`batch`) of a number of tokens
-    (`context`).
-    """
+    """The memory that a model takes when it serves `batch` sequences of `context` tokens."""
 
     model: str
     context: int
-    """The number of tokens of each sequence."""
     batch: int
-    """The number of sequences."""
     weights_bytes: int
-    """The bytes of the weights under the recipe, scales included."""
+    """Under the recipe, scales included."""
     kv_bytes: int
-    """The bytes of the KV cache: keys and values of all layers, and the states of recurrent layers."""
+    """Of keys and values of all layers, and the states of recurrent layers."""
     kv_bytes_per_token: int
-    """By how many bytes the KV cache of one sequence grows with one more token after `context` tokens."""
+    """By how much the KV cache of one sequence grows with one more token after `context` tokens."""
     kv_dtypes: tuple[str, ...]
-    """The formats of the KV cache's tensors; the format with the most bytes comes first. Empty if the model keeps no cache."""
+    """The formats of the KV cache's tensors, that with the most bytes first. Empty if the model keeps no cache."""
     activations: ActivationMemory | None = None
     notes: tuple[str, ...] = ()
-    """Sentences for the user about what is not known, and which sizes are therefore missing or only upper bounds."""
+    """Sentences about what is not known, and which sizes are therefore missing or only upper bounds."""
     budget: int | None = None
     largest_context: int | None = None
-    """The largest number of tokens for which weights, cache and activations fit in the budget; 0 if even one does not fit. None
-    without a budget.
-    """
+    """The largest number of tokens that fits in the budget; 0 if even one does not fit. None without a budget."""
     longest: int | None = None
-    """The number of tokens for which the model was made, as its configuration says, or None if it does not say."""
+    """The number of tokens for which the model was made, if its configuration says so."""
 
     @property
     def total_bytes(self) -> int:
@@ -60,5 +52,5 @@ class ServingMemory:
 
     @property
     def fits(self) -> bool | None:
-        """Whether weights, cache and activations fit in the budget with `context` tokens. None without a budget."""
+        """None without a budget."""
         return None if self.budget is None else self.total_bytes <= self.budget

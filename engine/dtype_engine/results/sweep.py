@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dtype_engine.results.drift import OutputDrift
 from dtype_engine.results.metrics import MetricChange
@@ -12,21 +12,19 @@ from dtype_engine.results.metrics import MetricChange
 
 @dataclass(frozen=True, slots=True)
 class SweepRow:
-    """The result of one recipe: its size, its drift, and whether another recipe beats it."""
+    """The result of one recipe."""
 
     recipe: str
     """The path of the recipe file."""
     rules: tuple[str, ...]
     planned_bytes: int
     drift: float
-    """The drift by which recipes are ranked, in the unit of the `SweepReport`. It is infinity if the output is not finite."""
+    """What recipes are ranked by, in the unit of the `SweepReport`. Infinity if the output is not finite."""
     best: bool
-    """Whether the recipe is on the Pareto front: its output is finite, and no other recipe is at least as good in planned bytes and
-    drift and better in one of the two.
-    """
+    """Whether the output is finite, and no other recipe is at least as good in planned bytes and drift and better in one."""
     output: OutputDrift
     metrics: tuple[MetricChange, ...] = ()
-    """The user's own metrics, such as an accuracy, under the recipe."""
+    """The user's own metrics, such as an accuracy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,22 +38,11 @@ class SweepReport:
     rows: tuple[SweepRow, ...]
 
 
-def sweep_rows(
-    measured: Sequence[tuple[str, tuple[str, ...], int, float, OutputDrift, tuple[MetricChange, ...]]],
-) -> tuple[SweepRow, ...]:
-    """Return one row for each measured recipe, with the best recipes marked. The smallest recipe comes first. measured: for each
-    recipe, (path of its file, its rules, its planned bytes, the drift by which it is ranked, the drift of the main output, the
-    user's metrics).
-    """
-    return tuple(
-        SweepRow(
-            name, rules, planned, drift,
-            math.isfinite(drift) and not any(
-                other[2] <= planned and other[3] <= drift and (other[2] < planned or other[3] < drift)
-                for other in measured
-            ),
-            output,
-            metrics,
-        )
-        for name, rules, planned, drift, output, metrics in sorted(measured, key=lambda row: (row[2], row[3]))
-    )  # fmt: skip
+def sweep_rows(rows: Sequence[SweepRow]) -> tuple[SweepRow, ...]:
+    """Return the rows by increasing planned bytes, with the best recipes marked."""
+    marked = []
+    for row in sorted(rows, key=lambda row: (row.planned_bytes, row.drift)):
+        others = (other for other in rows if (other.planned_bytes, other.drift) != (row.planned_bytes, row.drift))
+        beaten = any(other.planned_bytes <= row.planned_bytes and other.drift <= row.drift for other in others)
+        marked.append(replace(row, best=math.isfinite(row.drift) and not beaten))
+    return tuple(marked)

@@ -20,21 +20,15 @@ class Limit(msgspec.Struct, frozen=True):
     """A limit on a figure of the output or on one of the user's metrics."""
 
     option: str
-    """The command-line option that sets the limit, without dashes at its beginning: `max_kl`, or `min accuracy` for `--min` and
-    `--max`. It begins with `max` if the limit is a maximum.
-    """
+    """The option that sets the limit: `max_kl`, or `min accuracy` for `--min` and `--max`. A maximum begins with `max`."""
     name: str
-    """The name of the figure or metric."""
     limit: float
     is_change: bool = False
-    """What is limited of a metric. True: the candidate's value minus the reference's. False: the candidate's value."""
+    """Whether the candidate's value minus the reference's is limited, rather than the candidate's value."""
 
     @classmethod
     def parse(cls, text: str, kind: Literal["min", "max"]) -> Limit:
-        """Parse the value of `--min` or `--max`. `accuracy=0.9` and `accuracy=90%` limit the candidate's value. A number with a
-        sign, as in `accuracy=-0.01` or `accuracy=-1%`, limits a metric's difference from the reference's value. % divides by 100.
-        Raises UserError.
-        """
+        """Parse the value of `--min` or `--max`: `accuracy=90%` or, for a change, `accuracy=-1%`. Raises UserError."""
         name, _, number = text.rpartition("=")
         if not name or not re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?%?", number):
             raise UserError(
@@ -45,20 +39,18 @@ class Limit(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """Whether a measured drift meets one limit. If the limited metric was not measured, or if the output is not finite, it does
-    not.
-    """
+    """Whether a measured drift meets one limit."""
 
     name: str
-    """The option that sets the limit (`Limit.option`)."""
+    """`Limit.option`."""
     limit: float
     value: float | None
-    """The measured value of the limited metric, or None if it was not measured."""
+    """None if it was not measured."""
     passed: bool
     finite: bool = True
     """Whether all values of the output are finite."""
     what: str = ""
-    """The name of the limited metric in messages, such as "mean KL"."""
+    """What is limited, such as "mean KL"."""
     unit: str = ""
 
     def __str__(self) -> str:
@@ -67,23 +59,21 @@ class Verdict(msgspec.Struct, frozen=True):
             return f"{self.what}: this output has none, the limit is {limit}"
         if not self.finite:
             return f"{self.what}: the output is not finite, the limit is {limit}"
-        relation = (
-            ("at most " if self._is_most else "at least ")
-            if self.passed
-            else ("over " if self._is_most else "under ") + "the limit, "
-        )
-        return f"{self.what} {self._scale * self.value:.6g}{self.unit}: {relation}{limit}"
+        words = ("at most", "over the limit,") if self._is_most else ("at least", "under the limit,")
+        return f"{self.what} {self._scale * self.value:.6g}{self.unit}: {words[not self.passed]} {limit}"
 
     @property
     def short(self) -> str:
-        """The verdict in a short form for a narrow pane, such as `KL 0.00133 > 0.0001 nats`."""
+        """The verdict for a narrow pane, such as `KL 0.00133 > 0.0001 nats`."""
         what = self.what.removeprefix("mean ")
         if self.value is None:
             return f"no {self.what} to limit"
         if not self.finite:
             return f"{what}: output not finite"
-        sign = ("≤" if self.passed else ">") if self._is_most else ("≥" if self.passed else "<")
-        return f"{what} {self._scale * self.value:.4g} {sign} {self._scale * self.limit:.4g}{self.unit}"
+        signs = "≤>" if self._is_most else "≥<"
+        return (
+            f"{what} {self._scale * self.value:.4g} {signs[not self.passed]} {self._scale * self.limit:.4g}{self.unit}"
+        )
 
     @property
     def _is_most(self) -> bool:
@@ -95,9 +85,7 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 def verdicts(limits: Iterable[Limit], output: OutputDrift, metrics: Iterable[MetricChange] = ()) -> tuple[Verdict, ...]:
-    """Return for each limit whether the measurement meets it. A value that is NaN meets no limit, and an output that is not finite
-    meets no limit on a figure. metrics: the measured values of the user's own metrics.
-    """
+    """Return whether each limit is met. NaN and what was not measured meet none, nor do figures of an output that is not finite."""
     changes = {each.name: each for each in metrics}
     return tuple(_verdict(each, output, changes.get(each.name)) for each in limits)
 

@@ -29,6 +29,12 @@ async def client_of(access: Access, seconds: float = 300, engine: tuple[str, ...
         yield client
 
 
+async def called(name: str, engine: tuple[str, ...] = ENGINE, seconds: float = 300, **arguments: object) -> Any:
+    """What one call of a tool on the demo returns."""
+    async with client_of(Access((Path(),)), seconds, engine) as client:
+        return await client.call_tool(name, {"model": "demo", **arguments})
+
+
 def text_of(result: Any) -> str:
     return "".join(part.text for part in result.content)
 
@@ -132,22 +138,15 @@ async def test_mcp_refuses_outside_paths_and_code(
 
 @pytest.mark.slow
 async def test_mcp_errors_and_limits_are_sentences() -> None:
-    async with client_of(Access((Path(),))) as client:
-        result = await client.call_tool("inspect", {"model": "demo", "casts": ["nothing=fp8"]})
+    result = await called("inspect", casts=["nothing=fp8"])
     assert result.is_error
     assert "pattern 'nothing' matches nothing in this model" in text_of(result)
-    endless = (sys.executable, "-c", "import time; time.sleep(600)")
-    async with client_of(Access((Path(),)), 0.2, endless) as client:
-        result = await client.call_tool("check", {"model": "demo"})
+    result = await called("check", (sys.executable, "-c", "import time; time.sleep(600)"), 0.2)
     assert result.is_error
     assert "check took over 0.2 seconds and was ended" in text_of(result)
-    long = (sys.executable, "-c", "print('x' * 300_000)")
-    async with client_of(Access((Path(),)), engine=long) as client:
-        result = await client.call_tool("check", {"model": "demo"})
+    result = await called("check", (sys.executable, "-c", "print('x' * 300_000)"))
     assert text_of(result).endswith("... and 100,000 more characters")
-    failing = (sys.executable, "-c", "import sys; sys.stderr.write('x' * 300_000); sys.exit(2)")
-    async with client_of(Access((Path(),)), engine=failing) as client:
-        result = await client.call_tool("check", {"model": "demo"})
+    result = await called("check", (sys.executable, "-c", "import sys; sys.stderr.write('x' * 300_000); sys.exit(2)"))
     assert result.is_error
     assert len(text_of(result)) < 2100
 

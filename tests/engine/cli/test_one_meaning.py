@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -16,6 +17,13 @@ from torch import nn
 
 from dtype_engine.cli import cli
 from dtype_engine.cli.program import run
+
+
+def net_of_code() -> nn.Module:
+    scope: dict[str, Any] = {}
+    exec(NET, scope)
+    net: nn.Module = scope["Net"]()
+    return net
 
 
 def every_command(model: str, out: Path, rules: list[str]) -> list[list[str]]:
@@ -89,10 +97,7 @@ def test_weights_command_reads_a_model_made_by_code(tmp_path: Path, capsys: pyte
     file.write_text(NET)
     torch.manual_seed(3)
     values = {"embed.weight": torch.randn(16, 8), "layers.0.weight": torch.randn(8, 8)}
-    scope: dict[str, object] = {}
-    exec(NET, scope)
-    net = scope["Net"]()  # type: ignore[operator]
-    state = net.state_dict() | values | {"lm_head.weight": values["embed.weight"]}
+    state = net_of_code().state_dict() | values | {"lm_head.weight": values["embed.weight"]}
     torch.save(state, tmp_path / "net.pth")
     model, given = f"{file}:Net", ["--weights", str(tmp_path / "net.pth")]
     found = answer(capsys, "weights", model, *given, "--cast", "layers.0.weight=bf16", "--json")["weights"]
@@ -186,10 +191,7 @@ def test_pickled_module_without_its_code_says_what_is_missing(
     assert "PYTHONPATH" in said
     monkeypatch.chdir(code)
     found = answer(capsys, "inspect", str(tmp_path / "whole.pt"), "--trust-pickle", "--json")
-    scope: dict[str, object] = {}
-    exec(NET, scope)
-    net = scope["Net"]()  # type: ignore[operator]
-    assert found["parameters"] == sum(parameter.numel() for parameter in net.parameters())
+    assert found["parameters"] == sum(parameter.numel() for parameter in net_of_code().parameters())
 
 
 def test_unknown_name_in_a_python_file_lists_the_candidates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

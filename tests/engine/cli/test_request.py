@@ -34,15 +34,15 @@ def recipe(tmp_path: Path) -> Path:
     return path
 
 
-def request_of(*arguments: str) -> RunRequest:
-    """What a command gets of these arguments."""
+def request_of(*arguments: str, **configured: str) -> RunRequest:
+    """What a command gets of these arguments, with the defaults of a configuration."""
     requests: list[RunRequest] = []
 
-    @click.command(cls=ModelCommand)
+    @click.command(cls=ModelCommand, also=REFERENCE)
     def command(request: RunRequest) -> None:
         requests.append(request)
 
-    assert run(command, "program", arguments) == 0
+    command.main(list(arguments), standalone_mode=False, default_map=configured)
     return requests[0]
 
 
@@ -130,27 +130,15 @@ def test_headers_are_read_once_per_command(
 
 
 def test_against_makes_the_candidate_the_opened_model() -> None:
-    requests: list[RunRequest] = []
-
-    @click.command(cls=ModelCommand, also=REFERENCE)
-    def command(request: RunRequest) -> None:
-        requests.append(request)
-
-    for arguments, defaults in (
-        (["a", "--against", "b"], {}),
-        (["--against", "b"], {}),
-        (["a", "--reference", "stored"], {}),
-        (["a"], {"reference": "stored"}),
-        (["a", "--against", "b"], {"reference": "stored"}),  # a configuration's default does not stand in the way
+    for request, expected in (
+        (request_of("a", "--against", "b"), ("b", "a")),
+        (request_of("--against", "b"), ("b", "demo")),
+        (request_of("a", "--reference", "stored"), ("a", "stored")),
+        (request_of("a", reference="stored"), ("a", "stored")),
+        # A configuration's default does not stand in the way.
+        (request_of("a", "--against", "b", reference="stored"), ("b", "a")),
     ):
-        command.main(arguments, standalone_mode=False, default_map=defaults)
-    found = [(request.model, request.options.reference, "reference" in request.explicit) for request in requests]
-    assert found == [
-        ("b", "a", True),
-        ("b", "demo", True),
-        ("a", "stored", True),
-        ("a", "stored", True),
-        ("b", "a", True),
-    ]
+        assert (request.model, request.options.reference) == expected
+        assert "reference" in request.explicit
     with pytest.raises(UserError, match="leave it out, or leave out --against"):
-        command.main(["a", "--against", "b", "--reference", "stored"], standalone_mode=False)
+        request_of("a", "--against", "b", "--reference", "stored")

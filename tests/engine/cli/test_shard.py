@@ -45,6 +45,12 @@ def shards(call: Call, folder: Path, count: int, *more: object) -> list[Path]:
     return files
 
 
+def refused(call: Call, words: str, *arguments: object) -> None:
+    status, _, err = call(*arguments)
+    assert status == 2, err
+    assert words in err
+
+
 def weights(out: str) -> object:
     return json.loads(out)["weights"]
 
@@ -69,13 +75,11 @@ def test_merged_shards_equal_an_undivided_scan(how: Sequence[object], call: Call
 def test_merge_names_missing_and_unfinished_shards(call: Call, tmp_path: Path) -> None:
     files = shards(call, tmp_path, 3, "--draws", 1)
     output = tmp_path / "scan.json"
-    status, _, err = call("merge", files[0], files[2], "-o", output)
-    assert (status, "1 of 4 parts are missing; there is no file of shard 2/3" in err) == (2, True), err
+    refused(call, "1 of 4 parts are missing; there is no file of shard 2/3", "merge", files[0], files[2], "-o", output)
     cut = json.loads(files[0].read_text())
     cut["sequences"].pop()
     files[0].write_text(json.dumps(cut))
-    status, _, err = call("merge", *files, "-o", output)
-    assert (status, f"{files[0]} did not finish" in err) == (2, True), err
+    refused(call, f"{files[0]} did not finish", "merge", *files, "-o", output)
     assert not output.exists()
     assert call("--save", files[0], "--shard", "1/3", "--draws", 1)[0] == 0  # goes on
     assert call("merge", *files, "-o", output)[0] == 0
@@ -89,15 +93,13 @@ def test_merge_refuses_a_shard_of_another_scan(call: Call, make_llama: Callable[
     save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
     third = tmp_path / "third.json"
     assert call("--save", third, "--shard", "2/2", "--draws", 1, model=other)[0] == 0
-    status, _, err = call("merge", first, third, "-o", tmp_path / "scan.json")
-    assert (status, f"{third} is of another scan than {first}: another model" in err) == (2, True), err
+    output = tmp_path / "scan.json"
+    refused(call, f"{third} is of another scan than {first}: another model", "merge", first, third, "-o", output)
     assert call("--save", third, "--shard", "2/2", "--draws", 1)[0] == 2  # nor goes on with it
     assert call("--save", tmp_path / "4.json", "--shard", "2/2", "--draws", 3)[0] == 0
-    status, _, err = call("merge", first, tmp_path / "4.json", "-o", tmp_path / "scan.json")
-    assert (status, "another number of draws" in err) == (2, True), err
-    assert call("merge", first, first, second, "-o", tmp_path / "scan.json")[0] == 0  # the same one twice is no harm
-    status, _, err = call("merge", first, second, "-o", tmp_path / "scan.json")
-    assert (status, "exists" in err) == (2, True), err
+    refused(call, "another number of draws", "merge", first, tmp_path / "4.json", "-o", output)
+    assert call("merge", first, first, second, "-o", output)[0] == 0  # the same one twice is no harm
+    refused(call, "exists", "merge", first, second, "-o", output)
 
 
 def test_surplus_shards_have_nothing_to_do(call: Call, tmp_path: Path) -> None:
@@ -107,5 +109,4 @@ def test_surplus_shards_have_nothing_to_do(call: Call, tmp_path: Path) -> None:
 
 
 def test_shard_requires_a_save_file(call: Call) -> None:
-    status, _, err = call("--shard", "1/3")
-    assert (status, "--shard needs --save FILE" in err) == (2, True), err
+    refused(call, "--shard needs --save FILE", "--shard", "1/3")

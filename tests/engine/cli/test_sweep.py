@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
+from tests.engine.runtime.model.test_same_plan import answer, refusal
 
-from dtype_engine.cli import cli
-from dtype_engine.cli.program import run
 from dtype_engine.reports.text_sweep import sweep_text
 from dtype_engine.results.drift import OutputDrift
 from dtype_engine.results.sweep import SweepReport, SweepRow, sweep_rows
@@ -28,8 +26,8 @@ def output(drift: float) -> OutputDrift:
     )
 
 
-def row(name: str, planned: int, drift: float) -> tuple[str, tuple[str, ...], int, float, OutputDrift, tuple[()]]:
-    return name, (), planned, drift, output(drift), ()
+def row(name: str, planned: int, drift: float) -> SweepRow:
+    return SweepRow(name, (), planned, drift, False, output(drift))
 
 
 def test_pareto_optimal_rows_are_marked() -> None:
@@ -69,13 +67,11 @@ def files(tmp_path: Path) -> dict[str, Path]:
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [[], ["--workers", "2"]])
 def test_sweep_measures_like_drift(how: list[str], files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(cli, "dtype-engine", ["sweep", "demo", *map(str, files.values()), *PROMPT, "--json", *how]) == 0
-    swept = json.loads(capsys.readouterr().out)
+    swept = answer(capsys, "sweep", "demo", *map(str, files.values()), *PROMPT, "--json", *how)
     found = {Path(row["recipe"]).stem: row for row in swept["rows"]}
     assert set(found) == set(RECIPES)
     for name, file in files.items():
-        assert run(cli, "dtype-engine", ["drift", "demo", "--recipe", str(file), *PROMPT, "--json"]) == 0
-        alone = json.loads(capsys.readouterr().out)
+        alone = answer(capsys, "drift", "demo", "--recipe", str(file), *PROMPT, "--json")
         assert found[name]["output"] == alone["output"]
         assert found[name]["drift"] == alone["output"]["kl_mean"]
         assert found[name]["planned_bytes"] == alone["memory"]["planned_bytes"]
@@ -89,10 +85,8 @@ def test_sweep_names_the_recipe_file_that_does_not_fit(
 ) -> None:
     other = tmp_path / "other.yaml"
     other.write_text('version: 1\nrules:\n  - {pattern: "no.such.layer", dtype: bf16}\n')
-    assert run(cli, "dtype-engine", ["sweep", "demo", str(files["bf16"]), str(other)]) == 2
-    assert f"{other}: " in capsys.readouterr().err
-    assert run(cli, "dtype-engine", ["sweep", "demo", str(files["bf16"]), str(files["bf16"])]) == 2
-    assert "named twice" in capsys.readouterr().err
+    assert f"{other}: " in refusal(capsys, "sweep", "demo", str(files["bf16"]), str(other))
+    assert "named twice" in refusal(capsys, "sweep", "demo", str(files["bf16"]), str(files["bf16"]))
 
 
 @pytest.mark.slow
@@ -104,17 +98,15 @@ def test_verified_search_chooses_the_best_on_held_out_text(
     text.write_text("It was a bright cold day in April, and the clocks were striking thirteen.")
     search = ["search", "demo", "--budget", "40%", "--dtypes", "int8,bf16", "--draws", "4", *PROMPT, "--json"]
     verify = ["--verify", "3", "--held-out", str(text)]
-    assert run(cli, "dtype-engine", [*search, *verify, "-o", str(recipe), *how]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = answer(capsys, *search, *verify, "-o", str(recipe), *how)
     measured = [each["measured"] for each in found["candidates"]]
     assert len(measured) == 3
     assert all(each["planned_bytes"] <= 0.4 * found["stored_bytes"] for each in found["candidates"])
     assert found["measured"] == min(measured)
     assert len(set(measured)) > 1
-    assert run(cli, "dtype-engine", ["drift", "demo", "--recipe", str(recipe), "--text", str(text), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["output"]["kl_mean"] == found["measured"]
-    assert run(cli, "dtype-engine", search) == 0
-    assert json.loads(capsys.readouterr().out)["predicted"] == found["candidates"][0]["predicted"]
+    measured_again = answer(capsys, "drift", "demo", "--recipe", str(recipe), "--text", str(text), "--json")
+    assert measured_again["output"]["kl_mean"] == found["measured"]
+    assert answer(capsys, *search)["predicted"] == found["candidates"][0]["predicted"]
 
 
 @pytest.mark.slow
@@ -125,10 +117,9 @@ def test_verified_search_chooses_the_smallest_within_the_drift_limit(
     text.write_text("It was a bright cold day in April, and the clocks were striking thirteen.")
     search = ["search", "demo", "--dtypes", "int8", "--formats", "own", "--draws", "4", *PROMPT, "--json", "--verify", "4",
               "--held-out", str(text), "--max-predicted"]  # fmt: skip
-    assert run(cli, "dtype-engine", [*search, "3e-4"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = answer(capsys, *search, "3e-4")
     keeping = [each["planned_bytes"] for each in found["candidates"] if each["measured"] <= 3e-4]
     assert found["planned_bytes"] == min(keeping)
     assert found["measured"] <= 3e-4
-    assert run(cli, "dtype-engine", ["search", "demo", "--budget", "40%", "--verify", "3"]) == 2
-    assert "--verify K and --held-out FILE go together" in capsys.readouterr().err
+    said = refusal(capsys, "search", "demo", "--budget", "40%", "--verify", "3")
+    assert "--verify K and --held-out FILE go together" in said

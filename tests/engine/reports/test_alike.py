@@ -52,10 +52,6 @@ def test_alike_runs_have_equal_neighbors(seed: int) -> None:
     layers = list(tree.modules["layers"].children.values())
     runs = list(AlikeModules(tree, planned).runs(layers))
     assert [module for run in runs for module in run] == layers
-    apart = [index for index, (one, other) in enumerate(pairwise(layers)) if _differ(one, other, planned)]
-    ends = [layers.index(run[-1]) for run in runs[:-1]]
-    assert ends == apart
-
-
-def _differ(one: Module, other: Module, planned: dict[str, str]) -> bool:
-    return _written_out(one, planned) != _written_out(other, planned)
+    texts = pairwise(_written_out(layer, planned) for layer in layers)
+    apart = [index for index, (one, other) in enumerate(texts) if one != other]
+    assert [layers.index(run[-1]) for run in runs[:-1]] == apart

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import html.parser
 import math
 import re
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from tests.engine.reports.test_report import Page, document
 from torch import nn
 
 import dtype_engine as de
@@ -55,55 +56,13 @@ def measured() -> tuple[Any, DriftReport]:
     return session, session.drift()
 
 
-def report_of(measured: tuple[Any, DriftReport], **more: Any) -> Any:
-    session, drift = measured
-    return build_report(session.tree, session.plan, "net", RunSettings(), Measured(drift, **more), {})
-
-
-class Outline(html.parser.HTMLParser):
-    """The tiles of a page as (classes, texts of their paragraphs), its headings in order, and the boxes around its tables."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tiles: list[tuple[set[str], list[str]]] = []
-        self.headings: list[str] = []
-        self.before: dict[str, int] = {}
-        """How many headings come before the first element of each tag."""
-        self.boxes: list[str] = []
-        self._stack: list[tuple[str, str]] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        classes = dict(attributes).get("class") or ""
-        self.before.setdefault(tag, len(self.headings))
-        if tag == "table":
-            self.boxes.append(self._stack[-1][1])
-        if "dtype-tile" in classes.split():
-            self.tiles.append((set(classes.split()), []))
-        if tag not in ("meta", "rect", "line"):
-            self._stack.append((tag, classes))
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag not in ("meta", "rect", "line"):
-            assert self._stack.pop()[0] == tag
-
-    def handle_data(self, data: str) -> None:
-        if self._stack and self._stack[-1][0] == "h2":
-            self.headings.append(data)
-        if any("dtype-tile" in classes.split() for _, classes in self._stack) and data.strip():
-            self.tiles[-1][1].append(data)
+report_of = partial(document, title="net")
 
 
 def output(sqnr_db: float = 40.0, **more: Any) -> OutputDrift:
-    figures: dict[str, Any] = {
-        "elements": 10,
-        "mean_abs": 0.1,
-        "max_abs": 1.0,
-        "cosine": 1.0,
-        "nonfinite": 0,
-        "positions": 16,
-    }
-    return OutputDrift(**figures | {"rel_l2": 10 ** (-sqnr_db / 20), "sqnr_db": sqnr_db} | more)
+    sizes: dict[str, Any] = {"elements": 10, "positions": 16, "mean_abs": 0.1, "max_abs": 1.0, "nonfinite": 0}
+    ratios = {"rel_l2": 10 ** (-sqnr_db / 20), "sqnr_db": sqnr_db, "cosine": 1.0}
+    return OutputDrift(**sizes | ratios | more)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +82,7 @@ def test_verdict_has_a_word_figures_and_a_color(
 ) -> None:
     report = dataclasses.replace(measured[1], output=drift, modules=())
     made = report_of((measured[0], report))
-    (_, _), (classes, words), _ = Outline(as_html(made)).tiles
+    (_, _), (classes, words), _ = Page(as_html(made)).tiles
     assert classes == {"dtype-tile", f"dtype-{grade}"}
     assert words[:3] == ["drift", word, figure]
     assert ("same top-1 class: 98.00 %" in words) == (drift.top1_agreement == 0.98)
@@ -140,7 +99,7 @@ def test_missing_measurement_has_no_color_and_says_why() -> None:
     made = build_report(
         tree, make_plan(tree, Recipe()), "m", RunSettings(), Measured(no_drift="it has no forward pass"), {}
     )
-    size, drift, parameters = Outline(as_html(made)).tiles
+    size, drift, parameters = Page(as_html(made)).tiles
     assert size == ({"dtype-tile"}, ["size", "64 B", "as stored"])
     assert drift == ({"dtype-tile"}, ["drift", "not measured", "it has no forward pass"])
     assert parameters == ({"dtype-tile"}, ["parameters", "16", "f32"])
@@ -156,7 +115,7 @@ def test_nonfinite_values_are_named_with_their_place(measured: Any) -> None:
         "not finite",
         "values stop being finite first in a.b: pow in float16",
     )
-    headings = Outline(as_html(report_of((measured[0], broken), nonfinite=found))).headings
+    headings = Page(as_html(report_of((measured[0], broken), nonfinite=found))).headings
     assert headings.index("Where values stop being finite") == headings.index("Memory") + 1
 
 
@@ -174,7 +133,7 @@ def test_speed_tile_appears_if_measured(measured: Any) -> None:
         for what, seconds in (("reference", 0.2), ("candidate", 0.1))
     )
     speed = SpeedReport("m", "cpu", 1, (), "inputs", rows)
-    tile = Outline(as_html(report_of(measured, speed=speed))).tiles[2][1]
+    tile = Page(as_html(report_of(measured, speed=speed))).tiles[2][1]
     assert tile == ["speed against the reference", "2.00 x as fast", "100.0 ms (100.0 ms to 100.0 ms, 3 passes)"]
     planned = measured[0].tree.totals(measured[0].plan.dtypes)[""]
     assert third_tile(planned, None).details == ("bf16 97 % · f16 3 %",)
@@ -194,7 +153,7 @@ def test_summary_says_what_the_rules_cost(measured: Any) -> None:
 
 def test_html_and_markdown_have_the_same_sections(measured: Any) -> None:
     made = report_of(measured)
-    page, text = Outline(as_html(made)), as_markdown(made)
+    page, text = Page(as_html(made)), as_markdown(made)
     assert page.headings == ORDER
     assert re.findall(r"^## (.*)$", text, re.MULTILINE) == ORDER
     assert page.before["table"] == ORDER.index("Rules") + 1  # and no table comes before the plot
@@ -225,7 +184,9 @@ def test_a_module_without_weights_is_listed_only_among_the_worst(measured: Any) 
 def test_html_page_suits_phones_and_printing(measured: Any) -> None:
     text = as_html(report_of(measured))
     assert 'name="viewport" content="width=device-width, initial-scale=1"' in text
-    assert set(Outline(text).boxes) == {"wide"}
+    boxes = Page(text).boxes
+    assert boxes
+    assert all(classes == {"wide"} for classes in boxes)
     style = text.partition("<style>")[2].partition("</style>")[0]
     assert ".wide { overflow-x: auto; }" in style
     on_paper = style.partition("@media print {")[2]
@@ -237,8 +198,8 @@ def test_html_page_suits_phones_and_printing(measured: Any) -> None:
 
 def test_notebook_shows_the_same_tiles(measured: Any) -> None:
     _, drift = measured
-    shown = Outline(drift_html(drift)).tiles
-    assert shown == Outline(as_html(report_of(measured))).tiles[:2]
+    shown = Page(drift_html(drift)).tiles
+    assert shown == Page(as_html(report_of(measured))).tiles[:2]
     assert "<style>.dtype-tiles" in drift_html(drift)
     assert "<style>" not in as_fragment(dataclasses.replace(report_of(measured), tiles=()))
 

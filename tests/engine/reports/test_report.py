@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.engine.runtime.model.test_same_plan import refusal
 from tests.helpers.paths import TINYNET
 
 import dtype_engine as de
@@ -46,7 +47,7 @@ def ancestors(name: str) -> list[str]:
 
 
 class Page(html.parser.HTMLParser):
-    """The tags, the attributes that could fetch or run something, and the rows of the tables of a page."""
+    """What is on a page: its tags, the attributes that could fetch or run something, its tiles, headings and tables."""
 
     VOID = frozenset({"meta", "rect", "line"})
 
@@ -55,41 +56,57 @@ class Page(html.parser.HTMLParser):
         self.tags: set[str] = set()
         self.reaching: list[tuple[str, str | None]] = []
         self.rows: list[list[str]] = []
-        self._open: list[str] = []
-        self._cell = False
+        self.tiles: list[tuple[set[str], list[str]]] = []
+        """(classes, texts of the paragraphs) of each."""
+        self.headings: list[str] = []
+        self.before: dict[str, int] = {}
+        """How many headings come before the first element of each tag."""
+        self.boxes: list[set[str]] = []
+        """The classes of what is around each table."""
+        self._open: list[tuple[str, set[str]]] = []
         self.feed(text)
         assert not self._open
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
         self.tags.add(tag)
+        self.before.setdefault(tag, len(self.headings))
         self.reaching += [
             (name, value) for name, value in attributes if name in ("src", "href") or name.startswith("on")
         ]
-        if tag not in self.VOID:
-            self._open.append(tag)
-        if tag == "tr":
+        classes = set((dict(attributes).get("class") or "").split())
+        if "dtype-tile" in classes:
+            self.tiles.append((classes, []))
+        if tag == "table":
+            self.boxes.append(self._open[-1][1])
+        elif tag == "tr":
             self.rows.append([])
-        self._cell = self._cell or tag in ("td", "th")
-        if tag in ("td", "th"):
+        elif tag in ("td", "th"):
             self.rows[-1].append("")
+        if tag not in self.VOID:
+            self._open.append((tag, classes))
 
     def handle_endtag(self, tag: str) -> None:
         if tag not in self.VOID:
-            assert self._open.pop() == tag
-        self._cell = self._cell and tag not in ("td", "th")
+            assert self._open.pop()[0] == tag
 
     def handle_data(self, data: str) -> None:
-        if self._cell:
+        tags = [tag for tag, _ in self._open]
+        if "td" in tags or "th" in tags:
             self.rows[-1][-1] += data
+        if tags[-1:] == ["h2"]:
+            self.headings.append(data)
+        if any("dtype-tile" in classes for _, classes in self._open) and data.strip():
+            self.tiles[-1][1].append(data)
+
+
+def document(measured: Any, title: str = "TinyNet", **more: Any) -> Report:
+    session, drift = measured
+    return build_report(session.tree, session.plan, title, RunSettings(), Measured(drift, **more), versions())
 
 
 def test_html_page_has_the_figures_of_the_run(measured: Any, tmp_path: Path) -> None:
     session, drift = measured
-    text = render(
-        build_report(session.tree, session.plan, "TinyNet", RunSettings(), Measured(drift), versions()),
-        tmp_path / "report.html",
-    )
-    page = Page(text)
+    page = Page(render(document(measured), tmp_path / "report.html"))
     rows = {row[0]: row[1:] for row in page.rows if row}
     output = drift.output
     assert rows["mean |Δ|"][0] == f"{output.mean_abs:.4e}"
@@ -110,11 +127,7 @@ def test_html_page_has_the_figures_of_the_run(measured: Any, tmp_path: Path) -> 
 
 
 def test_html_page_loads_and_runs_nothing(measured: Any, tmp_path: Path) -> None:
-    session, drift = measured
-    text = render(
-        build_report(session.tree, session.plan, "x", RunSettings(), Measured(drift), versions()),
-        tmp_path / "report.html",
-    )
+    text = render(document(measured), tmp_path / "report.html")
     page = Page(text)
     assert page.reaching == []
     assert page.tags.isdisjoint({"script", "link", "img", "iframe", "object", "embed", "form", "a"})
@@ -168,8 +181,7 @@ def test_text_of_every_block_is_escaped(tmp_path: Path) -> None:
 
 
 def test_every_figure_of_the_html_is_in_the_markdown(measured: Any, tmp_path: Path) -> None:
-    session, drift = measured
-    made = build_report(session.tree, session.plan, "TinyNet", RunSettings(), Measured(drift), versions())
+    made = document(measured)
     page = Page(render(made, tmp_path / "r.html"))
     text = render(made, tmp_path / "r.md").replace("\\", "").replace("`", "")
     for row in page.rows:
@@ -198,13 +210,13 @@ def test_report_command_writes_a_page(make_llama: Any, tmp_path: Path, capsys: p
     rows = {row[0]: row[1:] for row in Page(file.read_text()).rows if row}
     assert rows["KL, mean"][0].startswith(f"{figures['kl_mean']:.4e}")
     before = file.read_bytes()
-    assert run(cli, "dtype-engine", ["report", str(source), "-o", str(file)]) == 2
-    assert "replace it with --force" in capsys.readouterr().err
+    for name, words in (
+        ("r.html", "replace it with --force"),
+        ("r.txt", "name a report .html or .md"),
+        ("none/r.md", "there is no folder"),
+    ):
+        assert words in refusal(capsys, "report", str(source), "-o", str(tmp_path / name))
     assert file.read_bytes() == before
-    assert run(cli, "dtype-engine", ["report", str(source), "-o", str(tmp_path / "r.txt")]) == 2
-    assert "name a report .html or .md" in capsys.readouterr().err
-    assert run(cli, "dtype-engine", ["report", str(source), "-o", str(tmp_path / "none" / "r.md")]) == 2
-    assert "there is no folder" in capsys.readouterr().err
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["llama", "r.html"]
 
 
@@ -232,8 +244,7 @@ def test_saved_recipe_reproduces_its_figures(
     out, err = capsys.readouterr()
     assert json.loads(out)["output"] == first["output"]
     assert "was made for" not in err
-    assert run(cli, "dtype-engine", [*arguments, *casts, "--save-recipe", str(file)]) == 2
-    assert "replace it with --force" in capsys.readouterr().err
+    assert "replace it with --force" in refusal(capsys, *arguments, *casts, "--save-recipe", str(file))
     text = file.read_text()
     assert run(cli, "dtype-engine", [*arguments, *casts, "--save-recipe", str(file), "--force"]) == 0
     assert file.read_text() == text  # the same run writes the same file: a difference is a difference
@@ -248,8 +259,8 @@ def test_recipe_for_another_model_lists_rules_without_matches(
         "- {pattern: 'type:Mamba', dtype: bf16}\n"
     )
     source = make_llama()
-    assert run(cli, "dtype-engine", ["drift", str(source), "--recipe", str(file)]) == 2
-    said = capsys.readouterr().err
+    capsys.readouterr()  # what transformers says as it saves
+    said = refusal(capsys, "drift", str(source), "--recipe", str(file))
     assert "'*.moe' matches nothing" in said
     assert "nor does 1 more rule match anything: 'type:Mamba'" in said
     file.write_text("version: 1\nmodel: other\nrules:\n- {pattern: '*.mlp', dtype: bf16}\n")
@@ -268,9 +279,8 @@ def test_recipe_file_says_what_its_rules_match(measured: Any) -> None:
 
 
 def test_report_name_without_a_format_is_refused(measured: Any) -> None:
-    session, drift = measured
     with pytest.raises(UserError, match=r"\.html or \.md"):
-        render(build_report(session.tree, session.plan, "x", RunSettings(), Measured(drift), {}), Path("report"))
+        render(document(measured), Path("report"))
 
 
 @pytest.mark.parametrize("name", ["r.html", "r.md"])

@@ -8,10 +8,15 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.helpers.recording_engine import report
 
 from dtype_engine.core.units import change_text, decibels, human_bytes, human_count, percent_with_error, plural, signed
+from dtype_engine.recipe import Recipe
+from dtype_engine.reports.text import drift_text
+from dtype_engine.reports.text_scan import search_text
 from dtype_engine.reports.text_table import table_lines
 from dtype_engine.results.drift import ModuleDrift, worst_modules
+from dtype_engine.results.scan import SearchReport
 
 
 @pytest.mark.parametrize(
@@ -94,22 +99,12 @@ def test_plurals_and_percentages_with_errors() -> None:
 
 
 def test_weights_only_comparison_says_so() -> None:
-    from tests.helpers.recording_engine import report
-
-    from dtype_engine.recipe import Recipe
-    from dtype_engine.reports.text import drift_text
-
     found = report(Recipe())
     assert "weights only" not in drift_text(found)
     assert "weights only" in drift_text(dataclasses.replace(found, weights_only=True))
 
 
 def test_uncounted_values_are_not_called_kept() -> None:
-    from tests.helpers.recording_engine import report
-
-    from dtype_engine.recipe import Recipe
-    from dtype_engine.reports.text import drift_text
-
     found = report(Recipe())
     assert "lost " not in drift_text(found)
     text = drift_text(dataclasses.replace(found, lost=None))
@@ -117,11 +112,6 @@ def test_uncounted_values_are_not_called_kept() -> None:
 
 
 def test_partial_module_comparison_gives_the_number_of_sequences() -> None:
-    from tests.helpers.recording_engine import report
-
-    from dtype_engine.recipe import Recipe
-    from dtype_engine.reports.text import drift_text
-
     modules = (ModuleDrift("model.norm", 30.0, 0.5, 0),)
     for count, told in ((2, True), (6, False)):
         text = drift_text(report(Recipe(), modules=modules, modules_sequences=count))
@@ -130,9 +120,6 @@ def test_partial_module_comparison_gives_the_number_of_sequences() -> None:
 
 
 def test_search_report_prints_long_rules_in_full() -> None:
-    from dtype_engine.reports.text_scan import search_text
-    from dtype_engine.results.scan import SearchReport
-
     rules = (
         "*=bfloat16",
         f"model.layers.{{{','.join(map(str, range(0, 400, 3)))}}}.mlp.down_proj.weight=float8_e4m3fn",

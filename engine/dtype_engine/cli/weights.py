@@ -1,0 +1,142 @@
+"""`dtype-engine weights`: what casts do to the values of a checkpoint, and how two checkpoints differ. No model is run."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from dtype_engine.cli.options import ModelCommand, json_option
+from dtype_engine.cli.program import NO, answer, note, print_json, print_stderr, say, say_count, say_share
+from dtype_engine.cli.request import RunRequest
+from dtype_engine.core.errors import UserError
+from dtype_engine.recipe import require_matches
+from dtype_engine.results.as_json import as_json
+from dtype_engine.results.weights import DifferentShape, WeightDifference, WeightsComparison
+
+if TYPE_CHECKING:
+    from dtype_engine.checkpoint import Checkpoint
+    from dtype_engine.checkpoint.source import Source
+
+
+@click.command(cls=ModelCommand, runs=False)
+@click.option(
+    "--against",
+    metavar="OTHER",
+    help="Compare MODEL's weights with those of another checkpoint of the same architecture, instead of casting them.",
+)
+@click.option(
+    "--save",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="With --against: save the comparison to this file while it runs. If the file exists, the comparison continues from "
+    "it.",
+)
+@json_option
+def weights(request: RunRequest, against: str | None, save: Path | None, as_object: bool) -> int:
+    """Report what the casts do to the values of each tensor: rounding errors, overflow and underflow. No forward pass is run.
+
+    With --against OTHER, report instead how each weight of MODEL differs from the same weight of the checkpoint OTHER. The exit
+    status is then 1 if anything differs.
+    """
+    if against is not None:
+        return _compare(request, against, save, as_object)
+    if save is not None:
+        raise UserError("weights --save goes with --against: casts are computed in seconds")
+    source = request.locate()
+    from dtype_engine.checkpoint import unchanged
+    from dtype_engine.runtime.measure.planned_casts import casts_in_files, casts_of_model
+    from dtype_engine.runtime.measure.weight_errors import round_trips, skipped
+
+    if source.kind == "python":
+        from dtype_engine.runtime.building.load import load
+
+        live = load(source, request.options)
+        recipe = request.with_preset(live.tree)
+        tree, plan, remarks = live.tree, require_matches(live.tree, recipe), live.notices
+        identities, casts = live.identities, casts_of_model(live, plan.dtypes)
+    else:
+        planned = request.plan(source)
+        assert planned.checkpoint is not None
+        tree, plan, remarks = planned.tree, planned.plan, planned.checkpoint.remarks
+        identities, casts = planned.checkpoint.identities, casts_in_files(planned.checkpoint, tree.order, plan.dtypes)
+        note(planned.checkpoint.of_sets)
+    with unchanged(identities):
+        errors = list(round_trips(casts, identities, partial(say_count, "weights")))
+    say("")
+    note(remarks)
+    left_out = skipped(tree)
+    if as_object:
+        rules = [str(rule) for rule in plan.recipe.rules]
+        print_json({"model": source.title, "rules": rules, "weights": as_json(errors), "skipped": as_json(left_out)})
+        return 0
+    from dtype_engine.reports.text import skipped_text, weights_text
+
+    answer(weights_text(errors))
+    if left_out:
+        answer(skipped_text(left_out))
+    return 0
+
+
+def _compare(request: RunRequest, against: str, save: Path | None, as_object: bool) -> int:
+    """Compare each weight of MODEL, the reference, with the same weight of the checkpoint `against`, print the result, and return
+    the exit status. Raises UserError.
+
+    save: the file to which the comparison is saved, and from which it continues. If the user interrupts the command, the weights
+    compared so far are printed and saved.
+    """
+    from dtype_engine.checkpoint.source import locate
+    from dtype_engine.reports.text_weights import comparison_text
+    from dtype_engine.runtime.measure.saved_differences import SavedDifferences
+    from dtype_engine.runtime.measure.weight_differences import TwoCheckpoints, sorted_worst_first
+
+    if request.recipe.rules or request.preset is not None:
+        raise UserError("weights --against compares the files as they are: leave out --cast, --recipe and --preset")
+    sources = request.locate(), locate(against, request.options.trust_pickle, request.options.download)
+    reference, candidate = map(_checkpoint, sources)
+    for source, checkpoint in zip(sources, (reference, candidate), strict=True):
+        note(f"{source.title}: {sentence}" for sentence in checkpoint.of_sets)
+    two = TwoCheckpoints(reference, candidate, request.options)
+    saved = SavedDifferences(save, reference, candidate) if save is not None else None
+    done: list[WeightDifference] = []
+    shapes: list[DifferentShape] = []
+
+    def show() -> bool:
+        pairing, titles = two.pairing, (sources[0].title, sources[1].title)
+        only, pending = (pairing.only_reference, pairing.only_candidate), len(pairing.pairs) - len(done) - len(shapes)
+        report = WeightsComparison(*titles, sorted_worst_first(done), tuple(shapes), *only, pending)
+        say("")
+        if as_object:
+            print_json(as_json(report) | {"same": report.same})
+        else:
+            answer(comparison_text(report))
+        return report.same
+
+    try:
+        for each in two.differences(saved.found if saved is not None else {}, partial(say_share, "comparing")):
+            if isinstance(each, DifferentShape):
+                shapes.append(each)
+                continue
+            done.append(each)
+            if saved is not None:
+                saved.add(each)
+    except KeyboardInterrupt:
+        show()
+        if saved is not None:
+            print_stderr(f"dtype-engine: note: {save} has what is done, and the same command continues from it")
+        raise
+    finally:
+        if saved is not None:
+            saved.write()
+    same = show()
+    note((*reference.remarks, *candidate.remarks))
+    return 0 if same else NO
+
+
+def _checkpoint(source: Source) -> Checkpoint:
+    checkpoint = source.open()
+    if checkpoint is None:
+        raise UserError(f"{source.title} is code, and weights --against compares the files of two checkpoints")
+    return checkpoint
