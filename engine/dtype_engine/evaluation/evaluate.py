@@ -1,6 +1,4 @@
-"""Runs an evaluation (a task and the model or export that it needs) in the process that calls it. Each process opens the model once
-and keeps it open.
-"""
+"""Runs an evaluation in the process that calls it, which opens the model or export once and keeps it open."""
 
 from __future__ import annotations
 
@@ -43,18 +41,18 @@ _lock = threading.Lock()  # a cluster's worker may have several threads, but a p
 
 @dataclass
 class _ThisProcess:
-    """The model or the export that this process keeps open, so that the next evaluation need not open it again."""
+    """The model or the export that this process keeps open."""
 
     model: tuple[Opened, Session] | None = None
     attribution: tuple[Session, Recipe, RunSettings, Attribution] | None = None
-    """The latest measurement of the causes of a recipe's drift, with the session, recipe and run settings that it belongs to. It
-    holds the outputs of the reference run, so it is dropped as soon as a task has a different recipe or measures something else.
+    """The latest measurement of causes, with the session, recipe and settings that it belongs to. It holds the reference's
+    outputs, so it is dropped as soon as a task measures something else.
     """
     export: tuple[Exported, OpenExport] | None = None
     cancelled: IsCancelled = never
 
     def close(self) -> None:
-        """Release the open model or export before the next one is opened, because memory may not have room for two."""
+        """Release what is open before something else is opened, because memory may not have room for two."""
         self.model = self.attribution = self.export = None
 
 
@@ -62,14 +60,13 @@ _process = _ThisProcess()
 
 
 def cancel_by(cancelled: IsCancelled) -> None:
-    """Set the function that this process's evaluations call to learn whether to stop: they stop as soon as it returns True."""
+    """Set the function that this process's evaluations call to learn whether to stop."""
     _process.cancelled = cancelled
 
 
 def evaluate(evaluation: Evaluation) -> Evaluated:
-    """Open the evaluation's model, unless it is open already, run the evaluation, and return its result.
-
-    Raises Cancelled, and UserError, for example if the model or the inputs on this machine differ from those of the evaluation.
+    """Run an evaluation, and return its result. Raises Cancelled, and UserError, for example if the model or the inputs on this
+    machine differ from those of the evaluation.
     """
     with _lock:
         opened, task = evaluation.opened, evaluation.task
@@ -91,7 +88,7 @@ def evaluate(evaluation: Evaluation) -> Evaluated:
 def perform(
     session: Session, task: Task, cancelled: IsCancelled
 ) -> ScannedSequence | MeasuredWeight | DriftReport | PartDrift:
-    """Run a task in an open session, and return its result. Some tasks change the session's recipe. Raises UserError, Cancelled."""
+    """Run a task in an open session, whose recipe it may change. Raises UserError, Cancelled."""
     from dtype_engine.runtime.scan.exact import ExactScan
 
     if isinstance(task, PartAlone):
@@ -128,9 +125,7 @@ def _part_alone(session: Session, task: PartAlone, cancelled: IsCancelled) -> Pa
 
 
 def describe(session: Session) -> tuple[str, str]:
-    """Return (hash of an open model's weights, hash of its inputs), by which a worker checks that it has opened the same ones.
-    Raises UserError if the model can't be run.
-    """
+    """Return hashes of an open model's weights and of its inputs. Raises UserError if the model can't be run."""
     from dtype_engine.runtime.scan.saved import Fingerprint
 
     if session.inputs is None:

@@ -1,13 +1,12 @@
-"""Checks the values in events that an engine in another process sends. Without these checks, a wrong value, such as an unknown
-dtype or a tensor without elements, could make the app fail later.
-"""
+"""Checks the values in events of an engine in another process: a wrong one could make the app fail later."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from dtype_engine.service import events
-from dtype_engine.service.jobs import is_job
+from dtype_engine.service.commands import OWN_NAMES
+from dtype_engine.service.jobs import JOBS
 from dtype_engine.service.value_checks import (
     MOST_NOTICES,
     check_dtypes,
@@ -19,11 +18,9 @@ from dtype_engine.service.value_checks import (
 
 
 def check_event(event: object) -> None:
-    """Check the values of an event that came from an engine, which may be another program on another machine.
+    """Check the values of an event, which may come from another program. Its recipe is only compared by the app.
 
-    Raises ValueError if a value is one that no engine of this version sends, and UserError for a rule that does not parse.
-
-    The recipe of an event is not checked, because the app only compares it with the current recipe.
+    Raises ValueError for a value that no engine of this version sends, and UserError for a rule that does not parse.
     """
     match event:
         case events.HeadersRead() | events.ModelReady() | events.Saved() | events.Composed():
@@ -59,5 +56,5 @@ def check_event(event: object) -> None:
 
 def _check_jobs(names: Iterable[str]) -> None:
     for name in names:
-        if not is_job(name):
+        if name not in JOBS and name not in OWN_NAMES:
             raise ValueError(f"there is no job {name}")

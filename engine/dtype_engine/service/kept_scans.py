@@ -19,13 +19,12 @@ MOST_KEPT = 20
 
 
 def kept_scans_folder() -> Path:
-    """Return the folder in which the scans of this user are saved."""
     return state_folder() / "scans"
 
 
 def keep(scan: Scan, on_unsaved: Callable[[str], None]) -> None:
-    """Make a scan save its results in a file after every sequence. If an earlier engine saved results for the same weights, inputs,
-    dtypes and library versions, the scan continues from those results.
+    """Save a scan's results after every sequence, and continue it from those that an earlier engine saved for the same weights,
+    inputs, dtypes and library versions.
 
     If the file can't be written, `on_unsaved` is called once with the reason, and the scan continues unsaved.
     """
@@ -49,7 +48,7 @@ def keep(scan: Scan, on_unsaved: Callable[[str], None]) -> None:
 
 
 def _prune(folder: Path) -> None:
-    """Delete all saved scans in a folder but the `MOST_KEPT` that were written last."""
+    """Delete all but the newest `MOST_KEPT` scans in a folder."""
     files = sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime_ns, reverse=True)
     for file in files[MOST_KEPT:]:
         file.unlink(missing_ok=True)

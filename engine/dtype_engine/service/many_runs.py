@@ -17,20 +17,16 @@ if TYPE_CHECKING:
 
 
 class ManyRuns:
-    """Runs scans and measurements of several recipes. processes: the worker processes, if the user requested any."""
-
     def __init__(self, processes: WorkerProcesses, emit: Callable[[events.Event], None]) -> None:
         self._processes = processes
         self._emit = emit
         self._measuring: MeasureRecipes | None = None
-        """The `MeasureRecipes` command that ran last. If it was interrupted and runs again, the recipes whose indexes are in
-        `_measured` are skipped.
-        """
+        """The command that ran last. If it runs again after an interruption, it skips the recipes `_measured`."""
         self._measured: set[int] = set()
 
     def scan(self, session: Session, recipe: Recipe, command: Scan, token: CancelToken) -> None:
-        """Run the scan that `command` requests, or continue it if it was stopped before, and emit its results and progress. Raises
-        the errors of `Session.scan`. recipe: the current recipe, which progress events name; the scan does not depend on it.
+        """Run a scan, or continue it if it was stopped before, and emit its results and progress. Raises the errors of
+        `Session.scan`. recipe: the current recipe, which only progress events name.
         """
         from dtype_engine.runtime.scan.scan import Scan as ScanInParts
 
@@ -70,7 +66,7 @@ class ManyRuns:
         self._emit(events.ScanUpdated(report, True))
 
     def recipes(self, session: Session, recipe: Recipe, command: MeasureRecipes, token: CancelToken) -> None:
-        """Measure the recipes in `command` and emit each result. At the end, cast the session to `recipe`, the current one, again.
+        """Measure several recipes and emit each result. At the end, cast the session to `recipe`, the current one, again.
         Raises the errors of `Session.drift`.
         """
         from dtype_engine.evaluation import work

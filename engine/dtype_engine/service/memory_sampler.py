@@ -15,9 +15,7 @@ _INTERVAL_S = 0.25
 
 
 class MemorySampler:
-    """A thread that emits `Memory` events. While the event `busy` is set, it emits four a second. Until `session` is set, it emits
-    none.
-    """
+    """A thread that emits `Memory` events, four a second while `busy` is set, and none until `session` is set."""
 
     def __init__(self, emit: Callable[[events.Event], None]) -> None:
         self.busy = threading.Event()
@@ -28,13 +26,12 @@ class MemorySampler:
         self._lock = threading.Lock()
 
     def emit_now(self) -> None:
-        """Emit the memory in use now. If two threads call this, a lock ensures that the last event is the newest measurement."""
+        """Emit the memory in use now. The lock ensures that the last event is the newest measurement."""
         if (session := self.session) is not None:
             with self._lock:
                 self._emit(events.Memory(session.recipe, session.memory()))
 
     def close(self) -> None:
-        """Ask the sampling thread to end."""
         self._closing.set()
         self.busy.set()  # wakes the thread
 

@@ -48,8 +48,8 @@ Emit = Callable[[events.Event], None]
 class CommandRunner:
     """Runs commands on the worker's thread.
 
-    emit_memory: called when the casts of a measurement have changed the memory in use. in_full: a function that returns whether the
-    user wants the running measurement to run all inputs and to compare modules over all of them. If so, this overrides the options.
+    emit_memory: called when casts have changed the memory in use. in_full: returns whether the user wants the running
+    measurement to run all inputs and compare modules over all of them, whatever the options say.
     """
 
     def __init__(
@@ -73,13 +73,10 @@ class CommandRunner:
         self._many = ManyRuns(self._processes, emit)
 
     def close(self) -> None:
-        """End the worker processes."""
         self._processes.close()
 
     def run(self, command: Command, recipe: Recipe, settings: RunSettings, token: CancelToken) -> Iterable[Command]:
-        """Run one command. Returns the commands that the queue must run next to complete it. recipe, settings: the current ones.
-        Raises Cancelled, and the session's errors.
-        """
+        """Run one command. Returns the commands that must run next to complete it. Raises the session's errors."""
         session = self._model.session
         if session is not None:
             session.settings = settings
@@ -118,7 +115,6 @@ class CommandRunner:
         return ()
 
     def _answer(self, ask: Ask, recipe: Recipe, token: CancelToken) -> None:
-        """Run a job, and emit its result."""
         job = ask.traits
         about = recipe if job.of_recipe else None
         result = job.run(
@@ -174,9 +170,8 @@ class CommandRunner:
         return [Ask(name) for name in names]
 
     def _drift(self, session: Session, recipe: Recipe, counts_later: bool, token: CancelToken) -> DriftReport | None:
-        """Measure the drift of the session's recipe. Returns None if only what follows the passes has failed, such as counting the
-        values that the casts lose; the result of the passes is then emitted here. counts_later: whether these values are counted
-        only after the passes.
+        """Measure the drift. Returns None if only what follows the passes has failed, such as counting lost values; the result
+        of the passes is then emitted here. counts_later: whether lost values are counted after the passes.
         """
         measured: list[DriftReport] = []
         try:
@@ -269,9 +264,8 @@ class CommandRunner:
         model.opens_next = model.source, replace(model.options, over_memory=True)
 
     def _save(self, command: Save, settings: RunSettings, token: CancelToken) -> Iterable[Command]:
-        """Write the file or folder that the command requests, and emit the result. A failure is emitted as a `Saved` event, because
-        it does not affect the recipe's metrics. Returns `ApplyRecipe` if the save has cast the model to a recipe that is not the
-        current one, otherwise nothing.
+        """Run a save request, and emit the result, also of a failure, which does not affect the recipe's metrics. Returns
+        `ApplyRecipe` if the save has cast the model to another recipe than the current one.
         """
         from dtype_engine.service.writer import SaveContext, compose, run_save
 
@@ -304,8 +298,8 @@ class CommandRunner:
 
 
 def _wants_floor(session: Session, report: DriftReport) -> bool:
-    """Return whether the noise floor is measured after a drift. For that, the model runs several times. If each run reads all
-    weights from the disk, the floor is measured only if the drift is so small that it may be noise.
+    """Return whether to measure the noise floor after a drift. If each pass reads all weights from the disk, it is measured
+    only if the drift is so small that it may be noise.
     """
     option, memory = session.options.floor, session.model.memory
     if option == "auto" and memory.limited and not memory.keeps_pages:

@@ -1,8 +1,7 @@
 """The worker: a thread that owns the model. It accepts commands and emits events, and its callers never wait.
 
-A request of the app becomes a command (`commands`). The queue decides which commands are superseded by a newer one, and which
-command runs next (`queue`). The thread runs the commands one by one (`run_commands`). A running command that is superseded stops
-within one module call.
+A request of the app becomes a command (`commands`), the queue decides which runs next (`queue`), and the thread runs them one
+by one (`run_commands`). A running command that is superseded stops within one module call.
 """
 
 from __future__ import annotations
@@ -40,9 +39,8 @@ NICENESS = 10
 
 
 def _lower_priority() -> None:
-    """Raise this thread's niceness, so that the thread that handles keys is scheduled first. Torch's threads inherit it.
-
-    Only Linux has a niceness for each thread; elsewhere this does nothing.
+    """Raise this thread's niceness, so that the thread that handles keys is scheduled first. Torch's threads inherit it. Only
+    Linux has a niceness for each thread.
     """
     if sys.platform == "linux":
         own = threading.get_native_id()
@@ -53,9 +51,8 @@ def _lower_priority() -> None:
 class Worker(Engine):
     """Opens `source` in the background, then runs commands. `emit` is called from the worker's threads and from the callers'.
 
-    After opening, the worker casts to the latest recipe (at first the empty one) and measures it. If the model can't be loaded,
-    commands about the stored tensors still work. read_headers: whether to first read all headers of the checkpoint and emit the
-    tree that they give. False if the caller has this tree already.
+    After opening, the worker measures the latest recipe, at first the empty one. If the model can't be loaded, commands about
+    the stored tensors still work. read_headers: as in `open_model`.
     """
 
     def __init__(
@@ -66,21 +63,26 @@ class Worker(Engine):
         self._emit = emit
         self._read_headers = read_headers
         self._changed = threading.Condition()
-        """A condition whose lock must be held to read or change `_queue` and `_token`. Its waiters are notified when the queue
-        changes.
-        """
+        """Must be held to read or change `_queue` and `_token`. Notified when the queue changes."""
         self._queue = Queue(settings=options.settings)
         self._token = CancelToken()
         """Cancelling this token stops the running command. Each command gets a new token."""
         self._closing = threading.Event()
         self._model: OpenModel | None = None
-        """The opened model. It is set once, before `_opened` is set."""
+        """Set once, before `_opened` is set."""
         self._opened = threading.Event()
-        """Set when the model is open, and by `close`. Threads that need the model wait for this."""
+        """Set when the model is open, and by `close`."""
         self._planned_losses = PlannedLosses()
         self._memory = MemorySampler(emit)
         self._thread = threading.Thread(target=self._work, name="dtype-engine", daemon=True)
         self._planning: list[threading.Thread] = []
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the model is being opened, or a command other than a paused scan waits or runs."""
+        queue = self._queue
+        runs = queue.running is not None and not (isinstance(queue.running, Scan) and queue.paused)
+        return queue.available == "opening" or runs or bool(queue.waiting)
 
     def start(self) -> None:
         self._thread.start()
@@ -145,9 +147,7 @@ class Worker(Engine):
             self._emit(events.Stopped(queue.recipe, queue.stopped, queue.dropped))
 
     def _emit_jobs(self) -> None:
-        """Emit the names of the running and waiting commands. The caller must hold the lock, so that the last event is the newest
-        state.
-        """
+        """Emit the names of the running and waiting commands. The caller must hold the lock, so that the last is the newest."""
         running = self._queue.running
         name = job_names(self._queue, (running,))[0] if running is not None else ""
         self._emit(events.Jobs(name, job_names(self._queue, self._queue.waiting)))
@@ -163,9 +163,7 @@ class Worker(Engine):
         self._emit(events.Idle())
 
     def _serve(self) -> tuple[Source, Options] | None:
-        """Open the model and run commands on it, until the worker is closed or a command requires another model to be opened.
-        Returns the source and the options of that other model (`OpenModel.opens_next`), or None if the worker is closed.
-        """
+        """Open the model and run commands on it. Returns what must be opened next, or None once the worker is closed."""
         from dtype_engine.service.run_commands import CommandRunner  # the first paint does not need it
 
         self._memory.busy.set()
@@ -185,9 +183,7 @@ class Worker(Engine):
         return model.opens_next
 
     def _next(self) -> tuple[Queue, CancelToken] | None:
-        """Wait for a command. Returns the queue with this command running, and its cancel token. Returns None if the worker is
-        closed.
-        """
+        """Wait for a command. Returns the queue with it running and its cancel token, or None if the worker is closed."""
         with self._changed:
             if not self._queue.waiting and not self._closing.is_set():
                 self._memory.busy.clear()
@@ -204,7 +200,7 @@ class Worker(Engine):
             return queue, token
 
     def _run(self, runner: CommandRunner, queue: Queue, token: CancelToken) -> None:
-        """Run `queue.running`, the current command. A failure is emitted as an event, and the session continues."""
+        """Run `queue.running`. A failure is emitted as an event, and the session continues."""
         command, recipe = queue.running, queue.recipe
         assert command is not None
         outcome: Literal["done", "failed", "interrupted"] = "failed"
@@ -227,8 +223,8 @@ class Worker(Engine):
             self._replace_queue(finish(self._queue, outcome, follow_ups))
 
     def _emit_failure(self, recipe: Recipe, command: Command, message: str, module: str | None = None) -> None:
-        """Emit that `command` failed: as `Failed` for a measurement, which then has no metrics, and as `Refused` for any other
-        command. module: the model's module that caused the error, if one did.
+        """Emit that `command` failed: as `Failed` for a measurement, which then has no metrics, otherwise as `Refused`. module:
+        the model's module that caused the error, if one did.
         """
         if isinstance(command, Measure):
             self._emit(events.Failed(recipe, message, module))
@@ -236,9 +232,7 @@ class Worker(Engine):
             self._emit(events.Refused(command.name, message))
 
     def _plan_export(self, queue: Queue) -> None:
-        """Emit what an export of the current recipe would write, or why there can be no export. Runs in a thread of its own,
-        because it waits until the model is open.
-        """
+        """Wait until the model is open, and emit what an export would write, or why there can be none."""
         from dtype_engine.service.writer import SaveContext, plan_export
 
         self._opened.wait()
@@ -249,7 +243,6 @@ class Worker(Engine):
         try:
             with foreign_code():
                 self._emit(events.ExportPlanned(recipe, plan_export(context)))
-        except UserError as error:
-            self._emit(events.ExportPlanned(recipe, None, error.sentence))
         except Exception as error:
-            self._emit(events.ExportPlanned(recipe, None, with_type(error)))
+            reason = error.sentence if isinstance(error, UserError) else with_type(error)
+            self._emit(events.ExportPlanned(recipe, None, reason))

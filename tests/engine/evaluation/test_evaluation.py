@@ -19,7 +19,7 @@ from tests.helpers import preloaded
 import dtype_engine as de
 from dtype_engine.checkpoint.source import Source, locate
 from dtype_engine.core.errors import KernelError
-from dtype_engine.core.memory_share import memory_budget, share_memory
+from dtype_engine.core.system_memory import memory_budget, share_memory
 from dtype_engine.evaluation import work
 from dtype_engine.evaluation.evaluate import evaluate
 from dtype_engine.evaluation.pool import ProcessPool, fitting
