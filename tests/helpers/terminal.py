@@ -16,7 +16,7 @@ import sys
 import tempfile
 import termios
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pyte
@@ -57,7 +57,7 @@ def clean(written: bytes) -> bytes:
     return _UNKNOWN_TO_PYTE.sub(b"", written)
 
 
-class Terminal:
+class Terminal(contextlib.AbstractContextManager["Terminal"]):
     """Runs `dtype-tui` with arguments in a terminal of `size` (columns, rows).
 
     first: as somebody who never did before. forked: program and engine come from a process that has imported what they need, torch
@@ -196,6 +196,15 @@ class Terminal:
         shown = self.raw.rfind(b"\x1b[?25h") > self.raw.rfind(b"\x1b[?25l")
         return same and left and shown
 
+    def leave(self) -> None:
+        """Press the key that leaves: the program ends without an error, and the terminal is as it was."""
+        self.press("q")
+        assert self.exit_status() == 0
+        assert self.is_restored()
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
     def close(self) -> None:
         for number in (signal.SIGTERM, signal.SIGKILL):
             try:
@@ -209,3 +218,7 @@ class Terminal:
         os.close(self.keyboard)
         os.close(self.slave)
         shutil.rmtree(self._state, ignore_errors=True)
+
+
+Opener = Callable[..., Terminal]
+"""Opens a program as `Terminal` does; its test need not close it."""

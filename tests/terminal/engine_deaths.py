@@ -179,9 +179,7 @@ class Deaths:
     def leave(self) -> None:
         """The terminal is as it was, the rules are kept, and no engine is left."""
         engine = self.engine()
-        self.terminal.press("q")
-        assert self.terminal.exit_status() == 0
-        assert self.terminal.is_restored()
+        self.terminal.leave()
         engine.wait(10)
         (kept,) = (read_session(path) for path in (self._folder / "state/dtype-tui/sessions").glob("*.json"))
         assert [str(rule) for rule in kept.recipe.rules] == ["*=float16"]
@@ -190,15 +188,13 @@ class Deaths:
 def walk(folder: Path, signals: tuple[signal.Signals, ...], say: Callable[[str], None] = lambda line: None) -> None:
     """One program, whose engine dies by the first signal while loading, by the second while measuring, and so on."""
     deaths = Deaths(folder)
-    try:
+    with deaths.terminal:
         for state, number in zip(
             (deaths.loading, deaths.measuring, deaths.scanning, deaths.exporting), signals, strict=True
         ):
             state(number)
             say(f"{number.name} while {state.__name__}: told, and started again")
         deaths.leave()
-    finally:
-        deaths.terminal.close()
 
 
 def main() -> None:

@@ -19,11 +19,10 @@ CTRL_A, CTRL_E, CTRL_U, CTRL_W, BACKSPACE = "\x01", "\x05", "\x15", "\x17", "\x7
 
 @pytest.fixture
 def terminal() -> Iterator[Terminal]:
-    opened = Terminal("demo", size=(120, 36), forked=True)
-    opened.wait_for(r"SQNR +exact", 120)
-    opened.wait_for("ready")
-    yield opened
-    opened.close()
+    with Terminal("demo", size=(120, 36), forked=True) as opened:
+        opened.wait_for(r"SQNR +exact", 120)
+        opened.wait_for("ready")
+        yield opened
 
 
 def wait_until_gone(terminal: Terminal, words: str) -> None:

@@ -53,8 +53,7 @@ def test_keys_are_answered_while_the_engine_measures(terminal: ThrottledTerminal
 
 
 def test_screen_is_complete_after_a_pause_of_the_line() -> None:
-    terminal = ThrottledTerminal("demo", forked=True)
-    try:
+    with ThrottledTerminal("demo", forked=True) as terminal:
         terminal.wait_for("measuring|ready", 120)
         terminal.press("\x1a")
         until = time.monotonic() + 30
@@ -67,8 +66,4 @@ def test_screen_is_complete_after_a_pause_of_the_line() -> None:
         terminal.screen.reset()
         os.kill(terminal.pid, signal.SIGCONT)
         terminal.wait_for(r"▌ ▾ demo[\s\S]*embed_tokens[\s\S]*q quit", 60)
-        terminal.press("q")
-        assert terminal.exit_status() == 0
-        assert terminal.is_restored()
-    finally:
-        terminal.close()
+        terminal.leave()

@@ -49,19 +49,13 @@ def write_text_atomic(path: Path, text: str, replace: bool = False, mode: int | 
 
 
 def check_target(path: Path, replace: bool = False) -> Path:
-    """Return the absolute path of a file to write. Raises UserError for a folder, a missing parent, or what may not be
-    replaced.
-    """
+    """Return the absolute path of a file to write. Raises UserError if it is a folder, has no parent, or may not be replaced."""
     try:
         path = path.expanduser().absolute()
         if "\0" in str(path):
             raise ValueError("a name has no null character")
         folder, there, parent = path.is_dir(), path.exists() or path.is_symlink(), path.parent.is_dir()
-    except (
-        OSError,
-        RuntimeError,
-        ValueError,
-    ) as error:  # the name is too long, `~name` is not a user, or it has a null byte
+    except (OSError, RuntimeError, ValueError) as error:  # too long, `~name` is not a user, or it has a null byte
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"can't write {printable(str(path), 200)}: {reason}") from None
     if folder:
@@ -74,9 +68,7 @@ def check_target(path: Path, replace: bool = False) -> Path:
 
 
 def is_taken(typed: str) -> bool:
-    """Return whether there is a file or a non-empty folder at the path that the user typed. Raises UserError if the file system
-    can't tell, for example without permission.
-    """
+    """Return whether there is a file or a non-empty folder at a typed path. Raises UserError if the system can't tell."""
     try:
         path = Path(typed).expanduser()
         return any(path.iterdir()) if path.is_dir() else path.exists() or path.is_symlink()
@@ -85,9 +77,7 @@ def is_taken(typed: str) -> bool:
 
 
 def rename_new(temporary: str, path: Path) -> None:
-    """Rename a temporary file to `path`. Raises FileExistsError if that exists, which a plain rename would overwrite: where the
-    file system has hard links, one is made first.
-    """
+    """Rename a temporary file, by a hard link where there are any: unlike a rename, it raises FileExistsError."""
     try:
         os.link(temporary, path)
     except FileExistsError:

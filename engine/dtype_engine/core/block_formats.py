@@ -52,14 +52,8 @@ class Part(msgspec.Struct, frozen=True):
     nbytes: int
 
 
-CODES, SCALE, SCALE_INV, TENSOR_SCALE, ZERO_POINT, SHAPE = (
-    "",
-    "_scale",
-    "_scale_inv",
-    "_global_scale",
-    "_zero_point",
-    "_shape",
-)
+CODES, SCALE, SCALE_INV = "", "_scale", "_scale_inv"
+TENSOR_SCALE, ZERO_POINT, SHAPE = "_global_scale", "_zero_point", "_shape"
 INPUT_SCALE = "input_global_scale"
 """Suffix of the NVFP4 scale of a layer's inputs, 448 * 6 / max |input|: the largest fp8 and fp4 values."""
 _BYTES = {

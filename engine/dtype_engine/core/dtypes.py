@@ -218,9 +218,7 @@ def completions(begun: str) -> list[str]:
 
 
 def has_channel_scales(shape: Sequence[int], dtype: str) -> bool:
-    """Return whether a tensor gets one scale per output channel (its first dimension) in a format with scales, such as int8. A
-    vector or scalar gets a single scale.
-    """
+    """Return whether a tensor gets one scale per output channel (its first dimension) in a format with scales."""
     row = BY_NAME[dtype]
     return len(shape) >= 2 and not row.per_tensor and row.blocks is None
 
@@ -240,9 +238,7 @@ def padded(shape: Sequence[int], dtype: str) -> bool:
 
 
 def quantizes_activations(dtype: str) -> bool:
-    """Return whether runtimes that serve weights in this format also round activations to it, as for fp8, int8, MX and NVFP4,
-    but not for group-quantized integers (W4A16, W8A16).
-    """
+    """Return whether runtimes that serve this format also round activations to it; not for group-quantized integers."""
     row = BY_NAME.get(dtype)
     if row is None or dtype not in STORAGE_DTYPES:
         return False

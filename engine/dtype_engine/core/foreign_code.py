@@ -1,6 +1,4 @@
-"""Runs code that this program does not control, such as a library that reads a damaged file, or a model's own code. Whatever it
-raises becomes an ordinary exception.
-"""
+"""Runs a model's code or a library on a damaged file. Whatever it raises becomes an ordinary exception."""
 
 from __future__ import annotations
 
@@ -18,9 +16,7 @@ class ExitCalled(RuntimeError):
 
 
 class LibraryPanic(RuntimeError):
-    """Raised for any other exception that `except Exception` does not catch, such as pyo3's PanicException, which a library in
-    Rust raises for a damaged file.
-    """
+    """Raised for what else `except Exception` does not catch, such as pyo3's PanicException of a library in Rust."""
 
 
 @contextmanager
@@ -45,9 +41,7 @@ def with_type(error: BaseException) -> str:
 
 
 def with_line(file: str | None) -> Callable[[BaseException], str]:
-    """Return a function like `with_type` that adds the line of a Python file that was running, as in "KeyError: 'labels', in
-    line 7 of metrics.py". file: the `co_filename` of the file's code.
-    """
+    """Return a function like `with_type` that adds which line was running of the file with this `co_filename`."""
 
     def described(error: BaseException) -> str:
         cause = error.__cause__ if isinstance(error, (ExitCalled, LibraryPanic)) else error

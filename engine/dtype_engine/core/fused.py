@@ -23,9 +23,7 @@ _WEIGHT = ".weight"
 
 
 def siblings(name: str) -> tuple[str, ...]:
-    """Return the names of all weights that runtimes fuse with the weight `name`, itself included, even if the model lacks them.
-    () if they fuse it with no other.
-    """
+    """Return the names of all weights, present or not, that are fused with `name`, itself included, or ()."""
     module, dot, local = name.removesuffix(_WEIGHT).rpartition(".")
     if not name.endswith(_WEIGHT) or local not in _GROUP_OF:
         return ()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dtype_engine.core.errors import UserError
-from dtype_engine.core.options import Options
+from dtype_engine.core.options import InputOptions, Options
 from dtype_engine.core.regular_files import open_regular, read_text, reading
 from dtype_engine.core.text import printable
 
@@ -47,17 +47,7 @@ def parse_inputs_line(options: Options, line: str) -> Options:
     """
     text = line.strip()
     if not text:
-        return dataclasses.replace(
-            options,
-            prompts=(),
-            texts=(),
-            chat=False,
-            sequence_length=None,
-            sequences=None,
-            images=(),
-            audio=(),
-            tensors=None,
-        )
+        return dataclasses.replace(options, **vars(InputOptions(limits=options.limits)))
     paths = _paths(text)
     prompt = dataclasses.replace(options, prompts=(text,), texts=(), tensors=None)
     changed = prompt if paths is None else with_files(options, paths)

@@ -65,9 +65,7 @@ class KVCacheTensor(msgspec.Struct, frozen=True):
         return None if self.part in ("k", "v", "latent", "rope") else "the state of a recurrent layer stays as it is"
 
     def tokens(self, context: int, encoder_tokens: int | None = None) -> int:
-        """Return for how many tokens of each sequence values are kept, after `context` tokens of the decoder and
-        `encoder_tokens` of the encoder; None means as many.
-        """
+        """Return for how many tokens of a sequence values are kept. encoder_tokens: None means as many as `context`."""
         if self.shared_with is not None:
             return 0
         if self.source == "encoder":

@@ -11,9 +11,7 @@ from typing import Literal
 from dtype_engine.core.input_limits import InputLimits
 
 FLOAT32, STORED = "float32", "stored"
-"""The values of `Options.reference` for the model itself, in float32 arithmetic or in its stored dtypes. Any other value names
-another checkpoint.
-"""
+"""The values of `Options.reference` for the model itself, in float32 arithmetic or in its stored dtypes."""
 LM_EVAL = "lm-eval:"
 """The prefix of a metric in `Options.metrics` that is a task of lm-eval."""
 ClassesDim = int | Literal["auto", "none"]
@@ -156,9 +154,7 @@ class AppOptions:
 
     workers: int | str | None = None
     """Where the app runs scans, the search for causes, and measurements of several recipes: in this many processes, on the
-    cluster at this address (`tcp:
-
-    HOST:8786`), or, if None, in its engine. A `Session` always works in its own process.
+    cluster at this address (`tcp://HOST:8786`), or, if None, in its engine. A `Session` always works in its own process.
     """
     read_only: bool = False
     """Whether the engine refuses to write any file, and to read input files that are chosen while it runs. The app sets this

@@ -57,9 +57,7 @@ def _refuse_special(path: Path, status: os.stat_result) -> None:
 
 
 def read_text(path: Path, limits: InputLimits) -> str:
-    """Return the content of a UTF-8 text file. Raises UserError if it can't be read, is not UTF-8, is empty, or has over
-    `BYTES_PER_TOKEN` bytes for each token that `limits` allow.
-    """
+    """Return the content of a UTF-8 text file within `limits`. Raises UserError, also if it is empty."""
     try:
         with reading(path), open_regular(path) as file:
             tokens = os.fstat(file.fileno()).st_size / BYTES_PER_TOKEN

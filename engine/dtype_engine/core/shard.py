@@ -26,9 +26,7 @@ class Shard:
 
     @classmethod
     def parse(cls, text: str, environment: Mapping[str, str]) -> Shard:
-        """Parse a shard such as `3/16` (the third of sixteen), or `slurm`: that of this task in a Slurm job array, by the
-        environment variables. Raises UserError.
-        """
+        """Parse a shard such as `3/16`, or `slurm`: that of this task in a Slurm job array. Raises UserError."""
         if text == "slurm":
             return cls._of_slurm(environment)
         found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)

@@ -140,9 +140,7 @@ class Totals(msgspec.Struct):
     unknown: int = 0
     """The number of packed weights that represent an unknown number of values."""
     tied: dict[str, int] = msgspec.field(default_factory=dict)
-    """Bytes per dtype of tied weights that have an alias below this module and their canonical name elsewhere. All other totals
-    leave them out, so that a weight counts once in the sum over a module's children.
-    """
+    """Bytes per dtype of tied weights below this module whose canonical name is elsewhere. All other totals leave them out."""
 
     def add(self, dtype: str, elements: int, nbytes: int) -> None:
         self.elements[dtype] = self.elements.get(dtype, 0) + elements
@@ -175,9 +173,7 @@ class Totals(msgspec.Struct):
 
     @property
     def parameters_text(self) -> str:
-        """The number of parameters, such as `1.2 M`; if it is unknown for some packed weights, a lower bound such as `> 1.2 M`,
-        or `unknown`; `-` if all tensors are tied weights that are counted elsewhere.
-        """
+        """The number of parameters, such as `1.2 M`; a lower bound, `> 1.2 M`, if some are unknown; `-` if all are tied."""
         if self.unknown:
             return f"> {human_count(self.parameters)}" if self.parameters else "unknown"
         return "-" if self.tied and not self.nbytes else human_count(self.parameters)
@@ -260,9 +256,7 @@ class Tree:
         self.kv_cache = KVCache()
         """The KV cache that the model keeps while it generates text. None of its tensors is in `tensors`."""
         self.kept_in_fp32: dict[str, str] = {}
-        """Tensors that the model's code requires to be in float32, without requiring it of a module around them: the canonical
-        name of each, and a phrase for the user that cites this code.
-        """
+        """Single tensors that the model's code requires to be in float32, each with a phrase that cites this code."""
         self.root = Module("", classes.get(""))
         self.modules: dict[str, Module] = {"": self.root}
         self.tensors: dict[str, TensorInfo] = {}
@@ -376,15 +370,12 @@ class Tree:
 
     @cached_property
     def counts(self) -> tuple[list[int], list[int], list[int]]:
-        """Running sums over `order` of parameters, elements in persistent buffers, and packed weights with an unknown number of
-        parameters. Entry i is the sum over the first i tensors.
-        """
-        parameters, buffers, unknown = [0], [0], [0]
-        for tensor in self.order:
-            parameters.append(parameters[-1] + tensor.parameters)
-            buffers.append(buffers[-1] + (tensor.numel if tensor.kind == "buffer" else 0))
-            unknown.append(unknown[-1] + (tensor.logical_numel == "unknown"))
-        return parameters, buffers, unknown
+        """Running sums over `order`: parameters, elements in buffers, and packed weights with an unknown number of parameters."""
+        return (
+            [0, *accumulate(tensor.parameters for tensor in self.order)],
+            [0, *accumulate(tensor.numel if tensor.kind == "buffer" else 0 for tensor in self.order)],
+            [0, *accumulate(tensor.logical_numel == "unknown" for tensor in self.order)],
+        )
 
     @cached_property
     def never_cast(self) -> list[int]:

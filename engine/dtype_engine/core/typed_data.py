@@ -36,9 +36,7 @@ def as_type(data: object, kind: type[T]) -> T:
 
 
 def refuse_unknown(what: str, names: Iterable[object], known: Collection[str]) -> None:
-    """Raise UserError for the first of `names` that is not in `known`, with the nearest known name or all of them. what: what
-    the names are, such as "option".
-    """
+    """Raise UserError for the first of `names` that is not in `known`. what: what the names are, such as "option"."""
     for name in names:
         if name not in known:
             near = nearest(str(name), known)

@@ -20,9 +20,8 @@ _AHEAD = 8
 
 
 class DaskPool(AbstractContextManager["DaskPool"]):
-    """The workers of a running Dask scheduler at `tcp:
-
-    HOST:PORT`. on_gpu: use only workers that offer a GPU (`--resources GPU=1`).
+    """The workers of a running Dask scheduler at `tcp://HOST:PORT`. on_gpu: use only workers that offer a GPU (`--resources
+    GPU=1`).
 
     Raises UserError if `distributed` is not installed, no scheduler answers, or it has no suitable workers.
     """

@@ -45,9 +45,7 @@ class _ThisProcess:
 
     model: tuple[Opened, Session] | None = None
     attribution: tuple[Session, Recipe, RunSettings, Attribution] | None = None
-    """The latest measurement of causes, with the session, recipe and settings that it belongs to. It holds the reference's
-    outputs, so it is dropped as soon as a task measures something else.
-    """
+    """The latest search for causes, and what it belongs to. It holds outputs, so any other task drops it."""
     export: tuple[Exported, OpenExport] | None = None
     cancelled: IsCancelled = never
 
@@ -65,9 +63,7 @@ def cancel_by(cancelled: IsCancelled) -> None:
 
 
 def evaluate(evaluation: Evaluation) -> Evaluated:
-    """Run an evaluation, and return its result. Raises Cancelled, and UserError, for example if the model or the inputs on this
-    machine differ from those of the evaluation.
-    """
+    """Run an evaluation. Raises Cancelled, and UserError, for example if this machine has another model or other inputs."""
     with _lock:
         opened, task = evaluation.opened, evaluation.task
         if isinstance(task, CompareTensors):

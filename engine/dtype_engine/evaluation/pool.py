@@ -155,16 +155,12 @@ def _finished(futures: dict[Future[Evaluated], int], cancelled: IsCancelled) -> 
 
 
 def fitting(workers: int, private: int) -> int:
-    """Return how many of `workers` processes fit into the free memory, at least 1. private: bytes that each needs in addition
-    to the checkpoint, whose pages all share.
-    """
+    """Return how many of `workers` processes fit into the free memory. private: bytes of each beside the shared checkpoint."""
     return max(1, min(workers, math.floor(free_memory() / (private + _PROCESS_BYTES))))
 
 
 def visible_gpus(count: int, environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """Return the names of the first `count` GPUs that this process may use: ("2", "3") if `CUDA_VISIBLE_DEVICES` is "2,3", or
-    ("0", "1") if no variable is set.
-    """
+    """Return the names of the first `count` GPUs: ("2", "3") if `CUDA_VISIBLE_DEVICES` is "2,3"; ("0", "1") if it is not set."""
     listed = next((environment[name] for name in VISIBLE_GPUS if environment.get(name)), "")
     named = [name.strip() for name in listed.split(",") if name.strip()]
     return tuple(named[:count]) if named else tuple(map(str, range(count)))

@@ -125,9 +125,7 @@ class Evaluated:
 
 
 def other_versions(result: Evaluated) -> str:
-    """Return how the versions of a result differ from this process's, if that can affect metrics: `process 17 on node3 has
-    torch 2.10.0 (here 2.9.1)`. Otherwise "".
-    """
+    """Return how a result's versions differ, if that can affect metrics: `process 17 on node3 has torch 2.10.0 (here 2.9.1)`."""
     own = versions()
     others = [
         f"{_SAID.get(name, name)} {printable(result.versions.get(name, 'unknown'), 60)} (here {own[name]})"

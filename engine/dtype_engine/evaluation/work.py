@@ -1,6 +1,4 @@
-"""Splits work into evaluations that a pool of workers runs: a scan, the measurement of several recipes, a search for the causes
-of drift, or the verification of an export.
-"""
+"""Splits scans, measurements of recipes, searches for causes, and verifications into evaluations for a pool of workers."""
 
 from __future__ import annotations
 
@@ -188,9 +186,7 @@ def comparing(pool: Pool, threads: int, folder: Path, source: Source, options: O
 
 
 def _groups(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Divide tensors of these sizes in bytes into groups of at most `_GROUP_BYTES` bytes and `_GROUP_TENSORS` tensors. Yields
-    their indexes. A single tensor may be larger.
-    """
+    """Yield the indexes of tensors in groups of at most `_GROUP_BYTES` and `_GROUP_TENSORS`. A single tensor may be larger."""
     group: list[int] = []
     nbytes = 0
     for index, size in enumerate(sizes):

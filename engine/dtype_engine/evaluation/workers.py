@@ -20,10 +20,7 @@ if TYPE_CHECKING:
 
 
 def parse_workers(text: str) -> int | str:
-    """Parse `--workers`: a number of processes, or the address of a Dask scheduler such as `tcp:
-
-    HOST:PORT`. Raises UserError.
-    """
+    """Parse `--workers`: a number of processes, or a Dask scheduler such as `tcp://HOST:PORT`. Raises UserError."""
     if text.startswith(("tcp://", "tls://")):
         return text
     if not re.fullmatch("[0-9]{1,4}", text) or not int(text):
@@ -54,10 +51,8 @@ class Workers(AbstractContextManager["Workers"]):
             pool.__exit__()
 
     def pool(self, private: int, gpus: tuple[str, ...] = ()) -> ProcessPool | DaskPool:
-        """Return the pool of workers, which the first call starts. Raises UserError.
-
-        private: bytes that each process needs in addition to the mapped checkpoint. gpus: one GPU for each process; () on the
-        CPU.
+        """Return the pool of workers, which the first call starts. Raises UserError. private: bytes that each process needs in
+        addition to the mapped checkpoint. gpus: one GPU for each process; () on the CPU.
         """
         if self._pool is None:
             if isinstance(self._requested, str):

@@ -1,6 +1,4 @@
-"""The commands that change the session, and the requests that change the queue of commands. `queue.merge` orders them, and
-`run_commands` runs them. Commands that only ask for a result are rows of the table in `jobs.py`.
-"""
+"""The commands that change the session or the queue. Those that only ask for a result are rows of the table in `jobs.py`."""
 
 from __future__ import annotations
 

@@ -38,9 +38,7 @@ ENGINE_ENDED = 70
 
 
 class NoAnswer(UserError):
-    """Raised if the started process closes its output without a message of dtype-engine. status: its exit status, or None while
-    it runs. words: the status and the last line of standard error, as text.
-    """
+    """Raised if the started process ends without a message. status: its exit status. words: that and its last line, as text."""
 
     def __init__(self, message: str, status: int | None, words: str) -> None:
         super().__init__(message)
@@ -53,9 +51,7 @@ class EngineCommand:
     """The command that starts an engine, or reconnects to one, and what is known about that engine."""
 
     arguments: Sequence[str] = COMMAND
-    """The words of the command. With the placeholder SESSION among them, the engine outlives its connection, and running the
-    command again reconnects to it.
-    """
+    """The words of the command. With SESSION among them, the engine outlives its connection."""
     name: str = THIS_MACHINE
     """What messages to the user call the engine, such as "me@gpu1"."""
     compressed: bool = False
@@ -99,6 +95,12 @@ def start_process(arguments: Sequence[str], own_group: bool = True) -> subproces
         bufsize=0,
         process_group=0 if own_group else None,
     )
+
+
+def last_line(output: bytes) -> str:
+    """Return the last line of what a process has written, or ""."""
+    lines = output.decode(errors="replace").strip().splitlines()
+    return printable(lines[-1], 200) if lines else ""
 
 
 def signal_words(number: int) -> str:
@@ -166,14 +168,13 @@ class Connection:
                 raise UserError(
                     f"{name}: {' and '.join(hello.missing)} can't be imported there; install dtype-tui there as a whole"
                 )
-        except WireError as error:
+        except (WireError, UserError) as error:
             self.end(0.0)
+            if isinstance(error, UserError):
+                raise
             raise UserError(
                 f"{name}: what answers is no dtype-engine of version {__version__}: {one_line(error, 200)}"
             ) from None
-        except UserError:
-            self.end(0.0)
-            raise
         return hello
 
     def open_model(self, request: control.Open) -> str:
@@ -234,8 +235,7 @@ class Connection:
     def last_line(self) -> str:
         """Return the last line of the process's standard error, or ""."""
         self._threads[1].join(0.5)
-        lines = self._stderr.decode(errors="replace").strip().splitlines()
-        return printable(lines[-1], 200) if lines else ""
+        return last_line(self._stderr)
 
     def _write(self) -> None:
         assert self._process.stdin is not None

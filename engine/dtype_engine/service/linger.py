@@ -22,10 +22,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dtype_engine.core.errors import UserError
-from dtype_engine.core.text import printable
 from dtype_engine.core.user_folders import state_folder
 from dtype_engine.service import imports
-from dtype_engine.service.connection import ENGINE_ENDED, signal_words
+from dtype_engine.service.connection import ENGINE_ENDED, last_line, signal_words
 from dtype_engine.service.stdio import EngineServer, write_all
 
 _CHUNK = 1 << 16
@@ -87,9 +86,7 @@ def _enter(folder: Path) -> None:
 def _reach(
     session: str, started_in: str, linger_s: float, compressed: bool
 ) -> tuple[socket.socket, subprocess.Popen[bytes] | None]:
-    """Connect to an engine, starting it if it is not running. Returns the connection, and the engine's process if this call
-    started it. started_in: the working directory of a new engine.
-    """
+    """Connect to an engine, starting it if it is not running. Returns the engine's process, too, if this call started it."""
     name = f"{session}.socket"
     with _folder_locked():
         child = None
@@ -163,11 +160,10 @@ def _last_words(session: str, child: subprocess.Popen[bytes] | None) -> str:
     """Return the probable reason why an engine has ended. child: its process, if this relay started it."""
     if child is not None and (status := child.wait()) < 0:
         return signal_words(-status)
-    try:
-        lines = Path(f"{session}.log").read_bytes()[-4096:].decode(errors="replace").strip().splitlines()
-    except OSError:
-        lines = []
-    return printable(lines[-1], 200) if lines else "it no longer runs"
+    with contextlib.suppress(OSError):
+        if line := last_line(Path(f"{session}.log").read_bytes()[-4096:]):
+            return line
+    return "it no longer runs"
 
 
 def _copy_input(connection: socket.socket) -> None:
@@ -216,9 +212,7 @@ def serve(listener: socket.socket, linger_s: float, compressed: bool) -> None:
 
 
 def main() -> None:
-    """Run a lingering engine. Arguments: the file descriptor of its socket, the path of its socket and log without extension,
-    and how many seconds to wait for a new connection.
-    """
+    """Run a lingering engine. Its arguments are those that `_start` gives."""
     number, path, linger_s = int(sys.argv[1]), sys.argv[2], float(sys.argv[3])
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     gc.disable()  # until the model is open, because what is imported and loaded is long-lived

@@ -264,16 +264,12 @@ def safe(value: Any, exact: bool = False) -> Any:
         return tuple(safe(item, exact) for item in value)
     if isinstance(value, dict):
         return {safe(key, exact): safe(item, exact) for key, item in value.items()}
-    if isinstance(value, msgspec.Struct):
-        return msgspec.structs.replace(value, **_safe_fields(value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.replace(value, **_safe_fields(value))
+    if isinstance(value, msgspec.Struct) or dataclasses.is_dataclass(value):
+        replace: Any = msgspec.structs.replace if isinstance(value, msgspec.Struct) else dataclasses.replace
+        return replace(
+            value, **{name: safe(getattr(value, name), names) for name, names in _fields(type(value)).items()}
+        )
     return value
-
-
-def _safe_fields(value: Any) -> dict[str, Any]:
-    kind: Any = type(value)
-    return {name: safe(getattr(value, name), exact) for name, exact in _fields(kind).items()}
 
 
 @lru_cache

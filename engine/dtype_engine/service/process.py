@@ -1,6 +1,4 @@
-"""An engine in another process, on this machine or another one. Commands go to its standard input, events come from its
-standard output. If it ends, the app continues and receives an event.
-"""
+"""An engine in another process, here or elsewhere. If it ends, the app continues and receives an event."""
 
 from __future__ import annotations
 

@@ -30,8 +30,7 @@ from dtype_engine.service.commands import (
 )
 from dtype_engine.service.jobs import FLOOR, LOSS_REMEDY, NONFINITE, WEIGHTS, Ask, Work
 from dtype_engine.service.many_runs import ManyRuns
-from dtype_engine.service.open_model import OpenModel
-from dtype_engine.service.opening import emit_inputs
+from dtype_engine.service.opening import OpenModel, emit_inputs
 from dtype_engine.service.planned_losses import PlannedLosses
 from dtype_engine.service.save_requests import ConvertRequest, RecipeRequest
 from dtype_engine.service.worker_processes import WorkerProcesses
@@ -298,9 +297,7 @@ class CommandRunner:
 
 
 def _wants_floor(session: Session, report: DriftReport) -> bool:
-    """Return whether to measure the noise floor after a drift. If each pass reads all weights from the disk, it is measured
-    only if the drift is so small that it may be noise.
-    """
+    """Return whether to measure the noise floor. Where all weights are on the disk, only if it may explain the drift."""
     option, memory = session.options.floor, session.model.memory
     if option == "auto" and memory.limited and not memory.keeps_pages:
         return near_floor(report.output)

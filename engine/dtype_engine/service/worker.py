@@ -24,28 +24,54 @@ from dtype_engine.recipe import Recipe
 from dtype_engine.service import events
 from dtype_engine.service.commands import READ_ONLY, Cancel, Command, Measure, Request, Save, Scan
 from dtype_engine.service.engine import CLOSE_WAIT_S, Engine
-from dtype_engine.service.memory_sampler import MemorySampler
-from dtype_engine.service.open_model import OpenModel
-from dtype_engine.service.opening import open_model
+from dtype_engine.service.opening import OpenModel, open_model
 from dtype_engine.service.planned_losses import PlannedLosses
 from dtype_engine.service.queue import Queue, finish, job_names, merge, opened, reported, take
 
 if TYPE_CHECKING:
     from dtype_engine.checkpoint.source import Source
+    from dtype_engine.runtime.session.session import Session
     from dtype_engine.service.run_commands import CommandRunner
     from dtype_engine.service.save_requests import SaveRequest
 
 NICENESS = 10
+_SAMPLE_S = 0.25
 
 
 def _lower_priority() -> None:
-    """Raise this thread's niceness, so that the thread that handles keys is scheduled first. Torch's threads inherit it. Only
-    Linux has a niceness for each thread.
-    """
+    """Raise this thread's niceness on Linux, so that the thread that handles keys is first. Torch's threads inherit it."""
     if sys.platform == "linux":
         own = threading.get_native_id()
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, own, max(NICENESS, os.getpriority(os.PRIO_PROCESS, own)))
+
+
+class _MemorySampler:
+    """A thread that emits `Memory` events, four a second while `busy` is set, and none until `session` is set."""
+
+    def __init__(self, emit: Callable[[events.Event], None]) -> None:
+        self.busy = threading.Event()
+        self.thread = threading.Thread(target=self._sample, name="dtype-engine-memory", daemon=True)
+        self.session: Session | None = None
+        self._emit = emit
+        self._closing = threading.Event()
+        self._lock = threading.Lock()
+
+    def emit_now(self) -> None:
+        """Emit the memory in use now. The lock ensures that the last event is the newest measurement."""
+        if (session := self.session) is not None:
+            with self._lock:
+                self._emit(events.Memory(session.recipe, session.memory()))
+
+    def close(self) -> None:
+        self._closing.set()
+        self.busy.set()  # wakes the thread
+
+    def _sample(self) -> None:
+        while not self._closing.wait(_SAMPLE_S):
+            self.busy.wait(1.0)
+            if self.busy.is_set() and not self._closing.is_set():
+                self.emit_now()
 
 
 class Worker(Engine):
@@ -73,7 +99,7 @@ class Worker(Engine):
         self._opened = threading.Event()
         """Set when the model is open, and by `close`."""
         self._planned_losses = PlannedLosses()
-        self._memory = MemorySampler(emit)
+        self._memory = _MemorySampler(emit)
         self._thread = threading.Thread(target=self._work, name="dtype-engine", daemon=True)
         self._planning: list[threading.Thread] = []
 
@@ -211,23 +237,19 @@ class Worker(Engine):
             outcome = "done"
         except Cancelled:
             outcome = "interrupted"
-        except KernelError as error:
-            self._emit_failure(recipe, command, error.sentence, error.module)
-        except UserError as error:
-            self._emit_failure(recipe, command, error.sentence)
         except Exception as error:
-            small = "not enough memory; cast to a smaller dtype or use shorter inputs"
-            self._emit_failure(recipe, command, small if lacks_memory(error) else with_type(error))
+            self._emit_failure(recipe, command, error)
         self._memory.emit_now()
         with self._changed:
             self._replace_queue(finish(self._queue, outcome, follow_ups))
 
-    def _emit_failure(self, recipe: Recipe, command: Command, message: str, module: str | None = None) -> None:
-        """Emit that `command` failed: as `Failed` for a measurement, which then has no metrics, otherwise as `Refused`. module:
-        the model's module that caused the error, if one did.
-        """
+    def _emit_failure(self, recipe: Recipe, command: Command, error: Exception) -> None:
+        """Emit that `command` failed: as `Failed` for a measurement, which then has no metrics, otherwise as `Refused`."""
+        small = "not enough memory; cast to a smaller dtype or use shorter inputs"
+        other = small if lacks_memory(error) else with_type(error)
+        message = error.sentence if isinstance(error, UserError) else other
         if isinstance(command, Measure):
-            self._emit(events.Failed(recipe, message, module))
+            self._emit(events.Failed(recipe, message, error.module if isinstance(error, KernelError) else None))
         else:
             self._emit(events.Refused(command.name, message))
 

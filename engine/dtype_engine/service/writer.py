@@ -19,7 +19,7 @@ from dtype_engine.core.units import human_bytes, seconds_text
 from dtype_engine.recipe import Plan, Recipe, make_plan, require_matches
 from dtype_engine.results.attribution import NonFiniteDiagnosis
 from dtype_engine.results.drift import DriftReport
-from dtype_engine.service.open_model import OpenModel
+from dtype_engine.service.opening import OpenModel
 from dtype_engine.service.planned_losses import MAX_AUTOMATIC_BYTES, PlannedLosses
 from dtype_engine.service.save_requests import (
     ConvertRequest,
@@ -102,9 +102,7 @@ def _known_losses(context: SaveContext) -> tuple[ValueLoss, ...] | None:
 
 
 def _losses(context: SaveContext, max_bytes: int = MAX_AUTOMATIC_BYTES) -> tuple[ValueLoss, ...] | None:
-    """Return the weights in which the recipe's casts lose values. Those in files are counted if the model is not loaded, or
-    None is returned if more than `max_bytes` must be read.
-    """
+    """Return the weights in which casts lose values, or None if more than `max_bytes` of files must be read to count them."""
     model = context.model
     if model.session is not None:
         return model.session.lost_values(context.cancelled, context.plan(model.session.tree))
@@ -134,9 +132,7 @@ def _contents(context: SaveContext) -> Contents:
 
 
 def _contents_to_write(context: SaveContext) -> Contents:
-    """Return what an export writes. If it includes scales for activations (NVFP4) or of KV caches, the model is first cast to
-    the recipe and run on the inputs.
-    """
+    """Return what an export writes. The inputs are run first for scales of activations (NVFP4) or of KV caches."""
     from dtype_engine.runtime.export.input_scales import needs_calibration
 
     contents, session = _contents(context), context.model.session

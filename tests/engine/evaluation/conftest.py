@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,11 @@ import dtype_engine as de
 from dtype_engine.checkpoint.source import Source, locate
 from dtype_engine.evaluation import work
 from dtype_engine.evaluation.specs import Opened
+
+
+def untimed(report: Any) -> Any:
+    """A report of a scan without what differs each time."""
+    return dataclasses.replace(report, forward_seconds=0.0, scan_seconds=0.0)
 
 
 @pytest.fixture(autouse=True)

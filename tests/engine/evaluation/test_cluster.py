@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
 import socket
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.engine.evaluation.conftest import untimed
 from tests.helpers import preloaded
 
 import dtype_engine as de
@@ -55,10 +55,6 @@ def start(tmp_path: Path) -> Iterator[Start]:
     for process in processes:
         process.kill()
         process.wait()
-
-
-def untimed(report: Any) -> Any:
-    return dataclasses.replace(report, forward_seconds=0.0, scan_seconds=0.0)
 
 
 def test_cluster_results_survive_a_killed_worker(

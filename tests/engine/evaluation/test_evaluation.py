@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from tests.engine.evaluation.conftest import untimed
 from tests.helpers import preloaded
 
 import dtype_engine as de
@@ -60,8 +61,7 @@ def test_scan_over_processes_equals_a_scan_in_one(
     assert seen == [("scan", number, parts) for number in range(1, parts + 1)]
     assert parts == (11 * 3 if exact else 5)  # weights by dtypes, the stored one among them; sequences
     assert len({one.score for one in here.weights}) > 10
-    untimed = {"forward_seconds": 0.0, "scan_seconds": 0.0}
-    assert dataclasses.replace(there, **untimed) == dataclasses.replace(here, **untimed)
+    assert untimed(there) == untimed(here)
     assert session.scanned == there
 
 
