@@ -113,6 +113,8 @@ _MXFP8 = Blocks(1, 32, "uint8", "compressed-tensors", layout="mxfp8-quantized")
 _MXFP4 = Blocks(1, 32, "uint8", "compressed-tensors", packing="nibbles", layout="mxfp4-pack-quantized")
 _MXFP6 = Blocks(1, 32, "uint8", "even", packing="six bits")
 _FP8_BLOCK = Blocks(128, 128, "float32", layout="float-quantized")
+_FP8_BLOCK_UE8M0 = msgspec.structs.replace(_FP8_BLOCK, scale="float8_e8m0fnu", rule="rceil", layout="fp8")
+_NVFP4 = Blocks(1, 16, "float8_e4m3fn", tensor_scale=True, packing="nibbles", layout="nvfp4-pack-quantized")
 _GROUP = Blocks(1, 128, "bfloat16", packing="words", layout="pack-quantized")
 
 _BLOCK_FORMATS = (
@@ -124,19 +126,9 @@ _BLOCK_FORMATS = (
     _format("mxfp4:floor", "mxfp4:f", _MX_E2M1, msgspec.structs.replace(_MXFP4, rule="floor")),
     _format("mxfp4:rceil", "mxfp4:r", _MX_E2M1, msgspec.structs.replace(_MXFP4, rule="rceil")),
     _format("mxfp4:even", "mxfp4:e", _MX_E2M1, msgspec.structs.replace(_MXFP4, rule="even")),
-    _format(
-        "nvfp4",
-        "nvfp4",
-        _MX_E2M1,
-        Blocks(1, 16, "float8_e4m3fn", tensor_scale=True, packing="nibbles", layout="nvfp4-pack-quantized"),
-    ),
+    _format("nvfp4", "nvfp4", _MX_E2M1, _NVFP4),
     _format("fp8@128x128", "fp8@128", _MX_E4M3, _FP8_BLOCK),
-    _format(
-        "fp8@128x128:ue8m0",
-        "fp8@128:u",
-        _MX_E4M3,
-        msgspec.structs.replace(_FP8_BLOCK, scale="float8_e8m0fnu", rule="rceil", layout="fp8"),
-    ),
+    _format("fp8@128x128:ue8m0", "fp8@128:u", _MX_E4M3, _FP8_BLOCK_UE8M0),
     _format("int4@g128", "i4@128", _INT4, _GROUP),
     _format("int4@g32", "i4@32", _INT4, msgspec.structs.replace(_GROUP, columns=32)),
     _format("int4@g128a", "i4@128a", _INT4, msgspec.structs.replace(_GROUP, zero_points=True)),

@@ -41,17 +41,13 @@ _lock = threading.Lock()  # a cluster's worker may have several threads, but a p
 
 @dataclass
 class _ThisProcess:
-    """The model or the export that this process keeps open."""
+    """What this process keeps open."""
 
-    model: tuple[Opened, Session] | None = None
+    opened: tuple[Opened, Session] | tuple[Exported, OpenExport] | None = None
+    """A model or an export: memory may not have room for two."""
     attribution: tuple[Session, Recipe, RunSettings, Attribution] | None = None
     """The latest search for causes, and what it belongs to. It holds outputs, so any other task drops it."""
-    export: tuple[Exported, OpenExport] | None = None
     cancelled: IsCancelled = never
-
-    def close(self) -> None:
-        """Release what is open before something else is opened, because memory may not have room for two."""
-        self.model = self.attribution = self.export = None
 
 
 _process = _ThisProcess()
@@ -65,18 +61,17 @@ def cancel_by(cancelled: IsCancelled) -> None:
 def evaluate(evaluation: Evaluation) -> Evaluated:
     """Run an evaluation. Raises Cancelled, and UserError, for example if this machine has another model or other inputs."""
     with _lock:
-        opened, task = evaluation.opened, evaluation.task
+        wanted, task = evaluation.opened, evaluation.task
+        if _process.opened is None or _process.opened[0] != wanted:
+            _process.opened = _process.attribution = None
+            _process.opened = _open_model(wanted) if isinstance(wanted, Opened) else _open_export(wanted)
+        opened: Any = _process.opened[1]
+        started = time.perf_counter()
         if isinstance(task, CompareTensors):
-            assert isinstance(opened, Exported)
-            export = _opened_export(opened)
-            started = time.perf_counter()
-            value: Any = tuple(export.problems(task.indexes, _process.cancelled))
+            value: Any = tuple(opened.problems(task.indexes, _process.cancelled))
         else:
-            assert isinstance(opened, Opened)
-            session = _opened(opened)
-            session.settings = opened.options.settings
-            started = time.perf_counter()
-            value = perform(session, task, _process.cancelled)
+            opened.settings = wanted.options.settings
+            value = perform(opened, task, _process.cancelled)
         seconds = time.perf_counter() - started
     return Evaluated(value, platform.node(), os.getpid(), seconds, versions())
 
@@ -130,44 +125,37 @@ def describe(session: Session) -> tuple[str, str]:
     return found.model, found.inputs
 
 
-def _opened(wanted: Opened) -> Session:
-    if _process.model is None or _process.model[0] != wanted:
-        _process.close()
-        from dtype_engine.checkpoint.source import locate
-        from dtype_engine.runtime.session.opening import open_session
+def _open_model(wanted: Opened) -> tuple[Opened, Session]:
+    from dtype_engine.checkpoint.source import locate
+    from dtype_engine.runtime.session.opening import open_session
 
-        worker = _this_worker()
-        try:
-            source = locate(wanted.model, wanted.options.trust_pickle, wanted.options.download)
-            session = open_session(source, wanted.options)
-        except UserError as error:
-            raise UserError(f"{worker} can't open the model: {error}") from None
-        for what, found in zip(("weights", "inputs"), describe(session), strict=True):
-            if found != getattr(wanted, what):
-                raise UserError(
-                    f"{worker} has other {what} for {wanted.model or 'demo'}: give every worker the same files"
-                )
-        _process.model = wanted, session
-    return _process.model[1]
+    worker = _this_worker()
+    try:
+        source = locate(wanted.model, wanted.options.trust_pickle, wanted.options.download)
+        session = open_session(source, wanted.options)
+    except UserError as error:
+        raise UserError(f"{worker} can't open the model: {error}") from None
+    for what, found in zip(("weights", "inputs"), describe(session), strict=True):
+        if found != getattr(wanted, what):
+            raise UserError(f"{worker} has other {what} for {wanted.model or 'demo'}: give every worker the same files")
+    return wanted, session
 
 
-def _opened_export(wanted: Exported) -> OpenExport:
-    if _process.export is None or _process.export[0] != wanted:
-        _process.close()
-        from dtype_engine.checkpoint.source import locate
-        from dtype_engine.runtime.session.opening import use_threads
-        from dtype_engine.runtime.verify.verify import fingerprint, open_export
+def _open_export(wanted: Exported) -> tuple[Exported, OpenExport]:
+    from dtype_engine.checkpoint.source import locate
+    from dtype_engine.runtime.session.opening import use_threads
+    from dtype_engine.runtime.verify.verify import fingerprint, open_export
 
-        try:
-            source = locate(wanted.model, wanted.options.trust_pickle, wanted.options.download)
-            export = open_export(wanted.folder, source, wanted.options)
-        except UserError as error:
-            raise UserError(f"{_this_worker()} can't open the export: {error}") from None
-        if fingerprint(export.contents, wanted.folder) != wanted.contents:
-            raise UserError(f"{_this_worker()} has another export or another source: give every worker the same files")
-        use_threads(wanted.options.threads)
-        _process.export = wanted, export
-    return _process.export[1]
+    worker = _this_worker()
+    try:
+        source = locate(wanted.model, wanted.options.trust_pickle, wanted.options.download)
+        export = open_export(wanted.folder, source, wanted.options)
+    except UserError as error:
+        raise UserError(f"{worker} can't open the export: {error}") from None
+    if fingerprint(export.contents, wanted.folder) != wanted.contents:
+        raise UserError(f"{worker} has another export or another source: give every worker the same files")
+    use_threads(wanted.options.threads)
+    return wanted, export
 
 
 def _this_worker() -> str:
