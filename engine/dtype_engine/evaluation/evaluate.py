@@ -13,18 +13,7 @@ from dtype_engine.checkpoint import unchanged
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import RunSettings
-from dtype_engine.evaluation.specs import (
-    CompareTensors,
-    Evaluated,
-    Evaluation,
-    ExactScore,
-    Exported,
-    Opened,
-    PartAlone,
-    RecipeDrift,
-    ScanSequence,
-    Task,
-)
+from dtype_engine.evaluation import specs
 from dtype_engine.recipe import Recipe
 from dtype_engine.reports.versions import versions
 from dtype_engine.results.drift import DriftReport
@@ -43,7 +32,7 @@ _lock = threading.Lock()  # a cluster's worker may have several threads, but a p
 class _ThisProcess:
     """What this process keeps open."""
 
-    opened: tuple[Opened, Session] | tuple[Exported, OpenExport] | None = None
+    opened: tuple[specs.Opened, Session] | tuple[specs.Exported, OpenExport] | None = None
     """A model or an export: memory may not have room for two."""
     attribution: tuple[Session, Recipe, RunSettings, Attribution] | None = None
     """The latest search for causes, and what it belongs to. It holds outputs, so any other task drops it."""
@@ -58,49 +47,49 @@ def cancel_by(cancelled: IsCancelled) -> None:
     _process.cancelled = cancelled
 
 
-def evaluate(evaluation: Evaluation) -> Evaluated:
+def evaluate(evaluation: specs.Evaluation) -> specs.Evaluated:
     """Run an evaluation. Raises Cancelled, and UserError, for example if this machine has another model or other inputs."""
     with _lock:
         wanted, task = evaluation.opened, evaluation.task
         if _process.opened is None or _process.opened[0] != wanted:
             _process.opened = _process.attribution = None
-            _process.opened = _open_model(wanted) if isinstance(wanted, Opened) else _open_export(wanted)
+            _process.opened = _open_model(wanted) if isinstance(wanted, specs.Opened) else _open_export(wanted)
         opened: Any = _process.opened[1]
         started = time.perf_counter()
-        if isinstance(task, CompareTensors):
+        if isinstance(task, specs.CompareTensors):
             value: Any = tuple(opened.problems(task.indexes, _process.cancelled))
         else:
             opened.settings = wanted.options.settings
             value = perform(opened, task, _process.cancelled)
         seconds = time.perf_counter() - started
-    return Evaluated(value, platform.node(), os.getpid(), seconds, versions())
+    return specs.Evaluated(value, platform.node(), os.getpid(), seconds, versions())
 
 
 def perform(
-    session: Session, task: Task, cancelled: IsCancelled
+    session: Session, task: specs.Task, cancelled: IsCancelled
 ) -> ScannedSequence | MeasuredWeight | DriftReport | PartDrift:
     """Run a task in an open session, whose recipe it may change. Raises UserError, Cancelled."""
     from dtype_engine.runtime.scan.exact import ExactScan
 
-    if isinstance(task, PartAlone):
+    if isinstance(task, specs.PartAlone):
         return _part_alone(session, task, cancelled)
     _process.attribution = None
     match task:
-        case ScanSequence(names, draws, index):
+        case specs.ScanSequence(names, draws, index):
             scan = session.scan_task(names, draws, False, None)
             assert not isinstance(scan, ExactScan)
             return scan.measure(index, cancelled=cancelled)
-        case ExactScore(names, weight, dtype):
+        case specs.ExactScore(names, weight, dtype):
             exact = session.scan_task(names, None, True, None)
             assert isinstance(exact, ExactScan)
             return exact.measure((weight, dtype), cancelled)
-        case RecipeDrift(recipe, settings):
+        case specs.RecipeDrift(recipe, settings):
             session.settings = settings
             session.use_recipe(recipe, cancelled=cancelled)
             return session.drift(cancelled=cancelled)
 
 
-def _part_alone(session: Session, task: PartAlone, cancelled: IsCancelled) -> PartDrift:
+def _part_alone(session: Session, task: specs.PartAlone, cancelled: IsCancelled) -> PartDrift:
     from dtype_engine.runtime.measure.attribution import Attribution, Part
 
     kept, _process.attribution = _process.attribution, None  # stored again once the measurement has succeeded
@@ -125,7 +114,7 @@ def describe(session: Session) -> tuple[str, str]:
     return found.model, found.inputs
 
 
-def _open_model(wanted: Opened) -> tuple[Opened, Session]:
+def _open_model(wanted: specs.Opened) -> tuple[specs.Opened, Session]:
     from dtype_engine.checkpoint.source import locate
     from dtype_engine.runtime.session.opening import open_session
 
@@ -141,7 +130,7 @@ def _open_model(wanted: Opened) -> tuple[Opened, Session]:
     return wanted, session
 
 
-def _open_export(wanted: Exported) -> tuple[Exported, OpenExport]:
+def _open_export(wanted: specs.Exported) -> tuple[specs.Exported, OpenExport]:
     from dtype_engine.checkpoint.source import locate
     from dtype_engine.runtime.session.opening import use_threads
     from dtype_engine.runtime.verify.verify import fingerprint, open_export

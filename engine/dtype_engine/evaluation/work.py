@@ -12,23 +12,9 @@ from dtype_engine.core.callbacks import ignore
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import Options, RunSettings
+from dtype_engine.evaluation import specs
 from dtype_engine.evaluation.evaluate import describe, perform
 from dtype_engine.evaluation.pool import Pool
-from dtype_engine.evaluation.specs import (
-    CompareTensors,
-    Evaluated,
-    Evaluation,
-    ExactScore,
-    Exported,
-    Opened,
-    PartAlone,
-    RecipeDrift,
-    ScanSequence,
-    Task,
-    model_text,
-    other_versions,
-    portable,
-)
 from dtype_engine.recipe import Recipe
 from dtype_engine.results.drift import DriftReport
 
@@ -52,29 +38,29 @@ class Over:
     """A pool of workers, and the model and inputs that each worker opens to run tasks."""
 
     pool: Pool
-    opened: Opened
+    opened: specs.Opened
     on_notice: Callable[[str], None] = lambda sentence: None
     """Called with a sentence, once each, if a worker has other versions of this program, of torch or of the platform."""
 
-    def results(self, tasks: Sequence[Task], cancelled: IsCancelled) -> Iterator[tuple[int, Evaluated]]:
+    def results(self, tasks: Sequence[specs.Task], cancelled: IsCancelled) -> Iterator[tuple[int, specs.Evaluated]]:
         """Run tasks on the workers. Yields (index of the task, its result) as soon as it is done. Raises Cancelled."""
         noted: set[str] = set()
-        for index, result in self.pool.results([Evaluation(self.opened, task) for task in tasks], cancelled):
-            other = other_versions(result)
+        for index, result in self.pool.results([specs.Evaluation(self.opened, task) for task in tasks], cancelled):
+            other = specs.other_versions(result)
             if other and other not in noted:
                 noted.add(other)
                 self.on_notice(f"{other}: figures may differ from those of one process in their last digits")
             yield index, result
 
 
-def opened_as(session: Session, source: Source, threads: int) -> Opened:
+def opened_as(session: Session, source: Source, threads: int) -> specs.Opened:
     """Return a session's model, inputs and options as plain data, with which a worker can open them with `threads` threads.
     Raises UserError if the session has no inputs.
     """
     weights, inputs = describe(session)
     # The device's number is left out, because a worker sees only its own GPU, whose number there is 0.
     options = replace(session.options, settings=session.settings, device=session.model.device.type)
-    return Opened(model_text(source), portable(options, threads), weights, inputs)
+    return specs.Opened(specs.model_text(source), specs.portable(options, threads), weights, inputs)
 
 
 def scan(
@@ -95,11 +81,11 @@ def scan(
     from dtype_engine.runtime.scan.exact import ExactScan, MeasuredWeight
     from dtype_engine.runtime.scan.sequence_scans import ScannedSequence
 
-    tasks: list[Task]
+    tasks: list[specs.Task]
     if isinstance(task, ExactScan):
-        tasks = [ExactScore(task.dtypes, *key) for key in task.pending()]
+        tasks = [specs.ExactScore(task.dtypes, *key) for key in task.pending()]
     else:
-        tasks = [ScanSequence(task.dtypes, task.backward_passes, index) for index in task.pending()]
+        tasks = [specs.ScanSequence(task.dtypes, task.backward_passes, index) for index in task.pending()]
     found = over.results(tasks, cancelled)
     for done, (_, result) in enumerate(found, 1):
         if isinstance(task, ExactScan):
@@ -125,7 +111,7 @@ def drifts(
     over: the workers that measure. If None, this session does, and its model stays cast by the last recipe. Raises the errors
     of `Session.drift`.
     """
-    tasks = [RecipeDrift(*recipe) for recipe in recipes]
+    tasks = [specs.RecipeDrift(*recipe) for recipe in recipes]
     if over is not None:
         for index, result in over.results(tasks, cancelled):
             assert isinstance(result.value, DriftReport)
@@ -154,7 +140,7 @@ def causes(
     recipe, settings = session.recipe, session.settings
 
     def elsewhere(parts: Sequence[Part]) -> Iterator[tuple[int, PartDrift]]:
-        tasks = [PartAlone(recipe, settings, part.name, part.modules) for part in parts]
+        tasks = [specs.PartAlone(recipe, settings, part.name, part.modules) for part in parts]
         for index, result in over.results(tasks, cancelled):
             assert isinstance(result.value, PartDrift)
             yield index, result.value
@@ -173,11 +159,13 @@ def comparing(pool: Pool, threads: int, folder: Path, source: Source, options: O
     from dtype_engine.runtime.verify.verify import fingerprint
 
     def compare(contents: Contents) -> Iterator[tuple[Sequence[int], Sequence[str | None]]]:
-        worker_options = portable(options, threads)
-        exported = Exported(model_text(source), worker_options, folder.absolute(), fingerprint(contents, folder))
-        tasks = [CompareTensors(indexes) for indexes in _groups([item.nbytes for item in contents.items])]
-        for index, result in pool.results([Evaluation(exported, task) for task in tasks]):
-            if other := other_versions(result):
+        worker_options = specs.portable(options, threads)
+        exported = specs.Exported(
+            specs.model_text(source), worker_options, folder.absolute(), fingerprint(contents, folder)
+        )
+        tasks = [specs.CompareTensors(indexes) for indexes in _groups([item.nbytes for item in contents.items])]
+        for index, result in pool.results([specs.Evaluation(exported, task) for task in tasks]):
+            if other := specs.other_versions(result):
                 raise UserError(f"{other}: a bitwise comparison needs equal versions")
             assert isinstance(result.value, tuple)
             yield tasks[index].indexes, result.value

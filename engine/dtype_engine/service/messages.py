@@ -1,7 +1,7 @@
 """Encodes messages as MessagePack, for an engine in another process.
 
 A tree is sent before its event, in parts of a few hundred tensors, because decoding it in one piece would delay the handling of
-keys. Every message that arrives is checked: its types in this module, and all other properties by `checks.py`.
+keys. Every message that arrives is checked: first its types, and then its values, because a wrong one could make the app fail.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from itertools import chain, islice
 from pathlib import Path
@@ -34,12 +34,19 @@ from dtype_engine.core.text import EXACT, is_printable, printable, without_contr
 from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.core.typed_data import path_of
 from dtype_engine.service import commands, control, events
-from dtype_engine.service.checks import check_event
 from dtype_engine.service.frames import WireError
 from dtype_engine.service.jobs import JOBS, Ask
 from dtype_engine.service.message import Message
 from dtype_engine.service.save_requests import SaveRequest
-from dtype_engine.service.value_checks import check_kv_cache
+from dtype_engine.service.value_checks import (
+    MOST_NOTICES,
+    check_dtypes,
+    check_kv_cache,
+    check_length,
+    check_losses,
+    check_pictures,
+    check_rules,
+)
 
 _A_PART = 400
 """Maximum number of tensors, and of modules, in one `TreePart` message."""
@@ -205,6 +212,49 @@ class AnswerDecoder:
             elif kept is not None and name in tree.tensors:
                 tree.kept_in_fp32[name] = without_controls(kept)
         return tree
+
+
+def check_event(event: Answer) -> None:
+    """Check the values of an event, which may come from another program. Its recipe is only compared by the app.
+
+    Raises ValueError for a value that no engine of this version sends, and UserError for a rule that does not parse.
+    """
+    match event:
+        case events.HeadersRead() | events.ModelReady() | events.Saved() | events.Composed():
+            check_length(event.notices, MOST_NOTICES)
+        case events.InputsReady():
+            check_length(event.summary.made_of)
+        case events.CastDone():
+            check_losses(event.lost or ())
+        case events.Measured():
+            check_length(event.report.notices, MOST_NOTICES)
+            check_losses(event.report.lost or ())
+            check_pictures(event.report.pictures)
+        case events.RecipeMeasured():
+            check_length(event.report.notices, MOST_NOTICES)
+            check_losses(event.report.lost or ())
+            check_pictures(event.report.pictures)
+            check_rules(event.report.rules)
+        case events.ExportPlanned() if event.plan is not None:
+            check_losses(event.plan.lost or ())
+        case events.ScanUpdated():
+            if not event.report.dtypes:
+                raise ValueError("a scan of no dtypes")
+            check_dtypes((*event.report.dtypes, *{score.dtype for score in event.report.weights}))
+        case events.JobDone():
+            event.ask.traits.check(event.result)
+        case events.Refused():
+            _check_jobs((event.job,))
+        case events.Stopped():
+            _check_jobs((*event.dropped, *((event.job,) if event.job is not None else ())))
+        case events.Jobs():
+            _check_jobs((*event.waiting, *((event.running,) if event.running else ())))
+
+
+def _check_jobs(names: Iterable[str]) -> None:
+    for name in names:
+        if name not in JOBS and name not in commands.OWN_NAMES:
+            raise ValueError(f"there is no job {name}")
 
 
 class JobTypes(typing.NamedTuple):

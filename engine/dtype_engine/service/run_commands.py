@@ -15,19 +15,8 @@ from dtype_engine.core.options import RunSettings
 from dtype_engine.core.throttle import Throttle
 from dtype_engine.recipe import Recipe
 from dtype_engine.results.attribution import near_floor
-from dtype_engine.service import events
-from dtype_engine.service.commands import (
-    ApplyRecipe,
-    Command,
-    CountStoredLosses,
-    Download,
-    Measure,
-    MeasureRecipes,
-    OpenOverMemory,
-    Save,
-    Scan,
-    SetInputs,
-)
+from dtype_engine.service import commands, events
+from dtype_engine.service.commands import Command
 from dtype_engine.service.jobs import FLOOR, LOSS_REMEDY, NONFINITE, WEIGHTS, Ask, Work
 from dtype_engine.service.many_runs import ManyRuns
 from dtype_engine.service.opening import OpenModel, emit_inputs
@@ -81,17 +70,17 @@ class CommandRunner:
             session.settings = settings
             session.model.memory.bytes_read = 0
         match command:
-            case Measure():
+            case commands.Measure():
                 return self._measure(session, recipe, command, token)
-            case CountStoredLosses():
+            case commands.CountStoredLosses():
                 self._count_stored_losses(recipe, command, token)
             case Ask():
                 self._answer(command, recipe, token)
-            case Download():
+            case commands.Download():
                 self._download(recipe, token)
-            case OpenOverMemory():
+            case commands.OpenOverMemory():
                 self._open_over_memory()
-            case Save():
+            case commands.Save():
                 return self._save(command, settings, token)
             case _:
                 assert session is not None, command  # the queue refuses all other commands without a session
@@ -100,13 +89,13 @@ class CommandRunner:
 
     def _run_on(self, session: Session, command: Command, recipe: Recipe, token: CancelToken) -> Iterable[Command]:
         match command:
-            case SetInputs():
+            case commands.SetInputs():
                 return self._set_inputs(session, recipe, command.line, token)
-            case ApplyRecipe():
+            case commands.ApplyRecipe():
                 session.use_recipe(recipe, cancelled=token)
-            case Scan():
+            case commands.Scan():
                 self._many.scan(session, recipe, command, token)
-            case MeasureRecipes():
+            case commands.MeasureRecipes():
                 session.use_recipe(recipe, cancelled=token)  # restored afterwards
                 self._many.recipes(session, recipe, command, token)
             case _:
@@ -136,10 +125,10 @@ class CommandRunner:
         self._emit(events.JobDone(about, ask, result))
 
     def _measure(
-        self, session: Session | None, recipe: Recipe, command: Measure, token: CancelToken
+        self, session: Session | None, recipe: Recipe, command: commands.Measure, token: CancelToken
     ) -> Iterable[Command]:
         if session is None:
-            return (CountStoredLosses(command.read_values),)
+            return (commands.CountStoredLosses(command.read_values),)
         throttle = Throttle()
 
         def on_cast(done: int, total: int) -> None:
@@ -190,7 +179,7 @@ class CommandRunner:
             self._emit(events.Measured(recipe, replace(measured[0], lost=lost), session.settings))
             if isinstance(error, Cancelled):
                 raise
-            self._emit(events.Refused(Measure.traits.name, error.sentence))
+            self._emit(events.Refused(commands.Measure.traits.name, error.sentence))
             return None
 
     def _listener(
@@ -218,7 +207,7 @@ class CommandRunner:
             all_modules=lambda: self._in_full() or session.options.modules == "exact",
         )
 
-    def _count_stored_losses(self, recipe: Recipe, command: CountStoredLosses, token: CancelToken) -> None:
+    def _count_stored_losses(self, recipe: Recipe, command: commands.CountStoredLosses, token: CancelToken) -> None:
         checkpoint = self._model.checkpoint
         assert checkpoint is not None
         if not recipe.rules:
@@ -239,7 +228,7 @@ class CommandRunner:
             self._emit(events.InputsRefused(error.sentence))
             return ()
         emit_inputs(session, self._emit)
-        return (Measure(),)
+        return (commands.Measure(),)
 
     def _download(self, recipe: Recipe, token: CancelToken) -> None:
         source = self._model.source
@@ -262,7 +251,7 @@ class CommandRunner:
             raise UserError(model.why_closed or f"{model.source.title} runs from the disk already")
         model.opens_next = model.source, replace(model.options, over_memory=True)
 
-    def _save(self, command: Save, settings: RunSettings, token: CancelToken) -> Iterable[Command]:
+    def _save(self, command: commands.Save, settings: RunSettings, token: CancelToken) -> Iterable[Command]:
         """Run a save request, and emit the result, also of a failure, which does not affect the recipe's metrics. Returns
         `ApplyRecipe` if the save has cast the model to another recipe than the current one.
         """
@@ -293,7 +282,7 @@ class CommandRunner:
         except Exception as error:
             self._emit(events.Saved(recipe, False, f"nothing was written: {with_type(error)}"))
         # A report may have cast the model to the recipe of its request; the current recipe is then applied again.
-        return () if session is None or session.recipe == before else (ApplyRecipe(),)
+        return () if session is None or session.recipe == before else (commands.ApplyRecipe(),)
 
 
 def _wants_floor(session: Session, report: DriftReport) -> bool:

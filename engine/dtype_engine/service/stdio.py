@@ -15,12 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from dtype_engine.service import control, events, imports
-from dtype_engine.service.save_requests import (
-    ConvertRequest,
-    ExportRequest,
-    RecipeRequest,
-    ReportRequest,
-)
+from dtype_engine.service.save_requests import SaveRequest
 
 NICENESS = 10
 
@@ -124,12 +119,12 @@ class EngineServer:
             case control.Acknowledge():
                 self._outbox.acknowledge(request.received)
                 return
-            case ExportRequest() | RecipeRequest() | ReportRequest() | ConvertRequest():
-                worker.save(request)
             case control.PlanExport():
                 worker.plan_export()
             case control.CheckPath():
                 worker.check_path(request.path, request.for_export)
+            case _ if isinstance(request, SaveRequest):
+                worker.save(request)
             case _:
                 worker.request(request)  # type: ignore[arg-type]
         self._requests += 1

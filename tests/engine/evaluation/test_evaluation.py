@@ -32,7 +32,9 @@ from dtype_engine.evaluation.specs import (
     Opened,
     RecipeDrift,
     ScanSequence,
+    model_text,
     other_versions,
+    portable,
 )
 from dtype_engine.results.export import VerifyReport
 from dtype_engine.runtime.measure import attribution
@@ -196,8 +198,8 @@ def test_task_is_the_same_from_any_folder(source: Source, monkeypatch: pytest.Mo
         (None, None),
     ]
     for text, expected in typed:
-        assert work.model_text(locate(text)) == expected
-    made = work.portable(de.Options(texts=(Path("a.txt"),), tensors=Path("b.pt")), 3)
+        assert model_text(locate(text)) == expected
+    made = portable(de.Options(texts=(Path("a.txt"),), tensors=Path("b.pt")), 3)
     assert (made.texts, made.tensors, made.threads) == (
         (source.path.parent / "a.txt",), source.path.parent / "b.pt", 3,
     )  # fmt: skip
