@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import psutil
 import pyte
 from tests.helpers import preloaded
 
@@ -161,6 +162,18 @@ class Terminal(contextlib.AbstractContextManager["Terminal"]):
                 raise AssertionError(f"never saw {pattern!r} on this screen:\n{self.text}")
             self.read()
         return time.perf_counter() - begun
+
+    def read_until(self, condition: Callable[[], object], seconds: float = 20) -> None:
+        """Read until the condition holds. Fails with the screen otherwise."""
+        until = time.perf_counter() + seconds
+        while not condition():
+            assert time.perf_counter() < until, self.text
+            self.read()
+
+    def suspend(self, seconds: float = 10) -> None:
+        """Press the key that suspends, and wait until it has."""
+        self.press("\x1a")
+        self.read_until(lambda: psutil.Process(self.pid).status() == psutil.STATUS_STOPPED, seconds)
 
     def press(self, keys: str) -> None:
         os.write(self.keyboard, keys.encode())

@@ -158,10 +158,7 @@ class Deaths:
         halting = threading.Thread(target=self._halt_when_it_writes, args=(self.engine(),), daemon=True)
         halting.start()
         self.terminal.press("\r")
-        until = time.monotonic() + 30
-        while halting.is_alive():
-            self.terminal.read()
-            assert time.monotonic() < until, self.terminal.text
+        self.terminal.read_until(lambda: not halting.is_alive(), 30)
         assert not target.exists()
         self._dies(number, r"\* +f16")
         assert not self._unfinished()

@@ -29,10 +29,7 @@ def saved(tmp_path: Path) -> list[SavedSession]:
 
 
 def wait_until_saved(terminal: Terminal, tmp_path: Path, rules: int) -> None:
-    until = time.monotonic() + 30
-    while not (found := saved(tmp_path)) or len(found[-1].recipe) != rules:
-        assert time.monotonic() < until, found
-        terminal.read(0.05)
+    terminal.read_until(lambda: (found := saved(tmp_path)) and len(found[-1].recipe) == rules, 30)
 
 
 def cast_two(terminal: Terminal) -> None:

@@ -43,11 +43,8 @@ def test_tour_leads_to_a_recipe_file(opened: Opener, tmp_path: Path) -> None:
             terminal.press("\r")
     terminal.wait_for("That is all", 60)
     print(f"the tour took {time.perf_counter() - begun:.0f} s without a moment's thought")
-    until = time.monotonic() + 60
-    while not (files := list(tmp_path.glob("*.yaml"))):
-        assert time.monotonic() < until, terminal.text
-        terminal.read(0.1)
-    assert yaml.safe_load(files[0].read_text())["rules"]
+    terminal.read_until(lambda: list(tmp_path.glob("*.yaml")), 60)
+    assert yaml.safe_load(next(tmp_path.glob("*.yaml")).read_text())["rules"]
     terminal.press(CTRL_T)
     terminal.wait_for(r"\A(?![\s\S]*Tour \d)", 20)
     terminal.leave()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import pickle
-import signal
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from tests.engine.evaluation.conftest import untimed
+from tests.engine.evaluation.conftest import results_with_one_killed, untimed
 from tests.helpers import preloaded
 
 import dtype_engine as de
@@ -84,15 +82,8 @@ def test_drifts_over_processes_equal_those_in_one(
 
 
 def test_work_of_a_killed_process_is_repeated(session: Any, opened: Opened) -> None:
-    evaluations = [Evaluation(opened, ScanSequence(("int8",), 2, index % 5)) for index in range(20)]
-    found: dict[int, Evaluated] = {}
     with ProcessPool(2) as pool:
-        for index, result in pool.results(evaluations):
-            if not found:
-                os.kill(result.process, signal.SIGKILL)
-            found[index] = result
-    assert sorted(found) == list(range(20))
-    assert len({result.process for result in found.values()}) > 1
+        found = results_with_one_killed(pool, opened, 20)
     scan = session.scan_task(["int8"], 2, False, None)
     for index, result in found.items():
         assert result.value.scores == scan.measure(index % 5).scores
