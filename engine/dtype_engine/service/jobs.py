@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import dtype_engine.results.serving_memory
     import dtype_engine.results.weights
     from dtype_engine.runtime.session.session import Session
-    from dtype_engine.service.opening import OpenModel
+    from dtype_engine.service.open_model import OpenModel
     from dtype_engine.service.worker_processes import OnProgress, WorkerProcesses
 
 _MOST_FINDINGS = 2_000

@@ -314,11 +314,10 @@ def safe(value: Any, exact: bool = False) -> Any:
         return tuple(safe(item, exact) for item in value)
     if isinstance(value, dict):
         return {safe(key, exact): safe(item, exact) for key, item in value.items()}
-    if isinstance(value, msgspec.Struct) or dataclasses.is_dataclass(value):
+    kind: Any = type(value)
+    if isinstance(value, msgspec.Struct) or dataclasses.is_dataclass(kind):
         replace: Any = msgspec.structs.replace if isinstance(value, msgspec.Struct) else dataclasses.replace
-        return replace(
-            value, **{name: safe(getattr(value, name), names) for name, names in _fields(type(value)).items()}
-        )
+        return replace(value, **{name: safe(getattr(value, name), names) for name, names in _fields(kind).items()})
     return value
 
 

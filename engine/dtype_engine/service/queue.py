@@ -29,7 +29,7 @@ from dtype_engine.service.commands import (
     SetSettings,
 )
 from dtype_engine.service.jobs import Ask
-from dtype_engine.service.opening import Available
+from dtype_engine.service.open_model import Available
 
 MOST_ALIKE = 100
 """Maximum number of waiting commands that ask for the same job. Further ones are refused."""

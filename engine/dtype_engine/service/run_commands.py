@@ -19,7 +19,8 @@ from dtype_engine.service import commands, events
 from dtype_engine.service.commands import Command
 from dtype_engine.service.jobs import FLOOR, LOSS_REMEDY, NONFINITE, WEIGHTS, Ask, Work
 from dtype_engine.service.many_runs import ManyRuns
-from dtype_engine.service.opening import OpenModel, emit_inputs
+from dtype_engine.service.open_model import OpenModel
+from dtype_engine.service.opening import emit_inputs
 from dtype_engine.service.planned_losses import PlannedLosses
 from dtype_engine.service.save_requests import ConvertRequest, RecipeRequest
 from dtype_engine.service.worker_processes import WorkerProcesses

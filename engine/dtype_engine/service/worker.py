@@ -24,7 +24,8 @@ from dtype_engine.recipe import Recipe
 from dtype_engine.service import events
 from dtype_engine.service.commands import READ_ONLY, Cancel, Command, Measure, Request, Save, Scan
 from dtype_engine.service.engine import CLOSE_WAIT_S, Engine
-from dtype_engine.service.opening import OpenModel, open_model
+from dtype_engine.service.open_model import OpenModel
+from dtype_engine.service.opening import open_model
 from dtype_engine.service.planned_losses import PlannedLosses
 from dtype_engine.service.queue import Queue, finish, job_names, merge, opened, reported, take
 

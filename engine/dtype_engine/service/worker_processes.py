@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.throttle import Throttle
 from dtype_engine.core.units import plural
-from dtype_engine.service.opening import OpenModel
+from dtype_engine.service.open_model import OpenModel
 
 if TYPE_CHECKING:
     from dtype_engine.evaluation.work import Over

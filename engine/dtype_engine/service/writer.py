@@ -19,7 +19,7 @@ from dtype_engine.core.units import human_bytes, seconds_text
 from dtype_engine.recipe import Plan, Recipe, make_plan, require_matches
 from dtype_engine.results.attribution import NonFiniteDiagnosis
 from dtype_engine.results.drift import DriftReport
-from dtype_engine.service.opening import OpenModel
+from dtype_engine.service.open_model import OpenModel
 from dtype_engine.service.planned_losses import MAX_AUTOMATIC_BYTES, PlannedLosses
 from dtype_engine.service.save_requests import (
     ConvertRequest,

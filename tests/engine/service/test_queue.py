@@ -26,7 +26,7 @@ from dtype_engine.service.commands import (
     SetSettings,
 )
 from dtype_engine.service.jobs import GENERATE, VALUES, Ask, GenerateText, InspectTensor
-from dtype_engine.service.opening import Available
+from dtype_engine.service.open_model import Available
 from dtype_engine.service.queue import (
     MOST_ALIKE,
     Queue,

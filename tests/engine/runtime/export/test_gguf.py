@@ -24,7 +24,7 @@ from dtype_engine.runtime.measure.weight_errors import inspect_weight
 from dtype_engine.service import events
 from dtype_engine.service.commands import SetRecipe
 from dtype_engine.service.jobs import VALUES, InspectTensor
-from dtype_engine.service.opening import OpenModel
+from dtype_engine.service.open_model import OpenModel
 from dtype_engine.service.save_requests import ExportRequest
 from dtype_engine.service.writer import SaveContext, plan_export
 

@@ -397,7 +397,7 @@ def test_app_exports_pipelines_and_adapters_in_their_layouts(pipeline: Path, ada
     from dtype_engine.checkpoint.source import locate
     from dtype_engine.core.options import RunSettings
     from dtype_engine.recipe import Recipe, Rule
-    from dtype_engine.service.opening import OpenModel
+    from dtype_engine.service.open_model import OpenModel
     from dtype_engine.service.save_requests import ExportRequest
     from dtype_engine.service.writer import SaveContext, plan_export, run_save
 
