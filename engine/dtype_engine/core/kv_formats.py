@@ -30,8 +30,9 @@ class KVFormat(msgspec.Struct, frozen=True):
     dtype: str
     """A key of `dtypes.BY_NAME`: the dtype of an element, or a block format. "" for integers with zero points."""
     scales: Literal["none", "tensor", "head", "token", "blocks", "kivi"] = "none"
-    """Which values share a scale: none have one; all; those of a head; of one token in one head; of a block within one token
-    and head; for "kivi", keys of one channel in `GROUP` tokens, and values of one token in `GROUP` channels.
+    """Which values share a scale. "tensor": all. "head": those of a head. "token": those of one token in one head. "blocks":
+    those of a block within one token and head. "kivi": for keys, those of one channel in `GROUP` tokens; for values, those of
+    one token in `GROUP` channels.
     """
     bits: int = 0
     """The number of bits of an element, without scales."""

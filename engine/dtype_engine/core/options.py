@@ -36,9 +36,9 @@ class RunSettings:
     float_inputs: Literal["given", "model"] = "given"
     """Whether floating inputs are cast to the dtype of the model's first weight ("model"), as `inputs.to(model.dtype)` does."""
     quantize_activations: Literal["none", "weights"] = "none"
-    """"weights": the input of each matrix product with a quantized weight is rounded to the weight's format, as in runtimes
-    that serve W8A8 and W4A4; for a weight that another program quantized, as the checkpoint's configuration declares. "none":
-    inputs are not rounded.
+    """Whether the input of each matrix product with a quantized weight is rounded to the weight's format ("weights"), as in
+    runtimes that serve W8A8 and W4A4. For a weight that another program quantized, it is rounded as the checkpoint's
+    configuration declares.
     """
     classes_dim: ClassesDim = "auto"
     """The dimension of the main output along which the logits over classes or tokens lie, from 0, or from the end if negative.
@@ -64,7 +64,7 @@ class ModelOptions:
     """The options for opening a model and its reference."""
 
     device: str = "auto"
-    """"cpu"; an accelerator that torch has here, such as "cuda:1", "mps" or "xpu"; or "auto": the accelerator if it computes in
+    """The torch device: "cpu"; an accelerator, such as "cuda:1", "mps" or "xpu"; or "auto": the accelerator if it computes in
     float64, as CUDA does, and else the CPU.
     """
     threads: int | None = None
