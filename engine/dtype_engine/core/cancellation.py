@@ -31,10 +31,6 @@ class CancelToken:
             self._unpaused.wait(_POLL_S)
         return self._cancelled.is_set()
 
-    @property
-    def paused(self) -> bool:
-        return not self._unpaused.is_set()
-
     def pause(self) -> None:
         """Make the work wait at its next step."""
         self._unpaused.clear()

@@ -32,10 +32,6 @@ _END_WAIT_S = 3.0
 _POLL_S = 0.1
 
 
-def engines_folder() -> Path:
-    return state_folder() / "engines"
-
-
 def relay(session: str, linger_s: float, compressed: bool) -> int:
     """Connect standard input and output to the engine with the token `session`, and start it if it is not running. Returns the
     exit status.
@@ -44,7 +40,7 @@ def relay(session: str, linger_s: float, compressed: bool) -> int:
     UserError if other users may enter the sockets' folder.
     """
     started_in = os.getcwd()
-    folder = engines_folder()
+    folder = state_folder() / "engines"
     _enter(folder)  # relative names are short, and the path of a socket may have only about a hundred characters
     try:
         connection, child = _reach(session, started_in, linger_s, compressed)

@@ -197,7 +197,7 @@ class AnswerDecoder:
 
     def _made_tree(self) -> Tree:
         modules, tensors, with_classes = self._modules, self._tensors, self._with_classes
-        self._modules, self._tensors, self._bytes = [], [], 0
+        self.begin_again()
         if len({name for tensor in tensors for name in tensor.names}) < sum(len(tensor.names) for tensor in tensors):
             raise ValueError("two tensors of a tree have one name")
         tree = Tree(

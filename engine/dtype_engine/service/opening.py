@@ -60,13 +60,6 @@ def refuse_unmatched(source: Source, options: Options, recipe: Recipe) -> None:
     require_matches(describe(source, options).tree, recipe)
 
 
-def emit_inputs(session: Session, emit: Callable[[events.Event], None]) -> None:
-    """Emit what describes the model's inputs, if it can be run."""
-    summary = session.inputs_reading
-    if summary is not None:
-        emit(events.InputsReady(summary))
-
-
 def _open_session(model: OpenModel, emit: Callable[[events.Event], None], read_headers: bool) -> None:
     from dtype_engine.core.opening_progress import OpeningProgress  # the first paint does not need it
 
@@ -93,7 +86,8 @@ def _open_session(model: OpenModel, emit: Callable[[events.Event], None], read_h
             reference=reference_name(session.model),
         )
     )
-    emit_inputs(session, emit)
+    if (summary := session.inputs_reading) is not None:
+        emit(events.InputsReady(summary))
     model.session = session
 
 

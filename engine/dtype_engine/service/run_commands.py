@@ -20,7 +20,6 @@ from dtype_engine.service.commands import Command
 from dtype_engine.service.jobs import FLOOR, LOSS_REMEDY, NONFINITE, WEIGHTS, Ask, Work
 from dtype_engine.service.many_runs import ManyRuns
 from dtype_engine.service.open_model import OpenModel
-from dtype_engine.service.opening import emit_inputs
 from dtype_engine.service.planned_losses import PlannedLosses
 from dtype_engine.service.save_requests import ConvertRequest, RecipeRequest
 from dtype_engine.service.worker_processes import WorkerProcesses
@@ -228,7 +227,8 @@ class CommandRunner:
         except UserError as error:
             self._emit(events.InputsRefused(error.sentence))
             return ()
-        emit_inputs(session, self._emit)
+        if (summary := session.inputs_reading) is not None:
+            self._emit(events.InputsReady(summary))
         return (commands.Measure(),)
 
     def _download(self, recipe: Recipe, token: CancelToken) -> None:

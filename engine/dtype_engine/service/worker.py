@@ -39,14 +39,6 @@ NICENESS = 10
 _SAMPLE_S = 0.25
 
 
-def _lower_priority() -> None:
-    """Raise this thread's niceness on Linux, so that the thread that handles keys is first. Torch's threads inherit it."""
-    if sys.platform == "linux":
-        own = threading.get_native_id()
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, own, max(NICENESS, os.getpriority(os.PRIO_PROCESS, own)))
-
-
 class _MemorySampler:
     """A thread that emits `Memory` events, four a second while `busy` is set, and none until `session` is set."""
 
@@ -180,7 +172,10 @@ class Worker(Engine):
         self._emit(events.Jobs(name, job_names(self._queue, self._queue.waiting)))
 
     def _work(self) -> None:
-        _lower_priority()
+        if sys.platform == "linux":  # where a thread has a niceness: the one that handles keys comes first
+            own = threading.get_native_id()  # torch's threads inherit its niceness
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, own, max(NICENESS, os.getpriority(os.PRIO_PROCESS, own)))
         while (following := self._serve()) is not None:
             self._source, self._options = following
             with self._changed:

@@ -61,14 +61,14 @@ def plan_export(context: SaveContext) -> ExportPlan:
     from dtype_engine.runtime.export.one_file import reason_against
     from dtype_engine.runtime.export.readme import by_dtype, loading_text
 
-    contents = _contents(context)
+    contents, session = _contents(context), context.model.session
     return ExportPlan(
         contents.nbytes,
         len(names_of(shards(contents, SHARD_SIZE))),
         tuple((name, share.tensors, share.nbytes) for name, share in by_dtype(contents).items()),
         loading_text(contents),
         contents.notices,
-        _known_losses(context),
+        session.model.known_losses(context.plan(session.tree).dtypes) if session is not None else _losses(context, 0),
         reason_against(contents) or "",
     )
 
@@ -91,14 +91,6 @@ def compose(
     if isinstance(request, RecipeRequest):
         return _recipe_text(request, context)
     return _report_text(request, context)
-
-
-def _known_losses(context: SaveContext) -> tuple[ValueLoss, ...] | None:
-    """Return the weights in which casts lose values, if these were counted before; otherwise None. No values are read."""
-    session = context.model.session
-    if session is not None:
-        return session.model.known_losses(context.plan(session.tree).dtypes)
-    return _losses(context, 0)
 
 
 def _losses(context: SaveContext, max_bytes: int = MAX_AUTOMATIC_BYTES) -> tuple[ValueLoss, ...] | None:
