@@ -177,8 +177,8 @@ def reference(folder: Path) -> list[Row]:
     import torch
 
     import dtype_engine as de
-    from dtype_engine.core.heap import trim_heap
     from dtype_engine.core.options import RunSettings
+    from dtype_engine.core.system_memory import trim_heap
     from dtype_engine.runtime.passes.one_pass import PassOptions
     from dtype_engine.runtime.passes.runner import ForwardRunner
 

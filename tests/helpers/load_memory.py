@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.helpers.peak_memory import anonymous_bytes, peak_anonymous
 
 import dtype_engine as de
-from dtype_engine.core.heap import trim_heap
+from dtype_engine.core.system_memory import trim_heap
 
 
 def main() -> None:

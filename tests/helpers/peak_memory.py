@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from dtype_engine.core.heap import trim_heap
+from dtype_engine.core.system_memory import trim_heap
 
 
 def anonymous_bytes() -> int:

@@ -22,6 +22,14 @@ from dtype_engine.service.worker import Worker
 E = TypeVar("E", bound=events.Event)
 
 
+def wait_until(condition: Callable[[], object], seconds: float = 60, otherwise: str = "") -> None:
+    """Wait until the condition holds. otherwise: what to say if it never does."""
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, otherwise
+        time.sleep(0.01)
+
+
 class Recorder:
     """Every event so far. `on_event` is called for every event on the thread that emits it, as soon as it is recorded."""
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -62,6 +63,34 @@ def settled(terminal: Terminal, folder: Path) -> tuple[int, int]:
         if (newer := carried(folder)) != now:
             now, since = newer, time.monotonic()
     return now
+
+
+def look_around(terminal: Terminal, folder: Path) -> tuple[int, int]:
+    """Wait until the demo is measured, and press keys that need no engine; the bytes before, which stay so."""
+    terminal.wait_for("perplexity")
+    terminal.wait_for(" ready")
+    before = settled(terminal, folder)
+    for keys in ("jjjk", "hl", "E", "/mlp", "\x1b", "\x1b", "c", "*norm*=f1", "\x1b"):
+        terminal.press(keys)
+        time.sleep(0.4)  # Esc and a key right after it are one key
+        terminal.read()
+    assert carried(folder) == before, "the cursor, folding, the filter or a preview made traffic"
+    return before
+
+
+def measure_over_a_cut(terminal: Terminal, folder: Path, cut: Callable[[], object]) -> None:
+    """Cast, and cut the line while the engine measures: the figures are there once it is mended."""
+    (folder / "down-for-now").touch()
+    terminal.press("2")
+    terminal.wait_for("casting|measuring")
+    time.sleep(0.5)
+    cut()
+    terminal.wait_for("connection cut: trying again")
+    (folder / "down-for-now").unlink()
+    terminal.wait_for("connected again")
+    terminal.wait_for(r"\* +bf16|bf16")
+    terminal.wait_for(" ready")
+    terminal.wait_for(r"SQNR +\d+\.\d")
 
 
 def cut(folder: Path) -> None:

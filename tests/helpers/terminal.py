@@ -16,9 +16,10 @@ import sys
 import tempfile
 import termios
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import psutil
 import pyte
 from tests.helpers import preloaded
 
@@ -57,7 +58,7 @@ def clean(written: bytes) -> bytes:
     return _UNKNOWN_TO_PYTE.sub(b"", written)
 
 
-class Terminal:
+class Terminal(contextlib.AbstractContextManager["Terminal"]):
     """Runs `dtype-tui` with arguments in a terminal of `size` (columns, rows).
 
     first: as somebody who never did before. forked: program and engine come from a process that has imported what they need, torch
@@ -162,6 +163,18 @@ class Terminal:
             self.read()
         return time.perf_counter() - begun
 
+    def read_until(self, condition: Callable[[], object], seconds: float = 20) -> None:
+        """Read until the condition holds. Fails with the screen otherwise."""
+        until = time.perf_counter() + seconds
+        while not condition():
+            assert time.perf_counter() < until, self.text
+            self.read()
+
+    def suspend(self, seconds: float = 10) -> None:
+        """Press the key that suspends, and wait until it has."""
+        self.press("\x1a")
+        self.read_until(lambda: psutil.Process(self.pid).status() == psutil.STATUS_STOPPED, seconds)
+
     def press(self, keys: str) -> None:
         os.write(self.keyboard, keys.encode())
 
@@ -196,6 +209,15 @@ class Terminal:
         shown = self.raw.rfind(b"\x1b[?25h") > self.raw.rfind(b"\x1b[?25l")
         return same and left and shown
 
+    def leave(self) -> None:
+        """Press the key that leaves: the program ends without an error, and the terminal is as it was."""
+        self.press("q")
+        assert self.exit_status() == 0
+        assert self.is_restored()
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
     def close(self) -> None:
         for number in (signal.SIGTERM, signal.SIGKILL):
             try:
@@ -209,3 +231,7 @@ class Terminal:
         os.close(self.keyboard)
         os.close(self.slave)
         shutil.rmtree(self._state, ignore_errors=True)
+
+
+Opener = Callable[..., Terminal]
+"""Opens a program as `Terminal` does; its test need not close it."""

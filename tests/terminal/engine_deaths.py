@@ -158,10 +158,7 @@ class Deaths:
         halting = threading.Thread(target=self._halt_when_it_writes, args=(self.engine(),), daemon=True)
         halting.start()
         self.terminal.press("\r")
-        until = time.monotonic() + 30
-        while halting.is_alive():
-            self.terminal.read()
-            assert time.monotonic() < until, self.terminal.text
+        self.terminal.read_until(lambda: not halting.is_alive(), 30)
         assert not target.exists()
         self._dies(number, r"\* +f16")
         assert not self._unfinished()
@@ -179,9 +176,7 @@ class Deaths:
     def leave(self) -> None:
         """The terminal is as it was, the rules are kept, and no engine is left."""
         engine = self.engine()
-        self.terminal.press("q")
-        assert self.terminal.exit_status() == 0
-        assert self.terminal.is_restored()
+        self.terminal.leave()
         engine.wait(10)
         (kept,) = (read_session(path) for path in (self._folder / "state/dtype-tui/sessions").glob("*.json"))
         assert [str(rule) for rule in kept.recipe.rules] == ["*=float16"]
@@ -190,15 +185,13 @@ class Deaths:
 def walk(folder: Path, signals: tuple[signal.Signals, ...], say: Callable[[str], None] = lambda line: None) -> None:
     """One program, whose engine dies by the first signal while loading, by the second while measuring, and so on."""
     deaths = Deaths(folder)
-    try:
+    with deaths.terminal:
         for state, number in zip(
             (deaths.loading, deaths.measuring, deaths.scanning, deaths.exporting), signals, strict=True
         ):
             state(number)
             say(f"{number.name} while {state.__name__}: told, and started again")
         deaths.leave()
-    finally:
-        deaths.terminal.close()
 
 
 def main() -> None:

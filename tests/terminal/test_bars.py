@@ -38,9 +38,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def terminal(model: Path) -> Iterator[Terminal]:
     """Its imports are done: what the bar is while they are not, `test_terminal.py` sees."""
     options = ("--cast", "model.layers.{0..1}.mlp=float16", "--device", "cpu", "--sequences", "2")
-    opened = Terminal(str(model), *options, forked=True)
-    yield opened
-    opened.close()
+    with Terminal(str(model), *options, forked=True) as opened:
+        yield opened
 
 
 def bars_until(terminal: Terminal, pattern: str, seconds: float = 240) -> dict[str, list[int]]:

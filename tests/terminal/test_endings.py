@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.helpers.terminal import Terminal
+from tests.helpers.terminal import Opener
 
 from dtype_engine.checkpoint.source import DEMO
 from dtype_tui.state.session_store import read_session
@@ -18,27 +16,11 @@ from dtype_tui.state.session_store import read_session
 CLICK = "\x1b[<0;2;2M\x1b[<0;2;2m"
 """The left button pressed and let go in the second cell of the second line, beside every window."""
 
-Opener = Callable[..., Terminal]
-
 
 @pytest.fixture
-def opened(tmp_path: Path) -> Iterator[Opener]:
-    made: list[Terminal] = []
-
-    def make(*arguments: str, size: tuple[int, int] = (120, 36), **environment: str) -> Terminal:
-        state = {"XDG_STATE_HOME": str(tmp_path / "state")}
-        made.append(Terminal(*arguments, size=size, environment={**state, **environment}, forked=True))
-        return made[-1]
-
-    yield make
-    for terminal in made:
-        terminal.close()
-
-
-def leave(terminal: Terminal) -> None:
-    terminal.press("q")
-    assert terminal.exit_status() == 0
-    assert terminal.is_restored()
+def opened(opened: Opener, tmp_path: Path) -> Opener:
+    state = {"XDG_STATE_HOME": str(tmp_path / "state")}
+    return lambda *arguments, **environment: opened(*arguments, environment={**state, **environment})
 
 
 @pytest.mark.parametrize("clicks", [2, 5])
@@ -48,13 +30,10 @@ def test_repeated_clicks_beside_the_palette_close_it_once(opened: Opener, clicks
     terminal.press("\x10")
     terminal.wait_for("Search for commands", 20)
     terminal.press(CLICK * clicks)
-    until = time.monotonic() + 20
-    while "Search for commands" in terminal.text:
-        assert time.monotonic() < until, terminal.text
-        terminal.read(0.1)
+    terminal.read_until(lambda: "Search for commands" not in terminal.text)
     terminal.press("2")
     terminal.wait_for(r"\* +bf16", 20)
-    leave(terminal)
+    terminal.leave()
 
 
 def test_unexpected_error_is_one_sentence_and_a_log_file(opened: Opener, tmp_path: Path) -> None:
@@ -103,7 +82,7 @@ def test_file_cut_short_is_reported_and_the_app_survives(
     weights = model / "model.safetensors"
     long = tmp_path / "long.txt"
     long.write_text("import os\n" * 20_000)
-    terminal = opened(str(model), "--text", str(long), "--sequences", "400", size=(120, 36))
+    terminal = opened(str(model), "--text", str(long), "--sequences", "400")
     terminal.wait_for("embed_tokens")
     terminal.press("2")
     terminal.wait_for(r"\* +bf16", 20)
@@ -129,6 +108,6 @@ def test_file_cut_short_is_reported_and_the_app_survives(
     terminal.wait_for("ready|no engine: R", 200)  # the engine has noticed it, or was ended by it
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.glob(".out*"))
-    leave(terminal)
+    terminal.leave()
     (kept,) = (read_session(path) for path in (tmp_path / "state" / "dtype-tui" / "sessions").glob("*.json"))
     assert [str(rule) for rule in kept.recipe.rules] == ["*=bfloat16", "model.embed_tokens=float16"]

@@ -24,10 +24,9 @@ from tests.terminal.random_keys import storm
 
 @pytest.fixture
 def terminal() -> Iterator[Terminal]:
-    made = Terminal("demo", *QUICK, forked=True)
-    made.wait_for("embed_tokens")
-    yield made
-    made.close()
+    with Terminal("demo", *QUICK, forked=True) as made:
+        made.wait_for("embed_tokens")
+        yield made
 
 
 def drain(terminal: Terminal, seconds: float) -> int:
@@ -38,21 +37,12 @@ def drain(terminal: Terminal, seconds: float) -> int:
     return count
 
 
-def leave(terminal: Terminal) -> None:
-    terminal.press("q")
-    assert terminal.exit_status() == 0
-    assert terminal.is_restored()
-
-
 def test_keys_before_the_first_paint_are_not_lost() -> None:
-    terminal = Terminal("demo", *QUICK, forked=True)
-    try:
+    with Terminal("demo", *QUICK, forked=True) as terminal:
         while b"\x1b[?25l" not in terminal.raw:  # from here on the terminal gives keys as they are pressed
             terminal.read()
         terminal.press(":cast *.mlp bf16\r")
         terminal.wait_for(r"\*\.mlp +bf16 +18", 20)
-    finally:
-        terminal.close()
 
 
 def test_many_resizes_end_in_the_right_picture(terminal: Terminal) -> None:
@@ -66,23 +56,19 @@ def test_many_resizes_end_in_the_right_picture(terminal: Terminal) -> None:
     terminal.wait_for(r"q quit", 20)
     drain(terminal, 0.5)
     assert "needs 60" not in terminal.text
-    leave(terminal)
+    terminal.leave()
 
 
 def test_suspended_app_resumes(terminal: Terminal) -> None:
     terminal.wait_for("ready")
-    terminal.press("\x1a")
-    until = time.monotonic() + 10
-    while psutil.Process(terminal.pid).status() != psutil.STATUS_STOPPED:
-        assert time.monotonic() < until, "ctrl+z did not stop it"
-        terminal.read(0.05)
+    terminal.suspend()
     drain(terminal, 0.2)
     assert terminal.is_restored()
     os.kill(terminal.pid, signal.SIGCONT)
     terminal.wait_for("embed_tokens", 20)
     terminal.press("2")
     terminal.wait_for(r"\* +bf16", 20)
-    leave(terminal)
+    terminal.leave()
 
 
 def test_huge_paste_is_ignored_by_the_tree_and_one_text_in_a_prompt(terminal: Terminal) -> None:
@@ -110,11 +96,8 @@ def test_huge_paste_is_ignored_by_the_tree_and_one_text_in_a_prompt(terminal: Te
     send(blob)
     terminal.wait_for("no command", 60)
     terminal.press("\x1b")
-    until = time.monotonic() + 20
-    while "no command" in terminal.text:
-        assert time.monotonic() < until, terminal.text
-        terminal.read(0.1)
-    leave(terminal)
+    terminal.read_until(lambda: "no command" not in terminal.text)
+    terminal.leave()
 
 
 def test_five_thousand_keys_do_not_grow_the_memory(terminal: Terminal) -> None:
@@ -137,7 +120,7 @@ def test_five_thousand_keys_do_not_grow_the_memory(terminal: Terminal) -> None:
     grown = [after - before for before, after in itertools.pairwise(resident)]
     # What is kept of a key is kept of every key; what the engine tells once, a few MiB, comes in one of them.
     assert min(grown) < 128 << 10, f"{[size >> 10 for size in grown]} KiB more after 1000 keys each"
-    leave(terminal)
+    terminal.leave()
 
 
 def test_idle_app_writes_nothing_and_moves_write_little(terminal: Terminal) -> None:
@@ -154,19 +137,16 @@ def test_idle_app_writes_nothing_and_moves_write_little(terminal: Terminal) -> N
         terminal.press(key)
         wrote = drain(terminal, 0.4)
         assert 0 < wrote < most, f"{key!r} wrote {wrote} bytes"
-    leave(terminal)
+    terminal.leave()
 
 
 def test_ascii_is_used_if_the_locale_has_no_unicode() -> None:
-    terminal = Terminal("demo", *QUICK, environment={"LC_ALL": "C", "PYTHONUTF8": "1"}, forked=True)
-    try:
+    with Terminal("demo", *QUICK, environment={"LC_ALL": "C", "PYTHONUTF8": "1"}, forked=True) as terminal:
         terminal.wait_for("embed_tokens")
         terminal.press("2")
         terminal.wait_for(r"1 \* +bf16", 20)
         assert terminal.text.isascii()
-        leave(terminal)
-    finally:
-        terminal.close()
+        terminal.leave()
 
 
 def test_models_in_this_folder_are_offered_and_one_opens(tmp_path: Path) -> None:
@@ -184,7 +164,7 @@ def test_models_in_this_folder_are_offered_and_one_opens(tmp_path: Path) -> None
         terminal.press("\r")
         terminal.wait_for("embed_tokens", 20)
         terminal.wait_for("ready")
-        leave(terminal)
+        terminal.leave()
     finally:
         terminal.close()
 

@@ -20,8 +20,7 @@ def test_screen_survives_its_engine_in_every_state(tmp_path: Path) -> None:
 def test_second_esc_ends_an_engine_that_does_not_stop(tmp_path: Path) -> None:
     """While it opens a model whose code takes a minute, and in a layer that does."""
     deaths = Deaths(tmp_path, (80, 24), 60)
-    terminal = deaths.terminal
-    try:
+    with deaths.terminal as terminal:
         terminal.wait_for("Esc stops", 60)
         first = deaths.engine()
         terminal.press(ESC)
@@ -42,8 +41,4 @@ def test_second_esc_ends_an_engine_that_does_not_stop(tmp_path: Path) -> None:
         deaths.measured(r"net.py:Net  Net +bf16")
         assert deaths.engine().pid != second.pid
         assert not second.is_running()
-        terminal.press("q")
-        assert terminal.exit_status() == 0
-        assert terminal.is_restored()
-    finally:
-        terminal.close()
+        terminal.leave()

@@ -47,8 +47,7 @@ def assert_ends_on_a_signal(terminal: Terminal, engine: psutil.Process) -> None:
 
 @pytest.mark.parametrize("kind", FLOODS)
 def test_keys_and_signals_work_during_a_flood_of_events(kind: str) -> None:
-    terminal = flooded(kind)
-    try:
+    with flooded(kind) as terminal:
         app = psutil.Process(terminal.pid)
         (engine,) = app.children()
         for _ in range(2):
@@ -59,24 +58,18 @@ def test_keys_and_signals_work_during_a_flood_of_events(kind: str) -> None:
             assert app.memory_info().rss < _MOST_BYTES
         assert "no engine" not in terminal.text, "the flood goes on"
         assert_ends_on_a_signal(terminal, engine)
-    finally:
-        terminal.close()
 
 
 def test_signal_ends_the_app_while_it_draws_many_windows() -> None:
     """Drawing them keeps the event loop busy for longer than the limit, and so would unmounting them."""
-    terminal = flooded("windows", size=(200, 50))
-    try:
+    with flooded("windows", size=(200, 50)) as terminal:
         (engine,) = psutil.Process(terminal.pid).children()
         terminal.wait_for("Dtype flow", 60)
         assert_ends_on_a_signal(terminal, engine)
-    finally:
-        terminal.close()
 
 
 def test_signal_ends_the_app_if_the_terminal_blocks() -> None:
-    terminal = flooded("messages")
-    try:
+    with flooded("messages") as terminal:
         for _ in range(100):  # redrawing fills what the terminal holds, since nothing is read
             terminal.press("?\x1b")
         time.sleep(1.0)
@@ -88,5 +81,3 @@ def test_signal_ends_the_app_if_the_terminal_blocks() -> None:
         while terminal.read(0.1):
             pass
         assert terminal.is_restored()
-    finally:
-        terminal.close()

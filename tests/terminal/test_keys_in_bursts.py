@@ -19,11 +19,10 @@ CTRL_A, CTRL_E, CTRL_U, CTRL_W, BACKSPACE = "\x01", "\x05", "\x15", "\x17", "\x7
 
 @pytest.fixture
 def terminal() -> Iterator[Terminal]:
-    opened = Terminal("demo", size=(120, 36), forked=True)
-    opened.wait_for(r"SQNR +exact", 120)
-    opened.wait_for("ready")
-    yield opened
-    opened.close()
+    with Terminal("demo", size=(120, 36), forked=True) as opened:
+        opened.wait_for(r"SQNR +exact", 120)
+        opened.wait_for("ready")
+        yield opened
 
 
 def wait_until_gone(terminal: Terminal, words: str) -> None:
@@ -50,10 +49,7 @@ def test_keys_in_one_burst_act_like_single_keys(terminal: Terminal, tmp_path: Pa
 
     terminal.press(f"e{DOWN}{UP}{CTRL_U}{tmp_path}/casts\r")
     terminal.wait_for(r"ready", 60)
-    until = time.monotonic() + 30
-    while not (tmp_path / "casts" / "README.md").exists():
-        assert time.monotonic() < until, terminal.text
-        terminal.read(0.1)
+    terminal.read_until((tmp_path / "casts" / "README.md").exists, 30)
     with safe_open(next((tmp_path / "casts").glob("*.safetensors")), "pt") as written:
         assert "F16" in {written.get_slice(name).get_dtype() for name in written.keys()}  # noqa: SIM118
 

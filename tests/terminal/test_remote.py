@@ -6,32 +6,22 @@ import os
 import re
 import shlex
 import sys
-import time
-from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 from tests.helpers import preloaded, slow_line
-from tests.helpers.terminal import Terminal
+from tests.helpers.terminal import Opener
 
 from dtype_engine.service.control import PROTOCOL
 
 pytestmark = pytest.mark.slow
-Opener = Callable[..., Terminal]
 
 
 @pytest.fixture
-def opened() -> Iterator[Opener]:
-    terminals: list[Terminal] = []
-
-    def open_terminal(*arguments: str, environment: dict[str, str] | None = None) -> Terminal:
-        terminals.append(Terminal(*arguments, environment=environment))
-        return terminals[-1]
-
-    yield open_terminal
-    for terminal in terminals:
-        terminal.close()
+def opened(opened: Opener) -> Opener:
+    return partial(opened, forked=False)
 
 
 def line_to(folder: Path, *command: str) -> str:
@@ -40,41 +30,15 @@ def line_to(folder: Path, *command: str) -> str:
 
 
 def test_lost_connection_is_reported_and_the_result_arrives(opened: Opener, tmp_path: Path) -> None:
-    engine = (
-        *preloaded.command(preloaded.LINGERING),
-        "stdio",
-        "--compressed",
-        "--linger",
-        "1m",
-        "--session",
-        "{session}",
-    )
+    options = ("stdio", "--compressed", "--linger", "1m", "--session", "{session}")
+    engine = (*preloaded.command(preloaded.LINGERING), *options)
     terminal = opened("--engine-command", line_to(tmp_path, *engine))
-    terminal.wait_for("perplexity")
-    terminal.wait_for(" ready")
-    before = slow_line.settled(terminal, tmp_path)
-    assert before[1] <= 30_000, "bytes for opening the demo and measuring it"
-    for keys in ("jjjk", "hl", "E", "/mlp", "\x1b", "\x1b", "c", "*norm*=f1", "\x1b"):
-        terminal.press(keys)
-        time.sleep(0.4)  # Esc and a key right after it are one key
-        terminal.read()
-    assert slow_line.carried(tmp_path) == before, "what is shown made traffic"
-    (tmp_path / "down-for-now").touch()
-    terminal.press("2")
-    terminal.wait_for("casting|measuring")
-    time.sleep(0.5)
-    slow_line.cut(tmp_path)
-    terminal.wait_for("connection cut: trying again")
-    (tmp_path / "down-for-now").unlink()
-    terminal.wait_for("connected again")
-    terminal.wait_for("bf16")
-    terminal.wait_for(" ready")
-    terminal.wait_for(r"SQNR +\d+\.\d")
+    _, down = slow_line.look_around(terminal, tmp_path)
+    assert down <= 30_000, "bytes for opening the demo and measuring it"
+    slow_line.measure_over_a_cut(terminal, tmp_path, lambda: slow_line.cut(tmp_path))
     terminal.press("q")
     terminal.wait_for("1 rule would be lost")
-    terminal.press("q")
-    assert terminal.exit_status() == 0
-    assert terminal.is_restored()
+    terminal.leave()
 
 
 def test_ssh_gets_the_host_and_reaches_the_engine(opened: Opener, tmp_path: Path) -> None:
@@ -99,8 +63,7 @@ os.execvp("sh", ["sh", "-c", words[words.index("--") + 2]])
     terminal.press("e")
     terminal.wait_for("to a new folder on me@far")
     terminal.press("\x1b")
-    terminal.press("q")
-    assert terminal.exit_status() == 0
+    terminal.leave()
     for model, words in (("ssh://far/nowhere", "no such folder"), ("ssh://-far/x", "is no address")):
         refused = opened(model, environment=environment)
         assert refused.exit_status(60) == 2
@@ -152,9 +115,7 @@ def test_app_survives_a_hostile_engine(
     terminal.press("?")
     terminal.wait_for("Esc")
     terminal.press("\x1b")
-    terminal.press("q")
-    assert terminal.exit_status() == 0
-    assert terminal.is_restored()
+    terminal.leave()
     assert not list((tmp_path / "work").iterdir())
 
 
@@ -204,6 +165,4 @@ while True:
     terminal = opened("ssh://far/demo", environment={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
     terminal.wait_for("understand", 60)
     assert psutil.Process(terminal.pid).memory_info().rss < 400 << 20
-    terminal.press("q")
-    assert terminal.exit_status() == 0
-    assert terminal.is_restored()
+    terminal.leave()

@@ -6,31 +6,21 @@ import os
 import shlex
 import signal
 import time
-from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 from tests.helpers import preloaded
-from tests.helpers.terminal import Terminal
+from tests.helpers.terminal import Opener, Terminal
 
 from dtype_engine import Options, Recipe, Rule, RunSettings
 from dtype_tui.state.rule_list import RuleList
 from dtype_tui.state.session_store import SavedSession, SessionFile, read_session
 
-Opener = Callable[..., Terminal]
-
 
 @pytest.fixture
-def opened(tmp_path: Path) -> Iterator[Opener]:
-    made: list[Terminal] = []
-
-    def make(*arguments: str) -> Terminal:
-        made.append(Terminal(*arguments, environment={"XDG_STATE_HOME": str(tmp_path)}, forked=True))
-        return made[-1]
-
-    yield make
-    for terminal in made:
-        terminal.close()
+def opened(opened: Opener, tmp_path: Path) -> Opener:
+    return partial(opened, environment={"XDG_STATE_HOME": str(tmp_path)})
 
 
 def saved(tmp_path: Path) -> list[SavedSession]:
@@ -39,10 +29,7 @@ def saved(tmp_path: Path) -> list[SavedSession]:
 
 
 def wait_until_saved(terminal: Terminal, tmp_path: Path, rules: int) -> None:
-    until = time.monotonic() + 30
-    while not (found := saved(tmp_path)) or len(found[-1].recipe) != rules:
-        assert time.monotonic() < until, found
-        terminal.read(0.05)
+    terminal.read_until(lambda: (found := saved(tmp_path)) and len(found[-1].recipe) == rules, 30)
 
 
 def cast_two(terminal: Terminal) -> None:
@@ -116,8 +103,7 @@ def test_session_resumes_with_history_and_cursor(opened: Opener, tmp_path: Path)
     back.wait_for(r"▸ embed_tokens +f32")
     back.press("\x12\x12")
     back.wait_for("2 lm_head +f16")
-    back.press("q")
-    assert back.exit_status() == 0
+    back.leave()
     assert "2 rules not saved to a file: `dtype-tui --resume`" in back.text
     assert saved(tmp_path)[-1].options.settings == RunSettings(autocast="bfloat16")
 

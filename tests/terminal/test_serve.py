@@ -23,6 +23,7 @@ import psutil
 import pytest
 from tests.helpers import preloaded
 from tests.helpers.paths import DEMO
+from tests.helpers.recorded_worker import wait_until
 from tests.helpers.terminal import PROGRAM
 
 
@@ -59,10 +60,7 @@ def served(
         assert server.stderr is not None
         found = re.search(rf"http://\S+:{port}/\S+", server.stderr.readline())
         assert found is not None
-        until = time.monotonic() + 20
-        while socket.socket().connect_ex(("127.0.0.1", port)) != 0:
-            assert time.monotonic() < until
-            time.sleep(0.1)
+        wait_until(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0, 20)
         yield found[0], server
     finally:
         server.send_signal(signal.SIGINT)
@@ -311,9 +309,7 @@ def test_foreign_host_names_are_not_answered(host: str, asked: str, meant: bool)
 
 def test_python_files_in_the_served_folder_do_not_run(tmp_path: Path) -> None:
     """A model that was downloaded may bring files of the names that Python looks for."""
-
-    demo = DEMO
-    for file in demo.iterdir():
+    for file in DEMO.iterdir():
         if file.is_file():
             shutil.copy(file, tmp_path)
     mark = tmp_path / "ran"

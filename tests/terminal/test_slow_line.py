@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 from tests.helpers.throttled_terminal import ThrottledTerminal
 
@@ -53,22 +52,13 @@ def test_keys_are_answered_while_the_engine_measures(terminal: ThrottledTerminal
 
 
 def test_screen_is_complete_after_a_pause_of_the_line() -> None:
-    terminal = ThrottledTerminal("demo", forked=True)
-    try:
+    with ThrottledTerminal("demo", forked=True) as terminal:
         terminal.wait_for("measuring|ready", 120)
-        terminal.press("\x1a")
-        until = time.monotonic() + 30
-        while psutil.Process(terminal.pid).status() != psutil.STATUS_STOPPED:
-            assert time.monotonic() < until, "ctrl+z did not stop it"
-            terminal.read(0.05)
+        terminal.suspend(30)
         while terminal.read(0.5):
             pass
         assert terminal.is_restored()
         terminal.screen.reset()
         os.kill(terminal.pid, signal.SIGCONT)
         terminal.wait_for(r"▌ ▾ demo[\s\S]*embed_tokens[\s\S]*q quit", 60)
-        terminal.press("q")
-        assert terminal.exit_status() == 0
-        assert terminal.is_restored()
-    finally:
-        terminal.close()
+        terminal.leave()

@@ -9,31 +9,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from tests.helpers import preloaded
 from tests.helpers.panicking_tokenizer import with_panicking_tokenizer
 from tests.helpers.paths import TINYNET
-from tests.helpers.terminal import PROGRAM, QUICK, WITH_ENGINE, Terminal
+from tests.helpers.terminal import PROGRAM, QUICK, WITH_ENGINE, Opener
 
 import dtype_engine as de
-
-Opener = Callable[..., Terminal]
-
-
-@pytest.fixture
-def opened() -> Iterator[Opener]:
-    made: list[Terminal] = []
-
-    def make(*arguments: str, forked: bool = True, **settings: object) -> Terminal:
-        made.append(Terminal(*arguments, forked=forked, **settings))  # type: ignore[arg-type]
-        return made[-1]
-
-    yield make
-    for terminal in made:
-        terminal.close()
 
 
 def test_start_cast_drift_and_clean_exit(opened: Opener) -> None:
@@ -52,9 +36,7 @@ def test_start_cast_drift_and_clean_exit(opened: Opener) -> None:
     terminal.wait_for(r"KL .*\d\.\d+e-4 .*± \de-\d nats")
     terminal.press("u")
     terminal.wait_for(r"SQNR +exact")
-    terminal.press("q")
-    assert terminal.exit_status() == 0
-    assert terminal.is_restored()
+    terminal.leave()
 
 
 def test_panic_in_a_thread_writes_nothing_on_the_screen(opened: Opener, tmp_path: Path) -> None:
@@ -66,9 +48,7 @@ def test_panic_in_a_thread_writes_nothing_on_the_screen(opened: Opener, tmp_path
     terminal.wait_for("tokenizer that is damaged")
     assert b"thread '" not in terminal.raw
     terminal.press("\x1b")
-    terminal.press("q")
-    assert terminal.exit_status() == 0
-    assert terminal.is_restored()
+    terminal.leave()
 
 
 def test_two_results_in_a_row_clear_the_status_line(opened: Opener) -> None:
@@ -86,8 +66,7 @@ def test_two_results_in_a_row_clear_the_status_line(opened: Opener) -> None:
     time.sleep(1)
     terminal.press("\x1b")
     time.sleep(1)
-    terminal.press("q")
-    assert terminal.exit_status() == 0
+    terminal.leave()
 
 
 def test_command_line_rules_can_be_undone(opened: Opener) -> None:
@@ -96,8 +75,7 @@ def test_command_line_rules_can_be_undone(opened: Opener) -> None:
     terminal.wait_for("ready")
     terminal.press("u")
     terminal.wait_for("f32")
-    terminal.press("q")
-    assert terminal.exit_status() == 0
+    terminal.leave()
 
 
 def test_name_known_only_to_the_live_model_is_accepted(opened: Opener) -> None:
@@ -134,9 +112,7 @@ def test_signals_end_the_app_cleanly(opened: Opener, number: signal.Signals, sta
 def test_app_can_be_left_while_the_model_opens(opened: Opener) -> None:
     terminal = opened(forked=False)
     terminal.wait_for("embed_tokens")
-    terminal.press("q")
-    assert terminal.exit_status() == 0
-    assert terminal.is_restored()
+    terminal.leave()
 
 
 def test_terminal_too_small_asks_for_more_space(opened: Opener) -> None:
@@ -147,8 +123,7 @@ def test_terminal_too_small_asks_for_more_space(opened: Opener) -> None:
     for size in [(120, 36), (60, 15), (200, 50), (45, 8), (80, 24)]:
         terminal.resize(*size)
     terminal.wait_for("embed_tokens")
-    terminal.press("q")
-    assert terminal.exit_status() == 0
+    terminal.leave()
 
 
 def hues(raw: bytes) -> set[str]:
@@ -192,7 +167,9 @@ def test_invalid_arguments_are_one_line_without_a_screen(opened: Opener, argumen
     assert "\x1b" not in said
 
 
-def test_engine_reports_a_class_rule_without_matches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_reports_a_class_rule_without_matches(
+    opened: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Only the architecture knows its classes, and it takes torch, which the app's process never imports."""
     program = tmp_path / "dtype-tui"
     program.write_text(f"""#!{sys.executable}
@@ -205,19 +182,13 @@ finally:
 """)
     program.chmod(0o755)
     monkeypatch.setattr("tests.helpers.terminal.PROGRAM", str(program))
-    opened = Terminal("--cast", "type:LlamaMLq=bf16")
-    try:
-        assert opened.exit_status(60) == 2
-        assert "the nearest is type:LlamaMLP" in opened.raw.decode()
-        assert "torch is there: False" in opened.raw.decode()
-    finally:
-        opened.close()
-    opened = Terminal("--cast", "type:LlamaMLP=bf16", *QUICK, forked=True)
-    try:
-        opened.wait_for("6 modules|12 tensors|bf16")
-        opened.wait_for("perplexity")
-    finally:
-        opened.close()
+    terminal = opened("--cast", "type:LlamaMLq=bf16", forked=False)
+    assert terminal.exit_status(60) == 2
+    assert "the nearest is type:LlamaMLP" in terminal.raw.decode()
+    assert "torch is there: False" in terminal.raw.decode()
+    terminal = opened("--cast", "type:LlamaMLP=bf16", *QUICK)
+    terminal.wait_for("6 modules|12 tensors|bf16")
+    terminal.wait_for("perplexity")
 
 
 def test_missing_terminal_points_to_the_other_program() -> None:
@@ -227,11 +198,7 @@ def test_missing_terminal_points_to_the_other_program() -> None:
     assert done.stderr.count("\n") == 1
 
 
-def test_settings_of_a_recipe_file_apply_in_the_app(tmp_path: Path) -> None:
+def test_settings_of_a_recipe_file_apply_in_the_app(opened: Opener, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("version: 1\nsettings: {autocast: bfloat16}\nrules:\n  - {pattern: '*.mlp', dtype: float16}\n")
-    opened = Terminal("--recipe", str(recipe), *QUICK, forked=True)
-    try:
-        opened.wait_for("autocast bfloat16")
-    finally:
-        opened.close()
+    opened("--recipe", str(recipe), *QUICK).wait_for("autocast bfloat16")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 import yaml
-from tests.helpers.terminal import QUICK, Terminal
+from tests.helpers.terminal import QUICK, Opener
 
 from dtype_tui.state.tour import STEPS
 
@@ -18,21 +18,12 @@ KEYS = (
     f"{DOWN * 4}l{DOWN * 2}2", "c\t\r", "d", "x", f"{ESCAPE}Hc{DOWN}c", f"{ESCAPE * 2}s\r", "o", f"{ESCAPE}e{DOWN}\r",
 )  # fmt: skip
 """For each step. On the front, more keys follow when it has been computed."""
-Opener = Callable[..., Terminal]
 
 
 @pytest.fixture
-def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Opener]:
+def opened(opened: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Opener:
     monkeypatch.chdir(tmp_path)
-    made: list[Terminal] = []
-
-    def make(*arguments: str, **settings: object) -> Terminal:
-        made.append(Terminal(*arguments, size=(80, 24), forked=True, **settings))  # type: ignore[arg-type]
-        return made[-1]
-
-    yield make
-    for terminal in made:
-        terminal.close()
+    return partial(opened, size=(80, 24))
 
 
 def test_tour_leads_to_a_recipe_file(opened: Opener, tmp_path: Path) -> None:
@@ -52,16 +43,11 @@ def test_tour_leads_to_a_recipe_file(opened: Opener, tmp_path: Path) -> None:
             terminal.press("\r")
     terminal.wait_for("That is all", 60)
     print(f"the tour took {time.perf_counter() - begun:.0f} s without a moment's thought")
-    until = time.monotonic() + 60
-    while not (files := list(tmp_path.glob("*.yaml"))):
-        assert time.monotonic() < until, terminal.text
-        terminal.read(0.1)
-    assert yaml.safe_load(files[0].read_text())["rules"]
+    terminal.read_until(lambda: list(tmp_path.glob("*.yaml")), 60)
+    assert yaml.safe_load(next(tmp_path.glob("*.yaml")).read_text())["rules"]
     terminal.press(CTRL_T)
     terminal.wait_for(r"\A(?![\s\S]*Tour \d)", 20)
-    terminal.press("q")
-    assert terminal.exit_status() == 0
-    assert terminal.is_restored()
+    terminal.leave()
 
 
 def test_tour_is_offered_at_the_first_start_only(opened: Opener, tmp_path: Path) -> None:
@@ -70,8 +56,7 @@ def test_tour_is_offered_at_the_first_start_only(opened: Opener, tmp_path: Path)
     terminal.wait_for("New here")
     terminal.press(CTRL_T)
     terminal.wait_for("Tour 1 of", 20)
-    terminal.press("q")
-    assert terminal.exit_status() == 0
+    terminal.leave()
     terminal = opened("demo", *QUICK, environment=state, first=True)
     terminal.wait_for("ready", 120)
     assert not re.search("New here|Tour", terminal.text)

@@ -15,8 +15,8 @@ from dtype_engine.core.text import printable
 def write_text_atomic(path: Path, text: str, replace: bool = False, mode: int | None = None) -> Path:
     """Write a text file so that no crash, full disk or power failure leaves it incomplete. Returns its absolute path.
 
-    replace: whether an existing file may be replaced. mode: the file's permissions; if None, the usual permissions of a new file.
-    Raises UserError if the file can't be written; an existing file is then unchanged.
+    replace: whether an existing file may be replaced. mode: the file's permissions; None: the usual ones. Raises UserError if
+    the file can't be written; an existing file is then unchanged.
     """
     path = check_target(path, replace)
     temporary: str | None = None
@@ -49,19 +49,13 @@ def write_text_atomic(path: Path, text: str, replace: bool = False, mode: int | 
 
 
 def check_target(path: Path, replace: bool = False) -> Path:
-    """Check that a file can be written to `path`, and return the absolute path. Raises UserError if it is a folder, if its parent
-    folder does not exist, or if it exists and `replace` is False.
-    """
+    """Return the absolute path of a file to write. Raises UserError if it is a folder, has no parent, or may not be replaced."""
     try:
         path = path.expanduser().absolute()
         if "\0" in str(path):
             raise ValueError("a name has no null character")
         folder, there, parent = path.is_dir(), path.exists() or path.is_symlink(), path.parent.is_dir()
-    except (
-        OSError,
-        RuntimeError,
-        ValueError,
-    ) as error:  # the name is too long, `~name` is not a user, or it has a null byte
+    except (OSError, RuntimeError, ValueError) as error:  # too long, `~name` is not a user, or it has a null byte
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"can't write {printable(str(path), 200)}: {reason}") from None
     if folder:
@@ -74,9 +68,7 @@ def check_target(path: Path, replace: bool = False) -> Path:
 
 
 def is_taken(typed: str) -> bool:
-    """Return whether there already is a file or a non-empty folder at the path that the user typed. Raises UserError if the file
-    system can't tell, for example without permission.
-    """
+    """Return whether there is a file or a non-empty folder at a typed path. Raises UserError if the system can't tell."""
     try:
         path = Path(typed).expanduser()
         return any(path.iterdir()) if path.is_dir() else path.exists() or path.is_symlink()
@@ -85,9 +77,7 @@ def is_taken(typed: str) -> bool:
 
 
 def rename_new(temporary: str, path: Path) -> None:
-    """Rename a temporary file to `path`. Raises FileExistsError if a file of this name exists, which a plain rename would
-    overwrite. On a file system with hard links, `path` is therefore made as a link to the file, and the temporary name is removed.
-    """
+    """Rename a temporary file, by a hard link where there are any: unlike a rename, it raises FileExistsError."""
     try:
         os.link(temporary, path)
     except FileExistsError:
@@ -99,10 +89,7 @@ def rename_new(temporary: str, path: Path) -> None:
 
 
 def fsync_dir(folder: Path) -> None:
-    """Flush a folder's entries to disk, so that a new file name survives a power failure.
-
-    Does nothing on a system that can't flush folders.
-    """
+    """Flush a folder's entries to disk, so that a new file name survives a power failure, if the system can."""
     try:
         number = os.open(folder, os.O_RDONLY)
     except OSError:
@@ -115,7 +102,7 @@ def fsync_dir(folder: Path) -> None:
 
 
 def umask() -> int:
-    """Return the process's umask. It is read from /proc, because `os.umask` would change it; 0o022 on a system without /proc."""
+    """Return the process's umask, read from /proc, because `os.umask` would change it; 0o022 on a system without /proc."""
     try:
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("Umask:"):

@@ -1,14 +1,14 @@
-"""Formats that store one scale for each block of a weight: their tensors, shapes and bytes in a file. Does not import torch.
+"""Formats that store one scale for each block of a weight: their tensors, shapes and bytes in a file.
 
-A block is a group of values that share a scale. It is a rectangle in a matrix: part of one row, such as 1 x 32 values in MX
-formats, or values of several rows, such as 128 x 128 in DeepSeek's fp8.
+A block is a rectangle of values in a matrix: part of one row, such as 1 x 32 values in MX formats, or values of several rows,
+such as 128 x 128 in DeepSeek's fp8.
 
-A weight is therefore treated as one or more matrices. A vector is a matrix with one row. A weight with three or more dimensions is
-a stack of matrices, such as experts, if its last dimension is at least as long as a block is wide. Otherwise, as in a convolution,
-it is one matrix with a row for each index of the first dimension.
+A vector is a matrix with one row. A weight with three or more dimensions is a stack of matrices, such as experts, if its last
+dimension is at least as long as a block is wide. Otherwise, as in a convolution, it is one matrix with a row for each index of
+the first dimension.
 
-If a matrix's width or height is not a multiple of the block's, the last blocks are smaller, as in DeepSeek's files: the codes keep
-the weight's shape, and the number of scales is rounded up.
+If a matrix's width or height is not a multiple of the block's, the last blocks are smaller, as in DeepSeek's files: the codes
+keep the weight's shape, and the number of scales is rounded up.
 """
 
 from __future__ import annotations
@@ -31,43 +31,31 @@ class Blocks(msgspec.Struct, frozen=True):
     scale: str
     """torch's name for the dtype of a scale in a file. `uint8` means E8M0: the scale is 2 to the power of (byte - 127)."""
     rule: ScaleRule = "amax"
-    """The name of the rule that computes a scale from the largest |value| in its block. The modules in `runtime/formats/` define
-    the rules.
-    """
+    """How a scale follows from the largest |value| in its block; `runtime/formats/` defines the rules."""
     tensor_scale: bool = False
     """Whether the whole tensor also has one float32 scale."""
     zero_points: bool = False
     """Whether each block also has an integer zero point."""
     packing: Packing = "none"
-    """How codes below 8 bits are packed in a file. "nibbles": two to a byte. "words": as many as fit into 32-bit words. "six bits":
-    four in 3 bytes.
-    """
+    """How codes below 8 bits are packed: two to a byte, as many as fit into 32-bit words, or four in 3 bytes."""
     layout: str = ""
-    """The name of the checkpoint layout in which other programs read this format, or "" if there is none."""
+    """The checkpoint layout in which other programs read this format, or "" if there is none."""
 
 
 class Part(msgspec.Struct, frozen=True):
-    """One of the tensors that store a weight in a file, such as the tensor of its codes or that of its scales."""
+    """One of the tensors that store a weight in a file, such as its codes or its scales."""
 
     suffix: str
-    """The text that follows the weight's name in this tensor's name; "" for the codes."""
+    """What follows the weight's name in this tensor's name; "" for the codes."""
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
 
 
-CODES, SCALE, SCALE_INV, TENSOR_SCALE, ZERO_POINT, SHAPE = (
-    "",
-    "_scale",
-    "_scale_inv",
-    "_global_scale",
-    "_zero_point",
-    "_shape",
-)
+CODES, SCALE, SCALE_INV = "", "_scale", "_scale_inv"
+TENSOR_SCALE, ZERO_POINT, SHAPE = "_global_scale", "_zero_point", "_shape"
 INPUT_SCALE = "input_global_scale"
-"""Suffix in the name of the tensor with the NVFP4 scale of a layer's inputs, which is 448 * 6 / max |input|. 448 and 6 are the
-largest fp8 and fp4 values.
-"""
+"""Suffix of the NVFP4 scale of a layer's inputs, 448 * 6 / max |input|: the largest fp8 and fp4 values."""
 _BYTES = {
     "uint8": 1,
     "int8": 1,
@@ -81,9 +69,7 @@ _BYTES = {
 
 
 def matrices(shape: Sequence[int], columns: int) -> tuple[int, int, int]:
-    """Return how a weight of `shape` is treated as matrices: (number of matrices, rows of each, values in a row). columns: how many
-    values a block is wide.
-    """
+    """Return (number of matrices, rows of each, values in a row) of a weight. columns: how many values a block is wide."""
     if len(shape) < 2:
         return 1, 1, math.prod(shape)
     if len(shape) == 2:
@@ -94,9 +80,7 @@ def matrices(shape: Sequence[int], columns: int) -> tuple[int, int, int]:
 
 
 def scale_grid(shape: Sequence[int], blocks: Blocks) -> tuple[int, int]:
-    """Return (rows, columns) of the two-dimensional tensor that holds the scales of a weight, one for each block. If the weight
-    consists of several matrices, their scales are stacked one below the other.
-    """
+    """Return (rows, columns) of the tensor of a weight's scales. Those of several matrices are stacked one below the other."""
     count, rows, width = matrices(shape, blocks.columns)
     return count * -(-rows // blocks.rows), -(-width // blocks.columns)
 
@@ -108,19 +92,15 @@ def divides(shape: Sequence[int], blocks: Blocks) -> bool:
 
 
 def packed_width(width: int, bits: int, packing: Packing) -> int:
-    """Return how many elements a row of `width` codes occupies in a file, after packing: bytes, or 32-bit words. bits: the size of
-    a code in bits.
-    """
+    """Return how many elements, bytes or 32-bit words, a row of `width` codes of `bits` bits occupies in a file."""
     if packing == "none":
         return width
     return -(-width * bits // (32 if packing == "words" else 8))
 
 
 def parts(shape: Sequence[int], blocks: Blocks, bits: int, codes: str) -> tuple[Part, ...]:
-    """Return descriptions of the tensors that store a weight of `shape` in a file: first the codes, then the scales, then what else
-    the format has, such as zero points.
-
-    bits: the size of a code in bits. codes: the dtype of the codes if they are not packed.
+    """Return the tensors that store a weight in a file: the codes, the scales, and then what else the format has. bits: of a
+    code. codes: the dtype of codes that are not packed.
     """
     count, rows, width = matrices(shape, blocks.columns)
     down, across = scale_grid(shape, blocks)

@@ -10,8 +10,7 @@ T = TypeVar("T")
 class Fixed(Generic[T]):
     """A callback that accepts any arguments and always returns the same value.
 
-    Its `repr` is its name, so `help()` shows this name for an argument whose default is the callback. For an ordinary function,
-    `help()` would show an address.
+    Its `repr` is its name, which `help()` shows for an argument's default. For a function, it would show an address.
     """
 
     def __init__(self, name: str, value: T) -> None:
@@ -26,4 +25,4 @@ class Fixed(Generic[T]):
 
 
 ignore = Fixed("ignore", None)
-"""The default for progress callbacks, which ignores all progress."""
+"""The default for progress callbacks."""

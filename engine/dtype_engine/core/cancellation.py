@@ -10,18 +10,15 @@ from dtype_engine.core.callbacks import Fixed
 _POLL_S = 0.05
 
 IsCancelled = Callable[[], bool]
-"""A function that returns whether the work must stop. The work calls this function often, so the function must be quick."""
+"""Returns whether the work must stop. It is called often, so it must be quick."""
 
 
 never = Fixed("never", False)
-"""The default for arguments named `cancelled`. It always returns False, so the work is never stopped."""
+"""The default for arguments named `cancelled`."""
 
 
 class CancelToken:
-    """Pauses, resumes or stops work from any thread. Between its steps, the work calls the token as its function `cancelled`.
-
-    While the work is paused, this call does not return.
-    """
+    """Pauses, resumes or stops work from any thread. The work calls it as its function `cancelled`."""
 
     def __init__(self) -> None:
         self._cancelled = threading.Event()
@@ -29,22 +26,16 @@ class CancelToken:
         self._unpaused.set()
 
     def __call__(self) -> bool:
-        """Return whether the work must stop. Blocks while the work is paused."""
+        """Return whether the work must stop. Blocks while it is paused."""
         while not self._unpaused.is_set() and not self._cancelled.is_set():
             self._unpaused.wait(_POLL_S)
         return self._cancelled.is_set()
-
-    @property
-    def paused(self) -> bool:
-        """Whether the work is paused."""
-        return not self._unpaused.is_set()
 
     def pause(self) -> None:
         """Make the work wait at its next step."""
         self._unpaused.clear()
 
     def resume(self) -> None:
-        """Let paused work continue."""
         self._unpaused.set()
 
     def cancel(self) -> None:

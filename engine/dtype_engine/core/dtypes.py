@@ -1,8 +1,8 @@
-"""The table of dtypes: names, bits, range, and the blocks of storage formats. This module never imports torch.
+"""The table of dtypes: names, bits, range, and the blocks of storage formats.
 
-Names are torch's. A storage dtype is a dtype that is only stored and not computed in, such as float8 or int8. It has one scale for
-each output channel or, if its name ends in `@tensor`, one for the whole tensor. Formats with a scale for each block have the names
-that quantizers and runtimes use; `block_formats` describes their blocks. Ranges are from the definitions of the formats (IEEE 754;
+Names are torch's. A storage dtype is only stored and not computed in, such as float8 or int8. It has one scale for each output
+channel or, if its name ends in `@tensor`, one for the whole tensor. Formats with a scale for each block have the names that
+quantizers and runtimes use; `block_formats` describes their blocks. Ranges are from the definitions of the formats (IEEE 754;
 OCP FP8 for the float8 types; OCP MX for 4 and 6 bits); tests compare them with `torch.finfo` and `ml_dtypes`.
 """
 
@@ -19,9 +19,7 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.suggest import nearest
 
 STORED = "stored"
-"""The word that a rule may give in place of a dtype. The tensors that the rule selects then keep the dtypes that they have in the
-checkpoint.
-"""
+"""What a rule may give in place of a dtype: its tensors keep the dtypes that they have in the checkpoint."""
 
 
 PER_TENSOR = "@tensor"
@@ -35,7 +33,7 @@ class DType(msgspec.Struct, frozen=True):
     bits: int
     kind: Literal["float", "int", "bool", "complex"]
     safetensors: str | None
-    """The dtype's name in a safetensors header, or None if safetensors lacks this dtype."""
+    """The dtype's name in a safetensors header, or None if safetensors lacks it."""
     exponent: int = 0
     """The number of exponent bits."""
     mantissa: int = 0
@@ -45,18 +43,14 @@ class DType(msgspec.Struct, frozen=True):
     tiny: float = 0.0
     """The smallest positive normal value."""
     per_tensor: bool = False
-    """Whether a tensor in this dtype has one scale for all its values, instead of one for each output channel or block."""
+    """Whether a tensor has one scale for all its values, instead of one for each output channel or block."""
     blocks: Blocks | None = None
     code_dtype: str = ""
-    """torch's name for the dtype of a weight's codes while a model runs, such as float8_e4m3fn for mxfp4. "" if it is this dtype
-    itself.
-    """
+    """torch's name for the dtype of the codes while a model runs, such as float8_e4m3fn for mxfp4. "": this dtype itself."""
 
     @property
     def torch_name(self) -> str:
-        """torch's name for the dtype that the tensor has in a running model. For a format with scales, it is the dtype of the
-        codes.
-        """
+        """torch's name for the dtype in a running model. For a format with scales, it is that of the codes."""
         return self.code_dtype or self.name.removesuffix(PER_TENSOR)
 
 
@@ -119,6 +113,8 @@ _MXFP8 = Blocks(1, 32, "uint8", "compressed-tensors", layout="mxfp8-quantized")
 _MXFP4 = Blocks(1, 32, "uint8", "compressed-tensors", packing="nibbles", layout="mxfp4-pack-quantized")
 _MXFP6 = Blocks(1, 32, "uint8", "even", packing="six bits")
 _FP8_BLOCK = Blocks(128, 128, "float32", layout="float-quantized")
+_FP8_BLOCK_UE8M0 = msgspec.structs.replace(_FP8_BLOCK, scale="float8_e8m0fnu", rule="rceil", layout="fp8")
+_NVFP4 = Blocks(1, 16, "float8_e4m3fn", tensor_scale=True, packing="nibbles", layout="nvfp4-pack-quantized")
 _GROUP = Blocks(1, 128, "bfloat16", packing="words", layout="pack-quantized")
 
 _BLOCK_FORMATS = (
@@ -130,19 +126,9 @@ _BLOCK_FORMATS = (
     _format("mxfp4:floor", "mxfp4:f", _MX_E2M1, msgspec.structs.replace(_MXFP4, rule="floor")),
     _format("mxfp4:rceil", "mxfp4:r", _MX_E2M1, msgspec.structs.replace(_MXFP4, rule="rceil")),
     _format("mxfp4:even", "mxfp4:e", _MX_E2M1, msgspec.structs.replace(_MXFP4, rule="even")),
-    _format(
-        "nvfp4",
-        "nvfp4",
-        _MX_E2M1,
-        Blocks(1, 16, "float8_e4m3fn", tensor_scale=True, packing="nibbles", layout="nvfp4-pack-quantized"),
-    ),
+    _format("nvfp4", "nvfp4", _MX_E2M1, _NVFP4),
     _format("fp8@128x128", "fp8@128", _MX_E4M3, _FP8_BLOCK),
-    _format(
-        "fp8@128x128:ue8m0",
-        "fp8@128:u",
-        _MX_E4M3,
-        msgspec.structs.replace(_FP8_BLOCK, scale="float8_e8m0fnu", rule="rceil", layout="fp8"),
-    ),
+    _format("fp8@128x128:ue8m0", "fp8@128:u", _MX_E4M3, _FP8_BLOCK_UE8M0),
     _format("int4@g128", "i4@128", _INT4, _GROUP),
     _format("int4@g32", "i4@32", _INT4, msgspec.structs.replace(_GROUP, columns=32)),
     _format("int4@g128a", "i4@128a", _INT4, msgspec.structs.replace(_GROUP, zero_points=True)),
@@ -157,13 +143,11 @@ BY_SAFETENSORS: dict[str, DType] = {dtype.safetensors: dtype for dtype in _TABLE
 COMPUTE_DTYPES = ("float64", "float32", "bfloat16", "float16")
 """The dtypes in which a forward pass can compute, largest first."""
 WHOLE_SCALE_DTYPES = (*PER_CHANNEL_SCALES, *(dtype.name for dtype in _PER_TENSOR_SCALES))
-"""Formats with one-byte codes and a float32 scale for each output channel or for the whole tensor; see
-`runtime/numerics/quantize.py`.
-"""
+"""Formats with one-byte codes and a float32 scale for each output channel or tensor; see `runtime/numerics/quantize.py`."""
 BLOCK_FORMATS = tuple(dtype.name for dtype in _BLOCK_FORMATS)
 """Formats with codes and a scale for each block; see `runtime/formats/`."""
 STORAGE_DTYPES = WHOLE_SCALE_DTYPES + BLOCK_FORMATS
-"""Formats with codes and scales. A weight in such a format is dequantized to a dtype of `COMPUTE_DTYPES` when it is used."""
+"""Formats with codes and scales. A weight is dequantized to a dtype of `COMPUTE_DTYPES` when it is used."""
 CASTABLE_DTYPES = COMPUTE_DTYPES + STORAGE_DTYPES
 """All dtypes that a rule may cast to, apart from `STORED`."""
 
@@ -177,9 +161,8 @@ _SCALES = {"tensor": PER_TENSOR, "t": PER_TENSOR, "channel": "", "c": ""}
 
 
 def short_name(name: str) -> str:
-    """Return the short name of a dtype, such as `bf16` for `bfloat16`. The short name of another program's format is the part after
-    the colon, such as `int4@g128` for `gptq:int4@g128`. Any other unknown name is returned unchanged. A KV cache's format in a
-    scan, such as `kv:fp8`, keeps its `kv:`.
+    """Return the short name of a dtype, such as `bf16`. That of another program's format follows the colon, as in
+    `gptq:int4@g128`; that of a KV cache's format keeps its `kv:`. An unknown name is unchanged.
     """
     if name.startswith("kv:"):
         return f"kv:{short_name(name[3:])}"
@@ -188,7 +171,7 @@ def short_name(name: str) -> str:
 
 
 def parse_target(text: str) -> str:
-    """Parse the dtype of a cast as the user wrote it (`bf16`, `torch.bfloat16`, `half`, `mxfp4:floor`, `stored`).
+    """Parse the dtype of a cast (`bf16`, `torch.bfloat16`, `half`, `mxfp4:floor`, `stored`).
 
     Returns a name in `CASTABLE_DTYPES`, or `STORED`. Raises UserError, with the nearest name, for anything else.
     """
@@ -227,18 +210,13 @@ def completions(begun: str) -> list[str]:
 
 
 def has_channel_scales(shape: Sequence[int], dtype: str) -> bool:
-    """Return whether a tensor of this shape gets one scale per output channel (its first dimension) in a format with scales, such
-    as int8.
-
-    A tensor with two or more dimensions does, unless the dtype's name ends in `@tensor` or the dtype has blocks. A vector or scalar
-    gets a single scale.
-    """
+    """Return whether a tensor gets one scale per output channel (its first dimension) in a format with scales."""
     row = BY_NAME[dtype]
     return len(shape) >= 2 and not row.per_tensor and row.blocks is None
 
 
 def scale_count(shape: Sequence[int], dtype: str) -> int:
-    """Return how many scales a tensor of this shape has in a format with scales, not counting NVFP4's additional tensor scale."""
+    """Return how many scales a tensor has in a format with scales, not counting NVFP4's additional tensor scale."""
     blocks = BY_NAME[dtype].blocks
     if blocks is not None:
         return math.prod(scale_grid(shape, blocks))
@@ -246,18 +224,13 @@ def scale_count(shape: Sequence[int], dtype: str) -> int:
 
 
 def padded(shape: Sequence[int], dtype: str) -> bool:
-    """Return whether the last blocks of a tensor of this shape are smaller than the others, because the block size of the format
-    `dtype` does not divide the shape.
-    """
+    """Return whether the last blocks of a tensor are smaller than the others in the format `dtype`."""
     row = BY_NAME.get(dtype)
     return row is not None and row.blocks is not None and not divides(shape, row.blocks)
 
 
 def quantizes_activations(dtype: str) -> bool:
-    """Return whether inference runtimes that serve weights in this format also round the activations to it.
-
-    They do so for fp8, int8, MX and NVFP4, but not for group-quantized integers (W4A16, W8A16).
-    """
+    """Return whether runtimes that serve this format also round activations to it; not for group-quantized integers."""
     row = BY_NAME.get(dtype)
     if row is None or dtype not in STORAGE_DTYPES:
         return False
@@ -276,7 +249,7 @@ def block_words(dtype: str) -> str:
 
 
 def nbytes_in(shape: Sequence[int], dtype: str) -> int:
-    """Return the number of bytes of a tensor of `shape` in a file after a cast to `dtype`, scales included and codes packed."""
+    """Return the bytes of a tensor in a file after a cast to `dtype`, scales included and codes packed."""
     row = BY_NAME[dtype]
     if row.blocks is not None:
         return sum(part.nbytes for part in parts(shape, row.blocks, row.bits, row.torch_name))
@@ -285,9 +258,7 @@ def nbytes_in(shape: Sequence[int], dtype: str) -> int:
 
 
 def widest(stored: Iterable[str]) -> str:
-    """Return the smallest compute dtype that holds all values of the compute dtypes in `stored`; other dtypes in `stored` are
-    ignored. Returns float32 if `stored` has no compute dtype.
-    """
+    """Return the smallest compute dtype that holds all values of the compute dtypes in `stored`, or float32 if it has none."""
     stored_floats = {dtype for dtype in stored if dtype in COMPUTE_DTYPES}
     if not stored_floats:
         return "float32"

@@ -7,9 +7,8 @@ from dtype_engine.core.text import printable
 
 
 def one_line(error: BaseException, most: int = 200, with_type: bool = False) -> str:
-    """Return an exception's message as one printable line of at most `most` characters, or its type's name if the message is empty.
-
-    with_type: put the type's name before the message, as in "KeyError: 'weight'".
+    """Return an exception's message as one printable line of at most `most` characters, or its type's name if it is empty.
+    with_type: put the type's name before it, as in "KeyError: 'weight'".
     """
     name = type(error).__name__
     text = printable(" ".join(str(error).split()), most)
@@ -34,10 +33,7 @@ class UserError(Exception):
 
     @property
     def sentence(self) -> str:
-        """Return the message, which may contain placeholders for hints.
-
-        The app replaces each placeholder with a key, the command line with an option.
-        """
+        """The message with placeholders for hints, which the app replaces by keys, the command line by options."""
         return super().__str__()
 
     def __str__(self) -> str:
@@ -108,7 +104,7 @@ class KernelError(UserError):
 
 
 class OutOfReach(UserError):
-    """Raised if a limit or target that the user set can't be met. The command line then exits with status 1."""
+    """Raised if a limit or target of the user can't be met. The command line then exits with status 1."""
 
 
 class Cancelled(Exception):

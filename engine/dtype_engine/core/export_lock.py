@@ -1,9 +1,8 @@
-"""Locks on unfinished exports, which distinguish the remains of a killed process from files that a running process is writing.
+"""Locks on unfinished exports, which tell the remains of a killed process from what a running process is writing.
 
 An export to `out` is written to a folder next to it, `.out.partial-HOST.*`. A folder that it replaces is moved to
 `.out.replaced-HOST.*` until the new one is in place. The writer locks both folders. The system releases a lock when its process
-ends for any reason. Unlike a process ID, a lock is never reused by another process. The names include the host, because locks may
-not work across a network file system.
+ends; unlike a process ID, it is never reused. The names include the host, because locks may not work across a network.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _UNLOCKED_S = 60.0
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """A context manager that locks an empty folder. Code in the `with` block may fill and rename the folder."""
+    """A context manager that locks an empty folder, which may be filled and renamed meanwhile."""
     number = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):  # a file system without locks
@@ -40,10 +39,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def sibling(target: Path, purpose: str) -> Path:
-    """Return an unused path for a temporary folder next to an export's target. The caller creates the folder. Because the caller
-    knows the path before that, it can remove the folder whenever a signal arrives. purpose: the part of the name that says what the
-    folder is for, such as "partial".
-    """
+    """Return an unused path for a folder next to an export's target, which the caller creates. purpose: such as "partial"."""
     return target.parent / f"{_prefix(target, purpose)}{secrets.token_hex(8)}"
 
 
@@ -52,9 +48,8 @@ def _prefix(target: Path, purpose: str) -> str:
 
 
 def recover_stale(target: Path) -> None:
-    """Clean up after exports to `target` on this machine whose processes have ended.
-
-    Unfinished folders are removed. A folder that was being replaced is moved back to `target` if that path is free.
+    """Remove the unfinished folders of exports to `target` on this machine whose processes have ended. A folder that was being
+    replaced is moved back if `target` is free.
     """
     ours = re.compile(
         "|".join(f"{re.escape(_prefix(target, purpose))}[0-9a-f]{{16}}" for purpose in (PARTIAL, REPLACED))

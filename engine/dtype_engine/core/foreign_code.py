@@ -1,6 +1,4 @@
-"""Runs code that this program does not control, such as a library that reads a damaged file, or a model's own code. Whatever the
-code raises becomes an ordinary exception.
-"""
+"""Runs a model's code or a library on a damaged file. Whatever it raises becomes an ordinary exception."""
 
 from __future__ import annotations
 
@@ -14,22 +12,17 @@ from dtype_engine.core.text import printable
 
 
 class ExitCalled(RuntimeError):
-    """Raised if code in a `foreign_code` block calls `sys.exit`, `exit` or `quit`, or raises SystemExit itself."""
+    """Raised if foreign code calls `sys.exit`, `exit` or `quit`, or raises SystemExit itself."""
 
 
 class LibraryPanic(RuntimeError):
-    """Raised if code in a `foreign_code` block raises any other exception that `except Exception` does not catch. An example is
-    pyo3's PanicException, which a library in Rust raises for a damaged file.
-    """
+    """Raised for what else `except Exception` does not catch, such as pyo3's PanicException of a library in Rust."""
 
 
 @contextmanager
 def foreign_code() -> Iterator[None]:
-    """A context manager for running foreign code. Exceptions that `except Exception` would not catch become an `ExitCalled` or a
-    `LibraryPanic`; a KeyboardInterrupt is left as it is.
-
-    Without this, a SystemExit in a model's code would end this program without a message, and with the exit status that the code
-    chose, even 0 for success. A panic would end the engine's thread without a message.
+    """A context manager that turns what `except Exception` would not catch into `ExitCalled` or `LibraryPanic`, except a
+    KeyboardInterrupt. Otherwise, a SystemExit would end this program without a message, and a panic the engine's thread.
     """
     try:
         yield
@@ -43,14 +36,12 @@ def foreign_code() -> Iterator[None]:
 
 
 def with_type(error: BaseException) -> str:
-    """Return an exception's type and message in one line. The type helps if the user wrote the code that failed."""
+    """Return an exception's type and message in one line, for code that the user wrote."""
     return one_line(error, 300, with_type=True)
 
 
 def with_line(file: str | None) -> Callable[[BaseException], str]:
-    """Return a function like `with_type` whose text ends with the line of a Python file that was running, as in
-    "KeyError: 'labels', in line 7 of metrics.py". file: the `co_filename` of the file's code.
-    """
+    """Return a function like `with_type` that adds which line was running of the file with this `co_filename`."""
 
     def described(error: BaseException) -> str:
         cause = error.__cause__ if isinstance(error, (ExitCalled, LibraryPanic)) else error
@@ -65,8 +56,8 @@ def with_line(file: str | None) -> Callable[[BaseException], str]:
 def failures_as(
     raised: type[UserError], what: str, reason: Callable[[BaseException], str] = one_line
 ) -> Iterator[None]:
-    """A context manager that turns whatever foreign code raises into an exception of the class `raised`, with a message that begins
-    with `what`. This is needed because libraries' exceptions for damaged files and wrong values have no common class.
+    """A context manager that turns whatever foreign code raises into `raised`, with a message that begins with `what`.
+    Libraries' exceptions for damaged files have no common class.
 
     UserErrors, cancellations and interrupts stay as they are. reason: returns an exception's message in one line.
     """

@@ -1,9 +1,9 @@
-"""Groups of linear layers that runtimes fuse into one matrix. Does not import torch.
+"""Groups of linear layers that runtimes fuse into one matrix.
 
 vLLM and SGLang concatenate q/k/v, gate/up and an expert's w1/w3 when they load a model, so the members of a group must have the
-same format and, in NVFP4, the same tensor scale. If tensor scales differ, vLLM loads all members with the largest scale, which
-changes values (`CompressedTensorsW4A4Fp4.process_weights_after_loading` warns of it). The groups are those for which llm-compressor
-shares the tensor scale (`FUSED_LAYER_NAMES` in `llmcompressor/observers/helpers.py`).
+same format and, in NVFP4, the same tensor scale. If tensor scales differ, vLLM loads all members with the largest one, which
+changes values (`CompressedTensorsW4A4Fp4.process_weights_after_loading`). The groups are those for which llm-compressor shares
+the tensor scale (`FUSED_LAYER_NAMES` in `llmcompressor/observers/helpers.py`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ _WEIGHT = ".weight"
 
 
 def siblings(name: str) -> tuple[str, ...]:
-    """Return the names of all weights that runtimes fuse with the weight `name`, such as q, k and v of one layer. The result
-    includes `name` itself, and weights that the model lacks. It is () if runtimes fuse the weight with no other.
-    """
+    """Return the names of all weights, present or not, that are fused with `name`, itself included, or ()."""
     module, dot, local = name.removesuffix(_WEIGHT).rpartition(".")
     if not name.endswith(_WEIGHT) or local not in _GROUP_OF:
         return ()
@@ -33,9 +31,7 @@ def siblings(name: str) -> tuple[str, ...]:
 
 
 def fused_groups(names: Iterable[str]) -> tuple[tuple[str, ...], ...]:
-    """Return the groups of weights that runtimes fuse and of which at least two members are in `names`. Members are in the order in
-    which runtimes concatenate them.
-    """
+    """Return the groups of which at least two members are in `names`, in the order in which runtimes concatenate them."""
     known = dict.fromkeys(names)
     groups = dict.fromkeys(siblings(name) for name in known)
     present = (tuple(member for member in group if member in known) for group in groups)
@@ -43,10 +39,8 @@ def fused_groups(names: Iterable[str]) -> tuple[tuple[str, ...], ...]:
 
 
 def scale_groups(planned: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """Return which weights share a tensor scale: a mapping from each such weight to the names of all weights with its scale.
-    planned: the dtype of each weight, by name.
-
-    The members of a fused group share a tensor scale if they are in the same format and this format has tensor scales (NVFP4).
+    """Return, for each weight that shares its tensor scale, the names of all that do: the members of a fused group in the same
+    format with tensor scales (NVFP4). planned: dtypes by weight name.
     """
     shared: dict[str, tuple[str, ...]] = {}
     with_scale = [name for name, dtype in planned.items() if _has_tensor_scale(dtype)]
@@ -59,9 +53,7 @@ def scale_groups(planned: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
 
 
 def whole_scale_group(name: str, dtype: str, names: Collection[str]) -> tuple[str, ...]:
-    """Return the weights that would share one tensor scale with the weight `name` if `name` and all of `names` had the format
-    `dtype`. The result includes `name`. It is () if no other weight would share the scale, or if the format has no tensor scales.
-    """
+    """Return the weights that share one tensor scale if `name` and all of `names` have the format `dtype`, or ()."""
     if not _has_tensor_scale(dtype):
         return ()
     group = tuple(member for member in siblings(name) if member in names)
@@ -74,17 +66,11 @@ def _has_tensor_scale(dtype: str) -> bool:
 
 
 def split_groups(planned: Mapping[str, str]) -> tuple[tuple[str, ...], ...]:
-    """Return the groups of fused weights that no fused kernel supports, because a plan gives their members different formats.
-    planned: dtypes by weight name.
-    """
+    """Return the fused groups that no kernel supports, because a plan gives their members different formats."""
     return tuple(group for group in fused_groups(planned) if is_split(group, planned))
 
 
 def is_split(group: Iterable[str], planned: Mapping[str, str]) -> bool:
-    """Return whether the weights of a group have different formats, at least one of which has scales. planned: dtypes by weight
-    name.
-
-    No fused kernel supports such a group.
-    """
+    """Return whether a group's weights have different formats, at least one with scales. No fused kernel supports this."""
     formats = {planned[member] for member in group}
     return len(formats) > 1 and not formats.isdisjoint(dtypes.STORAGE_DTYPES)

@@ -7,18 +7,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _frozen = False
-"""Whether this process has called `gc.freeze`, which it does only once. `gc.get_freeze_count` would also tell, but it counts all
-frozen objects, which takes 40 ms.
-"""
+"""Whether `gc.freeze` was called. `gc.get_freeze_count` would tell, too, but takes 40 ms, because it counts all objects."""
 
 
 @contextmanager
 def gc_paused(freeze: bool = False) -> Iterator[None]:
-    """A context manager that turns the garbage collector off. Use it for code that creates very many long-lived objects: the
-    collector would scan them repeatedly without freeing any.
+    """Turn the garbage collector off for code that creates very many long-lived objects, which it would scan repeatedly.
 
-    freeze: also exclude all objects that exist at the end of the block from later collections (`gc.freeze`), because they live as
-    long as the program. Only the first such block in a process does this, so that models opened later can be freed.
+    freeze: also exclude all objects that then exist from later collections, because they live as long as the program. Only the
+    first such block in a process does this, so that models opened later can be freed.
     """
     global _frozen
     was_on = gc.isenabled()

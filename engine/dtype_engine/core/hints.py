@@ -1,7 +1,6 @@
-"""Hints in messages. A hint says what the user can do: it names an option on the command line and a key in the app.
+"""Hints in messages: what the user can do, by an option on the command line and by a key in the app.
 
-A message contains a placeholder for the hint, as in "m takes no sounds; {hint:no-sound}". `fill_hints` replaces the placeholder
-when the message is shown.
+A message contains a placeholder, as in "m takes no sounds; {hint:no-sound}", which `fill_hints` replaces when it is shown.
 """
 
 from __future__ import annotations
@@ -40,13 +39,11 @@ _PLACE = re.compile(r"\{hint:([a-z-]+)\}")
 
 
 def hint(name: HintName) -> str:
-    """Return the placeholder that a message contains for a hint."""
+    """Return the placeholder for a hint."""
     return f"{{hint:{name}}}"
 
 
 def fill_hints(sentence: str, words: Mapping[HintName, str]) -> str:
-    """Return the message `sentence` with each hint placeholder replaced by its text in `words`. Other text in braces, such as in a
-    file name, is unchanged.
-    """
+    """Return a message with its placeholders replaced by `words`. Other text in braces, such as in a file name, stays."""
     by_name = {str(name): text for name, text in words.items()}
     return _PLACE.sub(lambda found: by_name.get(found[1], found[0]), sentence)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dtype_engine.core.errors import UserError
-from dtype_engine.core.options import Options
+from dtype_engine.core.options import InputOptions, Options
 from dtype_engine.core.regular_files import open_regular, read_text, reading
 from dtype_engine.core.text import printable
 
@@ -19,7 +19,7 @@ TEXTS = (".txt", ".md", ".jsonl", ".ndjson", ".py")
 
 
 def check_files(options: Options) -> None:
-    """Raise UserError, before anything is loaded, for an input file that can't be read or for inputs that exclude each other."""
+    """Raise UserError, before anything is loaded, for a file that can't be read or for inputs that exclude each other."""
     if options.data:
         if not options.metrics:
             raise UserError("--data has the examples of a --metric: name one, or give inputs by --text, --inputs, ...")
@@ -40,24 +40,14 @@ def check_files(options: Options) -> None:
 
 
 def parse_inputs_line(options: Options, line: str) -> Options:
-    """Return the options with the inputs that the user's line names: a prompt, or the paths of text, image, audio or tensor files.
+    """Return the options with the inputs that a line names: a prompt, or paths of text, image, audio or tensor files.
 
-    Text replaces the text in the options, images replace the images, and a tensor file replaces all inputs. An empty line restores
-    the defaults. Raises UserError for a file that can't be read.
+    Text replaces text, images replace images, and a tensor file replaces all inputs. An empty line restores the defaults.
+    Raises UserError for a file that can't be read.
     """
     text = line.strip()
     if not text:
-        return dataclasses.replace(
-            options,
-            prompts=(),
-            texts=(),
-            chat=False,
-            sequence_length=None,
-            sequences=None,
-            images=(),
-            audio=(),
-            tensors=None,
-        )
+        return dataclasses.replace(options, **vars(InputOptions(limits=options.limits)))
     paths = _paths(text)
     prompt = dataclasses.replace(options, prompts=(text,), texts=(), tensors=None)
     changed = prompt if paths is None else with_files(options, paths)
@@ -66,10 +56,10 @@ def parse_inputs_line(options: Options, line: str) -> Options:
 
 
 def with_files(options: Options, paths: Sequence[Path]) -> Options:
-    """Return the options with these files as inputs. The extension of a file shows whether it holds text, images, audio or tensors.
+    """Return the options with these files as inputs; their extensions show whether they hold text, images, audio or tensors.
 
-    A tensor file replaces all inputs of the options. Otherwise, files replace the inputs of their own kind, and text files also
-    the prompts. Raises UserError if other files are named beside a tensor file.
+    A tensor file replaces all inputs. Other files replace the inputs of their own kind, and text files also the prompts. Raises
+    UserError if other files are named beside a tensor file.
     """
     found = {kind: tuple(path for path in paths if _kind(path) == kind) for kind in ("texts", "images", "audio")}
     tensors = [path for path in paths if _kind(path) == "tensors"]
@@ -95,10 +85,7 @@ def data_options(options: Options) -> Options:
 
 
 def _paths(text: str) -> list[Path] | None:
-    """Return the files that a line names, or None if the line is a prompt.
-
-    Raises UserError if all words look like files but a file is missing.
-    """
+    """Return the files that a line names, or None for a prompt. Raises UserError if all words name files and one is missing."""
     whole = Path(text).expanduser()
     if _exists(whole):
         return [whole]

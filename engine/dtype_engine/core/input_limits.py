@@ -1,6 +1,4 @@
-"""Limits on the size of a model's inputs, and on the time to prepare them. Inputs and model files are untrusted: a few bytes in a
-file can demand gigabytes of memory.
-"""
+"""Limits on a model's inputs and on the time to prepare them, because a few bytes in a file can demand gigabytes of memory."""
 
 from __future__ import annotations
 
@@ -12,13 +10,9 @@ from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.hints import hint
 
 CHARACTERS_PER_TOKEN = 16
-"""How many characters of text are allowed for each token that `InputLimits.tokens` allows. A token has about 4 characters on
-average.
-"""
+"""Allowed characters of text for each token of `InputLimits.tokens`. A token has about 4 on average."""
 BYTES_PER_TOKEN = 256
-"""How many bytes a text file may have for each token that `InputLimits.tokens` allows. It is more than the characters need, because
-a JSON Lines file also holds other entries.
-"""
+"""Allowed bytes of a text file for each token of `InputLimits.tokens`. A JSON Lines file also holds other entries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,25 +35,17 @@ class InputLimits:
     tokens: int = 1_000_000
     """Maximum number of tokens in all texts together. The texts may have 16 times as many characters."""
     template_seconds: int = 5
-    """Maximum time in seconds for which the model's chat template may run on one conversation. The tokenizer may take as long for
-    each million characters.
-    """
+    """Maximum seconds for which the chat template may run on one conversation, and the tokenizer on each million characters."""
     template_bytes: int = 1 << 20
-    """Maximum size in bytes of the text that the chat template makes from one conversation."""
+    """Maximum bytes of the text that the chat template makes from one conversation."""
 
     def refuse_file(self, kind: str, what: str, amount: float) -> None:
-        """Raise UserError if a file of the user exceeds a limit. kind: the field of this class that holds the limit, such as
-        "pixels". what: the file or its content, for the message. amount: the file's amount in the limit's unit, such as its number
-        of pixels.
-        """
+        """Raise UserError if a file of the user exceeds the limit `kind`, such as "pixels". amount: in its unit."""
         if amount > getattr(self, kind):
             raise UserError(f"{what} has {self._excess(kind, amount)}")
 
     def refuse_model(self, kind: str, title: str, what: str, amount: float) -> None:
-        """Raise NoForward if a model's own files demand inputs that exceed a limit. kind: the field of this class that holds the
-        limit, such as "pixels". title: the model's name. what: the setting that demands the inputs, for the message. amount: the
-        demanded amount in the limit's unit, such as the number of pixels.
-        """
+        """Raise NoForward if a model's own files demand inputs that exceed a limit. what: the setting that demands them."""
         if amount > getattr(self, kind):
             raise NoForward(
                 f"{title}: no forward pass: {what} asks for {self._excess(kind, amount)}; or {hint('tensors')}"
@@ -72,4 +58,4 @@ class InputLimits:
 
 
 KINDS = tuple(field.name.replace("_", "-") for field in dataclasses.fields(InputLimits))
-"""The names of all limits as the command line's option --input-limit takes them, such as "pixels" and "template-seconds"."""
+"""The names of all limits as the option --input-limit takes them, such as "pixels" and "template-seconds"."""

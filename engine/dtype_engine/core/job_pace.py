@@ -7,26 +7,24 @@ from collections.abc import Callable
 
 _PACE_S = 2.0
 _PACE_SHARE = 0.02
-"""Fraction of a job that must be done before its remaining time is estimated. The job must also have run for `_PACE_S` seconds."""
+"""Fraction of a job that must be done, after `_PACE_S` seconds, before its remaining time is estimated."""
 _LONG_S = 10.0
 _LONG_SHARE = 0.005
-"""The same for a job that has run for `_LONG_S` seconds. Of a job of an hour, `_PACE_SHARE` is more than a minute."""
+"""The same after `_LONG_S` seconds. Of a job of an hour, `_PACE_SHARE` is more than a minute."""
 
 
 class JobPace:
-    """Estimates the remaining time of jobs that run one after another. clock: a function that returns the time in seconds."""
+    """Estimates the remaining time of jobs that run one after another. clock: returns the time in seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._job = ""
         self._share: float | None = None
         self._begun: tuple[float, float] | None = None
-        """(time in seconds, fraction of the job done), both when the running job first reported its progress."""
+        """(seconds, fraction of the job done) when the running job first reported its progress."""
 
     def follow(self, job: str, share: float | None) -> None:
-        """Record which fraction of the job named `job` is done: `share`, from 0 to 1, or None if it is unknown. If `share` is
-        smaller than before, the job has been started again, so its pace is measured anew.
-        """
+        """Record which fraction of a job is done, or None if it is unknown. A smaller one than before is a new start."""
         if share is None:
             self._begun = None
         elif self._begun is None or job != self._job or share < (self._share or 0.0):

@@ -1,4 +1,4 @@
-"""The tensors of a model's KV cache and their sizes. Does not import torch. `checkpoint/kv_cache.py` finds them."""
+"""The tensors of a model's KV cache and their sizes. `checkpoint/kv_cache.py` finds them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.text import Name, printable
 
 KV_CACHE = "kv_cache"
-"""The name of the child that an attention module has in the tree for its cache, as in `model.layers.0.self_attn.kv_cache.k`."""
+"""The child that an attention module has in the tree for its cache, as in `model.layers.0.self_attn.kv_cache.k`."""
 PARTS = ("k", "v", "latent", "rope", "indexer", "conv_state", "ssm_state")
-"""What a tensor of the cache may hold: keys and values, MLA's latent and rotary part, the keys of a sparse attention's indexer, and
-the two states of a recurrent layer.
+"""What a tensor may hold: keys and values, MLA's latent and rotary part, the keys of a sparse attention's indexer, and the two
+states of a recurrent layer.
 """
 
 
@@ -28,26 +28,17 @@ class KVCacheTensor(msgspec.Struct, frozen=True):
     per_token: int = 0
     """Elements for one token of one sequence: heads x head_dim for keys and values. 0 for recurrent states."""
     heads: int = 1
-    """The number of heads among which the elements of `per_token` are divided equally. 1 if all heads share them, as MLA's
-    latent.
-    """
+    """The heads among which `per_token` is divided equally. 1 if all heads share the elements, as MLA's latent."""
     fixed: int = 0
-    """The number of elements for one sequence of a recurrent state, whose size does not depend on the number of tokens. 0 for keys
-    and values.
-    """
+    """Elements for one sequence of a recurrent state, whatever the number of tokens. 0 for keys and values."""
     window: int | None = None
-    """If the layer has a sliding window or chunks: the number of tokens that a query attends to, itself included. Otherwise None.
-    """
+    """The tokens that a query attends to, itself included, if the layer has a sliding window or chunks."""
     shared_with: Name | None = None
-    """If the layer has no cache of its own but reads that of another layer: the name of the other layer's cache tensor. This tensor
-    then takes no memory. Otherwise None.
-    """
+    """The cache tensor of another layer that this layer reads instead of one of its own. This tensor takes no memory."""
     source: Literal["decoder", "encoder"] = "decoder"
-    """Whose tokens the cached keys and values belong to: "decoder", the tokens of the decoder that has the cache, or "encoder", in
-    cross attention, those of the encoder.
-    """
+    """Whose tokens the keys and values belong to: in cross attention, those of the encoder."""
     length: int | None = None
-    """For cross attention, the number of the encoder's tokens if the model fixes it, as Whisper does; otherwise None."""
+    """The number of the encoder's tokens if the model fixes it for cross attention, as Whisper does."""
 
     @property
     def module(self) -> str:
@@ -56,7 +47,7 @@ class KVCacheTensor(msgspec.Struct, frozen=True):
 
     @property
     def part(self) -> str:
-        """What the tensor holds: one of `PARTS`."""
+        """One of `PARTS`."""
         return self.name.rpartition(".")[2]
 
     @property
@@ -66,7 +57,7 @@ class KVCacheTensor(msgspec.Struct, frozen=True):
 
     @property
     def why_no_format(self) -> str | None:
-        """Words for the user that say why no rule may give the tensor a format, or None if a rule may."""
+        """Why no rule may give the tensor a format, for the user, or None if one may."""
         if self.shared_with is not None:
             return f"the layer has no cache of its own, it reads {printable(self.shared_with)}"
         if self.part == "indexer":
@@ -74,9 +65,7 @@ class KVCacheTensor(msgspec.Struct, frozen=True):
         return None if self.part in ("k", "v", "latent", "rope") else "the state of a recurrent layer stays as it is"
 
     def tokens(self, context: int, encoder_tokens: int | None = None) -> int:
-        """Return for how many tokens of each sequence the tensor keeps values. context: how many tokens the decoder has seen.
-        encoder_tokens: how many tokens the encoder has seen; None means as many as `context`.
-        """
+        """Return for how many tokens of a sequence values are kept. encoder_tokens: None means as many as `context`."""
         if self.shared_with is not None:
             return 0
         if self.source == "encoder":
@@ -85,20 +74,18 @@ class KVCacheTensor(msgspec.Struct, frozen=True):
         return context if self.window is None else min(context, self.window - 1)
 
     def shape(self, context: int, batch: int = 1, encoder_tokens: int | None = None) -> tuple[int, int, int, int]:
-        """Return the tensor's shape (batch, heads, tokens, width) for `batch` sequences of `context` tokens. For a recurrent state,
-        heads and tokens are 1. encoder_tokens: how many tokens the encoder has seen; None means as many as `context`.
-        """
+        """Return (batch, heads, tokens, width); for a recurrent state, heads and tokens are 1. Arguments as in `tokens`."""
         if self.fixed:
             return batch, 1, 0 if self.shared_with else 1, self.fixed
         return batch, self.heads, self.tokens(context, encoder_tokens), self.per_token // self.heads
 
     def elements(self, context: int, batch: int = 1, encoder_tokens: int | None = None) -> int:
-        """Return the tensor's number of elements for `batch` sequences of `context` tokens. The arguments are those of `shape`."""
+        """Return the number of elements. The arguments are those of `tokens`."""
         return math.prod(self.shape(context, batch, encoder_tokens))
 
     def nbytes(self, dtype: str, context: int, batch: int = 1, encoder_tokens: int | None = None) -> int:
-        """Return the tensor's size in bytes if its elements are in `dtype`, without scales. The state of a recurrence is always in
-        float32, as in transformers. The other arguments are those of `shape`.
+        """Return the bytes if the elements are in `dtype`, without scales. The state of a recurrence is always in float32, as
+        in transformers. The other arguments are those of `tokens`.
         """
         bits = 32 if self.part == "ssm_state" else dtypes.BY_NAME[dtype].bits
         return self.elements(context, batch, encoder_tokens) * bits // 8
@@ -109,22 +96,18 @@ class KVCache(msgspec.Struct, frozen=True):
 
     tensors: tuple[KVCacheTensor, ...] = ()
     notes: tuple[str, ...] = ()
-    """Sentences for the user. They say what the model's files leave open about the cache, and which sizes are therefore missing or
-    only upper bounds.
-    """
+    """Sentences for the user: what the files leave open, and which sizes are therefore missing or only upper bounds."""
     none_because: str | None = None
-    """A sentence that says why the model keeps no KV cache, or None if it keeps one."""
+    """Why the model keeps no KV cache, or None if it keeps one."""
     declared: tuple[tuple[str, str, str], ...] = ()
-    """The formats of KV caches that `config.json` declares, as triples: the attention module's name, or "" for all; the cache
-    tensor, "k" or "v", or "" for both; and the format, such as "fp8".
+    """The formats that `config.json` declares, as triples: the attention module's name, or "" for all; "k" or "v", or "" for
+    both; and the format, such as "fp8".
     """
     dtype: str | None = None
-    """The dtype in which the model computes, as its configuration says, or None if it does not say."""
+    """The dtype in which the model computes, as its configuration says."""
     longest: int | None = None
-    """The number of tokens for which the model was made, as its configuration says, or None if it does not say."""
+    """The number of tokens for which the model was made, as its configuration says."""
 
     def nbytes(self, dtype: str, context: int, batch: int = 1, encoder_tokens: int | None = None) -> int:
-        """Return the bytes of all tensors of the cache if all are in `dtype`, without scales. The arguments are those of
-        `KVCacheTensor.nbytes`.
-        """
+        """Return the bytes of all tensors. The arguments are those of `KVCacheTensor.nbytes`."""
         return sum(tensor.nbytes(dtype, context, batch, encoder_tokens) for tensor in self.tensors)

@@ -1,4 +1,4 @@
-"""The formats of a KV cache: their names, scales and bytes. This module never imports torch.
+"""The formats of a KV cache: their names, scales and bytes.
 
 A KV cache consists of tensors [batch, heads, tokens, width], such as the keys of one layer. The formats are those that runtimes
 offer: vLLM, TensorRT-LLM (NVFP4) and KIVI (Liu et al., 2024). `engine/docs/kv-cache.md` says what each of them means.
@@ -18,11 +18,9 @@ from dtype_engine.core.kv_cache import KV_CACHE, PARTS
 from dtype_engine.core.suggest import nearest
 
 SCANNED = "kv:"
-"""The prefix by which a scan's list of dtypes distinguishes a format of KV caches, as in `kv:fp8`, from a dtype of weights."""
+"""The prefix in a scan's list of dtypes for a format of KV caches, as in `kv:fp8`."""
 GROUP, WINDOW = 32, 128
-"""Two numbers of the KIVI formats. GROUP: how many values share a scale. WINDOW: how many of the newest tokens keep unrounded
-values.
-"""
+"""For KIVI: how many values share a scale, and how many of the newest tokens keep unrounded values."""
 
 
 class KVFormat(msgspec.Struct, frozen=True):
@@ -30,25 +28,23 @@ class KVFormat(msgspec.Struct, frozen=True):
 
     name: str
     dtype: str
-    """The dtype of an element, or the name of a block format; in both cases a key of `dtypes.BY_NAME`. "" for integers with zero
-    points.
-    """
+    """A key of `dtypes.BY_NAME`: the dtype of an element, or a block format. "" for integers with zero points."""
     scales: Literal["none", "tensor", "head", "token", "blocks", "kivi"] = "none"
-    """Which values of a cache tensor share a scale. "none": the format has no scales. "tensor": all values. "head": those of a
-    head. "token": those of one token in one head. "blocks": those of a block within one token and head. "kivi": for keys, those of
-    one channel in `GROUP` tokens; for values, those of one token in `GROUP` channels.
+    """Which values share a scale. "tensor": all. "head": those of a head. "token": those of one token in one head. "blocks":
+    those of a block within one token and head. "kivi": for keys, those of one channel in `GROUP` tokens; for values, those of
+    one token in `GROUP` channels.
     """
     bits: int = 0
     """The number of bits of an element, without scales."""
 
     @property
     def calibrated(self) -> bool:
-        """Whether the format has scales that are computed once, from the calibration inputs, and then kept for all tokens."""
+        """Whether scales are computed once, from the calibration inputs, and then kept for all tokens."""
         return self.scales in ("tensor", "head") or self.name == "nvfp4"
 
     def nbytes(self, shape: Sequence[int], keys: bool) -> int:
-        """Return the bytes of a cache tensor with `shape` [batch, heads, tokens, width] in this format, scales included. keys:
-        whether the tensor holds keys. KIVI gives keys other groups than values.
+        """Return the bytes of a tensor with `shape` [batch, heads, tokens, width], scales included. keys: whether it holds
+        keys, to which KIVI gives other groups than to values.
         """
         batch, heads, tokens, width = shape
         if self.scales == "kivi":
@@ -93,23 +89,18 @@ _OF_VLLM = {f"{name}_per_token_head": f"{name}@token" for name in ("fp8", "int8"
 
 
 def names_caches(pattern: str) -> bool:
-    """Return whether a pattern names KV caches: `kv_cache` occurs in it, as in `*.kv_cache` or `*.kv_cache.k`."""
+    """Return whether a pattern names KV caches, as `*.kv_cache` or `*.kv_cache.k` do."""
     return KV_CACHE in pattern
 
 
 def may_name_caches(pattern: str) -> bool:
-    """Return whether a pattern may match tensors of KV caches: `kv_cache` occurs in it, or its last dot-separated part is a name in
-    `PARTS`, as in `*.v`.
-    """
+    """Return whether a pattern may match tensors of KV caches: it names them, or ends in a name of `PARTS`, as `*.v`."""
     last = pattern.rpartition(".")[2].strip("{}")
     return names_caches(pattern) or not {part.strip() for part in last.split(",")}.isdisjoint(PARTS)
 
 
 def parse_format(text: str) -> str:
-    """Parse a format of a KV cache as the user wrote it (`fp8`, `bf16`, `int4@kivi`, `stored`).
-
-    Returns a name in `KV_FORMATS`, or `dtypes.STORED`. Raises UserError for anything else.
-    """
+    """Parse a format (`fp8`, `bf16`, `int4@kivi`, `stored`) to a name in `KV_FORMATS` or `dtypes.STORED`. Raises UserError."""
     whole = text.strip().lower().removeprefix("torch.")
     whole = _OF_VLLM.get(whole, whole)
     if whole in KV_FORMATS:
@@ -130,7 +121,7 @@ def parse_format(text: str) -> str:
 
 
 def completions(begun: str) -> list[str]:
-    """Return the names of the KV cache formats that begin with `begun`, a partly typed name, for the dtype of a rule."""
+    """Return the names of the KV cache formats that begin with `begun`."""
     whole = begun.strip().lower()
     return [name for name in (*map(_typed, KV_FORMATS), dtypes.STORED) if name.startswith(whole)]
 

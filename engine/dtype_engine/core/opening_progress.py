@@ -1,7 +1,4 @@
-"""Reports the progress of opening a model.
-
-Importing Python modules takes nearly all of the time, so progress is measured by the number of modules that have been imported.
-"""
+"""Reports the progress of opening a model by the number of imported modules, which take nearly all of the time."""
 
 from __future__ import annotations
 
@@ -10,24 +7,18 @@ import threading
 from collections.abc import Callable
 
 _MODULES = {"checkpoint": 3000, "python": 1300}
-"""For each kind of model, the approximate number of Python modules that have been imported when the model is open. transformers
-5.23 alone imports 3,003. The number for a model in a Python file is lower, because the file may not import transformers.
-"""
+"""How many modules are imported about when a model is open. transformers 5.23 has 3,003; a Python file may need none."""
 _INTERVAL_S = 0.2
 _MOST_BY_IMPORTS = 0.95
-"""The largest fraction of the opening progress that imports may account for; building the model and its inputs comes later."""
+"""The largest fraction that imports may account for; building the model and its inputs comes later."""
 
 READING_INPUTS = "reading the inputs"
-"""The name of the last step of opening a model, which prepares the inputs. Its time depends on the length of the inputs and not on
-the number of imports, so its total is unknown.
-"""
+"""The last step. Its time depends on the inputs and not on imports, so its total is unknown."""
 
 
 class OpeningProgress:
-    """A context manager that reports the progress of opening a model. It calls `report(step, done, total)` when a step begins, and
-    then five times a second until the `with` block ends.
-
-    Imports report no progress themselves, so a separate thread makes these calls. A total of 0 means that the total is unknown.
+    """A context manager that calls `report(step, done, total)` when a step begins, and from a thread of its own five times a
+    second. A total of 0 means that it is unknown.
     """
 
     def __init__(self, report: Callable[[str, int, int], None], kind: str) -> None:
@@ -39,7 +30,7 @@ class OpeningProgress:
         self._thread = threading.Thread(target=self._watch, name="dtype-engine-opening", daemon=True)
 
     def __call__(self, step: str) -> None:
-        """Report that a new step of opening the model begins. `step` describes it in a few words."""
+        """Report that a new step of opening the model begins."""
         self._step = step
         self._report_now()
 

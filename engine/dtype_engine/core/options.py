@@ -11,15 +11,11 @@ from typing import Literal
 from dtype_engine.core.input_limits import InputLimits
 
 FLOAT32, STORED = "float32", "stored"
-"""The two values of `Options.reference` with which the reference is the model itself, either in float32 arithmetic or in its stored
-dtypes. Any other value names another checkpoint.
-"""
+"""The values of `Options.reference` for the model itself, in float32 arithmetic or in its stored dtypes."""
 LM_EVAL = "lm-eval:"
 """The prefix of a metric in `Options.metrics` that is a task of lm-eval."""
 ClassesDim = int | Literal["auto", "none"]
-"""The type of the setting that says in which dimension of the main output the logits of a distribution lie: an index (from 0, or
-from the end if negative), "auto" to determine it from the model, or "none" if the output is no distribution.
-"""
+"""In which dimension of the main output the logits lie: an index, "auto" to determine it, or "none" for no distribution."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,30 +28,25 @@ class RunSettings:
     """
 
     compute: str = "float32"
-    """The dtype to which quantized weights, such as float8 or int8, are dequantized for an operation without an activation, such as
-    an embedding lookup. In other operations, such as a matrix product, the activation's dtype is used.
+    """The dtype to which quantized weights, such as float8 or int8, are dequantized for an operation without an activation,
+    such as an embedding lookup. Other operations use the activation's dtype.
     """
     autocast: Literal["bfloat16", "float16"] | None = None
     """The dtype of `torch.autocast` while the candidate runs; None to run without autocast."""
     float_inputs: Literal["given", "model"] = "given"
-    """Whether floating-point inputs stay unchanged ("given") or are cast to the dtype of the model's first weight ("model"), as
-    `inputs.to(model.dtype)` does.
-    """
+    """Whether floating inputs are cast to the dtype of the model's first weight ("model"), as `inputs.to(model.dtype)` does."""
     quantize_activations: Literal["none", "weights"] = "none"
-    """Whether activations are quantized. "weights": the input of each matrix product with a quantized weight is rounded to the
-    weight's format, as in runtimes that serve W8A8 and W4A4. For a weight that another program quantized, it is rounded as the
-    checkpoint's configuration declares. "none": inputs are not rounded.
+    """Whether the input of each matrix product with a quantized weight is rounded to the weight's format ("weights"), as in
+    runtimes that serve W8A8 and W4A4. For a weight that another program quantized, it is rounded as the checkpoint's
+    configuration declares.
     """
     classes_dim: ClassesDim = "auto"
-    """The dimension of the main output along which the logits of a distribution over classes or tokens lie. It is counted from 0,
-    or from the end if negative. "none": the output is no distribution. "auto": the model's class and its configuration decide.
+    """The dimension of the main output along which the logits over classes or tokens lie, from 0, or from the end if negative.
+    "none": the output is no distribution. "auto": the model's class and its configuration decide.
     """
 
     def of_weights(self) -> RunSettings:
-        """Return these settings without autocast and `float_inputs`, which apply to the whole model and not to single weights.
-
-        Scans and the search for the causes of drift use the returned settings.
-        """
+        """Return these settings without autocast and `float_inputs`, which do not apply to single weights."""
         return dataclasses.replace(self, autocast=None, float_inputs="given")
 
     def __str__(self) -> str:
@@ -73,50 +64,40 @@ class ModelOptions:
     """The options for opening a model and its reference."""
 
     device: str = "auto"
-    """The torch device: "cpu"; an accelerator that torch has on this machine, such as "cuda:1", "mps" or "xpu"; or "auto", which is
-    the accelerator if it computes in float64, as CUDA does, and else the CPU.
+    """The torch device: "cpu"; an accelerator, such as "cuda:1", "mps" or "xpu"; or "auto": the accelerator if it computes in
+    float64, as CUDA does, and else the CPU.
     """
     threads: int | None = None
     """The number of threads that torch uses for computing. If None, torch's default number."""
     weights: Path | None = None
-    """A checkpoint file, whose weights are loaded into the module that a Python file defines. None: the module keeps its own
-    weights.
-    """
+    """A checkpoint file whose weights are loaded into the module of a Python file. None: the module keeps its own."""
     architecture: str | None = None
-    """The name of the transformers class into which a checkpoint is loaded, such as "LlamaForCausalLM". If None, config.json names
-    it.
-    """
+    """The transformers class into which a checkpoint is loaded, such as "LlamaForCausalLM". If None, config.json names it."""
     trust_pickle: bool = False
     """Whether to allow unpickling the model's files, which can run any code that they contain."""
     trust_remote_code: bool = False
     """Whether to allow running the Python code that comes with the model."""
     random_weights: bool = False
-    """Whether to run a model with random values for weights that its files lack. If False, a model that lacks weights opens but
-    can't run.
-    """
+    """Whether to run a model with random values for weights that its files lack. Otherwise, it opens but can't run."""
     download: bool = False
     """Whether to download a model that is not in the local cache."""
     over_memory: bool = False
-    """Whether to run a model that is larger than the memory. Its weights are then read from the disk whenever it runs."""
+    """Whether to run a model that is larger than the memory, reading its weights from the disk whenever it runs."""
     max_memory: Mapping[str, int] = field(default_factory=dict)
-    """The most bytes of memory that weights may take, keyed by device: "cpu" or the name of an accelerator, such as "cuda:0".
-    Without an entry, all memory of the machine may be used.
-    """
+    """The most bytes that weights may take, keyed by device, "cpu" or "cuda:0". Without an entry, all memory may be used."""
     device_map: str = ""
-    """How to distribute the model over several devices. "auto": fill all accelerators of the chosen type, each up to its entry in
-    `max_memory`, then the CPU. Any other text: the path of a JSON file that maps names of modules to devices. "": the model is on
-    one device.
+    """How to distribute the model over devices. "auto": fill all accelerators of the chosen type, each up to its entry in
+    `max_memory`, then the CPU. Any other text: the path of a JSON file that maps names of modules to devices. "": one device.
     """
     reference: str = FLOAT32
-    """The reference, from which drift is measured. "float32": the model's stored weights in float32 arithmetic (float64 for weights
-    stored in float64). "stored": the model in its stored dtypes, as plain torch runs it. Any other text names another checkpoint of
-    the same architecture, for example "path/to/other". The reference then has the weights of that checkpoint, in float32
-    arithmetic.
+    """What drift is measured from. "float32": the stored weights in float32 arithmetic (float64 for weights stored in float64).
+    "stored": the model in its stored dtypes, as plain torch runs it. Any other text: another checkpoint of the same
+    architecture, for example "path/to/other", in float32 arithmetic.
     """
 
     @property
     def reference_model(self) -> str | None:
-        """The path or name of the other checkpoint whose weights the reference has, or None if it has the model's own weights."""
+        """The path or name of the checkpoint whose weights the reference has, or None if it has the model's own."""
         return None if self.reference in (FLOAT32, STORED) else self.reference
 
 
@@ -125,17 +106,13 @@ class InputOptions:
     """The options that say on which inputs a model is run."""
 
     prompts: tuple[str, ...] = ()
-    """Calibration prompts. Each prompt is one sequence, or several sequences if it is long."""
+    """Calibration prompts. Each is one sequence, or several if it is long."""
     texts: tuple[Path, ...] = ()
-    """Calibration text files, which are split into sequences of tokens. Each line of a `.jsonl` file is an object with
-    `text`, `prompt` or `messages`.
-    """
+    """Calibration text files. Each line of a `.jsonl` file is an object with `text`, `prompt` or `messages`."""
     chat: bool = False
-    """Whether to format each prompt as a user's message with the chat template of the tokenizer (for pictures, the processor)."""
+    """Whether to format each prompt as a user's message with the chat template of the tokenizer or processor."""
     sequence_length: int | None = None
-    """The maximum number of tokens in a calibration sequence; longer texts are split. If None, 512 or the model's maximum if that
-    is less.
-    """
+    """The maximum tokens in a sequence; longer texts are split. If None, 512 or the model's maximum if that is less."""
     sequences: int | None = None
     """The maximum number of calibration sequences to run. If None, all."""
     images: tuple[Path, ...] = ()
@@ -143,11 +120,9 @@ class InputOptions:
     audio: tuple[Path, ...] = ()
     """Audio files, which the model's own processor converts to inputs."""
     tensors: Path | None = None
-    """A file (.safetensors, .npz or .pt) that holds every argument of the forward pass under its name. It replaces all other
-    inputs.
-    """
+    """A file (.safetensors, .npz or .pt) with every argument of the forward pass by name, in place of all other inputs."""
     limits: InputLimits = field(default_factory=InputLimits)
-    """Limits on the size of one input. Images, audio, texts and model files that exceed a limit are refused."""
+    """Images, audio, texts and model files that exceed a limit are refused."""
 
 
 @dataclass(frozen=True)
@@ -157,28 +132,20 @@ class MeasureOptions:
     settings: RunSettings = field(default_factory=RunSettings)
     """The settings of candidate runs."""
     metrics: tuple[str, ...] = ()
-    """The user's own metrics, which are part of a drift measurement: `file.py:NAME` or `package.module:NAME`, which run that code,
-    or `lm-eval:TASK`.
-    """
+    """The user's own metrics: `file.py:NAME` or `package.module:NAME`, which run that code, or `lm-eval:TASK`."""
     data: tuple[Path, ...] = ()
-    """Files of texts, images, audio or tensors, on which `metrics` are measured. If empty, they are measured on the inputs."""
+    """Files of texts, images, audio or tensors, on which `metrics` are measured. If empty, the inputs."""
     precision: float | None = None
-    """The relative standard error of the drift at which a measurement stops, before it has run all inputs. If None, it runs all
-    inputs.
-    """
+    """The relative standard error of the drift at which a measurement stops. If None, it runs all inputs."""
     floor: Literal["auto", "always", "never"] = "auto"
     """When to measure the noise floor: how much the reference differs from itself if the same arithmetic runs in another order.
     "auto": if a measured drift is so small that it may be noise, and in the app also while the engine is idle, unless the model
     runs from the disk.
     """
     modules: Literal["some", "exact"] = "some"
-    """On which sequences the outputs of modules are compared. "some": on the first sequence and on others, up to about 1/6 of the
-    inputs. "exact": on all sequences.
-    """
+    """The sequences on which outputs of modules are compared: "some", up to about 1/6 of them, or all ("exact")."""
     reference_bytes: int | None = None
-    """Maximum number of bytes of the reference's outputs that are kept, so that later measurements need not compute them again. If
-    None, 1/4 of the free memory, at most 2 GiB.
-    """
+    """Maximum bytes that are kept of the reference's outputs. If None, 1/4 of the free memory, at most 2 GiB."""
 
 
 @dataclass(frozen=True)
@@ -186,13 +153,12 @@ class AppOptions:
     """The options of the app, for its engine."""
 
     workers: int | str | None = None
-    """Where the app runs scans, the search for causes, and measurements of several recipes. A number: in this many processes. An
-    address such as `tcp://HOST:8786`: on the cluster at this address. None: in the app's single engine. A `Session` always works in
-    its own process.
+    """Where the app runs scans, the search for causes, and measurements of several recipes: in this many processes, on the
+    cluster at this address (`tcp://HOST:8786`), or, if None, in its engine. A `Session` always works in its own process.
     """
     read_only: bool = False
-    """Whether the engine refuses to write any file, and to read input files that are chosen while it runs. The app sets this when
-    it is shown to other people.
+    """Whether the engine refuses to write any file, and to read input files that are chosen while it runs. The app sets this
+    when it is shown to other people.
     """
 
 

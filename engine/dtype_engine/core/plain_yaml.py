@@ -1,6 +1,5 @@
 """Reads the part of YAML that this program's files use: strings, numbers, lists and mappings. Anchors, aliases, merge keys and
-deep nesting are refused, because a file of a few hundred bytes could exhaust the memory through them. A key that occurs twice is
-refused, because a reader of the file can't tell which of its values counts.
+deep nesting are refused, because a small file could exhaust the memory through them, and so is a key that occurs twice.
 """
 
 from __future__ import annotations
@@ -36,9 +35,6 @@ class _PlainLoader(yaml.SafeLoader):
             self._depth -= 1
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Construct a mapping, as PyYAML's method does. Raises MarkedYAMLError for a key that occurs twice, and for the merge key
-        `<<`.
-        """
         seen = set()
         for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             if key.tag == "tag:yaml.org,2002:merge":
@@ -51,9 +47,6 @@ class _PlainLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """Construct a value, as PyYAML's method does. Raises MarkedYAMLError for an impossible value, such as the 45th day of a
-        month.
-        """
         try:
             if node.tag == "tag:yaml.org,2002:int" and len(str(node.value)) > _LONGEST_NUMBER:
                 raise ValueError("so many digits")

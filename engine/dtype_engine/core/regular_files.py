@@ -17,10 +17,7 @@ _PIECE_BYTES = 1 << 20
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Return a regular file, opened for reading.
-
-    Raises UserError for anything else (opening a named pipe would block, a device might never end), and OSError if opening fails.
-    """
+    """Return a regular file, opened for reading. Raises UserError for anything else, and OSError if opening fails."""
     _refuse_special(path, os.stat(path))
     number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
@@ -32,9 +29,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_regular(path: Path, most: int) -> bytes:
-    """Return the whole content of a file. Raises UserError if it exceeds `most` bytes or is not a regular file, and OSError if it
-    can't be opened.
-    """
+    """Return the whole content of a regular file. Raises UserError if it exceeds `most` bytes, and OSError."""
     content = bytearray()
     with open_regular(path) as file:
         # A single read of `most` bytes would allocate that much memory even for a small file.
@@ -47,9 +42,7 @@ def read_regular(path: Path, most: int) -> bytes:
 
 @contextmanager
 def reading(what: object) -> Iterator[None]:
-    """A context manager that turns an OSError into a UserError, which says "can't read `what`". what: a path, or a phrase that
-    names one.
-    """
+    """A context manager that turns an OSError into a UserError, which says "can't read `what`"."""
     try:
         yield
     except OSError as error:
@@ -64,9 +57,7 @@ def _refuse_special(path: Path, status: os.stat_result) -> None:
 
 
 def read_text(path: Path, limits: InputLimits) -> str:
-    """Return the content of a UTF-8 text file. Raises UserError if the file can't be read, is not UTF-8, is empty, or has over
-    `BYTES_PER_TOKEN` bytes for each token that `limits` allow.
-    """
+    """Return the content of a UTF-8 text file within `limits`. Raises UserError, also if it is empty."""
     try:
         with reading(path), open_regular(path) as file:
             tokens = os.fstat(file.fileno()).st_size / BYTES_PER_TOKEN

@@ -1,4 +1,4 @@
-"""Splits work into shares for jobs that run independently, such as the tasks of a Slurm job array."""
+"""Splits work into shares that run independently, such as the tasks of a Slurm job array."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SLURM = "SLURM_ARRAY_TASK_"
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One of the `count` shares into which work is split. `number` says which of them it is, counted from 1."""
+    """The share `number`, counted from 1, of the `count` shares into which work is split."""
 
     number: int
     count: int
@@ -26,9 +26,7 @@ class Shard:
 
     @classmethod
     def parse(cls, text: str, environment: Mapping[str, str]) -> Shard:
-        """Parse a shard such as `3/16` (the third of sixteen). `slurm` is the shard of this process's task in a Slurm job array, as
-        the environment variables in `environment` say. Raises UserError.
-        """
+        """Parse a shard such as `3/16`, or `slurm`: that of this task in a Slurm job array. Raises UserError."""
         if text == "slurm":
             return cls._of_slurm(environment)
         found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
@@ -53,9 +51,7 @@ class Shard:
         return cls(number, count)
 
     def of(self, parts: Sequence[T]) -> Sequence[T]:
-        """Return the items of `parts` that belong to this shard: every `count`-th item. Items next to each other take similar time,
-        so all shards take similar time.
-        """
+        """Return every `count`-th of `parts`. Items next to each other take similar time, so all shards do."""
         return parts[self.number - 1 :: self.count]
 
 

@@ -5,16 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 _LONGEST = 200
-"""Maximum length in characters of a name that is compared with known names. The time of a comparison grows with the square of the
-length. Names that people type are shorter than this.
-"""
+"""Maximum length of a name that is compared. The time of a comparison grows with the square of the length."""
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return the name in `known` that is most similar to `word`. Upper and lower case are not distinguished.
-
-    Returns None if no known name has a similarity (0 to 1, by `difflib`) of at least `cutoff`.
-    """
+    """Return the name in `known` that is most similar to `word`, or None if none is similar enough (`cutoff`, by `difflib`)."""
     import difflib  # imported only when there is a mistake to correct
 
     if len(word) > _LONGEST:

@@ -1,5 +1,5 @@
-"""Reads how much memory this process may use: the machine's or, if it is less, that of a control group of Linux, as in a container
-or a job of Slurm.
+"""How much memory this process may use: the machine's or, if it is less, that of a control group of Linux, as in a container or a
+job of Slurm. Also gives freed memory back.
 
 The files of control groups are described in https://docs.kernel.org/admin-guide/cgroup-v2.html and cgroup-v1/memory.html.
 """
@@ -14,27 +14,41 @@ import psutil
 _GROUPS, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _VERSION_1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
 _VERSION_2 = "memory.max", "memory.current", ""
-"""The names of a group's files with the limit and the used bytes, and the prefix of those names in `memory.stat` that include
-subgroups.
-"""
+"""A group's files with the limit and the used bytes, and the prefix in `memory.stat` of what includes subgroups."""
+_sharing_processes = 1
 
 
 def total_memory() -> int:
-    """Return the bytes of memory that this process may use: the machine's memory, or the limit of a control group if it is less."""
+    """Return how many bytes of memory this process may use."""
     limits = (_number(folder / limit) for folder, (limit, _, _) in _groups())
     return min([int(psutil.virtual_memory().total), *(limit for limit in limits if limit is not None)])
 
 
 def free_memory() -> int:
-    """Return the bytes of memory that are free for this process: those of the machine, or those of a control group if they are
-    fewer. Memory that holds pages of files counts as free, because the system can drop these pages.
-    """
+    """Return how many bytes are free for this process, with those of files' pages, which the system can drop."""
     free = int(psutil.virtual_memory().available)
     for folder, (limit, current, prefix) in _groups():
         most, used = _number(folder / limit), _number(folder / current)
         if most is not None and used is not None:
             free = min(free, max(0, most - used + _file_pages(folder / "memory.stat", prefix)))
     return free
+
+
+def share_memory(processes: int) -> None:
+    """Make `memory_budget` give each of `processes` processes an equal part."""
+    global _sharing_processes
+    _sharing_processes = processes
+
+
+def memory_budget() -> int:
+    """Return how many bytes this process may use for caches, whose contents can be computed again."""
+    return free_memory() // 4 // _sharing_processes
+
+
+def trim_heap() -> None:
+    """Return freed memory to the system. glibc would otherwise keep up to 64 MiB for each thread."""
+    if hasattr(psutil, "heap_trim"):  # psutil lacks it on systems whose C library is musl
+        psutil.heap_trim()
 
 
 def _number(file: Path) -> int | None:
@@ -46,7 +60,7 @@ def _number(file: Path) -> int | None:
 
 
 def _file_pages(file: Path, prefix: str) -> int:
-    """Return the bytes of files' pages in memory according to a group's `memory.stat`. prefix: as in `_VERSION_1`."""
+    """Return the bytes of files' pages according to a group's `memory.stat`. prefix: as in `_VERSION_1`."""
     wanted = {f"{prefix}active_file", f"{prefix}inactive_file"}
     try:
         entries = (line.split() for line in file.read_text().splitlines())
@@ -56,8 +70,8 @@ def _file_pages(file: Path, prefix: str) -> int:
 
 
 def _groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
-    """Yield the folders of the control groups to which this process may belong, and the names in them: its own, those around it,
-    and the roots, which are its own in a container.
+    """Yield the folders of the control groups to which this process may belong, and the names in them: its own, those around
+    it, and the roots, which are its own in a container.
     """
     try:
         lines = _OWN_GROUPS.read_text(errors="replace").splitlines()

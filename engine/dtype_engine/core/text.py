@@ -1,6 +1,4 @@
-"""Makes text from files and engines safe to show, so that it can't send control sequences to the terminal or disturb the layout of
-the screen.
-"""
+"""Makes text from files and engines safe to show, so that it can't control the terminal or disturb the layout of the screen."""
 
 from __future__ import annotations
 
@@ -9,17 +7,16 @@ from typing import Annotated
 
 EXACT = "exact"
 Name = Annotated[str, EXACT]
-"""Marks strings in the engine's events that are copied unchanged from a file: names in the model, and patterns of a recipe. They
-must be compared with names in the tree, so they are not escaped, and code that shows them must call `printable`. All other strings
-in events are safe to show.
+"""A string that is copied unchanged from a file: a name in the model, or a pattern. It is compared with names in the tree, so
+it is not escaped, and code that shows it must call `printable`. All other strings in events are safe to show.
 """
 
 _INVISIBLE = re.compile(
     "[\u034f\u115f-\u11ff\u17b4\u17b5\u180b-\u180f\u3164\ud7b0-\ud7ff\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]"
 )
-"""Matches characters that `str.isprintable` accepts although they have no width of their own. They are drawn as nothing (Unicode's
-Default_Ignorable_Code_Point) or as part of the character before them, such as variation selectors. Terminals disagree on the width
-of a line with such characters.
+"""Matches characters that `str.isprintable` accepts although they have no width of their own: Unicode's
+Default_Ignorable_Code_Point, and parts of the character before them, such as variation selectors. Terminals disagree on the
+width of a line with them.
 """
 
 

@@ -9,17 +9,14 @@ INTERVAL_S = 0.1
 
 
 class Throttle:
-    """Limits how often something is reported: at most once in `every` times `INTERVAL_S` seconds.
-
-    first: whether the first report may be made at once. If False, it is due only after that time.
-    """
+    """Limits reports to one in `every` times `INTERVAL_S` seconds. first: whether the first is due at once."""
 
     def __init__(self, first: bool = True, every: float = 1.0) -> None:
         self._every = every
         self._last = -math.inf if first else time.perf_counter()
 
     def due(self, last: bool = False) -> bool:
-        """Return whether a report is due at this moment. last: whether this is the final report, which is always due."""
+        """Return whether a report is due now. last: whether this is the final report, which is always due."""
         now = time.perf_counter()
         if not last and now - self._last < self._every * INTERVAL_S:
             return False

@@ -1,7 +1,7 @@
-"""A model's modules and tensors as a tree, which the screen shows and patterns are matched against. Does not import torch.
+"""A model's modules and tensors as a tree, which the screen shows and patterns are matched against.
 
-A checkpoint's first tree is built from its headers (`from_tensors`), without module classes. Once the model is in memory, a second
-tree is built from the model (`runtime.model.live`), which adds module classes, tied weights and buffers.
+A checkpoint's first tree is built from its headers (`from_tensors`), without module classes. Once the model is in memory, a
+second tree is built from it (`runtime.model.live`), which adds module classes, tied weights and buffers.
 """
 
 from __future__ import annotations
@@ -27,9 +27,7 @@ from dtype_engine.core.units import human_bytes, human_count, percent, plural
 MOST_PARTS = 200
 """Maximum number of dot-separated parts in a module's name. The tree's memory grows with the square of this number."""
 MOST_MODULES = 500_000
-"""Maximum number of modules in a tree. This many modules take about 0.6 GB of memory. For comparison, a model with 671 billion
-parameters has 50,000 modules.
-"""
+"""Maximum number of modules in a tree, which take about 0.6 GB. A model of 671 billion parameters has 50,000 modules."""
 Kind = Literal["parameter", "buffer", "non-persistent buffer"]
 
 
@@ -42,38 +40,24 @@ class TensorInfo:
     dtype: str
     kind: Kind = "parameter"
     aliases: tuple[Name, ...] = ()
-    """The other names of a tied weight. The weight is one tensor, listed and counted once under `name`."""
+    """The other names of a tied weight, which is listed and counted once under `name`."""
     packed_bytes: int | None = None
-    """Bytes of the tensor as stored, if the size of its dtype is known only from the file format, as for GGUF's blocks. Otherwise
-    None.
-    """
+    """Bytes as stored, if only the file format tells them, as for GGUF's blocks."""
     uncastable_reason: str | None = None
-    """Why no rule can cast the tensor, for example because it is part of a quantized weight. None if it can be cast, or if its
-    dtype alone prevents that.
-    """
+    """Why no rule can cast the tensor, for example as part of a quantized weight. None also if only its dtype prevents that."""
     own_codes: bool = False
-    """Whether the tensor holds codes, for example in float8 or int8, and the files also hold their scales, as in this program's own
-    exports.
-    """
+    """Whether it holds codes, for example in float8 or int8, with scales in the files, as in this program's own exports."""
     made_on_load: bool = False
-    """Whether the model creates this tensor because the files do not hold it. If so, the model's stored and planned bytes do not
-    include the tensor.
-    """
+    """Whether the model creates this tensor because the files do not hold it. Its bytes are then not counted."""
     stored_as: tuple[Name, ...] = ()
-    """The tensor's names in the files, if they differ from `name`. The tensor has several names there if the model packs several
-    stored tensors into this one. Patterns match `name` and these names.
-    """
+    """The names in the files, if they differ; several for a packed tensor. Patterns match them, too."""
     logical_numel: int | Literal["unknown"] | None = None
-    """The number of parameters that this tensor represents, if it stores a quantized weight; "unknown" if that can't be computed.
-    If None, each element of the tensor is one parameter.
-    """
+    """The number of parameters of a quantized weight; "unknown" if that can't be computed. None: each element is one."""
     reference_dtype: str | None = None
-    """If the reference has the weights of another checkpoint, the dtype in which that checkpoint stores this tensor. Otherwise
-    None.
-    """
+    """The dtype of this tensor in the checkpoint whose weights the reference has, if that is another."""
     numel: int = field(init=False, repr=False, compare=False)
     nbytes: int = field(init=False, repr=False, compare=False)
-    """Bytes of the tensor as stored, scales included."""
+    """Bytes as stored, scales included."""
 
     def __post_init__(self) -> None:
         # Trees have up to 90,000 tensors and every frame sums over them, so these are computed only once.
@@ -92,21 +76,19 @@ class TensorInfo:
 
     @property
     def parameters(self) -> int:
-        """The number of parameters that the tensor represents. It is 0 for a buffer, and if the number is unknown."""
+        """The number of parameters. It is 0 for a buffer, and if the number is unknown."""
         if self.kind != "parameter" or self.logical_numel == "unknown":
             return 0
         return self.numel if self.logical_numel is None else self.logical_numel
 
     @property
     def counted(self) -> bool:
-        """Whether the model's total stored bytes and total planned bytes include this tensor."""
+        """Whether the model's total stored and planned bytes include this tensor."""
         return self.kind != "non-persistent buffer" and not self.made_on_load
 
     @property
     def castable(self) -> bool:
-        """Whether a rule may change the tensor's dtype. This requires a dtype in which torch can compute, or a block format that
-        can be dequantized.
-        """
+        """Whether a rule may change the dtype: torch computes in it, or it is a block format that can be dequantized."""
         return self.uncastable_reason is None and (self.dtype in dtypes.COMPUTE_DTYPES or self.packed_bytes is not None)
 
     def nbytes_in(self, dtype: str) -> int:
@@ -115,9 +97,7 @@ class TensorInfo:
 
     @property
     def why_not_cast(self) -> str:
-        """Why a rule that matches the tensor does not cast it, in words that follow the tensor's name, such as "is stored as int64,
-        which is never cast".
-        """
+        """Why a rule does not cast the tensor, after its name: "is stored as int64, which is never cast"."""
         if self.castable and not self.persistent:
             return "is a buffer that no file holds, which only a rule with its own name casts"
         return self.uncastable_reason or f"is stored as {self.dtype}, which is never cast"
@@ -135,9 +115,9 @@ class Module(msgspec.Struct):
     class_name: str | None = None
     children: dict[str, Module] = msgspec.field(default_factory=dict)
     tensors: dict[str, TensorInfo] = msgspec.field(default_factory=dict)
-    """The tensors that the module itself holds, by local name. The alias of a tied weight maps to the tensor that it is tied to."""
+    """The tensors that the module itself holds, by local name. The alias of a tied weight maps to its canonical tensor."""
     keep_in_fp32: str | None = None
-    """If the model's code requires this module to be in float32: a phrase for the user that cites this code. Otherwise None."""
+    """If the model's code requires this module to be in float32: a phrase for the user that cites this code."""
     first: int = 0
     """Index in `Tree.order` of the first tensor at or below this module."""
     end: int = 0
@@ -145,7 +125,6 @@ class Module(msgspec.Struct):
 
     @property
     def label(self) -> str:
-        """The last part of the module's dotted name."""
         return self.name.rpartition(".")[2]
 
 
@@ -161,9 +140,7 @@ class Totals(msgspec.Struct):
     unknown: int = 0
     """The number of packed weights that represent an unknown number of values."""
     tied: dict[str, int] = msgspec.field(default_factory=dict)
-    """Bytes per dtype of tied weights that have an alias below this module and their canonical name elsewhere. They are left out of
-    all other totals, so that a weight is counted only once in the sum over a module's children.
-    """
+    """Bytes per dtype of tied weights below this module whose canonical name is elsewhere. All other totals leave them out."""
 
     def add(self, dtype: str, elements: int, nbytes: int) -> None:
         self.elements[dtype] = self.elements.get(dtype, 0) + elements
@@ -177,7 +154,7 @@ class Totals(msgspec.Struct):
         self.unknown += tensor.logical_numel == "unknown"
 
     def add_totals(self, more: Totals) -> None:
-        """Add the totals `more` of another module to these, for the sum over several modules."""
+        """Add the totals of another module."""
         for dtype, nbytes in more.nbytes.items():
             self.add(dtype, more.elements[dtype], nbytes)
         for dtype, nbytes in more.tied.items():
@@ -196,18 +173,13 @@ class Totals(msgspec.Struct):
 
     @property
     def parameters_text(self) -> str:
-        """The number of parameters as text, such as `1.2 M`. If the number is unknown for some packed weights, the text is a lower
-        bound such as `> 1.2 M`, or `unknown` if there are no other parameters. If all tensors are tied weights that are counted
-        elsewhere, the text is `-`.
-        """
+        """The number of parameters, such as `1.2 M`; a lower bound, `> 1.2 M`, if some are unknown; `-` if all are tied."""
         if self.unknown:
             return f"> {human_count(self.parameters)}" if self.parameters else "unknown"
         return "-" if self.tied and not self.nbytes else human_count(self.parameters)
 
     def mix(self) -> list[tuple[str, float]]:
-        """The dtypes of the tensors as pairs (dtype, fraction of the bytes), largest fraction first. Tied weights that are counted
-        elsewhere are left out, unless the module holds nothing else.
-        """
+        """Return pairs (dtype, fraction of the bytes), largest first. Tied weights count only where there is nothing else."""
         held = self.nbytes or self.tied
         whole = sum(held.values())
         shares = [(dtype, size / whole if whole else 0.0) for dtype, size in held.items() if size or not whole]
@@ -215,7 +187,7 @@ class Totals(msgspec.Struct):
 
 
 class NodeTotals(Mapping[str, Totals]):
-    """A mapping from each module's name to the totals of its tensors. The totals are computed when they are looked up.
+    """A mapping from each module's name to its totals, computed when they are looked up.
 
     A module's tensors are consecutive in `Tree.order`, so its totals are the difference of two entries of running sums.
     """
@@ -245,9 +217,7 @@ class NodeTotals(Mapping[str, Totals]):
         return self.of((self._tree.modules[module],))
 
     def of(self, modules: Sequence[Module]) -> Totals:
-        """Return the totals of several modules added up. modules: neighboring children of one module, in the tree's order, or one
-        module.
-        """
+        """Return the totals of several modules added up: neighboring children of one module, in the tree's order."""
         start, stop = modules[0].first, modules[-1].end
         found = Totals()
         for dtype, indices in self._indices.items():
@@ -274,8 +244,8 @@ class NodeTotals(Mapping[str, Totals]):
 class Tree:
     """A model's modules and tensors by name, in the model's own order.
 
-    `tensors` holds every distinct tensor once, by its canonical name; `canonical` also finds a tied weight by its aliases. `order`
-    lists the tensors depth first, as the screen shows them. `by_number` sorts numbered modules by their numbers.
+    `tensors` holds every distinct tensor once, by its canonical name; `canonical` also finds a tied weight by its aliases.
+    `order` lists the tensors depth first, as the screen shows them. `by_number` sorts numbered modules by their numbers.
     """
 
     def __init__(
@@ -284,11 +254,9 @@ class Tree:
         self.has_classes = classes is not None
         classes = classes or {}
         self.kv_cache = KVCache()
-        """The tensors of the KV cache that the model keeps while it generates text. None of them is in `tensors`."""
+        """The KV cache that the model keeps while it generates text. None of its tensors is in `tensors`."""
         self.kept_in_fp32: dict[str, str] = {}
-        """Tensors that the model's code requires to be in float32, although it does not require this of a whole module around them:
-        the canonical name of each, and a phrase for the user that cites this code.
-        """
+        """Single tensors that the model's code requires to be in float32, each with a phrase that cites this code."""
         self.root = Module("", classes.get(""))
         self.modules: dict[str, Module] = {"": self.root}
         self.tensors: dict[str, TensorInfo] = {}
@@ -314,9 +282,7 @@ class Tree:
 
     @property
     def caches(self) -> tuple[str, ...]:
-        """The names of the KV cache tensors to which a rule may give a format: keys, values, and MLA's latent and rotary tensors.
-        Left out are the states of recurrent layers, the keys of indexers, and tensors that a layer shares with another.
-        """
+        """The KV cache tensors to which a rule may give a format."""
         return tuple(tensor.name for tensor in self.kv_cache.tensors if tensor.castable)
 
     def __repr__(self) -> str:
@@ -364,9 +330,7 @@ class Tree:
         return self.tensors.get(self._canonical.get(name, name))
 
     def below(self, module: str) -> Iterator[TensorInfo]:
-        """Yield each tensor at or below a module once, in the order of `order`. After them come the tied weights whose canonical
-        name is elsewhere in the tree and that have an alias below the module.
-        """
+        """Yield each tensor at or below a module once, in the order of `order`, and then what `tied_into` returns."""
         node = self.modules[module]
         yield from self.order[node.first : node.end]
         yield from self.tied_into(module)
@@ -390,16 +354,12 @@ class Tree:
 
     @cached_property
     def fused_groups(self) -> tuple[tuple[str, ...], ...]:
-        """The groups of weights that runtimes fuse into one matrix. Each group is a tuple of names, such as those of q, k and v of
-        one layer.
-        """
+        """The groups of weights that runtimes fuse into one matrix, such as those of q, k and v of one layer."""
         return fused_groups(self.tensors)
 
     @cached_property
     def names(self) -> tuple[list[str], list[str]]:
-        """A pair: the names of all modules and distinct tensors, depth first as the screen shows them, and the same names in lower
-        case.
-        """
+        """The names of all modules and distinct tensors, depth first, and the same names in lower case."""
         names: list[str] = []
         for node in self.walk():
             prefix = f"{node.name}." if node.name else ""
@@ -410,21 +370,16 @@ class Tree:
 
     @cached_property
     def counts(self) -> tuple[list[int], list[int], list[int]]:
-        """Three lists of running sums over `order`: the numbers of parameters, of elements in persistent buffers, and of packed
-        weights with an unknown number of parameters. Entry i is the sum over the first i tensors.
-        """
-        parameters, buffers, unknown = [0], [0], [0]
-        for tensor in self.order:
-            parameters.append(parameters[-1] + tensor.parameters)
-            buffers.append(buffers[-1] + (tensor.numel if tensor.kind == "buffer" else 0))
-            unknown.append(unknown[-1] + (tensor.logical_numel == "unknown"))
-        return parameters, buffers, unknown
+        """Running sums over `order`: parameters, elements in buffers, and packed weights with an unknown number of parameters."""
+        return (
+            [0, *accumulate(tensor.parameters for tensor in self.order)],
+            [0, *accumulate(tensor.numel if tensor.kind == "buffer" else 0 for tensor in self.order)],
+            [0, *accumulate(tensor.logical_numel == "unknown" for tensor in self.order)],
+        )
 
     @cached_property
     def never_cast(self) -> list[int]:
-        """Running sum over `order`: entry i says how many of the first i tensors no rule can cast, for example because they are
-        parts of quantized weights. Tensors that can't be cast merely because of their dtype are not counted.
-        """
+        """Running sum over `order`: how many of the first i tensors no rule can cast for another reason than their dtype."""
         return [0, *accumulate(tensor.uncastable_reason is not None for tensor in self.order)]
 
     @cached_property
@@ -433,14 +388,12 @@ class Tree:
         return sum(tensor.nbytes for tensor in self.tensors.values() if tensor.counted)
 
     def totals(self, planned: Mapping[str, str] | None = None) -> NodeTotals:
-        """Return a mapping from every module's name to its totals. planned: dtypes by tensor name; a tensor that is not in it
-        counts in its stored dtype.
-        """
+        """Return a mapping from every module's name to its totals. planned: dtypes by tensor name, if not the stored ones."""
         return NodeTotals(self, planned)
 
 
 def is_number(part: str) -> bool:
-    """Return whether one part of a dotted name is a number that counts layers or experts, such as `3` in `model.layers.3.mlp`."""
+    """Return whether one part of a dotted name counts layers or experts, such as `3` in `model.layers.3.mlp`."""
     return part.isdecimal()
 
 
@@ -450,9 +403,10 @@ def numbered_parts(name: str) -> list[int]:
 
 
 def ancestors(name: str) -> Iterator[str]:
-    """Yield the names of the modules above a dotted name, from its parent up to the root (""). For "a.b.c", these are "a.b", "a"
-    and "". For a name with too many parts (see `MOST_PARTS`), only the root is yielded, because all the names together could fill
-    the memory. No tree has such a name, but an engine on another machine may send one.
+    """Yield the names of the modules above a dotted name: "a.b", "a" and "" for "a.b.c".
+
+    Only "" for a name of more than `MOST_PARTS` parts, whose ancestors could fill the memory. No tree has one, but an engine on
+    another machine may send it.
     """
     if name.count(".") > MOST_PARTS:
         yield ""
@@ -463,8 +417,5 @@ def ancestors(name: str) -> Iterator[str]:
 
 
 def from_tensors(tensors: Iterable[TensorInfo]) -> Tree:
-    """Return a tree built from tensors alone, without module classes or ties.
-
-    Files often list tensors alphabetically, so numbered modules are sorted by their numbers.
-    """
+    """Return a tree without classes or ties. Numbered modules are sorted: files often list names alphabetically."""
     return Tree(tensors, by_number=True)

@@ -1,4 +1,4 @@
-"""Validates data from JSON or YAML against the types of a class before the data is used."""
+"""Validates data from JSON or YAML against the types of a class before it is used."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _WHERE = re.compile(r"(?s)(.*) - at `(?:key` in `)?\$\.?(.*)`$")
 def as_type(data: object, kind: type[T]) -> T:
     """Convert `data` (mappings, lists, strings, numbers) to `kind`: a msgspec.Struct, a dataclass, or a container of these.
 
-    Values keep their types, with these exceptions: an integer may become a float, a string may become a Path or a time (ISO 8601),
-    and a list may become a tuple. Raises UserError, which names the entry: `options.prompts[1]: expected str, got int`.
+    Types must match, but an integer may become a float, a string a Path or a time (ISO 8601), and a list a tuple. Raises
+    UserError, which names the entry: `options.prompts[1]: expected str, got int`.
     """
     try:
         return msgspec.convert(data, kind, dec_hook=path_of)
@@ -36,11 +36,7 @@ def as_type(data: object, kind: type[T]) -> T:
 
 
 def refuse_unknown(what: str, names: Iterable[object], known: Collection[str]) -> None:
-    """Raise UserError for the first of `names` that is not in `known`.
-
-    The message suggests the nearest known name, or lists all known names if none is near. what: what the names are, for the
-    message, such as "option".
-    """
+    """Raise UserError for the first of `names` that is not in `known`. what: what the names are, such as "option"."""
     for name in names:
         if name not in known:
             near = nearest(str(name), known)
@@ -49,27 +45,19 @@ def refuse_unknown(what: str, names: Iterable[object], known: Collection[str]) -
 
 
 def as_plain(data: object) -> Any:
-    """Convert a struct or dataclass, including nested ones, to plain JSON types.
-
-    Paths become absolute, because the result may be read from another working directory.
-    """
+    """Convert a struct or dataclass to plain JSON types. Paths become absolute: it may be read in another folder."""
     return msgspec.to_builtins(data, enc_hook=_path_text)
 
 
 def path_of(kind: type, value: object) -> Path:
-    """Convert a string to a Path. msgspec calls this function as its `dec_hook`.
-
-    Raises ValueError if `kind` is not Path or `value` is not a string.
-    """
+    """Convert a string to a Path, as msgspec's `dec_hook`. Raises ValueError for another kind or value."""
     if kind is not Path or not isinstance(value, str):
         raise ValueError(f"expected a path, got {type(value).__name__}")
     return Path(value)
 
 
 def _path_text(value: object) -> str:
-    """Convert a Path to a string. msgspec calls this function as its `enc_hook`, which must raise NotImplementedError for any value
-    that is not a Path.
-    """
+    """Convert a Path to a string, as msgspec's `enc_hook`."""
     if not isinstance(value, Path):
         raise NotImplementedError
     return str(value.expanduser().absolute())

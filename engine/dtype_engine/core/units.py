@@ -33,16 +33,14 @@ def percent(share: float) -> str:
 
 
 def change_text(before: int, after: int) -> str:
-    """Return the change from one number of bytes to another, such as `54.9 % less`, or "" if `before` is 0 or equals `after`."""
+    """Return the change from one number of bytes to another, such as `54.9 % less`, or "" if there is none."""
     if not before or before == after:
         return ""
     return f"{100 * abs(after / before - 1):.1f} % {'less' if after < before else 'more'}"
 
 
 def share_text(count: int, whole: int) -> str:
-    """Return a count as text, followed by its percentage of `whole` unless this is below 0.1 %: `1.2 M 3.4 %`. A count of 0 is
-    written as `-`.
-    """
+    """Return a count, with its percentage of `whole` unless this is below 0.1 %: `1.2 M 3.4 %`. 0 is written as `-`."""
     if not count:
         return "-"
     share = 100 * count / whole
@@ -50,7 +48,7 @@ def share_text(count: int, whole: int) -> str:
 
 
 def perplexity_text(perplexity: float) -> str:
-    """Return a perplexity as text: with four decimals, such as `12.3456`, or as `1.5353e+14` if it is at least a million."""
+    """Return a perplexity as text: `12.3456`, or `1.5353e+14` if it is at least a million."""
     return f"{perplexity:.4f}" if perplexity < 1e6 else f"{perplexity:.4e}"
 
 
@@ -60,17 +58,14 @@ def seconds_text(seconds: float) -> str:
 
 
 def time_left(seconds: float) -> str:
-    """Return an estimated remaining time, such as `12 s`, `3 min` or `1.5 h`. It is rounded coarsely because it is an estimate."""
+    """Return an estimated remaining time, rounded coarsely, such as `12 s`, `3 min` or `1.5 h`."""
     if seconds < 59.5:
         return f"{max(1, round(seconds))} s"
     return f"{round(seconds / 60)} min" if seconds < 3570 else f"{seconds / 3600:.1f} h"
 
 
 def decibels(value: float | None) -> str:
-    """Return a number of decibels as text, such as `46.50 dB`.
-
-    Infinity is written as `exact`; None, NaN and minus infinity are written as words.
-    """
+    """Return decibels as text, such as `46.50 dB`; `exact` for infinity, and words for what is not finite or None."""
     if value is None:
         return "not comparable"
     if math.isnan(value):
@@ -81,7 +76,7 @@ def decibels(value: float | None) -> str:
 
 
 def signed(value: float, digits: int) -> str:
-    """Return a number with its sign and `digits` decimals, such as `+0.26`. A number that rounds to 0 gets the sign `+`."""
+    """Return a number with its sign and `digits` decimals, such as `+0.26`. What rounds to 0 gets the sign `+`."""
     return f"{round(value, digits) + 0.0:+.{digits}f}"
 
 
@@ -97,7 +92,7 @@ def scientific(value: float, digits: int = 2) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """Return a count with its noun in the singular or plural, such as `1 tensor` or `1,200 tensors`."""
+    """Return a count with its noun, such as `1 tensor` or `1,200 tensors`."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 

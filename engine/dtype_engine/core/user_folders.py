@@ -1,6 +1,4 @@
-"""The folders for this program's state, configuration and cache in the user's home, at the usual places of the operating system.
-The engine and the app share them.
-"""
+"""The folders for this program's state, configuration and cache, at the usual places of the operating system."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ from pathlib import Path
 
 _PROGRAM = "dtype-tui"
 HEADERS = "headers"
-"""The name of the folder in the cache folder that holds the headers of models on a hub."""
+"""The folder in the cache folder that holds the headers of models on a hub."""
 
 
 def state_folder() -> Path:

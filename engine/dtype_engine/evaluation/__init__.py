@@ -1,3 +1,1 @@
-"""Evaluations: units of work (scan one sequence, measure the drift of one recipe, compare some tensors) as plain data, which any
-process can run.
-"""
+"""Evaluations: units of work as plain data, which any process can run."""

@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
+from contextlib import AbstractContextManager
 from typing import Any
 
 from dtype_engine.core.cancellation import IsCancelled, never
@@ -15,17 +16,14 @@ from dtype_engine.evaluation.specs import Evaluated, Evaluation
 
 _CONNECT_S = 10
 _AHEAD = 8
-"""How many evaluations are submitted for each worker before their results are in. It is more than one, so that some are left for
-workers that join later.
-"""
+"""How many unfinished evaluations are submitted for each worker: some are left for workers that join later."""
 
 
-class DaskPool:
-    """A context manager for the workers of a running Dask scheduler, which run evaluations. The argument `address` is
-    `tcp://HOST:PORT`.
+class DaskPool(AbstractContextManager["DaskPool"]):
+    """The workers of a running Dask scheduler at `tcp://HOST:PORT`. on_gpu: use only workers that offer a GPU (`--resources
+    GPU=1`).
 
-    on_gpu: use only workers that offer a GPU (`--resources GPU=1`). Raises UserError if `distributed` is not installed, no
-    scheduler answers, or the scheduler has no suitable workers.
+    Raises UserError if `distributed` is not installed, no scheduler answers, or it has no suitable workers.
     """
 
     def __init__(self, address: str, on_gpu: bool = False) -> None:
@@ -50,9 +48,6 @@ class DaskPool:
                 f"the scheduler at {address} has {lacks}; dtype-engine worker {address} says how to start one"
             )
 
-    def __enter__(self) -> DaskPool:
-        return self
-
     def __exit__(self, *exception: object) -> None:
         with contextlib.suppress(Exception):  # closing fails where the scheduler is gone
             self._client.close(timeout=1)
@@ -60,9 +55,7 @@ class DaskPool:
     def results(
         self, evaluations: Sequence[Evaluation], cancelled: IsCancelled = never
     ) -> Iterator[tuple[int, Evaluated]]:
-        """Run the evaluations. Yields (index of the evaluation, its result) as soon as each is done. If a worker dies, Dask repeats
-        its evaluations on a different worker. Running evaluations can't be cancelled.
-        """
+        """Run evaluations as a `Pool`. If a worker dies, Dask repeats its evaluations. Running ones can't be cancelled."""
         from distributed.scheduler import KilledWorker
 
         try:
@@ -78,9 +71,7 @@ class DaskPool:
 
 
 def worker_lines(address: str) -> str:
-    """Return shell commands, one a line, that start Dask workers. They work on any machine that has the same files under the same
-    paths. address: the address of the scheduler, to which the workers connect.
-    """
+    """Return shell commands that start Dask workers on any machine that has the same files under the same paths."""
     worker = f"dask worker {address} --nworkers 1 --nthreads 1 --no-dashboard"
     return "\n".join(
         [

@@ -1,6 +1,4 @@
-"""Runs an evaluation (a task and the model or export that it needs) in the process that calls it. Each process opens the model once
-and keeps it open.
-"""
+"""Runs an evaluation in the process that calls it, which opens the model or export once and keeps it open."""
 
 from __future__ import annotations
 
@@ -15,18 +13,7 @@ from dtype_engine.checkpoint import unchanged
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import RunSettings
-from dtype_engine.evaluation.specs import (
-    CompareTensors,
-    Evaluated,
-    Evaluation,
-    ExactScore,
-    Exported,
-    Opened,
-    PartAlone,
-    RecipeDrift,
-    ScanSequence,
-    Task,
-)
+from dtype_engine.evaluation import specs
 from dtype_engine.recipe import Recipe
 from dtype_engine.reports.versions import versions
 from dtype_engine.results.drift import DriftReport
@@ -43,76 +30,66 @@ _lock = threading.Lock()  # a cluster's worker may have several threads, but a p
 
 @dataclass
 class _ThisProcess:
-    """The model or the export that this process keeps open, so that the next evaluation need not open it again."""
+    """What this process keeps open."""
 
-    model: tuple[Opened, Session] | None = None
+    opened: tuple[specs.Opened, Session] | tuple[specs.Exported, OpenExport] | None = None
+    """A model or an export: memory may not have room for two."""
     attribution: tuple[Session, Recipe, RunSettings, Attribution] | None = None
-    """The latest measurement of the causes of a recipe's drift, with the session, recipe and run settings that it belongs to. It
-    holds the outputs of the reference run, so it is dropped as soon as a task has a different recipe or measures something else.
-    """
-    export: tuple[Exported, OpenExport] | None = None
+    """The latest search for causes, and what it belongs to. It holds outputs, so any other task drops it."""
     cancelled: IsCancelled = never
-
-    def close(self) -> None:
-        """Release the open model or export before the next one is opened, because memory may not have room for two."""
-        self.model = self.attribution = self.export = None
 
 
 _process = _ThisProcess()
 
 
 def cancel_by(cancelled: IsCancelled) -> None:
-    """Set the function that this process's evaluations call to learn whether to stop: they stop as soon as it returns True."""
+    """Set the function that this process's evaluations call to learn whether to stop."""
     _process.cancelled = cancelled
 
 
-def evaluate(evaluation: Evaluation) -> Evaluated:
-    """Open the evaluation's model, unless it is open already, run the evaluation, and return its result.
-
-    Raises Cancelled, and UserError, for example if the model or the inputs on this machine differ from those of the evaluation.
-    """
+def evaluate(evaluation: specs.Evaluation) -> specs.Evaluated:
+    """Run an evaluation. Raises Cancelled, and UserError, for example if this machine has another model or other inputs."""
     with _lock:
-        opened, task = evaluation.opened, evaluation.task
-        if isinstance(task, CompareTensors):
-            assert isinstance(opened, Exported)
-            export = _opened_export(opened)
-            started = time.perf_counter()
-            value: Any = tuple(export.problems(task.indexes, _process.cancelled))
+        wanted, task = evaluation.opened, evaluation.task
+        if _process.opened is None or _process.opened[0] != wanted:
+            _process.opened = _process.attribution = None
+            _process.opened = _open_model(wanted) if isinstance(wanted, specs.Opened) else _open_export(wanted)
+        opened: Any = _process.opened[1]
+        started = time.perf_counter()
+        if isinstance(task, specs.CompareTensors):
+            value: Any = tuple(opened.problems(task.indexes, _process.cancelled))
         else:
-            assert isinstance(opened, Opened)
-            session = _opened(opened)
-            session.settings = opened.options.settings
-            started = time.perf_counter()
-            value = perform(session, task, _process.cancelled)
+            opened.settings = wanted.options.settings
+            value = perform(opened, task, _process.cancelled)
         seconds = time.perf_counter() - started
-    return Evaluated(value, platform.node(), os.getpid(), seconds, versions())
+    return specs.Evaluated(value, platform.node(), os.getpid(), seconds, versions())
 
 
 def perform(
-    session: Session, task: Task, cancelled: IsCancelled
+    session: Session, task: specs.Task, cancelled: IsCancelled
 ) -> ScannedSequence | MeasuredWeight | DriftReport | PartDrift:
-    """Run a task in an open session, and return its result. Some tasks change the session's recipe. Raises UserError, Cancelled."""
+    """Run a task in an open session, whose recipe it may change. Raises UserError, Cancelled."""
     from dtype_engine.runtime.scan.exact import ExactScan
 
-    if isinstance(task, PartAlone):
+    if isinstance(task, specs.PartAlone):
         return _part_alone(session, task, cancelled)
     _process.attribution = None
     match task:
-        case ScanSequence(names, draws, index):
+        case specs.ScanSequence(names, draws, index):
             scan = session.scan_task(names, draws, False, None)
             assert not isinstance(scan, ExactScan)
             return scan.measure(index, cancelled=cancelled)
-        case ExactScore(names, weight, dtype):
+        case specs.ExactScore(names, weight, dtype):
             exact = session.scan_task(names, None, True, None)
             assert isinstance(exact, ExactScan)
             return exact.measure((weight, dtype), cancelled)
-        case RecipeDrift(recipe, settings):
+        case specs.RecipeDrift(recipe, settings):
             session.settings = settings
             session.use_recipe(recipe, cancelled=cancelled)
             return session.drift(cancelled=cancelled)
 
 
-def _part_alone(session: Session, task: PartAlone, cancelled: IsCancelled) -> PartDrift:
+def _part_alone(session: Session, task: specs.PartAlone, cancelled: IsCancelled) -> PartDrift:
     from dtype_engine.runtime.measure.attribution import Attribution, Part
 
     kept, _process.attribution = _process.attribution, None  # stored again once the measurement has succeeded
@@ -128,9 +105,7 @@ def _part_alone(session: Session, task: PartAlone, cancelled: IsCancelled) -> Pa
 
 
 def describe(session: Session) -> tuple[str, str]:
-    """Return (hash of an open model's weights, hash of its inputs), by which a worker checks that it has opened the same ones.
-    Raises UserError if the model can't be run.
-    """
+    """Return hashes of an open model's weights and of its inputs. Raises UserError if the model can't be run."""
     from dtype_engine.runtime.scan.saved import Fingerprint
 
     if session.inputs is None:
@@ -139,44 +114,37 @@ def describe(session: Session) -> tuple[str, str]:
     return found.model, found.inputs
 
 
-def _opened(wanted: Opened) -> Session:
-    if _process.model is None or _process.model[0] != wanted:
-        _process.close()
-        from dtype_engine.checkpoint.source import locate
-        from dtype_engine.runtime.session.opening import open_session
+def _open_model(wanted: specs.Opened) -> tuple[specs.Opened, Session]:
+    from dtype_engine.checkpoint.source import locate
+    from dtype_engine.runtime.session.opening import open_session
 
-        worker = _this_worker()
-        try:
-            source = locate(wanted.model, wanted.options.trust_pickle, wanted.options.download)
-            session = open_session(source, wanted.options)
-        except UserError as error:
-            raise UserError(f"{worker} can't open the model: {error}") from None
-        for what, found in zip(("weights", "inputs"), describe(session), strict=True):
-            if found != getattr(wanted, what):
-                raise UserError(
-                    f"{worker} has other {what} for {wanted.model or 'demo'}: give every worker the same files"
-                )
-        _process.model = wanted, session
-    return _process.model[1]
+    worker = _this_worker()
+    try:
+        source = locate(wanted.model, wanted.options.trust_pickle, wanted.options.download)
+        session = open_session(source, wanted.options)
+    except UserError as error:
+        raise UserError(f"{worker} can't open the model: {error}") from None
+    for what, found in zip(("weights", "inputs"), describe(session), strict=True):
+        if found != getattr(wanted, what):
+            raise UserError(f"{worker} has other {what} for {wanted.model or 'demo'}: give every worker the same files")
+    return wanted, session
 
 
-def _opened_export(wanted: Exported) -> OpenExport:
-    if _process.export is None or _process.export[0] != wanted:
-        _process.close()
-        from dtype_engine.checkpoint.source import locate
-        from dtype_engine.runtime.session.opening import use_threads
-        from dtype_engine.runtime.verify.verify import fingerprint, open_export
+def _open_export(wanted: specs.Exported) -> tuple[specs.Exported, OpenExport]:
+    from dtype_engine.checkpoint.source import locate
+    from dtype_engine.runtime.session.opening import use_threads
+    from dtype_engine.runtime.verify.verify import fingerprint, open_export
 
-        try:
-            source = locate(wanted.model, wanted.options.trust_pickle, wanted.options.download)
-            export = open_export(wanted.folder, source, wanted.options)
-        except UserError as error:
-            raise UserError(f"{_this_worker()} can't open the export: {error}") from None
-        if fingerprint(export.contents, wanted.folder) != wanted.contents:
-            raise UserError(f"{_this_worker()} has another export or another source: give every worker the same files")
-        use_threads(wanted.options.threads)
-        _process.export = wanted, export
-    return _process.export[1]
+    worker = _this_worker()
+    try:
+        source = locate(wanted.model, wanted.options.trust_pickle, wanted.options.download)
+        export = open_export(wanted.folder, source, wanted.options)
+    except UserError as error:
+        raise UserError(f"{worker} can't open the export: {error}") from None
+    if fingerprint(export.contents, wanted.folder) != wanted.contents:
+        raise UserError(f"{worker} has another export or another source: give every worker the same files")
+    use_threads(wanted.options.threads)
+    return wanted, export
 
 
 def _this_worker() -> str:

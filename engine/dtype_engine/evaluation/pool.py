@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, ProcessPoolExecutor, wait
 from concurrent.futures import CancelledError as FutureCancelled
+from contextlib import AbstractContextManager
 from itertools import islice
 from multiprocessing.connection import wait as wait_for
 from multiprocessing.context import BaseContext
@@ -21,20 +22,17 @@ from typing import Protocol
 
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import Cancelled, UserError
-from dtype_engine.core.memory_share import share_memory
-from dtype_engine.core.system_memory import free_memory
+from dtype_engine.core.system_memory import free_memory, share_memory
 from dtype_engine.evaluation.evaluate import cancel_by, evaluate
 from dtype_engine.evaluation.specs import Evaluated, Evaluation
 
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"
-"""The environment variables that say which GPUs a process sees: those of CUDA and ROCm, and those of Intel (XPU)."""
+"""The environment variables that say which GPUs a process sees: of CUDA and ROCm, and of Intel (XPU)."""
 _POLL_S = 0.1
 _MOST_BREAKS = 3
-"""The pool gives up after the workers have died this many times in a row without finishing a single evaluation."""
+"""The pool gives up after the workers have died so many times in a row without finishing a single evaluation."""
 _PROCESS_BYTES = 700 << 20
-"""Estimated bytes of memory that a worker process needs in addition to the model: Python, torch, transformers, and the outputs of
-small modules.
-"""
+"""Estimated bytes of a worker process in addition to the model: Python, torch, transformers, small outputs."""
 
 
 class Pool(Protocol):
@@ -45,16 +43,12 @@ class Pool(Protocol):
     def results(
         self, evaluations: Sequence[Evaluation], cancelled: IsCancelled = never
     ) -> Iterator[tuple[int, Evaluated]]:
-        """Run the evaluations. Yields (index of the evaluation, its result) as soon as each is done. Raises UserError,
-        Cancelled.
-        """
+        """Run the evaluations. Yields (index, result) of each as soon as it is done. Raises UserError, Cancelled."""
 
 
-class ProcessPool:
-    """A context manager that starts worker processes on this machine. Each process maps the model's files into memory, so all
-    processes share one copy of the weights.
-
-    gpus: the names of the GPUs to use, such as `("0", "1")`; each process uses one of them.
+class ProcessPool(AbstractContextManager["ProcessPool"]):
+    """Starts worker processes on this machine, which map the model's files and so share one copy of the weights. gpus: the
+    names of the GPUs to use, such as `("0", "1")`; each process uses one of them.
     """
 
     def __init__(self, workers: int, gpus: tuple[str, ...] = ()) -> None:
@@ -64,9 +58,6 @@ class ProcessPool:
         self._stop = self._context.Event()
         self._executor: Executor | None = None
 
-    def __enter__(self) -> ProcessPool:
-        return self
-
     def __exit__(self, *exception: object) -> None:
         self._stop.set()
         if self._executor is not None:
@@ -75,9 +66,7 @@ class ProcessPool:
     def results(
         self, evaluations: Sequence[Evaluation], cancelled: IsCancelled = never
     ) -> Iterator[tuple[int, Evaluated]]:
-        """Run the evaluations. Yields (index of the evaluation, its result) as soon as each is done. If a process is killed, the
-        unfinished evaluations run in new processes.
-        """
+        """Run evaluations as a `Pool`. If a process is killed, the unfinished ones run in new processes."""
         self._stop.clear()
         try:
             yield from results(self._started, self._broken, evaluations, cancelled, 2 * self.workers)
@@ -99,12 +88,11 @@ class ProcessPool:
 
 
 def _context() -> BaseContext:
-    """Return the multiprocessing context that starts worker processes. It never forks this process, because torch's threads would
-    not survive a fork.
+    """Return the multiprocessing context that starts worker processes. It never forks this process, because torch's threads
+    would not survive a fork.
 
-    On Linux, workers are forked from a server process that has imported torch and computed nothing. This saves the seconds that the
-    import takes, and workers share the server's memory pages. The server's only other thread is OpenBLAS's, which ends before a
-    fork.
+    On Linux, workers are forked from a server process that has imported torch and computed nothing, which saves the seconds of
+    the import and memory. The server's only other thread is OpenBLAS's, which ends before a fork.
     """
     if sys.platform != "linux":
         return multiprocessing.get_context("spawn")
@@ -122,9 +110,9 @@ def results(
 ) -> Iterator[tuple[int, Evaluated]]:
     """Run evaluations on an executor, and yield (index, result) of each as soon as it is done.
 
-    started: returns the executor. broken: called if the executor breaks, for example because a process was killed. The unfinished
-    evaluations are then submitted to the executor that `started` returns next. ahead: maximum number of evaluations that are
-    submitted and unfinished. It should be small, because a pause takes effect only after all of them are done.
+    started: returns the executor. broken: called if the executor breaks, for example because a process was killed. Unfinished
+    evaluations are then submitted to the executor that `started` returns next. ahead: how many are submitted and unfinished at
+    most; a pause takes effect only after all of them are done.
     """
     waiting = dict(enumerate(evaluations))
     breaks = 0
@@ -157,9 +145,7 @@ def results(
 
 
 def _finished(futures: dict[Future[Evaluated], int], cancelled: IsCancelled) -> Iterator[Future[Evaluated]]:
-    """Wait until at least one future is done. Yields all futures that are done; those with a result come before those with an
-    error. futures: the index of the evaluation of each future. Raises Cancelled.
-    """
+    """Wait until a future is done. Yields all that are, those with a result before those with an error. Raises Cancelled."""
     done: set[Future[Evaluated]] = set()
     while not done:
         if cancelled():
@@ -169,37 +155,28 @@ def _finished(futures: dict[Future[Evaluated], int], cancelled: IsCancelled) -> 
 
 
 def fitting(workers: int, private: int) -> int:
-    """Return how many of `workers` processes fit into the free memory, at least 1. private: bytes that each process needs in
-    addition to the checkpoint, whose memory pages all processes share.
-    """
+    """Return how many of `workers` processes fit into the free memory. private: bytes of each beside the shared checkpoint."""
     return max(1, min(workers, math.floor(free_memory() / (private + _PROCESS_BYTES))))
 
 
 def visible_gpus(count: int, environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """Return the names of the first `count` GPUs that this process may use, such as ("2", "3") if `CUDA_VISIBLE_DEVICES` is "2,3".
-    If no variable of `VISIBLE_GPUS` is set, the names are "0", "1" and so on. environment: the environment variables.
-    """
+    """Return the names of the first `count` GPUs: ("2", "3") if `CUDA_VISIBLE_DEVICES` is "2,3"; ("0", "1") if it is not set."""
     listed = next((environment[name] for name in VISIBLE_GPUS if environment.get(name)), "")
     named = [name.strip() for name in listed.split(",") if name.strip()]
     return tuple(named[:count]) if named else tuple(map(str, range(count)))
 
 
 def assigned(index: int, gpus: tuple[str, ...], environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set the variables of `VISIBLE_GPUS` so that this process, the pool's `index`-th, sees only its own GPU. This must happen
-    before the process uses a GPU.
-
-    gpus: the names of the pool's GPUs; if empty, nothing is set. environment: the environment variables to change.
-    """
+    """Make this process, the pool's `index`-th, see only its own GPU, if there are any, before it uses one."""
     if gpus:
         environment.update(dict.fromkeys(VISIBLE_GPUS, gpus[index % len(gpus)]))
 
 
 def _start_worker(stop: Event, workers: int, started: Synchronized[int], gpus: tuple[str, ...]) -> None:
-    """Prepare a new worker process: assign a GPU to it, make it ignore interrupts (Ctrl+C), and end it when its parent process
-    ends.
+    """Prepare a new worker process: give it its GPU, make it ignore Ctrl+C, and end it with its parent process.
 
-    stop: set to cancel the evaluations. workers: how many processes share the machine's memory. started: how many processes the
-    pool has started before this one. gpus: the names of all GPUs that the pool uses.
+    stop: set to cancel the evaluations. workers: how many share the machine's memory. started: how many processes the pool has
+    started before.
     """
     with started.get_lock():
         index, started.value = started.value, started.value + 1

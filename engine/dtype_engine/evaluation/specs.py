@@ -1,6 +1,6 @@
-"""An evaluation as plain data: a model, its inputs, and a task. It can be sent to another process.
+"""An evaluation as plain data: a model, its inputs, and a task.
 
-All classes here are frozen and consist of strings, numbers and paths, so their objects can be pickled, compared and stored.
+All classes here are frozen and consist of strings, numbers and paths, so they can be pickled, compared and stored.
 """
 
 from __future__ import annotations
@@ -29,37 +29,34 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """Identifies the model and the inputs that a worker has to open."""
+    """The model and the inputs that a worker has to open."""
 
     model: str | None
-    """The model as the user named it on the command line, but with an absolute path; None for the built-in demo."""
+    """As the user named it, but with an absolute path; None for the demo."""
     options: Options
     weights: str
-    """The hash of the weights. A worker that finds a different hash refuses the model."""
+    """The hash of the weights. A worker that finds another one refuses the model."""
     inputs: str
-    """The hash of the inputs. A worker that finds a different hash refuses the inputs."""
+    """The hash of the inputs, likewise."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """Identifies an export and the checkpoint that it was made from, whose tensors a worker compares."""
+    """An export and the checkpoint that it was made from, whose tensors a worker compares."""
 
     model: str | None
-    """The source checkpoint as the user named it on the command line, but with an absolute path; None for the built-in demo."""
+    """The source checkpoint, as in `Opened`."""
     options: Options
     folder: Path
     """The absolute path of the export."""
     contents: str
-    """A hash of the exported tensors' names, shapes and dtypes and of all weight files. A worker that finds a different hash
-    refuses the export.
-    """
+    """A hash of the tensors' names, shapes and dtypes and of all files. A worker that finds another one refuses the export."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScanSequence:
-    """Task: scan one sequence of the inputs. For every weight and each of `dtypes`, this estimates how far the model's output
-    drifts if this weight alone is cast. `draws` is the number of backward passes, and `index` is the number of the sequence, from
-    0.
+    """Task: estimate on one sequence of the inputs, numbered `index` from 0, how far the output drifts if one weight alone is
+    cast, for every weight and each of `dtypes`. `draws` is the number of backward passes.
     """
 
     dtypes: tuple[str, ...]
@@ -69,9 +66,7 @@ class ScanSequence:
 
 @dataclass(frozen=True, slots=True)
 class ExactScore:
-    """Task: measure how far the model's output drifts if only the weight named `weight` is cast to `dtype`. `dtypes` are all dtypes
-    of the scan that this measurement is part of.
-    """
+    """Task: measure how far the output drifts if only `weight` is cast to `dtype`, one of the scan's `dtypes`."""
 
     dtypes: tuple[str, ...]
     weight: str
@@ -88,9 +83,7 @@ class RecipeDrift:
 
 @dataclass(frozen=True, slots=True)
 class PartAlone:
-    """Task: measure how far the model's output drifts if the recipe casts only the given modules: a single module, or all modules
-    of a subtree. `name` is the name of this module or of the subtree's root.
-    """
+    """Task: measure how far the output drifts if the recipe casts only `modules`: the module `name`, or all of its subtree."""
 
     recipe: Recipe
     settings: RunSettings
@@ -100,8 +93,8 @@ class PartAlone:
 
 @dataclass(frozen=True, slots=True)
 class CompareTensors:
-    """Task: compare tensors of an export with the values that the export's recipe should give. `indexes` are their positions in the
-    list of all exported tensors. The result has a sentence for each wrong tensor, and None for each right one.
+    """Task: compare exported tensors, by their positions in the list of all, with the values that the recipe should give. The
+    result has a sentence for each wrong tensor, and None for each right one.
     """
 
     indexes: tuple[int, ...]
@@ -121,22 +114,18 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """The result of an evaluation, and where it was computed: machine, process and versions of the libraries."""
+    """The result of an evaluation, and where it was computed."""
 
     value: ScannedSequence | MeasuredWeight | DriftReport | PartDrift | tuple[str | None, ...]
     host: str
-    """The name of the machine that ran the evaluation."""
     process: int
-    """The ID of the process that ran the evaluation."""
     seconds: float
     versions: dict[str, str] = field(default_factory=dict)
-    """The versions of the libraries in the process that ran the evaluation, by name, such as {"torch": "2.9.1"}."""
+    """The versions of the libraries in that process, by name, such as {"torch": "2.9.1"}."""
 
 
 def other_versions(result: Evaluated) -> str:
-    """Return how the versions with which a result was computed differ from this process's, if that can affect metrics: `process 17
-    on node3 has torch 2.10.0 (here 2.9.1)`. Otherwise, return "".
-    """
+    """Return how a result's versions differ, if that can affect metrics: `process 17 on node3 has torch 2.10.0 (here 2.9.1)`."""
     own = versions()
     others = [
         f"{_SAID.get(name, name)} {printable(result.versions.get(name, 'unknown'), 60)} (here {own[name]})"
@@ -147,9 +136,7 @@ def other_versions(result: Evaluated) -> str:
 
 
 def model_text(source: Source) -> str | None:
-    """Return the command-line argument that opens a source from any working directory: a path is made absolute, and a name such as
-    a Hugging Face id stays unchanged. Returns None for the built-in demo.
-    """
+    """Return the MODEL that opens a source from any folder: its absolute path, or a Hugging Face id. None for the demo."""
     if source.path is None or source.asked is None:
         return source.asked
     if source.kind == "python":
@@ -158,9 +145,7 @@ def model_text(source: Source) -> str | None:
 
 
 def portable(options: Options, threads: int | None) -> Options:
-    """Return a session's options in a form that a worker process can use. All paths are made absolute, so that they mean the same
-    in any working directory. `threads` replaces the number of threads, and `workers` becomes None.
-
+    """Return a session's options for a worker process: with absolute paths and this number of threads, and without `workers`.
     Raises UserError if the options name a reference checkpoint that no longer exists.
     """
     from dtype_engine.checkpoint.source import locate
@@ -173,9 +158,7 @@ def portable(options: Options, threads: int | None) -> Options:
 
 
 def _absolute_metric(text: str) -> str:
-    """Return an entry of `Options.metrics`, such as `metrics.py:accuracy`, with the path of the file that it names made absolute.
-    An entry that names no file is returned unchanged.
-    """
+    """Return an entry of `Options.metrics` with the path of the file that it names, if any, made absolute."""
     before, colon, after = text.rpartition(":")
     if text.startswith(LM_EVAL):
         return f"{LM_EVAL}{_absolute(Path(after))}" if Path(after).suffix in (".yaml", ".yml") else text

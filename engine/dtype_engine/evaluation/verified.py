@@ -1,4 +1,4 @@
-"""The last step of a search: measures the drift of a few recipes near a limit on bytes or predicted drift, and chooses the best."""
+"""The last step of a search: measures a few recipes near a limit on bytes or predicted drift, and chooses the best."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ if TYPE_CHECKING:
 def candidates(
     session: Session, budget: int | None, max_drift: float | None, constraints: Constraints, count: int
 ) -> tuple[Solution, ...]:
-    """Return up to `count` recipes to measure, as solutions of a search. With a limit on bytes (`budget`) or on predicted drift
-    (`max_drift`), the first is the best within it, and the others are near it in bytes. Without a limit, they are spread over the
-    Pareto front.
+    """Return up to `count` recipes to measure: the best within a limit on bytes (`budget`) or on predicted drift (`max_drift`),
+    and others near it; without a limit, recipes spread over the Pareto front.
 
-    constraints: what the user requires of a recipe. Raises UserError, and OutOfReach if no recipe meets the limit.
+    Raises UserError, and OutOfReach if no recipe meets the limit.
     """
     if budget is None and max_drift is None:
         return spread(session.front(constraints), count)
@@ -44,13 +43,12 @@ def best(
     over: Over | None = None,
     on_measured: Callable[[int], None] = lambda done: None,
 ) -> SearchReport:
-    """Measure the drift of the solutions `found` on the session's inputs, cast the model to the best one, and return a report.
+    """Measure the drift of the solutions `found`, cast the model to the best one, and return a report.
 
-    limit: (maximum number of bytes or None, maximum drift or None). metrics: limits on the user's metrics. Of the solutions that
-    meet all limits, the best one has the least drift if the bytes are limited; otherwise it is the smallest. constraints: the
-    search's constraints on recipes, for the Pareto front in the report. over: the workers that measure, or None for this process.
-    `on_measured(done)` is called after each measurement with the number of measured solutions. Raises OutOfReach if no solution
-    meets the limits, and the errors of `Session.drift`.
+    limit: (maximum number of bytes or None, maximum drift or None). Of the solutions that meet all limits, the best one has the
+    least drift if the bytes are limited; otherwise it is the smallest. metrics: limits on the user's metrics. constraints: for
+    the Pareto front in the report. over: the workers that measure, or None for this process. `on_measured(done)` is called
+    after each measurement. Raises OutOfReach if no solution meets the limits, and the errors of `Session.drift`.
     """
     from dtype_engine.runtime.session.search_report import search_report
 
@@ -91,9 +89,7 @@ def best(
 def _reaching(
     limits: tuple[Limit, ...], within: list[int], reports: Mapping[int, DriftReport], found: Sequence[Solution]
 ) -> list[int]:
-    """Return those of the solutions with the indexes `within` that meet the limits. Raises OutOfReach if none
-    does. reports: the measurements by index. found: all solutions.
-    """
+    """Return those of the indexes `within` whose solutions meet the limits. Raises OutOfReach if none does."""
     verdicts_of = {index: verdicts(limits, reports[index].output, reports[index].metrics) for index in within}
     reaching = [index for index in within if all(verdict.passed for verdict in verdicts_of[index])]
     if not reaching:

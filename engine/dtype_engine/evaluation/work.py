@@ -1,6 +1,4 @@
-"""Splits work into evaluations that a pool of workers runs. The work is a scan, the measurement of several recipes, a search for
-the causes of drift, or the verification of an export.
-"""
+"""Splits scans, measurements of recipes, searches for causes, and verifications into evaluations for a pool of workers."""
 
 from __future__ import annotations
 
@@ -14,23 +12,9 @@ from dtype_engine.core.callbacks import ignore
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import Options, RunSettings
+from dtype_engine.evaluation import specs
 from dtype_engine.evaluation.evaluate import describe, perform
 from dtype_engine.evaluation.pool import Pool
-from dtype_engine.evaluation.specs import (
-    CompareTensors,
-    Evaluated,
-    Evaluation,
-    ExactScore,
-    Exported,
-    Opened,
-    PartAlone,
-    RecipeDrift,
-    ScanSequence,
-    Task,
-    model_text,
-    other_versions,
-    portable,
-)
 from dtype_engine.recipe import Recipe
 from dtype_engine.results.drift import DriftReport
 
@@ -51,39 +35,32 @@ _GROUP_BYTES, _GROUP_TENSORS = 64 << 20, 256
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """A pool of workers, and what each worker opens to run tasks: the model and its inputs."""
+    """A pool of workers, and the model and inputs that each worker opens to run tasks."""
 
     pool: Pool
-    opened: Opened
+    opened: specs.Opened
     on_notice: Callable[[str], None] = lambda sentence: None
-    """A function that is called with a sentence for the user if a worker process has other versions of this program, of torch or of
-    the platform than this process. Each sentence is passed on only once.
-    """
+    """Called with a sentence, once each, if a worker has other versions of this program, of torch or of the platform."""
 
-    def results(self, tasks: Sequence[Task], cancelled: IsCancelled) -> Iterator[tuple[int, Evaluated]]:
-        """Run tasks on the workers of the pool, each of which opens the model once. Yields (index of the task, its result) as
-        soon as a task is done. Raises Cancelled if `cancelled()` returns True.
-        """
+    def results(self, tasks: Sequence[specs.Task], cancelled: IsCancelled) -> Iterator[tuple[int, specs.Evaluated]]:
+        """Run tasks on the workers. Yields (index of the task, its result) as soon as it is done. Raises Cancelled."""
         noted: set[str] = set()
-        for index, result in self.pool.results([Evaluation(self.opened, task) for task in tasks], cancelled):
-            other = other_versions(result)
+        for index, result in self.pool.results([specs.Evaluation(self.opened, task) for task in tasks], cancelled):
+            other = specs.other_versions(result)
             if other and other not in noted:
                 noted.add(other)
                 self.on_notice(f"{other}: figures may differ from those of one process in their last digits")
             yield index, result
 
 
-def opened_as(session: Session, source: Source, threads: int) -> Opened:
-    """Return the model, inputs and options of a session as plain data, with which a worker in another process can open the same
-    model.
-
-    source: where the session's model comes from. threads: how many threads each worker should use. Raises UserError if the session
-    has no inputs.
+def opened_as(session: Session, source: Source, threads: int) -> specs.Opened:
+    """Return a session's model, inputs and options as plain data, with which a worker can open them with `threads` threads.
+    Raises UserError if the session has no inputs.
     """
     weights, inputs = describe(session)
     # The device's number is left out, because a worker sees only its own GPU, whose number there is 0.
     options = replace(session.options, settings=session.settings, device=session.model.device.type)
-    return Opened(model_text(source), portable(options, threads), weights, inputs)
+    return specs.Opened(specs.model_text(source), specs.portable(options, threads), weights, inputs)
 
 
 def scan(
@@ -94,21 +71,21 @@ def scan(
     on_estimate: OnEstimate = lambda report: None,
     cancelled: IsCancelled = never,
 ) -> ScanReport:
-    """Run what is left of a session's scan on the workers of a pool, and return the report. Each task scans one sequence or, in an
-    exact scan, one pair of a weight and a dtype. With the same number of threads, the result equals that of `task.run` to the last
-    bit.
+    """Run what is left of a session's scan on the workers, and return the report. With the same number of threads, it equals
+    that of `task.run` to the last bit.
 
-    `on_progress("scan", done, total)` is called after each task, and `on_estimate` with the report so far after each sequence.
-    After an error, `task` keeps the results of the finished tasks. Raises the errors of `task.run`.
+    Each task scans one sequence or, in an exact scan, one weight in one dtype. `on_progress("scan", done, total)` is called
+    after each task, and `on_estimate` with the report so far after each sequence. After an error, `task` keeps the results of
+    the finished tasks. Raises the errors of `task.run`.
     """
     from dtype_engine.runtime.scan.exact import ExactScan, MeasuredWeight
     from dtype_engine.runtime.scan.sequence_scans import ScannedSequence
 
-    tasks: list[Task]
+    tasks: list[specs.Task]
     if isinstance(task, ExactScan):
-        tasks = [ExactScore(task.dtypes, *key) for key in task.pending()]
+        tasks = [specs.ExactScore(task.dtypes, *key) for key in task.pending()]
     else:
-        tasks = [ScanSequence(task.dtypes, task.backward_passes, index) for index in task.pending()]
+        tasks = [specs.ScanSequence(task.dtypes, task.backward_passes, index) for index in task.pending()]
     found = over.results(tasks, cancelled)
     for done, (_, result) in enumerate(found, 1):
         if isinstance(task, ExactScan):
@@ -129,12 +106,12 @@ def drifts(
     over: Over | None,
     cancelled: IsCancelled = never,
 ) -> Iterator[tuple[int, DriftReport]]:
-    """Measure the drift of several recipes. Yields (index of the recipe, report) as soon as each recipe is measured.
+    """Measure several recipes, each with its settings. Yields (index of the recipe, report) as soon as one is measured.
 
-    recipes: each recipe with the run settings for its measurement. over: the workers that measure. If None, this session measures
-    all recipes, and its model stays cast by the last one. Raises the errors of `Session.drift`.
+    over: the workers that measure. If None, this session does, and its model stays cast by the last recipe. Raises the errors
+    of `Session.drift`.
     """
-    tasks = [RecipeDrift(*recipe) for recipe in recipes]
+    tasks = [specs.RecipeDrift(*recipe) for recipe in recipes]
     if over is not None:
         for index, result in over.results(tasks, cancelled):
             assert isinstance(result.value, DriftReport)
@@ -153,18 +130,17 @@ def causes(
     cancelled: IsCancelled = never,
     on_causes: OnCauses = ignore,
 ) -> AttributionReport:
-    """Measure on the workers of a pool how much of the drift each module causes, and return the report. With the same number of
-    threads, it equals the report of `Session.causes` to the last bit.
+    """Measure on the workers how much of the drift each module causes. With the same number of threads, the report equals that
+    of `Session.causes` to the last bit.
 
-    `on_progress(done, total)` is called after each measured module or subtree with the number measured so far. `on_causes` is
-    called with the contributions found so far.
+    `on_progress(done, total)` is called after each measured module or subtree, and `on_causes` with the contributions so far.
     """
     from dtype_engine.runtime.measure.attribution import Part, PartDrift
 
     recipe, settings = session.recipe, session.settings
 
     def elsewhere(parts: Sequence[Part]) -> Iterator[tuple[int, PartDrift]]:
-        tasks = [PartAlone(recipe, settings, part.name, part.modules) for part in parts]
+        tasks = [specs.PartAlone(recipe, settings, part.name, part.modules) for part in parts]
         for index, result in over.results(tasks, cancelled):
             assert isinstance(result.value, PartDrift)
             yield index, result.value
@@ -174,21 +150,22 @@ def causes(
 
 
 def comparing(pool: Pool, threads: int, folder: Path, source: Source, options: Options) -> CompareItems:
-    """Return a function for `verify` to call, which compares the tensors of an export with their source on the workers of `pool`.
-    The function takes the list of all exported tensors. It yields pairs: indexes of some tensors in this list, and for each of them
-    None or a sentence that says what is wrong.
+    """Return a function for `verify` to call, which compares the tensors of an export with their source on the workers of
+    `pool`.
 
-    threads: how many threads each worker uses. folder: the folder of the export. source: the checkpoint that was exported. options:
-    how the workers open both.
+    It takes the list of all exported tensors, and yields pairs: indexes in this list, and for each of them None or a sentence
+    that says what is wrong. threads: how many each worker uses. options: how the workers open both.
     """
     from dtype_engine.runtime.verify.verify import fingerprint
 
     def compare(contents: Contents) -> Iterator[tuple[Sequence[int], Sequence[str | None]]]:
-        worker_options = portable(options, threads)
-        exported = Exported(model_text(source), worker_options, folder.absolute(), fingerprint(contents, folder))
-        tasks = [CompareTensors(indexes) for indexes in _groups([item.nbytes for item in contents.items])]
-        for index, result in pool.results([Evaluation(exported, task) for task in tasks]):
-            if other := other_versions(result):
+        worker_options = specs.portable(options, threads)
+        exported = specs.Exported(
+            specs.model_text(source), worker_options, folder.absolute(), fingerprint(contents, folder)
+        )
+        tasks = [specs.CompareTensors(indexes) for indexes in _groups([item.nbytes for item in contents.items])]
+        for index, result in pool.results([specs.Evaluation(exported, task) for task in tasks]):
+            if other := specs.other_versions(result):
                 raise UserError(f"{other}: a bitwise comparison needs equal versions")
             assert isinstance(result.value, tuple)
             yield tasks[index].indexes, result.value
@@ -197,9 +174,7 @@ def comparing(pool: Pool, threads: int, folder: Path, source: Source, options: O
 
 
 def _groups(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Divide the tensors of an export into groups, one for each evaluation: at most `_GROUP_BYTES` bytes (or a single larger
-    tensor) and at most `_GROUP_TENSORS` tensors. Yields the indexes of each group's tensors. sizes: the bytes of each tensor.
-    """
+    """Yield the indexes of tensors in groups of at most `_GROUP_BYTES` and `_GROUP_TENSORS`. A single tensor may be larger."""
     group: list[int] = []
     nbytes = 0
     for index, size in enumerate(sizes):

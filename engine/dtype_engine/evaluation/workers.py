@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from dtype_engine.core.errors import UserError
@@ -19,9 +20,7 @@ if TYPE_CHECKING:
 
 
 def parse_workers(text: str) -> int | str:
-    """Parse the option `--workers`. Returns a number of processes, or the address of a Dask scheduler such as `tcp://HOST:PORT`.
-    Raises UserError.
-    """
+    """Parse `--workers`: a number of processes, or a Dask scheduler such as `tcp://HOST:PORT`. Raises UserError."""
     if text.startswith(("tcp://", "tls://")):
         return text
     if not re.fullmatch("[0-9]{1,4}", text) or not int(text):
@@ -29,11 +28,11 @@ def parse_workers(text: str) -> int | str:
     return int(text)
 
 
-class Workers:
-    """A context manager that starts workers when they are first needed. The workers keep their model open until `close`.
+class Workers(AbstractContextManager["Workers"]):
+    """Starts workers when they are first needed. They keep their model open until `close`.
 
-    requested: the result of `parse_workers`. on_notice: called with a sentence if fewer workers start than requested. most: the
-    number of tasks, because more workers than tasks would be useless; None if it is unknown.
+    requested: the result of `parse_workers`. on_notice: called if fewer workers start than requested. most: the number of
+    tasks, if it is known: more workers would be useless.
     """
 
     def __init__(self, requested: int | str, on_notice: Callable[[str], None], most: int | None = None) -> None:
@@ -41,9 +40,6 @@ class Workers:
         self._on_notice = on_notice
         self._most = most
         self._pool: ProcessPool | DaskPool | None = None
-
-    def __enter__(self) -> Workers:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
@@ -55,9 +51,8 @@ class Workers:
             pool.__exit__()
 
     def pool(self, private: int, gpus: tuple[str, ...] = ()) -> ProcessPool | DaskPool:
-        """Return the pool of workers, which the first call starts. Raises UserError if workers can't be reached.
-
-        private: bytes that each process needs in addition to the mapped checkpoint. gpus: one GPU for each process; () on the CPU.
+        """Return the pool of workers, which the first call starts. Raises UserError. private: bytes that each process needs in
+        addition to the mapped checkpoint. gpus: one GPU for each process; () on the CPU.
         """
         if self._pool is None:
             if isinstance(self._requested, str):
@@ -69,11 +64,7 @@ class Workers:
         return self._pool
 
     def _fitting(self, requested: int, private: int, gpus: tuple[str, ...]) -> int:
-        """Return how many workers to start: `requested`, or fewer if there are fewer tasks or GPUs, or if too little memory is
-        free. A notice tells the user if GPUs or memory are the reason.
-
-        private: bytes that each process needs in addition to the mapped checkpoint. gpus: the names of the GPUs, or () on the CPU.
-        """
+        """Return how many workers to start: at most one for each task or GPU, and what fits into memory. A notice says why."""
         wanted = min(requested, self._most or requested)
         if gpus and len(gpus) < wanted:
             self._on_notice(f"{plural(len(gpus), 'worker')} of the {requested} asked for: one for each GPU")
@@ -84,19 +75,14 @@ class Workers:
         return fit
 
     def threads(self, threads: int | None, private: int) -> int:
-        """Return how many threads each worker gets. All worker processes on this machine share `threads`, or torch's default number
-        if `threads` is None. Raises UserError. private: bytes that each process needs in addition to the mapped checkpoint.
-        """
+        """Return how many threads each worker gets: an equal part of `threads` if all are on this machine."""
         from dtype_engine.runtime.session.opening import threads_each
 
         pool = self.pool(private)
         return threads_each(threads, pool.workers if isinstance(pool, ProcessPool) else 1)
 
     def over(self, session: Session, source: Source, private: int) -> Over:
-        """Start the workers if needed, and return them together with the model and inputs that they must open. Raises UserError.
-
-        private: bytes that each process needs in addition to the mapped checkpoint.
-        """
+        """Start the workers if needed, and return them with the model and inputs that they must open. Raises UserError."""
         from dtype_engine.runtime.device import device_count
 
         self.pool(private, visible_gpus(device_count(session.model.device)))

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from dtype_engine.core.errors import UserError
-from dtype_engine.core.memory_share import memory_budget
+from dtype_engine.core.system_memory import memory_budget
 
 
 def pick_device(wanted: str) -> torch.device:

@@ -1,3 +1,1 @@
-"""The worker is the engine that the app controls: one thread owns the model, runs the commands of the app, and emits the results as
-events.
-"""
+"""The engine that the app controls: a thread that owns the model, runs commands, and emits the results as events."""

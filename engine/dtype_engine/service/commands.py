@@ -1,8 +1,8 @@
-"""The commands that change the session, and the requests that change the queue of commands. `queue.merge` orders them, and
-`run_commands` runs them. Commands that only ask for a result are rows of the table in `jobs.py`.
-"""
+"""The commands that change the session or the queue. Those that only ask for a result are rows of the table in `jobs.py`."""
 
 from __future__ import annotations
+
+from typing import ClassVar
 
 import msgspec
 
@@ -12,7 +12,7 @@ from dtype_engine.service.message import Message
 from dtype_engine.service.save_requests import SaveRequest
 
 IDLE_RANK = 4
-"""The rank of commands that run when no other command is waiting. Any other command stops them."""
+"""The rank of commands that run when no other command is waiting, and that any other command stops."""
 READ_ONLY = "this session is read-only: no files are read or written in it"
 """The message with which a read-only session refuses a command that names a path."""
 
@@ -21,36 +21,34 @@ READ_ONLY = "this session is read-only: no files are read or written in it"
 
 
 class SetRecipe(Message, frozen=True):
-    """Cast the model to `recipe` and measure its drift. Running work on the previous recipe is stopped, except saves and
-    downloads.
-    """
+    """Cast the model to `recipe` and measure its drift. Stops work on the previous recipe, except saves and downloads."""
 
     recipe: Recipe
 
 
 class FollowRecipe(Message, frozen=True):
-    """Make `recipe` the current recipe. Its rules differ from those of the recipe before, but give every tensor the same dtype. The
-    metrics measured before therefore stay valid. If there are none, the new recipe is measured.
+    """Make `recipe` the current recipe. Its rules differ from those before, but give every tensor the same dtype, so that
+    earlier metrics stay valid. If there are none, the new recipe is measured.
     """
 
     recipe: Recipe
 
 
 class SetSettings(Message, frozen=True):
-    """Use `settings` for all later forward passes of the cast model, and measure the current recipe again."""
+    """Use `settings` for all later passes of the cast model, and measure the current recipe again."""
 
     settings: RunSettings
 
 
 class Pause(Message, frozen=True):
-    """Pause scans if `paused` is True; otherwise, resume them."""
+    """Pause scans, or resume them."""
 
     paused: bool
 
 
 class Cancel(Message, frozen=True):
-    """Stop the running command and drop the waiting ones. If `name` is given, stop or drop only commands with this name. The
-    current recipe stays the same. If the casts to this recipe are stopped halfway, the next command completes them.
+    """Stop the running command and drop the waiting ones, or only those with the name `name`. If casts to the current recipe
+    are stopped halfway, the next command completes them.
     """
 
     name: str | None = None
@@ -65,25 +63,23 @@ class Traits(msgspec.Struct, frozen=True):
     name: str
     """The name by which the app shows and cancels the command."""
     rank: int = 3
-    """The rank of the command in the queue: commands of a lower rank run first."""
+    """Commands of a lower rank run first."""
     once: bool = True
-    """Whether at most one such command waits in the queue: a newer one then replaces the waiting one."""
+    """Whether a newer one replaces a waiting one."""
     needs_model: bool = True
-    """Whether the command can run only on a live model. If False, the files of a checkpoint suffice."""
+    """Whether it needs a live model. If False, the files of a checkpoint suffice."""
     names_path: bool = False
-    """Whether the command names files to read or to write. An engine that is opened read-only refuses it."""
+    """Whether it names files to read or to write. An engine that is opened read-only refuses it."""
     finishes: bool = False
-    """Whether only the user can stop the command while it runs. If False, a newer recipe or newer inputs can stop it too."""
+    """Whether only the user can stop it while it runs, and not a newer recipe or newer inputs."""
     follows: bool = False
-    """Whether the worker runs the command after a measurement to complete it. In the app, both appear as one job."""
+    """Whether it runs after a measurement to complete it. In the app, both appear as one job."""
 
 
 class Command(Message, frozen=True):
-    """A request that waits in the queue until the worker's thread runs it, for the recipe that is then the current one."""
+    """A request that waits until the worker's thread runs it, for the recipe that is then the current one."""
 
-    @property
-    def traits(self) -> Traits:
-        raise NotImplementedError
+    traits: ClassVar[Traits]
 
     @property
     def name(self) -> str:
@@ -91,8 +87,8 @@ class Command(Message, frozen=True):
 
 
 class SetInputs(Command, frozen=True):
-    """Run the model on the inputs that `line` names: a prompt, or the paths of files. Then measure the current recipe on them. A
-    running command on the previous inputs is stopped. It runs again if the new inputs are refused.
+    """Run the model on the inputs that `line` names: a prompt, or the paths of files. Then measure the current recipe on them.
+    A command that this stops runs again if the new inputs are refused.
     """
 
     traits = Traits("inputs", rank=0, names_path=True)
@@ -104,13 +100,9 @@ class Measure(Command, frozen=True):
 
     traits = Traits("measure", rank=1, needs_model=False)
     read_values: bool = False
-    """Whether to read many bytes of the checkpoint's files, if this is necessary to count the weight values that casts make
-    infinite or zero. This is used only if the model is not loaded.
-    """
+    """Whether to read many bytes of files to count the values that casts lose, if the model is not loaded."""
     in_full: bool = False
-    """Whether to run all inputs and compare the outputs of modules over all of them. If a measurement is already running, it is
-    extended to all inputs.
-    """
+    """Whether to run all inputs and compare the outputs of modules over all of them. Extends a running measurement."""
 
 
 class ApplyRecipe(Command, frozen=True):
@@ -120,16 +112,14 @@ class ApplyRecipe(Command, frozen=True):
 
 
 class CountStoredLosses(Command, frozen=True):
-    """Read the checkpoint's files to count the weight values that the casts of the recipe make infinite or zero. This is used if
-    the model could not be loaded.
-    """
+    """Count the weight values in the files that the recipe's casts make infinite or zero, if the model could not be loaded."""
 
     traits = Traits("losses", rank=2, needs_model=False, follows=True)
     read_values: bool
 
 
 class Download(Command, frozen=True):
-    """Download the whole model from its hub, and open it. Before this command, only the headers of its files have been read."""
+    """Download the whole model, of which only headers have been read, and open it."""
 
     traits = Traits("download", needs_model=False, names_path=True, finishes=True)  # it writes files
 
@@ -141,29 +131,25 @@ class OpenOverMemory(Command, frozen=True):
 
 
 class Scan(Command, frozen=True):
-    """Scan the model: estimate, for every weight and every dtype in `dtypes`, how much the output drifts if only this weight is
-    cast to this dtype. Resumes the last scan if it had the same dtypes. A newer recipe interrupts the scan.
+    """Estimate, for every weight and every dtype in `dtypes`, how much the output drifts if only this weight is cast to it.
+    Resumes the last scan if it had the same dtypes. A newer recipe interrupts the scan.
     """
 
     traits = Traits("scan")
     dtypes: tuple[str, ...]
     keep: bool = False
-    """Whether to save the scan to a file on the engine's machine, from which a later engine can resume it. An engine that is opened
-    read-only saves none.
-    """
+    """Whether to save the scan on the engine's machine, so that a later engine can resume it. A read-only engine saves none."""
 
 
 class MeasureRecipes(Command, frozen=True):
-    """Measure the recipes in `recipes` without making any of them the current one. If the user changes the current recipe
-    meanwhile, the new recipe is measured first, and then this command continues.
-    """
+    """Measure several recipes without making any of them the current one. A newer recipe is measured first."""
 
     traits = Traits("recipes")
     recipes: tuple[Recipe, ...]
 
 
 class Save(Command, frozen=True):
-    """Write the file or folder that `request` names, for the recipe that was current when the app sent the request."""
+    """Write what `request` names, for the recipe that was current when the app sent it."""
 
     traits = Traits("write", once=False, needs_model=False, names_path=True, finishes=True)
     request: SaveRequest
@@ -185,5 +171,5 @@ FromTheApp = (
     | MeasureRecipes
 )
 """The requests of this module that the app sends. The worker creates all other commands itself."""
-OWN_NAMES = {"inputs", "measure", "recipe", "losses", "download", "over-memory", "scan", "recipes", "write"}
+OWN_NAMES = {kind.traits.name for kind in Command.__subclasses__()}
 """The names of the commands of this module."""

@@ -23,29 +23,22 @@ if TYPE_CHECKING:
     from dtype_engine.service.message import Message
 
 COMMAND = (sys.executable, "-P", "-m", "dtype_engine.service.stdio")
-"""The command that starts an engine on this machine. With `-P`, no file in the working directory can replace a library."""
+"""Starts an engine on this machine. With `-P`, no file in the working directory can replace a library."""
 
 
 THIS_MACHINE = "the engine"
 """What messages to the user call an engine that runs on this machine."""
 SESSION = "{session}"
-"""A placeholder in the command that starts an engine. It is replaced by a token that identifies the engine, so that the same
-command can later reconnect to it.
-"""
+"""A placeholder in an engine's command for a token that identifies it, so that the same command can later reconnect to it."""
 _KEPT_OF_STDERR = 4096
 MOST_UNSENT = 4096
-"""Maximum number of requests that wait to be sent to an engine. If there are more, the engine has stopped reading, and is
-killed.
-"""
+"""Maximum number of requests that wait to be sent. If there are more, the engine has stopped reading, and is killed."""
 ENGINE_ENDED = 70
-"""The exit status of `dtype-engine stdio` when it only relays messages to an engine in another process, and this engine has ended.
-"""
+"""The exit status of a relay (`dtype-engine stdio`) whose engine, a process of its own, has ended."""
 
 
 class NoAnswer(UserError):
-    """Raised if the started process closes its output without a message of dtype-engine. status: its exit status, or None while it
-    is running. words: the status and the last line of standard error, as text.
-    """
+    """Raised if the started process ends without a message. status: its exit status. words: that and its last line, as text."""
 
     def __init__(self, message: str, status: int | None, words: str) -> None:
         super().__init__(message)
@@ -58,21 +51,17 @@ class EngineCommand:
     """The command that starts an engine, or reconnects to one, and what is known about that engine."""
 
     arguments: Sequence[str] = COMMAND
-    """The words of the command. If one of them contains the placeholder SESSION, the engine outlives its connection, and running
-    the same command again reconnects to it.
-    """
+    """The words of the command. With SESSION among them, the engine outlives its connection."""
     name: str = THIS_MACHINE
     """What messages to the user call the engine, such as "me@gpu1"."""
     compressed: bool = False
     """Whether the engine compresses its events."""
     unattended: Sequence[str] = ()
-    """The command for reconnecting while the app's screen is open and ssh can't ask for a password. If empty, `arguments` are
-    used.
-    """
+    """The command for reconnecting while the app's screen is open and ssh can't ask for a password. If empty, `arguments`."""
 
     @property
     def is_local(self) -> bool:
-        """Whether the engine runs on this machine, and therefore writes to the same file system as this process."""
+        """Whether the engine writes to the same file system as this process."""
         return self.name == THIS_MACHINE
 
     @property
@@ -81,8 +70,8 @@ class EngineCommand:
         return any(SESSION in argument for argument in self.arguments)
 
     def start(self, session: str = "", attended: bool = False) -> subprocess.Popen[bytes]:
-        """Run the command, and return the process. session: the token that replaces the placeholder SESSION in it. attended:
-        whether somebody can answer a question for a password. Raises UserError.
+        """Run the command, and return the process. session: replaces SESSION. attended: whether somebody can answer a question
+        for a password. Raises UserError.
         """
         arguments = self.arguments if attended or not self.unattended else self.unattended
         try:
@@ -97,9 +86,7 @@ def new_session() -> str:
 
 
 def start_process(arguments: Sequence[str], own_group: bool = True) -> subprocess.Popen[bytes]:
-    """Start a process whose standard streams are pipes to this program, and return it. own_group: whether to protect it from
-    signals of the terminal, such as Ctrl+C. Raises OSError.
-    """
+    """Start a process with pipes. own_group: whether to protect it from signals such as Ctrl+C. Raises OSError."""
     return subprocess.Popen(
         arguments,
         stdin=subprocess.PIPE,
@@ -110,8 +97,14 @@ def start_process(arguments: Sequence[str], own_group: bool = True) -> subproces
     )
 
 
+def last_line(output: bytes) -> str:
+    """Return the last line of what a process has written, or ""."""
+    lines = output.decode(errors="replace").strip().splitlines()
+    return printable(lines[-1], 200) if lines else ""
+
+
 def signal_words(number: int) -> str:
-    """Return the probable reason why a signal has ended an engine, for an error message. number: the number of the signal."""
+    """Return the probable reason why the signal with this number has ended an engine, for an error message."""
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     match number:
         case signal.SIGKILL:
@@ -151,7 +144,7 @@ class Connection:
         return self._process.pid
 
     def handshake(self) -> control.Hello:
-        """Wait for the engine's first message, and return it. Raises UserError if the process is not an engine of this version."""
+        """Return the engine's first message. Raises UserError if the process is not an engine of this version."""
         from dtype_engine.core.version import __version__
         from dtype_engine.service import control, messages
         from dtype_engine.service.frames import WireError
@@ -175,20 +168,17 @@ class Connection:
                 raise UserError(
                     f"{name}: {' and '.join(hello.missing)} can't be imported there; install dtype-tui there as a whole"
                 )
-        except WireError as error:
+        except (WireError, UserError) as error:
             self.end(0.0)
+            if isinstance(error, UserError):
+                raise
             raise UserError(
                 f"{name}: what answers is no dtype-engine of version {__version__}: {one_line(error, 200)}"
             ) from None
-        except UserError:
-            self.end(0.0)
-            raise
         return hello
 
     def open_model(self, request: control.Open) -> str:
-        """Let a new engine open a model, and return the model's title. Raises UserError if the engine's machine has no such model,
-        or if a rule matches nothing.
-        """
+        """Let a new engine open a model, and return the model's title. Raises UserError with the engine's refusal."""
         from dtype_engine.service import control, messages
         from dtype_engine.service.frames import WireError
 
@@ -218,13 +208,10 @@ class Connection:
             self.kill()
 
     def kill(self) -> None:
-        """End the process at once."""
         self._process.kill()
 
     def end(self, seconds: float) -> int:
-        """Close the engine's input, and wait up to `seconds` until the process exits. If it does not exit, kill it. Returns its
-        exit status, or -n if signal n ended it.
-        """
+        """Close the engine's input, and kill the process after `seconds`. Returns its exit status, or -n for signal n."""
         with contextlib.suppress(queue.Full):
             self._outgoing.put_nowait(None)
         try:
@@ -237,9 +224,7 @@ class Connection:
         return status
 
     def last_words(self) -> str:
-        """Return words for an error message: whether the process has ended, with which status, and the last line that it wrote to
-        standard error.
-        """
+        """Return words for an error message: whether and how the process has ended, and the last line of its standard error."""
         try:
             status: int | None = self._process.wait(1.0)  # its output ends a moment before the process does
         except subprocess.TimeoutExpired:
@@ -248,10 +233,9 @@ class Connection:
         return f"{ended}: {line}" if (line := self.last_line()) else ended
 
     def last_line(self) -> str:
-        """Return the last line that the process wrote to standard error, or "" if it wrote none."""
+        """Return the last line of the process's standard error, or ""."""
         self._threads[1].join(0.5)
-        lines = self._stderr.decode(errors="replace").strip().splitlines()
-        return printable(lines[-1], 200) if lines else ""
+        return last_line(self._stderr)
 
     def _write(self) -> None:
         assert self._process.stdin is not None

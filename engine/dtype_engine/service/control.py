@@ -11,7 +11,7 @@ PROTOCOL = 7
 
 
 class Hello(Message, frozen=True):
-    """The engine's first message on a connection: its version, and whether it still has a model open from an earlier connection."""
+    """The engine's first message on a connection."""
 
     protocol: int
     version: str
@@ -27,7 +27,7 @@ class Open(Message, frozen=True):
     """The app's first message to a new engine: which model to open, and how."""
 
     model: str | None
-    """The command-line argument MODEL, which names the model; None for the demo."""
+    """The command line's MODEL; None for the demo."""
     options: Options
     read_headers: bool
     recipe: Recipe = Recipe()
@@ -42,27 +42,24 @@ class Resume(Message, frozen=True):
 
 
 class Opened(Message, frozen=True):
-    """The engine's answer to `Open`: the title of the model, or the reason why it can't be opened."""
+    """The engine's answer to `Open`: the title of the model, or why it can't be opened."""
 
     title: str
     refusal: str = ""
 
 
 class Acknowledge(Message, frozen=True):
-    """Tells the engine how many events have arrived at the app. The engine then need not keep them for a reconnection."""
+    """Tells the engine how many events have arrived, which it then need not keep for a reconnection."""
 
     received: int
-    """How many events the app has received from this engine."""
 
 
 class PlanExport(Message, frozen=True):
-    """Requests an `ExportPlanned` event: what an export of the current recipe would write."""
+    """Asks for an `ExportPlanned` event."""
 
 
 class CheckPath(Message, frozen=True):
-    """Requests a `PathChecked` event: whether something exists at a path on the engine's machine. `for_export`: True if the path is
-    the folder of an export, False if it is a file.
-    """
+    """Asks for a `PathChecked` event. `for_export`: whether the path is the folder of an export or a file."""
 
     path: str
     for_export: bool

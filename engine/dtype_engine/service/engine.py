@@ -16,11 +16,11 @@ class Engine(ABC):
     """The engine as the app uses it. Methods return at once; results arrive as events."""
 
     can_restart: ClassVar[bool] = False
-    """Whether `restart` is supported. It ends even a computation that can't be cancelled, and opens the model again."""
+    """Whether `restart` is supported."""
 
     @property
     def host(self) -> str:
-        """The name of the machine on which the engine writes exports and reports, or "" for this machine."""
+        """The machine on which the engine writes exports and reports, or "" for this machine."""
         return ""
 
     @abstractmethod
@@ -29,29 +29,26 @@ class Engine(ABC):
 
     @abstractmethod
     def request(self, request: Request) -> None:
-        """Add a command to the queue of commands, or change the queue, for example by `Cancel`."""
+        """Add a command to the queue, or change the queue, for example by `Cancel`."""
 
     @abstractmethod
     def save(self, request: SaveRequest) -> None:
-        """Write the file or folder that `request` names, for the current recipe. Only the command `Cancel` can stop the save."""
+        """Write what `request` names, for the current recipe. Only `Cancel` can stop it."""
 
     @abstractmethod
     def plan_export(self) -> None:
-        """Request an `ExportPlanned` event: what an export would write. The event is emitted once the model is open, even while
-        commands run.
-        """
+        """Ask for an `ExportPlanned` event. It comes once the model is open, even while commands run."""
 
     @abstractmethod
     def check_path(self, path: str, for_export: bool) -> None:
-        """Request a `PathChecked` event: whether something exists at the path `path`, on the machine where a save would write to
-        it. The event is emitted at once, even while commands run. for_export: True if the path is the folder of an export, False if
-        it is a file.
-        """
+        """Ask for a `PathChecked` event, which comes at once. for_export: whether `path` is an export's folder or a file."""
 
     @abstractmethod
     def close(self, wait_s: float = CLOSE_WAIT_S) -> None:
         """Stop all work and end the engine. Waits at most about `wait_s` seconds for work that can't be interrupted."""
 
     def restart(self) -> None:
-        """End the engine and start another with the current recipe, settings and inputs. Call this only if `can_restart`."""
+        """End the engine, even in a computation that can't be cancelled, and start another with the current recipe, settings
+        and inputs. Call this only if `can_restart`.
+        """
         raise RuntimeError("an engine in this process can't be started again")

@@ -4,7 +4,7 @@ Events come in order, from the worker's threads. An event about a recipe contain
 about any recipe but the current one.
 
 Annotations name classes of `dtype_engine.results` in full, but this module does not import them: creating data classes takes
-milliseconds, and the first paint needs none of them. `messages.py` imports them, because msgspec looks them up there.
+milliseconds, and the first paint needs none. `messages.py` imports them, because msgspec looks them up there.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 
 class Event(Message, frozen=True):
-    """The base class of all events, which tell the app what has happened."""
+    """What has happened. The base class of all events."""
 
 
 class LoadingProgress(Event, frozen=True):
-    """Reports progress while the model is being opened. Most of the time is spent on importing Python modules: `done` of about
-    `total` are imported. A total of 0 means that the number is unknown.
+    """Progress while the model is being opened: `done` of about `total` Python modules are imported, which takes most of the
+    time. A total of 0 means that the number is unknown.
     """
 
     step: str
@@ -44,9 +44,7 @@ class LoadingProgress(Event, frozen=True):
 
 
 class HeadersRead(Event, frozen=True):
-    """Reports that all headers of the checkpoint are read. `tree` replaces the tree that the app built from only some of the
-    headers.
-    """
+    """All headers of the checkpoint are read. `tree` replaces the one that the app built from only some of them."""
 
     tree: Tree
     notices: tuple[str, ...] = ()
@@ -55,7 +53,7 @@ class HeadersRead(Event, frozen=True):
 
 
 class ModelReady(Event, frozen=True):
-    """Reports that the model is loaded."""
+    """The model is loaded."""
 
     tree: Tree
     """The model's tree, with module classes, tied weights and buffers."""
@@ -69,39 +67,37 @@ class ModelReady(Event, frozen=True):
     no_text: str | None = None
     """Why the model can't generate text, or None if it can."""
     memory_bytes: int | None = None
-    """How many bytes of memory the model's device has or, on the CPU, how many of them models may use. None if this is unknown."""
+    """How many bytes the model's device has or, on the CPU, models may use. None if this is unknown."""
     provenance: tuple[str, ...] = ()
-    """Lines that say how the checkpoint was quantized, such as "not quantized: lm_head". Empty if its files don't say."""
+    """As in `HeadersRead`."""
     reference: str = "float32"
-    """The name of the reference, from which drift is measured: "float32", for example, or "as stored (bfloat16)", or the path or
-    name of another checkpoint.
-    """
+    """What drift is measured from: "float32", "as stored (bfloat16)", or the path or name of another checkpoint."""
 
 
 class InputsReady(Event, frozen=True):
-    """Reports the inputs on which the model is run from now on. Earlier measurements used other inputs."""
+    """The inputs on which the model is run from now on. Earlier measurements used other inputs."""
 
     summary: dtype_engine.results.inputs.InputsSummary
 
 
 class InputsRefused(Event, frozen=True):
-    """Reports that the inputs that the user requested do not fit the model or can't be read. The previous inputs stay in use."""
+    """The inputs that the user requested do not fit the model or can't be read. The previous ones stay in use."""
 
     message: str
 
 
 class OpenFailed(Event, frozen=True):
-    """Reports that the model could not be opened. At most the tree from its file headers is available."""
+    """The model could not be opened. At most the tree from its file headers is available."""
 
     message: str
     classes_follow: bool = False
     """Whether a `HeadersRead` event with the module classes will follow."""
     memory_bytes: int | None = None
-    """How many bytes of memory models may use on the engine's machine, or None if this is unknown."""
+    """How many bytes models may use on the engine's machine, or None if this is unknown."""
 
 
 class CastingProgress(Event, frozen=True):
-    """Reports that `done` of `total` tensors are cast."""
+    """`done` of `total` tensors are cast."""
 
     recipe: Recipe
     done: int
@@ -109,35 +105,29 @@ class CastingProgress(Event, frozen=True):
 
 
 class CastDone(Event, frozen=True):
-    """Reports that the live model is cast to the recipe. If the model could not be loaded, only the values that the casts would
-    make infinite or zero are counted.
-    """
+    """The live model is cast to the recipe. If none is loaded, only the values that the casts would lose are counted."""
 
     recipe: Recipe
     lost: tuple[dtype_engine.results.losses.ValueLoss, ...] | None
-    """For each tensor in which casts make values infinite, make them zero or clip them: how many values. None if they were not
-    counted.
-    """
+    """For each tensor, how many values casts make infinite, make zero or clip. None if they were not counted."""
     reason: str = ""
-    """Why `lost` is None, that is, why the values were not counted; "" if they were."""
+    """Why `lost` is None, or ""."""
 
 
 class MeasuringProgress(Event, frozen=True):
-    """Reports how far a measurement is: it has processed `done` of `total` input elements, such as tokens. An element counts once
-    in each pass over the inputs.
-    """
+    """A measurement has processed `done` of `total` input elements, such as tokens. Each counts once in every pass."""
 
     recipe: Recipe
     run: str
-    """The model that is running: "reference" (in float32) or "candidate" (cast to the recipe). At the end, for a model that runs
-    from the disk, it is "values that casts lose", and `done` and `total` are numbers of weights.
+    """The model that is running: "reference" or "candidate" (cast to the recipe). At the end, for a model that runs from the
+    disk, "values that casts lose"; `done` and `total` are then numbers of weights.
     """
     done: int
     total: int
 
 
 class WorkingProgress(Event, frozen=True):
-    """Reports that a long command has done `done` of `total` steps. Measurements and saves report progress by other events."""
+    """A long command has done `done` of `total` steps. Measurements and saves report progress by other events."""
 
     recipe: Recipe
     what: str
@@ -147,18 +137,14 @@ class WorkingProgress(Event, frozen=True):
 
 
 class ModulesMeasured(Event, frozen=True):
-    """Reports the drift of some modules over the inputs that have been run so far. Each later event replaces the metrics of the
-    modules that it contains.
-    """
+    """The drift of some modules over the inputs so far. Later events replace it for the modules that they contain."""
 
     recipe: Recipe
     modules: tuple[dtype_engine.results.drift.ModuleDrift, ...]
 
 
 class OutputMeasured(Event, frozen=True):
-    """Reports the drift of the main output over the sequences that a running measurement has completed. `settings` are those of the
-    measurement.
-    """
+    """The drift of the main output over the sequences that a running measurement, with these settings, has completed."""
 
     recipe: Recipe
     settings: RunSettings
@@ -166,9 +152,7 @@ class OutputMeasured(Event, frozen=True):
 
 
 class Measured(Event, frozen=True):
-    """Reports the result of a measurement that has run all inputs or reached the requested precision. `settings` are those of the
-    measurement.
-    """
+    """A measurement, with these settings, has run all inputs or reached the requested precision."""
 
     recipe: Recipe
     report: dtype_engine.results.drift.DriftReport
@@ -176,7 +160,7 @@ class Measured(Event, frozen=True):
 
 
 class JobGrown(Event, frozen=True):
-    """Reports the result that a job has so far, while it runs. The fields are those of `JobDone`."""
+    """The result that a job has so far. The fields are those of `JobDone`."""
 
     recipe: Recipe | None
     ask: Ask
@@ -184,18 +168,18 @@ class JobGrown(Event, frozen=True):
 
 
 class JobDone(Event, frozen=True):
-    """Reports the result of a job (`jobs.JOBS`)."""
+    """The result of a job (`jobs.JOBS`)."""
 
     recipe: Recipe | None
     """The recipe to which the result belongs, or None if the result does not depend on the recipe."""
     ask: Ask
     """The command that is answered."""
     result: object
-    """The result, of the type that the job's function `run` returns."""
+    """Of the type that the job's function `run` returns."""
 
 
 class ExportPlanned(Event, frozen=True):
-    """Reports what an export of `recipe` would write. If the recipe can't be exported, `plan` is None and `reason` says why."""
+    """What an export of `recipe` would write. If it can't be exported, `plan` is None and `reason` says why."""
 
     recipe: Recipe
     plan: ExportPlan | None
@@ -203,8 +187,8 @@ class ExportPlanned(Event, frozen=True):
 
 
 class PathChecked(Event, frozen=True):
-    """Reports whether a save can write to a path on the engine's machine. `taken`: whether a file or a non-empty folder exists
-    there. `reason`: why nothing can be written there, or "" if something can.
+    """Whether a save can write to a path on the engine's machine. `taken`: whether a file or a non-empty folder exists there.
+    `reason`: why nothing can be written there, or "".
     """
 
     path: str
@@ -213,7 +197,7 @@ class PathChecked(Event, frozen=True):
 
 
 class SavingProgress(Event, frozen=True):
-    """Reports that a save has written `done` of `total` bytes. The app shows this even if the current recipe has changed."""
+    """A save has written `done` of `total` bytes. The app shows this even if the current recipe has changed."""
 
     recipe: Recipe
     what: str
@@ -223,20 +207,18 @@ class SavingProgress(Event, frozen=True):
 
 
 class Saved(Event, frozen=True):
-    """Reports that a save has ended, successfully or not. A save writes an export, a recipe or a report."""
+    """A save of an export, a recipe or a report has ended, successfully or not."""
 
     recipe: Recipe
     done: bool
     """Whether everything was written."""
     sentence: str
-    """A sentence that says what was written to which path, or why nothing was written."""
+    """What was written to which path, or why nothing was written."""
     notices: tuple[str, ...] = ()
 
 
 class Composed(Event, frozen=True):
-    """Carries the text of a recipe file that the user saves. The app writes the file itself, because it runs on another machine
-    than the engine.
-    """
+    """The text of a recipe file, which the app writes because it runs on another machine than the engine."""
 
     recipe: Recipe
     text: str
@@ -244,31 +226,27 @@ class Composed(Event, frozen=True):
 
 
 class ScanUpdated(Event, frozen=True):
-    """Reports a scan's current estimates of the drift if only one weight is cast, for each weight and dtype. They do not depend on
-    the current recipe. finished: whether all of the scan's inputs were run.
-    """
+    """A scan's estimates so far, which do not depend on the current recipe. finished: whether all its inputs were run."""
 
     report: dtype_engine.results.scan.ScanReport
     finished: bool
 
 
 class RecipeMeasured(Event, frozen=True):
-    """Reports the drift of one recipe, which need not be the current one: the answer to `MeasureRecipes`. `settings` are those of
-    the measurement.
-    """
+    """The drift of one recipe, which need not be the current one: the answer to `MeasureRecipes`."""
 
     report: dtype_engine.results.drift.DriftReport
     settings: RunSettings = RunSettings()
 
 
 class Noticed(Event, frozen=True):
-    """Carries a note to the user about the running command."""
+    """A note to the user about the running command."""
 
     message: str
 
 
 class Failed(Event, frozen=True):
-    """Reports that the measurement of `recipe` ended with an error. The session continues."""
+    """The measurement of `recipe` ended with an error. The session continues."""
 
     recipe: Recipe
     message: str
@@ -277,15 +255,15 @@ class Failed(Event, frozen=True):
 
 
 class Refused(Event, frozen=True):
-    """Reports that a command can't be run, or that it failed. Earlier metrics stay valid."""
+    """A command can't be run, or failed. Earlier metrics stay valid."""
 
     job: str
-    """The name of the refused or failed command, or of the step of a measurement that failed."""
+    """The name of the command, or of the step of a measurement."""
     message: str
 
 
 class Stopped(Event, frozen=True):
-    """Reports that the user stopped a command. It is not emitted if a newer command supersedes an older one."""
+    """The user stopped a command. Not emitted if a newer command supersedes an older one."""
 
     recipe: Recipe
     job: str | None
@@ -295,41 +273,37 @@ class Stopped(Event, frozen=True):
 
 
 class Jobs(Event, frozen=True):
-    """Reports the names of the running command ("" if none is running) and of the waiting commands, in order. It is emitted on
-    every change.
-    """
+    """The names of the running command ("" if none is running) and of the waiting ones, in order, on every change."""
 
     running: str
     waiting: tuple[str, ...]
 
 
 class Memory(Event, frozen=True):
-    """Reports the memory in use, about four times a second while a command runs, and once when the command ends."""
+    """The memory in use, about four times a second while a command runs, and once when it ends."""
 
     recipe: Recipe
     stats: dtype_engine.results.memory.MemoryStats
 
 
 class Idle(Event, frozen=True):
-    """Reports that no command is running or waiting."""
+    """No command is running or waiting."""
 
 
 class EngineEnded(Event, frozen=True):
-    """Reports that the engine's process has ended and its work is lost; `message` says why. `Engine.restart` starts another."""
+    """The engine's process has ended and its work is lost; `message` says why. `Engine.restart` starts another."""
 
     message: str
 
 
 class EngineLost(Event, frozen=True):
-    """Reports that the connection to the engine is cut. The engine continues its work, and the app tries to reconnect."""
+    """The connection to the engine is cut. The engine continues its work, and the app tries to reconnect."""
 
     message: str
 
 
 class EngineBack(Event, frozen=True):
-    """Reports that the engine is connected again. It is followed by the events that the engine emitted while it was
-    disconnected.
-    """
+    """The engine is connected again. What it emitted meanwhile follows."""
 
 
 REPLACEABLE = (
@@ -344,13 +318,11 @@ REPLACEABLE = (
     Jobs,
     ScanUpdated,
 )
-"""Types of events that report a current state. Of each type, only the newest event matters."""
+"""Events that report a current state. Of each type, only the newest event matters."""
 
 
 def is_opened(event: Event) -> bool:
-    """Return whether the event ends the opening of a model, successfully or not. The caller then turns garbage collection on again,
-    which is off while a model is opened.
-    """
+    """Return whether the event ends the opening of a model. The caller then turns garbage collection on again."""
     return isinstance(event, ModelReady | Idle | EngineEnded | EngineLost) or (
         isinstance(event, OpenFailed) and not event.classes_follow
     )

@@ -1,6 +1,4 @@
-"""Separates the messages in a byte stream. The stream begins with a fixed sequence of bytes, the mark. Then each message follows as
-its length (4 bytes, big-endian) and its bytes.
-"""
+"""Separates the messages in a byte stream: a mark, then for each message its length (4 bytes, big-endian) and its bytes."""
 
 from __future__ import annotations
 
@@ -19,9 +17,7 @@ class WireError(Exception):
 
 
 class FrameReader:
-    """Reads the messages of a byte stream. read: a function whose argument is n. It waits for bytes, and returns at most n of them,
-    or b"" at the end of the stream.
-    """
+    """Reads the messages of a byte stream. read: waits for bytes and returns at most n of them, or b"" at the end."""
 
     def __init__(self, read: Callable[[int], bytes]) -> None:
         self._read = read
@@ -29,9 +25,8 @@ class FrameReader:
         self._buffer = bytearray()
 
     def find_mark(self, compressed: bool) -> bool:
-        """Skip everything before the mark with which messages begin; a login shell, for example, may print text before it. Returns
-        False if the stream ends without a mark. compressed: whether the rest of the stream is compressed. Raises WireError if no
-        mark comes within a megabyte.
+        """Skip what comes before the mark, such as text of a login shell. Returns False if the stream ends without it. Raises
+        WireError if no mark comes within a megabyte. compressed: whether the rest of the stream is compressed.
         """
         while (index := self._buffer.find(MARK)) < 0:
             if len(self._buffer) > _MOST_BEFORE_THE_MARK:
@@ -85,20 +80,16 @@ class FrameReader:
 
 
 class FrameWriter:
-    """Writes messages to a stream. write: a function that writes all bytes it is given, and raises OSError if the reader is gone.
-    compressed: whether to compress the messages.
-    """
+    """Writes messages to a stream. write: writes all bytes it is given, and raises OSError if the reader is gone."""
 
     def __init__(self, write: Callable[[bytes], object], compressed: bool = False) -> None:
         self._write = write
         self._compressor = zlib.compressobj() if compressed else None
 
     def mark(self) -> None:
-        """Write the mark, a fixed sequence of bytes after which the messages begin."""
         self._write(MARK)
 
     def put(self, message: bytes) -> None:
-        """Write one message. Raises OSError."""
         data = len(message).to_bytes(4, "big") + message
         if self._compressor is not None:
             data = self._compressor.compress(data) + self._compressor.flush(zlib.Z_SYNC_FLUSH)

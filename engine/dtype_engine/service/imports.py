@@ -1,4 +1,4 @@
-"""Imports torch early in another thread, because this import is the slowest step before the first metrics."""
+"""Imports torch early in another thread: this import is the slowest step before the first metrics."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ _thread: threading.Thread | None = None
 
 
 def begin_imports() -> None:
-    """Import torch, and the packages that use it, in another thread. A failed import is reported when a model is opened."""
+    """Import torch and what uses it in another thread. A failed import is reported when a model is opened."""
     global _thread
     _thread = threading.Thread(target=_import, name="dtype-engine-imports", daemon=True)
     _thread.start()
 
 
 def finish_imports() -> None:
-    """Wait until the thread that `begin_imports` started has ended. Call this before importing torch in another thread, which might
-    otherwise see a partly imported package.
-    """
+    """Wait for the imports. Call this before importing torch, which might otherwise be seen partly imported."""
     if _thread is not None:
         _thread.join()
 

@@ -1,7 +1,7 @@
 """The table of jobs: what the app can ask about the current recipe, and the steps that complete a measurement.
 
-A job is a row of `JOBS`. Its name, its parameters (`Ask`) and its result (`events.JobDone`) cross between the processes, and their
-types are those in the annotations of the row's function `run`. Commands that change the session are classes in `commands.py`.
+A job is a row of `JOBS`. Its parameters (`Ask`) and its result (`events.JobDone`) cross between the processes as the types in
+the annotations of its function `run`. Commands that change the session are classes in `commands.py`.
 
 Annotations name classes of `dtype_engine.results` in full, as in `events.py`, which says why.
 """
@@ -23,7 +23,7 @@ from dtype_engine.core.text import Name, printable
 from dtype_engine.core.throttle import Throttle
 from dtype_engine.core.units import plural
 from dtype_engine.recipe import Recipe
-from dtype_engine.service.commands import IDLE_RANK, OWN_NAMES, Command, Traits
+from dtype_engine.service.commands import IDLE_RANK, Command, Traits
 from dtype_engine.service.value_checks import LARGEST_EXPONENT, MOST_NOTICES, check_length, check_rules
 
 if TYPE_CHECKING:
@@ -38,9 +38,7 @@ if TYPE_CHECKING:
     from dtype_engine.service.worker_processes import OnProgress, WorkerProcesses
 
 _MOST_FINDINGS = 2_000
-"""Maximum number of findings of a check of the model's files that are sent to the app. The app shows only the first ones of each
-kind.
-"""
+"""Maximum number of findings of a check that are sent to the app, which shows only the first ones of each kind."""
 Parameters = TypeVar("Parameters")
 Partial = TypeVar("Partial")
 Result = TypeVar("Result")
@@ -56,7 +54,7 @@ class Work(msgspec.Struct, Generic[Partial], frozen=True):
     report: dtype_engine.results.drift.DriftReport | None
     """The last measurement, which is one of the current recipe; None if the model can't be run."""
     last: object
-    """The last result of a job that does not depend on the recipe, or None if the job has had no result yet."""
+    """The last result of a job that does not depend on the recipe, or None."""
     on_progress: OnProgress
     on_partial: Callable[[Partial], None]
     """Called with the result so far."""
@@ -67,12 +65,12 @@ class Work(msgspec.Struct, Generic[Partial], frozen=True):
         return self.model.session
 
     def cast_session(self) -> Session:
-        """Cast the model to the current recipe. Returns the session."""
+        """Cast the model to the current recipe, and return the session."""
         self.session.use_recipe(self.recipe, cancelled=self.token)
         return self.session
 
     def progress(self, what: str) -> Callable[[int, int], None]:
-        """Return a progress callback `(done, total)` for a step. what: the step in a few words."""
+        """Return a progress callback `(done, total)` for the step `what`."""
         return lambda done, total: self.on_progress(what, done, total)
 
 
@@ -80,13 +78,11 @@ class Job(Traits, Generic[Parameters, Partial, Result], frozen=True, kw_only=Tru
     """A question that the app can ask, or a step that completes a measurement."""
 
     run: Callable[[Work[Partial], Parameters], Result | None]
-    """Runs the job. Returns None if there is nothing to report."""
+    """Returns None if there is nothing to report."""
     check: Callable[[Result], None] = ignore
-    """Checks the values of a result that came from another process. Raises ValueError, and UserError for a rule that does not
-    parse.
-    """
+    """Checks a result that came from another process. Raises ValueError, and UserError for a rule that does not parse."""
     too_many: str = ""
-    """If several of these jobs may wait: what to say of the waiting ones, after their number, if there are too many."""
+    """What to say of the waiting jobs, after their number, if there are too many. Only if `once` is False."""
     of_recipe: bool = True
     """Whether the result depends on the recipe."""
 
@@ -102,7 +98,7 @@ class Ask(Command, frozen=True):
     parameters: object = None
 
     @property
-    def traits(self) -> Job[Any, Any, Any]:
+    def traits(self) -> Job[Any, Any, Any]:  # type: ignore[override]
         return JOBS[self.job]
 
 
@@ -276,16 +272,13 @@ def _compare_weights(work: Work[None], _: None) -> tuple[dtype_engine.results.dr
 
 
 FLOW = Job("flow", run=_trace_casts)
-"""Record the implicit casts of one forward pass. An implicit cast happens inside an operation that receives a tensor in another
-dtype than the one in which it computes.
-"""
+"""Record the implicit casts of one pass: inside operations that receive a tensor in another dtype than they compute in."""
 CAUSES = Job("causes", run=_attribute_drift)
-"""Find the modules that cause the drift of the output, by casting one module at a time and measuring the drift."""
+"""Find the modules that cause the drift of the output, by casting one at a time."""
 GENERATE = Job("generate", run=_generate)
-"""Generate text twice: with the float32 reference, and with the model cast to the current recipe (the candidate)."""
+"""Generate text with the float32 reference, and with the model cast to the current recipe."""
 SPEED = Job("speed", run=_measure_speed, check=_check_speed)
-"""Time forward passes in three versions of the model: in the dtypes of the reference, of the checkpoint, and of the current recipe.
-"""
+"""Time forward passes in the dtypes of the reference, of the checkpoint, and of the current recipe."""
 ACTIVATIONS = Job("activations", run=_estimate_activations, check=_check_activations)
 """Estimate the peak memory of activations in forward passes."""
 CHECK = Job("check", run=_check_files, check=_check_findings, needs_model=False)
@@ -298,24 +291,17 @@ VALUES = Job(
     check=_check_values,
     too_many="tensors already wait for their values to be read",
 )
-"""Read one tensor's values, and report how often each exponent occurs and the error of casting the tensor to other dtypes."""
+"""Report how often each exponent occurs in one tensor, and the error of casting it to other dtypes."""
 NONFINITE = Job("nonfinite", run=_find_nonfinite, check=lambda found: check_rules(found.remedy), rank=2, follows=True)
-"""Find out why the output in the last measurement is not finite, and find a rule that makes it finite."""
+"""Find out why the output in the last measurement is not finite, and a rule that makes it finite."""
 LOSS_REMEDY = Job("losses", run=_find_loss_remedy, check=lambda found: check_rules(found.rules), rank=2, follows=True)
-"""Find rules that prevent the current recipe's casts from making weight values infinite or zero."""
+"""Find rules that prevent the current casts from making weight values infinite or zero."""
 FLOOR = Job("floor", run=_measure_floor, rank=IDLE_RANK, follows=True, of_recipe=False)
-"""Measure the noise floor: the drift of the reference from itself when the same arithmetic runs in another order. This is done once
-for each set of inputs.
-"""
+"""Measure the drift of the reference from itself in another order of arithmetic, once for each set of inputs."""
 WEIGHTS = Job("weights", run=_compare_weights, rank=IDLE_RANK, follows=True)
-"""Compare each weight, as the current recipe casts it, with the same weight of the checkpoint that serves as the reference."""
+"""Compare each weight, as the current recipe casts it, with that of the checkpoint that serves as the reference."""
 JOBS: dict[str, Job[Any, Any, Any]] = {
     job.name: job
     for job in (FLOW, CAUSES, GENERATE, SPEED, ACTIVATIONS, CHECK, VALUES, NONFINITE, LOSS_REMEDY, FLOOR, WEIGHTS)
 }
 """All jobs by name."""
-
-
-def is_job(name: str) -> bool:
-    """Return whether a command has this name."""
-    return name in JOBS or name in OWN_NAMES

@@ -1,8 +1,8 @@
 """An engine that keeps running when its connection is cut. It listens on a socket that only its user can reach. A relay process
-connects an app to the engine: it copies bytes between this socket and its own standard input and output.
+copies bytes between this socket and its own standard input and output.
 
-Only the user may enter the folder of the sockets. A running engine holds a lock on its log file, so a relay can tell, without
-connecting, whether the engine is still running.
+Only the user may enter the folder of the sockets. A running engine holds a lock on its log file, so a relay can tell without
+connecting whether it still runs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import contextlib
 import fcntl
 import gc
 import os
-import queue
 import signal
 import socket
 import subprocess
@@ -23,31 +22,25 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dtype_engine.core.errors import UserError
-from dtype_engine.core.text import printable
 from dtype_engine.core.user_folders import state_folder
 from dtype_engine.service import imports
-from dtype_engine.service.connection import ENGINE_ENDED, signal_words
+from dtype_engine.service.connection import ENGINE_ENDED, last_line, signal_words
 from dtype_engine.service.stdio import EngineServer, write_all
 
 _CHUNK = 1 << 16
 _END_WAIT_S = 3.0
-_POLL_S = 0.5
-
-
-def engines_folder() -> Path:
-    """Return the folder that holds the sockets of this user's engines."""
-    return state_folder() / "engines"
+_POLL_S = 0.1
 
 
 def relay(session: str, linger_s: float, compressed: bool) -> int:
-    """Connect standard input and output to the engine that `session` identifies, and start this engine if it is not running.
-    Returns the exit status.
+    """Connect standard input and output to the engine with the token `session`, and start it if it is not running. Returns the
+    exit status.
 
-    session: the engine's token. linger_s: how many seconds a new engine waits for a connection. compressed: whether a new engine
-    compresses its events. Raises UserError if other users may enter the sockets' folder.
+    linger_s: how many seconds a new engine waits for a connection. compressed: whether it compresses its events. Raises
+    UserError if other users may enter the sockets' folder.
     """
     started_in = os.getcwd()
-    folder = engines_folder()
+    folder = state_folder() / "engines"
     _enter(folder)  # relative names are short, and the path of a socket may have only about a hundred characters
     try:
         connection, child = _reach(session, started_in, linger_s, compressed)
@@ -89,12 +82,7 @@ def _enter(folder: Path) -> None:
 def _reach(
     session: str, started_in: str, linger_s: float, compressed: bool
 ) -> tuple[socket.socket, subprocess.Popen[bytes] | None]:
-    """Connect to the engine with the token `session`, and start it if it is not running. Returns the connection, and the engine's
-    process if this call started the engine, otherwise None.
-
-    started_in: the working directory of a new engine. linger_s: how many seconds it waits for a connection. compressed: whether it
-    compresses its events.
-    """
+    """Connect to an engine, starting it if it is not running. Returns the engine's process, too, if this call started it."""
     name = f"{session}.socket"
     with _folder_locked():
         child = None
@@ -111,9 +99,7 @@ def _reach(
 
 @contextlib.contextmanager
 def _folder_locked() -> Iterator[None]:
-    """A context manager that locks the working directory. Without the lock, two relays that start at the same time might both start
-    an engine.
-    """
+    """A context manager that locks the working directory, so that two relays don't start the same engine."""
     lock = os.open(".", os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -132,12 +118,7 @@ def _remove(path: str) -> None:
 def _start(
     listener: socket.socket, session: str, started_in: str, linger_s: float, compressed: bool
 ) -> subprocess.Popen[bytes]:
-    """Start an engine that survives a hang-up, and return its process. The engine inherits the socket `listener` and a locked log
-    file.
-
-    session: the engine's token. started_in: its working directory. linger_s: how many seconds it waits for a connection.
-    compressed: whether it compresses its events.
-    """
+    """Start an engine that survives a hang-up. It inherits the socket `listener` and a locked log file."""
     log = os.open(f"{session}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -157,7 +138,7 @@ def _start(
 
 
 def _is_running(session: str) -> bool:
-    """Return whether the engine with the token `session` is running: a running engine holds the lock on its log file."""
+    """Return whether an engine is running: it then holds the lock on its log file."""
     try:
         log = os.open(f"{session}.log", os.O_RDONLY | os.O_NOFOLLOW)
     except OSError:
@@ -172,16 +153,13 @@ def _is_running(session: str) -> bool:
 
 
 def _last_words(session: str, child: subprocess.Popen[bytes] | None) -> str:
-    """Return the probable reason why the engine with the token `session` has ended: a signal, or the last line of its log. child:
-    the engine's process, or None if another relay started the engine.
-    """
+    """Return the probable reason why an engine has ended. child: its process, if this relay started it."""
     if child is not None and (status := child.wait()) < 0:
         return signal_words(-status)
-    try:
-        lines = Path(f"{session}.log").read_bytes()[-4096:].decode(errors="replace").strip().splitlines()
-    except OSError:
-        lines = []
-    return printable(lines[-1], 200) if lines else "it no longer runs"
+    with contextlib.suppress(OSError):
+        if line := last_line(Path(f"{session}.log").read_bytes()[-4096:]):
+            return line
+    return "it no longer runs"
 
 
 def _copy_input(connection: socket.socket) -> None:
@@ -191,72 +169,46 @@ def _copy_input(connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_WR)
 
 
-class _Listener:
-    """Accepts one connection at a time. A new connection replaces the current one, because a connection that is cut may look intact
-    for hours.
-    """
-
-    def __init__(self, listener: socket.socket) -> None:
-        self._listener = listener
-        self._arrived: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._current: socket.socket | None = None
-        threading.Thread(target=self._accept, name="dtype-engine-listen", daemon=True).start()
-
-    def next(self, seconds: float) -> socket.socket | None:
-        """Wait for the next connection. Returns None if no connection arrives within `seconds`."""
-        try:
-            return self._arrived.get(timeout=seconds)
-        except queue.Empty:
-            return None
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                connection, _ = self._listener.accept()
-                with self._lock:
-                    if self._current is not None:
-                        close(self._current)
-                    self._current = connection
-                self._arrived.put(connection)
-
-
-def close(connection: socket.socket) -> None:
-    """End a connection, also for threads that are reading from it or writing to it."""
-    with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
-
-
 def serve(listener: socket.socket, linger_s: float, compressed: bool) -> None:
-    """Run an engine for the apps that connect to the socket `listener`, one connection after another. Returns when the app closes
-    the engine, or when the engine has been idle and without a connection for `linger_s` seconds. compressed: whether to compress
-    events.
+    """Run an engine for the apps that connect to the socket `listener`. Returns when the app closes the engine, or when the engine
+    has been idle and without a connection for `linger_s` seconds. compressed: whether to compress events.
+
+    A new connection replaces the current one, because a connection that is cut may look intact for hours.
     """
     from dtype_engine.service.frames import FrameReader, FrameWriter
 
-    server = EngineServer(keep=True)
-    connections = _Listener(listener)
-    away_since = time.monotonic()
-    while True:
-        connection = connections.next(_POLL_S)
-        if connection is None:
-            idle_since = server.idle_since
-            if idle_since is not None and time.monotonic() - max(idle_since, away_since) > linger_s:
+    server, closed = EngineServer(keep=True), threading.Event()
+
+    def talk(connection: socket.socket) -> None:
+        with connection:
+            if server.serve(FrameReader(connection.recv), FrameWriter(connection.sendall, compressed)):
+                closed.set()
+
+    listener.settimeout(_POLL_S)
+    current: socket.socket | None = None
+    talking = threading.Thread()
+    needed_at = time.monotonic()
+    while not closed.is_set():
+        try:
+            connection, _ = listener.accept()
+        except TimeoutError:
+            if server.is_busy or talking.is_alive():
+                needed_at = time.monotonic()
+            elif time.monotonic() - needed_at > linger_s:
                 break
             continue
-        done = server.serve(FrameReader(connection.recv), FrameWriter(connection.sendall, compressed))
-        close(connection)
-        connection.close()
-        away_since = time.monotonic()
-        if done:
-            break
+        if current is not None and talking.is_alive():
+            with contextlib.suppress(OSError):  # it is ending by itself
+                current.shutdown(socket.SHUT_RDWR)
+            talking.join()
+        current = connection
+        talking = threading.Thread(target=talk, args=(connection,), name="dtype-engine-talk", daemon=True)
+        talking.start()
     server.close()
 
 
 def main() -> None:
-    """Run a lingering engine. Command-line arguments: the file descriptor of its socket, the path of its socket and log without
-    extension, and how many seconds to wait for a new connection.
-    """
+    """Run a lingering engine. Its arguments are those that `_start` gives."""
     number, path, linger_s = int(sys.argv[1]), sys.argv[2], float(sys.argv[3])
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     gc.disable()  # until the model is open, because what is imported and loaded is long-lived

@@ -2,36 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtype_engine.core.cancellation import CancelToken
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.user_folders import state_folder
 from dtype_engine.recipe import Recipe
+from dtype_engine.reports.versions import versions
 from dtype_engine.service import events
 from dtype_engine.service.commands import MeasureRecipes, Scan
 from dtype_engine.service.worker_processes import WorkerProcesses, shared_progress, throttled
 
 if TYPE_CHECKING:
     from dtype_engine.results.scan import ScanReport
+    from dtype_engine.runtime.scan.scan import Scan as ScanInParts
     from dtype_engine.runtime.session.session import Session
+
+_MOST_KEPT = 20
+"""How many saved scans are kept."""
 
 
 class ManyRuns:
-    """Runs scans and measurements of several recipes. processes: the worker processes, if the user requested any."""
-
     def __init__(self, processes: WorkerProcesses, emit: Callable[[events.Event], None]) -> None:
         self._processes = processes
         self._emit = emit
         self._measuring: MeasureRecipes | None = None
-        """The `MeasureRecipes` command that ran last. If it was interrupted and runs again, the recipes whose indexes are in
-        `_measured` are skipped.
-        """
+        """The command that ran last. If it runs again after an interruption, it skips the recipes `_measured`."""
         self._measured: set[int] = set()
 
     def scan(self, session: Session, recipe: Recipe, command: Scan, token: CancelToken) -> None:
-        """Run the scan that `command` requests, or continue it if it was stopped before, and emit its results and progress. Raises
-        the errors of `Session.scan`. recipe: the current recipe, which progress events name; the scan does not depend on it.
-        """
+        """Run a scan, or continue a stopped one, and emit its results and progress. Raises the errors of `Session.scan`."""
         from dtype_engine.runtime.scan.scan import Scan as ScanInParts
 
         def on_estimate(report: ScanReport) -> None:
@@ -41,9 +45,7 @@ class ManyRuns:
         task = session.scan_task(command.dtypes, None, False, None)
         assert isinstance(task, ScanInParts)
         if command.keep and not session.options.read_only:
-            from dtype_engine.service.kept_scans import keep
-
-            keep(task, lambda why: self._emit(events.Noticed(f"{why}; the scan goes on, but it is not saved")))
+            _keep(task, lambda why: self._emit(events.Noticed(f"{why}; the scan goes on, but it is not saved")))
             if task.done and not task.finished:
                 on_estimate(task.report())
         with self._processes.over(session, task.private_bytes, bool(task.pending())) as over:
@@ -70,9 +72,7 @@ class ManyRuns:
         self._emit(events.ScanUpdated(report, True))
 
     def recipes(self, session: Session, recipe: Recipe, command: MeasureRecipes, token: CancelToken) -> None:
-        """Measure the recipes in `command` and emit each result. At the end, cast the session to `recipe`, the current one, again.
-        Raises the errors of `Session.drift`.
-        """
+        """Measure several recipes, and then cast to `recipe`, the current one, again. Raises the errors of `Session.drift`."""
         from dtype_engine.evaluation import work
 
         if command is not self._measuring:
@@ -93,3 +93,34 @@ class ManyRuns:
 
     def _progress(self, recipe: Recipe) -> Callable[[str, int, int], None]:
         return lambda what, done, total: self._emit(events.WorkingProgress(recipe, what, done, total))
+
+
+def kept_scans_folder() -> Path:
+    return state_folder() / "scans"
+
+
+def _keep(scan: ScanInParts, on_unsaved: Callable[[str], None]) -> None:
+    """Save a scan's results after every sequence, and continue it from those that an earlier engine saved for the same weights,
+    inputs, dtypes and library versions.
+
+    If the file can't be written, `on_unsaved` is called once with the reason, and the scan continues unsaved.
+    """
+    if scan.save is not None:
+        return
+    folder = kept_scans_folder()
+    about = f"{scan.fingerprint} {scan.backward_passes} {versions()}"
+    path = folder / f"{hashlib.sha256(about.encode()).hexdigest()[:32]}.json"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        newest_first = sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime_ns, reverse=True)
+        for file in newest_first[_MOST_KEPT:]:
+            file.unlink(missing_ok=True)
+    except OSError as error:
+        on_unsaved(f"can't write to {folder}: {error.strerror}")
+        return
+    try:
+        scan.keep_in(path, on_unsaved)
+    except UserError:  # the saved scan is damaged, so this one starts at the beginning
+        with contextlib.suppress(OSError):
+            path.unlink()
+        scan.save, scan.on_unsaved = path, on_unsaved

@@ -6,4 +6,4 @@ import msgspec
 
 
 class Message(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """A command or an event. Between processes it is encoded as an array: the name of its class, then the values of its fields."""
+    """A command or an event. Between processes it is an array: the name of its class, then the values of its fields."""

@@ -1,7 +1,7 @@
 """Encodes messages as MessagePack, for an engine in another process.
 
 A tree is sent before its event, in parts of a few hundred tensors, because decoding it in one piece would delay the handling of
-keys. Every message that arrives is checked: its types in this module, and all other properties by `checks.py`.
+keys. Every message that arrives is checked: first its types, and then its values, because a wrong one could make the app fail.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import dataclasses
 import sys
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Literal, Union
+from typing import TYPE_CHECKING, Any, Union
 
 import msgspec
 
@@ -31,15 +31,22 @@ import dtype_engine.results.weights  # noqa: F401
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.kv_cache import KVCache
 from dtype_engine.core.text import EXACT, is_printable, printable, without_controls
-from dtype_engine.core.tree import Kind, TensorInfo, Tree
+from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.core.typed_data import path_of
 from dtype_engine.service import commands, control, events
-from dtype_engine.service.checks import check_event
 from dtype_engine.service.frames import WireError
 from dtype_engine.service.jobs import JOBS, Ask
 from dtype_engine.service.message import Message
 from dtype_engine.service.save_requests import SaveRequest
-from dtype_engine.service.value_checks import check_kv_cache
+from dtype_engine.service.value_checks import (
+    MOST_NOTICES,
+    check_dtypes,
+    check_kv_cache,
+    check_length,
+    check_losses,
+    check_pictures,
+    check_rules,
+)
 
 _A_PART = 400
 """Maximum number of tensors, and of modules, in one `TreePart` message."""
@@ -50,35 +57,25 @@ _LARGEST = 1 << 60
 
 
 _TENSOR = tuple(field.name for field in dataclasses.fields(TensorInfo) if field.init)
-_Tensor = tuple[
-    str,
-    tuple[int, ...],
-    str,
-    Kind,
-    tuple[str, ...],
-    int | None,
-    str | None,
-    bool,
-    bool,
-    tuple[str, ...],
-    int | Literal["unknown"] | None,
-    str | None,
-]
+if TYPE_CHECKING:
+    _Tensor = tuple[Any, ...]
+else:
+    _Tensor = tuple[tuple(map(typing.get_type_hints(TensorInfo).get, _TENSOR))]
 """A tensor of a tree as it is sent: the values of the `TensorInfo` fields that `_TENSOR` lists, in this order."""
 
 
 class TreePart(Message, frozen=True):
-    """A message with some of a tree's tensors and modules. A tree is sent in several such messages."""
+    """Some of a tree's tensors and modules."""
 
     with_classes: bool
     """Whether the tree contains the modules' classes."""
     tensors: tuple[_Tensor, ...]
     modules: tuple[tuple[str, str | None, str | None], ...]
-    """For each module: its name, its class, and the reason why it must stay in float32. The class or the reason may be None. A
-    tensor that must stay in float32 by itself has an entry, too, without a class.
+    """For each module: its name, its class, and why it must stay in float32; the last two may be None. A tensor that must stay
+    in float32 by itself has an entry, too, without a class.
     """
     kv_cache: KVCache | None = None
-    """The tensors of the tree's KV cache. Only the first of a tree's messages has them."""
+    """The tree's KV cache, only in its first part."""
 
 
 Request = commands.FromTheApp | Ask | SaveRequest | control.FromTheApp
@@ -87,9 +84,7 @@ _ANSWERS: Any = Union[(control.Hello, control.Opened, *events.Event.__subclasses
 
 
 def _plain(value: object) -> str | None:
-    """Encode a value of a type that msgspec can't encode; msgspec calls this as its `enc_hook`. A Path becomes a string. A tree
-    becomes None, because its parts are sent before the event.
-    """
+    """Encode a Path as a string, and a tree as None, because its parts are sent before the event. msgspec's `enc_hook`."""
     if isinstance(value, Tree):
         return None
     if isinstance(value, Path):
@@ -101,9 +96,7 @@ _ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
 
 
 def _from_plain(kind: type, value: object) -> object:
-    """Return a value of a type that msgspec can't decode; msgspec calls this as its `dec_hook`. The parameters of a job (`object`)
-    stay plain until the row of the job says their type.
-    """
+    """Decode a Path; a job's parameters (`object`) stay plain until its row says their type. msgspec's `dec_hook`."""
     return value if kind is object else path_of(kind, value)
 
 
@@ -137,7 +130,7 @@ def encode_answer(answer: Answer) -> Iterator[bytes]:
 
 
 class AnswerDecoder:
-    """Decodes an engine's messages in order. The engine is not trusted: types are checked, and control characters are escaped."""
+    """Decodes an engine's messages in order. The engine is not trusted: types are checked, and texts are escaped."""
 
     def __init__(self) -> None:
         self._tree = Tree(())
@@ -146,11 +139,9 @@ class AnswerDecoder:
         self._tensors: list[TensorInfo] = []
         self._kv_cache = KVCache()
         self._bytes = 0
-        """Total bytes of the `TreePart` messages that have arrived for the tree that is still incomplete."""
+        """Total bytes of the parts that have arrived of the incomplete tree."""
         self._shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
-        """Maps each shape to itself, so that tensors of equal shapes share one tuple: 90,000 tensors may have only a few dozen
-        shapes.
-        """
+        """Maps each shape to itself, so that tensors share one tuple: 90,000 tensors may have only a few dozen shapes."""
 
     def begin_again(self) -> None:
         """Forget the parts of an incomplete tree, because the engine will send all of them again."""
@@ -177,9 +168,8 @@ class AnswerDecoder:
             raise WireError(str(error)) from None
 
     def _tree_of(self, kind: type, value: object) -> object:
-        """Return the tree of an event, built from the `TreePart` messages before the event. msgspec calls this as its `dec_hook`
-        for the event's field of type `Tree`, whose encoded value is None. Also called for the parameters and the result of a job,
-        which stay plain until the row of the job says their type. Raises ValueError for a field of another type.
+        """Return the tree of an event, which is encoded as None after its parts. What belongs to a job stays plain, as in
+        `_from_plain`. msgspec's `dec_hook`. Raises ValueError for a field of another type.
         """
         if kind is object:
             return value
@@ -207,7 +197,7 @@ class AnswerDecoder:
 
     def _made_tree(self) -> Tree:
         modules, tensors, with_classes = self._modules, self._tensors, self._with_classes
-        self._modules, self._tensors, self._bytes = [], [], 0
+        self.begin_again()
         if len({name for tensor in tensors for name in tensor.names}) < sum(len(tensor.names) for tensor in tensors):
             raise ValueError("two tensors of a tree have one name")
         tree = Tree(
@@ -224,8 +214,51 @@ class AnswerDecoder:
         return tree
 
 
+def check_event(event: Answer) -> None:
+    """Check the values of an event, which may come from another program. Its recipe is only compared by the app.
+
+    Raises ValueError for a value that no engine of this version sends, and UserError for a rule that does not parse.
+    """
+    match event:
+        case events.HeadersRead() | events.ModelReady() | events.Saved() | events.Composed():
+            check_length(event.notices, MOST_NOTICES)
+        case events.InputsReady():
+            check_length(event.summary.made_of)
+        case events.CastDone():
+            check_losses(event.lost or ())
+        case events.Measured():
+            check_length(event.report.notices, MOST_NOTICES)
+            check_losses(event.report.lost or ())
+            check_pictures(event.report.pictures)
+        case events.RecipeMeasured():
+            check_length(event.report.notices, MOST_NOTICES)
+            check_losses(event.report.lost or ())
+            check_pictures(event.report.pictures)
+            check_rules(event.report.rules)
+        case events.ExportPlanned() if event.plan is not None:
+            check_losses(event.plan.lost or ())
+        case events.ScanUpdated():
+            if not event.report.dtypes:
+                raise ValueError("a scan of no dtypes")
+            check_dtypes((*event.report.dtypes, *{score.dtype for score in event.report.weights}))
+        case events.JobDone():
+            event.ask.traits.check(event.result)
+        case events.Refused():
+            _check_jobs((event.job,))
+        case events.Stopped():
+            _check_jobs((*event.dropped, *((event.job,) if event.job is not None else ())))
+        case events.Jobs():
+            _check_jobs((*event.waiting, *((event.running,) if event.running else ())))
+
+
+def _check_jobs(names: Iterable[str]) -> None:
+    for name in names:
+        if name not in JOBS and name not in commands.OWN_NAMES:
+            raise ValueError(f"there is no job {name}")
+
+
 class JobTypes(typing.NamedTuple):
-    """The types of what a job takes and gives. `partial` is that of its results while it runs."""
+    """The types of what a job takes, of its results while it runs, and of its result."""
 
     parameters: Any
     partial: Any
@@ -234,16 +267,14 @@ class JobTypes(typing.NamedTuple):
 
 @lru_cache
 def job_types(run: Callable[..., object]) -> JobTypes:
-    """Return the types of a job from the annotations of its function `run`."""
+    """Return the types in the annotations of a job's function `run`."""
     work, parameters, result = typing.get_type_hints(run, include_extras=True).values()
     (partial,) = typing.get_args(work)
     return JobTypes(parameters, partial, result)
 
 
 def _typed(ask: Ask) -> Ask:
-    """Return the request with its parameters converted from plain lists to the type that the job takes. Raises ValueError for an
-    unknown job.
-    """
+    """Return the request with its parameters as the type that the job takes. Raises ValueError for an unknown job."""
     if ask.job not in JOBS:
         raise ValueError(f"there is no job {ask.job}")
     return msgspec.structs.replace(
@@ -252,7 +283,7 @@ def _typed(ask: Ask) -> Ask:
 
 
 def _with_result(event: events.JobDone | events.JobGrown) -> events.JobDone | events.JobGrown:
-    """Return the event with its result converted from plain lists and maps to the type that the job has."""
+    """Return the event with its result as the type that the job has."""
     ask = _typed(event.ask)
     types = job_types(ask.traits.run)
     result = msgspec.convert(event.result, types.result if isinstance(event, events.JobDone) else types.partial)
@@ -262,9 +293,7 @@ def _with_result(event: events.JobDone | events.JobGrown) -> events.JobDone | ev
 
 
 def _is_safe(value: object) -> bool:
-    """Return whether a decoded message can be shown as it is, because all its text is printable. Raises ValueError for an integer
-    that is too large for any event.
-    """
+    """Return whether all text of a message is printable. Raises ValueError for an integer that is too large for any event."""
     if isinstance(value, str):
         return is_printable(value)
     if isinstance(value, int) and not -_LARGEST <= value <= _LARGEST:
@@ -275,9 +304,9 @@ def _is_safe(value: object) -> bool:
 
 
 def safe(value: Any, exact: bool = False) -> Any:
-    """Return a message, or a value in it, with control characters escaped, so that a terminal does not interpret them. Fields of
-    the type `Name` stay unchanged, because the app compares them with its own names and patterns; they are escaped where they are
-    drawn. exact: whether `value` is in such a field.
+    """Return a message, or a value in it, with control characters escaped, so that a terminal does not interpret them. Fields
+    of the type `Name` stay unchanged, because the app compares them with its own names; they are escaped where they are drawn.
+    exact: whether `value` is in such a field.
     """
     if isinstance(value, str):
         return value if exact else without_controls(value)
@@ -285,23 +314,16 @@ def safe(value: Any, exact: bool = False) -> Any:
         return tuple(safe(item, exact) for item in value)
     if isinstance(value, dict):
         return {safe(key, exact): safe(item, exact) for key, item in value.items()}
-    if isinstance(value, msgspec.Struct):
-        return msgspec.structs.replace(value, **_safe_fields(value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.replace(value, **_safe_fields(value))
-    return value
-
-
-def _safe_fields(value: Any) -> dict[str, Any]:
     kind: Any = type(value)
-    return {name: safe(getattr(value, name), exact) for name, exact in _fields(kind).items()}
+    if isinstance(value, msgspec.Struct) or dataclasses.is_dataclass(kind):
+        replace: Any = msgspec.structs.replace if isinstance(value, msgspec.Struct) else dataclasses.replace
+        return replace(value, **{name: safe(getattr(value, name), names) for name, names in _fields(kind).items()})
+    return value
 
 
 @lru_cache
 def _fields(kind: Any) -> dict[str, bool]:
-    """Return, for each field of a class of events or results, whether its values may contain a `Name`, which must not be escaped.
-    The field's type decides: `Name` itself, or a container such as `tuple[Name, ...]`.
-    """
+    """Return, for each field of a class of events or results, whether its type is or contains `Name`, which is not escaped."""
     hints = typing.get_type_hints(kind, include_extras=True)
     if issubclass(kind, msgspec.Struct):
         names = kind.__struct_fields__

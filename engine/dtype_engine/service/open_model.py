@@ -20,33 +20,26 @@ Available = Literal["opening", "model", "files", "nothing"]
 
 @dataclass
 class OpenModel:
-    """A model, opened as far as possible: loaded into memory (`session`), with only the checkpoint's headers read (`checkpoint`),
-    or neither.
-    """
+    """A model: loaded into memory (`session`), with only its headers read (`checkpoint`), or neither."""
 
     source: Source
     options: Options
     checkpoint: Checkpoint | None = None
     session: Session | None = None
     known_tree: Tree | None = None
-    """The tree with module classes, if the architecture is known but the model could not be loaded; otherwise None."""
+    """The tree with module classes, if the architecture is known but the model could not be loaded."""
     why_closed: str = ""
-    """Why the model could not be loaded, or "" if it was loaded."""
+    """Why the model could not be loaded, or ""."""
     opens_next: tuple[Source, Options] | None = None
-    """The source and the options of the model that must be opened next in place of this one: the whole model, if a command has
-    downloaded it, or the same model with other options. None as long as this model stays open.
-    """
+    """What must be opened in place of this model: the whole model after a download, or the same with other options."""
 
     @property
     def available(self) -> Available:
-        """What commands can use: "model" (a live model), "files" (only the checkpoint's files), or "nothing"."""
         return "model" if self.session is not None else "files" if self.checkpoint is not None else "nothing"
 
     @property
     def provenance(self) -> tuple[str, ...]:
-        """Lines that say how the checkpoint was quantized, such as "not quantized: lm_head". Empty if its files don't say, or if it
-        has no files.
-        """
+        """Lines that say how the checkpoint was quantized, such as "not quantized: lm_head"."""
         return self.checkpoint.provenance.lines() if self.checkpoint is not None else ()
 
     def tree(self) -> Tree:

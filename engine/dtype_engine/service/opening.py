@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 def open_model(source: Source, options: Options, emit: Callable[[events.Event], None], read_headers: bool) -> OpenModel:
-    """Open `source`, and call `emit` with the progress and the result as events. Returns the opened model. Errors are also emitted:
-    if the model can't be loaded, the returned object has no session.
+    """Open `source` as far as possible, and emit the progress and the result. Errors are emitted, too: a model that can't be
+    loaded has no session.
 
-    read_headers: whether to first read all headers and emit the tree that they give. False if the caller has this tree already.
+    read_headers: whether to first read all headers and emit their tree. False if the caller has it already.
     """
     model = OpenModel(source, options)
     try:
@@ -48,9 +48,8 @@ def open_model(source: Source, options: Options, emit: Callable[[events.Event], 
 def refuse_unmatched(source: Source, options: Options, recipe: Recipe) -> None:
     """Raise UserError if a rule of the recipe matches nothing in a checkpoint, before any weight is loaded.
 
-    If this can't be decided from the tensor names in the headers, or if a rule names module classes, the model's architecture is
-    built, which imports torch. A rule may also match the architecture's names of tied weights and packed experts, which the headers
-    lack.
+    If the names in the headers don't decide it, the architecture is built, which imports torch: a rule may name module classes,
+    tied weights or packed experts, which the headers lack.
     """
     checkpoint = source.open() if recipe.rules else None
     if checkpoint is None or not rules_in_doubt(checkpoint.tree(), recipe):
@@ -59,13 +58,6 @@ def refuse_unmatched(source: Source, options: Options, recipe: Recipe) -> None:
     from dtype_engine.runtime.building.describe import describe
 
     require_matches(describe(source, options).tree, recipe)
-
-
-def emit_inputs(session: Session, emit: Callable[[events.Event], None]) -> None:
-    """Call `emit` with an event that describes the model's inputs. Does nothing if the model can't be run."""
-    summary = session.inputs_reading
-    if summary is not None:
-        emit(events.InputsReady(summary))
 
 
 def _open_session(model: OpenModel, emit: Callable[[events.Event], None], read_headers: bool) -> None:
@@ -94,16 +86,15 @@ def _open_session(model: OpenModel, emit: Callable[[events.Event], None], read_h
             reference=reference_name(session.model),
         )
     )
-    emit_inputs(session, emit)
+    if (summary := session.inputs_reading) is not None:
+        emit(events.InputsReady(summary))
     model.session = session
 
 
 def _opened(
     model: OpenModel, emit: Callable[[events.Event], None], read_headers: bool, on_step: Callable[[str], None]
 ) -> Session:
-    """Open the model in a session, and return the session. If `read_headers` is set, first emit the tree that the headers give.
-    on_step: called with a description of each step. Raises NoForward, UserError.
-    """
+    """Open the model, emitting first the tree of the headers if `read_headers` is set. Raises NoForward, UserError."""
     source = model.source
     if source.kind == "checkpoint":
         on_step("reading the headers")
@@ -129,9 +120,7 @@ def _opened(
 
 
 def _emit_classes(model: OpenModel, emit: Callable[[events.Event], None]) -> None:
-    """Emit the tree of a model that could not be loaded. If its architecture is known, the tree has module classes and tied
-    weights.
-    """
+    """Emit the tree of a model that could not be loaded, with module classes and tied weights if its architecture is known."""
     from dtype_engine.runtime.building.describe import describe
 
     assert model.checkpoint is not None

@@ -9,8 +9,8 @@ from dtype_engine.service import events
 
 
 def add(waiting: deque[events.Event], event: events.Event) -> None:
-    """Add an event to the end of a queue. If its type is in `REPLACEABLE`, such as progress, waiting events of the same type are
-    dropped. A `ModulesMeasured` event is merged with a waiting one of the same recipe.
+    """Add an event to a queue. Waiting events of the same type are dropped if it is one of `REPLACEABLE`, such as progress. A
+    `ModulesMeasured` event is merged with a waiting one of the same recipe.
     """
     if isinstance(event, events.REPLACEABLE):
         kept = [old for old in waiting if type(old) is not type(event)]
@@ -34,8 +34,8 @@ def _merged(waiting: deque[events.Event], event: events.ModulesMeasured) -> even
 class Outbox:
     """A thread-safe queue of events on their way to the app. `add` drops waiting events that a newer event replaces.
 
-    keep: whether an event stays stored after `take` has returned it, until the app acknowledges it. After the app has reconnected,
-    `take` returns the stored events again. Events are numbered in the order in which they were first taken.
+    keep: whether an event stays stored after `take` has returned it, until the app acknowledges it. After the app has
+    reconnected, `take` returns the stored events again. Events are numbered in the order in which they were first taken.
     """
 
     def __init__(self, keep: bool = False) -> None:
@@ -47,13 +47,12 @@ class Outbox:
         self._open = False
 
     def put(self, event: events.Event) -> None:
-        """Add an event to the end of the queue."""
         with self._changed:
             add(self._waiting, event)
             self._changed.notify()
 
     def take(self) -> events.Event | None:
-        """Wait for the next event and remove it from the queue. Returns None after `shut` was called."""
+        """Wait for the next event and remove it. Returns None after `shut` was called."""
         with self._changed:
             while self._open and not self._waiting:
                 self._changed.wait()
@@ -72,9 +71,7 @@ class Outbox:
                 self._acknowledged += 1
 
     def open(self, received: int = 0) -> None:
-        """Let `take` return events. The app has received the first `received` of them; later ones are returned again, even if they
-        were taken before.
-        """
+        """Let `take` return events. The app has received the first `received` of them; later ones are returned again."""
         self.acknowledge(received)
         with self._changed:
             self._waiting.extendleft(reversed(self._left))
@@ -82,7 +79,7 @@ class Outbox:
             self._open = True
 
     def shut(self) -> None:
-        """Make `take` return None from now on, also in a thread that is already waiting in `take`."""
+        """Make `take` return None from now on, also in a thread that is waiting in it."""
         with self._changed:
             self._open = False
             self._changed.notify_all()

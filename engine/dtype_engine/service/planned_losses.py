@@ -1,6 +1,4 @@
-"""Counts the weight values in a checkpoint's files that casts make infinite or zero. This is used if the model could not be loaded.
-If the count requires reading many bytes, it is made only when the user requests it.
-"""
+"""Counts the weight values in a checkpoint's files that casts make infinite or zero, for a model that could not be loaded."""
 
 from __future__ import annotations
 
@@ -26,9 +24,7 @@ MAX_AUTOMATIC_BYTES = 8 << 30
 
 
 class PlannedLosses:
-    """Counts the weight values that the casts of recipes make infinite or zero. Each tensor is read only once for each dtype to
-    which it is cast, because the counts are stored.
-    """
+    """Counts the weight values that casts lose. A tensor is read only once for each dtype."""
 
     def __init__(self) -> None:
         self.counted: Counted = {}
@@ -42,11 +38,11 @@ class PlannedLosses:
         cancelled: IsCancelled,
         read_all: bool = False,
     ) -> None:
-        """Emit a `CastDone` event with the numbers of weight values that the recipe's casts make infinite or zero. If there are
-        any, also emit the result of the job `LOSS_REMEDY`: rules that prevent this.
+        """Emit a `CastDone` event with the values that the recipe's casts lose and, if there are any, the result of the job
+        `LOSS_REMEDY`: rules that prevent this. Raises Cancelled.
 
-        Unless `read_all` is set, at most `MAX_AUTOMATIC_BYTES` are read. If the count needs more, nothing is read, and the
-        `CastDone` event says how many bytes are needed. Raises Cancelled.
+        Unless `read_all` is set, nothing is read if more than `MAX_AUTOMATIC_BYTES` would be; the event then says how many are
+        needed.
         """
         plan = make_plan(tree, recipe)
         if all(dtype == tree.tensors[name].dtype for name, dtype in plan.dtypes.items()):
@@ -88,9 +84,7 @@ class PlannedLosses:
             emit(events.JobDone(recipe, Ask(LOSS_REMEDY.name), found))
 
     def waiting_bytes(self, checkpoint: Checkpoint, tree: Tree, plan: Plan) -> int:
-        """Return how many bytes of weights must still be read to count the values that the casts of a plan make infinite or zero.
-        Casts that were counted before need no reading.
-        """
+        """Return how many bytes of weights must be read for the casts of a plan that were not counted before."""
         found = 0
         for name, dtype in plan.dtypes.items():
             names = checkpoint.names_of(tree.tensors[name]) if dtype != tree.tensors[name].dtype else ()

@@ -1,8 +1,4 @@
-"""An engine in another process, on this machine or another one. Commands go to its standard input, events come from its standard
-output.
-
-If that process ends, the app continues and receives an event.
-"""
+"""An engine in another process, here or elsewhere. If it ends, the app continues and receives an event."""
 
 from __future__ import annotations
 
@@ -11,16 +7,13 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
 from dtype_engine.core.errors import UserError, one_line
-from dtype_engine.core.options import RunSettings
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import human_bytes
-from dtype_engine.recipe import Recipe
 from dtype_engine.service import control, events
 from dtype_engine.service.commands import FollowRecipe, Request, SetInputs, SetRecipe, SetSettings
 from dtype_engine.service.connection import (
@@ -43,57 +36,21 @@ if TYPE_CHECKING:
 _ACKNOWLEDGE_EVERY = 32
 _MOST_UNHANDLED = 8
 _MOST_UNHANDLED_BYTES = 1 << 20
-"""After `_MOST_UNHANDLED` messages, or messages of this many bytes in all, reading from the engine pauses until the app has handled
-them.
-"""
+"""After so many messages or bytes, reading from the engine pauses until the app has handled them."""
+_IN_FORCE = (SetInputs, SetSettings, SetRecipe)
+"""Requests that stay in force. After a restart, the new engine gets the last one of each type, in this order."""
 _RECONNECT_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-"""The seconds to wait before each attempt to reconnect; the last number is used for all further attempts. The waits are long,
-because each attempt may be a login that the server refuses.
+"""The seconds to wait before each attempt to reconnect; the last is used for all further ones. They are long, because each
+attempt may be a login that the server refuses.
 """
-
-
-@dataclass
-class _InForce:
-    """The recipe, settings and inputs that the app requested last. After a restart, the new engine gets them."""
-
-    recipe: Recipe = field(default_factory=Recipe)
-    settings: RunSettings | None = None
-    inputs: str | None = None
-
-    def note(self, request: Request) -> None:
-        match request:
-            case SetRecipe() | FollowRecipe():
-                self.recipe = request.recipe
-            case SetSettings():
-                self.settings = request.settings
-            case SetInputs():
-                self.inputs = request.line
-
-    def requests(self) -> list[Request]:
-        found: list[Request] = [SetInputs(self.inputs)] if self.inputs is not None else []
-        found += [SetSettings(self.settings)] if self.settings is not None else []
-        return [*found, SetRecipe(self.recipe)] if self.recipe.rules else found
-
-
-def clear_up(request: SaveRequest) -> None:
-    """Remove the unfinished files of an export that an engine on this machine was writing when it ended. request: the request to
-    export.
-    """
-    from dtype_engine.core.export_lock import recover_stale
-    from dtype_engine.service.save_requests import ExportRequest
-
-    if isinstance(request, ExportRequest):
-        recover_stale(request.folder.expanduser().absolute())
 
 
 class EngineProcess(Engine):
-    """An engine in a process of its own, which this object starts and in which it opens a model. `emit` is called with the engine's
-    events, from this object's threads.
+    """An engine in a process of its own, which this object starts. `emit` is called from this object's threads.
 
-    opening: names the model, and how it is opened. process: a process that was already started with `command`. connection: a
-    connection to an engine that has already answered and has been asked to open the model. session: the token that identifies the
-    engine when the app reconnects to it. wait: a function that returns when the app has handled all events that were emitted. The
-    thread that reads from the engine calls it, and holds no lock meanwhile.
+    opening: names the model, and how it is opened. process: a process that was already started with `command`. connection: to
+    an engine that was already asked to open the model. session: the token of the engine. wait: returns when the app has handled
+    all events that were emitted; the thread that reads from the engine calls it without a lock.
     """
 
     can_restart: ClassVar[bool] = True
@@ -117,22 +74,19 @@ class EngineProcess(Engine):
         self._session = session or new_session()
         self._lock = threading.RLock()
         """Must be held to read or change the fields that are declared after it."""
-        self._in_force = _InForce()
+        self._in_force: dict[type[Message], Message] = {}
+        """The last request of each type in `_IN_FORCE`."""
         self._requests: list[Message] = []
-        """Requests to send after `Open`. They are kept until there is a connection; for a lingering engine also afterwards, because
-        requests may be lost if the connection is cut.
-        """
+        """Requests to send after `Open`. A lingering engine's are kept, because a cut may lose them."""
         self._is_connected = False
         """Whether the connection is intact and the engine was asked to open the model."""
         self._given_up = threading.Event()
         """Set to stop the attempts to reconnect."""
         self._received = 0
-        """How many events this object has received from the current engine."""
+        """How many events have come from the current engine."""
         self._memory: MemoryStats | None = None
         self._pending: list[SaveRequest] = []
-        """The save requests that the engine has not completed yet, in order. If an engine on this machine dies, their unfinished
-        files are removed.
-        """
+        """The saves that the engine has not completed. If an engine on this machine dies, their remains are removed."""
         self._closing = False
         self._restarting = False
         self._ended = False
@@ -140,7 +94,7 @@ class EngineProcess(Engine):
 
     @property
     def process_id(self) -> int | None:
-        """The ID of the engine's process, or of the process that connects to it, or None if there is no process."""
+        """The ID of the engine's process, or of the process that connects to it."""
         connection = self._connection
         return connection.process_id if connection is not None else None
 
@@ -155,7 +109,9 @@ class EngineProcess(Engine):
 
     def request(self, request: Request) -> None:
         with self._lock:
-            self._in_force.note(request)
+            lasting = SetRecipe(request.recipe) if isinstance(request, FollowRecipe) else request
+            if isinstance(lasting, _IN_FORCE):
+                self._in_force[type(lasting)] = lasting
             self._send(request)
 
     def save(self, request: SaveRequest) -> None:
@@ -191,7 +147,7 @@ class EngineProcess(Engine):
         with self._lock:
             if self._ended:
                 self._ended = False
-                self._requests = [*self._in_force.requests()]
+                self._requests = self._requests_in_force()
                 self.start()
                 return
             if self._thread is None:
@@ -205,10 +161,11 @@ class EngineProcess(Engine):
             elif connection is not None:
                 connection.kill()
 
+    def _requests_in_force(self) -> list[Message]:
+        return [self._in_force[kind] for kind in _IN_FORCE if kind in self._in_force]
+
     def _send(self, request: Message) -> None:
-        """Send a request if there is a connection. Also store it if it may have to be sent again later. The caller must hold the
-        lock.
-        """
+        """Send a request, or store it until there is a connection. The caller must hold the lock."""
         if self._ended:
             return  # the next engine gets the current recipe, settings and inputs
         if self._command.lingers or not self._is_connected:
@@ -217,9 +174,7 @@ class EngineProcess(Engine):
             self._connection.send(request)
 
     def _send_kept(self, connection: Connection, received: int) -> None:
-        """Send the stored requests, except the first `received`, which the engine already has. From then on, new requests are sent
-        at once.
-        """
+        """Send the stored requests but the first `received`, which the engine has. Later ones are sent at once."""
         with self._lock:
             for request in self._requests[received:]:
                 connection.send(request)
@@ -228,16 +183,19 @@ class EngineProcess(Engine):
             self._is_connected = True
 
     def _run(self) -> None:
-        """The body of a thread: start an engine and emit its events until it ends. After a requested restart, start another one."""
+        """The body of a thread: run an engine until it ends and, after a requested restart, another one."""
         while True:
             reason = self._serve_once()
+            from dtype_engine.core.export_lock import recover_stale
+            from dtype_engine.service.save_requests import ExportRequest
+
             with self._lock:
                 self._connection, self._is_connected, self._process = None, False, None
                 self._session, self._requests = new_session(), []
                 pending, self._pending = self._pending, []
-            if self._command.is_local:
-                for request in pending:
-                    clear_up(request)
+            for request in pending if self._command.is_local else ():
+                if isinstance(request, ExportRequest):
+                    recover_stale(request.folder.expanduser().absolute())
             with self._lock:
                 self._given_up.clear()
                 if self._closing:
@@ -247,12 +205,10 @@ class EngineProcess(Engine):
                     self._emit(events.EngineEnded(reason))  # the lock lets this precede the next engine's events
                     return
                 self._restarting = False
-                self._requests = [*self._in_force.requests()]
+                self._requests = self._requests_in_force()
 
     def _serve_once(self) -> str:
-        """Start one engine process and pass the engine's events to the app, until the engine ends. If the connection to a lingering
-        engine is cut, connect to this engine again. Returns why the engine ended.
-        """
+        """Start one engine and pass on its events until it ends, reconnecting if it lingers. Returns why it ended."""
         from dtype_engine.service import messages
 
         self._received = 0
@@ -268,9 +224,7 @@ class EngineProcess(Engine):
         return reason
 
     def _follow(self, connection: Connection, decoder: messages.AnswerDecoder) -> str | None:
-        """Read the events that the engine sends over `connection`, and pass them to the app, until the connection ends. Returns why
-        the engine has ended, or None if only the connection was cut.
-        """
+        """Pass on events until the connection ends. Returns why the engine has ended, or None if only the line was cut."""
         from dtype_engine.service.frames import WireError
 
         name = self._command.name
@@ -297,12 +251,13 @@ class EngineProcess(Engine):
             if self._command.lingers and not self._given_up.is_set():
                 self._is_connected = False
                 return None
-        return f"{name} ended: {self._why(status, connection)}"
+        if status >= 0:
+            return f"{name} ended: {connection.last_words()}"
+        held = self._memory.rss_bytes if self._memory is not None and -status == signal.SIGKILL else None
+        return f"{name} ended: {signal_words(-status)}" + (f"; it held {human_bytes(held)}" if held is not None else "")
 
     def _take(self, answer: messages.Answer | None, connection: Connection) -> None:
-        """Process one decoded message of the engine: update the state of this object, and pass an event on to the app. answer: None
-        for a part of a tree, which needs no processing. Raises WireError for an event that only this class may emit.
-        """
+        """Process one decoded message, and pass on events. Raises WireError for one that only this class may emit."""
         from dtype_engine.service.frames import WireError
 
         match answer:
@@ -336,9 +291,7 @@ class EngineProcess(Engine):
             self._pending = self._pending[count:]
 
     def _written(self, composed: events.Composed) -> events.Saved:
-        """Write the text in `composed`, which a remote engine sent, to the file on this machine that the app requested. Returns the
-        event that reports the result to the app. Raises WireError if the app did not request such a file.
-        """
+        """Write the text of a remote engine to the file that the app requested. Raises WireError if it requested none."""
         from dtype_engine.core.atomic_write import write_text_atomic
         from dtype_engine.service.frames import WireError
         from dtype_engine.service.save_requests import ConvertRequest, RecipeRequest
@@ -364,9 +317,7 @@ class EngineProcess(Engine):
         return connection
 
     def _reconnected(self, cut: Connection) -> Connection:
-        """Reconnect to a running engine, however long it takes, and return the new connection. cut: the lost connection. Raises
-        UserError if the engine has ended.
-        """
+        """Reconnect to a running engine, however long it takes. Raises UserError if the engine has ended."""
         name = self._command.name
         words = f" ({line})" if (line := cut.last_line()) else ""
         self._emit(events.EngineLost(f"the connection to {name} is cut{words}"))
@@ -392,16 +343,3 @@ class EngineProcess(Engine):
             self._emit(events.EngineBack())
             return connection
         raise UserError(f"{name}: the connection is cut")
-
-    def _why(self, status: int, connection: Connection) -> str:
-        """Return the probable reason why the engine's process ended with the exit status `status`: its last words or, if a signal
-        ended it (-n for signal n), a guess from the signal.
-        """
-        if status >= 0:
-            return connection.last_words()
-        return signal_words(-status) + (self._memory_words() if -status == signal.SIGKILL else "")
-
-    def _memory_words(self) -> str:
-        if self._memory is None or self._memory.rss_bytes is None:
-            return ""
-        return f"; it held {human_bytes(self._memory.rss_bytes)}"

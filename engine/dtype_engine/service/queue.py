@@ -37,9 +37,7 @@ MOST_ALIKE = 100
 
 @dataclass(frozen=True)
 class Queue:
-    """The running command, the waiting commands, and the state that decides what runs next. `stopped`, `dropped` and `refused` are
-    kept only until they are emitted to the app; then `reported` clears them.
-    """
+    """The running and the waiting commands, and what decides which runs next. `reported` clears the last three fields."""
 
     recipe: Recipe = field(default_factory=Recipe)
     settings: RunSettings = field(default_factory=RunSettings)
@@ -48,7 +46,7 @@ class Queue:
     running: Command | None = None
     waiting: tuple[Command, ...] = (Measure(),)
     stopping: Literal["", "newer", "user"] = ""
-    """Why the running command is being stopped: "newer" (by a newer command), "user", or "" (it is not)."""
+    """Why the running command is being stopped: by a newer command or the user. "": it is not."""
     failed: bool = False
     """Whether the last measurement ended with an error and therefore has no metrics."""
     in_full: bool = False
@@ -64,9 +62,7 @@ class Queue:
 
 
 def merge(queue: Queue, request: Request) -> Queue:
-    """Return the queue after a request of the app. A `Command` is added to the waiting commands. `SetRecipe`, `FollowRecipe` and
-    `SetSettings` add a measurement if one is needed. `Pause` and `Cancel` add nothing.
-    """
+    """Return the queue after a request of the app, with a measurement if a new recipe or new settings need one."""
     match request:
         case SetRecipe():
             return _add(replace(queue, recipe=request.recipe), Measure())
@@ -89,9 +85,7 @@ def merge(queue: Queue, request: Request) -> Queue:
 
 
 def opened(queue: Queue, available: Available, reason: str = "") -> Queue:
-    """Return the queue once the attempt to open the model has ended. available: what commands can use now. Waiting commands that
-    need more are refused with `reason`.
-    """
+    """Return the queue after opening the model. Waiting commands that need more than `available` are refused with `reason`."""
     result = replace(queue, available=available, unavailable_reason=reason, waiting=())
     for command in queue.waiting:
         result = _add(result, command)
@@ -109,9 +103,7 @@ def take(queue: Queue) -> Queue:
 def finish(
     queue: Queue, outcome: Literal["done", "failed", "interrupted"], follow_ups: Iterable[Command] = ()
 ) -> Queue:
-    """Return the queue after the running command has ended with this outcome. follow_ups: commands that must run next to complete
-    the ended one.
-    """
+    """Return the queue after the running command has ended. follow_ups: commands that must run next to complete it."""
     running, by_user = queue.running, queue.stopping == "user"
     assert running is not None
     result = replace(queue, running=None, stopping="")
@@ -128,19 +120,15 @@ def finish(
 
 
 def reported(queue: Queue) -> Queue:
-    """Return the queue after the app was told which commands were refused, stopped or dropped: these fields are cleared. While a
-    command is running, `stopped` and `dropped` are kept, because they are reported only once it has ended.
-    """
+    """Return the queue after the app was told what was refused and, once no command runs, what was stopped or dropped."""
     if queue.running is not None:
         return replace(queue, refused=())
     return replace(queue, stopped=None, dropped=(), refused=())
 
 
 def job_names(queue: Queue, commands: Iterable[Command]) -> tuple[str, ...]:
-    """Return the names by which the app shows and cancels these commands.
-
-    If only the model's files are available, a measurement can do nothing but count the values that casts make infinite or zero. It
-    then has the name of `CountStoredLosses`.
+    """Return the names by which the app shows and cancels these commands. A measurement that can only count values in the files
+    is named as `CountStoredLosses`.
     """
     counts_only = queue.available == "files"
     return tuple(
@@ -150,7 +138,7 @@ def job_names(queue: Queue, commands: Iterable[Command]) -> tuple[str, ...]:
 
 
 def supersedes(newer: Command, older: Command) -> bool:
-    """Return whether the waiting command `older` becomes superfluous when the command `newer` is added."""
+    """Return whether the waiting command `older` becomes superfluous when `newer` is added."""
     if isinstance(newer, Measure):
         return _is_of_measurement(older)
     return newer.traits.once and (type(newer), newer.name) == (type(older), older.name)

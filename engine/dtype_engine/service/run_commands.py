@@ -15,23 +15,11 @@ from dtype_engine.core.options import RunSettings
 from dtype_engine.core.throttle import Throttle
 from dtype_engine.recipe import Recipe
 from dtype_engine.results.attribution import near_floor
-from dtype_engine.service import events
-from dtype_engine.service.commands import (
-    ApplyRecipe,
-    Command,
-    CountStoredLosses,
-    Download,
-    Measure,
-    MeasureRecipes,
-    OpenOverMemory,
-    Save,
-    Scan,
-    SetInputs,
-)
+from dtype_engine.service import commands, events
+from dtype_engine.service.commands import Command
 from dtype_engine.service.jobs import FLOOR, LOSS_REMEDY, NONFINITE, WEIGHTS, Ask, Work
 from dtype_engine.service.many_runs import ManyRuns
 from dtype_engine.service.open_model import OpenModel
-from dtype_engine.service.opening import emit_inputs
 from dtype_engine.service.planned_losses import PlannedLosses
 from dtype_engine.service.save_requests import ConvertRequest, RecipeRequest
 from dtype_engine.service.worker_processes import WorkerProcesses
@@ -48,8 +36,8 @@ Emit = Callable[[events.Event], None]
 class CommandRunner:
     """Runs commands on the worker's thread.
 
-    emit_memory: called when the casts of a measurement have changed the memory in use. in_full: a function that returns whether the
-    user wants the running measurement to run all inputs and to compare modules over all of them. If so, this overrides the options.
+    emit_memory: called when casts have changed the memory in use. in_full: returns whether the user wants the running
+    measurement to run all inputs and compare modules over all of them, whatever the options say.
     """
 
     def __init__(
@@ -73,29 +61,26 @@ class CommandRunner:
         self._many = ManyRuns(self._processes, emit)
 
     def close(self) -> None:
-        """End the worker processes."""
         self._processes.close()
 
     def run(self, command: Command, recipe: Recipe, settings: RunSettings, token: CancelToken) -> Iterable[Command]:
-        """Run one command. Returns the commands that the queue must run next to complete it. recipe, settings: the current ones.
-        Raises Cancelled, and the session's errors.
-        """
+        """Run one command. Returns the commands that must run next to complete it. Raises the session's errors."""
         session = self._model.session
         if session is not None:
             session.settings = settings
             session.model.memory.bytes_read = 0
         match command:
-            case Measure():
+            case commands.Measure():
                 return self._measure(session, recipe, command, token)
-            case CountStoredLosses():
+            case commands.CountStoredLosses():
                 self._count_stored_losses(recipe, command, token)
             case Ask():
                 self._answer(command, recipe, token)
-            case Download():
+            case commands.Download():
                 self._download(recipe, token)
-            case OpenOverMemory():
+            case commands.OpenOverMemory():
                 self._open_over_memory()
-            case Save():
+            case commands.Save():
                 return self._save(command, settings, token)
             case _:
                 assert session is not None, command  # the queue refuses all other commands without a session
@@ -104,13 +89,13 @@ class CommandRunner:
 
     def _run_on(self, session: Session, command: Command, recipe: Recipe, token: CancelToken) -> Iterable[Command]:
         match command:
-            case SetInputs():
+            case commands.SetInputs():
                 return self._set_inputs(session, recipe, command.line, token)
-            case ApplyRecipe():
+            case commands.ApplyRecipe():
                 session.use_recipe(recipe, cancelled=token)
-            case Scan():
+            case commands.Scan():
                 self._many.scan(session, recipe, command, token)
-            case MeasureRecipes():
+            case commands.MeasureRecipes():
                 session.use_recipe(recipe, cancelled=token)  # restored afterwards
                 self._many.recipes(session, recipe, command, token)
             case _:
@@ -118,7 +103,6 @@ class CommandRunner:
         return ()
 
     def _answer(self, ask: Ask, recipe: Recipe, token: CancelToken) -> None:
-        """Run a job, and emit its result."""
         job = ask.traits
         about = recipe if job.of_recipe else None
         result = job.run(
@@ -141,10 +125,10 @@ class CommandRunner:
         self._emit(events.JobDone(about, ask, result))
 
     def _measure(
-        self, session: Session | None, recipe: Recipe, command: Measure, token: CancelToken
+        self, session: Session | None, recipe: Recipe, command: commands.Measure, token: CancelToken
     ) -> Iterable[Command]:
         if session is None:
-            return (CountStoredLosses(command.read_values),)
+            return (commands.CountStoredLosses(command.read_values),)
         throttle = Throttle()
 
         def on_cast(done: int, total: int) -> None:
@@ -174,9 +158,8 @@ class CommandRunner:
         return [Ask(name) for name in names]
 
     def _drift(self, session: Session, recipe: Recipe, counts_later: bool, token: CancelToken) -> DriftReport | None:
-        """Measure the drift of the session's recipe. Returns None if only what follows the passes has failed, such as counting the
-        values that the casts lose; the result of the passes is then emitted here. counts_later: whether these values are counted
-        only after the passes.
+        """Measure the drift. Returns None if only what follows the passes has failed, such as counting lost values; the result
+        of the passes is then emitted here. counts_later: whether lost values are counted after the passes.
         """
         measured: list[DriftReport] = []
         try:
@@ -196,7 +179,7 @@ class CommandRunner:
             self._emit(events.Measured(recipe, replace(measured[0], lost=lost), session.settings))
             if isinstance(error, Cancelled):
                 raise
-            self._emit(events.Refused(Measure.traits.name, error.sentence))
+            self._emit(events.Refused(commands.Measure.traits.name, error.sentence))
             return None
 
     def _listener(
@@ -224,7 +207,7 @@ class CommandRunner:
             all_modules=lambda: self._in_full() or session.options.modules == "exact",
         )
 
-    def _count_stored_losses(self, recipe: Recipe, command: CountStoredLosses, token: CancelToken) -> None:
+    def _count_stored_losses(self, recipe: Recipe, command: commands.CountStoredLosses, token: CancelToken) -> None:
         checkpoint = self._model.checkpoint
         assert checkpoint is not None
         if not recipe.rules:
@@ -244,8 +227,9 @@ class CommandRunner:
         except UserError as error:
             self._emit(events.InputsRefused(error.sentence))
             return ()
-        emit_inputs(session, self._emit)
-        return (Measure(),)
+        if (summary := session.inputs_reading) is not None:
+            self._emit(events.InputsReady(summary))
+        return (commands.Measure(),)
 
     def _download(self, recipe: Recipe, token: CancelToken) -> None:
         source = self._model.source
@@ -268,10 +252,9 @@ class CommandRunner:
             raise UserError(model.why_closed or f"{model.source.title} runs from the disk already")
         model.opens_next = model.source, replace(model.options, over_memory=True)
 
-    def _save(self, command: Save, settings: RunSettings, token: CancelToken) -> Iterable[Command]:
-        """Write the file or folder that the command requests, and emit the result. A failure is emitted as a `Saved` event, because
-        it does not affect the recipe's metrics. Returns `ApplyRecipe` if the save has cast the model to a recipe that is not the
-        current one, otherwise nothing.
+    def _save(self, command: commands.Save, settings: RunSettings, token: CancelToken) -> Iterable[Command]:
+        """Run a save request, and emit the result, also of a failure, which does not affect the recipe's metrics. Returns
+        `ApplyRecipe` if the save has cast the model to another recipe than the current one.
         """
         from dtype_engine.service.writer import SaveContext, compose, run_save
 
@@ -300,13 +283,11 @@ class CommandRunner:
         except Exception as error:
             self._emit(events.Saved(recipe, False, f"nothing was written: {with_type(error)}"))
         # A report may have cast the model to the recipe of its request; the current recipe is then applied again.
-        return () if session is None or session.recipe == before else (ApplyRecipe(),)
+        return () if session is None or session.recipe == before else (commands.ApplyRecipe(),)
 
 
 def _wants_floor(session: Session, report: DriftReport) -> bool:
-    """Return whether the noise floor is measured after a drift. For that, the model runs several times. If each run reads all
-    weights from the disk, the floor is measured only if the drift is so small that it may be noise.
-    """
+    """Return whether to measure the noise floor. Where all weights are on the disk, only if it may explain the drift."""
     option, memory = session.options.floor, session.model.memory
     if option == "auto" and memory.limited and not memory.keeps_pages:
         return near_floor(report.output)

@@ -1,7 +1,4 @@
-"""Requests to write a checkpoint, a recipe file, a report, or a recipe for another tool.
-
-Existing files are replaced only if the request has `replace` set.
-"""
+"""Requests to write a checkpoint, a recipe file or a report. Existing files are replaced only if `replace` is set."""
 
 from __future__ import annotations
 
@@ -43,21 +40,19 @@ class ReportRequest(Message, frozen=True):
     drift: dtype_engine.results.drift.DriftReport | None = None
     """A measurement of the recipe. If None, the recipe is measured for the report."""
     nonfinite: dtype_engine.results.attribution.NonFiniteDiagnosis | None = None
-    """Where values stop being finite in the measurement `drift`. None if all are finite, or if the app does not know it yet."""
+    """Where values stop being finite. None if all are finite, or if the app does not know it yet."""
     speed: dtype_engine.results.runs.SpeedReport | None = None
-    """The times of forward passes under the recipe. If None, the report has no times, because writing a report does not measure
-    them.
-    """
+    """The times of forward passes. If None, the report has none: they are not measured for it."""
 
 
 class ConvertRequest(Message, frozen=True):
-    """Write the current recipe in the format of another tool. `target` names the tool, such as "torchao"."""
+    """Write the current recipe for another tool: `target`, such as "torchao"."""
 
     file: Path
     target: str
     replace: bool = False
     as_text: bool = False
-    """Whether to send the text to the app, which then writes the file because it runs on another machine."""
+    """As in `RecipeRequest`."""
 
 
 SaveRequest = ExportRequest | RecipeRequest | ReportRequest | ConvertRequest
@@ -75,6 +70,6 @@ class ExportPlan(Message, frozen=True):
     """A sentence that names the dtypes in which `from_pretrained` would load the export."""
     notices: tuple[str, ...] = ()
     lost: tuple[dtype_engine.results.losses.ValueLoss, ...] | None = ()
-    """The weights in which casts make values infinite, make them zero or clip them. None if such values were not counted yet."""
+    """The weights in which casts make values infinite, make them zero or clip them. None if they were not counted yet."""
     no_one_file: str = ""
     """Why one file of weights can't hold the export, or "" if it can."""

@@ -1,6 +1,6 @@
 """The engine's end of a connection: a worker that an app controls through standard input and output.
 
-The app starts it as `python -m dtype_engine.service.stdio`; through ssh and in containers it is started as `dtype-engine stdio`.
+The app starts it as `python -m dtype_engine.service.stdio`, or through ssh and in containers as `dtype-engine stdio`.
 """
 
 from __future__ import annotations
@@ -11,18 +11,11 @@ import importlib.util
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from dtype_engine.service import control, events, imports
-from dtype_engine.service.commands import Pause
-from dtype_engine.service.save_requests import (
-    ConvertRequest,
-    ExportRequest,
-    RecipeRequest,
-    ReportRequest,
-)
+from dtype_engine.service.save_requests import SaveRequest
 
 NICENESS = 10
 
@@ -33,8 +26,8 @@ if TYPE_CHECKING:
 
 
 class EngineServer:
-    """Runs a worker for the app at the other end of a connection: receives the app's requests and sends the worker's events. Serves
-    one connection at a time. keep: whether the app may reconnect, so that events must be kept until the app acknowledges them.
+    """Runs a worker for the app at the other end, one connection at a time. keep: whether the app may reconnect, so that events
+    are kept until it acknowledges them.
     """
 
     def __init__(self, keep: bool = False) -> None:
@@ -42,21 +35,16 @@ class EngineServer:
 
         self._outbox = Outbox(keep)
         self._requests = 0
-        """How many requests have arrived since the model was opened (`Open`)."""
+        """How many requests have arrived since `Open`."""
         self._worker: Worker | None = None
-        self._idle_since: float | None = time.monotonic()
-        self._running = ""
-        self._paused_since: float | None = None
 
     @property
-    def idle_since(self) -> float | None:
-        """The time (`time.monotonic`) since which the engine has been idle, or None while it is busy."""
-        return self._paused_since if self._paused_since is not None and self._running == "scan" else self._idle_since
+    def is_busy(self) -> bool:
+        """Whether the engine opens a model or runs a command other than a paused scan."""
+        return self._worker is not None and self._worker.is_busy
 
     def serve(self, reader: FrameReader, writer: FrameWriter) -> bool:
-        """Talk to one app until the connection ends: read its requests, and write the worker's events. Returns True if the app has
-        closed the connection, and False if it was cut.
-        """
+        """Talk to one app until the connection ends. Returns True if the app has closed it, and False if it was cut."""
         from dtype_engine.core.version import __version__
         from dtype_engine.service import messages
         from dtype_engine.service.frames import WireError
@@ -100,9 +88,7 @@ class EngineServer:
             self._worker.close()
 
     def _open(self, request: control.Open, writer: FrameWriter) -> bool:
-        """Find the model that `request` names and start the worker. Sends the app the model's title or why the model can't be
-        opened. Returns whether the worker was started.
-        """
+        """Start the worker. Sends the model's title or why it can't be opened. Returns whether the worker was started."""
         from dtype_engine.checkpoint.source import locate
         from dtype_engine.core.errors import UserError
         from dtype_engine.core.input_args import check_files
@@ -126,15 +112,6 @@ class EngineServer:
         if not gc.isenabled() and events.is_opened(event):
             gc.freeze()
             gc.enable()
-        match event:
-            case events.Jobs():
-                self._running = event.running
-                if event.running or event.waiting:
-                    self._idle_since = None
-            case events.LoadingProgress():
-                self._idle_since = None
-            case events.Idle():
-                self._idle_since = time.monotonic()
         self._outbox.put(event)
 
     def _take(self, worker: Worker, request: Request) -> None:
@@ -142,15 +119,12 @@ class EngineServer:
             case control.Acknowledge():
                 self._outbox.acknowledge(request.received)
                 return
-            case ExportRequest() | RecipeRequest() | ReportRequest() | ConvertRequest():
-                worker.save(request)
-            case Pause():
-                self._paused_since = time.monotonic() if request.paused else None
-                worker.request(request)
             case control.PlanExport():
                 worker.plan_export()
             case control.CheckPath():
                 worker.check_path(request.path, request.for_export)
+            case _ if isinstance(request, SaveRequest):
+                worker.save(request)
             case _:
                 worker.request(request)  # type: ignore[arg-type]
         self._requests += 1
@@ -168,9 +142,8 @@ class EngineServer:
 
 
 def own_streams() -> tuple[Callable[[int], bytes], Callable[[bytes], object]]:
-    """Reserve standard input and output for messages, and return a function that reads bytes from standard input and one that
-    writes bytes to standard output. From now on, a model's code reads an empty standard input, and its output goes to standard
-    error.
+    """Reserve standard input and output for messages, and return functions that read from the one and write to the other. From
+    now on, a model's code reads an empty standard input, and its output goes to standard error.
     """
     incoming, outgoing = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -188,9 +161,7 @@ def write_all(file: int, data: bytes) -> None:
 
 
 def main(compressed: bool = False) -> None:
-    """Run an engine for one app, which sends requests on standard input and reads events from standard output. The process exits
-    when this connection ends. compressed: whether to compress events.
-    """
+    """Run an engine for one app. The process exits when the connection ends. compressed: whether to compress events."""
     os.nice(max(0, NICENESS - os.nice(0)))  # the app's screen has priority
     gc.disable()  # until the model is open, because what is imported and loaded is long-lived
     imports.begin_imports()

@@ -16,25 +16,21 @@ if TYPE_CHECKING:
     from dtype_engine.results.pictures import PicturePair
 
 LARGEST_EXPONENT = 1100
-"""The largest |exponent| to base 2 that the histogram of a weight's exponents may contain. Float64 reaches -1074 in subnormal
-numbers.
-"""
+"""The largest |exponent| to base 2 of a value: subnormal float64 reaches -1074."""
 _MOST_SHOWN = 100
-"""Maximum length of a list whose entries the app draws all at once, such as the rows of a speed measurement."""
+"""Maximum length of a list that the app draws whole: it handles no keys meanwhile."""
 MOST_NOTICES = 1000
 """Maximum number of notices, which are sentences for the user, in one event."""
 
 
 def check_length(shown: Sequence[object], most: int = _MOST_SHOWN) -> None:
-    """Raise ValueError if a list has more than `most` entries. The length of a list whose entries the app draws all at once is
-    limited, because the app handles no keys while it draws them.
-    """
+    """Raise ValueError if a list has more than `most` entries."""
     if len(shown) > most:
         raise ValueError(f"{len(shown):,} entries in a list of at most {most:,}")
 
 
 def check_kv_cache(cache: KVCache) -> None:
-    """Raise ValueError if the description of a KV cache has impossible values, such as an unknown dtype or a negative size."""
+    """Raise ValueError if a KV cache has impossible values, such as an unknown dtype or a negative size."""
     if cache.dtype is not None:
         check_dtypes((cache.dtype,))
     if not 0 < (cache.longest or 1) < 1 << 40:

@@ -1,8 +1,7 @@
 """The worker: a thread that owns the model. It accepts commands and emits events, and its callers never wait.
 
-A request of the app becomes a command (`commands`). The queue decides which commands are superseded by a newer one, and which
-command runs next (`queue`). The thread runs the commands one by one (`run_commands`). A running command that is superseded stops
-within one module call.
+A request of the app becomes a command (`commands`), the queue decides which runs next (`queue`), and the thread runs them one
+by one (`run_commands`). A running command that is superseded stops within one module call.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from dtype_engine.recipe import Recipe
 from dtype_engine.service import events
 from dtype_engine.service.commands import READ_ONLY, Cancel, Command, Measure, Request, Save, Scan
 from dtype_engine.service.engine import CLOSE_WAIT_S, Engine
-from dtype_engine.service.memory_sampler import MemorySampler
 from dtype_engine.service.open_model import OpenModel
 from dtype_engine.service.opening import open_model
 from dtype_engine.service.planned_losses import PlannedLosses
@@ -33,29 +31,47 @@ from dtype_engine.service.queue import Queue, finish, job_names, merge, opened, 
 
 if TYPE_CHECKING:
     from dtype_engine.checkpoint.source import Source
+    from dtype_engine.runtime.session.session import Session
     from dtype_engine.service.run_commands import CommandRunner
     from dtype_engine.service.save_requests import SaveRequest
 
 NICENESS = 10
+_SAMPLE_S = 0.25
 
 
-def _lower_priority() -> None:
-    """Raise this thread's niceness, so that the thread that handles keys is scheduled first. Torch's threads inherit it.
+class _MemorySampler:
+    """A thread that emits `Memory` events, four a second while `busy` is set, and none until `session` is set."""
 
-    Only Linux has a niceness for each thread; elsewhere this does nothing.
-    """
-    if sys.platform == "linux":
-        own = threading.get_native_id()
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, own, max(NICENESS, os.getpriority(os.PRIO_PROCESS, own)))
+    def __init__(self, emit: Callable[[events.Event], None]) -> None:
+        self.busy = threading.Event()
+        self.thread = threading.Thread(target=self._sample, name="dtype-engine-memory", daemon=True)
+        self.session: Session | None = None
+        self._emit = emit
+        self._closing = threading.Event()
+        self._lock = threading.Lock()
+
+    def emit_now(self) -> None:
+        """Emit the memory in use now. The lock ensures that the last event is the newest measurement."""
+        if (session := self.session) is not None:
+            with self._lock:
+                self._emit(events.Memory(session.recipe, session.memory()))
+
+    def close(self) -> None:
+        self._closing.set()
+        self.busy.set()  # wakes the thread
+
+    def _sample(self) -> None:
+        while not self._closing.wait(_SAMPLE_S):
+            self.busy.wait(1.0)
+            if self.busy.is_set() and not self._closing.is_set():
+                self.emit_now()
 
 
 class Worker(Engine):
     """Opens `source` in the background, then runs commands. `emit` is called from the worker's threads and from the callers'.
 
-    After opening, the worker casts to the latest recipe (at first the empty one) and measures it. If the model can't be loaded,
-    commands about the stored tensors still work. read_headers: whether to first read all headers of the checkpoint and emit the
-    tree that they give. False if the caller has this tree already.
+    After opening, the worker measures the latest recipe, at first the empty one. If the model can't be loaded, commands about
+    the stored tensors still work. read_headers: as in `open_model`.
     """
 
     def __init__(
@@ -66,21 +82,26 @@ class Worker(Engine):
         self._emit = emit
         self._read_headers = read_headers
         self._changed = threading.Condition()
-        """A condition whose lock must be held to read or change `_queue` and `_token`. Its waiters are notified when the queue
-        changes.
-        """
+        """Must be held to read or change `_queue` and `_token`. Notified when the queue changes."""
         self._queue = Queue(settings=options.settings)
         self._token = CancelToken()
         """Cancelling this token stops the running command. Each command gets a new token."""
         self._closing = threading.Event()
         self._model: OpenModel | None = None
-        """The opened model. It is set once, before `_opened` is set."""
+        """Set once, before `_opened` is set."""
         self._opened = threading.Event()
-        """Set when the model is open, and by `close`. Threads that need the model wait for this."""
+        """Set when the model is open, and by `close`."""
         self._planned_losses = PlannedLosses()
-        self._memory = MemorySampler(emit)
+        self._memory = _MemorySampler(emit)
         self._thread = threading.Thread(target=self._work, name="dtype-engine", daemon=True)
         self._planning: list[threading.Thread] = []
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the model is being opened, or a command other than a paused scan waits or runs."""
+        queue = self._queue
+        runs = queue.running is not None and not (isinstance(queue.running, Scan) and queue.paused)
+        return queue.available == "opening" or runs or bool(queue.waiting)
 
     def start(self) -> None:
         self._thread.start()
@@ -145,15 +166,16 @@ class Worker(Engine):
             self._emit(events.Stopped(queue.recipe, queue.stopped, queue.dropped))
 
     def _emit_jobs(self) -> None:
-        """Emit the names of the running and waiting commands. The caller must hold the lock, so that the last event is the newest
-        state.
-        """
+        """Emit the names of the running and waiting commands. The caller must hold the lock, so that the last is the newest."""
         running = self._queue.running
         name = job_names(self._queue, (running,))[0] if running is not None else ""
         self._emit(events.Jobs(name, job_names(self._queue, self._queue.waiting)))
 
     def _work(self) -> None:
-        _lower_priority()
+        if sys.platform == "linux":  # where a thread has a niceness: the one that handles keys comes first
+            own = threading.get_native_id()  # torch's threads inherit its niceness
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, own, max(NICENESS, os.getpriority(os.PRIO_PROCESS, own)))
         while (following := self._serve()) is not None:
             self._source, self._options = following
             with self._changed:
@@ -163,9 +185,7 @@ class Worker(Engine):
         self._emit(events.Idle())
 
     def _serve(self) -> tuple[Source, Options] | None:
-        """Open the model and run commands on it, until the worker is closed or a command requires another model to be opened.
-        Returns the source and the options of that other model (`OpenModel.opens_next`), or None if the worker is closed.
-        """
+        """Open the model and run commands on it. Returns what must be opened next, or None once the worker is closed."""
         from dtype_engine.service.run_commands import CommandRunner  # the first paint does not need it
 
         self._memory.busy.set()
@@ -185,9 +205,7 @@ class Worker(Engine):
         return model.opens_next
 
     def _next(self) -> tuple[Queue, CancelToken] | None:
-        """Wait for a command. Returns the queue with this command running, and its cancel token. Returns None if the worker is
-        closed.
-        """
+        """Wait for a command. Returns the queue with it running and its cancel token, or None if the worker is closed."""
         with self._changed:
             if not self._queue.waiting and not self._closing.is_set():
                 self._memory.busy.clear()
@@ -204,7 +222,7 @@ class Worker(Engine):
             return queue, token
 
     def _run(self, runner: CommandRunner, queue: Queue, token: CancelToken) -> None:
-        """Run `queue.running`, the current command. A failure is emitted as an event, and the session continues."""
+        """Run `queue.running`. A failure is emitted as an event, and the session continues."""
         command, recipe = queue.running, queue.recipe
         assert command is not None
         outcome: Literal["done", "failed", "interrupted"] = "failed"
@@ -215,30 +233,24 @@ class Worker(Engine):
             outcome = "done"
         except Cancelled:
             outcome = "interrupted"
-        except KernelError as error:
-            self._emit_failure(recipe, command, error.sentence, error.module)
-        except UserError as error:
-            self._emit_failure(recipe, command, error.sentence)
         except Exception as error:
-            small = "not enough memory; cast to a smaller dtype or use shorter inputs"
-            self._emit_failure(recipe, command, small if lacks_memory(error) else with_type(error))
+            self._emit_failure(recipe, command, error)
         self._memory.emit_now()
         with self._changed:
             self._replace_queue(finish(self._queue, outcome, follow_ups))
 
-    def _emit_failure(self, recipe: Recipe, command: Command, message: str, module: str | None = None) -> None:
-        """Emit that `command` failed: as `Failed` for a measurement, which then has no metrics, and as `Refused` for any other
-        command. module: the model's module that caused the error, if one did.
-        """
+    def _emit_failure(self, recipe: Recipe, command: Command, error: Exception) -> None:
+        """Emit that `command` failed: as `Failed` for a measurement, which then has no metrics, otherwise as `Refused`."""
+        small = "not enough memory; cast to a smaller dtype or use shorter inputs"
+        other = small if lacks_memory(error) else with_type(error)
+        message = error.sentence if isinstance(error, UserError) else other
         if isinstance(command, Measure):
-            self._emit(events.Failed(recipe, message, module))
+            self._emit(events.Failed(recipe, message, error.module if isinstance(error, KernelError) else None))
         else:
             self._emit(events.Refused(command.name, message))
 
     def _plan_export(self, queue: Queue) -> None:
-        """Emit what an export of the current recipe would write, or why there can be no export. Runs in a thread of its own,
-        because it waits until the model is open.
-        """
+        """Wait until the model is open, and emit what an export would write, or why there can be none."""
         from dtype_engine.service.writer import SaveContext, plan_export
 
         self._opened.wait()
@@ -249,7 +261,6 @@ class Worker(Engine):
         try:
             with foreign_code():
                 self._emit(events.ExportPlanned(recipe, plan_export(context)))
-        except UserError as error:
-            self._emit(events.ExportPlanned(recipe, None, error.sentence))
         except Exception as error:
-            self._emit(events.ExportPlanned(recipe, None, with_type(error)))
+            reason = error.sentence if isinstance(error, UserError) else with_type(error)
+            self._emit(events.ExportPlanned(recipe, None, reason))

@@ -21,10 +21,8 @@ OnProgress = Callable[[str, int, int], None]
 
 
 class WorkerProcesses:
-    """Starts worker processes for an open model when they are first needed, if the user set `Options.workers`. Only `close` may be
-    called from other threads than the worker's.
-
-    on_notice: called with notes to the user.
+    """Starts worker processes for an open model when they are first needed, if `Options.workers` asks for them. Only `close`
+    may be called from other threads than the worker's. on_notice: called with notes to the user.
     """
 
     def __init__(self, model: OpenModel, on_notice: Callable[[str], None]) -> None:
@@ -39,11 +37,10 @@ class WorkerProcesses:
 
     @contextmanager
     def over(self, session: Session, private: int, needed: bool = True) -> Iterator[Over | None]:
-        """A context manager that yields the worker processes, with the session's model open in them. It yields None if the work
-        should run in this process. If the processes can't be started or fail, they are closed, and the next call starts new ones.
+        """Yield the worker processes with the session's model open in them, or None if the work should run in this process. If
+        they fail, they are closed, and the next call starts new ones.
 
-        private: how many bytes each process needs in addition to the mapped checkpoint. needed: whether there is any work; if
-        False, None is yielded.
+        private: how many bytes each process needs in addition to the mapped checkpoint. needed: whether there is any work.
         """
         workers = self._model.options.workers
         if workers is None or not needed:
@@ -72,8 +69,6 @@ def throttled(on_progress: OnProgress) -> Callable[[str, int, int | None], None]
 
 
 def shared_progress(on_progress: OnProgress, what: str, over: Over | None) -> Callable[[int, int], None]:
-    """Return a progress callback `(done, total)` that reports steps such as `scan: 4 workers, 37 of 128`. what: the word before the
-    colon. over: the workers, or None if the work runs in this process.
-    """
+    """Return a progress callback `(done, total)` that reports steps such as `scan: 4 workers, 37 of 128`."""
     by = f"{plural(over.pool.workers, 'worker')}, " if over is not None else ""
     return lambda done, total: on_progress(f"{what}: {by}{done} of {total}", done, total)

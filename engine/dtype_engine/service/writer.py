@@ -29,12 +29,11 @@ from dtype_engine.service.save_requests import (
     ReportRequest,
     SaveRequest,
 )
+from dtype_engine.service.worker_processes import OnProgress
 
 if TYPE_CHECKING:
     from dtype_engine.results.losses import ValueLoss
     from dtype_engine.runtime.export import Contents
-
-OnProgress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -46,47 +45,36 @@ class SaveContext:
     recipe: Recipe
     planned_losses: PlannedLosses = field(default_factory=PlannedLosses)
     on_progress: OnProgress = lambda what, done, total: None
-    """A function that is called with the current step in a few words, the bytes done, and the total bytes."""
+    """Called with the current step in a few words, the bytes done, and the total bytes."""
     cancelled: IsCancelled = never
 
-    @property
-    def title(self) -> str:
-        """What the written files call the model."""
-        return self.model.source.title
-
     def plan(self, tree: Tree) -> Plan:
-        """Return the dtype of every tensor of `tree` under the recipe. Raises TooSlow if a pattern takes too long to match, because
-        the plan would be incomplete.
-        """
+        """Return the recipe's plan. Raises TooSlow if a pattern takes too long to match, because it would be incomplete."""
         plan = make_plan(tree, self.recipe)
         plan.refuse_too_slow()
         return plan
 
 
 def plan_export(context: SaveContext) -> ExportPlan:
-    """Return what an export of the recipe would write: its bytes, files and dtypes, and notices for the user. Raises UserError if
-    the recipe can't be exported.
-    """
+    """Return what an export of the recipe would write. Raises UserError if the recipe can't be exported."""
     from dtype_engine.runtime.export.export import SHARD_SIZE, names_of, shards
     from dtype_engine.runtime.export.one_file import reason_against
     from dtype_engine.runtime.export.readme import by_dtype, loading_text
 
-    contents = _contents(context)
+    contents, session = _contents(context), context.model.session
     return ExportPlan(
         contents.nbytes,
         len(names_of(shards(contents, SHARD_SIZE))),
         tuple((name, share.tensors, share.nbytes) for name, share in by_dtype(contents).items()),
         loading_text(contents),
         contents.notices,
-        _known_losses(context),
+        session.model.known_losses(context.plan(session.tree).dtypes) if session is not None else _losses(context, 0),
         reason_against(contents) or "",
     )
 
 
 def run_save(request: SaveRequest, context: SaveContext) -> tuple[str, tuple[str, ...]]:
-    """Write the file or folder that `request` names. Returns a sentence that says what was written, and notices for the user.
-    Raises UserError, Cancelled.
-    """
+    """Write what `request` names. Returns a sentence that says what was written, and notices. Raises UserError, Cancelled."""
     if isinstance(request, ExportRequest):
         return _export(request, context)
     check_target(request.file, request.replace)
@@ -105,20 +93,8 @@ def compose(
     return _report_text(request, context)
 
 
-def _known_losses(context: SaveContext) -> tuple[ValueLoss, ...] | None:
-    """Return the weights in which casts make values infinite or zero, if such values were counted before; otherwise None. No values
-    are read for this.
-    """
-    session = context.model.session
-    if session is not None:
-        return session.model.known_losses(context.plan(session.tree).dtypes)
-    return _losses(context, 0)
-
-
 def _losses(context: SaveContext, max_bytes: int = MAX_AUTOMATIC_BYTES) -> tuple[ValueLoss, ...] | None:
-    """Return the weights in which the recipe's casts make values infinite or zero. If the model is not loaded, values in the
-    checkpoint's files are counted. Returns None if this would require reading more than `max_bytes`.
-    """
+    """Return the weights in which casts lose values, or None if more than `max_bytes` of files must be read to count them."""
     model = context.model
     if model.session is not None:
         return model.session.lost_values(context.cancelled, context.plan(model.session.tree))
@@ -142,13 +118,13 @@ def _contents(context: SaveContext) -> Contents:
         return of_live(model.session.model, recipe, require_matches(tree, recipe).dtypes, context.settings)
     if model.checkpoint is None:
         raise UserError("the model is not open")
-    return of_checkpoint(model.checkpoint, context.title, recipe, replace(model.options, settings=context.settings))
+    return of_checkpoint(
+        model.checkpoint, context.model.source.title, recipe, replace(model.options, settings=context.settings)
+    )
 
 
 def _contents_to_write(context: SaveContext) -> Contents:
-    """Return what an export of the recipe writes. If it includes scales for activations (NVFP4) or of KV caches, these are computed
-    first: the model is cast to the recipe and run on the inputs.
-    """
+    """Return what an export writes. The inputs are run first for scales of activations (NVFP4) or of KV caches."""
     from dtype_engine.runtime.export.input_scales import needs_calibration
 
     contents, session = _contents(context), context.model.session
@@ -187,7 +163,9 @@ def _recipe_text(request: RecipeRequest, context: SaveContext) -> tuple[str, tup
     plan = require_matches(tree, context.recipe)
     notices = () if request.drift is not None else ("the recipe was not measured: the file has no drift",)
     losses = _losses(context)
-    return recipe_text(tree, plan, context.title, context.settings, request.drift, versions(), losses), notices
+    return recipe_text(
+        tree, plan, context.model.source.title, context.settings, request.drift, versions(), losses
+    ), notices
 
 
 def _report_text(request: ReportRequest, context: SaveContext) -> tuple[str, tuple[str, ...]]:
@@ -204,7 +182,7 @@ def _report_text(request: ReportRequest, context: SaveContext) -> tuple[str, tup
     report = build_report(
         tree,
         plan,
-        context.title,
+        context.model.source.title,
         context.settings,
         Measured(drift, reason, losses, nonfinite, request.speed),
         versions(),
@@ -214,9 +192,7 @@ def _report_text(request: ReportRequest, context: SaveContext) -> tuple[str, tup
 
 
 def _measured(context: SaveContext) -> tuple[DriftReport | None, NonFiniteDiagnosis | None, str]:
-    """Measure the drift of the recipe. Returns (report, diagnosis, ""); the diagnosis says where values stop being finite, and is
-    None if all are finite. If the drift can't be measured, returns (None, None, reason).
-    """
+    """Measure the recipe. Returns the report, where values stop being finite, and ""; or None, None and why not."""
     session = context.model.session
     if session is None:
         return None, None, fill_hints(context.model.why_closed, ON_THE_COMMAND_LINE) or "the model is not open"
@@ -236,7 +212,7 @@ def _converted(request: ConvertRequest, context: SaveContext) -> tuple[str, tupl
     tree = described.tree
     plan, activations = require_matches(tree, context.recipe), context.settings.quantize_activations
     conversion = target_named(request.target).convert(
-        Context(tree, plan, context.title, described.model_type, described.kinds, activations)
+        Context(tree, plan, context.model.source.title, described.model_type, described.kinds, activations)
     )
     notices: tuple[str, ...] = conversion.notes
     if left_out := sum(len(entry.tensors) for entry in conversion.left_out):
@@ -249,9 +225,7 @@ def _converted(request: ConvertRequest, context: SaveContext) -> tuple[str, tupl
 
 
 def _with_rate(on_progress: OnProgress) -> Callable[[int, int], None]:
-    """Return a callback that is called with the number of bytes written so far and in total. It calls `on_progress` with the same
-    numbers and a text with the rate of writing, such as `exporting: 310.00 MiB/s`.
-    """
+    """Return a callback for the bytes written so far and in total. It reports the rate, as in `exporting: 310.00 MiB/s`."""
     started, throttle = time.perf_counter(), Throttle()
 
     def on_bytes(done: int, total: int) -> None:

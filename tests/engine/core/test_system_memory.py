@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from dtype_engine.core import system_memory
-from dtype_engine.core.memory_share import memory_budget
+from dtype_engine.core.system_memory import memory_budget
 
 MIB = 1 << 20
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,26 @@ import pytest
 import dtype_engine as de
 from dtype_engine.checkpoint.source import Source, locate
 from dtype_engine.evaluation import work
-from dtype_engine.evaluation.specs import Opened
+from dtype_engine.evaluation.pool import Pool
+from dtype_engine.evaluation.specs import Evaluated, Evaluation, Opened, ScanSequence
+
+
+def untimed(report: Any) -> Any:
+    """A report of a scan without what differs each time."""
+    return dataclasses.replace(report, forward_seconds=0.0, scan_seconds=0.0)
+
+
+def results_with_one_killed(pool: Pool, opened: Opened, count: int) -> dict[int, Evaluated]:
+    """The results of scanning five sequences again and again, where the process that gave the first is killed."""
+    found: dict[int, Evaluated] = {}
+    evaluations = [Evaluation(opened, ScanSequence(("int8",), 2, index % 5)) for index in range(count)]
+    for index, result in pool.results(evaluations):
+        if not found:
+            os.kill(result.process, signal.SIGKILL)
+        found[index] = result
+    assert sorted(found) == list(range(count))
+    assert len({result.process for result in found.values()}) > 1
+    return found
 
 
 @pytest.fixture(autouse=True)

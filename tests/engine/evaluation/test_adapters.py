@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.engine.evaluation.conftest import untimed
 from tests.helpers.paths import ROOT
 
 import dtype_engine as de
@@ -25,10 +25,6 @@ def adapter(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.setenv("PYTHONPATH", str(folder), prepend=":")
     return import_module(f"{page}_adapter")
-
-
-def untimed(report: Any) -> Any:
-    return dataclasses.replace(report, forward_seconds=0.0, scan_seconds=0.0)
 
 
 @pytest.fixture

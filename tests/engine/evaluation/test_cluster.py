@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import os
-import signal
 import socket
 import subprocess
 from collections.abc import Callable, Iterator
@@ -12,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.engine.evaluation.conftest import results_with_one_killed, untimed
 from tests.helpers import preloaded
 
 import dtype_engine as de
@@ -20,7 +18,7 @@ from dtype_engine.cli import cli
 from dtype_engine.cli.program import run
 from dtype_engine.evaluation import work
 from dtype_engine.evaluation.cluster import DaskPool
-from dtype_engine.evaluation.specs import Evaluated, Evaluation, Opened, ScanSequence
+from dtype_engine.evaluation.specs import Opened
 from dtype_engine.runtime.session import opening
 
 pytestmark = pytest.mark.slow
@@ -57,10 +55,6 @@ def start(tmp_path: Path) -> Iterator[Start]:
         process.wait()
 
 
-def untimed(report: Any) -> Any:
-    return dataclasses.replace(report, forward_seconds=0.0, scan_seconds=0.0)
-
-
 def test_cluster_results_survive_a_killed_worker(
     start: Start, session: Any, source: Source, options: de.Options, opened: Opened
 ) -> None:
@@ -78,16 +72,9 @@ def test_cluster_results_survive_a_killed_worker(
         fresh = opening.open_session(source, options)
         here = {index: report.output for index, report in work.drifts(fresh, recipes, None)}
         assert {index: report.output for index, report in work.drifts(session, recipes, over)} == here
-        evaluations = [Evaluation(opened, ScanSequence(("int8",), 2, index % 5)) for index in range(40)]
-        found: dict[int, Evaluated] = {}
-        for index, result in pool.results(evaluations):
-            if not found:
-                os.kill(result.process, signal.SIGKILL)
-            found[index] = result
+        found = results_with_one_killed(pool, opened, 40)
     scan = session.scan_task(["int8"], 2, False, None)
-    assert sorted(found) == list(range(40))
     assert all(found[index].value.scores == scan.measure(index % 5).scores for index in found)
-    assert len({result.process for result in found.values()}) > 1
 
 
 def test_finished_work_is_kept_when_the_scheduler_ends(

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import pickle
-import signal
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,12 +12,13 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from tests.engine.evaluation.conftest import results_with_one_killed, untimed
 from tests.helpers import preloaded
 
 import dtype_engine as de
 from dtype_engine.checkpoint.source import Source, locate
 from dtype_engine.core.errors import KernelError
-from dtype_engine.core.memory_share import memory_budget, share_memory
+from dtype_engine.core.system_memory import memory_budget, share_memory
 from dtype_engine.evaluation import work
 from dtype_engine.evaluation.evaluate import evaluate
 from dtype_engine.evaluation.pool import ProcessPool, fitting
@@ -31,7 +30,9 @@ from dtype_engine.evaluation.specs import (
     Opened,
     RecipeDrift,
     ScanSequence,
+    model_text,
     other_versions,
+    portable,
 )
 from dtype_engine.results.export import VerifyReport
 from dtype_engine.runtime.measure import attribution
@@ -60,8 +61,7 @@ def test_scan_over_processes_equals_a_scan_in_one(
     assert seen == [("scan", number, parts) for number in range(1, parts + 1)]
     assert parts == (11 * 3 if exact else 5)  # weights by dtypes, the stored one among them; sequences
     assert len({one.score for one in here.weights}) > 10
-    untimed = {"forward_seconds": 0.0, "scan_seconds": 0.0}
-    assert dataclasses.replace(there, **untimed) == dataclasses.replace(here, **untimed)
+    assert untimed(there) == untimed(here)
     assert session.scanned == there
 
 
@@ -82,15 +82,8 @@ def test_drifts_over_processes_equal_those_in_one(
 
 
 def test_work_of_a_killed_process_is_repeated(session: Any, opened: Opened) -> None:
-    evaluations = [Evaluation(opened, ScanSequence(("int8",), 2, index % 5)) for index in range(20)]
-    found: dict[int, Evaluated] = {}
     with ProcessPool(2) as pool:
-        for index, result in pool.results(evaluations):
-            if not found:
-                os.kill(result.process, signal.SIGKILL)
-            found[index] = result
-    assert sorted(found) == list(range(20))
-    assert len({result.process for result in found.values()}) > 1
+        found = results_with_one_killed(pool, opened, 20)
     scan = session.scan_task(["int8"], 2, False, None)
     for index, result in found.items():
         assert result.value.scores == scan.measure(index % 5).scores
@@ -196,8 +189,8 @@ def test_task_is_the_same_from_any_folder(source: Source, monkeypatch: pytest.Mo
         (None, None),
     ]
     for text, expected in typed:
-        assert work.model_text(locate(text)) == expected
-    made = work.portable(de.Options(texts=(Path("a.txt"),), tensors=Path("b.pt")), 3)
+        assert model_text(locate(text)) == expected
+    made = portable(de.Options(texts=(Path("a.txt"),), tensors=Path("b.pt")), 3)
     assert (made.texts, made.tensors, made.threads) == (
         (source.path.parent / "a.txt",), source.path.parent / "b.pt", 3,
     )  # fmt: skip

@@ -11,7 +11,7 @@ from dtype_engine import Recipe
 from dtype_engine.core.options import RunSettings
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.service import events
-from dtype_engine.service.checks import check_event
+from dtype_engine.service.messages import check_event
 from dtype_engine.service.save_requests import ExportPlan
 
 

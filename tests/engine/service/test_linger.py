@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.helpers import preloaded, slow_line
-from tests.helpers.recorded_worker import RecordedProcess
+from tests.helpers.recorded_worker import RecordedProcess, wait_until
 
 from dtype_engine import Options, Recipe, Rule
 from dtype_engine.service import events
@@ -64,10 +64,7 @@ def far(folder: Path) -> Iterator[Far]:
     made.recorded.worker.start()
     yield made
     made.recorded.worker.close()
-    until = time.monotonic() + 20
-    while made.logs():
-        assert time.monotonic() < until, "the engine has not ended with the app"
-        time.sleep(0.1)
+    wait_until(lambda: not made.logs(), 20, "the engine has not ended with the app")
 
 
 def test_results_during_a_lost_connection_arrive_once_afterwards(far: Far) -> None:
@@ -127,10 +124,7 @@ def test_lingering_engine_is_replaced_on_restart(far: Far) -> None:
     since = len(recorded.events)
     recorded.worker.restart()
     recorded.wait_for(events.Measured, since=since)
-    until = time.monotonic() + 10
-    while Path(f"/proc/{first}").exists() and time.monotonic() < until:
-        time.sleep(0.1)
-    assert not Path(f"/proc/{first}").exists()
+    wait_until(lambda: not Path(f"/proc/{first}").exists(), 10)
 
 
 def test_exports_are_written_remotely_and_recipes_locally(far: Far, tmp_path: Path) -> None:
@@ -164,10 +158,7 @@ def test_lingering_engine_ends_without_a_client(folder: Path) -> None:
     far.recorded.wait_for(events.Measured)
     (folder / "down-for-now").touch()
     far.cut()
-    until = time.monotonic() + 30
-    while far.logs():
-        assert time.monotonic() < until
-        time.sleep(0.1)
+    wait_until(lambda: not far.logs(), 30)
     (folder / "down-for-now").unlink()
     assert "is gone" in far.recorded.wait_for(events.EngineEnded).message
     far.recorded.worker.close()
@@ -226,10 +217,7 @@ def test_stale_socket_is_replaced_and_tokens_are_separate(folder: Path) -> None:
     close = b"\0\0\0\x07\x91\xa5Close"
     for process in (one_more, two):
         process.communicate(close, timeout=60)
-    until = time.monotonic() + 20
-    while list(engines.iterdir()):
-        assert time.monotonic() < until
-        time.sleep(0.1)
+    wait_until(lambda: not list(engines.iterdir()), 20)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from tests.helpers import preloaded
-from tests.helpers.recorded_worker import RecordedProcess
+from tests.helpers.recorded_worker import RecordedProcess, wait_until
 
 from dtype_engine import Options, Recipe, Rule
 from dtype_engine.service import control, events
@@ -135,12 +135,10 @@ def put(*message):
 sys.stdout.buffer.write(b"motd\\n\\0dtype-engine\\0")
 """
 )
+GREETED = HELLO + "put('Hello', PROTOCOL, 'x', [], 0, False)\n"
 HOSTILE = {
     "ends": ("raise SystemExit('bash: dtype-engine: command not found')", "command not found"),
-    "garbage": (
-        HELLO + "put('Hello', PROTOCOL, 'x', [], 0, False)\nsys.stdout.buffer.write(bytes(range(256)) * 999)",
-        "does not understand",
-    ),
+    "garbage": (GREETED + "sys.stdout.buffer.write(bytes(range(256)) * 999)", "does not understand"),
     "another version": (
         HELLO + "put('Hello', 99, '9.9\\x1b[2J', [], 0, False)\nsys.stdin.read()",
         "has dtype-tui 9.9\\x1b[2J",
@@ -150,18 +148,12 @@ HOSTILE = {
         "torch can't be imported",
     ),
     "endless line": ("while True: print('y' * 100000, end='')", "no dtype-engine"),
-    "no message": (
-        HELLO + "put('Hello', PROTOCOL, 'x', [], 0, False)\nput('Rm', '-rf')\nsys.stdin.read()",
-        "does not understand",
-    ),
+    "no message": (GREETED + "put('Rm', '-rf')\nsys.stdin.read()", "does not understand"),
     "a file that nobody asked for": (
-        HELLO + "put('Hello', PROTOCOL, 'x', [], 0, False)\nput('Composed', 0, 'text', [])\nsys.stdin.read()",
+        GREETED + "put('Composed', 0, 'text', [])\nsys.stdin.read()",
         "does not understand",
     ),
-    "its own end": (
-        HELLO + "put('Hello', PROTOCOL, 'x', [], 0, False)\nput('EngineLost', 'x')\nsys.stdin.read()",
-        "does not understand",
-    ),
+    "its own end": (GREETED + "put('EngineLost', 'x')\nsys.stdin.read()", "does not understand"),
     "4 GB": (HELLO + "sys.stdout.buffer.write(b'\\xff' * 4)\nsys.stdout.flush()\nsys.stdin.read()", "no dtype-engine"),
     "a bare event": (HELLO + "put('Idle')\nsys.stdin.read()", "dtype-engine"),
     "an empty line": ("print()\nimport sys; sys.stdin.read()\nsys.exit(3)", "status"),
@@ -187,9 +179,7 @@ def test_invalid_engine_command_is_one_sentence(start: Start) -> None:
 def test_pipe_reader_waits_while_the_app_is_behind() -> None:
     """What an engine has sent beyond that waits in the pipe, and the engine with it."""
     behind, emitted, ends = threading.Semaphore(0), list[events.Event](), threading.Event()
-    endless = python(
-        HELLO + "put('Hello', PROTOCOL, 'x', [], 0, False)\nput('Opened', '', '')\nwhile True: put('Idle')"
-    )
+    endless = python(GREETED + "put('Opened', '', '')\nwhile True: put('Idle')")
     worker = EngineProcess(
         endless, control.Open(None, Options(), False), emitted.append, wait=lambda: ends.is_set() or behind.acquire()
     )
@@ -207,17 +197,10 @@ def test_pipe_reader_waits_while_the_app_is_behind() -> None:
 
 
 def test_engine_that_reads_no_requests_is_ended(start: Start) -> None:
-    deaf = python(HELLO + "import time\nput('Hello', PROTOCOL, 'x', [], 0, False)\ntime.sleep(600)")
+    deaf = python(GREETED + "import time\ntime.sleep(600)")
     recorded = start(deaf)
     wait_until(lambda: recorded.worker._is_connected)
     recipe = Recipe((Rule("a" * 1000, "float16"),))
     for _ in range(MOST_UNSENT + 1000):  # the pipe and the thread that writes have a few
         recorded.worker.request(SetRecipe(recipe))
     assert "it read none of the last 4,096 requests" in recorded.wait_for(events.EngineEnded).message
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.01)

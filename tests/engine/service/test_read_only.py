@@ -13,7 +13,7 @@ from dtype_engine.checkpoint.source import locate
 from dtype_engine.service import commands, control, events, messages
 from dtype_engine.service.commands import READ_ONLY, Command, Traits
 from dtype_engine.service.jobs import JOBS
-from dtype_engine.service.kept_scans import kept_scans_folder
+from dtype_engine.service.many_runs import kept_scans_folder
 from dtype_engine.service.save_requests import ConvertRequest, ExportRequest, RecipeRequest, ReportRequest, SaveRequest
 from dtype_engine.service.worker import Worker
 

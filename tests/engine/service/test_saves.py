@@ -69,6 +69,12 @@ def save(recorded: RecordedEngine, request: SaveRequest) -> events.Saved:
     return recorded.wait_for(events.Saved, since=start)
 
 
+def checked(recorded: RecordedEngine, path: str, for_export: bool = False) -> events.PathChecked:
+    start = len(recorded.events)
+    recorded.worker.check_path(path, for_export)
+    return recorded.wait_for(events.PathChecked, since=start)
+
+
 def test_existing_target_is_reported_while_something_runs(
     recorded: RecordedEngine, folder: Path, tmp_path: Path
 ) -> None:
@@ -81,22 +87,16 @@ def test_existing_target_is_reported_while_something_runs(
     for name, taken, reason in (
         ("full", False, in_it), ("full/file", True, ""), ("empty", False, in_it), ("none", False, ""), ("link", True, ""),
     ):  # fmt: skip
-        start, path = len(recorded.events), str(tmp_path / name)
-        recorded.worker.check_path(path, False)
-        checked = recorded.wait_for(events.PathChecked, since=start)
-        assert checked == events.PathChecked(path, taken, reason and f"{path} {reason}")
-    start = len(recorded.events)
-    recorded.worker.check_path("x" * 5000, False)
-    checked = recorded.wait_for(events.PathChecked, since=start)
-    assert (checked.taken, "File name too long" in checked.reason) == (False, True)
+        path = str(tmp_path / name)
+        assert checked(recorded, path) == events.PathChecked(path, taken, reason and f"{path} {reason}")
+    found = checked(recorded, "x" * 5000)
+    assert (found.taken, "File name too long" in found.reason) == (False, True)
     for place, says in (
         (tmp_path / "full", "has no recipe.yaml of an export"), (folder, "holds the model"), (tmp_path / "empty", ""),
     ):  # fmt: skip
-        start = len(recorded.events)
-        recorded.worker.check_path(str(place), True)
-        checked = recorded.wait_for(events.PathChecked, since=start)
-        assert says in checked.reason
-        assert bool(says) == bool(checked.reason)
+        found = checked(recorded, str(place), for_export=True)
+        assert says in found.reason
+        assert bool(says) == bool(found.reason)
 
 
 def test_every_save_request_writes_its_file(recorded: RecordedEngine, folder: Path, tmp_path: Path) -> None:

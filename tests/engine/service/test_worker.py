@@ -10,8 +10,8 @@ from tests.helpers.recorded_worker import RecordedEngine, RecordedWorker, Way
 
 from dtype_engine import Options, Recipe, Rule, RunSettings
 from dtype_engine.service import events
-from dtype_engine.service.commands import Cancel, Measure, SetRecipe, SetSettings
-from dtype_engine.service.jobs import CHECK, FLOW, GENERATE, SPEED, GenerateText
+from dtype_engine.service.commands import Cancel, Measure, Pause, Scan, SetRecipe, SetSettings
+from dtype_engine.service.jobs import CAUSES, CHECK, FLOOR, FLOW, GENERATE, SPEED, GenerateText
 from dtype_engine.service.worker import NICENESS
 
 HALF = Recipe((Rule("*", "float16"),))
@@ -148,3 +148,60 @@ def test_closing_a_busy_engine_is_quick(way: Way) -> None:
     with RecordedEngine(way, options=Options(prompts=("import os\n" * 4000,))) as recorded:
         recorded.wait_for(events.ModulesMeasured)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("dtype-engine")]
+
+
+def test_newer_recipe_interrupts_a_scan_which_then_continues(demo: RecordedEngine) -> None:
+    demo.wait_for(events.Idle)
+    start = len(demo.events)
+    demo.worker.request(Scan(("int8",)))
+    demo.wait_for(events.ScanUpdated, since=start)
+    recipe = Recipe((Rule("*.mlp", "bfloat16"),))
+    demo.worker.request(SetRecipe(recipe))
+    measured = demo.events.index(demo.measured(recipe, start))
+    demo.wait_for(events.ScanUpdated, lambda event: event.finished, measured)
+    counts = [event.report.sequences for event in demo.of(events.ScanUpdated)]
+    assert counts == sorted(counts)
+    assert counts[-1] == 6
+
+
+def test_paused_scan_can_be_cancelled_and_the_next_is_not_paused(short: RecordedEngine) -> None:
+    short.wait_for(events.Idle)
+    start = len(short.events)
+    short.worker.request(Pause(True))
+    short.worker.request(Scan(("int8",)))
+    short.worker.request(Cancel())
+    short.worker.request(Pause(True))
+    short.worker.request(Scan(("int8",)))
+    short.worker.request(Cancel())
+    short.worker.request(Scan(("int8",)))
+    short.wait_for(events.ScanUpdated, lambda event: event.finished, start)
+
+
+def test_noise_floor_is_reported_once_and_causes_on_request(short: RecordedEngine) -> None:
+    floor = short.answer(FLOOR)
+    short.wait_for(events.Idle)
+    short.worker.request(SetRecipe(BRAIN))
+    measured = short.measured(BRAIN)
+    short.worker.request(CAUSES.ask(None))
+    causes = short.answer(CAUSES)
+    assert causes.whole == pytest.approx(measured.report.output.kl_mean, rel=1e-6)
+    assert short.answers(FLOOR) == [floor]
+    told = short.of(events.JobGrown)
+    assert {event.recipe for event in (*told, *short.of(events.JobDone)) if event.ask == CAUSES.ask(None)} == {BRAIN}
+    parts = [part for event in told if (part := events.partial_of(event, CAUSES)) is not None]
+    assert parts
+    assert all(set(part.report.causes) <= set(causes.causes) for part in parts)
+
+
+def test_cancelled_causes_do_not_block_the_next_request(short: RecordedEngine) -> None:
+    short.answer(FLOOR)
+    short.worker.request(SetRecipe(BRAIN))
+    short.measured(BRAIN)
+    start = len(short.events)
+    short.worker.request(CAUSES.ask(None))
+    short.wait_for(events.WorkingProgress, lambda event: event.what.startswith("running each module"), start)
+    short.worker.request(Cancel())
+    assert short.wait_for(events.Stopped, since=start).job == "causes"
+    assert not short.answers(CAUSES)
+    short.worker.request(CAUSES.ask(None))
+    short.answer(CAUSES, start)

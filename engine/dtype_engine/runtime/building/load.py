@@ -19,9 +19,8 @@ from dtype_engine.checkpoint.source import Source
 from dtype_engine.checkpoint.weight_sets import is_diffusers
 from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.foreign_code import failures_as
-from dtype_engine.core.heap import trim_heap
 from dtype_engine.core.options import ModelOptions
-from dtype_engine.core.system_memory import free_memory
+from dtype_engine.core.system_memory import free_memory, trim_heap
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import plural
 from dtype_engine.results.coverage import Coverage

@@ -17,7 +17,7 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.export_lock import recover_stale
-from dtype_engine.core.heap import trim_heap
+from dtype_engine.core.system_memory import trim_heap
 from dtype_engine.recipe.file import write_recipe
 from dtype_engine.reports.text_losses import loss_notice
 from dtype_engine.results.export import ExportReport

@@ -25,7 +25,7 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import Cancelled, UserError
 from dtype_engine.core.fused import scale_groups, whole_scale_group
-from dtype_engine.core.heap import trim_heap
+from dtype_engine.core.system_memory import trim_heap
 from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.results.coverage import Coverage
 from dtype_engine.results.losses import ValueLoss, total

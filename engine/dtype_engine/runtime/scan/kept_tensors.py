@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from dtype_engine.core.errors import UserError
-from dtype_engine.core.heap import trim_heap
+from dtype_engine.core.system_memory import trim_heap
 from dtype_engine.runtime.libraries.torch_private import is_wrapped, storage_id, version_of
 
 _SMALLEST = 1 << 12

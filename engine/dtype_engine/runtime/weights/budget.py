@@ -18,7 +18,7 @@ from torch import nn
 from dtype_engine.checkpoint import ByteRange, CheckpointTensor
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import Cancelled
-from dtype_engine.core.heap import trim_heap
+from dtype_engine.core.system_memory import trim_heap
 from dtype_engine.runtime.formats.row_blocks import stopping
 from dtype_engine.runtime.weights.copies_ahead import CopiesAhead
 

@@ -24,8 +24,7 @@ from dtype_engine.results.pictures import MOST_PICTURES, Picture, PicturePair
 from dtype_engine.runtime.numerics.compare.metrics import OutputMetrics
 from dtype_engine.runtime.numerics.compare.pictures import picture_range, picture_sums, small_picture
 from dtype_engine.service import events
-from dtype_engine.service.checks import check_event
-from dtype_engine.service.messages import AnswerDecoder, encode_answer
+from dtype_engine.service.messages import AnswerDecoder, check_event, encode_answer
 
 
 def by_scipy(r: np.ndarray, c: np.ndarray) -> float:

@@ -14,7 +14,7 @@ from torch import nn
 import dtype_engine as de
 from dtype_engine import Recipe, Rule
 from dtype_engine.checkpoint.source import DEMO, locate
-from dtype_engine.core.heap import trim_heap
+from dtype_engine.core.system_memory import trim_heap
 from dtype_engine.runtime.session.process_memory import process_memory
 
 
