@@ -25,7 +25,8 @@ from dtype_engine.results.drift import NATS, NATS_PER_EXAMPLE, SQUARED
 from dtype_engine.results.scan import ScanReport
 from dtype_engine.runtime.scan import saved
 from dtype_engine.runtime.scan.routing import TopKSample
-from dtype_engine.runtime.scan.scan import DEFAULT_DTYPES, Scan
+from dtype_engine.runtime.scan.savable_scan import DEFAULT_DTYPES
+from dtype_engine.runtime.scan.scan import Scan
 from dtype_engine.runtime.scan.scores import SequenceScores
 
 
@@ -296,7 +297,7 @@ def test_failed_save_leaves_the_file_unchanged(tmp_path: Path, monkeypatch: pyte
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    scan = Scan(session.model, session.inputs, ("int8",), session.settings, 2, save=file)
+    scan = Scan(session.model, session.inputs, ("int8",), session.settings, file, draws=2)
     scan.done.popitem()
     with pytest.raises(de.UserError, match="No space left"):
         scan.run()
