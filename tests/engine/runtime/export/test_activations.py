@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from compressed_tensors.quantization import QuantizationScheme, preset_name_to_scheme
 from safetensors.torch import load_file, save_file
 from tests.helpers.candidate_output import candidate_output
-from tests.helpers.exporting import export_checkpoint
+from tests.helpers.exporting import export_checkpoint, read
 from torch import nn
 
 import dtype_engine as de
@@ -194,11 +194,7 @@ def test_nvfp4_export_without_inputs_is_refused(make_llama: Callable[..., Path],
     assert report.same
     assert any("14 scales of activations come from calibration inputs" in sentence for sentence in report.unchecked)
     file = out / "model.safetensors"
-    tensors = load_file(file)
-    from safetensors import safe_open
-
-    with safe_open(file, framework="pt") as handle:
-        metadata = handle.metadata()
+    tensors, metadata = read(file)
     tensors["model.layers.1.mlp.up_proj.input_global_scale"].fill_(torch.inf)
     save_file(tensors, file, metadata)
     (difference,) = verify(out, locate(str(source))).differences

@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model, save_model
+from tests.helpers.exporting import engine, same_bits
 from torch import nn
 
 import dtype_engine as de
 from dtype_engine.checkpoint import open_checkpoint
-from dtype_engine.cli import cli, run
 from dtype_engine.core.errors import UserError
 from dtype_engine.runtime.inputs.tensor_files import read_tensors
 from dtype_engine.runtime.weights.plain import PlainSource
@@ -66,17 +66,6 @@ FORMS: dict[str, Callable[[dict[str, torch.Tensor], Path], None]] = {
     "nested": lambda held, path: torch.save({"epoch": 3, "state_dict": held}, path),
     "deflated": lambda held, path: (torch.save(held, path), zipped_again(path))[1],
 }
-
-
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    def bits(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.resolve_conj().contiguous().reshape(-1).view(torch.uint8)
-
-    return (one.dtype, one.shape) == (other.dtype, other.shape) and torch.equal(bits(one), bits(other))
-
-
-def engine(*arguments: object) -> int:
-    return run(cli, "dtype-engine", [str(argument) for argument in arguments])
 
 
 @pytest.mark.parametrize("form", FORMS)
