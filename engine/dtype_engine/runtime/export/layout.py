@@ -11,7 +11,7 @@ import filecmp
 import fnmatch
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -132,13 +132,8 @@ def _pipeline(checkpoint: Checkpoint) -> Layout:
         copy.notes.append(
             f"copied as they are, since their weights are not in safetensors: {', '.join(map(printable, as_they_are))}"
         )
-    return Layout(
-        "pipeline",
-        tuple(parts),
-        tuple(copy.copied),
-        copy.notices(),
-        _class_name(index, "DiffusionPipeline"),
-    )
+    class_name = _class_name(index, "DiffusionPipeline")
+    return Layout("pipeline", tuple(parts), tuple(copy.copied), copy.notices(), class_name)
 
 
 def _class_name(config: Mapping[str, Any], otherwise: str) -> str:
@@ -184,10 +179,10 @@ class _FolderCopy:
                 f"{printable(component.name)}: written without the variant {printable(component.variant)} in the names of its "
                 "files, which a cast makes untrue"
             )
-        keep = (lambda name: True) if with_config else (lambda name: name != f"{component.name}/config.json")
-        self._walk(component.folder, f"{component.name}/", lambda path: keep(path) and not _is_weight(path))
+        config = None if with_config else f"{component.name}/config.json"
+        self._walk(component.folder, f"{component.name}/", lambda path: path != config and not _is_weight(path))
 
-    def _walk(self, folder: Path, prefix: str, wanted: Any) -> list[str]:
+    def _walk(self, folder: Path, prefix: str, wanted: Callable[[str], bool]) -> list[str]:
         taken = []
         for entry in _entries(folder):
             if entry.is_dir() and not entry.is_symlink():

@@ -233,17 +233,9 @@ def _item(checkpoint: Checkpoint, name: str, dtype: str, expressible: bool) -> E
     own_parts = (tensor,) if coded is None else tuple(coded.parts.values())
     ranges = [part.bytes for part in (own_parts if of_others is None else copies)]
     source_bytes = tuple(each for each in ranges if each is not None) if dtype == stored and None not in ranges else ()
+    source, portable = source_of(checkpoint, name, "copied"), has_scales and expressible
     return ExportTensor(
-        name,
-        tensor.shape,
-        stored,
-        dtype,
-        has_scales,
-        has_scales and expressible,
-        source_bytes,
-        source_of(checkpoint, name, "copied"),
-        coded=of_others,
-        copies=copies,
+        name, tensor.shape, stored, dtype, has_scales, portable, source_bytes, source, coded=of_others, copies=copies
     )
 
 

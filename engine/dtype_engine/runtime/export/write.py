@@ -157,10 +157,9 @@ def _write_item(out: _Target, starts: Mapping[str, int], lost: list[ValueLoss] |
         return
     values = item.source.read() if item.source.plain else Pieces(item.source)
     counter = LossCounter(item.name, values, item.dtype) if lost is not None and item.dtype != item.stored else None
-    if item.dtype in dtypes.BLOCK_FORMATS:
-        _write_blocks(values, item, offsets, out, counter)
-    elif item.has_scales:
-        out.put(_write_codes(values, item, out, offsets[0], counter), offsets[1])
+    if item.has_scales:
+        write = _write_blocks if item.dtype in dtypes.BLOCK_FORMATS else _write_codes
+        write(values, item, offsets, out, counter)
     else:
         _write_tensor(values, torch_dtype(item.dtype), out, offsets[0], counter)
     if lost is not None and counter is not None and (loss := counter.result()) is not None:
@@ -168,11 +167,7 @@ def _write_item(out: _Target, starts: Mapping[str, int], lost: list[ValueLoss] |
 
 
 def _write_tensor(
-    values: torch.Tensor | Pieces,
-    dtype: torch.dtype,
-    out: _Target,
-    at: int,
-    counter: LossCounter | None = None,
+    values: torch.Tensor | Pieces, dtype: torch.dtype, out: _Target, at: int, counter: LossCounter | None
 ) -> None:
     """Cast `values` to `dtype` and write them from the file offset `at` on, a block at a time. Casts are elementwise, so the
     block size does not change the result. counter: counts the values that the cast makes infinite or zero.
@@ -205,18 +200,18 @@ def _write_bytes(tensor: torch.Tensor, out: _Target, at: int) -> None:
 def _write_codes(
     tensor: torch.Tensor | Pieces,
     item: ExportTensor,
+    offsets: Sequence[int],
     out: _Target,
-    at: int,
     counter: LossCounter | None,
-) -> torch.Tensor:
-    """Quantize a tensor to a format without blocks, write its codes, one byte each, and return the scales."""
+) -> None:
+    """Quantize a tensor to a format without blocks, and write its codes, one byte each, and its scales at `offsets`."""
 
     def write(start: int, codes: torch.Tensor) -> None:
         if counter is not None:
             counter.see(start, codes)
-        out.put(codes, at + start)
+        out.put(codes, offsets[0] + start)
 
-    return quantize_in_blocks(tensor, item.dtype, write, _shared_amax(item))
+    out.put(quantize_in_blocks(tensor, item.dtype, write, _shared_amax(item)), offsets[1])
 
 
 def _shared_amax(item: ExportTensor) -> float | None:

@@ -64,11 +64,8 @@ def diffusers_inputs(model: LiveModel, options: InputOptions) -> Inputs:
         draws = [partial(torch.randn, generator=torch.Generator().manual_seed(number)) for number in range(count)]
         calls = [make(model.module.config, draw, steps[number : number + 1]) for number, draw in enumerate(draws)]
     what = "random latents of a picture" if "z" in calls[0] else "random latents, text embeddings and time steps"
-    return Inputs(
-        tuple(Batch(kwargs=call) for call in calls),
-        f"{plural(count, 'call')} of {what}",
-        made_of=(f"{what}, in the shapes that the configuration says",),
-    )
+    batches, made_of = tuple(Batch(kwargs=call) for call in calls), f"{what}, in the shapes that the configuration says"
+    return Inputs(batches, f"{plural(count, 'call')} of {what}", made_of=(made_of,))
 
 
 _Draw = Callable[..., torch.Tensor]

@@ -66,12 +66,8 @@ def make_pictures(model: LiveModel, options: InputOptions) -> tuple[list[Picture
     vision = vision_config(model)
     limits = options.limits
     width, height = sides(model)
-    limits.refuse_model(
-        "values",
-        model.title,
-        f"a picture of {width} x {height}, the size in config.json,",
-        channels(model) * width * height * max(1, _frames(vision, model.module)),
-    )
+    values = channels(model) * width * height * max(1, _frames(vision, model.module))
+    limits.refuse_model("values", model.title, f"a picture of {width} x {height}, the size in config.json,", values)
     if options.images and processor is None and "image_grid_thw" in parameters(model.module):
         raise UserError(
             f"{model.title} has no image processor that can be loaded, so {options.images[0]} can't be used"
@@ -97,9 +93,9 @@ def make_pictures(model: LiveModel, options: InputOptions) -> tuple[list[Picture
     else:
         how = "values around -1 to 1: the folder has no image processor that can be loaded"
         planes, frames = synthetic_planes(channels(model), width, height), _frames(vision, model.module)
-        values = planes.expand(1, frames, *planes.shape) if frames else planes[None]
+        pixels = planes.expand(1, frames, *planes.shape) if frames else planes[None]
         about = f"a synthetic film of {frames} frames" if frames else "a synthetic picture"
-        pictures = [Picture({"pixel_values": values}, f"{about}, {width} x {height}")]
+        pictures = [Picture({"pixel_values": pixels}, f"{about}, {width} x {height}")]
     whose = "pictures: your files" if options.images else "picture: smooth waves and a little noise"
     return pictures, (f"{whose}, {how}",)
 

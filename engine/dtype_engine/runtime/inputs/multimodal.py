@@ -119,12 +119,9 @@ def _contrastive_inputs(
     if len(shapes) > 1:
         raise UserError(f"{model.title} compares pictures of one size: these have {len(shapes)}; give fewer")
     kwargs = {key: torch.cat([picture.kwargs[key] for picture in pictures]) for key in pictures[0].kwargs}
-    about = "; ".join(picture.about for picture in pictures)
-    return Inputs(
-        (Batch(kwargs=kwargs | rows, text=shown, about=about),),
-        f"{described(pictures, options)}, compared with {len(texts)} texts",
-        made_of=(*made_of, how),
-    )
+    batch = Batch(kwargs=kwargs | rows, text=shown, about="; ".join(picture.about for picture in pictures))
+    description = f"{described(pictures, options)}, compared with {len(texts)} texts"
+    return Inputs((batch,), description, made_of=(*made_of, how))
 
 
 def _vision_language_inputs(
@@ -148,12 +145,8 @@ def _vision_language_inputs(
             kwargs["use_cache"] = False
         shown = text if tokenizer is not None else None
         batches.append(Batch(kwargs=kwargs, text=shown, about=picture.about))
-    return Inputs(
-        tuple(batches),
-        _with_texts(pictures, options, texts, given),
-        made_of=(*made_of, *sorted(how)),
-        prompts=True,
-    )
+    description = _with_texts(pictures, options, texts, given)
+    return Inputs(tuple(batches), description, made_of=(*made_of, *sorted(how)), prompts=True)
 
 
 def processor_template(model: LiveModel) -> str | None:

@@ -63,25 +63,25 @@ def _load_tokenizer(folder: Path, **options: Any) -> Any:
 
 def image_processor_of(model: LiveModel) -> Any:
     """Return the image processor in the model's folder, or None if the folder has none or it can't be loaded."""
-    from transformers import AutoImageProcessor
-
-    return _loaded(model, _PROCESSORS, AutoImageProcessor.from_pretrained)
+    return _processor(model, "AutoImageProcessor")
 
 
 def feature_extractor_of(model: LiveModel) -> Any:
     """Return the feature extractor for audio in the model's folder, or None if the folder has none or it can't be loaded."""
-    from transformers import AutoFeatureExtractor
-
-    return _loaded(model, _PROCESSORS, AutoFeatureExtractor.from_pretrained)
+    return _processor(model, "AutoFeatureExtractor")
 
 
 def processor_of(model: LiveModel) -> Any:
     """Return the processor for text and pictures in the model's folder, or None if the folder has none or it can't be loaded."""
-    from transformers import AutoProcessor
-
-    processor = _loaded(model, _PROCESSORS, AutoProcessor.from_pretrained)
+    processor = _processor(model, "AutoProcessor")
     together = hasattr(processor, "image_processor") and hasattr(processor, "tokenizer")
     return processor if together else None
+
+
+def _processor(model: LiveModel, kind: str) -> Any:
+    import transformers
+
+    return _loaded(model, _PROCESSORS, getattr(transformers, kind).from_pretrained)
 
 
 def no_tokenizer(model: LiveModel) -> str:

@@ -157,21 +157,14 @@ def _shared(scan: SavedScan | _File) -> dict[str, Any]:
 
 def write(path: Path, saved: SavedScan) -> None:
     """Save a scan atomically. Raises UserError if the file can't be written."""
-    sequences = [
-        _Sequence(
-            one.normalizer,
-            one.complete,
-            _rows(one.sums, one.independent, one.measured),
-            [
-                _TopKSample(
-                    sample.index, sample.share, sample.margins, sample.cost, _rows(sample.squares, sample.independent)
-                )
-                for sample in one.topk_samples
-            ],
-            index,
-        )
-        for index, one in sorted(saved.done.items())
-    ]
+    sequences = []
+    for index, one in sorted(saved.done.items()):
+        samples = [
+            _TopKSample(each.index, each.share, each.margins, each.cost, _rows(each.squares, each.independent))
+            for each in one.topk_samples
+        ]
+        rows = _rows(one.sums, one.independent, one.measured)
+        sequences.append(_Sequence(one.normalizer, one.complete, rows, samples, index))
     scores = None if saved.measured is None else [(*key, *value) for key, value in sorted(saved.measured.items())]
     file = _File(**_shared(saved), sequences=sequences, scores=scores)
     # The json module is used because msgspec's JSON can't represent infinity.

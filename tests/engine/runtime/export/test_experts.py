@@ -93,11 +93,11 @@ def by_hand(folder: Path) -> dict[str, torch.Tensor]:
         if "weight" not in name or name.endswith(("_packed", ".weight")):
             weight = name.removesuffix("_packed")
             parts = {key.removeprefix(weight): value for key, value in tensors.items() if key.startswith(weight + "_")}
-            found[weight] = _decoded(tensor, parts)
+            found[weight] = decoded(tensor, parts)
     return found
 
 
-def _decoded(codes: torch.Tensor, parts: dict[str, torch.Tensor]) -> torch.Tensor:
+def decoded(codes: torch.Tensor, parts: dict[str, torch.Tensor]) -> torch.Tensor:
     scale = parts.get("_scale", parts.get("_scale_inv"))
     if scale is None:
         return codes.float()

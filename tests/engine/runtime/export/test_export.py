@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from packaging.version import Version
 from safetensors.torch import load_file
+from tests.engine.runtime.export.test_experts import saved
 from tests.helpers import preloaded
 from tests.helpers.exporting import export_checkpoint, read, same_bits
 from tests.helpers.measured_on import placed
@@ -472,17 +473,7 @@ def test_python_model_is_exported_from_the_command_line(tmp_path: Path, capsys: 
 
 
 def test_packed_experts_are_exported_in_the_dtype_of_the_pack(tmp_path: Path) -> None:
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.MixtralConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, num_local_experts=3,
-    )  # fmt: skip
-    transformers.MixtralForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "moe")
-    before = stored(tmp_path / "moe")
-    if not any(".experts.0." in name for name in before):
-        pytest.skip("this transformers stores experts packed")
+    before = stored(saved("mixtral", tmp_path / "moe", width=24, count=3))
     session = de.open(str(tmp_path / "moe"))
     session.cast("*.experts.down_proj", "float16")
     session.export(tmp_path / "out")

@@ -177,12 +177,8 @@ def test_standard_error_shrinks_with_every_sequence() -> None:
     session = de.open(module, inputs=[{"input_ids": each} for each in ids])
     reports: list[ScanReport] = []
     progress: list[tuple[int, int | None]] = []
-    session.scan(
-        ["int8"],
-        draws=4,
-        on_estimate=reports.append,
-        on_progress=lambda what, done, total: progress.append((done, total)),
-    )
+    told = lambda what, done, total: progress.append((done, total))  # noqa: E731
+    session.scan(["int8"], draws=4, on_estimate=reports.append, on_progress=told)
     assert [report.sequences for report in reports] == list(range(1, 25))
     errors = [sum(entry.error or 0.0 for entry in report.weights) for report in reports]
     assert 0 < errors[-1] < errors[3]  # that of two sequences alone is little more than chance
