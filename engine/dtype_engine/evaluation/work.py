@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from dtype_engine.runtime.export.contents import Contents
     from dtype_engine.runtime.measure.attribution import OnCauses
     from dtype_engine.runtime.scan.last_scan import ScanTask
-    from dtype_engine.runtime.scan.scan import OnEstimate, OnStep
+    from dtype_engine.runtime.scan.savable_scan import OnEstimate, OnStep
     from dtype_engine.runtime.session.session import Session
     from dtype_engine.runtime.verify.verify import CompareItems
 

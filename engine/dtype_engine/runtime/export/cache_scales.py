@@ -24,10 +24,9 @@ _STRATEGIES = {"float8_e4m3fn@tensor": "tensor", "fp8@head": "attn_head"}
 
 
 def cache_scheme(tree: Tree, caches: Mapping[str, str]) -> dict[str, Any] | None:
-    """Return compressed-tensors' `kv_cache_scheme` for the formats of a model's KV caches, or None if it can't express them. It can
-    only say that the keys and values of all layers are in fp8 with calibrated scales, one for each tensor or one for each head.
-
-    caches: the format of each cache tensor, by the tensor's name.
+    """Return compressed-tensors' `kv_cache_scheme` for the formats of a model's KV caches, or None if it can't express them. It
+    can only say that the keys and values of all layers are in fp8 with calibrated scales, one for each tensor or one for each
+    head.
     """
     forms = {caches.get(tensor.name) for tensor in tree.kv_cache.tensors if tensor.castable}
     parts = {tensor.part for tensor in tree.kv_cache.tensors if tensor.castable}
@@ -44,11 +43,11 @@ def with_cache_scales(
     amax: Mapping[str, torch.Tensor],
     file_name: Callable[[str], str] = str,
 ) -> Contents:
-    """Return the contents of an export with the scales of KV caches added, if compressed-tensors can express the formats `caches`.
-    Otherwise, add a notice which says how the user requests these formats from a runtime.
+    """Return the contents of an export with the scales of KV caches added, if compressed-tensors can express the formats
+    `caches`. Otherwise, add a notice which says how the user requests these formats from a runtime.
 
-    caches: the format of each cache tensor, by the tensor's name. amax: the calibrated largest |value| of each head, float32
-    [heads], by the name of the cache tensor. file_name: returns the name that a module has in the files.
+    amax: the calibrated largest |value| of each head, float32 [heads], by the name of the cache tensor. file_name: returns the
+    name of a module in the files.
     """
     scheme = cache_scheme(tree, caches)
     before = (contents.config or {}).get("quantization_config")

@@ -31,10 +31,8 @@ _ENTRIES = ("quantization_config", "quantization", "compression_config")
 
 def exported_config(checkpoint: Checkpoint, of_files: dict[str, str]) -> tuple[dict[str, Any] | None, list[str]]:
     """Return (the content of the export's config.json, the names of the quantized weights that must be decoded although no rule
-    casts them). The content is None if the source has no config.json.
-
-    of_files: the planned dtype of each weight, by its name in the files. For the weights that must be decoded, this function
-    changes it to the dtype to which they are decoded.
+    casts them). In `of_files`, the planned dtypes by the weights' names in the files, these get the dtype to which they are
+    decoded.
     """
     config = checkpoint.config
     coded = {name: weight for name, weight in checkpoint.coded.items() if not weight.own}
@@ -50,17 +48,14 @@ def exported_config(checkpoint: Checkpoint, of_files: dict[str, str]) -> tuple[d
 
 
 def _without_entries(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a configuration without the entries `_ENTRIES`, which describe quantized weights. They are also removed from its
-    `text_config`.
-    """
     rest = {key: value for key, value in config.items() if key not in _ENTRIES}
     text = rest.get("text_config")
     return rest | ({"text_config": _without_entries(text)} if isinstance(text, dict) else {})
 
 
 def _with_plain_modules(checkpoint: Checkpoint, weights: Sequence[str]) -> dict[str, Any] | None:
-    """Return the content of the source's config.json with the modules of `weights` listed as not quantized. Returns None if this is
-    impossible, because the quantization method has no such list, or one of the weights belongs to an expert or to no linear layer.
+    """Return the content of the source's config.json with the modules of `weights` listed as not quantized. Returns None if the
+    quantization method has no such list, or one of the weights belongs to an expert or to no linear layer.
     """
     changed = copy.deepcopy(checkpoint.config or {})
     settings = changed.get("quantization_config")
@@ -90,8 +85,8 @@ def copies_of(checkpoint: Checkpoint, weight: CodedWeight) -> tuple[CheckpointTe
 
 
 def layout_beside(layout: Layout, checkpoint: Checkpoint, items: Sequence[ExportTensor]) -> Layout:
-    """Return `layout`, with the metadata of the source's files added to each file if the export copies tensors that another program
-    quantized, because that program may need them. items: all weights to export.
+    """Return `layout` with the metadata of the source's files, if the export copies tensors that another program quantized,
+    because that program may need it.
     """
     if not any(item.copied for item in items):
         return layout
@@ -100,9 +95,7 @@ def layout_beside(layout: Layout, checkpoint: Checkpoint, items: Sequence[Export
 
 
 def decoded_notice(decoded: Collection[str], items: Sequence[ExportTensor]) -> tuple[str, ...]:
-    """Return a notice for the user about weights that the export decodes although no rule casts them, or () if there are none.
-    decoded: the names of these weights, which another program quantized. items: all weights to export.
-    """
+    """Return a notice about weights (`decoded`) that the export decodes although no rule casts them."""
     if not decoded:
         return ()
     first = next(item for item in items if item.coded is not None and item.name in decoded)

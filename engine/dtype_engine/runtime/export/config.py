@@ -11,9 +11,8 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 from dtype_engine.recipe.schemes import activation_scheme, layout, weight_scheme
-from dtype_engine.runtime.export.contents import Contents
-from dtype_engine.runtime.export.experts import all_experts, expert_layer
-from dtype_engine.runtime.export.readers import transformers_reads
+from dtype_engine.runtime.export.contents import Contents, own_layout
+from dtype_engine.runtime.export.experts import all_experts, expert_layer, misread
 
 
 def export_dtype(contents: Contents) -> str:
@@ -40,7 +39,7 @@ def changed_configs(contents: Contents) -> dict[str, dict[str, Any]]:
         config = configs["config.json"] = copy.deepcopy(contents.config)
         _set_dtype(config, export_dtype(contents))
         config.pop(NAMED_WEIGHTS, None)  # the weights are in a file that has the usual name, whatever the source's had
-        if not transformers_reads(contents.items):
+        if own_layout(contents.items) or misread(contents.items) is not None:
             config[NAMED_WEIGHTS] = NO_WEIGHTS
         before = config.get("quantization_config")
         scaled = [item for item in contents.items if item.has_scales]
@@ -72,13 +71,12 @@ def _set_dtype(config: dict[str, Any], dtype: str) -> None:
 
 
 def quantization_config(contents: Contents) -> dict[str, Any] | None:
-    """Return the `quantization_config` with which other programs read the export's weights with scales, or None if the export has
-    no weights or KV caches with scales that other programs can read.
+    """Return the `quantization_config` with which other programs read the export's weights with scales, or None if there are
+    none.
 
     If the weights are in the fp8 layout of DeepSeek, the result names this layout. For all other formats, it has groups as
-    compressed-tensors defines them: one for each pair of a weight format and whether the inputs of the layers are quantized too. A
-    group lists the names of its modules. All other linear modules are listed as not quantized, so that no program looks for their
-    scales.
+    compressed-tensors defines them: one for each pair of a weight format and whether the inputs of the layers are quantized too.
+    All other linear modules are listed as not quantized, so that no program looks for their scales.
     """
     groups: dict[tuple[str, bool], list[str]] = {}
     for item in contents.items:
@@ -128,11 +126,10 @@ def _compressed_tensors(
 
 
 def _targets(modules: Iterable[str], rest: Iterable[str], name_of: Callable[[str], str] = all_experts) -> list[str]:
-    """Return the entries with which a group of the quantization settings lists its linear modules (`modules`): their exact names,
-    or a single pattern, `name_of(layer)`, for the experts of a layer that are all in the group.
+    """Return the entries with which a group lists its linear modules: their exact names, or a single pattern, `name_of(layer)`,
+    for the experts of a layer that are all in the group.
 
-    rest: the linear modules outside the group. If one of them is an expert of the layer, the pattern is not used, because it would
-    match this expert, too.
+    rest: the linear modules outside the group. If one of them is an expert of the layer, the pattern would match it, too.
     """
     split = {expert_layer(module) for module in rest}
     named = (name_of(layer) if (layer := expert_layer(module)) and layer not in split else module for module in modules)

@@ -1,6 +1,4 @@
-"""The contents of an exported checkpoint as plain data: its weights, the tensors that hold the weights in the files, and the files
-without weights.
-"""
+"""The contents of an exported checkpoint as plain data."""
 
 from __future__ import annotations
 
@@ -24,33 +22,30 @@ from dtype_engine.runtime.weights.pieces import Pieces
 from dtype_engine.runtime.weights.source import WeightSource
 
 
+@dataclass(eq=False)
 class SharedScale:
-    """A single scale for several tensors, computed from the largest |value| of all of them.
+    """A single scale for several tensors, computed from the largest |value| of all of them."""
 
-    names: the names of the tensors in the source. sources: where the values of each are read. Only the first call of `amax`, in any
-    thread, reads them; later calls return the stored result.
-    """
-
-    def __init__(self, names: tuple[str, ...], sources: Sequence[WeightSource]) -> None:
-        self.names = names
-        self._sources = sources
-        self._lock = threading.Lock()
-        self._amax: float | None = None
+    names: tuple[str, ...]
+    """The names of the tensors in the source."""
+    sources: Sequence[WeightSource]
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _amax: float | None = None
 
     def amax(self) -> float:
-        """Return the largest finite |value| of all tensors that share the scale."""
+        """Return the largest finite |value| of all tensors. Only the first call, in any thread, reads them."""
         with self._lock:
             if self._amax is None:
-                self._amax = max(finite_amax(Pieces(source)) for source in self._sources)
+                self._amax = max(finite_amax(Pieces(source)) for source in self.sources)
             return self._amax
 
 
 @dataclass(frozen=True, slots=True)
 class InputScale:
-    """The calibrated scale with which a runtime quantizes the inputs of a layer in NVFP4. The export stores it."""
+    """The calibrated scale with which a runtime quantizes the inputs of a layer in NVFP4."""
 
     value: float | None = None
-    """The scale, or None until the calibration has run the model."""
+    """None until the calibration has run the model."""
     seen: bool = True
     """Whether any calibration pass called this layer. A layer that was not called gets the scale of similar layers."""
 
@@ -61,7 +56,7 @@ class TensorEntry:
 
     name: str
     dtype: str
-    """The dtype of the tensor under torch's name, such as `float8_e4m3fn`."""
+    """Under torch's name, such as `float8_e4m3fn`."""
     shape: tuple[int, ...]
 
     @property
@@ -71,7 +66,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class ExportTensor:
-    """One weight of the export, with the functions that read its values."""
+    """One weight of the export."""
 
     name: str
     shape: tuple[int, ...]
@@ -84,33 +79,24 @@ class ExportTensor:
     portable: bool
     """Whether the export stores this weight in a layout that other programs read."""
     source_bytes: tuple[ByteRange, ...]
-    """The byte ranges of the weight's data and scales in the source's files, if these bytes can be copied unchanged; otherwise
-    empty.
-    """
+    """The byte ranges of the weight's data and scales in the source's files, if they can be copied unchanged."""
     source: WeightSource
-    """The source of the weight's values, which the export casts to `dtype` unless it copies bytes. Values in files are read without
-    memory-mapping the files.
-    """
+    """The source of the weight's values, which the export casts to `dtype` unless it copies bytes."""
     shared: SharedScale | None = None
-    """The scale that this weight shares with others, because runtimes or transformers join them into one tensor. None if the weight
-    has its own scale or none.
-    """
+    """The scale that this weight shares with others, because runtimes or transformers join them into one tensor."""
     quantised_inputs: bool = False
-    """Whether the export's `config.json` declares that the inputs of this weight's layer are quantized, too."""
+    """Whether `config.json` declares that the inputs of this weight's layer are quantized, too."""
     input_scale: InputScale | None = None
-    """The scale for quantizing this layer's inputs, or None if the format stores no such scale."""
+    """The scale for quantizing this layer's inputs, if the format stores one."""
     packed_into: str = ""
-    """The name of the live model's weight into which loading packs this weight and others; "" if this weight is not packed."""
+    """The name of the live model's weight into which loading packs this weight and others; "" if it is not packed."""
 
     coded: CodedWeight | None = None
-    """How the source stores the weight, if another program quantized it, for example by GPTQ. None if the source stores plain
-    values, or codes that an export of this program wrote.
-    """
+    """How another program, for example GPTQ, quantized the weight in the source; None if none did."""
 
     copies: tuple[CheckpointTensor, ...] = ()
-    """The source's tensors that the export copies unchanged, if another program quantized the weight. Empty if the weight is
-    written in another format. If the tensors hold several weights, such as stacked experts, only the first of these weights lists
-    them.
+    """The source's tensors that the export copies unchanged, if another program quantized the weight. If they hold several
+    weights, such as stacked experts, only the first of these weights lists them.
     """
 
     @property
@@ -120,9 +106,8 @@ class ExportTensor:
 
     @property
     def entries(self) -> tuple[TensorEntry, ...]:
-        """The tensors that hold this weight in the file: codes, scales, further tensors of the format, and finally the scale of the
-        layer's inputs. Scales are [channels, 1] for a matrix, [1] for a single scale, or [blocks down, blocks across]. If the
-        export copies the tensors of a program that quantized the weight, these tensors are returned instead.
+        """The tensors that hold this weight in the file: codes, scales, further tensors of the format, and finally the scale of
+        the layer's inputs. Scales are [channels, 1] for a matrix, [1] for a single scale, or [blocks down, blocks across].
         """
         if self.copied:
             return tuple(TensorEntry(each.name, each.dtype, each.shape) for each in self.copies)
@@ -138,7 +123,6 @@ class ExportTensor:
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes of all tensors that hold this weight in the file."""
         return sum(entry.nbytes for entry in self.entries)
 
 
@@ -150,28 +134,22 @@ class Contents:
     items: tuple[ExportTensor, ...]
     recipe: Recipe
     config: dict[str, Any] | None = None
-    """The `config.json` of the source checkpoint, or None if it has none."""
+    """The `config.json` of the source checkpoint, if it has one."""
     folder: Path | None = None
     """The folder of the source checkpoint, from which files without weights are copied."""
     linears: tuple[str, ...] = ()
     """The names of the model's linear modules. `quantization_config` must list those of them that stay unquantized."""
     notices: tuple[str, ...] = ()
     files: tuple[Path, ...] = ()
-    """The source files from which the weights are read."""
     layout: Layout = PLAIN
-    """The folders of the export, and the files in them."""
     identities: tuple[FileIdentity, ...] = ()
     """The size, modification time and inode of each of `files`, recorded before the file was read. They reveal later changes."""
     tied: Mapping[str, str] = field(default_factory=dict)
-    """For a tied weight, which is written under one name only: maps each of its omitted names to the written one."""
+    """Maps each omitted name of a tied weight, which is written under one name only, to the written one."""
     settings: RunSettings = field(default_factory=RunSettings)
-    """The settings with which the model under the recipe runs. If they quantize activations, `config.json` tells runtimes to do so,
-    too.
-    """
+    """The settings with which the model under the recipe runs. `config.json` says if they quantize activations."""
     coverage: Coverage | None = None
-    """How many of the model's tensors the source has. If the model's tensors are unknown, those in the index of the source's shards
-    are counted instead. None if there is no index either.
-    """
+    """How many of the model's tensors the source has or, if those are unknown, how many of the tensors in its shards' index."""
     incomplete: tuple[str, ...] = ()
     """Sentences for the user that name the tensors which the source lacks."""
     otherwise: tuple[str, ...] = ()
@@ -179,9 +157,14 @@ class Contents:
     has_cache_formats: bool = False
     """Whether the recipe gives KV caches a format."""
     cache_scheme: dict[str, Any] | None = None
-    """compressed-tensors' `kv_cache_scheme`, if the export has scales of KV caches; otherwise None."""
+    """compressed-tensors' `kv_cache_scheme`, if the export has scales of KV caches."""
 
     @property
     def nbytes(self) -> int:
         """The number of bytes of all tensors, including scales but not the headers of the files."""
         return sum(item.nbytes for item in self.items)
+
+
+def own_layout(items: Sequence[ExportTensor]) -> list[ExportTensor]:
+    """Return the weights whose codes and scales are in a layout that only this program reads."""
+    return [item for item in items if item.has_scales and not item.portable]

@@ -18,28 +18,21 @@ _EXPERT = re.compile(r"(.+\.experts)\.\d+\.\w+")
 
 
 def expert_layer(module: str) -> str:
-    """Return the name of the module that holds all experts of a layer, such as `model.layers.0.mlp.experts`, if the linear module
-    `module` is part of one of them. Otherwise, return "".
-    """
+    """Return the module of all experts of a layer, as `model.layers.0.mlp.experts`, if `module` is in one of them, otherwise ""."""
     found = _EXPERT.fullmatch(module)
     return found[1] if found else ""
 
 
 def all_experts(layer: str) -> str:
-    """Return a pattern in compressed-tensors' syntax that matches the linear layers of all experts in the module `layer`.
-
-    It is this general, because vLLM looks up the settings of experts under the names `0.gate_proj`, `0.up_proj` and `0.down_proj`,
-    whatever names the checkpoint has. transformers looks them up with a regular expression that contains `experts`.
+    """Return a pattern in compressed-tensors' syntax that matches the linear layers of all experts in the module `layer`. vLLM
+    looks up experts as `0.gate_proj`, `0.up_proj` and `0.down_proj`, whatever the checkpoint's names. transformers looks them up
+    with a regular expression that contains `experts`.
     """
     return rf"re:{re.escape(layer)}\.\d+\.\w+$"
 
 
 def experts(items: Sequence[ExportTensor]) -> list[ExportTensor]:
-    """Return the weights among `items` that belong to experts and have a layout which other programs read.
-
-    The README of an export and its notices for the user treat them separately, because transformers packs them while other programs
-    load them one by one.
-    """
+    """Return the experts' weights in a layout that other programs read. transformers packs them, others load them one by one."""
     return [item for item in items if item.packed_into and item.portable]
 
 
@@ -70,14 +63,14 @@ def experts_notices(items: Sequence[ExportTensor]) -> tuple[str, ...]:
         if item.packed_into and item.name.endswith(".weight"):
             of_layer = formats.setdefault(item.packed_into.rpartition(".")[0], {})
             of_layer[item.dtype, item.quantised_inputs] = None
-    split = [layer for layer, found in formats.items() if len(found) > 1 and any(_scaled(dtype) for dtype, _ in found)]
+    split = [
+        layer
+        for layer, found in formats.items()
+        if len(found) > 1 and any(dtype in dtypes.STORAGE_DTYPES for dtype, _ in found)
+    ]
     if split:
         each = ", ".join(dtype for dtype, _ in formats[split[0]])
         notices.append(
             f"vLLM needs one format for all experts of a layer and will refuse to load this: first {printable(split[0])}: {each}"
         )
     return tuple(notices)
-
-
-def _scaled(dtype: str) -> bool:
-    return dtype in dtypes.STORAGE_DTYPES

@@ -33,7 +33,6 @@ from dtype_engine.runtime.export.write import OnBytes, Progress, copy_file, writ
 
 SHARD_SIZE = "5GB"
 Files = dict[str, tuple[ExportTensor, ...]]
-"""The weights in each weights file of one folder of the export, by file name."""
 
 
 def export(
@@ -50,12 +49,12 @@ def export(
     `.safetensors`, `.pth`, `.pt`, `.bin` or `.ckpt`, the export is one file of weights, and otherwise a folder. Memory holds at
     most one tensor at a time, and for plain casts only a block of a tensor.
 
-    max_shard_size: the maximum size of each weights file in a folder, in bytes or as in "5GB". on_bytes: called with the number of
-    bytes written and the total. force: whether to replace an existing export, once everything is written; the source is never
-    replaced. lost: the weights in which a cast makes values infinite or zero (see `ValueLoss`), if they are known; if None, they
-    are found while writing. incomplete: whether to export a source that lacks tensors of its model, or has some in other shapes.
-    Raises Cancelled, and UserError if such a source is not allowed, the disk has too little space, the target exists, or the target
-    can't hold a dtype. After an error, nothing is left on the disk.
+    max_shard_size: the maximum size of each weights file in a folder, in bytes or as in "5GB". on_bytes: called with the number
+    of bytes written and the total. force: whether to replace an existing export, once everything is written; the source is never
+    replaced. lost: the weights in which a cast makes values infinite or zero; if None, they are found while writing. incomplete:
+    whether to export a source that lacks tensors of its model, or has some in other shapes. Raises Cancelled, and UserError if
+    such a source is not allowed, the disk has too little space, the target exists, or the target can't hold a dtype. After an
+    error, nothing is left on the disk.
     """
     if is_one_file(target):
         whole = partial(export, contents, max_shard_size=contents.nbytes + 1, cancelled=cancelled, lost=lost)
@@ -78,7 +77,9 @@ def export(
         notices = (*contents.notices, *contents.incomplete, *_write_other_files(stage, contents, configs, progress))
         counted = _write_weights(stage, contents, files, progress, lost is None)
         losses = counted if lost is None else tuple(lost)
-        _write_recipe_of(contents, stage, losses)
+        settings = contents.settings if contents.settings.quantize_activations != "none" else None
+        recipe = write_recipe(contents.recipe, contents.title, settings, lost=losses)
+        (stage / "recipe.yaml").write_text(recipe, encoding="utf-8")
         (stage / "README.md").write_text(readme(contents, target.name, sums, losses), encoding="utf-8")
         # If another program has changed the source meanwhile, the export mixes two models.
         refuse_changed(contents.identities)
@@ -114,9 +115,7 @@ def _refuse_incomplete(contents: Contents) -> None:
 def _write_other_files(
     stage: Path, contents: Contents, configs: Mapping[str, Any], progress: Progress
 ) -> tuple[str, ...]:
-    """Make the folders of all parts in the folder `stage`, and write `configs` and copies of the source's other files there.
-    Returns notices.
-    """
+    """Make the folders of all parts in `stage`, and write `configs` and copies of other files. Returns notices."""
     notices, layout = tuple[str, ...](), contents.layout
     if layout.kind == "model" and contents.folder is not None and contents.config is not None:
         coded = [item for item in contents.items if item.coded is not None]
@@ -150,17 +149,9 @@ def _write_weights(
     return tuple(sorted(counted, key=lambda loss: order[loss.tensor]))
 
 
-def _write_recipe_of(contents: Contents, stage: Path, losses: tuple[ValueLoss, ...]) -> None:
-    settings = contents.settings if contents.settings.quantize_activations != "none" else None
-    recipe = write_recipe(contents.recipe, contents.title, settings, lost=losses)
-    (stage / "recipe.yaml").write_text(recipe, encoding="utf-8")
-
-
 def _metadata(part: Part, items: tuple[ExportTensor, ...], tied: Mapping[str, str]) -> dict[str, str]:
-    """Return the metadata of the weights file that holds `items`: the source's metadata, the dtype of each weight with scales, and
-    for each omitted name of a tied weight the name under which the weight is written.
-
-    part: the folder of the file. tied: maps each omitted name of a tied weight to the written one.
+    """Return the metadata of the weights file that holds `items`: the source's metadata, the dtype of each weight with scales,
+    and for each omitted name of a tied weight (`tied`) the name under which the weight is written.
     """
     names = {item.name for item in items}
     written = {
@@ -183,16 +174,15 @@ def _metadata(part: Part, items: tuple[ExportTensor, ...], tied: Mapping[str, st
 
 
 def _index(files: Files) -> str:
-    """Return the text of `model.safetensors.index.json` for the files of one folder."""
     weight_map = {entry.name: name for name, items in files.items() for item in items for entry in item.entries}
     total = sum(item.nbytes for items in files.values() for item in items)
     return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
 
 
 def shards(contents: Contents, max_shard_size: int | str) -> dict[Part, Files]:
-    """Distribute the weights over files of limited size, as huggingface_hub splits a state dict. Returns the files of each folder
-    with weights. A weight and its scales stay together. In the result, the names of the weights lack the prefix of their folder,
-    such as `unet.`. max_shard_size: in bytes or as in "5GB". Raises UserError if it can't be parsed.
+    """Distribute the weights over files of limited size, as huggingface_hub splits a state dict. A weight and its scales stay
+    together. In the result, the names of the weights lack the prefix of their folder, such as `unet.`. max_shard_size: in bytes
+    or as in "5GB". Raises UserError if it can't be parsed.
     """
     by_part: dict[Part, dict[str, ExportTensor]] = {part: {} for part in contents.layout.parts}
     for item in contents.items:
@@ -220,7 +210,7 @@ def _split(part: Part, items: dict[str, ExportTensor], max_shard_size: int | str
 
 
 def names_of(files: Mapping[Part, Files]) -> tuple[str, ...]:
-    """Return the paths, relative to the export, of all weights files. files: the weights files of each folder with weights."""
+    """Return the paths, relative to the export, of all weights files."""
     return tuple(
         f"{part.folder}/{name}" if part.folder else name for part, of_part in files.items() for name in of_part
     )

@@ -1,6 +1,4 @@
-"""Decides for which layers an export requests quantized activations, and computes the scales of their inputs, which NVFP4
-stores.
-"""
+"""Decides for which layers an export requests quantized activations, and computes the scales of their inputs for NVFP4."""
 
 from __future__ import annotations
 
@@ -28,17 +26,16 @@ _NUMBER = re.compile(r"\d+")
 def with_quantised_inputs(
     items: list[ExportTensor], settings: RunSettings, ranges: Mapping[str, float], source: Checkpoint
 ) -> list[ExportTensor]:
-    """Return the weights to export (`items`), with those marked whose layer has quantized inputs. If the format of a marked weight
-    stores a scale for the layer's inputs, as NVFP4 does, this scale is added.
+    """Return the weights to export, with those marked whose layer has quantized inputs, and with the scale of these inputs if the
+    format stores one, as NVFP4 does.
 
-    A layer's inputs are quantized in two cases. First, if `settings` request it. Second, if its weight is exported as stored and
-    the source declares quantized inputs for it; the source's scale is then kept. ranges: the largest |value| of the inputs of each
-    weight, by weight name.
+    A layer's inputs are quantized if `settings` request it, or if its weight is exported as stored and the source declares
+    quantized inputs for it; the source's scale is then kept. ranges: the largest |value| of the inputs of each weight.
 
     Weights that runtimes fuse have the same inputs, so they use the largest range among them. A layer that was never called (an
     expert to which no token was routed) uses the largest range of the layers whose names differ only in numbers. If loading packs
-    several weights into one, the range of each one's inputs is unknown. Such weights are not marked if their format stores an input
-    scale.
+    several weights into one, the range of each one's inputs is unknown. Such weights are not marked if their format stores an
+    input scale.
     """
     before = _declared(source.config)
     alike: dict[str, float] = {}
@@ -85,18 +82,13 @@ def _scale(item: ExportTensor, ranges: Mapping[str, float], alike: Mapping[str, 
     return InputScale(float(tensor_scale(torch.tensor(largest))), bool(seen))
 
 
-def _uncalibrated(contents: Contents) -> list[ExportTensor]:
+def needs_calibration(contents: Contents) -> list[ExportTensor]:
+    """Return the weights whose layers have inputs of unknown scale, so that the model has to run before the export."""
     return [item for item in contents.items if item.input_scale is not None and item.input_scale.value is None]
 
 
-def needs_calibration(contents: Contents) -> bool:
-    """Return whether the scale of any layer's inputs is still unknown, so that the model has to run before the export."""
-    return bool(_uncalibrated(contents))
-
-
 def refuse_uncalibrated(contents: Contents) -> None:
-    """Raise UserError if the scale of any layer's inputs is unknown."""
-    if unknown := _uncalibrated(contents):
+    if unknown := needs_calibration(contents):
         raise UserError(
             f"{printable(unknown[0].name)} is in {unknown[0].dtype} with quantized activations, whose scale in the file comes from "
             "calibration inputs, and no input has reached it: open the model with inputs and export it from there, or export it "
@@ -105,9 +97,7 @@ def refuse_uncalibrated(contents: Contents) -> None:
 
 
 def activation_notices(items: Sequence[ExportTensor], settings: RunSettings) -> tuple[str, ...]:
-    """Return sentences for the user about activations that a loader of the export will not quantize as the measurement did, or not
-    at all.
-    """
+    """Return notices about activations that a loader of the export will not quantize as the measurement did, or not at all."""
     written = [item for item in items if item.portable]
     if settings.quantize_activations == "none":
         return ()

@@ -11,7 +11,7 @@ import filecmp
 import fnmatch
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -51,17 +51,13 @@ class Part:
     folder: str = ""
     """The name of the folder in the export; "" for the top folder."""
     prefix: str = ""
-    """The prefix that the names of this folder's tensors have in the list of all exported tensors, such as `unet.`. In the folder's
-    files, the names lack it.
-    """
+    """The prefix of this folder's tensors in the list of all exported tensors, such as `unet.`, which its files lack."""
     stem: str = "model"
     """The name of the weights file without `.safetensors`."""
     one_file: bool = False
     """Whether all weights must be in a single file, because the loader of this folder does not support shards."""
     config: dict[str, Any] | None = None
-    """The content of this folder's `config.json`, if the cast changes the dtype that it names. None if the file is copied unchanged
-    or does not exist.
-    """
+    """The content of this folder's `config.json`, if the cast changes the dtype that it names."""
     metadata: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -71,16 +67,16 @@ class Layout:
 
     kind: Kind = "model"
     """"model" for a transformers model or weights without a configuration, "pipeline" for a diffusers pipeline, "component" for a
-    single diffusers model, "adapter" for a PEFT adapter. It decides how the export is loaded.
+    single diffusers model, "adapter" for a PEFT adapter.
     """
     parts: tuple[Part, ...] = (Part(),)
     copied: tuple[tuple[Path, str], ...] = ()
     """The files to copy unchanged: pairs (source file, path in the export)."""
     notices: tuple[str, ...] = ()
     class_name: str = ""
-    """The diffusers class that the configuration of a pipeline or component names; "" for other kinds of export."""
+    """The diffusers class that the configuration of a pipeline or component names."""
     base: str = ""
-    """The base model that the configuration of an adapter names; "" for other kinds of export."""
+    """The base model that the configuration of an adapter names."""
 
     def differences(self, folder: Path) -> Iterator[tuple[str, str]]:
         """Yield (path, what is wrong) for each copied file that is missing or different in the export `folder`."""
@@ -93,7 +89,6 @@ class Layout:
 
 
 PLAIN = Layout()
-"""The default layout, with all weights in the top folder: for a transformers model, and for weights without a configuration."""
 
 
 def layout_of(checkpoint: Checkpoint) -> Layout:
@@ -137,17 +132,12 @@ def _pipeline(checkpoint: Checkpoint) -> Layout:
         copy.notes.append(
             f"copied as they are, since their weights are not in safetensors: {', '.join(map(printable, as_they_are))}"
         )
-    return Layout(
-        "pipeline",
-        tuple(parts),
-        tuple(copy.copied),
-        copy.notices(),
-        _class_name(index, "DiffusionPipeline"),
-    )
+    class_name = _class_name(index, "DiffusionPipeline")
+    return Layout("pipeline", tuple(parts), tuple(copy.copied), copy.notices(), class_name)
 
 
 def _class_name(config: Mapping[str, Any], otherwise: str) -> str:
-    """Return the diffusers class that a configuration names, or `otherwise` if it names none or no valid class name."""
+    """Return the diffusers class that a configuration names, or `otherwise` if it names no valid class name."""
     name = config.get("_class_name")
     return name if isinstance(name, str) and name.isidentifier() and name.isascii() and len(name) < 100 else otherwise
 
@@ -163,11 +153,7 @@ class _FolderCopy:
         self.left_out: list[str] = []
 
     def top(self, patterns: tuple[str, ...], folders: tuple[str, ...] = ()) -> None:
-        """Collect the files directly in the source folder whose names match one of `patterns`.
-
-        folders: the names of the folders of the pipeline's components. They are skipped here, because `everything` and
-        `without_weights` collect their files.
-        """
+        """Collect the files directly in the source folder whose names match `patterns`, beside the components' `folders`."""
         for entry in _entries(self.source):
             if entry.name in folders and entry.is_dir():
                 continue
@@ -177,13 +163,11 @@ class _FolderCopy:
                 self.left_out.append(entry.name)
 
     def everything(self, name: str) -> bool:
-        """Collect all files of the folder of the component `name`. Returns whether any of these files holds weights."""
+        """Collect all files of the folder of the component `name`. Returns whether any of them holds weights."""
         return any(_is_weight(path) for path in self._walk(self.source / name, f"{name}/", lambda name: True))
 
     def without_weights(self, component: Component, with_config: bool) -> None:
-        """Collect the files of a component except those that hold weights, in any file format, because the export writes the
-        weights itself. with_config: whether to copy the component's config.json, too.
-        """
+        """Collect a component's files, except those that hold weights, which the export writes itself."""
         written = {file.name for file in component.files}
         self.other_weights += [
             f"{component.name}/{entry.name}"
@@ -195,10 +179,10 @@ class _FolderCopy:
                 f"{printable(component.name)}: written without the variant {printable(component.variant)} in the names of its "
                 "files, which a cast makes untrue"
             )
-        keep = (lambda name: True) if with_config else (lambda name: name != f"{component.name}/config.json")
-        self._walk(component.folder, f"{component.name}/", lambda path: keep(path) and not _is_weight(path))
+        config = None if with_config else f"{component.name}/config.json"
+        self._walk(component.folder, f"{component.name}/", lambda path: path != config and not _is_weight(path))
 
-    def _walk(self, folder: Path, prefix: str, wanted: Any) -> list[str]:
+    def _walk(self, folder: Path, prefix: str, wanted: Callable[[str], bool]) -> list[str]:
         taken = []
         for entry in _entries(folder):
             if entry.is_dir() and not entry.is_symlink():
@@ -231,9 +215,7 @@ class _FolderCopy:
 
 
 def _entries(folder: Path) -> list[Path]:
-    """Return the sorted entries of a folder, except hidden ones, which belong to version control or downloads. Raises UserError if
-    the folder can't be read.
-    """
+    """Return the sorted entries of a folder, except hidden ones. Raises UserError if the folder can't be read."""
     with reading(folder):
         return sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
 

@@ -48,14 +48,11 @@ _MIXED = (
 
 
 def _is_mixed(contents: Contents) -> bool:
-    """Return whether the export has weights in several dtypes that are computed in."""
     return len({item.dtype for item in contents.items if item.dtype in COMPUTE_DTYPES}) > 1
 
 
 def section(contents: Contents, name: str) -> list[str]:
-    """Return the lines of the README's section on loading, for an export in a layout of diffusers or PEFT. name: the name of the
-    export's folder.
-    """
+    """Return the lines of the README's section on loading with diffusers or PEFT. name: the name of the export's folder."""
     if contents.layout.kind == "pipeline":
         return _pipeline(contents.layout.class_name, name)
     if contents.layout.kind == "adapter":
@@ -116,10 +113,8 @@ def _adapter(base: str, name: str) -> list[str]:
 
 
 def quoted(name: str) -> str:
-    """Return the name of an export's folder as a one-line Python string literal."""
     return json.dumps(printable(name), ensure_ascii=False)
 
 
 def python_lines(*lines: str) -> list[str]:
-    """Return the lines of a Markdown code block that holds these lines of Python."""
     return ["```python", *lines, "```"]

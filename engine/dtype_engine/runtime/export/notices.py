@@ -7,15 +7,13 @@ from collections.abc import Mapping, Sequence, Sized
 from dtype_engine.core.dtypes import COMPUTE_DTYPES, widest
 from dtype_engine.core.fused import split_groups
 from dtype_engine.core.text import printable
-from dtype_engine.core.tree import Tree
+from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.recipe.loader_facts import loaded_dtype
-from dtype_engine.runtime.export.contents import ExportTensor
-from dtype_engine.runtime.export.readers import own_layout
-from dtype_engine.runtime.model.name_mapping import Placement
+from dtype_engine.runtime.export.contents import ExportTensor, own_layout
 
 
 def layout_notice(items: Sequence[ExportTensor]) -> tuple[str, ...]:
-    """Return a sentence for the user about the weights with scales that only this program can read, or () if there are none."""
+    """Return a notice about the weights with scales that only this program can read."""
     if not (own := own_layout(items)):
         return ()
     first = printable(own[0].name)
@@ -27,33 +25,23 @@ def layout_notice(items: Sequence[ExportTensor]) -> tuple[str, ...]:
     )
 
 
-def uncast_notices(items: Sequence[ExportTensor], tree: Tree, placements: Mapping[str, Placement]) -> tuple[str, ...]:
-    """Return notices about the tensors that keep their stored dtype because no rule can cast them, and why. placements: for each
-    tensor of the files, the model's tensor into which it is loaded.
-    """
-    unplaced, fixed = [], []
-    for item in items:
-        placement = placements.get(item.name)
-        info = tree.canonical(placement.name) if placement is not None else None
-        if info is None:
-            unplaced.append(item.name)
-        elif not info.castable:
-            fixed.append((item.name, info.why_not_cast))
+def uncast_notices(items: Sequence[ExportTensor], infos: Mapping[str, TensorInfo]) -> tuple[str, ...]:
+    """Return notices about the tensors that no rule can cast. infos: the model's tensors by their names in the files."""
+    unplaced = [item.name for item in items if item.name not in infos]
+    fixed = [item.name for item in items if item.name in infos and not infos[item.name].castable]
     notices = []
     if unplaced:
         notices.append(
             f"kept as stored, since the model has no place for them: {_tensors(unplaced)}, first {printable(unplaced[0])}"
         )
     if fixed:
-        name, why = fixed[0]
-        notices.append(f"kept as stored, whatever the rules say: {_tensors(fixed)}, first {printable(name)}: {why}")
+        why = infos[fixed[0]].why_not_cast
+        notices.append(f"kept as stored, whatever the rules say: {_tensors(fixed)}, first {printable(fixed[0])}: {why}")
     return tuple(notices)
 
 
 def unwritten_notice(tree: Tree, planned: Mapping[str, str]) -> tuple[str, ...]:
-    """Return a notice for the user about tensors that the rules cast and no file holds, or (). These are non-persistent buffers,
-    which a model computes when it is made. planned: the dtype of each of the model's tensors.
-    """
+    """Return a notice about tensors that the rules cast and no file holds: non-persistent buffers."""
     names = [
         name
         for name, tensor in tree.tensors.items()
@@ -67,17 +55,11 @@ def unwritten_notice(tree: Tree, planned: Mapping[str, str]) -> tuple[str, ...]:
     )
 
 
-def kept_wide_notice(tree: Tree, items: Sequence[ExportTensor], placements: Mapping[str, Placement]) -> tuple[str, ...]:
-    """Return a notice for the user about tensors in 16 bits that transformers widens to float32 when it loads the export, because
-    the model's code requires it, or (). placements: for each tensor of the files, the model's tensor into which it is loaded.
-    """
+def kept_wide_notice(tree: Tree, items: Sequence[ExportTensor], infos: Mapping[str, TensorInfo]) -> tuple[str, ...]:
+    """Return a notice about 16-bit tensors that transformers widens to float32, because the model's code requires it."""
     wide = widest(item.dtype for item in items)
-    names = []
-    for item in items:
-        placement = placements.get(item.name)
-        info = tree.canonical(placement.name) if placement is not None else None
-        if info is not None and item.dtype in COMPUTE_DTYPES and loaded_dtype(tree, info, wide) != wide:
-            names.append(item.name)
+    computed = [item.name for item in items if item.dtype in COMPUTE_DTYPES and item.name in infos]
+    names = [name for name in computed if loaded_dtype(tree, infos[name], wide) != wide]
     if not names:
         return ()
     return (
@@ -91,9 +73,7 @@ def _tensors(names: Sized) -> str:
 
 
 def tied_notice(tied: Mapping[str, str]) -> tuple[str, ...]:
-    """Return a notice that each tied weight is written under one name only, and that its other names are in the files' metadata.
-    tied: maps each of the other names to the name that is written.
-    """
+    """Return a notice that each tied weight is written under one name only. tied: the written one by each other name."""
     if not tied:
         return ()
     name, first = next(iter(tied.items()))
@@ -105,9 +85,7 @@ def tied_notice(tied: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def split_notice(items: Sequence[ExportTensor]) -> tuple[str, ...]:
-    """Return a sentence for the user if vLLM and SGLang will refuse the export because weights that they fuse, such as query, key
-    and value, have different formats. Otherwise, return ().
-    """
+    """Return a notice if vLLM and SGLang will refuse weights that they fuse, such as query and key, in different formats."""
     planned = {item.name: item.dtype for item in items}
     groups = split_groups(planned)
     if not groups:

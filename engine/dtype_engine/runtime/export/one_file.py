@@ -1,7 +1,5 @@
-"""Writes an export to one file instead of a folder, if the name that the user gave ends like that of a weights file.
-
-The file holds weights and nothing else: `net.safetensors` is a safetensors file, and `net.pth` is a state dict that `torch.load`
-reads. Formats with scales are refused, because loaders need a `config.json` to use the scales.
+"""Writes an export to one file of weights, such as `net.safetensors` or `net.pth` (a state dict that `torch.load` reads), if the
+name that the user gave ends like that. Formats with scales are refused, because loaders need a `config.json` to use the scales.
 """
 
 from __future__ import annotations
@@ -20,12 +18,12 @@ from dtype_engine.checkpoint.export_folder import check_export
 from dtype_engine.checkpoint.weight_files import PICKLES
 from dtype_engine.core.atomic_write import fsync_dir, rename_new, umask
 from dtype_engine.core.cancellation import IsCancelled
-from dtype_engine.core.errors import Cancelled, UserError
+from dtype_engine.core.errors import UserError
 from dtype_engine.core.export_lock import PARTIAL, locked, recover_stale, sibling
 from dtype_engine.results.export import ExportReport
 from dtype_engine.runtime.export.contents import Contents
 from dtype_engine.runtime.export.staging import need_space
-from dtype_engine.runtime.export.write import OnBytes
+from dtype_engine.runtime.export.write import OnBytes, Progress
 
 WriteFolder = Callable[[Path, OnBytes], ExportReport]
 """Writes an export to a folder that does not exist, and reports the bytes written to the given function."""
@@ -38,26 +36,33 @@ def export_file(
     weights file is then renamed to `target` or, for a PyTorch file, mapped and written once more. So the weights need not fit in
     memory, but for a PyTorch file the disk must have space for them twice.
 
-    on_bytes: called with the number of bytes written and the total. force: whether to replace an existing file. Raises Cancelled,
-    and UserError if one file can't hold the export or can't be written. After an error, nothing is left on the disk.
+    Raises Cancelled, and UserError if one file can't hold the export or can't be written. After an error, nothing is left on the
+    disk.
     """
     started = time.perf_counter()
     target = check_export(target, force, contents.files)
     if (reason := reason_against(contents)) is not None:
         raise UserError(f"{target.name} would be one file of weights, but {reason}; name a folder instead")
     pickled = target.name.endswith(PICKLES)
-    count = _Count(on_bytes, contents.nbytes * (2 if pickled else 1), cancelled)
-    need_space(target, count.total)
+    # The weights of a PyTorch file are written twice. The folder may count copied files as well.
+    total = contents.nbytes * (2 if pickled else 1)
+    progress = Progress(total, lambda done, total: on_bytes(min(done, total), total), cancelled)
+
+    def of_folder(done: int, _: int) -> None:
+        progress.done = min(done, total)
+        on_bytes(progress.done, total)
+
+    need_space(target, total)
     recover_stale(target)
     work = sibling(target, PARTIAL)
     written = work / target.name
     try:
         work.mkdir(0o700)
         with locked(work):
-            report = write_folder(work / "folder", count.of_folder)
+            report = write_folder(work / "folder", of_folder)
             (name,) = report.files
             if pickled:
-                _save_pickle(work / "folder" / name, contents, written, count)
+                _save_pickle(work / "folder" / name, contents, written, progress)
             else:
                 os.rename(work / "folder" / name, written)
             os.chmod(written, 0o666 & ~umask())
@@ -71,42 +76,16 @@ def export_file(
         raise UserError(f"exporting to {target} failed: {error.strerror}; nothing was left there") from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    notices = report.notices + _left_out(contents)
+    notices = report.notices
+    if contents.config is not None:
+        notices += ("only the weights are written: config.json and the tokenizer's files are in an export to a folder",)
     seconds = time.perf_counter() - started
     return dataclasses.replace(report, folder=str(target), files=(target.name,), notices=notices, seconds=seconds)
 
 
-class _Count:
-    """Reports the progress of an export to one file. A PyTorch file counts its weights twice, because they are first written to a
-    safetensors file.
-
-    on_bytes: called with (the number of bytes written until now, `total`). total: the number of bytes to write in all. cancelled:
-    checked before each block.
-    """
-
-    def __init__(self, on_bytes: OnBytes, total: int, cancelled: IsCancelled) -> None:
-        self._on_bytes, self.total, self._cancelled = on_bytes, total, cancelled
-        self._done = 0
-
-    def of_folder(self, done: int, total: int) -> None:
-        """Report how many bytes of the folder are written. total: ignored; the folder may count copied files as well."""
-        self._done = min(done, self.total)
-        self._on_bytes(self._done, self.total)
-
-    def add(self, size: int) -> None:
-        """Report that `size` more bytes are written. Raises Cancelled."""
-        if self._cancelled():
-            raise Cancelled
-        self._done = min(self._done + size, self.total)
-        self._on_bytes(self._done, self.total)
-
-
-def _save_pickle(weights: Path, contents: Contents, target: Path, count: _Count) -> None:
-    """Write the weights in the safetensors file `weights` to `target` as a state dict, by `torch.save`. A tied weight is an entry
-    under each of its names, as in a module's state dict, but its values are stored only once.
-
-    contents: what is exported, which gives the order of the weights and the names of tied ones. count: is told each block that is
-    written.
+def _save_pickle(weights: Path, contents: Contents, target: Path, progress: Progress) -> None:
+    """Write the weights in the safetensors file `weights` to `target` as a state dict, in the order of `contents`. A tied weight is
+    an entry under each of its names, as in a module's state dict, but its values are stored only once.
     """
     state = load_file(weights)  # mapped, not read
     ordered = {item.name: state[item.name] for item in contents.items if item.name in state}
@@ -116,10 +95,10 @@ def _save_pickle(weights: Path, contents: Contents, target: Path, count: _Count)
         write = file.write
 
         class Counted:
-            """The file with the methods that `torch.save` calls. Each write is added to `count`."""
+            """The file with the methods that `torch.save` calls."""
 
             def write(self, data: bytes) -> int:
-                count.add(len(data))
+                progress.wrote(len(data))
                 return write(data)
 
             def flush(self) -> None:
@@ -146,10 +125,3 @@ def reason_against(contents: Contents) -> str | None:
     if contents.has_cache_formats:
         return "the formats of KV caches need the files of a folder"
     return None
-
-
-def _left_out(contents: Contents) -> tuple[str, ...]:
-    """Return a notice that names the files which only an export to a folder contains, or () if the source has no config.json."""
-    if contents.config is None:
-        return ()
-    return ("only the weights are written: config.json and the tokenizer's files are in an export to a folder",)

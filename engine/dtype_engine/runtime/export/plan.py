@@ -1,13 +1,11 @@
-"""Plans an export: decides the dtype, name and size of every tensor before anything is written. Verifying an export makes the same
-plan again.
-"""
+"""Plans the dtype, name and size of every tensor of an export. Verifying an export makes the same plan again."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
 
-from dtype_engine.checkpoint import Checkpoint, CheckpointTensor
+from dtype_engine.checkpoint import Checkpoint
 from dtype_engine.checkpoint.check.parts import unpaired_sentences
 from dtype_engine.checkpoint.completeness import what_is_missing
 from dtype_engine.checkpoint.modeling_source import foreign_prefix
@@ -46,11 +44,11 @@ _NONE: Mapping[str, float] = {}
 
 
 def of_checkpoint(checkpoint: Checkpoint, title: str, recipe: Recipe, options: Options | None = None) -> Contents:
-    """Return the planned contents of an export of a checkpoint under a recipe and the settings in `options`. Only file headers are
-    read, no weights. If the architecture is known, the model is built without data to find module classes and tied weights.
+    """Return the planned contents of an export of a checkpoint under a recipe and the settings in `options`. Only file headers
+    are read. If the architecture is known, the model is built without data to find module classes and tied weights.
 
-    title: the name of the model. Raises UserError for a rule that matches nothing, for a weight that can't be stored in its planned
-    dtype, and if the weights are not on this machine.
+    Raises UserError for a rule that matches nothing, for a weight that can't be stored in its planned dtype, and if the weights
+    are not on this machine.
     """
     checkpoint.need_values()
     if checkpoint.lost:
@@ -80,11 +78,11 @@ def of_live(
     settings: RunSettings,
     input_ranges: Mapping[str, float] = _NONE,
 ) -> Contents:
-    """Return the planned contents of an export of an open model in its current dtypes. The tensors are named as in the files of the
-    model's checkpoint, or as in the module if it comes from no checkpoint.
+    """Return the planned contents of an export of an open model in its current dtypes (`planned`). The tensors are named as in
+    the files of the model's checkpoint, or as in the module if it comes from no checkpoint.
 
-    planned: the current dtype of each tensor. settings: the settings with which the model ran. input_ranges: the largest |value| of
-    the inputs of each weight, by weight name. Raises UserError for a weight that can't be stored in its dtype.
+    input_ranges: the largest |value| of the inputs of each weight. Raises UserError for a weight that can't be stored in its
+    dtype.
     """
     if model.checkpoint is not None:
         placements = map_names(model.module, model.checkpoint.weights)
@@ -114,11 +112,8 @@ def of_live(
 
 
 def _with_coverage(contents: Contents, checkpoint: Checkpoint, coverage: Coverage | None, class_name: str) -> Contents:
-    """Return `contents` with the fields `coverage` and `incomplete`, which say what the checkpoint lacks: tensors that its index
-    lists, tensors that a quantized weight needs, or tensors of the model. Any other problem of the index becomes a notice.
-
-    coverage: how many of the model's tensors the checkpoint has; if None, the tensors in the index are counted instead. class_name:
-    the class of the model.
+    """Return `contents` with what the checkpoint lacks: tensors that its index lists, tensors that a quantized weight needs, or
+    tensors of the model. Any other problem of the index becomes a notice. If `coverage` is None, it is that of the index.
     """
     index, prefix = checkpoint.index, foreign_prefix(checkpoint.weights, checkpoint.config)
     incomplete = (
@@ -143,21 +138,15 @@ def _placed_contents(
     input_ranges: Mapping[str, float] = _NONE,
 ) -> Contents:
     """Return the planned contents of an export of a checkpoint. Each tensor of the files gets the planned dtype of the model's
-    tensor into which it is loaded (`placements`), or keeps its stored dtype if the model does not use it.
-
-    planned: the dtype of each of the model's tensors. input_ranges: the largest |value| of the inputs of each weight. Raises
-    UserError.
+    tensor into which it is loaded (`placements`), or keeps its stored dtype if the model does not use it. Raises UserError.
     """
-    of_files = _planned_in_files(checkpoint, tree, placements, planned)
+    infos = {name: info for name, each in placements.items() if (info := tree.canonical(each.name)) is not None}
+    of_files = _planned_in_files(checkpoint, infos, placements, planned)
     config, decoded = exported_config(checkpoint, of_files)
-    items, of_experts, tied = _items_of_files(checkpoint, tree, placements, of_files)
+    items, of_experts, tied = _items_of_files(checkpoint, tree, infos, placements, of_files)
     linears = [name for name, node in tree.modules.items() if node.class_name == "Linear"]
-    canonical = {
-        name: each.name
-        for name, place in placements.items()
-        if not place.part and (each := tree.canonical(place.name)) is not None
-    }
-    items = with_shared_scales(with_packed_scales(items, placements, tree), canonical)
+    items = with_packed_scales(items, infos, placements)
+    items = with_shared_scales(items, {name: info.name for name, info in infos.items() if not placements[name].part})
     items = with_quantised_inputs(items, settings, input_ranges, checkpoint)
     folder = checkpoint.path if checkpoint.path.is_dir() else None
     if folder is None and checkpoint.config is not None:
@@ -169,7 +158,7 @@ def _placed_contents(
     refuse_unwritable(checkpoint, items)
     otherwise = unwritten_notice(tree, planned)
     if checkpoint.of_transformers:
-        otherwise += kept_wide_notice(tree, items, placements)
+        otherwise += kept_wide_notice(tree, items, infos)
     notices = (
         *(checkpoint.notices if checkpoint.form == "pickle" else checkpoint.of_sets),
         *layout_notice(items),
@@ -177,7 +166,7 @@ def _placed_contents(
         *experts_notices(items),
         *activation_notices(items, settings),
         *decoded_notice(decoded, items),
-        *(uncast_notices(items, tree, placements) if recipe.rules else ()),
+        *(uncast_notices(items, infos) if recipe.rules else ()),
         *otherwise,
         # A known architecture ties these weights when it is loaded.
         *(tied_notice(tied) if checkpoint.config is None else ()),
@@ -191,80 +180,68 @@ def _placed_contents(
 
 
 def _items_of_files(
-    checkpoint: Checkpoint, tree: Tree, placements: Mapping[str, Placement], of_files: Mapping[str, str]
+    checkpoint: Checkpoint,
+    tree: Tree,
+    infos: Mapping[str, TensorInfo],
+    placements: Mapping[str, Placement],
+    of_files: Mapping[str, str],
 ) -> tuple[list[ExportTensor], list[str], dict[str, str]]:
-    """Return (the tensors to write, the names of linear layers in experts that loading packs with others, the written name of each
-    name of a tied weight that is left out). of_files: the planned dtype of each tensor of the files.
+    """Return (the tensors to write, the names of linear layers in experts that loading packs with others, the written name of
+    each name of a tied weight that is left out). infos: the model's tensors into which those of the files are loaded.
     """
     items, of_experts = list[ExportTensor](), list[str]()
     written: dict[str, str] = {}
     tied: dict[str, str] = {}
     for name, tensor in checkpoint.weights.items():
-        dtype, placement = of_files[name], placements.get(name)
-        info = tree.canonical(placement.name) if placement is not None else None
-        if info is not None and info.aliases and placement is not None and not placement.part and name != "format":
+        dtype, placement, info = of_files[name], placements.get(name), infos.get(name)
+        part = placement is not None and placement.part
+        if info is not None and info.aliases and not part and name != "format":
             first = written.setdefault(info.name, name)
             if first != name and same_values(checkpoint, first, name):
                 tied[name] = first  # a tied weight is written once, even if its file holds it twice
                 continue
-        changed = dtype != checkpoint.dtype(name)
-        coded = checkpoint.coded.get(name)
-        has_scales = (coded is not None and coded.own) or (dtype in dtypes.STORAGE_DTYPES and changed)
         is_layer = info is not None and _is_layer(tree, info, name, tensor.shape, placement)
-        portable = is_layer and _expressible(tensor.shape, dtype)
-        items.append(_item(checkpoint, name, tensor, dtype, has_scales, portable))
-        if is_layer and placement is not None and placement.part:
+        items.append(_item(checkpoint, name, dtype, is_layer and _expressible(tensor.shape, dtype)))
+        if is_layer and part:
             of_experts.append(name.removesuffix(".weight"))
     return items, of_experts, tied
 
 
 def _planned_in_files(
-    checkpoint: Checkpoint, tree: Tree, placements: Mapping[str, Placement], planned: Mapping[str, str]
+    checkpoint: Checkpoint,
+    infos: Mapping[str, TensorInfo],
+    placements: Mapping[str, Placement],
+    planned: Mapping[str, str],
 ) -> dict[str, str]:
-    """Return the planned dtype of each weight by its name in the files. planned: the dtype of each of the model's tensors, by its
-    name in the model. placements: for each tensor of the files, the model's tensor into which it is loaded.
-    """
+    """Return the planned dtype of each weight by its name in the files. planned: by the tensors' names in the model."""
     found = {}
     for name in checkpoint.weights:
-        placement = placements.get(name)
-        info = tree.canonical(placement.name) if placement is not None else None
         found[name] = stored = checkpoint.dtype(name)
-        if info is not None and placement is not None and info.castable:
+        if (info := infos.get(name)) is not None and info.castable:
             dtype = planned[info.name]
             # If no rule changes the dtype of the live tensor, each part that is packed into it keeps its stored dtype.
-            found[name] = stored if placement.part and dtype == info.dtype else dtype
+            found[name] = stored if placements[name].part and dtype == info.dtype else dtype
     return found
 
 
-def _item(
-    checkpoint: Checkpoint, name: str, tensor: CheckpointTensor, dtype: str, has_scales: bool, portable: bool
-) -> ExportTensor:
-    stored = checkpoint.dtype(name)
-    coded = checkpoint.coded.get(name)
+def _item(checkpoint: Checkpoint, name: str, dtype: str, expressible: bool) -> ExportTensor:
+    """Return a tensor to write. expressible: whether other programs can read it with scales."""
+    tensor, stored, coded = checkpoint.weights[name], checkpoint.dtype(name), checkpoint.coded.get(name)
+    has_scales = (coded is not None and coded.own) or (dtype in dtypes.STORAGE_DTYPES and dtype != stored)
     of_others = coded if coded is not None and not coded.own else None
     copies = copies_of(checkpoint, of_others) if of_others is not None and dtype == stored else ()
     own_parts = (tensor,) if coded is None else tuple(coded.parts.values())
     ranges = [part.bytes for part in (own_parts if of_others is None else copies)]
     source_bytes = tuple(each for each in ranges if each is not None) if dtype == stored and None not in ranges else ()
+    source, portable = source_of(checkpoint, name, "copied"), has_scales and expressible
     return ExportTensor(
-        name,
-        tensor.shape,
-        stored,
-        dtype,
-        has_scales,
-        has_scales and portable,
-        source_bytes,
-        source_of(checkpoint, name, "copied"),
-        coded=of_others,
-        copies=copies,
+        name, tensor.shape, stored, dtype, has_scales, portable, source_bytes, source, coded=of_others, copies=copies
     )
 
 
 def _is_layer(tree: Tree, info: TensorInfo, name: str, shape: tuple[int, ...], placement: Placement | None) -> bool:
-    """Return whether other programs load a tensor of the files as the weight of a linear layer. It must be the weight of an
-    `nn.Linear` with the same name in the model, or of an expert that loading packs with others.
-
-    name, shape: the tensor's name and shape in the files. info: the model's tensor into which it is loaded.
+    """Return whether other programs load a tensor of the files as the weight of a linear layer: of an `nn.Linear` with the same
+    name in the model (`info`), or of an expert that loading packs with others.
     """
     if info.aliases or len(shape) != 2 or not name.endswith(".weight"):
         return False
@@ -275,9 +252,7 @@ def _is_layer(tree: Tree, info: TensorInfo, name: str, shape: tuple[int, ...], p
 
 
 def _expressible(shape: tuple[int, ...], dtype: str) -> bool:
-    """Return whether other programs can read a linear layer's weight in this dtype. They can't if the last block of a row would be
-    incomplete.
-    """
+    """Return whether other programs can read a linear layer's weight in this dtype: not with an incomplete last block of a row."""
     if dtype not in dtypes.BY_NAME or not named_layout(dtype):
         return False
     blocks = dtypes.BY_NAME[dtype].blocks
@@ -285,7 +260,7 @@ def _expressible(shape: tuple[int, ...], dtype: str) -> bool:
 
 
 def _checked(items: list[ExportTensor]) -> tuple[ExportTensor, ...]:
-    """Return `items` as a tuple. Raises UserError if there are none, or if two tensors would have the same name in the file."""
+    """Raise UserError if there are no tensors, or if two would have the same name in the file."""
     if not items:
         raise UserError("there are no tensors to export")
     seen: set[str] = set()

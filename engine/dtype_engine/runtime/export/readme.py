@@ -16,10 +16,9 @@ from dtype_engine.reports.text_losses import loss_sentences
 from dtype_engine.results.export import ExportedDtype
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.runtime.export.config import export_dtype
-from dtype_engine.runtime.export.contents import Contents
+from dtype_engine.runtime.export.contents import Contents, own_layout
 from dtype_engine.runtime.export.experts import experts, misread
 from dtype_engine.runtime.export.loading_notes import python_lines, quoted, section, short
-from dtype_engine.runtime.export.readers import own_layout
 
 
 def by_dtype(contents: Contents) -> dict[str, ExportedDtype]:
@@ -33,9 +32,8 @@ def by_dtype(contents: Contents) -> dict[str, ExportedDtype]:
 
 
 def readme(contents: Contents, name: str, sums: Mapping[str, ExportedDtype], lost: Sequence[ValueLoss] = ()) -> str:
-    """Return the text of the README. name: the name of the export's folder. sums: the number of tensors and bytes in each dtype.
-    lost: the weights in which a cast makes values infinite or zero.
-    """
+    """Return the text of the README. name: of the export's folder. lost: weights in which a cast makes values infinite or zero."""
+    losses = [f"- {code_span(line)}" for line in loss_sentences(lost, most=40)] if lost else []
     rows = [f"| {dtype} | {row.tensors} | {human_bytes(row.nbytes)} |" for dtype, row in sums.items()]
     lines = [
         f"# {escaped(name)}",
@@ -46,7 +44,7 @@ def readme(contents: Contents, name: str, sums: Mapping[str, ExportedDtype], los
         "|---|---|---|",
         *rows,
         "",
-        *_lost(lost),
+        *(["## Values lost in the casts", "", *losses, ""] if losses else []),
         "## Loading it",
         "",
         *(_plain_section(contents, name) if contents.layout.kind == "model" else section(contents, name)),
@@ -80,13 +78,6 @@ def _plain_section(contents: Contents, name: str) -> list[str]:
         "",
         *_from_pretrained_lines(contents),
     ]
-
-
-def _lost(lost: Sequence[ValueLoss]) -> list[str]:
-    if not lost:
-        return []
-    lines = [f"- {code_span(line)}" for line in loss_sentences(lost, most=40)]
-    return ["## Values lost in the casts", "", *lines, ""]
 
 
 def loading_text(contents: Contents) -> str:

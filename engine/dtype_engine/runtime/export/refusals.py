@@ -26,9 +26,7 @@ def refuse_scales(layout: Layout, items: Sequence[ExportTensor]) -> None:
 
 
 def refuse_unstored(items: Sequence[ExportTensor]) -> None:
-    """Raise UserError for a format that no checkpoint layout supports, and for formats whose layouts one checkpoint can't
-    combine.
-    """
+    """Raise UserError for a format that no checkpoint layout supports, and for formats that one checkpoint can't combine."""
     of_layout = {"": "", "fp8": ""}
     for item in items:
         blocks = dtypes.BY_NAME[item.dtype].blocks if item.dtype in dtypes.BY_NAME else None
@@ -47,7 +45,7 @@ def refuse_unstored(items: Sequence[ExportTensor]) -> None:
 
 
 def refuse_unwritable(checkpoint: Checkpoint, items: Sequence[ExportTensor]) -> None:
-    """Raise UserError for the first tensor that a safetensors file can't hold. The message suggests a remedy."""
+    """Raise UserError for the first tensor that a safetensors file can't hold."""
     lost = [
         item
         for item in items

@@ -12,17 +12,15 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.fused import scale_groups
 from dtype_engine.core.text import printable
-from dtype_engine.core.tree import Tree
+from dtype_engine.core.tree import TensorInfo
 from dtype_engine.runtime.export.contents import ExportTensor, SharedScale
 from dtype_engine.runtime.model.name_mapping import Placement
 from dtype_engine.runtime.model.packed_parts import in_rows, other_scales, sharing
 
 
 def with_shared_scales(items: list[ExportTensor], canonical: Mapping[str, str]) -> list[ExportTensor]:
-    """Return the weights to export (`items`), with a common scale for weights that runtimes fuse, such as query, key and value.
-    Only weights in a format with one scale for the whole tensor change.
-
-    canonical: the name in the model of each tensor, by its name in the files.
+    """Return the weights to export, with a common scale for weights in a format with one scale for the whole tensor that runtimes
+    fuse. canonical: the name in the model of each tensor, by its name in the files.
     """
     cast = {canonical[item.name]: item for item in items if item.name in canonical and item.dtype != item.stored}
     shared: dict[tuple[str, ...], SharedScale] = {}
@@ -36,13 +34,11 @@ def with_shared_scales(items: list[ExportTensor], canonical: Mapping[str, str]) 
 
 
 def with_packed_scales(
-    items: list[ExportTensor], placements: Mapping[str, Placement], tree: Tree
+    items: list[ExportTensor], infos: Mapping[str, TensorInfo], placements: Mapping[str, Placement]
 ) -> list[ExportTensor]:
-    """Return the weights to export (`items`), with `packed_into` set for each one that loading packs with others into one weight.
-    If a scale of the packed weight covers several of them, they get a common scale.
-
-    placements: for each tensor of the files, the model's tensor into which it is loaded. Raises UserError if the packed weight
-    can't have the same scales as its parts, for example because a block would extend over two of them.
+    """Return the weights to export, with `packed_into` set for each one that loading packs with others into one weight. If a
+    scale of the packed weight covers several of them, they get a common scale. Raises UserError if the packed weight can't have
+    the same scales as its parts, for example because a block would extend over two of them.
     """
     into = {name: placement.name for name, placement in placements.items() if placement.part}
     items = [dataclasses.replace(item, packed_into=into[item.name]) if item.name in into else item for item in items]
@@ -51,12 +47,11 @@ def with_packed_scales(
         if item.packed_into and item.dtype in dtypes.STORAGE_DTYPES and item.dtype != item.stored:
             packed.setdefault(item.packed_into, {})[item.name] = item
         elif not item.packed_into:
-            _refuse_turned(item, placements.get(item.name), tree)
+            _refuse_turned(item, infos.get(item.name))
     shared: dict[str, SharedScale] = {}
     for live, parts in packed.items():
-        info = tree.canonical(live)
-        assert info is not None, live
         first, item = next(iter(parts.items()))
+        info = infos[first]
         shapes = {name: part.shape for name, part in parts.items()}
         rows = in_rows({name: placements[name] for name in parts}, shapes, info.shape)
         why = other_scales(rows, shapes, info.shape, item.dtype)
@@ -72,11 +67,8 @@ def with_packed_scales(
     return [dataclasses.replace(item, shared=shared[item.name]) if item.name in shared else item for item in items]
 
 
-def _refuse_turned(item: ExportTensor, placement: Placement | None, tree: Tree) -> None:
-    """Raise UserError for a weight that would get scales although its shape in the files differs from its shape in the model, for
-    example because loading transposes it.
-    """
-    info = tree.canonical(placement.name) if placement is not None else None
+def _refuse_turned(item: ExportTensor, info: TensorInfo | None) -> None:
+    """Raise UserError for a weight that would get scales, and has another shape in the model, for example transposed."""
     if info is None or item.dtype not in dtypes.STORAGE_DTYPES or item.dtype == item.stored or info.shape == item.shape:
         return
     raise UserError(

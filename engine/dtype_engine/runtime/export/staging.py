@@ -24,9 +24,7 @@ ALONG = (
     "configuration_*.py", "modeling_*.py", "tokenization_*.py", "processing_*.py", "image_processing_*.py",
     "LICENSE*", "NOTICE*",
 )  # fmt: skip
-"""Patterns for the names of the files without weights that an export copies: tokenizer, processor and generation files, model code,
-licenses.
-"""
+"""Patterns for the names of the files without weights that an export copies."""
 _OF_QUANTISER = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
 """The files in which programs that quantize weights save their settings."""
 _LARGEST = 1 << 30
@@ -35,9 +33,7 @@ _SLACK = 1 << 20
 
 
 def need_space(target: Path, needed: int) -> None:
-    """Raise UserError if the disk of an export's target has less free space than the export needs. needed: the bytes of the
-    weights.
-    """
+    """Raise UserError if the disk of an export's target has less free space than the `needed` bytes of the weights."""
     free = shutil.disk_usage(target.parent).free
     if free < needed + _SLACK:
         raise UserError(
@@ -51,9 +47,8 @@ def staged(target: Path, needed: int, force: bool = False) -> Iterator[Path]:
     """Yield a new folder next to `target` to write into. It is renamed to `target` if the `with` block ends without an error, and
     removed otherwise.
 
-    All data is flushed to the disk before the folder is renamed. needed: bytes that the disk must have free. force: whether to
-    replace an existing folder, which is moved aside first and removed once the new one is in place. Raises UserError if too little
-    space is free or writing fails.
+    All data is flushed to the disk before. needed: bytes that the disk must have free. force: whether to replace an existing
+    folder. Raises UserError if too little space is free or writing fails.
     """
     need_space(target, needed)
     stage, named = sibling(target, PARTIAL), False
@@ -87,9 +82,7 @@ def _sync_all(folder: Path) -> None:
 
 
 def _give_name(stage: Path, target: Path, force: bool) -> None:
-    """Rename `stage`, the temporary folder of the complete export, to `target`. force: whether to replace an existing folder. It is
-    first moved aside as a whole, so it is never partly deleted.
-    """
+    """Rename the complete `stage` to `target`. An existing folder is moved aside as a whole, so it is never partly deleted."""
     if not force or not target.is_dir() or not any(target.iterdir()):
         os.rename(stage, target)
         return
@@ -109,12 +102,9 @@ def _give_name(stage: Path, target: Path, force: bool) -> None:
 
 
 def copy_sidecars(source: Path, stage: Path, of_quantiser: bool = False) -> tuple[str, ...]:
-    """Copy the tokenizer and processor files of the checkpoint folder `source` to the folder `stage`. Returns notices of files that
-    were not copied. of_quantiser: whether to also copy the settings files of the program that quantized the weights, such as
-    `quantize_config.json`.
-
-    Only regular files with known names are copied. Links that lead out of the folder are not followed, except links within the
-    Hugging Face cache.
+    """Copy the tokenizer and processor files of the checkpoint folder `source` to `stage`, and settings files of the program
+    that quantized it if `of_quantiser`. Returns notices of files that were not copied. Only regular files with known names are
+    copied. Links that lead out of the folder are not followed, except links within the Hugging Face cache.
     """
     notices = []
     for entry in sorted(source.iterdir()):

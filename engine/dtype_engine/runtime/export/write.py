@@ -1,7 +1,5 @@
-"""Writes safetensors files in blocks, so that memory holds only one block of a tensor for each thread.
-
-A file consists of the header's length, a JSON header, and the bytes of the tensors. All sizes are known in advance, so the header
-can be written first. The safetensors library would need all tensors of a file in memory at once.
+"""Writes safetensors files in blocks, so that memory holds only one block of a tensor for each thread. The safetensors library
+would need all tensors of a file in memory at once. All sizes are known in advance, so the header can be written first.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ from dtype_engine.runtime.weights.files import read_range
 from dtype_engine.runtime.weights.pieces import Pieces
 
 OnBytes = Callable[[int, int], None]
-"""A function that is called with the number of bytes written and the total."""
+"""Called with the number of bytes written and the total."""
 _BLOCK = 1 << 20
 """The number of bytes of a tensor that are cast and written at once. They fit into a processor's cache."""
 _MOST_THREADS = 4
@@ -74,16 +72,15 @@ class Progress:
         self._watch.look()
 
     def stop(self) -> None:
-        """Make all threads stop after their current block."""
         self._stopped = True
 
 
 def header(entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
-    """Return the bytes with which a safetensors file begins (the header's length and the header), and the file offset at which each
-    tensor begins, by name.
+    """Return the bytes with which a safetensors file begins (the header's length and the header), and the file offset at which
+    each tensor begins, by name.
 
     The order of the tensors is that of the safetensors library: the widest dtypes first, so that every tensor is aligned, and by
-    name within a dtype. metadata: the texts of the header's entry `__metadata__`, by name.
+    name within a dtype. metadata: the header's entry `__metadata__`.
     """
     table: dict[str, Any] = {"__metadata__": dict(metadata)}
     starts: dict[str, int] = {}
@@ -111,9 +108,8 @@ def write_file(
 ) -> None:
     """Write a safetensors file with the weights `items`. Several threads each write one weight at a time.
 
-    metadata: the texts of the header's entry `__metadata__`, by name. lost: a list to which an entry is added for each weight whose
-    cast makes values infinite or zero (see `ValueLoss`), in any order. If None, such values are not counted. Raises Cancelled,
-    UserError and OSError.
+    lost: a list to which an entry is added for each weight whose cast makes values infinite or zero, in any order. If None, such
+    values are not counted. Raises Cancelled, UserError and OSError.
     """
     head, starts = header([entry for item in items for entry in item.entries], metadata)
     threads = min(_MOST_THREADS, torch.get_num_threads())
@@ -135,19 +131,22 @@ def write_file(
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """A file, as an open descriptor, to which several threads write, and the progress of the export."""
+    """An open file descriptor to which several threads write, and the progress of the export."""
 
     file: int
     progress: Progress
 
     def put(self, block: torch.Tensor, at: int) -> None:
-        """Write a tensor's bytes at the file offset `at`, and report the progress. Raises Cancelled, UserError and OSError."""
+        """Write a tensor's bytes at the file offset `at`. Raises Cancelled, UserError and OSError."""
         data = _as_bytes(block)
         _write(self.file, data.numpy().data, at)
         self.progress.wrote(len(data))
 
 
 def _write_item(out: _Target, starts: Mapping[str, int], lost: list[ValueLoss] | None, item: ExportTensor) -> None:
+    """Write the tensors that store a weight, at the file offsets `starts` of their names. If the cast makes values infinite or
+    zero, append their counts to `lost`.
+    """
     offsets = [starts[entry.name] for entry in item.entries]
     if item.input_scale is not None:
         assert item.input_scale.value is not None, item.name
@@ -155,28 +154,12 @@ def _write_item(out: _Target, starts: Mapping[str, int], lost: list[ValueLoss] |
     if item.source_bytes or item.copied:
         for source, at in zip(item.source_bytes, offsets, strict=True):
             _copy(source, out, at)
-    else:
-        _write_values(item.source.read() if item.source.plain else Pieces(item.source), item, offsets, out, lost)
-
-
-def _write_values(
-    values: torch.Tensor | Pieces,
-    item: ExportTensor,
-    offsets: Sequence[int],
-    out: _Target,
-    lost: list[ValueLoss] | None,
-) -> None:
-    """Cast the values of a weight to the dtype of `item` and write them. If the cast makes values infinite or zero, append their
-    counts to `lost`. If `lost` is None, such values are not counted.
-
-    offsets: the file offset of each tensor that stores the weight: its values or, in a format with scales, its codes, its scales
-    and the format's other tensors.
-    """
+        return
+    values = item.source.read() if item.source.plain else Pieces(item.source)
     counter = LossCounter(item.name, values, item.dtype) if lost is not None and item.dtype != item.stored else None
-    if item.dtype in dtypes.BLOCK_FORMATS:
-        _write_blocks(values, item, offsets, out, counter)
-    elif item.has_scales:
-        out.put(_write_codes(values, item, out, offsets[0], counter), offsets[1])
+    if item.has_scales:
+        write = _write_blocks if item.dtype in dtypes.BLOCK_FORMATS else _write_codes
+        write(values, item, offsets, out, counter)
     else:
         _write_tensor(values, torch_dtype(item.dtype), out, offsets[0], counter)
     if lost is not None and counter is not None and (loss := counter.result()) is not None:
@@ -184,14 +167,10 @@ def _write_values(
 
 
 def _write_tensor(
-    values: torch.Tensor | Pieces,
-    dtype: torch.dtype,
-    out: _Target,
-    at: int,
-    counter: LossCounter | None = None,
+    values: torch.Tensor | Pieces, dtype: torch.dtype, out: _Target, at: int, counter: LossCounter | None
 ) -> None:
-    """Cast `values` to `dtype` and write them from the file offset `at` on, a block at a time. Casts are elementwise, so the block
-    size does not change the result. counter: counts the values that the cast makes infinite or zero; if None, they are not counted.
+    """Cast `values` to `dtype` and write them from the file offset `at` on, a block at a time. Casts are elementwise, so the
+    block size does not change the result. counter: counts the values that the cast makes infinite or zero.
     """
     if isinstance(values, torch.Tensor) and values.dtype == dtype:
         _write_bytes(values, out, at)
@@ -221,22 +200,18 @@ def _write_bytes(tensor: torch.Tensor, out: _Target, at: int) -> None:
 def _write_codes(
     tensor: torch.Tensor | Pieces,
     item: ExportTensor,
+    offsets: Sequence[int],
     out: _Target,
-    at: int,
     counter: LossCounter | None,
-) -> torch.Tensor:
-    """Quantize a tensor to float8 or int8 (a format without blocks), and write its codes, one byte each, from the file offset `at`
-    on. Returns the scales, for the caller to write.
-
-    counter: counts the values that saturate or become zero; if None, they are not counted.
-    """
+) -> None:
+    """Quantize a tensor to a format without blocks, and write its codes, one byte each, and its scales at `offsets`."""
 
     def write(start: int, codes: torch.Tensor) -> None:
         if counter is not None:
             counter.see(start, codes)
-        out.put(codes, at + start)
+        out.put(codes, offsets[0] + start)
 
-    return quantize_in_blocks(tensor, item.dtype, write, _shared_amax(item))
+    out.put(quantize_in_blocks(tensor, item.dtype, write, _shared_amax(item)), offsets[1])
 
 
 def _shared_amax(item: ExportTensor) -> float | None:
@@ -250,12 +225,7 @@ def _write_blocks(
     out: _Target,
     counter: LossCounter | None,
 ) -> None:
-    """Quantize a tensor to a block format and write all tensors that store it: first its packed codes, some rows at a time, then
-    its scales and the format's other tensors.
-
-    offsets: where each of these tensors begins in the file. counter: counts the values that saturate or become zero; if None, they
-    are not counted.
-    """
+    """Quantize a tensor to a block format and write all tensors that store it, at `offsets`: its codes first."""
     element = dtypes.BY_NAME[item.dtype]
     assert element.blocks is not None
     packing = element.blocks.packing
@@ -276,13 +246,13 @@ def _write_blocks(
 
 
 def _copy(source: ByteRange, out: _Target, at: int) -> None:
-    """Copy the bytes of a tensor from a source file to the file offset `at` of `out`. Raises Cancelled, UserError and OSError."""
+    """Copy the bytes of a tensor from a source file to the file offset `at` of `out`."""
     for start in range(0, source.nbytes, _BLOCK):
         out.put(read_range(source, torch.uint8, start, min(_BLOCK, source.nbytes - start)), at + start)
 
 
 def copy_file(source: Path, target: Path, progress: Progress) -> None:
-    """Copy a whole file to a new one. Raises UserError if it can't be read, OSError if the copy can't be written, and Cancelled."""
+    """Copy a whole file. Raises UserError if it can't be read, OSError if the copy can't be written, and Cancelled."""
     whole = ByteRange(source, 0, source.stat().st_size)
     with open(target, "wb", buffering=0) as out:
         _copy(whole, _Target(out.fileno(), progress), 0)

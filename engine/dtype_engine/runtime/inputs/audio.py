@@ -19,10 +19,9 @@ from dtype_engine.runtime.inputs.images import decoder_start
 from dtype_engine.runtime.inputs.preprocessing import (
     accepted,
     feature_extractor_of,
-    no_tokenizer,
+    needed_tokenizer,
     parameters,
     running,
-    tokenizer_of,
 )
 from dtype_engine.runtime.inputs.processor_limits import made_features
 from dtype_engine.runtime.inputs.text import encoded, sequence_length, sources, text_samples
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
     """The samples of a mono audio signal, from -1 to 1."""
 
 SAMPLE_RATE = 16_000
-"""Sample rate in hertz for a model whose feature extractor does not name one; most speech models use it."""
+"""In hertz, for a model whose feature extractor does not name one; most speech models use it."""
 TONE_SECONDS = 2.0
 _UNKNOWN_LENGTH = 2**63 - 1
 """The number of samples that libsndfile reports if the header of a FLAC file does not name it."""
@@ -45,90 +44,76 @@ _ARGUMENTS = ("input_features", "input_values")
 
 
 def sound_argument(model: LiveModel) -> str | None:
-    """Return the name of the forward pass's audio argument: `input_features` (a spectrogram) or `input_values` (samples). Returns
-    None if the forward pass accepts no audio.
-    """
+    """Return the name of the forward pass's audio argument: `input_features` (a spectrogram), `input_values` (samples) or None."""
     return next((name for name in _ARGUMENTS if name in parameters(model.module)), None)
 
 
 def sound_inputs(model: LiveModel, options: InputOptions) -> Inputs:
-    """Return inputs with one batch for each audio file (or for a synthetic tone), including tokens for the decoder if the model has
-    one.
-
-    Raises UserError for an audio file that can't be used, and NoForward if no audio can be created for the model.
+    """Return inputs with one batch for each audio file (or for a synthetic tone), with tokens for the decoder if the model has
+    one. Raises UserError for an audio file that can't be used, and NoForward if no audio can be created.
     """
     argument = sound_argument(model)
     assert argument is not None
     extractor = feature_extractor_of(model)
     decoders, how_decoder = _decoders(model, options)
     limits = options.limits
-    calls: list[tuple[dict[str, Any], str]]
-    if extractor is not None:
-        rate = int(getattr(extractor, "sampling_rate", None) or SAMPLE_RATE)
-        waves = [(open_sound(path, rate, limits), path.name) for path in options.audio] or [(synthetic_tone(rate), "")]
-        calls = [
-            (_features(model, extractor, wave, rate, argument, limits), _about(wave, rate, name))
-            for wave, name in waves
-        ]
-        how = f"at {rate:,} Hz, by the folder's own {type(extractor).__name__}"
-    elif (shape := _spectrogram_shape(model.module.config, argument)) is not None:
+    shape = None if extractor is not None else _spectrogram_shape(model.module.config, argument)
+    what = "a chord that rises and falls"
+    if shape is not None:
         if options.audio:
             raise UserError(
                 f"{model.title} has no feature extractor that can be loaded (preprocessor_config.json), so "
                 f"{options.audio[0]} can't be made into its spectrogram; {hint('tensors')}"
             )
-        what = f"a spectrogram of {shape[0]} x {shape[1]}, the size in config.json,"
-        limits.refuse_model("values", model.title, what, shape[0] * shape[1])
+        size = f"a spectrogram of {shape[0]} x {shape[1]}, the size in config.json,"
+        limits.refuse_model("values", model.title, size, shape[0] * shape[1])
         calls = [({argument: synthetic_spectrogram(shape)}, f"a synthetic spectrogram, {' x '.join(map(str, shape))}")]
+        what = "a spectrogram of smooth waves"
         how = "of the configuration's size: no feature extractor can be loaded from the folder"
-    elif argument == "input_values":
-        waves = [(open_sound(path, SAMPLE_RATE, limits), path.name) for path in options.audio] or [
-            (synthetic_tone(SAMPLE_RATE), "")
-        ]
-        channels = int(getattr(model.module.config, "audio_channels", 0))  # codecs: [batch, channels, samples]
-        calls = [({argument: _normalised(wave, channels)}, _about(wave, SAMPLE_RATE, name)) for wave, name in waves]
-        how = f"at {SAMPLE_RATE:,} Hz, of mean 0 and variance 1: no feature extractor can be loaded from the folder"
-    else:
+    elif extractor is None and argument != "input_values":
         raise NoForward(
             f"{model.title}: no inputs can be made: no feature extractor can be loaded from its folder, and the configuration does "
             f"not say the size of a spectrogram; {hint('tensors')}"
         )
+    else:
+        rate = int(getattr(extractor, "sampling_rate", None) or SAMPLE_RATE)
+        waves = [(open_sound(path, rate, limits), path.name) for path in options.audio] or [(synthetic_tone(rate), "")]
+        if extractor is not None:
+            made = [_features(model, extractor, wave, rate, argument, limits) for wave, _ in waves]
+            how = f"at {rate:,} Hz, by the folder's own {type(extractor).__name__}"
+        else:
+            channels = int(getattr(model.module.config, "audio_channels", 0))  # codecs: [batch, channels, samples]
+            made = [{argument: _normalised(wave, channels)} for wave, _ in waves]
+            how = f"at {rate:,} Hz, of mean 0 and variance 1: no feature extractor can be loaded from the folder"
+        calls = [(kwargs, _about(wave, rate, name)) for kwargs, (wave, name) in zip(made, waves, strict=True)]
     # Every audio file and every text occurs in a call: the shorter list is repeated.
     pairs = [(calls[at % len(calls)], decoders[at % len(decoders)]) for at in range(max(len(calls), len(decoders)))]
     batches = tuple(Batch(kwargs=kwargs | decoder, about=about) for (kwargs, about), decoder in pairs)
-    spectrogram = extractor is None and _spectrogram_shape(model.module.config, argument) is not None
-    tone = "a spectrogram of smooth waves" if spectrogram else "a chord that rises and falls"
-    whose = "audio: your files" if options.audio else f"audio: {tone}"
-    if not options.audio:
-        description = calls[0][1]
-    else:
-        description = f"your audio {calls[0][1]}" if len(calls) == 1 else f"{len(calls)} of your audio files"
+    whose = f"audio: {'your files' if options.audio else what}"
+    description = calls[0][1]
+    if options.audio:
+        description = f"your audio {description}" if len(calls) == 1 else f"{len(calls)} of your audio files"
     return Inputs(batches, description, made_of=(f"{whose}, {how}", *how_decoder), prompts=bool(options.audio))
 
 
 def _decoders(model: LiveModel, options: InputOptions) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
-    """Return (the decoder's arguments for each batch, phrases that say how they were created). There is one batch for each of the
-    user's texts or, without texts, one with random tokens. If the model has no decoder, the arguments are empty.
-
-    Raises UserError if the user provided texts and the model can't use them.
+    """Return (the decoder's arguments for each of the user's texts or, without texts, one with random tokens; phrases that say
+    how they were created). Raises UserError for texts that the model can't use.
     """
     if not (options.prompts or options.texts):
         row, how = decoder_start(model)
         return [row], how
     if "decoder_input_ids" not in parameters(model.module):
         raise UserError(f"{model.title} accepts audio and no text; leave the prompts and texts out")
-    tokenizer = tokenizer_of(model)
-    if tokenizer is None:
-        raise UserError(f"{model.title} {no_tokenizer(model)}, so prompts and texts can't be used; leave them out")
+    tokenizer = needed_tokenizer(model)
     longest = sequence_length(model, options)
     ids = [row for row, _ in encoded(tokenizer, list(text_samples(options)), model.title, options)]
     return [decoder_start(model, row[:longest])[0] for row in ids], (f"decoder: {sources(options)}",)
 
 
 def open_sound(path: Path, rate: int, limits: InputLimits) -> Wave:
-    """Return the sound in an audio file, mixed to mono and resampled to `rate` hertz.
-
-    Raises UserError for a file that can't be read, and for one whose duration or number of samples is over the limits.
+    """Return the sound in an audio file, mixed to mono and resampled to `rate` hertz. Raises UserError for a file that can't be
+    read or is over the limits.
     """
     import numpy as np
     import soundfile
@@ -153,9 +138,7 @@ def open_sound(path: Path, rate: int, limits: InputLimits) -> Wave:
 
 
 def resampled(wave: Wave, own_rate: int, rate: int) -> Wave:
-    """Return a wave resampled from `own_rate` to `rate` hertz, with a low-pass filter against aliasing. The result has ceil(samples
-    * rate / own_rate) samples, as in librosa and transformers.
-    """
+    """Return a wave with a low-pass filter against aliasing, in ceil(samples * rate / own_rate) samples, as librosa does."""
     if own_rate == rate:
         return wave
     import numpy as np
@@ -167,9 +150,7 @@ def resampled(wave: Wave, own_rate: int, rate: int) -> Wave:
 
 
 def synthetic_tone(rate: int) -> Wave:
-    """Return a chord (220, 550 and 1320 Hz) whose volume swells five times, with a little noise. The result is the same in every
-    run. rate: samples per second.
-    """
+    """Return a chord (220, 550 and 1320 Hz) whose volume swells five times, with a little noise, the same in every run."""
     time = torch.arange(int(TONE_SECONDS * rate), dtype=torch.float64) / rate
     chord = sum(torch.sin(2 * math.pi * hertz * time) / number for number, hertz in enumerate((220, 550, 1320), 1))
     noise = torch.randn(len(time), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -186,11 +167,7 @@ def synthetic_spectrogram(shape: tuple[int, int]) -> torch.Tensor:
 
 
 def _spectrogram_shape(config: Any, argument: str) -> tuple[int, int] | None:
-    """Return the shape of the spectrogram that a model's configuration specifies: the numbers of mel bins and frames, in the
-    model's order. Returns None if the configuration specifies none, or if the model accepts samples instead.
-
-    argument: the name of the forward pass's audio argument.
-    """
+    """Return the numbers of mel bins and frames, in the model's order, or None if the configuration does not specify them."""
     bins = getattr(config, "num_mel_bins", None)
     if argument == "input_features":
         if bins and getattr(config, "max_source_positions", None) and not hasattr(config, "input_feat_per_channel"):

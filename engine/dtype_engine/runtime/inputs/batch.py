@@ -1,4 +1,4 @@
-"""Dataclasses for inputs: those of one forward pass (a batch), and those of a whole measurement."""
+"""The inputs of one forward pass (a batch) and those of a whole measurement, and their summary for the screen and for JSON."""
 
 from __future__ import annotations
 
@@ -13,29 +13,31 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from dtype_engine.core.errors import UserError
+from dtype_engine.core.text import printable
+from dtype_engine.results.inputs import InputBatch, InputsSummary, InputTensor
+from dtype_engine.runtime.formats.dequantize import dtype_name
 from dtype_engine.runtime.libraries.torch_private import WithoutModes
 from dtype_engine.runtime.model.containers import named_tensors_in, with_tensors
+
+_SHOWN = 160
+"""How many characters of a batch's text a summary has."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The inputs of one forward pass: its positional arguments (`args`), its keyword arguments (`kwargs`) and facts about them."""
+    """The inputs of one forward pass: its positional arguments, its keyword arguments and facts about them."""
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     next_tokens: torch.Tensor | None = None
-    """The correct next token at each position, int64 [batch, positions], with -100 where there is none. None if the model predicts
-    no tokens.
-    """
+    """The correct next tokens, int64 [batch, positions], with -100 for none; None if the model predicts no tokens."""
     text: str | None = None
-    """The text from which the inputs were made, for display; None if there is none or it is unknown."""
+    """The text from which the inputs were made, for display."""
     about: str | None = None
-    """A short description of the picture or audio in this batch, such as "cat.png, 640 x 480"; None if it has neither."""
+    """A short description of the picture or audio in this batch, such as "cat.png, 640 x 480"."""
 
     labels: dict[str, Any] = field(default_factory=dict)
-    """Values that the user provided in addition to the arguments of the forward pass, by name. The user's metrics receive them; the
-    model does not.
-    """
+    """Values beside the arguments, by name. The user's metrics receive them; the model does not."""
 
     @property
     def elements(self) -> int:
@@ -43,9 +45,7 @@ class Batch:
         return sum(tensor.numel() for _, tensor in self.named_tensors())
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every tensor with its name: the argument's name (or its position, "argument 0"), and for a nested tensor a dotted
-        path after it.
-        """
+        """Yield every tensor with the argument's name (or "argument 0") and, for a nested one, a dotted path after it."""
         for index, value in enumerate(self.args):
             yield from named_tensors_in(f"argument {index}", value)
         for name, value in self.kwargs.items():
@@ -61,9 +61,8 @@ class Batch:
         return {**dict(zip(positional, self.args, strict=False)), **self.kwargs, **self.labels}
 
     def run(self, module: Callable[..., Any]) -> Any:
-        """Call the module with copies of the tensors, and return its output. Without copies, a module that writes to its arguments
-        would change later calls. A tensor that occurs twice is copied once, because attention checks whether query and key are the
-        same object.
+        """Call the module with copies of the tensors. Without copies, a module that writes to its arguments would change later
+        calls. A tensor that occurs twice is copied once, because attention checks whether query and key are the same object.
         """
         copies: dict[int, torch.Tensor] = {}
 
@@ -86,7 +85,7 @@ class Batch:
         return dataclasses.replace(self, args=args, kwargs=kwargs)
 
     def with_labels(self, names: Collection[str]) -> Batch:
-        """Return this batch with the keyword arguments `names` turned into labels, which the model does not receive."""
+        """Return this batch with the keyword arguments `names` turned into labels."""
         labels = {name: value for name, value in self.kwargs.items() if name in names}
         kwargs = {name: value for name, value in self.kwargs.items() if name not in names}
         return dataclasses.replace(self, kwargs=kwargs, labels=self.labels | labels)
@@ -105,13 +104,13 @@ class Inputs:
     prompts: bool = False
     """Whether each batch is a whole prompt, which text generation can continue."""
     made_of: tuple[str, ...] = ()
-    """Phrases for the user which say how the text, images, audio or decoder tokens of these inputs were created."""
+    """Phrases for the user which say how these inputs were created."""
 
 
 def from_values(values: Any, description: str) -> Inputs:
     """Convert a user's Python value to inputs. For one forward pass, the value is a mapping (keyword arguments), a tuple
     (positional arguments) or a single argument (a tensor, a packed sequence or a dataclass); for several passes, it is a list of
-    these. Raises UserError for anything else. description: what the screen says about these inputs.
+    these. Raises UserError for anything else.
     """
     several = values if isinstance(values, list) else [values]
     batches = []
@@ -130,3 +129,45 @@ def from_values(values: Any, description: str) -> Inputs:
                 f"{description} gave a {type(value).__name__}: give a dict (keyword arguments) or a tuple (positional ones)"
             )
     return Inputs(tuple(batches), description, made=False)
+
+
+def summarize(inputs: Inputs) -> InputsSummary:
+    """Return the inputs as plain data."""
+    batches = tuple(_row(batch) for batch in inputs.batches)
+    known = [batch.positions for batch in batches if batch.positions is not None]
+    made_of = inputs.made_of or (f"given by {inputs.description}",)
+    return InputsSummary(inputs.description, made_of, sum(known) if known else None, batches)
+
+
+def one_of_each_shape(inputs: Inputs) -> list[Batch]:
+    """Return enough batches to check whether the model runs on all of them: of the user's tensors, the first batch of each
+    combination of shapes and dtypes; otherwise one batch, because all were created alike.
+    """
+    if inputs.made:
+        return list(inputs.batches[:1])
+    by_shape: dict[object, Batch] = {}
+    for batch in inputs.batches:
+        by_shape.setdefault(tuple((name, tensor.shape, tensor.dtype) for name, tensor in batch.named_tensors()), batch)
+    return list(by_shape.values())
+
+
+def _row(batch: Batch) -> InputBatch:
+    tensors = tuple(
+        InputTensor(name, tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in batch.named_tensors()
+    )
+    text = printable(" ".join(batch.text[: 2 * _SHOWN].split()), _SHOWN) if batch.text else None
+    if batch.about and text:
+        description = f"{batch.about}: {text}"
+    else:
+        description = batch.about or text or ", ".join(tensor.name for tensor in tensors) or "nothing"
+    return InputBatch(description, _positions(batch), tensors)
+
+
+def _positions(batch: Batch) -> int | None:
+    """Return the number of token positions in a batch, counted in the decoder if it has its own tokens; None without tokens."""
+    ids, mask = batch.kwargs.get("input_ids"), batch.kwargs.get("attention_mask")
+    if isinstance(of_decoder := batch.kwargs.get("decoder_input_ids"), torch.Tensor):
+        return of_decoder.numel()
+    if not isinstance(ids, torch.Tensor):
+        return None
+    return int(mask.sum()) if isinstance(mask, torch.Tensor) and mask.shape == ids.shape else ids.numel()

@@ -1,6 +1,4 @@
-"""Builds a model's inputs from what the user provided or, without it, creates inputs that suit the model's folder and
-configuration.
-"""
+"""Builds a model's inputs from what the user provided, or creates inputs that suit its folder and configuration."""
 
 from __future__ import annotations
 
@@ -32,10 +30,7 @@ from dtype_engine.runtime.model.live import LiveModel
 
 
 def make_inputs(model: LiveModel, options: Options) -> Inputs:
-    """Return the inputs that the user provided, or create inputs that suit the model.
-
-    Raises NoForward if no inputs can be created, and UserError if the user's inputs do not fit the model.
-    """
+    """Return the user's inputs, or create some. Raises NoForward if that is impossible, UserError if the user's do not fit."""
     if options.tensors is not None:
         return tensor_inputs(model, options.tensors, labelled=bool(options.metrics))
     given = options.prompts or options.texts or options.images or options.audio
@@ -84,7 +79,8 @@ def _made(model: LiveModel, options: InputOptions) -> Inputs:
     if picture and text and not options.audio:
         return _picture_and_text(model, options)
     if picture and not options.audio:
-        _refuse_text(model, options)
+        if options.prompts or options.texts:
+            raise UserError(f"{model.title} accepts pictures and no text; leave the prompts and texts out")
         return _saying_what_is_not_used(picture_inputs(model, options), options)
     if sound is not None and (not text or main == sound or options.audio or is_contrastive(model)):
         return _sound_and_text(model, options) if text else sound_inputs(model, options)
@@ -96,9 +92,7 @@ def _made(model: LiveModel, options: InputOptions) -> Inputs:
 
 
 def _picture_and_text(model: LiveModel, options: InputOptions) -> Inputs:
-    """Return inputs with a picture and a text in each batch. A language model gets only text if the user provided no picture and
-    none can be created.
-    """
+    """Return inputs with a picture and a text in each batch, or only text if no picture is given or can be created."""
     try:
         used = options.chat and processor_template(model) is not None
         inputs = picture_and_text_inputs(model, options)
@@ -119,14 +113,9 @@ def _sound_and_text(model: LiveModel, options: InputOptions) -> Inputs:
     return dataclasses.replace(sounds, batches=batches, made_of=(*sounds.made_of, how))
 
 
-def _refuse_text(model: LiveModel, options: InputOptions) -> None:
-    if options.prompts or options.texts:
-        raise UserError(f"{model.title} accepts pictures and no text; leave the prompts and texts out")
-
-
 def _saying_what_is_not_used(inputs: Inputs, options: InputOptions) -> Inputs:
-    """Return `inputs` with a note on the user's options that have no effect on a model of pictures or audio: chat format, length
-    and number of sequences. They are no error, because they may come from a configuration file for all models.
+    """Return `inputs` with a note on the user's options that have no effect on a model of pictures or audio. They are no error,
+    because they may come from a configuration file for all models.
     """
     text_options = (
         ("--chat", options.chat),

@@ -1,11 +1,10 @@
-"""Creates inputs for models of diffusers: random latents, text embeddings and time steps, in the shapes that the configuration
-specifies; and prompts for whole pipelines.
-"""
+"""Creates inputs for models of diffusers, in the shapes that the configuration specifies, and prompts for pipelines."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,9 +21,7 @@ from dtype_engine.runtime.model.live import LiveModel
 
 _STEPS = 2
 _EARLIEST, _LATEST = 900.0, 100.0
-"""The diffusion time steps of the first and of the last call, out of 1,000: at 900 the latents are mostly noise, at 100 nearly the
-finished picture.
-"""
+"""The time steps of the first and last call, of 1,000: at 900 the latents are mostly noise, at 100 nearly the picture."""
 _TOKENS = 16
 _LARGEST = 64
 _MOST_PATCHES = 128
@@ -50,9 +47,7 @@ def is_diffusers_module(module: nn.Module) -> bool:
 
 
 def diffusers_inputs(model: LiveModel, options: InputOptions) -> Inputs:
-    """Return one call of the model for each of a few time steps, with random latents and text embeddings. Raises
-    NoDefaultInputs for a class of model that is not known, and UserError if the user provided text, pictures or audio.
-    """
+    """Return one call of the model for each of a few time steps. Raises NoDefaultInputs for an unknown class, and UserError."""
     if options.prompts or options.texts or options.images or options.audio:
         raise UserError(f"{model.title} takes latents, and no text, picture or audio; {hint('tensors')}")
     name = type(model.module).__name__
@@ -66,32 +61,20 @@ def diffusers_inputs(model: LiveModel, options: InputOptions) -> Inputs:
     with failures_as(
         NoDefaultInputs, f"{model.title}: no forward pass: its config.json does not say what a {name} takes"
     ):
-        calls = [make(model.module.config, _Draw(number), steps[number : number + 1]) for number in range(count)]
+        draws = [partial(torch.randn, generator=torch.Generator().manual_seed(number)) for number in range(count)]
+        calls = [make(model.module.config, draw, steps[number : number + 1]) for number, draw in enumerate(draws)]
     what = "random latents of a picture" if "z" in calls[0] else "random latents, text embeddings and time steps"
-    return Inputs(
-        tuple(Batch(kwargs=call) for call in calls),
-        f"{plural(count, 'call')} of {what}",
-        made_of=(f"{what}, in the shapes that the configuration says",),
-    )
+    batches, made_of = tuple(Batch(kwargs=call) for call in calls), f"{what}, in the shapes that the configuration says"
+    return Inputs(batches, f"{plural(count, 'call')} of {what}", made_of=(made_of,))
 
 
-class _Draw:
-    """A callable that returns a tensor of the given shape with normally distributed float32 numbers, from its own random
-    generator.
-    """
-
-    def __init__(self, seed: int) -> None:
-        self._generator = torch.Generator().manual_seed(seed)
-
-    def __call__(self, *shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=self._generator)
+_Draw = Callable[..., torch.Tensor]
+"""A function that returns a tensor of the given shape with normally distributed float32 numbers."""
 
 
-def _size(config: Any, otherwise: int = _LARGEST) -> tuple[int, int]:
-    """Return (height, width) of the latents, in latent pixels. otherwise: the height and width if the configuration has no
-    `sample_size`.
-    """
-    size = config.get("sample_size") or otherwise
+def _size(config: Any) -> tuple[int, int]:
+    """Return (height, width) of the latents, in latent pixels."""
+    size = config.get("sample_size") or _LARGEST
     return (int(size), int(size)) if isinstance(size, (int, float)) else (int(size[0]), int(size[1]))
 
 
@@ -121,9 +104,7 @@ def _unet(config: Any, draw: _Draw, step: torch.Tensor) -> dict[str, Any]:
 
 
 def _autoencoder(config: Any, draw: _Draw, step: torch.Tensor) -> dict[str, Any]:
-    """Return the argument of one call of an autoencoder's decoder: random latents with the mean and scale that the configuration
-    specifies. draw: creates random tensors. step: ignored.
-    """
+    """Return random latents for the decoder, with the mean and scale that the configuration specifies. step: ignored."""
     channels = config.get("latent_channels") or config.get("z_dim")
     means, scales = config.get("latents_mean"), config.get("latents_std")
     video = any("temporal" in key for key in config) or means is not None
@@ -213,9 +194,7 @@ _MAKERS: dict[str, Callable[[Any, _Draw, torch.Tensor], dict[str, Any]]] = {
     "DiTTransformer": _dit,
     "PixArt": _pixart,
 }
-"""By the beginning of the name of the model's class: the function that makes the arguments of one call of the model. It takes the
-model's configuration, the random generator and the time step.
-"""
+"""By the beginning of the name of the model's class: the function that makes the arguments of one call of the model."""
 
 
 def pipeline_inputs(model: LiveModel, options: InputOptions, steps: int | None = None) -> Inputs:

@@ -16,13 +16,7 @@ from dtype_engine.core.input_limits import InputLimits
 from dtype_engine.core.options import InputOptions
 from dtype_engine.core.text import printable
 from dtype_engine.runtime.inputs.batch import Batch, Inputs
-from dtype_engine.runtime.inputs.preprocessing import (
-    accepted,
-    image_processor_of,
-    parameters,
-    random_ids,
-    running,
-)
+from dtype_engine.runtime.inputs.preprocessing import accepted, image_processor_of, parameters, random_ids, running
 from dtype_engine.runtime.inputs.processor_limits import made_values
 from dtype_engine.runtime.libraries.silence_libraries import without_panic_message
 from dtype_engine.runtime.model.live import LiveModel
@@ -42,17 +36,15 @@ class Picture:
     """One picture after the model's preprocessing, as arguments of the forward pass."""
 
     kwargs: dict[str, Any]
-    """The arguments of the forward pass: `pixel_values`, and others that describe the same picture, such as `image_grid_thw`."""
+    """`pixel_values`, and others that describe the same picture, such as `image_grid_thw`."""
     about: str
-    """A short description of the picture, such as "cat.png, 640 x 480"."""
+    """Such as "cat.png, 640 x 480"."""
     image: Image | None = None
     """The picture before preprocessing, or None if the values were generated directly."""
 
 
 def picture_inputs(model: LiveModel, options: InputOptions) -> Inputs:
-    """Return inputs with one batch per picture, for a model that takes no text. A decoder gets random tokens. Raises UserError for
-    a picture that can't be used, and NoForward if the model's processor returns no pixels.
-    """
+    """Return inputs with one batch per picture, for a model that takes no text. Raises what `make_pictures` raises."""
     pictures, made_of = make_pictures(model, options)
     more, decoder = decoder_start(model)
     batches = tuple(Batch(kwargs=picture.kwargs | more, about=picture.about) for picture in pictures)
@@ -67,56 +59,43 @@ def described(pictures: list[Picture], options: InputOptions) -> str:
 
 
 def make_pictures(model: LiveModel, options: InputOptions) -> tuple[list[Picture], tuple[str, ...]]:
-    """Return two values: the user's pictures (or a synthetic one), preprocessed for the model; and phrases which say how they were
-    created.
-
+    """Return (the user's pictures or a synthetic one, preprocessed for the model; phrases which say how they were created).
     Raises UserError for a picture that can't be used, and NoForward if the model's processor returns no pixels.
     """
     processor = image_processor_of(model)
     vision = vision_config(model)
     limits = options.limits
     width, height = sides(model)
-    limits.refuse_model(
-        "values",
-        model.title,
-        f"a picture of {width} x {height}, the size in config.json,",
-        channels(model) * width * height * max(1, _frames(vision, model.module)),
-    )
+    values = channels(model) * width * height * max(1, _frames(vision, model.module))
+    limits.refuse_model("values", model.title, f"a picture of {width} x {height}, the size in config.json,", values)
+    if options.images and processor is None and "image_grid_thw" in parameters(model.module):
+        raise UserError(
+            f"{model.title} has no image processor that can be loaded, so {options.images[0]} can't be used"
+        )
+    opened = [(open_picture(path, limits), path.name) for path in options.images]
     if processor is not None:
-        sources = [(open_picture(path, limits), path.name) for path in options.images]
-        sources = sources or [(synthetic_image(width, height), "")]
         how = f"processed by the folder's own {type(processor).__name__}"
         pictures = [
             Picture(_processed(model, processor, image, name, limits), _about(image, name), image)
-            for image, name in sources
+            for image, name in opened or [(synthetic_image(width, height), "")]
         ]
     elif "image_grid_thw" in parameters(model.module):
-        if options.images:
-            raise UserError(
-                f"{model.title} has no image processor that can be loaded, so {options.images[0]} can't be used"
-            )
         how = "patches at random: no image processor can be loaded from the folder"
         pictures = [_random_patches(vision)]
-    elif options.images:
+    elif opened:
         how = (
             f"resized to {width} x {height}, values from -1 to 1: the folder has no image processor that can be loaded"
         )
-        opened = [(open_picture(path, limits), path.name) for path in options.images]
         pictures = [
             Picture({"pixel_values": _plain_pixels(image, width, height, channels(model))}, _about(image, name), image)
             for image, name in opened
         ]
     else:
         how = "values around -1 to 1: the folder has no image processor that can be loaded"
-        planes = synthetic_planes(channels(model), width, height)
-        if frames := _frames(vision, model.module):
-            kwargs, about = (
-                {"pixel_values": planes.expand(1, frames, *planes.shape)},
-                f"a synthetic film of {frames} frames",
-            )
-        else:
-            kwargs, about = {"pixel_values": planes[None]}, "a synthetic picture"
-        pictures = [Picture(kwargs, f"{about}, {width} x {height}")]
+        planes, frames = synthetic_planes(channels(model), width, height), _frames(vision, model.module)
+        pixels = planes.expand(1, frames, *planes.shape) if frames else planes[None]
+        about = f"a synthetic film of {frames} frames" if frames else "a synthetic picture"
+        pictures = [Picture({"pixel_values": pixels}, f"{about}, {width} x {height}")]
     whose = "pictures: your files" if options.images else "picture: smooth waves and a little noise"
     return pictures, (f"{whose}, {how}",)
 
@@ -131,9 +110,7 @@ def vision_config(model: LiveModel) -> Any:
 
 
 def sides(model: LiveModel) -> tuple[int, int]:
-    """Return (width, height), in pixels, of a picture as the model's configuration specifies it, or 224 for both. Raises NoForward
-    if the configuration has something else than a width and a height.
-    """
+    """Return (width, height), in pixels, of the configuration's pictures, or 224 for both. Raises NoForward if it has others."""
     vision = vision_config(model)
     size = getattr(vision, "image_size", None) or getattr(vision, "input_size", None) or _SIDE
     edges = [size, size] if isinstance(size, int) else list(size)[-2:] if isinstance(size, (list, tuple)) else []
@@ -199,8 +176,8 @@ def _processed(model: LiveModel, processor: Any, image: Image, name: str, limits
 
 
 def _plain_pixels(image: Image, width: int, height: int, count: int) -> torch.Tensor:
-    """Return an image, resized to `width` x `height` pixels, as float32 [1, count, height, width] with values from -1 to 1. count:
-    the number of channels, 1 (gray) or 3 (color). Raises UserError for any other number.
+    """Return an image, resized to `width` x `height` pixels, as float32 [1, count, height, width] with values from -1 to 1.
+    Raises UserError for another number of channels (`count`) than 1 or 3.
     """
     from PIL import Image
 
@@ -212,9 +189,7 @@ def _plain_pixels(image: Image, width: int, height: int, count: int) -> torch.Te
 
 
 def _random_patches(vision: Any) -> Picture:
-    """Return a random picture for a model whose input is rows of patches and a patch grid (Qwen2-VL and later). vision: the
-    configuration for pictures.
-    """
+    """Return a random picture for a model whose input is rows of patches and a patch grid (Qwen2-VL and later)."""
     merge = int(getattr(vision, "spatial_merge_size", 2))
     side = _PATCHES * merge
     patch = int(vision.patch_size)
@@ -230,9 +205,7 @@ def _random_patches(vision: Any) -> Picture:
 
 
 def _frames(vision: Any, module: Any) -> int:
-    """Return the number of frames in one input of a video model, or 0 for a model of single pictures. vision: the configuration for
-    pictures. module: the model.
-    """
+    """Return the number of frames in one input of a video model, or 0 for a model of single pictures."""
     film = "Video" in type(module).__name__ or getattr(vision, "model_type", "") in ("videomae", "timesformer", "vivit")
     return int(getattr(vision, "num_frames", 0) or 0) if film else 0
 
@@ -254,7 +227,6 @@ def decoder_start(model: LiveModel, tokens: torch.Tensor | None = None) -> tuple
     start = next((value for value in named if isinstance(value, int)), 0)
     if tokens is None:
         row = torch.cat([torch.tensor([[start]]), random_ids(model, 1, 7)], dim=1)
-        return {"decoder_input_ids": row}, (
-            f"decoder: its start token {start} and {row.shape[1] - 1} random token ids",
-        )
+        how = f"decoder: its start token {start} and {row.shape[1] - 1} random token ids"
+        return {"decoder_input_ids": row}, (how,)
     return {"decoder_input_ids": tokens[None]}, ()

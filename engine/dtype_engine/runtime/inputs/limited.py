@@ -19,20 +19,15 @@ from dtype_engine.core.input_limits import InputLimits
 from dtype_engine.runtime.inputs.limited_child import OUT_OF_MEMORY
 
 Conversation = tuple[str, list[dict[str, Any]], bool]
-"""A tuple of three values: the conversation's origin, for error messages; its messages; and whether the chat template adds the
-words with which the model's answer begins.
-"""
+"""(its origin, for error messages; its messages; whether the chat template adds the words with which the model's answer begins)"""
 _CHILD = Path(__file__).with_name("limited_child.py")
 _MEMORY = 1 << 30
 _MEMORY_PER_CHARACTER = 256
-"""How many bytes of memory the child process may use for each character of the longest text: about twice what the tokenizers
-library needs.
+"""How many bytes the child process may use for each character of the longest text: about twice what the tokenizers library needs.
 """
 _START_SECONDS = 60
 _BUSY = 4
-"""A child process may run this many times as long, in wall time, as its limit on CPU time. The factor is above 1 because other
-processes may be using the processors.
-"""
+"""How many times as long a child process may run as its limit on CPU time, because other processes may be using the processors."""
 _EXPANDING = frozenset({"Replace", "Split", "Precompiled"})
 """The types of tokenizer steps that can make a text many times as long, or whose time can grow much faster than the text."""
 _LONGEST_SETTINGS = 10_000
@@ -45,23 +40,19 @@ _tried: set[bytes] = set()
 
 
 class PartFails(UserError):
-    """The error raised if a tokenizer, a processor or a chat template in a model's folder fails on an input."""
+    """A tokenizer, a processor or a chat template in a model's folder fails on an input."""
 
 
 class _Ended(Exception):
-    """The error raised if a child process was ended by a limit. Its message, such as "needs over 10 s", continues a sentence that
-    begins with what the child ran.
-    """
+    """A child process was ended by a limit. The message continues a sentence that begins with what the child ran."""
 
 
 class _Failed(_Ended):
-    """The error raised if a child process failed by itself, before it reached a limit."""
+    """A child process failed by itself, before it reached a limit."""
 
 
 def _as_templates_get(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message as the installed transformers passes it to a chat template: from 5.23 on, without the keys whose value is
-    None.
-    """
+    """Return a message as transformers passes it to a template: from 5.23 on, without the keys whose value is None."""
     import transformers
 
     keeps_none = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23)
@@ -71,11 +62,9 @@ def _as_templates_get(message: dict[str, Any]) -> dict[str, Any]:
 def run_template(
     title: str, template: str, tokenizer: Any, conversations: Sequence[Conversation], limits: InputLimits
 ) -> list[str]:
-    """Apply a chat template to each conversation. Returns the texts that `apply_chat_template(messages, tokenize=False)` would
-    return.
+    """Return the texts that `apply_chat_template(messages, tokenize=False)` would return for the conversations.
 
-    title: the name of the model, for errors. template: the chat template of the tokenizer or the processor. tokenizer: has the
-    special tokens that the template can insert. Raises UserError if the template fails or exceeds the limits.
+    tokenizer: has the special tokens that the template can insert. Raises UserError if the template fails or exceeds the limits.
     """
     said = f"the chat template of {title}"
     job = {
@@ -104,8 +93,7 @@ def try_tokenizer(title: str, tokenizer: Any, texts: Sequence[str], limits: Inpu
     """Try the normalizers and regular expressions of a tokenizer on the texts, in a child process. Raises PartFails if they fail.
     Raises NoForward if they exceed the limits on time or memory, or if the decoder or the post-processor expands a text too much.
 
-    Tokenizers whose few steps can't expand a text much are not tried, because they need little time and memory. Tokenizers written
-    in Python are not tried either. title: the name of the model, for errors.
+    Tokenizers whose few steps can't expand a text much, and those written in Python, are not tried.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     copies = _copies(_state(getattr(backend, "post_processor", None)))
@@ -135,21 +123,8 @@ def try_tokenizer(title: str, tokenizer: Any, texts: Sequence[str], limits: Inpu
     _tried.add(digest)
 
 
-def stays_in_limits(title: str, tokenizer: Any, texts: Sequence[str]) -> bool:
-    """Return whether a tokenizer encodes and decodes the texts within the default limits. title: the name of the model, for errors.
-    Raises PartFails if the tokenizer fails without reaching a limit.
-    """
-    try:
-        try_tokenizer(title, tokenizer, texts, InputLimits())
-    except NoForward:
-        return False
-    return True
-
-
 def _parts(tokenizer: Any) -> dict[str, Any]:
-    """Return the settings of what a tokenizer does before it looks up tokens, as plain data in the form of tokenizer.json: its
-    normalizer, its pre-tokenizer, and its added tokens.
-    """
+    """Return the settings of what a tokenizer does before it looks up tokens, in the form of tokenizer.json."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     parts: dict[str, Any] = {name: _state(getattr(backend, name, None)) for name in ("normalizer", "pre_tokenizer")}
     flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -159,18 +134,14 @@ def _parts(tokenizer: Any) -> dict[str, Any]:
 
 
 def _may_expand(parts: dict[str, Any]) -> bool:
-    """Return whether a tokenizer's steps may make a text many times as long or need much time. Each `ByteLevel` can double a text,
-    so a type that occurs twice counts, too. parts: see `_parts`.
-    """
+    """Return whether a tokenizer's steps may expand a text or need much time. Each `ByteLevel` can double a text."""
     settings = json.dumps([parts["normalizer"], parts["pre_tokenizer"]])
     types = [name for name in re.findall(r'"type": "(\w+)"', settings) if name != "Sequence"]
     return len(settings) > _LONGEST_SETTINGS or len(types) > len(set(types)) or not _EXPANDING.isdisjoint(types)
 
 
 def _state(step: Any) -> Any:
-    """Return the settings of one step of a tokenizer, such as its normalizer, in the form of tokenizer.json. Returns None if there
-    is no such step, or if it is written in Python.
-    """
+    """Return the settings of a tokenizer's step in the form of tokenizer.json, or None for a step that is written in Python."""
     try:
         return None if step is None else json.loads(step.__getstate__())
     except Exception:  # what the tokenizers library raises for a step that is written in Python
@@ -178,9 +149,7 @@ def _state(step: Any) -> Any:
 
 
 def _growth(decoder: Any) -> int:
-    """Return how many characters the replacements of a tokenizer's decoder can make of one character at most. decoder: its
-    settings, as in tokenizer.json.
-    """
+    """Return how many characters the replacements of a tokenizer's decoder can make of one character at most."""
     if not isinstance(decoder, dict):
         return 1
     if "" in (decoder.get("suffix"), decoder.get("word_delimiter_token")):
@@ -192,9 +161,7 @@ def _growth(decoder: Any) -> int:
 
 
 def _copies(processor: Any) -> int:
-    """Return how many copies of a text a tokenizer's post-processor can insert at most. processor: its settings, as in
-    tokenizer.json.
-    """
+    """Return how many copies of a text a tokenizer's post-processor can insert at most."""
     if not isinstance(processor, dict):
         return 1
     templates = (processor.get("single", ()), processor.get("pair", ()))
@@ -205,9 +172,9 @@ def _copies(processor: Any) -> int:
 def _run(job: dict[str, Any], limits: InputLimits, memory: int, allowances: int) -> list[dict[str, Any]]:
     """Run `limited_child.py` in a child process, and return the list that it writes.
 
-    job: the chat template or the tokenizer steps that the child runs, and the texts to run them on. memory: how many bytes the
-    child may use in addition to the imported libraries. allowances: the seconds in `limits` are multiplied by this number, for
-    example by the number of conversations. Raises _Ended if the child exceeds a limit, and _Failed if it fails by itself.
+    job: what the child runs, and the texts to run it on. memory: how many bytes the child may use in addition to the imported
+    libraries. allowances: the seconds in `limits` are multiplied by this. Raises _Ended if the child exceeds a limit, and _Failed
+    if it fails by itself.
     """
     seconds = limits.template_seconds
     too_long = f"needs over {seconds:,} s; --input-limit template-seconds={2 * seconds} allows twice as much"

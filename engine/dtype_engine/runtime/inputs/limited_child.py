@@ -1,8 +1,8 @@
 """Runs code that comes with a model's tokenizer in a child process, with limits on time and memory.
 
 The code is a chat template, which is a program, or a tokenizer's normalizers and regular expressions, which can expand a text or
-backtrack without end. `limited.py` starts this file as the child process, writes a JSON object (the job) to its standard input, and
-reads a JSON list from its standard output. This file imports neither torch nor this package.
+backtrack without end. `limited.py` writes a JSON object (the job) to the standard input of this file, and reads a JSON list from
+its standard output. This file imports neither torch nor this package.
 """
 
 from __future__ import annotations
@@ -22,10 +22,8 @@ OUT_OF_MEMORY = 3
 
 
 def render(job: dict[str, Any]) -> list[dict[str, Any]]:
-    """Apply a chat template to conversations. Returns a list with an object for each: {"text": the resulting text}. The list ends
-    early with {"error": message} if the template fails, or with {"bytes": length} if its text is too long.
-
-    job: the template, its variables, the conversations and the limits.
+    """Apply a chat template to conversations. Returns a list of {"text": the resulting text}, which ends early with {"error":
+    message} if the template fails, or with {"bytes": length} if its text is too long.
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -48,9 +46,7 @@ def render(job: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def split(job: dict[str, Any]) -> list[dict[str, Any]]:
-    """Normalize each text and split it into words, as the tokenizer does before it looks up tokens. Returns an empty list, since
-    the caller only needs to know that the limits are kept. job: the tokenizer's steps, the texts and the limits.
-    """
+    """Normalize each text and split it into words, as the tokenizer does before it looks up tokens. Returns an empty list."""
     from tokenizers import AddedToken, Tokenizer
 
     model = {"type": "WordLevel", "vocab": {"": 0}, "unk_token": ""}
@@ -74,9 +70,7 @@ def limit_memory(more: int) -> None:
 
 
 def limit_seconds(seconds: int) -> None:
-    """Let the operating system end this process once it has used `seconds` more seconds of CPU time. This works even inside a
-    function written in C or Rust.
-    """
+    """Let the operating system end this process after `seconds` more seconds of CPU time, even inside a function in C or Rust."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_PROF, seconds)
 

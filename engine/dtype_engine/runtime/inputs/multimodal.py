@@ -1,6 +1,4 @@
-"""Creates inputs that combine text with a picture or audio: for captioning models, contrastive models, and vision language
-models.
-"""
+"""Creates inputs that combine text with a picture or audio: for captioning, contrastive, and vision language models."""
 
 from __future__ import annotations
 
@@ -20,6 +18,7 @@ from dtype_engine.runtime.inputs.images import Picture, described, make_pictures
 from dtype_engine.runtime.inputs.limited import PartFails, run_template, try_tokenizer
 from dtype_engine.runtime.inputs.preprocessing import (
     accepted,
+    needed_tokenizer,
     no_tokenizer,
     parameters,
     processor_of,
@@ -44,17 +43,13 @@ def is_contrastive(model: LiveModel) -> bool:
 
 
 def image_token(model: LiveModel) -> int | None:
-    """Return the id of the token in whose place a language model puts a feature vector of a picture, or None if the model has no
-    such token.
-    """
+    """Return the id of the token in whose place a language model puts a feature vector of a picture, if it has one."""
     ids = (getattr(model.module.config, name, None) for name in ("image_token_id", "image_token_index"))
     return next((token for token in ids if isinstance(token, int)), None)
 
 
 def picture_and_text_inputs(model: LiveModel, options: InputOptions) -> Inputs:
-    """Return inputs with pictures and texts, for a model that accepts both. Raises UserError for a picture or a text that can't be
-    used, and NoForward if no inputs can be created for the model.
-    """
+    """Return inputs with pictures and texts. Raises UserError if one can't be used, and NoForward if none can be made."""
     pictures, made_of = make_pictures(model, options)
     if is_contrastive(model):
         return _contrastive_inputs(model, options, pictures, made_of)
@@ -78,14 +73,12 @@ def text_rows(
     """Return (the texts as arguments with one padded row per text, the text for display, a phrase that says how the texts were
     created).
 
-    given: whether the user provided the texts. Raises UserError for the user's texts if the model has no tokenizer or the texts are
-    over the limits. Raises NoForward for a tokenizer that can't be run within the limits.
+    given: whether the user provided the texts. Raises UserError for the user's texts if the model has no tokenizer or the texts
+    are over the limits. Raises NoForward for a tokenizer that can't be run within the limits.
     """
     names = parameters(model.module)
-    tokenizer = tokenizer_of(model)
+    tokenizer = needed_tokenizer(model) if given else tokenizer_of(model)
     if tokenizer is None:
-        if given:
-            raise UserError(f"{model.title} {no_tokenizer(model)}, so prompts and texts can't be used; leave them out")
         ids = random_ids(model, len(texts), _RANDOM_TOKENS)
         rows = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         shown, how = None, f"text: {len(texts)} x {_RANDOM_TOKENS} random token ids: the folder {no_tokenizer(model)}"
@@ -101,15 +94,12 @@ def text_rows(
             "input_ids": torch.tensor([ids + [padding] * (length - len(ids)) for ids in encoded]),
             "attention_mask": torch.tensor([[1] * len(ids) + [0] * (length - len(ids)) for ids in encoded]),
         }
-        shown, how = (
-            " | ".join(texts),
-            f"text: {'yours' if given else 'built in'}, {printable(' | '.join(texts), 80)!r}",
-        )
+        shown = " | ".join(texts)
+        how = f"text: {'yours' if given else 'built in'}, {printable(shown, 80)!r}"
     return {key: value for key, value in rows.items() if key in names}, shown, how
 
 
 def _with_texts(pictures: list[Picture], options: InputOptions, texts: list[str], given: bool) -> str:
-    """Return a few words for the user that describe all pictures and texts. given: whether the user provided the texts."""
     yours = "your text" if len(texts) == 1 else f"{len(texts)} of your texts"
     return f"{described(pictures, options)}, and {yours if given else 'a prompt'}"
 
@@ -122,30 +112,22 @@ def _paired(pictures: list[Picture], texts: list[str]) -> list[tuple[Picture, st
 def _contrastive_inputs(
     model: LiveModel, options: InputOptions, pictures: list[Picture], made_of: tuple[str, ...]
 ) -> Inputs:
-    """Return inputs for a contrastive model: a single batch with all pictures and all texts. made_of: phrases which say how the
-    pictures were created.
-    """
+    """Return inputs for a contrastive model: a single batch with all pictures and all texts."""
     texts, given = prompt_texts(options, LABELS)
     rows, shown, how = text_rows(model, texts, given, options.limits)
     shapes = {tuple(picture.kwargs["pixel_values"].shape) for picture in pictures}
     if len(shapes) > 1:
         raise UserError(f"{model.title} compares pictures of one size: these have {len(shapes)}; give fewer")
     kwargs = {key: torch.cat([picture.kwargs[key] for picture in pictures]) for key in pictures[0].kwargs}
-    about = "; ".join(picture.about for picture in pictures)
-    return Inputs(
-        (Batch(kwargs=kwargs | rows, text=shown, about=about),),
-        f"{described(pictures, options)}, compared with {len(texts)} texts",
-        made_of=(*made_of, how),
-    )
+    batch = Batch(kwargs=kwargs | rows, text=shown, about="; ".join(picture.about for picture in pictures))
+    description = f"{described(pictures, options)}, compared with {len(texts)} texts"
+    return Inputs((batch,), description, made_of=(*made_of, how))
 
 
 def _vision_language_inputs(
     model: LiveModel, options: InputOptions, pictures: list[Picture], made_of: tuple[str, ...], token: int
 ) -> Inputs:
-    """Return inputs for a vision language model: one batch for each pair of a picture and a prompt. The token ids have one image
-    token for each feature vector of the picture. made_of: phrases which say how the pictures were created. token: the id of the
-    image token.
-    """
+    """Return one batch for each pair of a picture and a prompt, with one image token for each feature vector of the picture."""
     texts, given = prompt_texts(options, [QUESTION])
     processor, tokenizer = processor_of(model), tokenizer_of(model)
     batches, how = [], set()
@@ -163,18 +145,12 @@ def _vision_language_inputs(
             kwargs["use_cache"] = False
         shown = text if tokenizer is not None else None
         batches.append(Batch(kwargs=kwargs, text=shown, about=picture.about))
-    return Inputs(
-        tuple(batches),
-        _with_texts(pictures, options, texts, given),
-        made_of=(*made_of, *sorted(how)),
-        prompts=True,
-    )
+    description = _with_texts(pictures, options, texts, given)
+    return Inputs(tuple(batches), description, made_of=(*made_of, *sorted(how)), prompts=True)
 
 
 def processor_template(model: LiveModel) -> str | None:
-    """Return the chat template of the processor of a vision language model, or None if it has none or the model is of a different
-    type.
-    """
+    """Return the chat template of the processor of a vision language model, if it has one."""
     template = getattr(processor_of(model), "chat_template", None) if image_token(model) is not None else None
     return template.get("default") if isinstance(template, dict) else template
 
@@ -182,11 +158,7 @@ def processor_template(model: LiveModel) -> str | None:
 def _by_processor(
     model: LiveModel, processor: Any, picture: Picture, text: str, options: InputOptions
 ) -> dict[str, Any] | None:
-    """Return the arguments that the model's processor creates from a picture and a prompt. Returns None if the processor fails, or
-    if the picture has no image to process.
-
-    The chat template is applied only if `options.chat` is set. Raises UserError if the template fails.
-    """
+    """Return the arguments that the model's processor makes, or None if it fails. Raises UserError if the chat template fails."""
     if picture.image is None:
         return None
     template = processor_template(model) if options.chat else None
@@ -205,9 +177,7 @@ def _by_processor(
 
 
 def _image_mark(model: LiveModel, processor: Any) -> str:
-    """Return the text that stands for a picture in a prompt, such as `<|vision_start|><|image_pad|><|vision_end|>`. The processor
-    replaces the placeholder in it with the picture's tokens.
-    """
+    """Return the text for a picture in a prompt, such as `<|vision_start|><|image_pad|><|vision_end|>`, for the processor."""
     mark = getattr(processor, "boi_token", None) or getattr(processor, "image_token", "")
     ids = [getattr(model.module.config, f"vision_{side}_token_id", None) for side in ("start", "end")]
     before, after = (processor.tokenizer.convert_ids_to_tokens(id) if isinstance(id, int) else "" for id in ids)
@@ -217,11 +187,8 @@ def _image_mark(model: LiveModel, processor: Any) -> str:
 def _by_hand(
     model: LiveModel, picture: Picture, text: str, given: bool, token: int, limits: InputLimits
 ) -> tuple[dict[str, Any], str]:
-    """Build the arguments for a picture and a prompt (`text`) without the model's processor. Returns (the arguments, a phrase which
-    says how the prompt was created). The token ids have one image token for each feature vector that the model computes for the
-    picture.
-
-    given: whether the user provided the prompt. token: the id of the image token.
+    """Build the arguments for a picture and a prompt without the model's processor. Returns (the arguments, a phrase which says
+    how the prompt was created). The token ids have one image token (`token`) for each feature vector of the picture.
     """
     config = model.module.config
     names = parameters(model.module)
@@ -241,9 +208,7 @@ def _by_hand(
 
 
 def _features(model: LiveModel, picture: Picture) -> int:
-    """Return how many token positions a picture takes up, which is found by running the model's vision part. Raises NoForward if
-    the model has no method for this, or if the method fails.
-    """
+    """Return how many token positions a picture takes up, by the model's vision part. Raises NoForward if that fails."""
     ask = getattr(model.module, "get_image_features", None)
     if ask is None:
         raise NoForward(f"{model.title}: how many tokens a picture takes is not known; {hint('tensors')}")

@@ -1,13 +1,11 @@
-"""Loads the preprocessing in a model's folder: a tokenizer, an image processor, a feature extractor, or a processor that combines
-several of these.
-"""
+"""Loads the preprocessing in a model's folder: a tokenizer, an image processor, a feature extractor, or a processor."""
 
 from __future__ import annotations
 
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +13,12 @@ import torch
 from torch import nn
 
 from dtype_engine.checkpoint.weight_files import refuse_links_out
-from dtype_engine.core.errors import UserError
+from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.foreign_code import failures_as, foreign_code
+from dtype_engine.core.input_limits import InputLimits
 from dtype_engine.runtime.building.architecture import reason
 from dtype_engine.runtime.inputs.default_prompts import DEFAULT_PROMPTS
-from dtype_engine.runtime.inputs.limited import PartFails, stays_in_limits
+from dtype_engine.runtime.inputs.limited import PartFails, try_tokenizer
 from dtype_engine.runtime.inputs.processor_limits import FILES as _PROCESSORS
 from dtype_engine.runtime.libraries.hub import offline
 from dtype_engine.runtime.libraries.silence_libraries import without_panic_message
@@ -31,9 +30,8 @@ _MOST_OFFSET = 8
 
 @contextmanager
 def running(what: str) -> Iterator[None]:
-    """Context manager for a block that runs the tokenizer, a processor or the chat template of a model's folder. Any exception, and
-    any panic of a library written in Rust, becomes a `PartFails`. Warnings are hidden. what: the words with which the error's
-    message begins.
+    """Context manager for a block that runs the preprocessing of a model's folder. Any exception, and any panic of a library
+    written in Rust, becomes a `PartFails` whose message begins with `what`. Warnings are hidden.
     """
     with failures_as(PartFails, what), without_panic_message(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -41,43 +39,49 @@ def running(what: str) -> Iterator[None]:
 
 
 def tokenizer_of(model: LiveModel) -> Any:
-    """Return the tokenizer in the model's folder or, if the folder has none, the one inside the model's GGUF file. Returns None if
-    there is neither, or if the tokenizer can't be loaded.
-    """
+    """Return the tokenizer in the model's folder or else in its GGUF file, or None if it is missing or can't be loaded."""
     return _loaded(model, _TOKENIZERS, _load_tokenizer)
+
+
+def needed_tokenizer(model: LiveModel) -> Any:
+    """Return the tokenizer for the user's texts. Raises UserError if there is none."""
+    if (tokenizer := tokenizer_of(model)) is None:
+        raise UserError(f"{model.title} {no_tokenizer(model)}, so prompts and texts can't be used; leave them out")
+    return tokenizer
 
 
 def _load_tokenizer(folder: Path, **options: Any) -> Any:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder, **options)
-    # All prompts are tried, because the same texts are not tried again when they become inputs.
-    if stays_in_limits(folder.name, tokenizer, DEFAULT_PROMPTS):
+    with suppress(NoForward):  # it exceeds a limit, which is said when the user's limits are known
+        # All prompts are tried, because the same texts are not tried again when they become inputs.
+        try_tokenizer(folder.name, tokenizer, DEFAULT_PROMPTS, InputLimits())
         tokenizer.decode(tokenizer(DEFAULT_PROMPTS[0])["input_ids"])  # many faults of a tokenizer.json show only in use
     return tokenizer
 
 
 def image_processor_of(model: LiveModel) -> Any:
     """Return the image processor in the model's folder, or None if the folder has none or it can't be loaded."""
-    from transformers import AutoImageProcessor
-
-    return _loaded(model, _PROCESSORS, AutoImageProcessor.from_pretrained)
+    return _processor(model, "AutoImageProcessor")
 
 
 def feature_extractor_of(model: LiveModel) -> Any:
     """Return the feature extractor for audio in the model's folder, or None if the folder has none or it can't be loaded."""
-    from transformers import AutoFeatureExtractor
-
-    return _loaded(model, _PROCESSORS, AutoFeatureExtractor.from_pretrained)
+    return _processor(model, "AutoFeatureExtractor")
 
 
 def processor_of(model: LiveModel) -> Any:
     """Return the processor for text and pictures in the model's folder, or None if the folder has none or it can't be loaded."""
-    from transformers import AutoProcessor
-
-    processor = _loaded(model, _PROCESSORS, AutoProcessor.from_pretrained)
+    processor = _processor(model, "AutoProcessor")
     together = hasattr(processor, "image_processor") and hasattr(processor, "tokenizer")
     return processor if together else None
+
+
+def _processor(model: LiveModel, kind: str) -> Any:
+    import transformers
+
+    return _loaded(model, _PROCESSORS, getattr(transformers, kind).from_pretrained)
 
 
 def no_tokenizer(model: LiveModel) -> str:
@@ -96,16 +100,14 @@ def no_tokenizer(model: LiveModel) -> str:
 def _loaded(model: LiveModel, files: tuple[str, ...], load: Callable[..., Any]) -> Any:
     try:
         return _loaded_or_fails(model, files, load)
-    except (
-        Exception
-    ):  # what transformers and tokenizers raise for damaged files and missing packages has no other class
+    except Exception:  # transformers and tokenizers raise all kinds for damaged files and missing packages
         return None
 
 
 def _loaded_or_fails(model: LiveModel, files: tuple[str, ...], load: Callable[..., Any]) -> Any:
-    """Return `load(folder, ...)` for the model's folder, or None if the folder has none of the files named in `files`. If a GGUF
-    model's folder has no tokenizer files, the tokenizer inside the GGUF file is loaded. Raises any exception that `load` raises,
-    ValueError if one of the files is not a regular file, and UserError if a file in the folder is a link out of it.
+    """Return `load(folder, ...)` for the model's folder, or None if the folder has none of these files. If a GGUF model's folder
+    has no tokenizer files, the tokenizer inside the GGUF file is loaded. Raises any exception that `load` raises, ValueError if
+    one of the files is not a regular file, and UserError if a file in the folder is a link out of it.
     """
     folder, inside = model.folder, {}
     if folder is None:
@@ -124,7 +126,6 @@ def _loaded_or_fails(model: LiveModel, files: tuple[str, ...], load: Callable[..
 
 
 def parameters(module: nn.Module) -> tuple[str, ...]:
-    """Return the argument names of a model's forward pass."""
     return tuple(inspect.signature(module.forward).parameters)
 
 
@@ -133,16 +134,8 @@ def text_config(config: Any) -> Any:
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
-def vocabulary(model: LiveModel) -> int | None:
-    """Return the number of token ids in the model's vocabulary, or None if its configuration does not specify it."""
-    size = getattr(text_config(model.module.config), "vocab_size", None)
-    return int(size) if size else None
-
-
 def accepted(model: LiveModel, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the outputs of a processor that the forward pass accepts as arguments, by name. A list of tensors is stacked into one
-    tensor. kwargs: all outputs of the processor, by name.
-    """
+    """Return the outputs of a processor that the forward pass accepts as arguments. A list of tensors is stacked."""
     names = parameters(model.module)
     taken = {key: value for key, value in kwargs.items() if key in names}
     return {
@@ -154,14 +147,13 @@ def accepted(model: LiveModel, kwargs: Mapping[str, Any]) -> dict[str, Any]:
 def random_ids(model: LiveModel, rows: int, length: int) -> torch.Tensor:
     """Return token ids drawn uniformly from the vocabulary: int64 [rows, length], the same in every run."""
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(0, vocabulary(model) or 2, (rows, length), generator=generator)
+    count = int(getattr(text_config(model.module.config), "vocab_size", None) or 2)
+    return torch.randint(0, count, (rows, length), generator=generator)
 
 
 def learned_positions(module: nn.Module) -> int | None:
-    """Return the number of positions in the text's learned position embedding, or None if the model encodes positions differently.
-
-    RoBERTa and similar models number positions from the padding token's id + 1, and never use the rows of the embedding before it.
-    These rows are not counted.
+    """Return the number of positions in the text's learned position embedding, or None if the model has none. RoBERTa and
+    similar models number positions from the padding token's id + 1. The rows before it are not counted.
     """
     config = text_config(module.config)
     named = getattr(config, "max_position_embeddings", None) or getattr(config, "max_target_positions", None)

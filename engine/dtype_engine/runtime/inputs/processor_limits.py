@@ -19,9 +19,7 @@ FILES = ("processor_config.json", "preprocessor_config.json")
 _LARGEST = 16 << 20
 _HIGHEST_RATE = 1_000_000
 _COUNTS = frozenset({"num_additional_image_tokens", "image_seq_length", "image_seq_len", "num_image_tokens"})
-"""The names of the settings that are a number of tokens. All settings in `_SIZES` are a number of pixels, samples, bins or
-seconds.
-"""
+"""The names of the settings that are a number of tokens. Those in `_SIZES` are a number of pixels, samples, bins or seconds."""
 _SIZES = frozenset(
     {
         "size", "crop_size", "pad_size", "image_size", "max_image_size", "height", "width", "shortest_edge", "longest_edge",
@@ -33,9 +31,8 @@ _SIZES = frozenset(
 
 
 def check_processor_files(model: LiveModel, limits: InputLimits) -> None:
-    """Raise NoForward if a preprocessing file in the model's folder names a size that is no number or is over the limits.
-
-    A file that can't be read or is not valid JSON is skipped, because transformers skips it, too.
+    """Raise NoForward if a preprocessing file in the model's folder names a size that is no number or is over the limits. A file
+    that can't be read is skipped, because transformers skips it, too.
     """
     for file in FILES if model.folder is not None else ():
         try:
@@ -58,9 +55,7 @@ def made_values(processor: Any, width: int, height: int) -> int:
 
 
 def made_features(extractor: Any, samples: int) -> int:
-    """Return the approximate number of values that a feature extractor computes for audio of `samples` samples. For each window of
-    the audio, these are the window's samples or its frequency bins, whichever are more.
-    """
+    """Return about how many values a feature extractor makes: as many for each window as samples or, if more, bins."""
     padded = max(samples, _setting(extractor, "n_samples", 0))
     hop, window, bins = (_setting(extractor, name, 1) for name in ("hop_length", "n_fft", "feature_size"))
     return max(padded, padded // hop * max(window, bins))
@@ -79,10 +74,8 @@ def _objects(content: object) -> Iterator[dict[str, Any]]:
 
 
 def _check(title: str, file: str, settings: dict[str, Any], limits: InputLimits) -> None:
-    """Raise NoForward if a size in `settings` is no number or is over the limits. Also raise it if a product of sizes is over the
-    limits, such as `chunk_length` times `sampling_rate`, because a processor allocates that many values.
-
-    settings: a JSON object in a preprocessing file. title, file: the names of the model and of the file, for the error.
+    """Raise NoForward if a size in a JSON object of a preprocessing file is no number or is over the limits. Also raise it if a
+    product of sizes is, such as `chunk_length` times `sampling_rate`, because a processor allocates that many values.
     """
     for name in (_SIZES | _COUNTS) & settings.keys():
         for value in _leaves(settings[name]):
@@ -105,9 +98,7 @@ def _check(title: str, file: str, settings: dict[str, Any], limits: InputLimits)
 
 
 def _leaves(value: object) -> Iterator[Any]:
-    """Yield the single values in a setting, which may be nested lists and objects. Null yields nothing. The values should be
-    numbers, but may be anything else.
-    """
+    """Yield the single values, numbers or anything else, in a setting, which may be nested lists and objects."""
     if isinstance(value, (list, dict)):
         for inner in value.values() if isinstance(value, dict) else value:
             yield from _leaves(inner)
@@ -120,11 +111,10 @@ def _refuse(title: str, why: str) -> None:
 
 
 def _area(size: Any, width: int, height: int, by_pixels: bool) -> int:
-    """Return the number of pixels of a picture after an image processor has resized it.
+    """Return the number of pixels of a picture of `width` x `height` after an image processor has resized it.
 
-    size: the processor's setting for the new size, a number, a list or an object. width, height: the size of the picture before
-    resizing. by_pixels: whether `shortest_edge` and `longest_edge` in `size` limit the number of pixels of the whole picture, as in
-    Qwen2-VL, instead of the length of an edge.
+    size: the processor's setting, a number, a list or an object. by_pixels: whether `shortest_edge` and `longest_edge` in it
+    limit the number of pixels of the whole picture, as in Qwen2-VL, instead of the length of an edge.
     """
     if isinstance(size, (int, float)):
         return int(size * size)

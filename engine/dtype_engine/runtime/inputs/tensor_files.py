@@ -51,24 +51,19 @@ def tensor_inputs(model: LiveModel, path: Path, labelled: bool = False) -> Input
 
 
 def read_tensors(path: Path) -> Any:
-    """Return the content of a file of tensors: a dictionary by tensor name, a tuple, a tensor, or a list of these. Raises
-    UserError.
-    """
+    """Return a file's tensors: a dictionary by name, a tuple, a tensor, or a list of these. Raises UserError."""
     suffix = path.suffix.lower()
     if suffix == ".safetensors":
-        return _calls(path, _safetensors(path))
+        from safetensors.torch import load_file
+
+        with failures_as(UserError, f"can't read the tensors of {path}"):
+            tensors = load_file(path)
+        return _calls(path, tensors)
     if suffix == ".npz":
         return _calls(path, _npz(path))
     if suffix in (".pt", ".pth"):
         return _checked(path, _pickle(path))
     raise UserError(f"{path}: tensors come from a file that ends in .safetensors, .npz or .pt")
-
-
-def _safetensors(path: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    with failures_as(UserError, f"can't read the tensors of {path}"):
-        return dict(load_file(path))
 
 
 def _npz(path: Path) -> dict[str, torch.Tensor]:
@@ -99,11 +94,7 @@ def _npz(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _check_array(path: Path, name: str, file: IO[bytes], nbytes: int) -> None:
-    """Raise UserError unless an array in an .npz file has exactly as many bytes as its header implies. Without this check, numpy
-    would allocate an array of any size that a header names.
-
-    path, name: the file and the array's name, for the error. file: the array with its header, `nbytes` long.
-    """
+    """Raise UserError unless an array in an .npz file has as many bytes as its header implies, which numpy would allocate."""
     from numpy.lib import format as npy
 
     what = f"{path}: {printable(name, 200)}"
@@ -144,9 +135,7 @@ def _pickle(path: Path) -> Any:
 
 
 def _calls(path: Path, tensors: dict[str, torch.Tensor]) -> Any:
-    """Return the tensors of a file as the arguments of forward passes. If every name begins with the number of a pass, such as
-    `0.input_ids`, return a list with a dictionary for each pass. Otherwise, return `tensors`, the arguments of a single pass.
-    """
+    """Return a dictionary for each pass if all names begin with the number of a pass, as `0.input_ids`, otherwise `tensors`."""
     if not tensors:
         raise UserError(f"{path} has no tensors")
     numbered = {name: _NUMBERED.fullmatch(name) for name in tensors}
@@ -160,9 +149,7 @@ def _calls(path: Path, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def _checked(path: Path, value: Any) -> Any:
-    """Return `value`, the content of a pickle, if it holds the arguments of one or several forward passes. Raises UserError
-    otherwise.
-    """
+    """Return the content of a pickle if it holds the arguments of one or several forward passes. Raises UserError otherwise."""
     calls = value if isinstance(value, list) else [value]
     if not calls:
         raise UserError(f"{path} has no tensors")

@@ -133,7 +133,7 @@ def sequence_length(model: LiveModel, options: InputOptions) -> int:
 
 
 def sources(options: InputOptions) -> str:
-    """Return a phrase that names the sources of the text: the user's prompts and text files, or the built-in prompts."""
+    """Return a phrase that names the sources of the text."""
     names = []
     if options.prompts:
         names.append(f"your {len(options.prompts)} prompts" if len(options.prompts) > 1 else "your prompt")
@@ -144,10 +144,7 @@ def sources(options: InputOptions) -> str:
 
 
 def text_samples(options: InputOptions) -> Iterator[TextSample]:
-    """Yield the user's prompts, then the texts in the user's files: one for each file, or one for each line of a JSONL file.
-
-    Raises UserError for a file that can't be read.
-    """
+    """Yield the user's prompts, then the texts in the user's files. Raises UserError for a file that can't be read."""
     for number, prompt in enumerate(options.prompts, 1):
         yield TextSample(prompt, where=f"prompt {number}")
     for path in options.texts:
@@ -169,16 +166,9 @@ def read_jsonl(path: Path, limits: InputLimits) -> Iterator[TextSample]:
             entry = json.loads(line)
         except (ValueError, RecursionError):
             raise UserError(f"{where}: no valid JSON; a JSONL file has one object on every line") from None
-        if isinstance(entry, str):
-            yield TextSample(entry, where=where)
-            continue
-        messages = entry.get("messages") if isinstance(entry, dict) else None
-        text = (
-            next((entry[key] for key in ("text", "prompt") if key in entry), None) if isinstance(entry, dict) else None
-        )
-        labels = (
-            {key: value for key, value in entry.items() if key not in _TEXT_KEYS} if isinstance(entry, dict) else {}
-        )
+        values = {"text": entry} if isinstance(entry, str) else entry if isinstance(entry, dict) else {}
+        messages, text = values.get("messages"), values.get("text", values.get("prompt"))
+        labels = {key: value for key, value in values.items() if key not in _TEXT_KEYS}
         if isinstance(messages, list) and messages and all(_is_message(message) for message in messages):
             yield TextSample(messages=tuple(messages), where=where, labels=labels)
         elif isinstance(text, str):
@@ -196,17 +186,20 @@ def _is_message(message: object) -> bool:
 def encoded(
     tokenizer: Any, samples: Sequence[TextSample], title: str, options: InputOptions
 ) -> Iterator[tuple[torch.Tensor, str]]:
-    """Yield (token ids, int64 [positions], the encoded text) for each text of `samples`. The chat template is applied to
-    conversations and, if `options.chat` is set, to all texts.
+    """Yield (token ids, int64 [positions], the encoded text) for each text. The chat template is applied to conversations and, if
+    `options.chat` is set, to all texts.
 
-    title: the name of the model, for errors. Raises UserError for a text without tokens or over the limits, and for a conversation
-    if there is no chat template or the template fails. Raises NoForward for a tokenizer that can't be run within the limits.
+    Raises UserError for a text without tokens or over the limits, and for a conversation if there is no chat template or the
+    template fails. Raises NoForward for a tokenizer that can't be run within the limits.
     """
     texts = [sample.text for sample in samples]
     chats = [at for at, sample in enumerate(samples) if sample.messages or options.chat]
     if chats:
+        if not getattr(tokenizer, "chat_template", None):
+            raise UserError(f"{samples[chats[0]].where}: {title} has no chat template; {hint('no-chat')}")
         conversations = [_conversation(samples[at]) for at in chats]
-        for at, text in zip(chats, apply_chat_template(tokenizer, conversations, title, options.limits), strict=True):
+        made = run_template(title, tokenizer.get_chat_template(), tokenizer, conversations, options.limits)
+        for at, text in zip(chats, made, strict=True):
             texts[at] = text
     refuse_long(samples, texts, options.limits)
     try_tokenizer(title, tokenizer, texts, options.limits)
@@ -219,29 +212,14 @@ def encoded(
 
 
 def _conversation(sample: TextSample) -> Conversation:
-    """Return a user's text as a conversation. Plain text becomes a message with the role "user", after which the chat template adds
-    the words that begin the model's answer.
-    """
+    """Return a user's text as a conversation. The model's answer follows a plain text, which becomes a message of the "user"."""
     messages = list(sample.messages) or [{"role": "user", "content": sample.text}]
     return sample.where, messages, not sample.messages
 
 
-def apply_chat_template(
-    tokenizer: Any, conversations: Sequence[Conversation], title: str, limits: InputLimits
-) -> list[str]:
-    """Convert conversations to texts with the tokenizer's chat template, which runs in a child process.
-
-    title: the name of the model, for errors. limits: the limits on the template's time and the length of its texts. Raises
-    UserError if there is no template, if it fails or if it exceeds a limit.
-    """
-    if not getattr(tokenizer, "chat_template", None):
-        raise UserError(f"{conversations[0][0]}: {title} has no chat template; {hint('no-chat')}")
-    return run_template(title, tokenizer.get_chat_template(), tokenizer, conversations, limits)
-
-
 def refuse_long(samples: Sequence[TextSample], texts: Sequence[str], limits: InputLimits) -> None:
     """Raise UserError for a text that would be over the limit on tokens if each token had `CHARACTERS_PER_TOKEN` characters, and
-    for a text with half of a surrogate pair, which `\\ud800` in JSON makes. samples: where the texts come from, for errors.
+    for a text with half of a surrogate pair, which `\\ud800` in JSON makes.
     """
     for sample, text in zip(samples, texts, strict=True):
         if any("\ud800" <= character <= "\udfff" for character in text):
@@ -253,8 +231,8 @@ def refuse_long(samples: Sequence[TextSample], texts: Sequence[str], limits: Inp
 
 
 def prompt_texts(options: InputOptions, default: Iterable[str]) -> tuple[list[str], bool]:
-    """Return (the texts to combine with pictures or audio, whether the user provided them). default: the texts if the user provided
-    none. Raises UserError for a conversation (`messages`), which can't be combined with pictures or audio.
+    """Return (the texts to combine with pictures or audio, whether the user provided them). Raises UserError for a conversation
+    (`messages`), which can't be combined with pictures or audio.
     """
     texts = []
     for sample in text_samples(options):
@@ -265,9 +243,7 @@ def prompt_texts(options: InputOptions, default: Iterable[str]) -> tuple[list[st
 
 
 def token_batch(model: LiveModel, ids: torch.Tensor, text: str | None) -> Batch:
-    """Return a batch whose input is a single sequence of token ids [positions]. text: the text of the same sequence, for
-    display.
-    """
+    """Return a batch with a single sequence of token ids [positions]. text: the text of the same sequence, for display."""
     row = ids[None]
     kwargs: dict[str, Any] = {"input_ids": row, "attention_mask": torch.ones_like(row)}
     names = parameters(model.module)
@@ -287,9 +263,8 @@ def keeps_cache(model: LiveModel) -> bool:
 
 
 def without_cache(model: LiveModel, inputs: Inputs) -> Inputs:
-    """Return inputs that the user provided as tensors, with `use_cache=False` if the model would otherwise keep a KV cache and the
-    user's arguments do not speak of one. Layers write a cache into an argument, so that their outputs could not be reused after a
-    cast.
+    """Return the user's tensors with `use_cache=False` if the model would otherwise keep a KV cache and the arguments do not
+    speak of one. Layers write a cache into an argument, so that their outputs could not be reused after a cast.
     """
     if not keeps_cache(model):
         return inputs
@@ -305,8 +280,8 @@ def without_cache(model: LiveModel, inputs: Inputs) -> Inputs:
 
 
 def with_next_tokens(model: LiveModel, inputs: Inputs) -> Inputs:
-    """Return inputs that the user provided as tensors, with `Batch.next_tokens` set if the model is a causal language model. The
-    tokens come from the batch's labels or, if it has none, from its token ids. Padding (attention mask 0) has no next token.
+    """Return the user's tensors with `Batch.next_tokens` set if the model is a causal language model. The tokens come from the
+    batch's labels or, if it has none, from its token ids. Padding (attention mask 0) has no next token.
     """
     return dataclasses.replace(inputs, batches=tuple(_with_targets(model, batch) for batch in inputs.batches))
 
@@ -327,7 +302,7 @@ def _with_targets(model: LiveModel, batch: Batch) -> Batch:
 
 def _next_tokens(model: LiveModel, row: torch.Tensor) -> torch.Tensor | None:
     """Return the token that a causal language model should predict at each position (-100: no token), or None if the model is not
-    causal. row: the token ids of one or more sequences, [batch, positions].
+    causal. row: token ids [batch, positions].
     """
     name, config = type(model.module).__name__, getattr(model.module, "config", None)
     if getattr(config, "is_encoder_decoder", False) or not name.endswith(("ForCausalLM", "LMHeadModel")):

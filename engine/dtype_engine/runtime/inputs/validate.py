@@ -24,8 +24,8 @@ _MASKS = {"attention_mask": "input_ids", "token_type_ids": "input_ids", "decoder
 def check_fits(model: LiveModel, batch: Batch, where: str) -> None:
     """Check a batch against the signature of the model's forward pass and against its configuration.
 
-    where: the origin of the inputs, with which error messages begin. Raises UserError for unknown and missing arguments and for
-    tensors whose dtype or shape the model does not accept.
+    where: the words with which errors begin. Raises UserError for unknown and missing arguments and for tensors whose dtype or
+    shape the model does not accept.
     """
     _check_names(model, batch, where)
     config = getattr(model.module, "config", None)
@@ -54,9 +54,7 @@ def check_fits(model: LiveModel, batch: Batch, where: str) -> None:
 
 
 def unknown_arguments(model: LiveModel, batch: Batch) -> tuple[list[str], list[str]]:
-    """Return (the names of a batch's keyword arguments that the forward pass does not take, the names that it takes). The first
-    list is empty if the forward pass takes any name.
-    """
+    """Return (the batch's keyword arguments that the forward pass does not take, the names that it takes)."""
     arguments = inspect.signature(model.module.forward).parameters
     kinds = {argument.kind for argument in arguments.values()}
     named = [
@@ -70,7 +68,7 @@ def unknown_arguments(model: LiveModel, batch: Batch) -> tuple[list[str], list[s
 
 
 def with_labels(model: LiveModel, inputs: Inputs) -> Inputs:
-    """Turn arguments that the forward pass does not take into labels for the user's metrics, and return the inputs."""
+    """Turn arguments that the forward pass does not take into labels for the user's metrics."""
     batches = tuple(batch.with_labels(unknown_arguments(model, batch)[0]) for batch in inputs.batches)
     return dataclasses.replace(inputs, batches=batches)
 
@@ -112,17 +110,12 @@ def _check_ids(model: LiveModel, name: str, value: torch.Tensor, where: str) -> 
 
 
 def id_count(model: LiveModel, name: str) -> int | None:
-    """Return how many different ids the argument `name` may hold, such as the size of the vocabulary for `input_ids`, or None if
-    that is unknown.
-    """
+    """Return how many different ids the argument `name` may hold, such as the size of the vocabulary for `input_ids`, if known."""
     config = model.module.config
-    if name == "token_type_ids":
-        size = getattr(text_config(config), "type_vocab_size", None)
-        return int(size) if size else None
-    if name == "decoder_input_ids":
-        decoder = getattr(config, "decoder", None)
-        size = getattr(decoder if decoder is not None else text_config(config), "vocab_size", None)
-        return int(size) if size else None
+    if name != "input_ids":
+        decoder = getattr(config, "decoder", None) if name == "decoder_input_ids" else None
+        size = "type_vocab_size" if name == "token_type_ids" else "vocab_size"
+        return int(getattr(text_config(config) if decoder is None else decoder, size, None) or 0) or None
     try:
         embedding = model.module.get_input_embeddings()  # type: ignore[operator]
     except (AttributeError, NotImplementedError, TypeError):
@@ -138,9 +131,7 @@ def id_count(model: LiveModel, name: str) -> int | None:
 
 
 def _check_pixels(model: LiveModel, value: torch.Tensor, where: str) -> None:
-    """Raise UserError if the argument `pixel_values` has the wrong dimensions or channels for a model with a convolution over
-    pictures. where: the words with which an error begins.
-    """
+    """Raise UserError if `pixel_values` has the wrong dimensions or channels for a model with a convolution over pictures."""
     vision = getattr(model.module.config, "vision_config", None) or model.module.config
     wanted = getattr(vision, "num_channels", None)
     if not isinstance(wanted, int):
@@ -162,12 +153,8 @@ def _check_sound(config: Any, name: str, value: torch.Tensor, where: str) -> Non
         raise UserError(f"{where}: input_values is {_shape(value)}; it must be [batch, samples]")
     # Whisper and the audio spectrogram transformer take a whole spectrogram; other models stack or cut its frames first.
     whole = getattr(config, "max_source_positions" if name == "input_features" else "max_length", None)
-    if (
-        isinstance(bins, int)
-        and whole
-        and not hasattr(config, "input_feat_per_channel")
-        and bins not in value.shape[1:]
-    ):
+    stacked = hasattr(config, "input_feat_per_channel")
+    if isinstance(bins, int) and whole and not stacked and bins not in value.shape[1:]:
         raise UserError(f"{where}: {name} is {_shape(value)}; the model takes {bins} mel bins")
 
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dtype_engine.core.cancellation import IsCancelled
 from dtype_engine.core.errors import Cancelled, NoForward, UserError
 from dtype_engine.core.foreign_code import foreign_code
 from dtype_engine.runtime.formats.row_blocks import stopping
+from dtype_engine.runtime.passes.runner import ForwardRunner
 from dtype_engine.runtime.scan.cache_writes import CacheWrite
 from dtype_engine.runtime.scan.gradient_sums import GradientSums
 from dtype_engine.runtime.scan.kept_tensors import ActivationFile
@@ -26,24 +26,18 @@ Operation = WeightOp | CacheWrite
 class BackwardPasses:
     """Runs the backward passes of one sequence. `on_gradient` must be the hook of all recorded operations."""
 
+    runner: ForwardRunner
     costly: Mapping[str, tuple[str, ...]]
-    """The dtypes in which each weight has local errors, by weight name."""
+    """By weight name: the dtypes to which a cast can change the output, because it rounds the weight or its activations."""
     local: LocalErrors
-    amax: Mapping[str, torch.Tensor]
-    """The calibrated largest |value| of each head, float32 [heads], by the name of a KV cache's tensor."""
     budget: int
     """The maximum number of bytes for gradients."""
     file: ActivationFile | None
     """Where activations are kept until the backward passes; None: in memory."""
     on_measured: Callable[[int, int], None]
-    """A function that is called as `on_measured(done, total)` with the numbers of measured operations and of all operations."""
-    cancelled: IsCancelled
-    enter_block: Callable[[str], None]
-    """A function that is called as `enter_block(name)` before weights of another block of a model larger than memory are read."""
+    """Called as `on_measured(done, total)` with the numbers of measured operations and of all operations."""
     differentiated: set[str] = field(default_factory=set)
-    """The weights of operations that the model differentiates itself, for example with `torch.autograd.grad`. They affect the
-    output also through the model's own gradients, not only through the outputs of these operations.
-    """
+    """The weights of operations whose gradients the model computes itself, for example with `torch.autograd.grad`."""
     operations: list[Operation] = field(default_factory=list)
     _sums: GradientSums = field(init=False)
     _column: int = 0
@@ -51,20 +45,14 @@ class BackwardPasses:
     _last: bool = False
     """Whether the gradients that are held are measured in this backward pass."""
     _final: bool = False
-    """Whether this is the last backward pass."""
     _measured: int = 0
     _to_measure: int = 0
     _carrying: bool = False
-    """Whether a backward pass of the scan is running. Backward passes of the model itself call the same hooks, which then must do
-    nothing.
-    """
+    """Whether a backward pass of the scan is running. Those of the model itself call the same hooks, which then do nothing."""
 
     def run(self, main: torch.Tensor, probes: OutputProbes, calls: list[TopKCall], seed: int) -> GradientSums:
-        """Run all backward passes through `operations`: first those that start at the margins of routers, then those that start at
-        the main output. Returns the sums of gradients times local errors.
-
-        calls: the sampled `topk` calls, whose margins are used. seed: the seed of the random signs with which backward passes start
-        at the margins. Raises NoForward, KernelError, Cancelled.
+        """Run all backward passes through `operations`: first those that start at the margins of routers (`calls`), then those
+        that start at the main output. Returns the sums of gradients times local errors. Raises NoForward, KernelError, Cancelled.
         """
         self._sums = sums = GradientSums(probes.count, len(calls), self.file)
         signs = torch.Generator().manual_seed(seed)
@@ -100,6 +88,13 @@ class BackwardPasses:
         if self._last and len(operation.outputs) == 1:
             self._measure(operation)
 
+    def enter_block(self, name: str) -> None:
+        """Must be called before weights of another block of a model larger than memory are read."""
+        memory = self.runner.model.memory
+        if self.file is not None and memory.limited and memory.inside != name:
+            self.file.end_block()  # other sequences may run before this one goes on
+        self.runner.enter_block(name)
+
     def _carry_back(self, output: torch.Tensor, gradient: torch.Tensor, retain_graph: bool) -> None:
         try:
             self._carrying = True
@@ -120,7 +115,7 @@ class BackwardPasses:
 
     def _measure(self, operation: Operation) -> None:
         """Add the products of an operation's gradients and its local errors, and release the gradients."""
-        if self.cancelled():
+        if self.runner.cancelled():
             raise Cancelled
         if isinstance(operation, WeightOp) and operation.block:
             self.enter_block(operation.block)
@@ -134,9 +129,9 @@ class BackwardPasses:
             if not costly:
                 continue
             if isinstance(loaded, CacheWrite):
-                errors_of = loaded.errors(costly, self.amax)
+                errors_of = loaded.errors(costly, self.runner.amax_of("reference"))
             else:
-                with stopping(self.cancelled):  # casts of a large weight to all dtypes take many seconds
+                with stopping(self.runner.cancelled):  # casts of a large weight to all dtypes take many seconds
                     errors_of = self.local.of(loaded, weight, costly)
             for gradients, errors in zip(gradients_of, errors_of, strict=True):
                 if gradients is not None:

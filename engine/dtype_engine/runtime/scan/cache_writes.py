@@ -1,6 +1,4 @@
-"""Records what the reference run of a scan writes into KV caches. The scan follows rounding errors of these tensors to the output,
-as it does for the results of operations.
-"""
+"""Records what the reference run of a scan writes into KV caches, whose rounding errors are followed to the output."""
 
 from __future__ import annotations
 
@@ -21,14 +19,12 @@ from dtype_engine.runtime.numerics.kv_rounding import round_cache
 
 @dataclass(slots=True)
 class CacheWrite:
-    """The keys or the values that one call of an attention module writes into a KV cache. It has those fields of `WeightOp` that
-    the scan uses.
-    """
+    """The keys or the values that one call of an attention module writes into a KV cache, with fields as in `WeightOp`."""
 
     name: str
     keys: bool
     outputs: list[torch.Tensor]
-    """A list with one tensor, the written keys or values: [batch, heads, tokens, width]."""
+    """A list with one tensor: [batch, heads, tokens, width]."""
     gradients: list[list[tuple[int, torch.Tensor]]] = field(default_factory=lambda: [[]])
 
     @property
@@ -36,9 +32,7 @@ class CacheWrite:
         return (self.name,)
 
     def errors(self, names: Sequence[str], amax: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Return a list with one tensor [formats, elements]: by how much each format changes what was written. names: formats such
-        as `kv:fp8`. amax: the calibrated largest |value| of each head, by the name of the cache tensor.
-        """
+        """Return [a tensor [formats, elements]]: by how much each format, such as `kv:fp8`, changes what was written."""
         states = self.outputs[0]
         forms = (name.removeprefix(SCANNED) for name in names)
         rows = [round_cache(states, form, self.keys, amax.get(self.name)) - states for form in forms]
@@ -47,13 +41,11 @@ class CacheWrite:
 
 @dataclass
 class CacheRecorder(CacheWatcher):
-    """Records the keys and values that a pass writes into KV caches, and passes their gradients to `on_gradient`."""
+    """Records the keys and values that a pass writes into KV caches."""
 
     names: CacheNames
     on_gradient: Callable[[Any, int, torch.Tensor], None]
-    """A function that is called in backward passes as `on_gradient(write, 0, gradient)` for each `CacheWrite`. 0 is the index of
-    its only output.
-    """
+    """Called in backward passes as `on_gradient(write, 0, gradient)` for each `CacheWrite`, which has one output."""
     writes: list[CacheWrite] = field(default_factory=list)
 
     def written(self, module: str, part: int, states: torch.Tensor, finished: int) -> torch.Tensor:
@@ -67,9 +59,7 @@ class CacheRecorder(CacheWatcher):
 
 
 def scored_bytes(tree: Tree, name: str, dtype: str) -> int:
-    """Return the bytes of a weight in a dtype. For a tensor of a KV cache, return its bytes in a format such as `kv:fp8`, for one
-    sequence of `DEFAULT_CONTEXT` tokens.
-    """
+    """Return the bytes of a weight or, with a format such as `kv:fp8`, of a cache with one sequence of `DEFAULT_CONTEXT` tokens."""
     if name in tree.tensors:
         return tensor_bytes(tree.tensors[name], dtype)
     tensor = next(each for each in tree.kv_cache.tensors if each.name == name)

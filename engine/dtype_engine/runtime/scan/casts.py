@@ -14,7 +14,7 @@ from dtype_engine.runtime.modes.reference import equals_reference
 
 def scanned_dtypes(model: LiveModel, targets: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """Return the dtypes to which casts of each weight are scanned: those of `targets`, and its stored dtype, which may also drift
-    from the reference. The result also has the tensors of KV caches, with those formats of `targets` that begin with `kv:`.
+    from the reference. The tensors of KV caches are scanned in those formats of `targets` that begin with `kv:`.
     """
     of_weights = tuple(target for target in targets if not target.startswith(SCANNED))
     of_caches = tuple(target for target in targets if target.startswith(SCANNED))
@@ -29,9 +29,7 @@ def scanned_dtypes(model: LiveModel, targets: Sequence[str]) -> dict[str, tuple[
 
 
 def is_free(model: LiveModel, name: str, dtype: str, settings: RunSettings) -> bool:
-    """Return whether a cast causes no drift. It causes none if it rounds neither the weight `name` nor the activations multiplied
-    by it, or if `name` is a tensor of a KV cache that stays in float32.
-    """
+    """Return whether a cast rounds neither the weight (or KV cache) `name` nor the activations multiplied by it."""
     if name not in model.weights:
         return dtype == SCANNED + "float32"
     rounds = settings.quantize_activations == "weights" and quantizes_activations(dtype)

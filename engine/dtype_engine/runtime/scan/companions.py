@@ -1,11 +1,10 @@
 """Finds the companions of a weight. If an operation uses several weights, the companions of the smallest one are the others. For
 example, the companion of a bias is the matrix of its layer.
 
-An operation on float32 activations computes in 16 bits only if all its weights are in the same 16-bit dtype; otherwise, all values
-are promoted to float32. Activations are therefore rounded only if all weights of the operation are cast. This common effect is
-counted once, in the score of the smallest weight. In a compute dtype such as bfloat16, this score is the drift with all weights of
-the operation cast, minus the drift with only the companions cast. The scores of the weights of an operation then add up to the
-drift of the whole operation.
+An operation on float32 activations computes in 16 bits only if all its weights are in the same 16-bit dtype; otherwise, all
+values are promoted to float32. This common effect is counted once: in a compute dtype such as bfloat16, the score of the
+smallest weight is the drift with all weights of the operation cast, minus the drift with only the companions cast. The scores of
+the weights then add up to the drift of the whole operation.
 """
 
 from __future__ import annotations
@@ -24,31 +23,25 @@ from dtype_engine.runtime.modes.weight_mode import WeightMode
 
 
 def companions_of(operation: Sequence[str], weights: Mapping[str, Weight]) -> tuple[str, tuple[str, ...]]:
-    """Return (the smallest weight of an operation, the operation's other weights that can be cast). If several weights are equally
-    small, the last one counts as the smallest.
-
-    operation: the names of at least one weight of the operation, in the order of its arguments.
-    """
+    """Return (the smallest weight of an operation, or the last of several; its other weights that can be cast)."""
     smallest = min(reversed(operation), key=lambda name: weights[name].info.numel)
     return smallest, tuple(name for name in operation if name != smallest and weights[name].info.castable)
 
 
 def added_drift(drift_of: Callable[[tuple[str, ...]], float], name: str, companions: tuple[str, ...]) -> float:
-    """Return by how much casting the weight `name` increases the drift if its companions are cast, too. If the drift with only the
-    companions cast is infinite, return the drift with only this weight cast.
+    """Return by how much casting the weight `name` increases the drift if its companions are cast, too. If the drift with only
+    the companions cast is infinite, return the drift with only this weight cast.
 
-    drift_of: a function that returns the drift with only the named weights cast, and 0 for no names.
+    drift_of: returns the drift with only the named weights cast.
     """
     before = drift_of(companions)
     return max(0.0, drift_of((*companions, name)) - before) if math.isfinite(before) else drift_of((name,))
 
 
 class CompanionsMode(TorchFunctionMode):
-    """A torch-function mode that observes which weights are used together in one operation, such as a norm's scale and bias. For
-    each such operation, it stores the smallest weight's name in `found`, with the names of the other weights as its value.
+    """Observes which weights are used together in one operation, and stores the companions of each smallest weight in `found`.
 
-    mode: the WeightMode that runs the pass and knows the weights. It must be entered after this mode, so that this mode sees its
-    operations.
+    mode: the WeightMode that runs the pass. It must be entered after this mode, so that this mode sees its operations.
     """
 
     def __init__(self, found: dict[str, tuple[str, ...]], mode: WeightMode) -> None:
@@ -67,9 +60,7 @@ class CompanionsMode(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _weight_of(self, tensor: torch.Tensor) -> Weight | None:
-        """Return the weight to which a tensor belongs, or None if it belongs to none. The tensor may be the weight itself, the
-        values that replace it in this pass, or a view of one of these.
-        """
+        """Return the weight that a tensor is, or whose values or view it is in this pass."""
         base = base_of(tensor)
         owner = tensor if base is None else base
         return self.mode.weights.get(self.mode.standing_for.get(owner, id(owner)))

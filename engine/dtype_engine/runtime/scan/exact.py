@@ -1,8 +1,7 @@
-"""The exact scan: measures how far the output drifts with each weight cast to each dtype, in separate passes. The ordinary scan
-(`scan.py`) estimates this.
+"""The exact scan: measures, in separate passes, how far the output drifts with each weight cast to each dtype.
 
-In each pass, usually one weight is cast. There is one exception, in compute dtypes such as bfloat16: the smallest of several
-weights that one operation uses is cast together with the other weights of the operation (see `companions`).
+There is one exception, in compute dtypes such as bfloat16: the smallest of several weights that one operation uses is cast
+together with the other weights of the operation (see `companions`).
 """
 
 from __future__ import annotations
@@ -10,97 +9,67 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
-from dtype_engine.checkpoint import FileIdentity
+from dtype_engine.core.callbacks import ignore
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.dtypes import COMPUTE_DTYPES
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.kv_formats import SCANNED
-from dtype_engine.core.options import RunSettings
-from dtype_engine.core.shard import WHOLE, Shard
 from dtype_engine.recipe import tensor_bytes
-from dtype_engine.results.scan import ScanReport, WeightScore
-from dtype_engine.runtime.inputs import Inputs
+from dtype_engine.results.scan import ScanReport
 from dtype_engine.runtime.measure.drift import DriftMeter, budget_for
-from dtype_engine.runtime.model.live import LiveModel, sharing
-from dtype_engine.runtime.modes.reference import equals_reference, reference_name
+from dtype_engine.runtime.model.live import sharing
+from dtype_engine.runtime.modes.reference import equals_reference
 from dtype_engine.runtime.passes.one_pass import PassOptions
 from dtype_engine.runtime.passes.runner import ForwardRunner
 from dtype_engine.runtime.scan import saved as scan_file
-from dtype_engine.runtime.scan.cache_writes import scored_bytes
-from dtype_engine.runtime.scan.casts import is_free, scanned_dtypes
+from dtype_engine.runtime.scan.casts import is_free
 from dtype_engine.runtime.scan.companions import CompanionsMode, added_drift
 from dtype_engine.runtime.scan.routing import Key
-from dtype_engine.runtime.scan.saved import Fingerprint
-from dtype_engine.runtime.scan.scan import OnEstimate, OnStep
+from dtype_engine.runtime.scan.savable_scan import OnEstimate, OnStep, SavableScan
+from dtype_engine.runtime.scan.saved import SavedScan
 from dtype_engine.search.sensitivity import scalar_drift
 
 _REPORT_EVERY = 64
 """The scan reports intermediate results each time that this many measurements are done."""
 
 
-def reference_dtypes(model: LiveModel) -> dict[str, str]:
-    """Return, for each weight, a dtype that causes no drift from the reference. This is its stored dtype if the reference uses that
-    dtype or the weight is never cast. Otherwise it is float32.
-    """
-    return {
-        name: weight.info.dtype
-        if not weight.info.castable or equals_reference(weight, weight.info.dtype) or not weight.info.persistent
-        else "float32"
-        for name, weight in model.weights.items()
-    }
-
-
 @dataclass(frozen=True, slots=True)
 class MeasuredWeight:
-    """The drift that was measured with one weight cast to one dtype. `key` is (name of the weight, dtype)."""
+    """The drift that was measured with one weight cast to one dtype."""
 
     key: Key
     score: float
     error: float | None
-    """The standard error of the measured drift (`score`), or None if it is unknown."""
+    """The standard error of `score`, or None if it is unknown."""
     unit: str
     forward_seconds: float
     """How many seconds a pass takes with no weight cast."""
     scan_seconds: float
-    """How many seconds the measurement of this weight took."""
 
 
 @dataclass
-class ExactScan:
+class ExactScan(SavableScan):
     """Measures the drift of each weight in each dtype with a separate pass, in which the rest of the model equals the reference.
-    Modules that run before the weight is first used are not run again.
-
-    This class has the same interface as `Scan`. `Scan` works on one sequence at a time, and this class on one pair of a weight and
-    a dtype. Afterwards, the model stays cast as in the last measurement, so the caller has to apply its recipe again.
+    Afterwards the model stays cast as in the last measurement, so the caller has to apply its recipe again.
     """
 
-    model: LiveModel
-    inputs: Inputs
-    dtypes: tuple[str, ...]
-    settings: RunSettings
-    save: Path | None = None
-    """The file in which the results are saved. It is read at the start and written after every measurement. If None, results are
-    not saved.
-    """
     done: dict[Key, tuple[float, float | None]] = field(default_factory=dict)
-    """The (score, standard error) of each finished measurement, by (weight, dtype). The score is the drift."""
-    unit: str = ""
-    forward_seconds: float = 0.0
-    scan_seconds: float = 0.0
-    shard: Shard = WHOLE
-    """Which of all measurements this process performs, if a scan is divided among several jobs."""
-    _seen: FileIdentity | None = None
+    """The (score, standard error) of each finished measurement, by (weight, dtype)."""
 
     def __post_init__(self) -> None:
         if any(weight.other_reference is not None for weight in self.model.weights.values()):
             raise UserError("--exact measures casts of one checkpoint: leave out --exact or --against")
-        self.fingerprint = Fingerprint.of(self.model, self.inputs, self.dtypes, self.settings)
-        wanted = scanned_dtypes(self.model, self.dtypes)
-        self.wanted = [(name, dtype) for name, targets in wanted.items() for dtype in targets]
-        self._costly = [key for key in self.wanted if not is_free(self.model, *key, self.settings)]
-        self._base = reference_dtypes(self.model)
+        super().__post_init__()
+        self._keys = [(name, dtype) for name, targets in self.wanted.items() for dtype in targets]
+        self._costly = [key for key in self._keys if not is_free(self.model, *key, self.settings)]
+        self._base = {
+            name: weight.info.dtype
+            if not weight.info.castable or equals_reference(weight, weight.info.dtype) or not weight.info.persistent
+            else "float32"
+            for name, weight in self.model.weights.items()
+        }
+        """For each weight, a dtype that causes no drift from the reference."""
         self._companions: dict[str, tuple[str, ...]] = {}
         self._meter: DriftMeter | None = None
         if self.save is not None and self.save.exists():
@@ -115,26 +84,19 @@ class ExactScan:
 
     @property
     def private_bytes(self) -> int:
-        """The number of bytes that a process needs in addition to the mapped files. They hold the weights that are cast to float32
-        because their stored dtype causes drift.
-        """
+        """How many bytes a process needs beside the mapped files: for weights in float32 whose stored dtype causes drift."""
         infos = {name: weight.info for name, weight in self.model.weights.items()}
         return sum(tensor_bytes(infos[name], dtype) for name, dtype in self._base.items() if dtype != infos[name].dtype)
 
     def pending(self) -> list[Key]:
-        """Return the (weight, dtype) pairs that this process still has to measure."""
         return [key for key in self.shard.of(self._costly) if key not in self.done]
 
     def run(
-        self,
-        on_progress: OnStep = lambda step, done, total: None,
-        on_estimate: OnEstimate = lambda report: None,
-        cancelled: IsCancelled = never,
+        self, on_progress: OnStep = ignore, on_estimate: OnEstimate = ignore, cancelled: IsCancelled = never
     ) -> ScanReport:
-        """Perform all pending measurements and return the report.
-
-        `on_progress("scan", done, total)` is called with the numbers of finished measurements and of all measurements, and
-        `on_estimate(report)` with intermediate reports. Raises NoForward, KernelError, Cancelled.
+        """Perform all pending measurements. `on_progress("scan", done, total)` is called with the numbers of finished
+        measurements and of all measurements, and `on_estimate(report)` with intermediate reports. Raises NoForward, KernelError,
+        Cancelled.
         """
         if not self._costly:
             self._started(cancelled)
@@ -149,9 +111,7 @@ class ExactScan:
         return self.report()
 
     def measure(self, key: Key, cancelled: IsCancelled = never) -> MeasuredWeight:
-        """Measure the drift with one weight cast to one dtype. key: (name of the weight, dtype). Raises NoForward, KernelError,
-        Cancelled.
-        """
+        """Measure the drift with one weight cast to one dtype. Raises NoForward, KernelError, Cancelled."""
         started = time.perf_counter()
         meter = self._started(cancelled)
         name, dtype = key
@@ -177,9 +137,7 @@ class ExactScan:
         return MeasuredWeight(key, score, error, self.unit, self.forward_seconds, time.perf_counter() - started)
 
     def _started(self, cancelled: IsCancelled) -> DriftMeter:
-        """Return the drift meter. The first call creates it, measures the model with no weight cast, and finds which weights are
-        used together in one operation.
-        """
+        """Return the drift meter. The first call measures the model without casts, and finds weights that are used together."""
         if self._meter is None:
             with ForwardRunner(self.model, self.settings, cancelled, watch=False) as runner:
                 around = partial(CompanionsMode, self._companions)
@@ -193,56 +151,32 @@ class ExactScan:
         return self._meter
 
     def add(self, part: MeasuredWeight) -> None:
-        """Add the result of one measurement (`part`). If the scan has a file, save all results."""
+        """Add the result of one measurement, and save all results if the scan has a file."""
         self.done[part.key] = part.score, part.error
         self.unit = part.unit
         self.forward_seconds = self.forward_seconds or part.forward_seconds
         self.scan_seconds += part.scan_seconds
-        if self.save is not None:
-            self.write(self.save)
+        self._save_if_wanted()
 
     def report(self) -> ScanReport:
-        """Return a report with the drift (score) of each cast measured so far. Casts that round nothing have the score 0."""
+        """Return the scores measured so far. Casts that round nothing have the score 0."""
         costly = set(self._costly)
-        known = {key: self.done[key] if key in costly else (0.0, 0.0)
-                 for key in self.wanted if key in self.done or key not in costly}  # fmt: skip
-        return ScanReport(
-            model=self.model.title,
-            device=str(self.model.device),
-            reference=reference_name(self.model),
-            inputs=self.inputs.description,
-            unit=self.unit,
-            exact=True,
-            draws=0,
-            sequences=len(self.inputs.batches),
-            all_sequences=len(self.inputs.batches),
-            dtypes=self.dtypes,
-            forward_seconds=self.forward_seconds,
-            scan_seconds=self.scan_seconds,
-            weights=tuple(
-                WeightScore(name, dtype, scored_bytes(self.model.tree, name, dtype), *score)
-                for (name, dtype), score in known.items()
-            ),
-            notices=self.model.notices,
-            activations=self.settings.quantize_activations,
-            coverage=self.model.coverage,
-            loader=self.model.loader,
-        )
+        known = {
+            key: self.done[key] if key in costly else (0.0, 0.0)
+            for key in self._keys
+            if key in self.done or key not in costly
+        }
+        return self._report(0, len(self.inputs.batches), known)
 
-    def write(self, path: Path) -> None:
-        """Save the results measured so far to a file. Raises UserError if it can't be written."""
-        self._seen = scan_file.write_joined(
-            path,
-            scan_file.SavedScan(
-                self.fingerprint,
-                0,
-                self.unit,
-                self.forward_seconds,
-                self.scan_seconds,
-                self.parts,
-                {},
-                self.done,
-                self.shard,
-            ),
-            self._seen,
+    def saved(self) -> SavedScan:
+        return SavedScan(
+            self.fingerprint,
+            0,
+            self.unit,
+            self.forward_seconds,
+            self.scan_seconds,
+            self.parts,
+            {},
+            self.done,
+            self.shard,
         )

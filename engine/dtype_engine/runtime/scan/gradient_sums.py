@@ -20,9 +20,7 @@ class Gradients:
     each: list[tuple[int, torch.Tensor]]
     """Pairs (number of the backward pass, gradient [E])."""
     squares: list[tuple[int, torch.Tensor]]
-    """Pairs (column of `GradientSums.squares`, squares of gradients [E]). Column 0 has the sum over all probes, and each further
-    column is for the backward pass of one sampled `topk` call.
-    """
+    """Pairs (column of `GradientSums.squares`, squares of gradients [E])."""
 
 
 @dataclass
@@ -40,9 +38,7 @@ class GradientSums:
     squares: dict[str, torch.Tensor] = field(default_factory=dict)
     """Σ g²Δ², float64 [D, 1 + T], by weight: column 0 over all probes, and one column for each sampled `topk` call."""
     _partial: dict[tuple[int, int], torch.Tensor | KeptTensor] = field(default_factory=dict)
-    """The sums of the squared gradients of the probes until now, by the `id` of an operation and the index of its output. Those in
-    `file` have a `KeptTensor`.
-    """
+    """The sums of the squared gradients of the probes until now, by the `id` of an operation and the index of its output."""
 
     @property
     def waiting(self) -> set[int]:
@@ -50,9 +46,8 @@ class GradientSums:
         return {key for key, _ in self._partial}
 
     def gradients(self, given: list[tuple[int, torch.Tensor]], key: tuple[int, int], final: bool) -> Gradients | None:
-        """Return the gradients with respect to one output, or None if there are none. The sum of the squares over the probes is
-        complete with the last probe. given: pairs (number of the backward pass, gradient [E]). key: the `id` of the operation and
-        the index of its output. final: whether this is the last probe.
+        """Return the gradients with respect to one output, if any. given: pairs (number of the backward pass, gradient [E]).
+        key: the `id` of the operation and the index of its output. final: whether this is the last probe.
         """
         squares = [(1 + column - self.probes, each.square()) for column, each in given if column >= self.probes]
         # Squares are added one by one, because torch takes ten times as long to sum over a first dimension of four.
@@ -82,9 +77,8 @@ class GradientSums:
 
 
 def _add_products(sums: torch.Tensor, errors: torch.Tensor, vectors: list[tuple[int, torch.Tensor]]) -> None:
-    """Add the products of errors [D, E] and vectors to columns of sums [D, columns]. vectors: pairs (column, vector [E]).
-
-    The products are computed one by one, because the last bits of a product of matrices depend on how many columns it has.
+    """Add the products of errors [D, E] and each (column, vector [E]) to sums [D, columns]. They are computed one by one,
+    because the last bits of a product of matrices depend on how many columns it has.
     """
     if vectors:
         products = torch.stack([errors @ vector for _, vector in vectors], 1).cpu().double()

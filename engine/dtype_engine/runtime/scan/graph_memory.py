@@ -1,6 +1,4 @@
-"""What the autograd graph of a scan keeps for the backward passes: activations, in memory or in a file, and the values of weights
-or, if these take too much memory, only which weights to read again.
-"""
+"""What the autograd graph of a scan keeps: activations, and the values of weights or only which weights to read again."""
 
 from __future__ import annotations
 
@@ -32,13 +30,10 @@ class WeightView:
 
 @dataclass(frozen=True, slots=True)
 class _Remembered:
-    """Stands for a view of a weight's values in an autograd graph that holds no weights. It says how to read the values and make
-    the view again.
-    """
+    """Stands for a view of a weight's values in an autograd graph that holds no weights."""
 
     weight: Weight
     index: int | None
-    """The only index of the weight's first dimension that was read, or None if all of it was read."""
     block: str
     """The name of the model's block (such as a decoder layer) in which the weight was used."""
     shape: torch.Size
@@ -47,22 +42,22 @@ class _Remembered:
     """The index of the view's first element in the memory of the values."""
 
 
+@dataclass(eq=False)
 class GraphMemory:
-    """Keeps the tensors that the backward passes of a scan need.
+    """Keeps the tensors that the backward passes of a scan need."""
 
-    rereads: whether the autograd graph holds no weights that a reference run widens or decodes, because these copies would take too
-    much memory. The backward passes then make them again. A model that is larger than memory implies this. enter_block: called as
-    `enter_block(name)` before a backward pass reads weights of another block of such a model. file: where activations are kept
-    until the backward passes; None: in memory.
+    model: LiveModel
+    rereads: bool
+    """Whether the autograd graph holds no weights that a reference run widens or decodes, because these copies would take too much
+    memory. The backward passes then make them again. A model that is larger than memory implies this.
     """
+    enter_block: Callable[[str], None]
+    """Called before a backward pass reads weights of another block of such a model."""
+    file: ActivationFile | None
+    """Where activations are kept; None: in memory."""
 
-    def __init__(
-        self, model: LiveModel, rereads: bool, enter_block: Callable[[str], None], file: ActivationFile | None
-    ) -> None:
-        self.model = model
-        self.rereads = rereads or model.memory.limited
-        self.enter_block = enter_block
-        self.file = file
+    def __post_init__(self) -> None:
+        self.rereads = self.rereads or self.model.memory.limited
         self._views: dict[int, WeightView] = {}
         """The weights whose values the running operation uses, by the address of the values' memory."""
 
@@ -72,16 +67,12 @@ class GraphMemory:
         return "" if not self.model.memory.limited else self.model.memory.inside
 
     def saving(self) -> AbstractContextManager[object]:
-        """Return a context manager for the forward pass. Under it, a graph that is to hold no weights remembers which weights it
-        needs instead of their values.
-        """
+        """Return a context manager for the forward pass, which makes a graph without weights remember which weights it needs."""
         return saved_tensors_hooks(self._remembered, self._read_again) if self.rereads else nullcontext()
 
     @contextmanager
     def using(self, views: Iterable[tuple[torch.Tensor, WeightView]]) -> Iterator[None]:
-        """Return a context for one operation that uses the values of weights. views: these values, and of which weights they
-        are.
-        """
+        """A context manager for one operation, with the values of weights that it uses, and of which weights they are."""
         self._views = {tensor.untyped_storage().data_ptr(): view for tensor, view in views}
         try:
             yield
@@ -89,13 +80,11 @@ class GraphMemory:
             self._views = {}  # a pass that waits for others must not keep a weight in memory
 
     def view_of(self, tensor: torch.Tensor) -> WeightView | None:
-        """Return the values of a weight, used by the running operation, with which a tensor shares memory, or None."""
+        """Return the view of a weight, used by the running operation, with which a tensor shares memory."""
         return self._views.get(tensor.untyped_storage().data_ptr()) if self._views else None
 
     def keep(self, tensor: torch.Tensor, kept: dict[int, KeptTensor]) -> torch.Tensor:
-        """Return an activation or, if it is kept in the file, a tensor without memory. What stands for it is then added to
-        `kept`.
-        """
+        """Return an activation or, if it is kept in the file, a tensor without memory that stands for it in `kept`."""
         if self.file is None or not is_keepable(tensor):
             return tensor
         stand_in = torch.empty_like(tensor, device="meta")

@@ -37,7 +37,6 @@ class KeptTensor:
     overwritten: bool = False
     """Whether the model had changed the tensor before it was written to the file."""
     place: _Place | None = None
-    """Where the tensor is in the file, if it has been written there."""
 
     @staticmethod
     def of(tensor: torch.Tensor, block: str = "") -> KeptTensor:
@@ -60,7 +59,6 @@ class _Place:
     start: int
     """The offset in the file, in bytes, of the memory that the tensor shares with others."""
     nbytes: int
-    """How many bytes of this memory are in the file."""
     dtype: torch.dtype
     device: torch.device
     shape: torch.Size
@@ -80,19 +78,14 @@ class ActivationFile:
     /var/tmp, because /tmp often is in memory. The system removes it when it is closed, also after a crash.
 
     What is kept while one block of the model runs is written when the next block keeps something, or once it takes `most` bytes.
-    Tensors that share memory are written together. Raises UserError if the file can't be written.
-
-    most: about how many bytes may wait to be written, and how many bytes that have been read stay in memory.
-
-    Attributes:
-        nbytes: how many bytes have been written.
+    As many bytes that have been read stay in memory. Tensors that share memory are written together. Raises UserError if the file
+    can't be written.
     """
 
     def __init__(self, most: int = 1 << 62) -> None:
         self.nbytes = 0
         self.most = most
         self._waiting: list[KeptTensor] = []
-        """What is kept of the block that is running, in memory."""
         self._waiting_bytes = 0
         self._read: dict[int, torch.Tensor] = {}
         """What the block whose gradients are computed has read: the bytes of tensors' memory, by their offset in the file."""
@@ -132,7 +125,6 @@ class ActivationFile:
         trim_heap()  # each pass has a thread, and glibc keeps up to 64 MiB of freed memory for each
 
     def _write_span(self, together: list[KeptTensor], first: int, last: int) -> None:
-        """Write the bytes from `first` to `last` of the memory that some tensors share, and release the tensors."""
         memory = together[0].tensor
         assert memory is not None
         place = self._append(_bytes_of(memory, first, last))
@@ -145,9 +137,7 @@ class ActivationFile:
             kept.tensor = None
 
     def put(self, vector: torch.Tensor, instead_of: KeptTensor | None = None) -> KeptTensor:
-        """Write a vector [n] and return a record of it. instead_of: what `put` returned for a vector of the same size and dtype,
-        which is replaced.
-        """
+        """Write a vector [n]. instead_of: what `put` returned for a vector of the same size and dtype, which is replaced."""
         data = vector.contiguous().view(torch.uint8).cpu()
         if instead_of is not None and instead_of.place is not None:
             self._write_at(instead_of.place.start, data)
@@ -195,13 +185,11 @@ class ActivationFile:
         self._file.truncate(0)
 
     def close(self) -> None:
-        """Remove the file."""
         self._waiting = []
         self.end_block()
         self._file.close()
 
     def _append(self, data: torch.Tensor) -> int:
-        """Write bytes [n] at the end of the file. Returns their offset."""
         start = self.nbytes
         self._write_at(start, data)
         self.nbytes += len(data)
@@ -278,6 +266,5 @@ def _span(tensor: torch.Tensor | None) -> tuple[int, int]:
 
 
 def _bytes_of(tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:
-    """Return the bytes from `first` to `last` of a tensor's memory, uint8 [n], on the CPU."""
     memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return memory.set_(tensor.untyped_storage(), first, (last - first,), (1,)).cpu()

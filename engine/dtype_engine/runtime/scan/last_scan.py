@@ -20,8 +20,6 @@ ScanTask = Scan | ExactScan
 
 @dataclass
 class LastScan:
-    """Holds the scan that was requested last, finished or not."""
-
     _requested: object = None
     _task: ScanTask | None = None
 
@@ -35,12 +33,10 @@ class LastScan:
         exact: bool,
         save: Path | None,
     ) -> ScanTask:
-        """Return a scan of `model` in the dtypes `names`: the scan that was requested last if its parameters are the same,
-        otherwise a new one.
+        """Return the scan that was requested last if its parameters are the same, otherwise a new one.
 
-        draws: the number of backward passes for each sequence; None for the default. exact: whether to measure instead of
-        estimating. save: the file for the results, or None. Raises UserError for an unknown dtype, and if the file `save` holds a
-        scan with other parameters.
+        names: the dtypes. draws: the number of backward passes for each sequence; None for the default. Raises UserError for an
+        unknown dtype, and if the file `save` holds a scan with other parameters.
         """
         targets = tuple(dict.fromkeys(map(parse_scanned, names)))
         if {dtypes.STORED, SCANNED + dtypes.STORED}.intersection(targets) or not targets:
@@ -51,7 +47,7 @@ class LastScan:
             self._task = (
                 ExactScan(model, inputs, targets, settings, save)
                 if exact
-                else Scan(model, inputs, targets, settings, draws, save=save)
+                else Scan(model, inputs, targets, settings, save, draws=draws)
             )
             self._requested = requested
         return self._task

@@ -1,11 +1,8 @@
 """Computes local errors: the output of an operation with one of its weights in a lower dtype, minus its output in the reference
-run.
+run. All other arguments are those of the reference run.
 
-`LocalErrors` reruns a single operation as in a candidate run. All its other arguments are those of the reference run. There is one
-exception, for an operation with several weights and a compute dtype such as bfloat16: the local error of the smallest weight is the
-output with all weights cast, minus the output with all but this weight cast (see `companions`).
-
-Shapes: D dtypes of a weight, E elements of one output of an operation. Local errors Δ [D, E], in the reference's dtype.
+There is one exception, for an operation with several weights and a compute dtype such as bfloat16: the local error of the
+smallest weight is the output with all weights cast, minus the output with all but this weight cast (see `companions`).
 """
 
 from __future__ import annotations
@@ -13,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -50,35 +48,27 @@ _ROWS = 128
 """The rows of a piece are a multiple of the rows of a block in every block format."""
 
 
+@dataclass(eq=False)
 class LocalErrors:
-    """Reruns operations of the reference run with one of their weights cast, and returns how far this changes their outputs.
+    """Reruns operations of the reference run with one of their weights cast."""
 
-    budget: maximum number of bytes of cast weights that are kept for later operations and sequences. rounds: whether to also round
-    the activations that are multiplied by a quantized weight (the run setting `quantize_activations`).
-    """
+    weights: Mapping[str, Weight]
+    compute: torch.dtype
+    budget: int
+    """The maximum number of bytes of cast weights that are kept for later operations."""
+    rounds: bool = False
+    """Whether to also round the activations that are multiplied by a quantized weight."""
 
-    def __init__(
-        self,
-        weights: Mapping[str, Weight],
-        compute: torch.dtype,
-        budget: int,
-        rounds: bool = False,
-    ) -> None:
-        self.weights = weights
-        self.compute = compute
-        self.budget = budget
-        self.rounding = ActivationRounding() if rounds else None
+    def __post_init__(self) -> None:
+        self.rounding = ActivationRounding() if self.rounds else None
         self._cast: OrderedDict[tuple[str, str, int | None], torch.Tensor] = OrderedDict()
         self._held = 0
         self._decoded: tuple[WeightSource, slice | None, torch.Tensor] | None = None
-        """While an operation is rerun: the codes that were decoded last, of which rows, and their values. Casts to several dtypes
-        follow one another.
-        """
+        """What was decoded last for the running operation, since casts follow one another: (source, rows, values)."""
 
     def of(self, operation: WeightOp, weight: str, names: Sequence[str]) -> list[torch.Tensor]:
-        """Rerun an operation with `weight` in each of the dtypes `names`. Returns, for each output, the local errors (output minus
-        output in the reference run), [dtypes, elements] in the reference's dtype. Raises KernelError if the operation has no kernel
-        for a dtype.
+        """Rerun an operation with `weight` in each of the dtypes `names`. Returns, for each output, the local errors [dtypes,
+        elements] in the reference's dtype. Raises KernelError if the operation has no kernel for a dtype.
         """
         errors = [torch.empty((len(names), *before.shape), dtype=before.dtype, device=before.device)
                   for before in operation.outputs]  # fmt: skip
@@ -99,14 +89,12 @@ class LocalErrors:
         return [error.flatten(1) if error.ndim > 1 else error[:, None] for error in errors]
 
     def stored(self, name: str, rows: slice | None) -> torch.Tensor:
-        """Return a weight's values in the reference run, dequantized if the weight is stored with scales. rows: which rows; None:
-        all.
-        """
+        """Return a weight's values in the reference run, of all rows if `rows` is None."""
         weight = self.weights[name]
         return self._read(weight.reference, rows, weight.tensor.device).to(reference_dtype(weight))
 
     def _read(self, values: WeightSource, rows: slice | None, device: torch.device) -> torch.Tensor:
-        """Return the values at some indexes of a weight's first dimension, on the device; None: at all indexes."""
+        """Return the values at some indexes of a weight's first dimension; None: at all indexes."""
         if self._decoded is not None and self._decoded[0] is values and self._decoded[1] == rows:
             return self._decoded[2]
         self._decoded = None
@@ -120,8 +108,8 @@ class LocalErrors:
         return read
 
     def _computed_in(self, name: str, dtype: str) -> str:
-        """Return the dtype in which an operation uses a weight whose planned dtype is `dtype`. This is usually `dtype` itself. If
-        `dtype` is the format in which another program quantized the weight, it is the dtype to which the weight is decoded.
+        """Return the dtype in which an operation uses a weight whose planned dtype is `dtype`: `dtype` itself or, if this is the
+        format in which another program quantized the weight, the dtype to which the weight is decoded.
         """
         stored = self.weights[name].stored
         as_stored = dtype == self.weights[name].info.dtype
@@ -133,8 +121,8 @@ class LocalErrors:
         return reference_dtype(self.weights[name]) if dtype in dtypes.STORAGE_DTYPES else torch_dtype(dtype)
 
     def look_up(self, name: str, dtype: str, ids: torch.Tensor) -> torch.Tensor:
-        """Return some rows of an embedding table [rows, width] after a cast of the whole table: [*ids.shape, width]. Only these
-        rows are cast, unless a block of the format has several rows. ids: the indexes of the rows.
+        """Return the rows `ids` of an embedding table [rows, width] after a cast of the whole table: [*ids.shape, width]. Only
+        these rows are cast, unless a block of the format has several rows.
         """
         dtype = self._computed_in(name, dtype)
         blocks = dtypes.BY_NAME[dtype].blocks
@@ -148,10 +136,8 @@ class LocalErrors:
         return values.view(rows.shape)
 
     def _amax(self, name: str, dtype: str, in_parts: bool) -> float | None:
-        """Return the largest |value| for which the scale of the whole tensor is chosen, or None if the format has no such scale, or
-        if the cast of the whole weight finds it. in_parts: whether the weight is cast in parts.
-
-        It is the largest one of all weights that runtimes fuse with this one, as in a recipe that casts all of them.
+        """Return the largest |value| for which the scale of the whole tensor is chosen, among all weights that runtimes fuse
+        with this one. Returns None if the format has no such scale, or if the cast of the whole weight finds it.
         """
         row = dtypes.BY_NAME[dtype]
         alone = in_parts and (row.per_tensor or (row.blocks is not None and row.blocks.tensor_scale))
@@ -159,9 +145,7 @@ class LocalErrors:
         return max((weight.amax for weight in weights), default=None)
 
     def cast(self, name: str, dtype: str, rows: slice | None = None) -> torch.Tensor:
-        """Return a weight's values after a cast. If `dtype` is a format with scales, such as float8, they are dequantized to the
-        reference's dtype. rows: which rows, from a multiple of `_ROWS` on; None: all.
-        """
+        """Return a weight's values after a cast, dequantized. rows: which rows, from a multiple of `_ROWS` on; None: all."""
         dtype = self._computed_in(name, dtype)
         blocks = dtypes.BY_NAME[dtype].blocks
         shape = self.weights[name].stored.shape
@@ -197,10 +181,7 @@ def _pieces(operation: WeightOp) -> Iterable[slice | None]:
 
 
 class _Rerun:
-    """Reruns one operation of the reference run with the weights `weights` cast to several dtypes, one after another.
-
-    rows: which rows of all weights to use (see `_pieces`); None: all.
-    """
+    """Reruns one operation with some of its weights cast to several dtypes, one after another. rows: see `_pieces`."""
 
     def __init__(
         self, operation: WeightOp, weights: tuple[str, ...], errors: LocalErrors, rows: slice | None = None
@@ -209,9 +190,7 @@ class _Rerun:
         self.errors = errors
         self.rows = rows
         self.weights = weights
-        self.activations = [
-            tensor for tensor in tensors_in(operation.args, operation.kwargs) if id(tensor) not in operation.sources
-        ]
+        self.activations = operation.activations
         self.floating = any(tensor.is_floating_point() for tensor in self.activations)
         self.func = operation.func
         device = operation.outputs[0].device
@@ -227,11 +206,7 @@ class _Rerun:
                 self._recompute(key, source, errors.stored(source.weight, source.rows or rows), "float32")
 
     def _recompute(self, key: int, source: WeightOrigin, value: torch.Tensor, dtype: str) -> int:
-        """Recompute an argument of the operation that was computed from a weight (for example by transposing it) from new values of
-        the weight. Returns the `id` of the new argument.
-
-        key: the `id` of the old argument. source: how it was computed. value, dtype: the new values of the weight, and their dtype.
-        """
+        """Recompute the argument `key` of the operation from new values of its weight. Returns its new `id`."""
         made = self.new[key] = source.remake(value)
         same_memory = made.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
         if source.itself or source.written or same_memory:
@@ -239,7 +214,6 @@ class _Rerun:
         return id(made)
 
     def outputs(self, dtype: str) -> list[torch.Tensor]:
-        """Rerun the operation with the weights cast to `dtype`, and return its floating-point outputs."""
         operation, errors = self.operation, self.errors
         if operation.name == "embedding" and takes_rows(operation.args, operation.kwargs):
             ids, table = operation.args[:2]
@@ -273,9 +247,7 @@ class _Rerun:
 
 @functools.cache
 def summed_in_float32(func: Any) -> Any:
-    """Return a variant of a matrix product or convolution that computes 16-bit arguments in float32 and rounds the result to 16
-    bits.
-    """
+    """Return a variant of a matrix product or convolution that computes 16-bit arguments in float32 and rounds the result."""
 
     def product(*args: Any, **kwargs: Any) -> Any:
         floats = [tensor for tensor in tensors_in(args, kwargs) if tensor.is_floating_point()]

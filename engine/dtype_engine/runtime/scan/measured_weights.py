@@ -1,16 +1,20 @@
-"""Measures, in separate passes, the weights whose effect on the output a scan can't follow with gradients.
+"""Measures, in separate passes, the weights whose effect on the output a scan can't estimate with gradients.
 
 An effect is not followed if the model writes to the weight, reads its values in Python (and would read others after a cast), uses
 it without gradients, or passes it to code whose operations no torch-function mode can intercept. In the first three cases,
 `WeightOpRecorder.unfollowed` names the weight. In the last case, the weight has an estimate of 0, like a weight that the model does
 not use. To find out which of these weights are used, one pass casts all of them, or as many as fit into memory. If the output
 changes, further passes cast half of them, and so on.
+
+Gradients do not show either that the model's code reads the output dtype of a weight's operations and computes in it elsewhere. A
+Llama, for example, computes the cosines and sines of positions (RoPE) in the dtype of the embeddings' output. These few weights are
+measured in the 16-bit dtypes.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +30,9 @@ from dtype_engine.runtime.scan.routing import Key
 from dtype_engine.runtime.scan.weight_ops import ValueRead
 
 MOST_PASSES = 128
-"""Maximum number of passes over a sequence that measure single weights. Each pass measures one weight in one dtype."""
+"""Maximum number of passes over a sequence that measure single weights, each in one dtype."""
+_MOST_READ = 2
+"""The maximum number of weights to measure because their output dtype is read: those of which it is read first."""
 _NOISE = 4.0
 """A drift is attributed to casts only if it is more than this many times as large as the drift of a pass without casts."""
 
@@ -36,8 +42,6 @@ class CastWeightsMode(ReferenceMode):
 
     During the pass, the module's own tensors hold the cast values. Operations that no torch-function mode can intercept therefore
     use the cast values, too. If the model is larger than memory, its tensors stay placeholders, since passes run side by side.
-
-    cast: the dtype of each cast weight, by the weight's name.
     """
 
     def __init__(
@@ -103,10 +107,9 @@ def measure_unfollowed(
 ) -> dict[Key, float]:
     """Return the measured drift, by (weight, dtype), of the weights whose effect on the output the scan could not follow.
 
-    drift: a function that casts some weights, given as a mapping from names to dtypes, runs a pass, and returns its drift. costly:
-    for each weight, the dtypes in which it is to be scored, except those whose cast changes no values. unfollowed: the weights that
-    the model is known to use in a way that gradients do not follow. followed: the weights with an estimate that is not 0. Raises
-    UserError if more than `MOST_PASSES` passes are needed.
+    drift: casts weights (a mapping from names to dtypes), runs a pass, and returns its drift. costly: the dtypes of each weight
+    whose cast changes values. unfollowed: the weights that the model is known to use in a way that gradients do not follow.
+    followed: those with an estimate that is not 0. Raises UserError if more than `MOST_PASSES` passes are needed.
     """
     found = [name for name in costly if name in unfollowed]
     unknown = [name for name in costly if costly[name] and name not in unfollowed and name not in followed]
@@ -136,10 +139,25 @@ def _bits(dtype: str) -> int:
     return 64 if row is None else row.bits
 
 
-def read_otherwise(reads: Sequence[ValueRead], costly: Mapping[str, Sequence[str]], errors: LocalErrors) -> set[str]:
-    """Return the weights of which the model's code would read other values after a cast. reads: where the code reads the values of
-    weights. costly: the dtypes to which each weight may be cast.
+def weights_to_measure(
+    read: Iterable[str], wanted: Mapping[str, Sequence[str]], sequence: int, sequences: int
+) -> list[Key]:
+    """Return the (weight, dtype) pairs to measure in the sequence with this index because the output dtype of the weights in `read`
+    was read, in the order of the pass. wanted: the dtypes in which each weight is scored.
+
+    If there are few sequences, each measures all pairs. If there are many, each measures at most one pair: for n pairs, sequences 0
+    to n - 1 measure one each, sequence n measures none, and so on, so that the average is below one pass per sequence.
     """
+    few = [name for name in dict.fromkeys(read) if name in wanted][:_MOST_READ]
+    keys = [(name, dtype) for name in few for dtype in wanted[name] if dtype in ("bfloat16", "float16")]
+    if not keys or sequences < 2 * (len(keys) + 1):
+        return keys
+    turn = sequence % (len(keys) + 1)
+    return keys[turn : turn + 1]
+
+
+def read_otherwise(reads: Sequence[ValueRead], costly: Mapping[str, Sequence[str]], errors: LocalErrors) -> set[str]:
+    """Return the weights of which the model's code would read other values after a cast to one of their dtypes (`costly`)."""
     found: set[str] = set()
     for read in reads:
         name = read.source[1].weight

@@ -15,11 +15,8 @@ _NAMED = 12
 
 
 def merge(files: Sequence[Path]) -> SavedScan:
-    """Return one scan with all results that several jobs have saved in `files`. Its scores are the same as if one process had run
-    the whole scan.
-
-    Raises UserError in three cases: a file is from another scan (its model, inputs, dtypes, settings, draws or method differ); two
-    files have different results for the same sequence or measurement; or results are missing.
+    """Return one scan with all results in `files`, as if one process had run the whole scan. Raises UserError if a file is from
+    another scan, if two files have different results for the same part, or if results are missing.
     """
     first, *others = [scan_file.read_any(file) for file in files]
     for file, other in zip(files[1:], others, strict=True):
@@ -43,30 +40,20 @@ def _joined(one: SavedScan, other: SavedScan, file: Path) -> SavedScan:
         (one.measured or {})[key] != (other.measured or {})[key] for key in both[1]
     ):
         raise UserError(f"{file} has parts that an earlier file has with different values; leave one of the two out")
+    # An estimated scan states the time of forward passes over all its sequences, an exact one that of one pass.
+    added = one.forward_seconds + other.forward_seconds
     return dataclasses.replace(
         one,
         unit=one.unit or other.unit,
-        forward_seconds=_forward_seconds(one, other),
+        forward_seconds=added if one.measured is None else one.forward_seconds or other.forward_seconds,
         scan_seconds=one.scan_seconds + other.scan_seconds,
         done=one.done | other.done,
         measured=None if one.measured is None else one.measured | (other.measured or {}),
     )
 
 
-def _forward_seconds(one: SavedScan, other: SavedScan) -> float:
-    """Return the time of plain forward passes, in seconds, for a scan that is merged from two files. An estimated scan states the
-    time of the passes over all its sequences, so the two times are added. An exact scan states the time of one pass, so the time of
-    either is used.
-    """
-    if one.measured is None:
-        return one.forward_seconds + other.forward_seconds
-    return one.forward_seconds or other.forward_seconds
-
-
 def _missing(whole: SavedScan, files: Mapping[Path, SavedScan]) -> str:
-    """Return a sentence for the user which names the jobs (shards) of the scan without a file, and the files of jobs that did not
-    finish. whole: the merged scan. files: the saved scan in each file.
-    """
+    """Return a sentence with the shards without a file, and the files of jobs that did not finish. whole: the merged scan."""
     parts = [f"{whole.parts - whole.count} of {whole.parts} parts are missing"]
     counts = {scan.shard.count for scan in files.values()}
     if len(counts) == 1:

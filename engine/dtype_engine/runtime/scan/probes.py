@@ -1,10 +1,7 @@
-"""Creates probes: random vectors from which backward passes start at the main output. Their mean outer product is the matrix that
-defines the drift's second-order term, such as the Fisher information of a distribution.
+"""Creates probes: random vectors from which backward passes start at the main output.
 
 Probes of distributions are computed from random (Rademacher) signs, as in Hutchinson's trace estimator (1990), because estimates
 from signs have a lower variance than estimates from Gaussian numbers.
-
-Shapes: P positions (of all examples), C classes. Output [..., C]; a probe has the shape and dtype of the output.
 """
 
 from __future__ import annotations

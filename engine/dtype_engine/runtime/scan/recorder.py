@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -41,51 +41,17 @@ from dtype_engine.runtime.scan.weight_ops import ValueRead, WeightOp, WeightOrig
 from dtype_engine.runtime.scan.weight_origins import WeightOrigins
 
 _COPIES_VALUES = frozenset({"numpy", "__array__", "__dlpack__", "__deepcopy__", "__reduce_ex__"})
-"""Methods that torch refuses for a tensor with an autograd graph, as it refuses every call with `out`. Activations have one only in
-a scan, so the recorder detaches them for these calls.
-"""
+"""Methods that torch refuses for a tensor with an autograd graph, which activations have only in a scan, as it refuses `out`."""
 _NO_VALUES = (str, torch.dtype, torch.Size, torch.device, type(None))
-"""Types of results that say nothing about a weight's values, such as its shape or dtype. A call with such a result does not make a
-weight `unfollowed`.
-"""
-
-
-@dataclass(slots=True)
-class _Call:
-    """A call that uses weights, with the module's own tensors as arguments."""
-
-    func: Any
-    name: str
-    args: Arguments
-    kwargs: dict[str, Any]
-    sources: dict[int, WeightOrigin]
-    """How arguments were computed from weights, by the `id` of the argument."""
-
-    @property
-    def weights(self) -> set[str]:
-        """The names of the weights that the call uses."""
-        return {source.weight for source in self.sources.values()}
-
-    @property
-    def activations(self) -> list[torch.Tensor]:
-        """The arguments that do not come from a weight."""
-        return [tensor for tensor in tensors_in(self.args, self.kwargs) if id(tensor) not in self.sources]
-
-    def without_memory(self, stand_ins: Mapping[int, torch.Tensor]) -> dict[int, WeightOrigin]:
-        """Return `sources` for the call with the tensors `stand_ins` in place of the arguments whose `id`s are its keys."""
-        return {id(stand_ins[key]) if key in stand_ins else key: each for key, each in self.sources.items()}
+"""Types of results that say nothing about a weight's values, so that the weight is not `unfollowed`."""
 
 
 class WeightOpRecorder(ReferenceMode):
-    """Runs the reference with an autograd graph, and records every operation that uses a weight.
+    """Runs the reference with an autograd graph, and records every operation that uses a weight in `wanted`.
 
-    `topk_calls` holds the `topk` calls whose scores depend on a weight. `dtype_read` holds the weights of operations whose output
-    dtype the model's code has read. `unfollowed` holds the weights that were used in a way that could not be recorded. `answers`
-    holds what the code has read of the values of other weights.
-
-    wanted: the weights whose operations are recorded. copies: the indexes, in the order of the pass, of operations whose tensors
-    are copied, because the model overwrites them later. on_gradient: called in the backward pass as `on_gradient(operation, index
-    of the output, gradient)`. memory: keeps what the backward passes need.
+    copies: the indexes, in the order of the pass, of operations whose tensors are copied, because the model overwrites them
+    later. on_gradient: called in the backward pass as `on_gradient(operation, index of the output, gradient)`. memory: keeps what
+    the backward passes need.
     """
 
     def __init__(
@@ -106,11 +72,8 @@ class WeightOpRecorder(ReferenceMode):
         self.topk_calls: list[TopKCall] = []
         self.dtype_read: list[str] = []
         self.unfollowed: set[str] = set()
-        """The weights that the model used in a way that the recorder could not follow to the output."""
         self.answers: list[ValueRead] = []
-        """What the model's code has read of the values of weights as a truth value or an integer, which may be the same after a
-        cast.
-        """
+        """What the model's code has read of the values of other weights as a truth value or an integer."""
         self._own_dtypes_read: set[str] = set()
         """The weights whose `dtype` the model's code has read since the last recorded operation."""
         self._given: MutableMapping[torch.Tensor, WeightOp] = WeakIdKeyDictionary()
@@ -133,7 +96,6 @@ class WeightOpRecorder(ReferenceMode):
 
     @property
     def held_bytes(self) -> int:
-        """How many bytes the arguments and outputs of the recorded operations take, without weights."""
         held = (tensor.untyped_storage() for operation in self.operations for tensor in operation.held_activations)
         return sum({storage.data_ptr(): storage.nbytes() for storage in held}.values())
 
@@ -144,7 +106,7 @@ class WeightOpRecorder(ReferenceMode):
             each.clear()
 
     def release(self) -> None:
-        """Release the tensors that are needed only during the forward pass. Must be called after it."""
+        """Release the tensors that are needed only during the forward pass."""
         self._given.clear()
         self.origins.release()
 
@@ -170,9 +132,7 @@ class WeightOpRecorder(ReferenceMode):
     def _run_recorded(
         self, func: Any, name: str, args: Arguments, kwargs: dict[str, Any], tensors: list[torch.Tensor]
     ) -> Any:
-        """Run a call that does not write to a weight, and record it if it uses weights. tensors: all tensors among the
-        arguments.
-        """
+        """Run a call that does not write to a weight, and record it if it uses weights. tensors: those among the arguments."""
         sources = self.origins.among(tensors)
         if name == "__getitem__" and id(args[0]) in sources and _is_index(args[1]):
             args, tensors = (args[0], int(args[1])), tensors[:1]  # a function of the weight alone
@@ -199,23 +159,22 @@ class WeightOpRecorder(ReferenceMode):
             self.topk_calls += [topk_call] if topk_call is not None else []
             self._topk_count += 1
         with self.memory.using(views):
-            return self._weighted(_Call(func, name, args, kwargs, sources), given, compute) if sources else compute()
+            if not sources:
+                return compute()
+            call = WeightOp(func, name, self.module, args, kwargs, sources, block=self.memory.block)
+            return self._weighted(call, given, compute)
 
     def _views(
         self, tensors: list[torch.Tensor], values: Mapping[int, torch.Tensor]
     ) -> list[tuple[torch.Tensor, WeightView]]:
-        """Return the weights' values with which a call computes, and of which weights they are, without values that the model has
-        written. tensors: the arguments. values: the values of weights among them, by the `id` of the argument.
-        """
+        """Return the weights' values with which a call computes, without those that the model has written."""
         read = [(value, WeightView(key, None, value.dtype, version_of(value))) for key, value in values.items()]
         seen = self.origins.views
         read += [(tensor, seen[id(tensor)]) for tensor in tensors if id(tensor) in seen]
         return [(tensor, view) for tensor, view in read if view.key not in self.written]
 
     def _write(self, key: int, func: Any, name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
-        """Run a call that writes to a weight, and return its result. The call is recorded, so that it can be repeated on other
-        values of the weight. key: the `id` of the weight's tensor.
-        """
+        """Run a call that writes to the weight whose tensor has the `id` `key`, and record how to repeat it on other values."""
         before = self.origins.of(self.weights[key].tensor)
         read = tensors_in(args[1:], kwargs)
         self.unfollowed.update(source.weight for source in self.origins.among(read).values())
@@ -257,9 +216,7 @@ class WeightOpRecorder(ReferenceMode):
         self._hide({key})
 
     def _lose_activations(self) -> None:
-        """Note that activations act on the output in a way that gradients do not follow, for example through values that the model
-        writes into a weight. They may depend on every weight that was used before.
-        """
+        """Note that activations, which may depend on all weights used before, act on the output without gradients."""
         self.unfollowed.update(weight for operation in self.operations for weight in operation.weights)
 
     def _is_hidden(self, tensor: torch.Tensor) -> bool:
@@ -274,9 +231,7 @@ class WeightOpRecorder(ReferenceMode):
         return bool(keys & self.origins.hidden) and id(tensor) not in self.written
 
     def _hide(self, keys: set[int]) -> None:
-        """Stop following the weights whose tensors have the `id`s in `keys`, because the pass has changed their memory in an
-        unknown way.
-        """
+        """Stop following these weights, because the pass has changed their memory in an unknown way."""
         self.unfollowed |= self.origins.hide(keys)
 
     def read_property(self, func: Any, args: Arguments) -> Any:
@@ -299,11 +254,8 @@ class WeightOpRecorder(ReferenceMode):
             self.origins.note(answer, WeightOrigin(source.weight, remade, False, source.rows), view)
         return answer
 
-    def _weighted(self, call: _Call, given: Arguments, compute: Callable[[], Any]) -> Any:
-        """Run a call that uses weights, record it, and return its result.
-
-        given: its positional arguments with values in place of weights. compute: runs the call.
-        """
+    def _weighted(self, call: WeightOp, given: Arguments, compute: Callable[[], Any]) -> Any:
+        """Run a call that uses weights, and record it. given: its positional arguments with values in place of weights."""
         in_place = _writes_first(call.name, call.args)
         written = id(call.args[0]) if in_place else None
         if in_place and written not in call.sources:
@@ -319,7 +271,7 @@ class WeightOpRecorder(ReferenceMode):
         floats = [tensor for tensor in results if tensor.is_floating_point()]
         if ("out" in call.kwargs or not floats) and not isinstance(output, _NO_VALUES):
             self._note_read(call, output)
-        if not floats or not call.weights & self.wanted:
+        if not floats or self.wanted.isdisjoint(call.weights):
             return output
         # Nothing before the first operations requires a gradient, so adding `_start` (0) makes their outputs require one.
         new = {
@@ -330,14 +282,14 @@ class WeightOpRecorder(ReferenceMode):
         self._record(call, [new.get(id(tensor), tensor) for tensor in floats])
         return _swapped(output, new)
 
-    def _note_read(self, call: _Call, answer: object) -> None:
+    def _note_read(self, call: WeightOp, answer: object) -> None:
         """Note that a call has given the model's code values of weights, or something computed from them."""
         if isinstance(answer, (bool, int)) and len(tensors_in(call.args, call.kwargs)) == len(call.sources) == 1:
             self.answers.append(ValueRead(call.func, call.args, call.kwargs, next(iter(call.sources.items())), answer))
         else:
-            self.unfollowed |= call.weights
+            self.unfollowed.update(call.weights)
 
-    def _record(self, call: _Call, results: list[torch.Tensor]) -> None:
+    def _record(self, call: WeightOp, results: list[torch.Tensor]) -> None:
         """Store a call with its arguments and its floating-point results, which receive gradients in the backward passes."""
         copied = len(self.operations) in self.copies or self.origins.hidden
         keep: Callable[[torch.Tensor], torch.Tensor] = _copied if copied else torch.Tensor.detach
@@ -345,14 +297,13 @@ class WeightOpRecorder(ReferenceMode):
         kept = dict[int, KeptTensor]()
         outputs = [self.memory.keep(keep(tensor), kept) for tensor in results]
         held = {key: self.memory.keep(tensor, kept) for key, tensor in activations.items()}
-        stand_ins = self.origins.stand_ins(call.args, call.kwargs)
-        args, kwargs = replace_tensors(call.args, call.kwargs, held | stand_ins)
-        operation = WeightOp(
-            call.func, call.name, self.module, args, kwargs, call.without_memory(stand_ins), outputs,
-            frozenset(self._own_dtypes_read), block=self.memory.block, gradients=[[] for _ in results], kept=kept,
-        )  # fmt: skip
-        self._own_dtypes_read.clear()
-        operation.note_versions()
+        operation = call.with_stand_ins(self.origins.stand_ins(call.args, call.kwargs))
+        args, kwargs = replace_tensors(operation.args, operation.kwargs, held)
+        read, self._own_dtypes_read = frozenset(self._own_dtypes_read), set()
+        gradients: list[list[tuple[int, torch.Tensor]]] = [[] for _ in results]
+        operation = replace(
+            operation, args=args, kwargs=kwargs, outputs=outputs, dtypes_read=read, gradients=gradients, kept=kept
+        )
         self.operations.append(operation)
         for index, tensor in enumerate(results):
             self._given[tensor] = operation
@@ -360,14 +311,12 @@ class WeightOpRecorder(ReferenceMode):
                 tensor.register_hook(partial(self.on_gradient, operation, index))  # type: ignore[no-untyped-call]
         if not any(tensor.requires_grad for tensor in results) or any(unwrapped(each)[1] is None for each in results):
             # The model runs this operation without gradients, or in a `torch.func.grad` of its own.
-            self.unfollowed |= call.weights
+            self.unfollowed.update(call.weights)
 
-    def _note_made(self, call: _Call, output: Any) -> None:
-        """Remember how the results of a call were computed from its only weight."""
+    def _note_made(self, call: WeightOp, output: Any) -> None:
         origin = next(iter(call.sources.values()))
-        stand_ins = self.origins.stand_ins(call.args, call.kwargs)
-        args, kwargs = replace_tensors(call.args, call.kwargs, stand_ins)
-        func, sources = call.func, call.without_memory(stand_ins)
+        made_by = call.with_stand_ins(self.origins.stand_ins(call.args, call.kwargs))
+        func, args, kwargs, sources = made_by.func, made_by.args, made_by.kwargs, made_by.sources
 
         def remake(index: int | None, tensor: torch.Tensor) -> torch.Tensor:
             parents = {key: source.remake(tensor) for key, source in sources.items()}
@@ -383,10 +332,8 @@ class WeightOpRecorder(ReferenceMode):
             self.origins.note(part, made_so, self.memory.view_of(part))
 
 
-def _of_one_weight(call: _Call, results: list[torch.Tensor]) -> bool:
-    """Return whether a call computed its results from one weight and no other tensor. An example is a view of a weight, or
-    `-exp(A)` for a weight A.
-    """
+def _of_one_weight(call: WeightOp, results: list[torch.Tensor]) -> bool:
+    """Return whether a call computed its results from one weight alone, such as a view of a weight, or `-exp(A)` for a weight A."""
     only = not call.activations and len(call.weights) == 1
     return only and bool(results) and not any(tensor.requires_grad for tensor in results)
 
@@ -405,9 +352,7 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _swapped(value: Any, new: Mapping[int, torch.Tensor]) -> Any:
-    """Return the output of a torch call in which the tensors whose `id` is a key of `new` are replaced. torch's named tuples become
-    plain tuples.
-    """
+    """Return the output of a torch call with the tensors in `new` replaced. torch's named tuples become plain tuples."""
     if not new:
         return value
     if isinstance(value, torch.Tensor):

@@ -41,9 +41,7 @@ Key = tuple[str, str]
 SAMPLED_CALLS = 16
 """For how many calls of routers, counted over all sequences, the drift from rerouted tokens is estimated."""
 _SWAPPED = 8
-"""To measure what one swap costs, the k-th and the next expert are swapped for 1 / `_SWAPPED` of all tokens. These are the tokens
-with the smallest margin between the scores of the two experts.
-"""
+"""To measure what one swap costs, the k-th and the next expert are swapped for 1 / `_SWAPPED` of all tokens."""
 
 
 @dataclass(slots=True)
@@ -51,38 +49,29 @@ class TopKCall:
     """A call of `torch.topk` in a pass, with which a router chooses experts."""
 
     index: int
-    """The index of this call among all `topk` calls of the pass."""
+    """The index among all `topk` calls of the pass."""
     margins: torch.Tensor
-    """For each token, the router's k-th largest score minus the next one: [tokens], with an autograd graph."""
+    """[tokens], with an autograd graph."""
 
 
 @dataclass
 class TopKSample:
-    """What was found for one sampled `topk` call (with which a router chooses experts) in one sequence."""
+    """What was found for one sampled `topk` call in one sequence."""
 
     index: int
     share: float
-    """For how many of the sequence's `topk` calls this sample stands: the number of all calls, divided by the number of sampled
-    calls.
-    """
+    """For how many of the sequence's `topk` calls this sample stands."""
     margins: list[float]
-    """For each token, the router's k-th largest score minus the next one."""
     cost: float = 0.0
     """The drift caused by swapping the k-th and the next expert of one token, summed over all positions of the sequence."""
     squares: dict[Key, float] = field(default_factory=dict)
-    """For each (weight, dtype): a random estimate of the sum over all tokens of (change of the margin)², if the weight is cast to
-    this dtype. The margin is the router's k-th largest score minus the next one.
-    """
+    """For each (weight, dtype): a random estimate of the sum over all tokens of (change of the margin)² after this cast."""
     independent: dict[Key, float] = field(default_factory=dict)
-    """For each (weight, dtype): the value that `squares` would have on average if the errors in an operation's output were
-    independent.
-    """
+    """What `squares` would be on average if the errors in an operation's output were independent."""
 
 
 def sample_calls(calls: Sequence[TopKCall], sequence: int, sequences: int) -> list[TopKCall]:
-    """Return the `topk` calls of routers for which the sequence with the index `sequence` estimates the drift from rerouted tokens.
-    Different sequences choose different calls, so that they cover all calls if there are enough sequences.
-    """
+    """Return the calls that the sequence with this index samples. Different sequences choose different calls, to cover all."""
     count = len(calls)
     if not count:
         return []
@@ -93,9 +82,7 @@ def sample_calls(calls: Sequence[TopKCall], sequence: int, sequences: int) -> li
 
 
 def record_topk(index: int, args: Arguments, kwargs: Mapping[str, Any]) -> TopKCall | None:
-    """Return a record of one `topk` call with its margins (for each token, the k-th largest score minus the next one). Returns None
-    if the call selects all scores, or if no weight influences them. index: the number of earlier `topk` calls in the pass.
-    """
+    """Return a record of a `topk` call (`index`: of the pass), or None if it selects all scores or no weight influences them."""
     arguments = _topk_arguments(args, kwargs)
     if arguments is None or not arguments[0].requires_grad:
         return None
@@ -115,11 +102,7 @@ def _topk_arguments(args: Arguments, kwargs: Mapping[str, Any]) -> tuple[torch.T
 
 
 class SwapTopKMode(ReferenceMode):
-    """Runs the reference, but swaps the k-th and the next choice of one `topk` call for some tokens, to measure the drift that this
-    causes.
-
-    index: the index of the `topk` call in the pass. rows: a mask of the tokens to swap, bool [tokens].
-    """
+    """Runs the reference, but swaps the k-th and the next choice of one `topk` call for the tokens in the mask `rows`."""
 
     def __init__(self, weights: Mapping[int, Weight], device: torch.device, index: int, rows: torch.Tensor) -> None:
         super().__init__(weights, device)
@@ -144,9 +127,7 @@ class SwapTopKMode(ReferenceMode):
 
 
 def tokens_to_swap(margins: torch.Tensor) -> torch.Tensor:
-    """Return a mask, bool [tokens], that is True for `1 / _SWAPPED` of the tokens, those with the smallest margins. margins: for
-    each token, the router's k-th largest score minus the next one.
-    """
+    """Return a mask, bool [tokens], that is True for `1 / _SWAPPED` of the tokens, those with the smallest margins."""
     rows = torch.zeros(margins.shape, dtype=torch.bool, device=margins.device)
     finite = torch.where(torch.isfinite(margins), margins, math.inf)
     rows[finite.argsort()[: max(1, len(margins) // _SWAPPED)]] = True
@@ -154,9 +135,7 @@ def tokens_to_swap(margins: torch.Tensor) -> torch.Tensor:
 
 
 def rerouting_drift(samples: Sequence[TopKSample]) -> dict[Key, tuple[float, float]]:
-    """Return (the expected drift from tokens that a router sends to other experts, its variance) by (weight, dtype), summed over
-    the sequences.
-    """
+    """Return (the expected drift from rerouted tokens, its variance) by (weight, dtype), summed over the sequences."""
     squares: dict[Key, float] = {}
     independent: dict[Key, float] = {}
     costs: dict[int, list[float]] = {}

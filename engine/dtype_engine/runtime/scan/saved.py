@@ -49,9 +49,7 @@ class Fingerprint:
 
     @classmethod
     def of(cls, model: LiveModel, inputs: Inputs, dtypes: Sequence[str], settings: RunSettings) -> Fingerprint:
-        """Compute the hashes that identify a scan. They cover all inputs, and of each weight the name, the shape and some
-        values.
-        """
+        """Compute the hashes of a scan. They cover all inputs, and of each weight the name, the shape and some values."""
         weights, calls = hashlib.sha256(), hashlib.sha256()
         if model.reference == STORED:
             weights.update(STORED.encode())
@@ -112,31 +110,29 @@ class SavedScan:
 
     @property
     def count(self) -> int:
-        """The number of finished sequences of an estimated scan, or of finished measurements of an exact scan."""
+        """The number of finished parts."""
         return len(self.done) if self.measured is None else len(self.measured)
 
 
 class _TopKSample(msgspec.Struct):
-    """The saved form of a `TopKSample`: what was found for one sampled call of a router."""
+    """The saved form of a `TopKSample`."""
 
     place: int
     share: float
     margins: list[float]
     cost: float
     sums: list[tuple[str, str, float | None, float | None]]
-    """`TopKSample.squares` and `TopKSample.independent`, as rows of (weight, dtype, squares, independent)."""
+    """Rows of (weight, dtype, squares, independent)."""
 
 
 class _Sequence(msgspec.Struct):
-    """The saved form of a `SequenceScores`: the results for one sequence."""
+    """The saved form of a `SequenceScores`."""
 
     mass: float
-    """The saved `SequenceScores.normalizer`, by which the estimates are divided: the number of positions, or the sum of the
-    output's squares.
-    """
+    """`SequenceScores.normalizer`"""
     complete: bool
     sums: list[tuple[str, str, float | None, float | None, float | None]]
-    """Rows of (weight, dtype, sums, independent, measured). The last three are the fields of `SequenceScores` with these names."""
+    """Rows of (weight, dtype, sums, independent, measured)."""
     selections: list[_TopKSample]
     index: int
 
@@ -153,35 +149,30 @@ class _File(msgspec.Struct):
     shard: Shard = WHOLE
 
 
+def _shared(scan: SavedScan | _File) -> dict[str, Any]:
+    """Return the fields that are the same in a scan and in its file."""
+    names = ("fingerprint", "draws", "unit", "forward_seconds", "scan_seconds", "parts", "shard")
+    return {name: getattr(scan, name) for name in names}
+
+
 def write(path: Path, saved: SavedScan) -> None:
     """Save a scan atomically. Raises UserError if the file can't be written."""
-    sequences = [
-        _Sequence(
-            one.normalizer,
-            one.complete,
-            _rows(one.sums, one.independent, one.measured),
-            [
-                _TopKSample(
-                    sample.index, sample.share, sample.margins, sample.cost, _rows(sample.squares, sample.independent)
-                )
-                for sample in one.topk_samples
-            ],
-            index,
-        )
-        for index, one in sorted(saved.done.items())
-    ]
+    sequences = []
+    for index, one in sorted(saved.done.items()):
+        samples = [
+            _TopKSample(each.index, each.share, each.margins, each.cost, _rows(each.squares, each.independent))
+            for each in one.topk_samples
+        ]
+        rows = _rows(one.sums, one.independent, one.measured)
+        sequences.append(_Sequence(one.normalizer, one.complete, rows, samples, index))
     scores = None if saved.measured is None else [(*key, *value) for key, value in sorted(saved.measured.items())]
-    file = _File(
-        saved.fingerprint, saved.draws, saved.unit, saved.forward_seconds, saved.scan_seconds, sequences, saved.parts,
-        scores, saved.shard,
-    )  # fmt: skip
+    file = _File(**_shared(saved), sequences=sequences, scores=scores)
     # The json module is used because msgspec's JSON can't represent infinity.
     write_text_atomic(path, json.dumps({"version": _VERSION} | as_plain(file)), replace=True)
 
 
 def write_joined(path: Path, saved: SavedScan, seen: FileIdentity | None) -> FileIdentity:
-    """Save a scan, and keep the results that other processes have saved in the same file. Returns the new file's identity, such as
-    its inode and modification time.
+    """Save a scan, and keep the results that other processes have saved in the same file. Returns the new file's identity.
 
     seen: the file's identity after this process last wrote it. If two processes write at the same moment, the results of one are
     missing in the file until it saves again. Raises UserError if the file can't be written, or now holds a different scan.
@@ -195,9 +186,8 @@ def write_joined(path: Path, saved: SavedScan, seen: FileIdentity | None) -> Fil
 
 
 def read(path: Path, expected: Fingerprint, draws: int | None, exact: bool = False) -> SavedScan:
-    """Read a saved scan. Raises UserError if its model, inputs, dtypes or settings differ from those of `expected`, or if it has
-    another number of backward passes than `draws`. exact: whether the scan must be exact (True) or estimated (False); otherwise,
-    UserError is raised.
+    """Read a saved scan. Raises UserError if its model, inputs, dtypes, settings or method (`exact`) differ from those expected,
+    or if it has another number of backward passes than `draws`.
     """
     saved = read_any(path)
     differing = different(saved.fingerprint, expected)
@@ -213,7 +203,7 @@ def read(path: Path, expected: Fingerprint, draws: int | None, exact: bool = Fal
 
 
 def different(one: Fingerprint, other: Fingerprint) -> list[str]:
-    """Return the names of the fields, such as "inputs", in which the fingerprints of two scans differ."""
+    """Return the names of the fields, such as "inputs", in which two fingerprints differ."""
     return [key for key, value in vars(other).items() if getattr(one, key) != value]
 
 
@@ -236,29 +226,16 @@ def read_any(path: Path) -> SavedScan:
     if any(number is not None and math.isnan(number) for number in _drifts(file)):
         raise UserError(f"{path} is not a saved scan (a score is NaN); remove it or give another file")
     done = {sequence.index: _scores(sequence) for sequence in file.sequences}
-    parts = file.parts
     measured = (
         None if file.scores is None else {(name, dtype): (score, error) for name, dtype, score, error in file.scores}
     )
-    if len(done) != len(file.sequences) or any(not 0 <= index < parts for index in done):
+    if len(done) != len(file.sequences) or any(not 0 <= index < file.parts for index in done):
         raise UserError(f"{path} is not a saved scan (sequences: their indexes); remove it or give another file")
-    return SavedScan(
-        file.fingerprint,
-        file.draws,
-        file.unit,
-        file.forward_seconds,
-        file.scan_seconds,
-        parts,
-        done,
-        measured,
-        file.shard,
-    )
+    return SavedScan(**_shared(file), done=done, measured=measured)
 
 
 def _drifts(file: _File) -> Iterator[float | None]:
-    """Yield the numbers in the file of a scan that must not be NaN: the drifts, and the numbers by which they are divided. Margins
-    and variances may be NaN and are left out.
-    """
+    """Yield the numbers that must not be NaN: drifts, and the numbers by which they are divided."""
     yield from (score for _, _, score, _ in file.scores or ())
     for sequence in file.sequences:
         yield sequence.mass
@@ -275,9 +252,7 @@ def _rows(*columns: Mapping[Key, float]) -> list[Any]:
 
 
 def _column(rows: Sequence[tuple[Any, ...]], number: int) -> dict[Key, float]:
-    """Return the values in column `number` of `rows`, by (weight, dtype). A row is (weight, dtype, column 0, column 1, ...). Values
-    that are None are left out.
-    """
+    """Return column `number` of rows (weight, dtype, column 0, column 1, ...) without None, by (weight, dtype)."""
     return {(row[0], row[1]): row[2 + number] for row in rows if row[2 + number] is not None}
 
 

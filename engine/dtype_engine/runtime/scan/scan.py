@@ -13,8 +13,8 @@ gradient is multiplied by the error of the operation's output, so that errors wh
 
 Sequences are scanned one at a time; each improves the estimate and its standard error. Local errors are computed during the
 backward pass, one operation at a time, and only their products with the gradients are kept. Two effects that local errors do not
-include are added: tokens that are routed to other experts (`routing`), and dtypes that the model's code reads
-(`dtype_dependent_weights`). Weights whose effect has no gradient are measured, each in a separate pass (`measured_weights`).
+include are added: tokens that are routed to other experts (`routing`), and dtypes that the model's code reads. Weights whose effect
+has no gradient are measured, each in a separate pass (`measured_weights`).
 """
 
 from __future__ import annotations
@@ -24,73 +24,39 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dtype_engine.checkpoint import FileIdentity
+from dtype_engine.core.callbacks import ignore
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import UserError
-from dtype_engine.core.options import STORED, RunSettings
-from dtype_engine.core.shard import WHOLE, Shard
-from dtype_engine.results.scan import ScanReport, WeightScore
-from dtype_engine.runtime.inputs import Inputs
-from dtype_engine.runtime.model.live import LiveModel
-from dtype_engine.runtime.modes.reference import reference_name
+from dtype_engine.core.options import STORED
+from dtype_engine.results.scan import ScanReport
 from dtype_engine.runtime.scan import saved as scan_file
-from dtype_engine.runtime.scan.cache_writes import scored_bytes
-from dtype_engine.runtime.scan.casts import scanned_dtypes
-from dtype_engine.runtime.scan.saved import Fingerprint
+from dtype_engine.runtime.scan.savable_scan import OnEstimate, OnStep, SavableScan
+from dtype_engine.runtime.scan.saved import SavedScan
 from dtype_engine.runtime.scan.scores import SequenceScores, combine_scores
 from dtype_engine.runtime.scan.sequence_scans import ScannedSequence, SequenceScans
-from dtype_engine.search.families import FAMILIES, OWN
 
-DEFAULT_DTYPES = FAMILIES[OWN].dtypes
 FEWEST_DRAWS, SAMPLES = 4, 24
-
-OnStep = Callable[[str, int, int | None], None]
-OnEstimate = Callable[[ScanReport], None]
 
 
 def default_draws(sequences: int) -> int:
-    """Return the number of backward passes per sequence: 24 divided by the number of sequences, but at least 4.
-
-    Each pass gives one sample of the drift that each cast causes (its score). With 24 samples in all, the standard error of a score
-    is about 15 % if six dtypes are scanned. It is larger for fewer dtypes, because a weight's samples in all dtypes improve each of
-    its scores (see `scores.py`).
+    """Return the number of backward passes per sequence: 24 divided by the number of sequences, but at least 4. With 24 samples
+    in all, the standard error of a score is about 15 % if six dtypes are scanned, and larger for fewer dtypes (see `scores.py`).
     """
     return max(FEWEST_DRAWS, math.ceil(SAMPLES / max(1, sequences)))
 
 
 @dataclass
-class Scan:
-    """Estimates a score for each weight and dtype: the drift of the model's output if only this weight is cast. The scan may be
-    running, stopped or finished. `run` scans the remaining sequences: it calls `measure` and then `add` for each. Callers can do
-    this themselves to scan sequences in other processes.
+class Scan(SavableScan):
+    """Estimates a score for each weight and dtype: the drift of the model's output if only this weight is cast. `run` scans all
+    sequences; callers that scan them in other processes call `measure` and `add` for each.
     """
 
-    model: LiveModel
-    inputs: Inputs
-    dtypes: tuple[str, ...] = DEFAULT_DTYPES
-    settings: RunSettings = field(default_factory=RunSettings)
     draws: int | None = None
-    """The number of backward passes per sequence. If None, `default_draws` decides."""
+    """The number of backward passes per sequence; None: `default_draws`."""
     budget: int = 0
-    """The maximum number of bytes for gradients and cast weights, and for the copies of weights that an autograd graph may hold;
-    if 0, `LiveModel.cache_budget` at the start.
-    """
-    save: Path | None = None
-    """The file in which the results are saved. It is read at the start and written after every sequence. If None, results are not
-    saved.
-    """
+    """The maximum number of bytes for gradients, cast weights and copies of weights in an autograd graph; 0: `cache_budget`."""
     done: dict[int, SequenceScores] = field(default_factory=dict)
     """The results of the finished sequences, by the index of the sequence."""
-    unit: str = ""
-    forward_seconds: float = 0.0
-    scan_seconds: float = 0.0
-    shard: Shard = WHOLE
-    """Which of the sequences this process scans, if a scan is divided among several jobs."""
-    on_unsaved: Callable[[str], None] | None = None
-    """A function that is called with the reason if the file `save` can't be written. The scan then continues without saving. If
-    None, UserError is raised instead.
-    """
-    _seen: FileIdentity | None = None
 
     def __post_init__(self) -> None:
         if self.model.reference == STORED:
@@ -99,18 +65,15 @@ class Scan:
                 "--exact, or leave out --reference stored"
             )
         self.backward_passes = self.draws or default_draws(len(self.inputs.batches))
-        self.fingerprint = Fingerprint.of(self.model, self.inputs, self.dtypes, self.settings)
-        self.wanted = scanned_dtypes(self.model, self.dtypes)
+        super().__post_init__()
         self.budget = self.budget or self.model.cache_budget
         self._scans = SequenceScans(self.model, self.inputs, self.settings, self.budget, self.wanted)
         if self.save is not None:
             self.keep_in(self.save)
 
     def keep_in(self, path: Path, on_unsaved: Callable[[str], None] | None = None) -> None:
-        """Continue from the results in a file, if it exists, and save the results in it from now on.
-
-        on_unsaved: called with the reason if the file can't be written; the scan then continues. Raises UserError, with nothing
-        changed, if the file holds a different scan.
+        """Continue from the results in a file, if it exists, and save the results in it from now on. Raises UserError, with
+        nothing changed, if the file holds a different scan.
         """
         if path.exists():
             saved = scan_file.read(path, self.fingerprint, self.draws)
@@ -125,14 +88,11 @@ class Scan:
 
     @property
     def finished(self) -> bool:
-        """Whether every sequence has been scanned."""
         return len(self.done) == self.parts
 
     @property
     def private_bytes(self) -> int:
-        """The number of bytes that a process needs in addition to the mapped files: the largest weight in each dtype. The memory of
-        autograd graphs is limited separately (`budget`).
-        """
+        """How many bytes a process needs beside the mapped files and autograd graphs: the largest weight in each dtype."""
         return max((4 * weight.info.numel for weight in self.model.weights.values()), default=0) * (
             1 + len(self.dtypes)
         )
@@ -142,21 +102,17 @@ class Scan:
         return [index for index in self.shard.of(range(self.parts)) if index not in self.done]
 
     def run(
-        self,
-        on_progress: OnStep = lambda step, done, total: None,
-        on_estimate: OnEstimate = lambda report: None,
-        cancelled: IsCancelled = never,
+        self, on_progress: OnStep = ignore, on_estimate: OnEstimate = ignore, cancelled: IsCancelled = never
     ) -> ScanReport:
-        """Scan the remaining sequences of this process, and return the report. `on_progress("scan", done, total)` is called with
-        the numbers of finished operations and of all operations, and `on_estimate(report)` with the report after every sequence.
-
-        Raises NoForward, KernelError and Cancelled. Finished sequences are kept; the next `run` scans those that are left.
+        """Scan the remaining sequences of this process. `on_progress("scan", done, total)` is called with the numbers of
+        finished operations and of all operations. Raises NoForward, KernelError and Cancelled; the next `run` scans what is
+        left.
         """
         report: ScanReport | None = None
         count = len(self.shard.of(range(self.parts)))
-        for group, in_file in self._scans.groups.all(self.pending(), self.backward_passes):
-            before = count - len(self.pending())
-            done_of = dict.fromkeys(group, 0)
+        while pending := self.pending():
+            group, in_file = self._scans.groups.next(pending, self.backward_passes)
+            before, done_of = count - len(pending), dict.fromkeys(group, 0)
 
             def measured(
                 index: int, done: int, total: int, before: int = before, done_of: dict[int, int] = done_of
@@ -170,37 +126,19 @@ class Scan:
             on_estimate(report)
         return report or self.report()
 
-    def measure(
-        self,
-        index: int,
-        on_measured: Callable[[int, int], None] = lambda done, total: None,
-        cancelled: IsCancelled = never,
-    ) -> ScannedSequence:
-        """Scan one sequence and return its results. index: its index among the inputs; sequences may be scanned in any order.
-        `on_measured(done, total)` is called with the numbers of finished operations and of all operations of the sequence.
-
-        Raises NoForward, KernelError and Cancelled.
-        """
+    def measure(self, index: int, cancelled: IsCancelled = never) -> ScannedSequence:
+        """Scan the sequence with this index among the inputs. Raises NoForward, KernelError, Cancelled."""
         _, in_file = self._scans.groups.next([index], self.backward_passes)
-        return self._scans.run(
-            [index], in_file, self.backward_passes, lambda _, done, total: on_measured(done, total), cancelled
-        )[0]
+        (scanned,) = self._scans.run([index], in_file, self.backward_passes, ignore, cancelled)
+        return scanned
 
     def add(self, part: ScannedSequence) -> None:
-        """Add the results of one sequence (`part`). If the scan has a file, save all results."""
+        """Add the results of one sequence, and save all results if the scan has a file."""
         self.done[part.index] = part.scores
         self.unit = part.unit
         self.forward_seconds += part.forward_seconds
         self.scan_seconds += part.scan_seconds
-        if self.save is None:
-            return
-        try:
-            self.write(self.save)
-        except UserError as error:
-            if self.on_unsaved is None:
-                raise
-            self.save = None
-            self.on_unsaved(str(error))
+        self._save_if_wanted()
 
     def report(self) -> ScanReport:
         """Return the estimate from the sequences scanned so far. Raises UserError if no sequence is finished."""
@@ -211,37 +149,10 @@ class Scan:
         scores = combine_scores(
             in_order, self.wanted, self.backward_passes, lambda name, dtype: dtype not in costly[name]
         )
-        return ScanReport(
-            model=self.model.title,
-            device=str(self.model.device),
-            reference=reference_name(self.model),
-            inputs=self.inputs.description,
-            unit=self.unit,
-            exact=False,
-            draws=self.backward_passes,
-            sequences=len(self.done),
-            all_sequences=self.parts,
-            dtypes=self.dtypes,
-            forward_seconds=self.forward_seconds,
-            scan_seconds=self.scan_seconds,
-            weights=tuple(
-                WeightScore(name, dtype, scored_bytes(self.model.tree, name, dtype), *scores[name, dtype])
-                for name, targets in self.wanted.items()
-                for dtype in targets
-            ),
-            notices=self.model.notices,
-            activations=self.settings.quantize_activations,
-            coverage=self.model.coverage,
-            loader=self.model.loader,
-        )
+        return self._report(self.backward_passes, len(self.done), scores)
 
-    def write(self, path: Path) -> None:
-        """Save the results of all finished sequences. Raises UserError if the file can't be written."""
-        self._seen = scan_file.write_joined(
-            path,
-            scan_file.SavedScan(
-                self.fingerprint, self.backward_passes, self.unit, self.forward_seconds, self.scan_seconds, self.parts,
-                self.done, shard=self.shard,
-            ),
-            self._seen,
+    def saved(self) -> SavedScan:
+        return SavedScan(
+            self.fingerprint, self.backward_passes, self.unit, self.forward_seconds, self.scan_seconds, self.parts,
+            self.done, shard=self.shard,
         )  # fmt: skip

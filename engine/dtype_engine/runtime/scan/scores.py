@@ -33,9 +33,7 @@ from dtype_engine.runtime.scan.routing import Key, TopKSample, rerouting_drift
 
 Scores = dict[Key, tuple[float, float | None]]
 _PRIOR_FREEDOM = 8
-"""A score's variance is estimated from its own variance and the mean variance of all scores. This is the weight of the latter in
-degrees of freedom; a score's own variance has one less than there are sequences.
-"""
+"""The weight of the mean variance of all scores, in degrees of freedom."""
 _APPROXIMATION = 0.1
 """The relative standard error of a score (an estimated drift) that no number of samples removes, because the estimate is an
 approximation. On small models, it is 0.11 in 16 bits, where later operations round once more, and 0.03 in 8 bits.
@@ -49,22 +47,14 @@ class SequenceScores:
     normalizer: float
     """The divisor of `sums`: the number of positions, or the sum of the output's squares if it is no distribution."""
     sums: dict[Key, float]
-    """The estimated drift of each cast, times `normalizer`: (Σ g·Δ)², averaged over the backward passes, with the gradients g and
-    the local errors Δ at the outputs of the weight's operations.
-    """
+    """The estimated drift of each cast, times `normalizer`: (Σ g·Δ)², averaged over the backward passes."""
     independent: dict[Key, float] = field(default_factory=dict)
-    """Σ g²Δ², with the gradients g and local errors Δ from which `sums` is computed. It equals `sums` on average if the errors Δ
-    are independent, and varies far less between backward passes.
-    """
+    """Σ g²Δ²: equal to `sums` on average if the errors Δ are independent, with a far lower variance."""
     complete: bool = False
-    """Whether the backward passes used every vector whose squares add up to the drift's second-order term, and not a random sample
-    of such vectors. The estimates in `sums` then have no sampling error.
-    """
+    """Whether the backward passes used all vectors of the second-order term, so that `sums` has no sampling error."""
     topk_samples: list[TopKSample] = field(default_factory=list)
     measured: dict[Key, float] = field(default_factory=dict)
-    """Drifts that were measured by separate passes, for the few weights whose dtype the model's code reads. They are in the unit of
-    `sums` and replace its estimates.
-    """
+    """Drifts, in the unit of `sums`, that were measured by separate passes and replace its estimates."""
 
     def replace(self, key: Key, drift: float) -> None:
         """Replace the estimate for one (weight, dtype) by a measured drift, summed over the sequence's positions."""
@@ -82,9 +72,8 @@ def combine_scores(
     num_probes: int,
     free: Callable[[str, str], bool],
 ) -> Scores:
-    """Return (score, standard error) by (weight, dtype). The score is the drift of the output if only this weight is cast. done:
-    the results of each sequence. wanted: the dtypes of each weight. num_probes: backward passes per sequence. free(weight, dtype):
-    whether the cast rounds nothing; the score is then 0.
+    """Return (score, standard error) by (weight, dtype). num_probes: backward passes per sequence. free(weight, dtype): whether
+    the cast rounds nothing; the score is then 0.
     """
     normalizers = [sequence.normalizer for sequence in done]
     normalizer, count = sum(normalizers), len(done)
@@ -98,8 +87,8 @@ def combine_scores(
     mean_between = statistics.fmean(between.values()) if between else 0.0
 
     def error_of(score: float, own: float, sequences: int, least: float = 0.0, more: float = 0.0) -> float:
-        """Return the standard error of `score`. own: its variance between `sequences` sequences. least, more: a lower limit of the
-        variance, and an addition to it. All variances are relative.
+        """Return the standard error of `score`. own: its variance between `sequences` sequences. least, more: a lower limit of
+        the variance, and an addition to it. All variances are relative.
         """
         prior = mean_between * count / sequences
         variance = (_PRIOR_FREEDOM * prior + (sequences - 1) * own) / (_PRIOR_FREEDOM + sequences - 1)
@@ -135,9 +124,7 @@ def combine_scores(
 
 
 def _variance_of_ratio(parts: Sequence[float], shares: Sequence[float]) -> float:
-    """Return the relative variance of the ratio Σ parts / Σ shares over sequences, or 0 for one sequence. parts, shares: the
-    numerator and the denominator of each sequence.
-    """
+    """Return the relative variance of the ratio Σ parts / Σ shares over sequences, or 0 for one sequence."""
     total, whole, count = sum(parts), sum(shares), len(parts)
     squares = sum((part / total - share / whole) ** 2 for part, share in zip(parts, shares, strict=True))
     return count / (count - 1) * squares if count > 1 else 0.0
@@ -146,12 +133,10 @@ def _variance_of_ratio(parts: Sequence[float], shares: Sequence[float]) -> float
 def _shrink_to_mean(
     done: Sequence[SequenceScores], wanted: Mapping[str, Sequence[str]], variance: float
 ) -> dict[Key, tuple[float, float]]:
-    """Return two factors for each score that make the scores of a weight vary less from sample to sample: one for the score, and
-    one for its variance.
+    """Return two factors for each score that changes: one for the score, and one for its variance.
 
-    The ratio of `sums` to `independent` (see `SequenceScores`) is nearly the same in all dtypes of a weight. A score's factor
-    shrinks its ratio towards the mean ratio of the weight. done: the results of each sequence. wanted: the dtypes of each weight.
-    variance: the relative variance of the samples. Scores that do not change are left out.
+    A score's factor shrinks the ratio of `sums` to `independent` (see `SequenceScores`) towards the mean ratio of its weight.
+    variance: the relative variance of the samples.
     """
     groups: list[dict[Key, float]] = []
     for name, targets in wanted.items():
@@ -180,8 +165,6 @@ def _shrink_to_mean(
 
 
 def _relative_variance(values: Sequence[float]) -> float:
-    """Return the variance of `values` divided by their squared mean. (`statistics.variance` uses fractions and takes many times as
-    long.)
-    """
+    """Return the variance divided by the squared mean. (`statistics.variance` uses fractions and takes many times as long.)"""
     mean = math.fsum(values) / len(values)
     return math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1) / mean**2

@@ -5,7 +5,7 @@ what gradients can't estimate.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,12 +25,14 @@ from dtype_engine.runtime.passes.runner import ForwardRunner
 from dtype_engine.runtime.scan.backward import BackwardPasses
 from dtype_engine.runtime.scan.cache_writes import CacheRecorder, CacheWrite
 from dtype_engine.runtime.scan.companions import added_drift, companions_of
-from dtype_engine.runtime.scan.dtype_dependent_weights import weights_to_measure
 from dtype_engine.runtime.scan.gradient_sums import GradientSums
 from dtype_engine.runtime.scan.graph_memory import GraphMemory
-from dtype_engine.runtime.scan.kept_tensors import ActivationFile
-from dtype_engine.runtime.scan.local_errors import LocalErrors
-from dtype_engine.runtime.scan.measured_weights import CastWeightsMode, measure_unfollowed, read_otherwise
+from dtype_engine.runtime.scan.measured_weights import (
+    CastWeightsMode,
+    measure_unfollowed,
+    read_otherwise,
+    weights_to_measure,
+)
 from dtype_engine.runtime.scan.probes import OutputProbes
 from dtype_engine.runtime.scan.recorder import WeightOpRecorder
 from dtype_engine.runtime.scan.routing import Key, SwapTopKMode, TopKSample, sample_calls, tokens_to_swap
@@ -42,59 +44,38 @@ _OF_HELD = 4 / 3
 
 @dataclass
 class SequenceScan:
-    """Scans a single sequence: runs its forward pass and its backward passes, and computes the sums that give the drift (score) of
-    each cast.
-    """
+    """Scans a single sequence: runs its passes, and computes the sums that give the drift (score) of each cast."""
 
     runner: ForwardRunner
     wanted: Mapping[str, tuple[str, ...]]
     """The dtypes to which each weight may be cast, by weight name."""
-    costly: Mapping[str, tuple[str, ...]]
-    """By weight name: those dtypes of `wanted` to which a cast can change the output, because it rounds the weight or its
-    activations.
-    """
     num_probes: int
     """The number of backward passes that start at the main output."""
-    budget: int
-    """The maximum number of bytes for gradients."""
-    local: LocalErrors
-    on_measured: Callable[[int, int], None]
-    """A function that is called as `on_measured(done, total)` with the numbers of measured operations and of all operations."""
+    backward: BackwardPasses
     rereads: bool
     """Whether the autograd graph holds no copies of weights, and the backward passes make them again (`GraphMemory`)."""
-    file: ActivationFile | None
-    """Where activations are kept until the backward passes; None: in memory."""
     unit: str = ""
     forward_seconds: float = 0.0
     """How many seconds the forward pass with an autograd graph took."""
     elements: int = 1
-    """The number of elements in the main output."""
     graph_bytes: int = 0
     """About how many bytes the autograd graph took, with the arguments and outputs of the recorded operations."""
     _recorder: WeightOpRecorder | None = None
 
-    def __post_init__(self) -> None:
-        self.model = self.runner.model
-        amax, cancelled = self.runner.amax_of("reference"), self.runner.cancelled
-        self._backward = BackwardPasses(
-            self.costly, self.local, amax, self.budget, self.file, self.on_measured, cancelled, self._enter_block
-        )
-
     def run(self, batch: Batch, index: int, sequences: int) -> SequenceScores:
-        """Scan the sequence `batch`, and return the estimated drift of each cast. index: the sequence's index among the inputs.
-        sequences: the number of all sequences. Raises NoForward, KernelError, Cancelled.
-        """
+        """Return the estimated drift of each cast. index: that of the sequence. Raises NoForward, KernelError, Cancelled."""
         try:
             return self._run(batch, index, sequences)
         finally:
-            self._backward.operations.clear()
+            self.backward.operations.clear()
             if self._recorder is not None:
                 self._recorder.forget()
 
     def _run(self, batch: Batch, index: int, sequences: int) -> SequenceScores:
+        model, backward = self.runner.model, self.backward
         output, mode, writes = self._forward(batch)
-        self._backward.operations = [*mode.operations, *writes]
-        self.graph_bytes = round(_OF_HELD * mode.held_bytes) if self.file is None else self.file.nbytes
+        backward.operations = [*mode.operations, *writes]
+        self.graph_bytes = round(_OF_HELD * mode.held_bytes) if backward.file is None else backward.file.nbytes
         name, main = main_output(output)
         del output  # it may hold keys and values of all layers
         if not main.requires_grad:
@@ -103,7 +84,7 @@ class SequenceScan:
                 "scan --exact measures each weight without gradients"
             )
         self.elements = max(1, main.numel())
-        module, shape = self.model.module, main.shape
+        module, shape = model.module, main.shape
         classes_dim = classes_dimension(module, name, main, self.runner.settings.classes_dim)
         distribution = classes_dim is not None
         masks = KeptPositions.of(module, batch, main.device, self.runner.attended)
@@ -115,19 +96,19 @@ class SequenceScan:
         samples = [
             TopKSample(each.index, len(mode.topk_calls) / len(calls), each.margins.detach().tolist()) for each in calls
         ]
-        sums = self._backward.run(main, probes, calls, seed=index)
-        reference = _Reference(main.detach(), distribution)
+        sums = backward.run(main, probes, calls, seed=index)
+        reference, costly, local = main.detach(), backward.costly, backward.local
 
         def drift(mode: ReferenceMode) -> float:
             if self.runner.cancelled():
                 raise Cancelled
             output = main_output(self.runner.under(mode, partial(batch.run, module)))[1]
-            return reference.drift(compared_rows(output, classes_dim, kept))
+            return _drift(reference, compared_rows(output, classes_dim, kept), distribution)
 
-        by_id, device = self.model.by_id, self.model.device
+        by_id, device = model.by_id, model.device
 
         def drift_of(cast: Mapping[str, str]) -> float:
-            return drift(CastWeightsMode(by_id, device, cast, self.local))
+            return drift(CastWeightsMode(by_id, device, cast, local))
 
         with torch.no_grad():
             for sample, call in zip(samples, calls, strict=True):
@@ -137,17 +118,15 @@ class SequenceScan:
             def cast_drift(dtype: str, names: tuple[str, ...]) -> float:
                 return drift_of(dict.fromkeys(names, dtype)) if names else 0.0
 
-            together = dict(companions_of(operation.weights, self.model.weights) for operation in mode.operations)
+            together = dict(companions_of(operation.weights, model.weights) for operation in mode.operations)
             measured = {
                 (name, dtype): added_drift(partial(cast_drift, dtype), name, together.get(name, ()))
-                for name, dtype in weights_to_measure(mode.dtype_read, self.costly, index, sequences)
+                for name, dtype in weights_to_measure(mode.dtype_read, costly, index, sequences)
             }
             scores = self._scores(probes, sums, samples, 0.5 if distribution else 1.0, measured)
             followed = {name for (name, _), value in scores.sums.items() if value}
-            unfollowed = (
-                mode.unfollowed | self._backward.differentiated | read_otherwise(mode.answers, self.costly, self.local)
-            )
-            found = measure_unfollowed(drift_of, self.costly, unfollowed, followed, self.local)
+            unfollowed = mode.unfollowed | backward.differentiated | read_otherwise(mode.answers, costly, local)
+            found = measure_unfollowed(drift_of, costly, unfollowed, followed, local)
             for key, value in found.items():
                 scores.replace(key, value)
         return scores
@@ -165,7 +144,7 @@ class SequenceScan:
         for weight, products in sums.products.items():
             rows = products.square().tolist()
             apart = sums.squares[weight].tolist()
-            for dtype, row, own in zip(self.costly[weight], rows, apart, strict=True):
+            for dtype, row, own in zip(self.backward.costly[weight], rows, apart, strict=True):
                 key = (weight, dtype)
                 squares = [half * square for square in row[: probes.count]]
                 whole = math.fsum(squares) if all(map(math.isfinite, squares)) else math.inf
@@ -180,61 +159,48 @@ class SequenceScan:
         """Run the reference with an autograd graph. Returns (its output, the recorder of its operations, what it has written into
         KV caches that are scanned). If recorded tensors are overwritten later, it runs again and records copies of them.
         """
-        names = {module: names for module, names in self.model.cache_names.items() if any(map(self.wanted.get, names))}
+        model, file = self.runner.model, self.backward.file
+        names = {module: names for module, names in model.cache_names.items() if any(map(self.wanted.get, names))}
+        on_gradient = self.backward.on_gradient
         copies = frozenset[int]()
         while True:
             if self._recorder is not None:
                 self._recorder.forget()
-            memory = GraphMemory(self.model, self.rereads, self._enter_block, self.file)
-            on_gradient = self._backward.on_gradient
-            mode = self._recorder = WeightOpRecorder(self.model, frozenset(self.wanted), on_gradient, copies, memory)
+            memory = GraphMemory(model, self.rereads, self.backward.enter_block, file)
+            mode = self._recorder = WeightOpRecorder(model, frozenset(self.wanted), on_gradient, copies, memory)
             caches = CacheRecorder(names, on_gradient) if names else None
-            call = torch.enable_grad()(partial(batch.run, self.model.module))
+            call = torch.enable_grad()(partial(batch.run, model.module))
             try:
-                with memory.saving(), differentiable_recurrence(self.model.module, self.model.device):
+                with memory.saving(), differentiable_recurrence(model.module, model.device):
                     output = self.runner.under(mode, call, caches)
             except NoForward:
-                if not self.rereads or self.model.memory.limited:
+                if not self.rereads or model.memory.limited:
                     raise
                 self.rereads = False  # torch.func.grad, for example, does not allow hooks on what a graph keeps
                 continue
             self.forward_seconds = self.runner.last_seconds
             mode.release()
-            if self.file is not None:
-                self.file.write()
+            if file is not None:
+                file.write()
             overwritten = mode.overwritten
             if overwritten <= copies:  # copies do not change
                 return output, mode, [] if caches is None else caches.writes
             copies |= overwritten
-            if self.file is not None:
-                self.file.clear()
-
-    def _enter_block(self, name: str) -> None:
-        if self.file is not None and self.model.memory.limited and self.model.memory.inside != name:
-            self.file.end_block()  # other sequences may run before this one goes on
-        self.runner.enter_block(name)
+            if file is not None:
+                file.clear()
 
 
-class _Reference:
-    """The output of the reference run, with which other outputs are compared in float64. `numerics.compare.metrics` defines the
-    metrics.
+def _drift(reference: torch.Tensor, other: torch.Tensor, distribution: bool) -> float:
+    """Return the KL divergence (or the squared difference, if the output is no distribution) of the output `other` from the
+    reference's, in float64, summed over all positions. Returns infinity if the sum is not finite.
     """
-
-    def __init__(self, output: torch.Tensor, distribution: bool) -> None:
-        self.distribution = distribution
-        self.output = output
-
-    def drift(self, other: torch.Tensor) -> float:
-        """Return the KL divergence (or the squared difference, if the output is no distribution) of the output `other` from the
-        reference's, summed over all positions. Returns infinity if the sum is not finite.
-        """
-        values = for_sums(self.output).double()  # not kept, since many sequences may run side by side
-        if not self.distribution:
-            total = float((for_sums(other).double() - values).square().sum())
-        else:
-            log_p = torch.log_softmax(values, -1)
-            p = log_p.exp()
-            # If p is 0, the term is 0 for any q.
-            gained = (log_p - torch.log_softmax(for_sums(other).double(), -1)).mul_(p)
-            total = float(torch.where(p > 0, gained, 0.0).sum())
-        return max(0.0, total) if math.isfinite(total) else math.inf
+    values = for_sums(reference).double()  # not kept, since many sequences may run side by side
+    if not distribution:
+        total = float((for_sums(other).double() - values).square().sum())
+    else:
+        log_p = torch.log_softmax(values, -1)
+        p = log_p.exp()
+        # If p is 0, the term is 0 for any q.
+        gained = (log_p - torch.log_softmax(for_sums(other).double(), -1)).mul_(p)
+        total = float(torch.where(p > 0, gained, 0.0).sum())
+    return max(0.0, total) if math.isfinite(total) else math.inf

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from dtype_engine.runtime.device import cache_budget
@@ -18,9 +18,7 @@ _GRAPH_BYTES = 5
 outputs of products in float32, and 1 for what lies between them. A Llama with its sums, norms and attention has 4.7.
 """
 _OUTPUT_BYTES = 16
-"""About how many bytes of memory a sequence takes for each element of its main output: the output, probes and gradients, all in
-float32.
-"""
+"""About how many bytes a sequence takes for each element of its main output: output, probes and gradients in float32."""
 _FILE_BYTES = 1.5
 """The bytes of a file of activations with sums of squared gradients, divided by those of the autograd graph: at most."""
 
@@ -39,15 +37,7 @@ class SequenceGroups:
 
     @property
     def most(self) -> int:
-        """The maximum number of sequences that are scanned side by side."""
         return 1 if not self.model.memory.limited else _SIDE_BY_SIDE
-
-    def all(self, pending: list[int], backward_passes: int) -> Iterator[tuple[list[int], bool]]:
-        """Yield the groups of the sequences with the indexes `pending`, one after the other (see `next`)."""
-        while pending:
-            group, in_file = self.next(pending, backward_passes)
-            yield group, in_file
-            pending = pending[len(group) :]
 
     def next(self, pending: list[int], backward_passes: int) -> tuple[list[int], bool]:
         """Return which of the sequences `pending` to scan side by side, and whether to write their activations to a file until the
@@ -73,25 +63,19 @@ class SequenceGroups:
         return in_file, True
 
     def graph_bytes(self, index: int) -> float:
-        """Return about how many bytes the autograd graph of a sequence takes: in proportion to the elements of its largest input,
-        by the sequences that were scanned before or, for the first one, by the shapes of the weights.
-        """
+        """Return about how many bytes the autograd graph of a sequence takes, in proportion to its largest input."""
         if self._bytes_per_element is None:
             shapes = (weight.info.shape for weight in self.model.weights.values())
             self._bytes_per_element = _GRAPH_BYTES * sum(shape[-1] + shape[-2] for shape in shapes if len(shape) > 1)
         return self._bytes_per_element * self._longest(index)
 
     def note(self, index: int, graph_bytes: int, elements: int) -> None:
-        """Remember the sizes of a sequence that was scanned: about how many bytes its autograd graph took, and how many elements
-        its main output had.
-        """
+        """Remember about how many bytes the autograd graph of a sequence took, and how many elements its main output had."""
         self._bytes_per_element = graph_bytes / max(1, self._longest(index))
         self._outputs_per_element = elements / max(1, self._longest(index))
 
     def _bytes_beside_file(self, index: int) -> float:
-        """Return about how many bytes of memory a sequence takes whose activations are in a file: those of two blocks, and what is
-        in proportion to its output.
-        """
+        """Return about how many bytes a sequence takes in memory whose activations are in a file: two blocks, the output."""
         per_element = self._outputs_per_element
         if per_element is None:
             per_element = max(weight.info.shape[0] for weight in self.model.weights.values() if weight.info.shape)
@@ -104,7 +88,7 @@ class SequenceGroups:
 
 
 def _first_of(indexes: list[int], nbytes: Callable[[int], float], room: float) -> list[int]:
-    """Return the first of the given sequences that take at most `room` bytes together, but at least one."""
+    """Return the first of the sequences that take at most `room` bytes together, but at least one."""
     taken, total = list[int](), 0.0
     for index in indexes:
         total += nbytes(index)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,6 +17,7 @@ from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.modes.reference import copied_bytes
 from dtype_engine.runtime.passes.model_behavior import ModelBehavior
 from dtype_engine.runtime.passes.runner import ForwardRunner, keeping_cache
+from dtype_engine.runtime.scan.backward import BackwardPasses
 from dtype_engine.runtime.scan.casts import is_free
 from dtype_engine.runtime.scan.kept_tensors import ActivationFile
 from dtype_engine.runtime.scan.local_errors import LocalErrors
@@ -25,16 +26,14 @@ from dtype_engine.runtime.scan.sequence import SequenceScan
 from dtype_engine.runtime.scan.sequence_groups import SequenceGroups
 
 TIMED = 4
-"""One of this many sequences is also run in a plain forward pass, to time it. For the other sequences, the time is estimated from
-the output size.
-"""
+"""One of this many sequences also runs in a plain forward pass, to time it. For the others, the time is estimated."""
 _LEAST_WAITING = 1 << 24
 """At least so many bytes of activations may wait to be written to a file."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScannedSequence:
-    """The results of scanning one sequence, and the times that it took."""
+    """The results of scanning one sequence."""
 
     index: int
     scores: SequenceScores
@@ -42,38 +41,31 @@ class ScannedSequence:
     forward_seconds: float
     """How many seconds a plain forward pass over the sequence takes, measured or estimated."""
     scan_seconds: float
-    """How many seconds the scan of this sequence took."""
 
 
+@dataclass
 class SequenceScans:
-    """Scans sequences of the inputs, and remembers what the passes have shown about the model.
+    """Scans sequences of the inputs, and remembers what the passes have shown about the model."""
 
-    budget: the maximum number of bytes for gradients and cast weights, and for the copies of weights that an autograd graph may
-    hold. wanted: the dtypes to which each weight may be cast, by weight name.
-    """
+    model: LiveModel
+    inputs: Inputs
+    settings: RunSettings
+    budget: int
+    """See `Scan.budget`."""
+    wanted: Mapping[str, tuple[str, ...]]
+    """The dtypes to which each weight may be cast, by weight name."""
 
-    def __init__(
-        self,
-        model: LiveModel,
-        inputs: Inputs,
-        settings: RunSettings,
-        budget: int,
-        wanted: Mapping[str, tuple[str, ...]],
-    ) -> None:
-        self.model = model
-        self.inputs = inputs
-        self.settings = settings
-        self.budget = budget
-        self.wanted = wanted
+    def __post_init__(self) -> None:
+        model, settings, wanted, budget = self.model, self.settings, self.wanted, self.budget
         self.costly = {
             name: tuple(dtype for dtype in targets if not is_free(model, name, dtype, settings))
             for name, targets in wanted.items()
         }
-        """By weight name: those dtypes of `wanted` in which a cast causes drift."""
+        """Those dtypes of `wanted` in which a cast causes drift."""
         self.cached = {dtype.removeprefix(SCANNED) for name in model.tree.caches for dtype in wanted.get(name, ())}
         """The formats in which KV caches are scanned."""
         self.behavior = ModelBehavior()
-        self.groups = SequenceGroups(model, inputs, self.behavior)
+        self.groups = SequenceGroups(model, self.inputs, self.behavior)
         rounds = settings.quantize_activations == "weights"
         self.local = LocalErrors(model.weights, torch_dtype(settings.compute), budget // 2, rounds)
         self._can_reread = True
@@ -89,32 +81,23 @@ class SequenceScans:
         on_measured: Callable[[int, int, int], None],
         cancelled: IsCancelled,
     ) -> list[ScannedSequence]:
-        """Scan the sequences with these indexes side by side, and return their results. in_file: whether their activations are
-        written to a file. `on_measured(index, done, total)` is called with the numbers of finished operations and of all
-        operations of a sequence. Raises NoForward, KernelError and Cancelled.
+        """Scan the sequences with these indexes side by side. `on_measured(index, done, total)` is called with the numbers of
+        finished operations and of all operations of a sequence. Raises NoForward, KernelError and Cancelled.
         """
-        with self._runner(cancelled) as runner:
-            run = self._measure
-            works = [
-                partial(run, runner, each, in_file, backward_passes, partial(on_measured, each)) for each in indexes
-            ]
-            return runner.side_by_side(works)
-
-    @contextmanager
-    def _runner(self, cancelled: IsCancelled) -> Iterator[ForwardRunner]:
         caches, settings = self.cached, self.settings.of_weights()
         with ForwardRunner(self.model, settings, cancelled, watch=bool(caches), behavior=self.behavior) as runner:
             if caches:
                 # A score is the drift of a reference run in which one cache is rounded, so the scales are those of its own values.
                 runner.calibrate_caches(self.inputs.batches, caches, "reference")
-            yield runner
+            measure = partial(self._measure, runner, in_file, backward_passes)
+            return runner.side_by_side([partial(measure, each, partial(on_measured, each)) for each in indexes])
 
     def _measure(
         self,
         runner: ForwardRunner,
-        index: int,
         in_file: bool,
         backward_passes: int,
+        index: int,
         on_measured: Callable[[int, int], None],
     ) -> ScannedSequence:
         batch = runner.reference_batch(self.inputs.batches[index])
@@ -127,9 +110,8 @@ class SequenceScans:
         rereads = self._can_reread and copied_bytes(self.model) > self.budget
         budget = self.budget // self.groups.most
         with closing(ActivationFile(max(_LEAST_WAITING, budget // 2))) if in_file else nullcontext() as file:
-            one = SequenceScan(
-                runner, self.wanted, self.costly, backward_passes, budget, self.local, on_measured, rereads, file
-            )
+            backward = BackwardPasses(runner, self.costly, self.local, budget, file, on_measured)
+            one = SequenceScan(runner, self.wanted, backward_passes, backward, rereads)
             scores = one.run(batch, index, len(self.inputs.batches))
         self._can_reread = self._can_reread and one.rereads == rereads
         if self.model.memory.limited:

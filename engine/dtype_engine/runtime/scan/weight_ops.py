@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ class WeightOrigin:
     weight: str
     """The name of the weight, the first one if it has several."""
     remake: Remake
-    """A function that computes the same tensor from other values of the weight, such as its values after a cast."""
+    """Computes the same tensor from other values of the weight, such as its values after a cast."""
     itself: bool
     """Whether the tensor is the weight itself, so that `remake` returns its argument."""
     rows: slice | None = None
@@ -43,26 +43,23 @@ class WeightOp:
     args: Arguments
     kwargs: dict[str, Any]
     sources: dict[int, WeightOrigin]
-    """How arguments were computed from weights, by the `id` of the argument. Arguments that do not come from a weight are left
-    out.
-    """
-    outputs: list[torch.Tensor]
+    """How arguments were computed from weights, by the `id` of the argument."""
+    outputs: list[torch.Tensor] = field(default_factory=list)
     dtypes_read: frozenset[str] = frozenset()
     """The weights whose dtype the model's code read just before this operation, probably to cast the activations to it, as in
     `x.to(weight.dtype) * weight`.
     """
-    versions: list[int] = field(default_factory=list)
+    versions: list[int] = field(init=False)
     """torch's version counters of the arguments and outputs when the operation ended. They reveal later writes."""
     block: str = ""
-    """If the model is larger than memory, the name of the block (such as a decoder layer) in which the operation ran. Otherwise
-    "".
-    """
+    """The name of the block (such as a decoder layer) in which the operation ran, if the model is larger than memory."""
     gradients: list[list[tuple[int, torch.Tensor]]] = field(default_factory=list)
     """For each output, the gradients received so far: pairs (number of the backward pass, gradient [elements])."""
     kept: dict[int, KeptTensor] = field(default_factory=dict)
-    """If activations are written to a file: what stands for each activation among the arguments and outputs, which are then tensors
-    without memory, by their `id`.
-    """
+    """What stands for activations that are written to a file, by the `id` of the tensors without memory in their place."""
+
+    def __post_init__(self) -> None:
+        self.versions = [version_of(tensor) for tensor in self._held()]
 
     @property
     def weights(self) -> tuple[str, ...]:
@@ -71,14 +68,12 @@ class WeightOp:
 
     @property
     def overwritten(self) -> bool:
-        """Whether the model wrote to activations among the arguments, or to outputs, after the operation, so that a rerun would use
-        other values. A rerun computes arguments that come from a weight again.
-        """
+        """Whether the model wrote to activations among the arguments, or to outputs, after the operation."""
         kept = any(each.changed for each in self.kept.values())
         return kept or [version_of(tensor) for tensor in self._held()] != self.versions
 
     def loaded(self, file: ActivationFile | None) -> WeightOp:
-        """Return the operation with the activations that were written to `file`, or itself if there are none."""
+        """Return the operation with the activations that were written to `file`."""
         if file is None or not self.kept:
             return self
         loaded = {key: file.load(each) for key, each in self.kept.items()}
@@ -86,25 +81,29 @@ class WeightOp:
         outputs = [loaded.get(id(tensor), tensor) for tensor in self.outputs]
         return replace(self, args=args, kwargs=kwargs, outputs=outputs, kept={})
 
+    def with_stand_ins(self, stand_ins: Mapping[int, torch.Tensor]) -> WeightOp:
+        """Return the operation with these tensors in place of the arguments whose `id`s are the keys."""
+        args, kwargs = replace_tensors(self.args, self.kwargs, stand_ins)
+        sources = {id(stand_ins[key]) if key in stand_ins else key: each for key, each in self.sources.items()}
+        return replace(self, args=args, kwargs=kwargs, sources=sources)
+
+    @property
+    def activations(self) -> list[torch.Tensor]:
+        """The arguments that do not come from a weight."""
+        return [tensor for tensor in tensors_in(self.args, self.kwargs) if id(tensor) not in self.sources]
+
     def _held(self) -> list[torch.Tensor]:
-        given = [tensor for tensor in tensors_in(self.args, self.kwargs) if id(tensor) not in self.sources]
-        return [*given, *self.outputs]
+        return [*self.activations, *self.outputs]
 
     @property
     def held_activations(self) -> list[torch.Tensor]:
         """The arguments that do not come from a weight, and the outputs."""
         return [tensor for tensor in self._held() if id(tensor) not in self.kept and not is_wrapped(tensor)]
 
-    def note_versions(self) -> None:
-        """Store torch's version counters of the arguments and outputs, so that `overwritten` can compare them later."""
-        self.versions = [version_of(tensor) for tensor in self._held()]
-
 
 @dataclass(frozen=True, slots=True)
 class ValueRead:
-    """A call that gave the model's code a truth value or an integer computed from one weight, for example because the code checks
-    that all values are finite.
-    """
+    """A call that gave the model's code a truth value or an integer computed from one weight, for example `isfinite(w).all()`."""
 
     func: Any
     args: Arguments

@@ -17,8 +17,7 @@ from dtype_engine.runtime.scan.weight_ops import Remake, WeightOrigin
 class WeightOrigins:
     """Remembers how tensors of a pass were computed from single weights.
 
-    weights: all weights, by the `id` of the tensor in the module. replaced: the `id`s of the weights that the pass replaces by
-    other values.
+    weights: by the `id` of the tensor in the module. replaced: the `id`s of those that the pass replaces by other values.
     """
 
     def __init__(self, weights: Mapping[int, Weight], replaced: Collection[int]) -> None:
@@ -30,8 +29,7 @@ class WeightOrigins:
         self._made: dict[int, tuple[torch.Tensor | None, WeightOrigin]] = {}
         """How tensors were computed from weights, by their `id`: (the tensor, unless it is in `views`, and how)."""
         self._by_location = {_location(weight.tensor): key for key, weight in weights.items() if key not in replaced}
-        """For each location in memory (see `_location`): the `id` of the tensor in `weights` or `_made` that is there. It
-        identifies a tensor made by `nn.Parameter(tensor)`, a call that no mode can intercept.
+        """The `id` of a tensor in `weights` or `_made`, by `_location`, for `nn.Parameter(tensor)`, which no mode can intercept.
         """
 
     def of(self, tensor: torch.Tensor) -> WeightOrigin | None:
@@ -52,8 +50,8 @@ class WeightOrigins:
         return {id(tensor): origin for tensor in tensors if (origin := self.of(tensor)) is not None}
 
     def note(self, tensor: torch.Tensor, origin: WeightOrigin, view: WeightView | None = None) -> None:
-        """Remember how a tensor was computed from a weight. view: if the graph holds no weights, and the tensor shares memory with
-        a weight's values, whose they are. It is then not kept in memory by this.
+        """Remember how a tensor was computed from a weight. view: if the graph holds no weights, the weight's values with which
+        the tensor shares memory. It is then not kept in memory by this.
         """
         key, place = id(tensor), _location(tensor)
         self._by_location.setdefault(place, key)
@@ -71,9 +69,7 @@ class WeightOrigins:
         weakref.finalize(tensor, forget).atexit = False
 
     def note_part(self, key: int, index: int, part: torch.Tensor) -> None:
-        """Remember that a tensor has the values of a weight at one index of its first dimension. key: the `id` of the weight's
-        tensor.
-        """
+        """Remember that `part` has the values of the weight whose tensor has the `id` `key` at one index of its first dimension."""
         weight = self.weights[key]
         count = weight.stored.shape[0]
 
@@ -85,22 +81,16 @@ class WeightOrigins:
         self.note(part, WeightOrigin(weight.info.name, remake, False, rows), view)
 
     def note_written(self, key: int, weight: str, remake: Remake) -> None:
-        """Remember what the model has written to a weight. key: the `id` of its tensor. remake: computes what it would have written
-        from other values of `weight`.
-        """
+        """Remember what the model has written to a weight. remake: computes this from other values of `weight`."""
         self._made[key] = self.weights[key].tensor, WeightOrigin(weight, remake, itself=False, written=True)
 
     def forget(self, key: int, tensor: torch.Tensor) -> None:
-        """Remember that the argument whose `id` is `key`, and whose values are those of `tensor`, is no longer a function of one
-        weight.
-        """
+        """Remember that the argument `key`, with the values of `tensor`, is no longer a function of one weight."""
         self._made.pop(key, None)
         self._by_location.pop(_location(tensor), None)
 
     def hide(self, keys: Iterable[int]) -> set[str]:
-        """Stop following the weights whose tensors have the `id`s in `keys`, because the pass has changed their memory in an
-        unknown way. Returns the names of these weights.
-        """
+        """Stop following these weights, because the pass has changed their memory in an unknown way. Returns their names."""
         found = self.weights.keys() & keys
         names = {self.weights[key].info.name for key in found}
         if names:
@@ -109,14 +99,11 @@ class WeightOrigins:
         return names
 
     def stand_ins(self, args: Arguments, kwargs: dict[str, object]) -> dict[int, torch.Tensor]:
-        """Return tensors without memory, by the `id` of the views of weights' values among the arguments of a call. What is
-        recorded of the call has them in place of the views, which are made again when they are needed.
-        """
+        """Return tensors without memory for the views of weights' values among the arguments, by their `id`."""
         views = [tensor for tensor in tensors_in(args, kwargs) if id(tensor) in self.views]
         return {id(tensor): torch.empty_like(tensor, device="meta") for tensor in views}
 
     def release(self) -> None:
-        """Release all tensors."""
         self._made.clear()
         self._by_location.clear()
 
@@ -125,9 +112,7 @@ _Place = tuple[int, torch.dtype, torch.Size, tuple[int, ...]]
 
 
 def _location(tensor: torch.Tensor) -> _Place | None:
-    """Return where a tensor's values are in memory (address, dtype, shape and strides), or None if the tensor has no memory of its
-    own.
-    """
+    """Return where a tensor's values are in memory (address, dtype, shape and strides), or None if it has no memory of its own."""
     if tensor.layout is not torch.strided or tensor.is_nested or is_wrapped(tensor) or not tensor.numel():
         return None
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()

@@ -49,7 +49,7 @@ from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.passes.model_behavior import ModelBehavior
 from dtype_engine.runtime.passes.runner import ForwardRunner
 from dtype_engine.runtime.scan.last_scan import LastScan, ScanTask
-from dtype_engine.runtime.scan.scan import OnEstimate, OnStep
+from dtype_engine.runtime.scan.savable_scan import OnEstimate, OnStep
 from dtype_engine.runtime.session.activations import estimated_activations, measured_activations
 from dtype_engine.runtime.session.casting import Casting
 from dtype_engine.runtime.session.casting import OnProgress as OnCast

@@ -12,8 +12,9 @@ import torch
 from click.testing import CliRunner
 from compressed_tensors.quantization import QuantizationScheme, preset_name_to_scheme
 from safetensors.torch import load_file, save_file
+from tests.engine.runtime.export.test_experts import decoded
 from tests.helpers.candidate_output import candidate_output
-from tests.helpers.exporting import export_checkpoint
+from tests.helpers.exporting import export_checkpoint, read
 from torch import nn
 
 import dtype_engine as de
@@ -75,20 +76,11 @@ def by_transformers(folder: Path) -> nn.Module:
 def _widen(model: nn.Module, folder: Path) -> None:
     """Values of 4-bit floats in float32: compressed-tensors unpacks them in bfloat16, which rounds those of NVFP4."""
     tensors = load_file(folder / "model.safetensors")
-    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
     for name, packed in tensors.items():
-        module = name.removesuffix(".weight_packed")
-        if module == name or packed.dtype != torch.uint8:
-            continue
-        codes = torch.stack((packed & 15, packed >> 4), -1).flatten(1).long()
-        scale = tensors[f"{module}.weight_scale"]
-        if scale.dtype == torch.uint8:
-            effective = torch.pow(2.0, scale.double() - 127).float()
-        else:
-            effective = scale.float() / tensors[f"{module}.weight_global_scale"]
-        width = codes.shape[1] // scale.shape[1]
-        layer = model.get_submodule(module)
-        layer.weight.data = values[codes] * effective.repeat_interleave(width, 1)
+        weight = name.removesuffix("_packed")
+        if weight != name and packed.dtype == torch.uint8:
+            parts = {key.removeprefix(weight): value for key, value in tensors.items() if key.startswith(f"{weight}_")}
+            model.get_submodule(weight.removesuffix(".weight")).weight.data = decoded(packed, parts)
 
 
 def _as_vllms_int8(layer: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -194,11 +186,7 @@ def test_nvfp4_export_without_inputs_is_refused(make_llama: Callable[..., Path],
     assert report.same
     assert any("14 scales of activations come from calibration inputs" in sentence for sentence in report.unchecked)
     file = out / "model.safetensors"
-    tensors = load_file(file)
-    from safetensors import safe_open
-
-    with safe_open(file, framework="pt") as handle:
-        metadata = handle.metadata()
+    tensors, metadata = read(file)
     tensors["model.layers.1.mlp.up_proj.input_global_scale"].fill_(torch.inf)
     save_file(tensors, file, metadata)
     (difference,) = verify(out, locate(str(source))).differences

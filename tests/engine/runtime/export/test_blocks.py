@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tests.helpers.exporting import export_checkpoint
+from tests.helpers.exporting import export_checkpoint, read
 
 import dtype_engine as de
 from dtype_engine import Recipe, Rule
@@ -81,9 +81,7 @@ def written_as(tensors: Path, pattern: str, out: Path) -> tuple[Path, dict[str, 
     """The file of an export, with its tensors and metadata as safetensors reads them."""
     export_checkpoint(open_checkpoint(tensors), "source", recipe(pattern), out)
     file = out / "model.safetensors"
-    with safe_open(file, framework="pt") as opened:
-        metadata = opened.metadata()
-    return file, load_file(file), metadata
+    return file, *read(file)
 
 
 def test_verify_finds_one_wrong_code_or_scale(tensors: Path, tmp_path: Path) -> None:
@@ -174,11 +172,7 @@ def test_codes_belong_to_exactly_one_weight(tensors: Path, tmp_path: Path) -> No
 
 def test_shape_that_contradicts_the_codes_is_refused(tensors: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    export_checkpoint(open_checkpoint(tensors), "source", recipe("*=mxfp4"), out)
-    file = out / "model.safetensors"
-    with safe_open(file, framework="pt") as opened:
-        metadata = opened.metadata()
-    written = load_file(file)
+    file, written, metadata = written_as(tensors, "*=mxfp4", out)
     for shape in ("64,254", "64", "", "-1,256", "999999999999999,999999999999999", "0,0", "1,2,3,x"):
         save_file(written, file, metadata | {"dtype_engine.shape.b.weight": shape})
         with pytest.raises(UserError, match="are not those of a weight in mxfp4"):

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tests.helpers.candidate_output import candidate_output
-from tests.helpers.exporting import export_checkpoint
+from tests.helpers.exporting import export_checkpoint, read
 from torch import nn
 
 import dtype_engine as de
@@ -94,11 +93,11 @@ def by_hand(folder: Path) -> dict[str, torch.Tensor]:
         if "weight" not in name or name.endswith(("_packed", ".weight")):
             weight = name.removesuffix("_packed")
             parts = {key.removeprefix(weight): value for key, value in tensors.items() if key.startswith(weight + "_")}
-            found[weight] = _decoded(tensor, parts)
+            found[weight] = decoded(tensor, parts)
     return found
 
 
-def _decoded(codes: torch.Tensor, parts: dict[str, torch.Tensor]) -> torch.Tensor:
+def decoded(codes: torch.Tensor, parts: dict[str, torch.Tensor]) -> torch.Tensor:
     scale = parts.get("_scale", parts.get("_scale_inv"))
     if scale is None:
         return codes.float()
@@ -217,9 +216,7 @@ def test_verify_finds_one_changed_byte_of_an_expert(dtype: str, source: tuple[st
     out = tmp_path / "out"
     export_checkpoint(open_checkpoint(folder), "moe", Recipe((Rule("*.experts", dtype),)), out)
     file = out / "model.safetensors"
-    with safe_open(file, framework="pt") as handle:
-        metadata = handle.metadata()
-    written = load_file(file)
+    written, metadata = read(file)
     changed = [name for name in written if ".experts.7." in name and "_shape" not in name]
     for name in changed:
         tensors = {other: tensor.clone() for other, tensor in written.items()}
@@ -392,9 +389,7 @@ def test_each_expert_is_decoded_by_the_scales_of_its_own_rows(source: tuple[str,
     out = tmp_path / "out"
     export_checkpoint(open_checkpoint(folder), "moe", Recipe((Rule("*.experts", "int8"),)), out)
     file = out / "model.safetensors"
-    with safe_open(file, framework="pt") as handle:
-        metadata = handle.metadata()
-    tensors = load_file(file)
+    tensors, metadata = read(file)
     name = next(name for name in tensors if ".experts.3." in name and name.endswith("_scale"))
     tensors[name][5] *= 2
     save_file(tensors, file, metadata)

@@ -17,10 +17,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from packaging.version import Version
-from safetensors import safe_open
 from safetensors.torch import load_file
+from tests.engine.runtime.export.test_experts import saved
 from tests.helpers import preloaded
-from tests.helpers.exporting import export_checkpoint
+from tests.helpers.exporting import export_checkpoint, read, same_bits
 from tests.helpers.measured_on import placed
 from tests.helpers.paths import TINYNET
 from torch import nn
@@ -45,12 +45,6 @@ def recipe(*casts: str) -> Recipe:
 
 def export(source: Path, target: Path, *casts: str, **rest: Any) -> Any:
     return export_checkpoint(open_checkpoint(source), source.name, recipe(*casts), target, **rest)
-
-
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
-    return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)))
 
 
 def stored(folder: Path) -> dict[str, torch.Tensor]:
@@ -376,23 +370,6 @@ def test_too_little_disk_space_is_reported_before_writing(
     assert list(place.iterdir()) == []
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="limits are POSIX's")
-def test_full_disk_leaves_no_export(make_llama: Any, tmp_path: Path) -> None:
-    source = make_llama()
-    place = tmp_path / "place"
-    place.mkdir()
-    # A process may write files of at most 20 kB here, so that writing fails in the middle, as on a full disk.
-    limited = (
-        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000)); from dtype_engine.cli import cli, run; "
-        "sys.exit(run(cli, 'dtype-engine', sys.argv[1:]))"
-    )
-    done = preloaded.run(limited, "export", str(source), "--cast", "*=float64", "-o", str(place / "out"))
-    assert done.returncode == 2, done.stderr
-    assert "failed: File too large; nothing was left there" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert list(place.iterdir()) == []
-
-
 HALTING = """
 import os, signal, sys, threading, time
 from dtype_engine.runtime.export import write
@@ -496,17 +473,7 @@ def test_python_model_is_exported_from_the_command_line(tmp_path: Path, capsys: 
 
 
 def test_packed_experts_are_exported_in_the_dtype_of_the_pack(tmp_path: Path) -> None:
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.MixtralConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, num_local_experts=3,
-    )  # fmt: skip
-    transformers.MixtralForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "moe")
-    before = stored(tmp_path / "moe")
-    if not any(".experts.0." in name for name in before):
-        pytest.skip("this transformers stores experts packed")
+    before = stored(saved("mixtral", tmp_path / "moe", width=24, count=3))
     session = de.open(str(tmp_path / "moe"))
     session.cast("*.experts.down_proj", "float16")
     session.export(tmp_path / "out")
@@ -531,9 +498,7 @@ def test_inconsistent_scales_in_files_are_refused(make_llama: Any, tmp_path: Pat
 
     export(make_llama(tie_word_embeddings=False), tmp_path / "out", "lm_head=fp8")
     file = tmp_path / "out" / "model.safetensors"
-    with safe_open(file, framework="pt") as opened:
-        metadata = opened.metadata()
-    tensors = load_file(file)
+    tensors, metadata = read(file)
     tensors["lm_head.weight_scale"] = tensors["lm_head.weight_scale"][:-1].clone()
     save_file(tensors, file, metadata)
     with pytest.raises(UserError, match="are not those of a weight"):

@@ -167,6 +167,7 @@ def test_file_size_limit_during_export_is_reported(source: Path, tmp_path: Path,
     done = preloaded.run(limited, *arguments)
     assert done.returncode == 2, done.stderr
     assert "failed: File too large; nothing was left there" in done.stderr
+    assert "Traceback" not in done.stderr
     assert list((tmp_path / "place").iterdir()) == []
 
 

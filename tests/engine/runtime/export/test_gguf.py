@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.helpers.exporting import engine
 from tests.helpers.recorded_worker import RecordedWorker
 
 import dtype_engine as de
 from dtype_engine import Recipe, Rule
 from dtype_engine.checkpoint import open_checkpoint
 from dtype_engine.checkpoint.source import locate
-from dtype_engine.cli import cli, run
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import RunSettings
 from dtype_engine.runtime.measure.weight_errors import inspect_weight
@@ -54,10 +54,6 @@ def write(path: Path, blocks: dict[str, tuple[Kind, np.ndarray[Any, Any]]], **se
     writer.write_tensors_to_file()
     writer.close()
     return path
-
-
-def engine(*arguments: object) -> int:
-    return run(cli, "dtype-engine", [str(argument) for argument in arguments])
 
 
 def test_gguf_blocks_are_dequantized_and_cast(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

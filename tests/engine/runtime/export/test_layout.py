@@ -6,6 +6,7 @@ What is read back is read by safetensors and transformers, and by diffusers and 
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,10 @@ import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tests.helpers import checkpoint_folders
+from tests.helpers.exporting import engine, export_checkpoint
 
 import dtype_engine as de
 from dtype_engine.checkpoint import open_checkpoint
-from dtype_engine.cli import cli
-from dtype_engine.cli.program import run
 from dtype_engine.core.errors import NoForward
 
 
@@ -91,10 +91,6 @@ def adapter(tmp_path: Path) -> Path:
     return folder
 
 
-def dtype_engine(*arguments: object) -> int:
-    return run(cli, "dtype-engine", [str(argument) for argument in arguments])
-
-
 def files_in(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
@@ -107,7 +103,7 @@ def test_pipeline_is_exported_with_all_folders(
     pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    assert dtype_engine("export", pipeline, "--cast", "*=bf16", "-o", out) == 0
+    assert engine("export", pipeline, "--cast", "*=bf16", "-o", out) == 0
     said = capsys.readouterr()
     expected = files_in(pipeline) - {
         "notes.ipynb", "unet/diffusion_pytorch_model-00001-of-00002.safetensors",
@@ -121,12 +117,8 @@ def test_pipeline_is_exported_with_all_folders(
     loaded = transformers.CLIPTextModel.from_pretrained(out / "text_encoder").state_dict()
     for name, tensor in small_clip().state_dict().items():
         assert torch.equal(loaded[name], tensor.to(torch.bfloat16)), name
-    for same in (
-        "model_index.json",
-        "scheduler/scheduler_config.json",
-        "tokenizer/languages/codes.txt",
-        "unet/config.json",
-    ):
+    parts = ("scheduler/scheduler_config.json", "tokenizer/languages/codes.txt", "unet/config.json")
+    for same in ("model_index.json", *parts):
         assert (out / same).read_bytes() == (pipeline / same).read_bytes()
     before = torch.load(pipeline / "vae" / "diffusion_pytorch_model.bin", weights_only=True)
     after = torch.load(out / "vae" / "diffusion_pytorch_model.bin", weights_only=True)
@@ -135,12 +127,12 @@ def test_pipeline_is_exported_with_all_folders(
     readme = (out / "README.md").read_text()
     assert "StableDiffusionPipeline.from_pretrained" in readme
     assert "# the source's own" not in readme
-    assert dtype_engine("verify", out, "--against", pipeline) == 0
+    assert engine("verify", out, "--against", pipeline) == 0
 
 
 def test_sharded_component_gets_the_index_of_its_library(pipeline: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    assert dtype_engine("export", pipeline, "--cast", "unet.mid=f16", "--max-shard-size", "2KB", "-o", out) == 0
+    assert engine("export", pipeline, "--cast", "unet.mid=f16", "--max-shard-size", "2KB", "-o", out) == 0
     for folder, stem in (("unet", "diffusion_pytorch_model"), ("text_encoder", "model")):
         index = json.loads((out / folder / f"{stem}.safetensors.index.json").read_text())
         there = {file.name: load_file(file) for file in (out / folder).glob("*.safetensors")}
@@ -151,21 +143,21 @@ def test_sharded_component_gets_the_index_of_its_library(pipeline: Path, tmp_pat
     assert torch.equal(of_folder(out / "unet")["mid.weight"], source["mid.weight"].half())
     assert torch.equal(of_folder(out / "unet")["conv_in.weight"], source["conv_in.weight"])
     assert transformers.CLIPTextModel.from_pretrained(out / "text_encoder").dtype == torch.float32
-    assert dtype_engine("verify", out, "--against", pipeline) == 0
+    assert engine("verify", out, "--against", pipeline) == 0
 
 
 def test_verify_finds_missing_and_changed_files_of_a_pipeline(
     pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    assert dtype_engine("export", pipeline, "-o", out) == 0
+    assert engine("export", pipeline, "-o", out) == 0
     (out / "tokenizer" / "languages" / "codes.txt").unlink()
     (out / "scheduler" / "scheduler_config.json").write_text("{}")
     tensors = load_file(out / "unet" / "diffusion_pytorch_model.safetensors")
     tensors["mid.weight"][0, 0] += 1
     save_file(tensors, out / "unet" / "diffusion_pytorch_model.safetensors")
     capsys.readouterr()
-    assert dtype_engine("verify", out, "--against", pipeline) == 1
+    assert engine("verify", out, "--against", pipeline) == 1
     said = capsys.readouterr().out
     assert "unet.mid.weight 1 of 320 values" in said
     assert "tokenizer/languages/codes.txt is missing" in said
@@ -174,7 +166,7 @@ def test_verify_finds_missing_and_changed_files_of_a_pipeline(
 
 def test_exported_pipeline_opens_in_this_program(pipeline: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    assert dtype_engine("export", pipeline, "--cast", "*=bf16", "--cast", "*.conv_in=f16", "-o", out) == 0
+    assert engine("export", pipeline, "--cast", "*=bf16", "--cast", "*.conv_in=f16", "-o", out) == 0
     session = de.open(str(out / "text_encoder"))
     assert session.drift().output.elements > 0
     assert {tensor.dtype for tensor in session.tree.tensors.values() if tensor.persistent and tensor.castable} == {
@@ -203,7 +195,7 @@ def test_scaled_formats_are_refused_for_loaders_without_them(
     pipeline: Path, adapter: Path, tmp_path: Path, target: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for source, loader in ((pipeline, "diffusers"), (adapter, "PEFT"), (pipeline / "unet", "diffusers")):
-        assert dtype_engine("export", source, "--cast", f"*={target}", "-o", tmp_path / "out") == 2
+        assert engine("export", source, "--cast", f"*={target}", "-o", tmp_path / "out") == 2
         said = capsys.readouterr().err
         assert f"{loader}, which loads this, has no format for weights in " in said
         assert len(said.strip().splitlines()) == 1
@@ -220,7 +212,7 @@ def test_variant_is_exported_without_its_suffix(
         json.dumps({"_class_name": "X", "text_encoder": ["transformers", "CLIPTextModel"]})
     )
     assert (folder / "text_encoder" / "model.safetensors.index.fp16.json").exists() == sharded
-    assert dtype_engine("export", folder, "--cast", "*=bf16", "-o", out) == 0
+    assert engine("export", folder, "--cast", "*=bf16", "-o", out) == 0
     assert "written without the variant fp16" in capsys.readouterr().err
     assert (out / "text_encoder" / "model.safetensors").is_file()
     loaded = transformers.CLIPTextModel.from_pretrained(out / "text_encoder").state_dict()
@@ -234,7 +226,7 @@ def test_other_copies_of_the_weights_are_left_out_and_noted(
 ) -> None:
     small_clip().half().save_pretrained(pipeline / "text_encoder", variant="fp16")
     torch.save({}, pipeline / "text_encoder" / "pytorch_model.bin")
-    assert dtype_engine("export", pipeline, "-o", tmp_path / "out") == 0
+    assert engine("export", pipeline, "-o", tmp_path / "out") == 0
     assert (
         "left out, since they are other forms of the weights that are written: text_encoder/model.fp16.safetensors, "
         "text_encoder/pytorch_model.bin" in capsys.readouterr().err
@@ -248,7 +240,7 @@ def test_component_links_outside_are_not_followed(
     (tmp_path / "secret.txt").write_text("secret")
     (pipeline / "scheduler" / "more.txt").symlink_to(tmp_path / "secret.txt")
     (pipeline / "scheduler" / "round").symlink_to(".")
-    assert dtype_engine("export", pipeline, "-o", tmp_path / "out") == 0
+    assert engine("export", pipeline, "-o", tmp_path / "out") == 0
     said = capsys.readouterr().err
     assert "not copied: " in said
     assert "more.txt is a link out of its folder" in said
@@ -256,48 +248,34 @@ def test_component_links_outside_are_not_followed(
 
 
 def test_a_cancelled_export_of_a_pipeline_leaves_nothing(pipeline: Path, tmp_path: Path) -> None:
-    from tests.helpers.exporting import export_checkpoint
-
     from dtype_engine.core.errors import Cancelled
     from dtype_engine.recipe import Recipe, Rule
 
-    recipe = Recipe().then(Rule.parse("*=bf16"))
+    export = partial(export_checkpoint, open_checkpoint(pipeline), "p", Recipe().then(Rule.parse("*=bf16")))
     told: list[tuple[int, int]] = []
-    export_checkpoint(
-        open_checkpoint(pipeline),
-        "p",
-        recipe,
-        tmp_path / "whole",
-        on_bytes=lambda done, total: told.append((done, total)),
-    )
+    export(tmp_path / "whole", on_bytes=lambda done, total: told.append((done, total)))
     assert told[-1][0] == told[-1][1]
     for at in range(0, len(told), max(1, len(told) // 5)):
         answers = iter([False] * at + [True] * 10_000)
         with pytest.raises(Cancelled):
-            export_checkpoint(
-                open_checkpoint(pipeline),
-                "p",
-                recipe,
-                tmp_path / "out",
-                cancelled=lambda answers=answers: next(answers),
-            )
+            export(tmp_path / "out", cancelled=lambda answers=answers: next(answers))
         assert sorted(path.name for path in tmp_path.iterdir()) == ["pipeline", "whole"]
 
 
 def test_standalone_diffusers_model_keeps_its_names(pipeline: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     # With diffusers, the architecture is known, and the fixture has a few of its tensors only.
-    assert dtype_engine("export", pipeline / "unet", "--cast", "*=bf16", "-o", out, "--incomplete") == 0
+    assert engine("export", pipeline / "unet", "--cast", "*=bf16", "-o", out, "--incomplete") == 0
     assert files_in(out) == {"config.json", "diffusion_pytorch_model.safetensors", "README.md", "recipe.yaml"}
     assert (out / "config.json").read_bytes() == (pipeline / "unet" / "config.json").read_bytes()
     assert "UNet2DConditionModel.from_pretrained" in (out / "README.md").read_text()
-    assert dtype_engine("verify", out, "--against", pipeline / "unet") == 0
+    assert engine("verify", out, "--against", pipeline / "unet") == 0
 
 
 @pytest.mark.parametrize("shard", ["5GB", "1KB"])
 def test_adapter_is_exported_as_an_adapter(adapter: Path, tmp_path: Path, shard: str) -> None:
     out = tmp_path / "out"
-    assert dtype_engine("export", adapter, "--cast", "*lora_A*=bf16", "--max-shard-size", shard, "-o", out) == 0
+    assert engine("export", adapter, "--cast", "*lora_A*=bf16", "--max-shard-size", shard, "-o", out) == 0
     assert files_in(out) == files_in(adapter) | {"README.md", "recipe.yaml"}
     assert (out / "adapter_config.json").read_bytes() == (adapter / "adapter_config.json").read_bytes()
     source = load_file(adapter / "adapter_model.safetensors")
@@ -309,7 +287,7 @@ def test_adapter_is_exported_as_an_adapter(adapter: Path, tmp_path: Path, shard:
     checkpoint = open_checkpoint(out)
     assert (checkpoint.form, checkpoint.base) == ("adapter", "someone/base")
     assert "someone/base" in (out / "README.md").read_text()
-    assert dtype_engine("verify", out, "--against", adapter) == 0
+    assert engine("verify", out, "--against", adapter) == 0
     with pytest.raises(NoForward, match="merge it into its base model"):
         de.load_pretrained(out)
 
@@ -338,7 +316,7 @@ def test_mixed_component_runs_in_diffusers_as_documented(real_pipeline: Any, tmp
 
     source, out = tmp_path / "source", tmp_path / "out"
     real_pipeline.unet.save_pretrained(source)
-    assert dtype_engine("export", source, "--cast", "type:Linear=bf16", "-o", out) == 0
+    assert engine("export", source, "--cast", "type:Linear=bf16", "-o", out) == 0
     assert '.from_pretrained("out").float()' in (out / "README.md").read_text()
     inputs = torch.ones(1, 4, 8, 8), torch.tensor([10]), torch.ones(1, 3, real_pipeline.unet.config.cross_attention_dim)
     with torch.no_grad():
@@ -354,7 +332,7 @@ def test_diffusers_loads_an_exported_pipeline(real_pipeline: Any, tmp_path: Path
 
     source, out = tmp_path / "source", tmp_path / "out"
     real_pipeline.save_pretrained(source, max_shard_size="100KB")
-    assert dtype_engine("export", source, "--cast", "*=bf16", "--cast", "vae=f16", "-o", out) == 0
+    assert engine("export", source, "--cast", "*=bf16", "--cast", "vae=f16", "-o", out) == 0
     loaded = diffusers.DiffusionPipeline.from_pretrained(out, torch_dtype=torch.bfloat16)
     plain = diffusers.DiffusionPipeline.from_pretrained(out)
     assert type(loaded) is diffusers.StableDiffusionPipeline
@@ -379,7 +357,7 @@ def test_peft_loads_an_exported_adapter(make_llama: Any, tmp_path: Path) -> None
     model.save_pretrained(tmp_path / "lora")
     before = load_file(tmp_path / "lora" / "adapter_model.safetensors")
     out = tmp_path / "out"
-    assert dtype_engine("export", tmp_path / "lora", "--cast", "*=bf16", "-o", out) == 0
+    assert engine("export", tmp_path / "lora", "--cast", "*=bf16", "-o", out) == 0
     for dtype, more, given in (
         (torch.float32, {}, torch.float32),
         (torch.bfloat16, {}, torch.float32),
@@ -410,5 +388,5 @@ def test_app_exports_pipelines_and_adapters_in_their_layouts(pipeline: Path, ada
         assert f"{loader}.from_pretrained" in planned.loading
         sentence, _ = run_save(ExportRequest(out), context)
         assert sentence.startswith("exported to ")
-        assert dtype_engine("export", folder, "--cast", "*=bf16", "-o", tmp_path / f"{folder.name}-cli") == 0
+        assert engine("export", folder, "--cast", "*=bf16", "-o", tmp_path / f"{folder.name}-cli") == 0
         assert files_in(out) == files_in(tmp_path / f"{folder.name}-cli")

@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.helpers.exporting import export_checkpoint
+from tests.helpers.exporting import engine, export_checkpoint
 from torch import nn
 
 import dtype_engine as de
 from dtype_engine import Recipe, Rule
 from dtype_engine.checkpoint import open_checkpoint
-from dtype_engine.cli import cli, run
 from dtype_engine.core.errors import Cancelled, UserError
 
 Make = Callable[..., Path]
@@ -58,11 +57,11 @@ def test_pickled_module_runs_from_one_file(tmp_path: Path, capsys: pytest.Captur
     net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     torch.save(net.state_dict(), tmp_path / "net.pth")
     target = tmp_path / "bf16.pth"
-    assert run(cli, "dtype-engine", ["export", str(tmp_path / "net.pth"), "--cast", "*=bf16", "-o", str(target)]) == 0
+    assert engine("export", tmp_path / "net.pth", "--cast", "*=bf16", "-o", target) == 0
     assert f"written    {target}: 116 B, one file" in capsys.readouterr().out
     net.load_state_dict(torch.load(target, weights_only=True), assign=True)
     assert net(torch.ones(4, dtype=torch.bfloat16)).dtype == torch.bfloat16
-    assert run(cli, "dtype-engine", ["verify", str(target), "--against", str(tmp_path / "net.pth")]) == 0
+    assert engine("verify", target, "--against", tmp_path / "net.pth") == 0
 
 
 def test_existing_file_is_replaced_only_with_force_and_never_the_source(
@@ -70,17 +69,17 @@ def test_existing_file_is_replaced_only_with_force_and_never_the_source(
 ) -> None:
     net, target = source(tmp_path), tmp_path / "out.pth"
     target.write_text("something else")
-    arguments = ["export", str(net), "--cast", "*=bf16", "-o"]
-    assert run(cli, "dtype-engine", [*arguments, str(target)]) == 2
+    arguments = ("export", net, "--cast", "*=bf16", "-o")
+    assert engine(*arguments, target) == 2
     assert "exists; name another file" in capsys.readouterr().err
-    assert run(cli, "dtype-engine", [*arguments, str(target), "--force"]) == 0
+    assert engine(*arguments, target, "--force") == 0
     assert torch.load(target)["steps"].dtype == torch.bfloat16
     content = net.read_bytes()
     capsys.readouterr()
-    assert run(cli, "dtype-engine", [*arguments, str(net), "--force"]) == 2
+    assert engine(*arguments, net, "--force") == 2
     assert "is the model that is to be exported" in capsys.readouterr().err
     (tmp_path / "folder.pth").mkdir()
-    assert run(cli, "dtype-engine", [*arguments, str(tmp_path / "folder.pth"), "--force"]) == 2
+    assert engine(*arguments, tmp_path / "folder.pth", "--force") == 2
     assert "is a folder; name a file in it" in capsys.readouterr().err
     assert net.read_bytes() == content
 
@@ -94,16 +93,11 @@ def test_one_file_export_refuses_scaled_formats(tmp_path: Path, make_llama: Make
 
 
 def test_one_file_export_points_to_a_folder_for_more_than_weights(tmp_path: Path, make_llama: Make) -> None:
-    folder = make_llama()
-    report = export_checkpoint(
-        open_checkpoint(folder),
-        "llama",
-        Recipe((Rule("*", "bfloat16"),)),
-        tmp_path / "x.safetensors",
-        max_shard_size=1000,
-    )
+    folder, rules = make_llama(), Recipe((Rule("*", "bfloat16"),))
+    target = tmp_path / "x.safetensors"
+    report = export_checkpoint(open_checkpoint(folder), "llama", rules, target, max_shard_size=1000)
     assert any("config.json and the tokenizer's files are in an export to a folder" in each for each in report.notices)
-    assert len(load_file(tmp_path / "x.safetensors")) == len(load_file(folder / "model.safetensors"))
+    assert len(load_file(target)) == len(load_file(folder / "model.safetensors"))
 
 
 def test_session_exports_one_file_as_measured(tmp_path: Path) -> None:

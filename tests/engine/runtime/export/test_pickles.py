@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model, save_model
+from tests.helpers.exporting import engine, same_bits
 from torch import nn
 
 import dtype_engine as de
 from dtype_engine.checkpoint import open_checkpoint
-from dtype_engine.cli import cli, run
 from dtype_engine.core.errors import UserError
 from dtype_engine.runtime.inputs.tensor_files import read_tensors
 from dtype_engine.runtime.weights.plain import PlainSource
@@ -66,17 +66,6 @@ FORMS: dict[str, Callable[[dict[str, torch.Tensor], Path], None]] = {
     "nested": lambda held, path: torch.save({"epoch": 3, "state_dict": held}, path),
     "deflated": lambda held, path: (torch.save(held, path), zipped_again(path))[1],
 }
-
-
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    def bits(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.resolve_conj().contiguous().reshape(-1).view(torch.uint8)
-
-    return (one.dtype, one.shape) == (other.dtype, other.shape) and torch.equal(bits(one), bits(other))
-
-
-def engine(*arguments: object) -> int:
-    return run(cli, "dtype-engine", [str(argument) for argument in arguments])
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -275,15 +264,6 @@ def test_pickle_keys_with_the_same_text_are_refused(tmp_path: Path) -> None:
         open_checkpoint(tmp_path / "x.pth")
 
 
-def test_pickle_entries_besides_the_weights_are_noted(tmp_path: Path) -> None:
-    state = {"weight": torch.zeros(2), "bias": torch.zeros(2)}
-    torch.save({"model": state, "optimizer": {"state": {0: {"exp_avg": torch.zeros(2)}}}}, tmp_path / "x.pth")
-    assert open_checkpoint(tmp_path / "x.pth").notices == (
-        "x.pth: the weights are its entry 'model'",
-        "x.pth: 1 other tensor in it is not among the weights, first optimizer.state.0.exp_avg",
-    )
-
-
 class Tied(nn.Module):
     """A language model's usual tie."""
 
@@ -369,11 +349,11 @@ def test_tied_file_weight_is_one_tensor_of_the_users_module(tmp_path: Path) -> N
 
 def test_export_notes_what_it_leaves_unchanged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     state = {"weight": torch.zeros(2), "steps": torch.tensor(3), "wave": torch.zeros(2, dtype=torch.complex64)}
-    torch.save({"model": state, "optimizer": {"exp_avg": torch.zeros(2)}}, tmp_path / "x.pth")
+    torch.save({"model": state, "optimizer": {"state": {0: {"exp_avg": torch.zeros(2)}}}}, tmp_path / "x.pth")
     assert engine("export", tmp_path / "x.pth", "--cast", "*=bf16", "-o", tmp_path / "out", "--json") == 0
     assert json.loads(capsys.readouterr().out)["notices"] == [
         "x.pth: the weights are its entry 'model'",
-        "x.pth: 1 other tensor in it is not among the weights, first optimizer.exp_avg",
+        "x.pth: 1 other tensor in it is not among the weights, first optimizer.state.0.exp_avg",
         "kept as stored, whatever the rules say: 2 tensors, first steps: is stored as int64, which is never cast",
     ]
 

@@ -392,3 +392,21 @@ def test_class_names_and_quantization_methods_are_escaped_in_markdown(name: str,
         )
         text = (tmp_path / f"{source.name} out" / "README.md").read_text()
         assert not {"script", "a", "img", "em"} & set(rendered(text)), text
+
+
+def test_notes_do_not_call_quantized_weights_float32(tmp_path: Path) -> None:
+    quantization = {"quant_method": "gptq", "bits": 4}
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "quantization_config": quantization}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    layer = "model.layers.0.mlp.up_proj"
+    tensors = {
+        f"{layer}.qweight": torch.zeros(4, 48, dtype=torch.int32),
+        f"{layer}.qzeros": torch.zeros(1, 6, dtype=torch.int32),
+        f"{layer}.scales": torch.ones(1, 48, dtype=torch.float16),
+        "model.embed_tokens.weight": torch.zeros(64, 32),
+    }
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    text = loading_text(of_checkpoint(open_checkpoint(tmp_path), "x", Recipe()))
+    assert "already" in text
+    assert "gptq" in text.lower()
+    assert "brings all of it" not in text

@@ -38,27 +38,34 @@ def prepared(folder: Path, picture: Path) -> dict[str, torch.Tensor]:
     return dict(processor(images=Image.open(picture), text=PROMPT, return_tensors="pt"))
 
 
-@pytest.mark.parametrize("autocast", [None, "bfloat16"])
-def test_logit_drift_equals_that_of_plain_transformers(folder: Path, picture: Path, autocast: Any) -> None:
+SETTINGS = pytest.mark.parametrize(
+    ("candidate", "autocast"), [("bfloat16", None), ("bfloat16", "bfloat16"), ("float32", "bfloat16")]
+)
+
+
+@SETTINGS
+def test_logit_drift_equals_that_of_plain_transformers(
+    folder: Path, picture: Path, candidate: str, autocast: Any
+) -> None:
     options = de.Options(images=(picture,), prompts=(PROMPT,), settings=de.RunSettings(autocast=autocast))
     session = de.open(str(folder), options=options)
-    session.cast("*", "bfloat16")
+    session.cast("*", candidate)
     report = session.drift()
 
-    kwargs = prepared(folder, picture)
+    kwargs, dtype = prepared(folder, picture), getattr(torch, candidate)
     with torch.no_grad():
         reference = plain(folder, torch.float32)(**kwargs).logits.double()
-        half = kwargs | {"pixel_values": kwargs["pixel_values"].bfloat16()}
+        cast = kwargs | {"pixel_values": kwargs["pixel_values"].to(dtype)}
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast is not None):
-            candidate = plain(folder, torch.bfloat16)(**half).logits.double()
-    delta = candidate - reference
+            logits = plain(folder, dtype)(**cast).logits.double()
+    delta = logits - reference
     assert report.output_name == "logits"
     assert report.output.max_abs == pytest.approx(delta.abs().max().item(), rel=1e-9)
     assert report.output.mean_abs == pytest.approx(delta.abs().mean().item(), rel=1e-9)
     assert report.output.max_abs > 1e-4
     assert report.output.positions == kwargs["input_ids"].numel()
     kl = torch.nn.functional.kl_div(
-        candidate.log_softmax(-1), reference.log_softmax(-1), log_target=True, reduction="none"
+        logits.log_softmax(-1), reference.log_softmax(-1), log_target=True, reduction="none"
     )
     assert report.output.kl_mean == pytest.approx(kl.sum(-1).mean().item(), rel=1e-6)
 
@@ -70,21 +77,7 @@ def test_inputs_summary_says_whose_text_it_is(folder: Path, picture: Path) -> No
     assert session.drift().inputs == "a synthetic picture, 32 x 32, and 2 of your texts"
 
 
-def test_float32_under_autocast_drifts_like_plain_torch(folder: Path, picture: Path) -> None:
-    options = de.Options(images=(picture,), prompts=(PROMPT,), settings=de.RunSettings(autocast="bfloat16"))
-    report = de.open(str(folder), options=options).drift()
-    kwargs, module = prepared(folder, picture), plain(folder, torch.float32)
-    with torch.no_grad():
-        reference = module(**kwargs).logits.double()
-        with torch.autocast("cpu", torch.bfloat16):
-            candidate = module(**kwargs).logits.double()
-    assert report.output.max_abs == pytest.approx((candidate - reference).abs().max().item(), rel=1e-9)
-    assert report.output.max_abs > 0
-
-
-@pytest.mark.parametrize(
-    ("candidate", "autocast"), [("bfloat16", None), ("bfloat16", "bfloat16"), ("float32", "bfloat16")]
-)
+@SETTINGS
 def test_generated_captions_equal_those_of_plain_transformers(
     folder: Path, picture: Path, candidate: str, autocast: Any
 ) -> None:
@@ -103,16 +96,9 @@ def test_generated_captions_equal_those_of_plain_transformers(
         (text.candidate, wanted, cast, autocast is not None),
     ):
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=under):
-            ids = (
-                plain(folder, dtype)
-                .generate(
-                    **{name: value.clone() for name, value in given.items()},
-                    max_new_tokens=12,
-                    do_sample=False,
-                    num_beams=1,
-                )[0]
-                .tolist()
-            )
+            copies = {name: value.clone() for name, value in given.items()}
+            made = plain(folder, dtype).generate(**copies, max_new_tokens=12, do_sample=False, num_beams=1)
+        ids = made[0].tolist()
         assert len(written.ids) >= 1
         assert list(written.ids) == ids[-len(written.ids) :]
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)

@@ -96,10 +96,7 @@ def test_weights_and_caches_under_one_budget_are_optimal() -> None:
         for name in weights
     ]
     for tensor in session.tree.kv_cache.tensors:
-        forms = [
-            ("float8_e4m3fn", scores[tensor.name, "kv:float8_e4m3fn"]),
-            ("int8@token", scores[tensor.name, "kv:int8@token"]),
-        ]
+        forms = [(form, scores[tensor.name, f"kv:{form}"]) for form in ("float8_e4m3fn", "int8@token")]
         forms.append((written_dtype(session.tree), 0.0))
         rows.append([(cache_tensor_bytes(tensor, form, 64, 2), score) for form, score in forms])
     fixed = session.tree.stored_bytes - sum(session.tree.tensors[name].nbytes for name in weights)

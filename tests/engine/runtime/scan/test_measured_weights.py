@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,10 +20,11 @@ from dtype_engine.runtime.scan.scan import Scan
 
 
 class Uses(nn.Module):
-    """A weight between two layers; a subclass says how it is used."""
+    """A weight between two layers; a function or a subclass says how it is used."""
 
-    def __init__(self) -> None:
+    def __init__(self, use: Use | None = None) -> None:
         super().__init__()
+        self.use = use
         torch.manual_seed(0)
         self.first, self.last, self.inner = (nn.Linear(8, 8) for _ in range(3))
         self.weight = nn.Parameter(torch.randn(8, 8))
@@ -33,85 +35,75 @@ class Uses(nn.Module):
         return result
 
     def middle(self, x: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
+        assert self.use is not None
+        return self.use(self, x)
 
 
-class WritesThroughData(Uses):
-    def middle(self, x: torch.Tensor) -> torch.Tensor:
-        self.weight.data.mul_(0.5)
-        return self.inner(functional.linear(x, self.weight))
+Use = Callable[[Uses, torch.Tensor], torch.Tensor]
 
 
-class SetsData(Uses):
-    def middle(self, x: torch.Tensor) -> torch.Tensor:
-        self.weight.data = functional.normalize(self.weight.data, dim=1)
-        return functional.linear(x, self.weight, self.inner.bias)
+def writes_through_data(own: Uses, x: torch.Tensor) -> torch.Tensor:
+    own.weight.data.mul_(0.5)
+    return own.inner(functional.linear(x, own.weight))
 
 
-class WritesOneIntoAnother(Uses):
-    def middle(self, x: torch.Tensor) -> torch.Tensor:
-        self.inner.weight.copy_(self.weight.T @ self.weight)
-        return self.inner(x)
+def sets_data(own: Uses, x: torch.Tensor) -> torch.Tensor:
+    own.weight.data = functional.normalize(own.weight.data, dim=1)
+    return functional.linear(x, own.weight, own.inner.bias)
 
 
-class MakesAParameter(Uses):
-    def middle(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.linear(x, nn.Parameter(self.weight * 2)) + functional.linear(x, nn.Parameter(self.weight))
+def writes_one_into_another(own: Uses, x: torch.Tensor) -> torch.Tensor:
+    own.inner.weight.copy_(own.weight.T @ own.weight)
+    return own.inner(x)
 
 
-class Copies(Uses):
-    def middle(self, x: torch.Tensor) -> torch.Tensor:
-        return copy.deepcopy(self.inner)(x) + functional.linear(x, copy.deepcopy(self.weight)) + self.inner(x)
+def makes_a_parameter(own: Uses, x: torch.Tensor) -> torch.Tensor:
+    return functional.linear(x, nn.Parameter(own.weight * 2)) + functional.linear(x, nn.Parameter(own.weight))
 
 
-class WithoutGradients(Uses):
-    def middle(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            scale = self.weight.mean(0) * self.inner.bias
-        return x * scale + functional.linear(x, self.weight).sin()
+def copies(own: Uses, x: torch.Tensor) -> torch.Tensor:
+    return copy.deepcopy(own.inner)(x) + functional.linear(x, copy.deepcopy(own.weight)) + own.inner(x)
 
 
-class Reads(Uses):
-    def middle(self, x: torch.Tensor) -> torch.Tensor:
-        table = torch.tensor(self.weight.tolist())
-        return x @ table + self.inner(x) * self.inner.bias[0].item()
+def without_gradients(own: Uses, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        scale = own.weight.mean(0) * own.inner.bias
+    return x * scale + functional.linear(x, own.weight).sin()
 
 
-class Fills(Uses):
-    def middle(self, x: torch.Tensor) -> torch.Tensor:
-        table = torch.zeros(8, 8)
-        table[:4] = self.weight[:4]
-        table[4:] = self.weight[4:]
-        return x @ table
+def reads(own: Uses, x: torch.Tensor) -> torch.Tensor:
+    table = torch.tensor(own.weight.tolist())
+    return x @ table + own.inner(x) * own.inner.bias[0].item()
 
 
-class Complex(Uses):
-    def middle(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.fft.irfft(torch.fft.rfft(x) * torch.fft.rfft(self.weight[0]), n=8)
+def fills(own: Uses, x: torch.Tensor) -> torch.Tensor:
+    table = torch.zeros(8, 8)
+    table[:4] = own.weight[:4]
+    table[4:] = own.weight[4:]
+    return x @ table
 
 
-class Chooses(Uses):
-    def middle(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x) * self.weight.argmax() + (self.weight > 0).float().mean()
+def uses_complex_numbers(own: Uses, x: torch.Tensor) -> torch.Tensor:
+    return torch.fft.irfft(torch.fft.rfft(x) * torch.fft.rfft(own.weight[0]), n=8)
 
 
-class Maps(Uses):
-    def middle(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.vmap(torch.mul, (None, 0))(self.inner(x), self.weight).sum(0)
+def chooses(own: Uses, x: torch.Tensor) -> torch.Tensor:
+    return own.inner(x) * own.weight.argmax() + (own.weight > 0).float().mean()
 
 
-class Detaches(Uses):
+def maps(own: Uses, x: torch.Tensor) -> torch.Tensor:
+    return torch.vmap(torch.mul, (None, 0))(own.inner(x), own.weight).sum(0)
+
+
+def detaches(own: Uses, x: torch.Tensor) -> torch.Tensor:
     """Activations reach the output detached from the graph, and attached as well."""
-
-    def middle(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            apart = torch.tanh(x @ self.weight)
-        return self.inner(x) + 2 * x.detach() + x.data.sin() + apart
+    with torch.no_grad():
+        apart = torch.tanh(x @ own.weight)
+    return own.inner(x) + 2 * x.detach() + x.data.sin() + apart
 
 
-class CopiesValues(Uses):
-    def middle(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.linear(x, self.weight) + torch.from_numpy(self.inner(x).detach().numpy()).cos()
+def copies_values(own: Uses, x: torch.Tensor) -> torch.Tensor:
+    return functional.linear(x, own.weight) + torch.from_numpy(own.inner(x).detach().numpy()).cos()
 
 
 class TakesAGradient(Uses):
@@ -141,38 +133,32 @@ class GoesBackward(TakesAGradient):
         return x + start.grad
 
 
-class Renorms(Uses):
+def renorms(own: Uses, x: torch.Tensor) -> torch.Tensor:
     """A look-up rescales rows of the table, which is read before and afterwards."""
-
-    def middle(self, x: torch.Tensor) -> torch.Tensor:
-        before = self.weight.detach().sum()
-        rows = functional.embedding(IDS, self.weight, max_norm=1.0)
-        return self.inner(x) * rows + before * 0.1 + functional.linear(x, self.weight)
+    before = own.weight.detach().sum()
+    rows = functional.embedding(IDS, own.weight, max_norm=1.0)
+    return own.inner(x) * rows + before * 0.1 + functional.linear(x, own.weight)
 
 
-class RenormsTwice(Uses):
-    def middle(self, x: torch.Tensor) -> torch.Tensor:
-        first = functional.embedding(IDS[:2], self.weight, max_norm=2.0).sum(0)
-        rows = functional.embedding_bag(IDS[:, None], self.weight, max_norm=1.0)
-        return self.inner(x) * rows + first @ self.weight.T
+def renorms_twice(own: Uses, x: torch.Tensor) -> torch.Tensor:
+    first = functional.embedding(IDS[:2], own.weight, max_norm=2.0).sum(0)
+    rows = functional.embedding_bag(IDS[:, None], own.weight, max_norm=1.0)
+    return own.inner(x) * rows + first @ own.weight.T
 
 
-class RenormsAView(Uses):
-    def middle(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x) * functional.embedding(IDS, self.weight[:6], max_norm=1.0) @ self.weight
+def renorms_a_view(own: Uses, x: torch.Tensor) -> torch.Tensor:
+    return own.inner(x) * functional.embedding(IDS, own.weight[:6], max_norm=1.0) @ own.weight
 
 
-class RenormsDetached(Uses):
-    def middle(self, x: torch.Tensor) -> torch.Tensor:
-        torch.embedding_renorm_(self.weight.detach(), IDS, 1.0, 2.0)
-        return self.inner(x) * functional.embedding(IDS, self.weight) @ self.weight
+def renorms_detached(own: Uses, x: torch.Tensor) -> torch.Tensor:
+    torch.embedding_renorm_(own.weight.detach(), IDS, 1.0, 2.0)
+    return own.inner(x) * functional.embedding(IDS, own.weight) @ own.weight
 
 
-class AssignsInPlace(Uses):
-    def middle(self, x: torch.Tensor) -> torch.Tensor:
-        before = functional.linear(x, self.weight)
-        self.weight *= 0.5
-        return self.inner(before) @ self.weight
+def assigns_in_place(own: Uses, x: torch.Tensor) -> torch.Tensor:
+    before = functional.linear(x, own.weight)
+    own.weight *= 0.5
+    return own.inner(before) @ own.weight
 
 
 class WritesAPart(Uses):
@@ -189,36 +175,31 @@ class WritesAPart(Uses):
         return self.inner(before) @ self.weight
 
 
-class WritesToOut(Uses):
-    def middle(self, x: torch.Tensor) -> torch.Tensor:
-        before = functional.linear(x, self.weight)
-        torch.mul(self.weight, 0.5, out=self.weight)
-        functional.relu(self.inner.weight, inplace=True)
-        return self.inner(before) @ self.weight
+def writes_to_out(own: Uses, x: torch.Tensor) -> torch.Tensor:
+    before = functional.linear(x, own.weight)
+    torch.mul(own.weight, 0.5, out=own.weight)
+    functional.relu(own.inner.weight, inplace=True)
+    return own.inner(before) @ own.weight
 
 
-class WritesFromActivations(Uses):
-    def middle(self, x: torch.Tensor) -> torch.Tensor:
-        self.weight.mul_(self.inner(x).abs().mean())
-        return functional.linear(x, self.weight)
+def writes_from_activations(own: Uses, x: torch.Tensor) -> torch.Tensor:
+    own.weight.mul_(own.inner(x).abs().mean())
+    return functional.linear(x, own.weight)
 
 
-class WritesActivationsToOut(Uses):
-    def middle(self, x: torch.Tensor) -> torch.Tensor:
-        torch.mul(self.weight, self.inner(x).abs().mean(), out=self.weight)
-        return functional.linear(x, self.weight)
+def writes_activations_to_out(own: Uses, x: torch.Tensor) -> torch.Tensor:
+    torch.mul(own.weight, own.inner(x).abs().mean(), out=own.weight)
+    return functional.linear(x, own.weight)
 
 
-class WritesActivationsToRows(Uses):
-    def middle(self, x: torch.Tensor) -> torch.Tensor:
-        self.weight[:4].copy_(self.inner(x)[:4])
-        return functional.linear(x, self.weight)
+def writes_activations_to_rows(own: Uses, x: torch.Tensor) -> torch.Tensor:
+    own.weight[:4].copy_(own.inner(x)[:4])
+    return functional.linear(x, own.weight)
 
 
-class SetsActivations(Uses):
-    def middle(self, x: torch.Tensor) -> torch.Tensor:
-        self.weight.data = self.inner(x).T @ x
-        return functional.linear(x, self.weight)
+def sets_activations(own: Uses, x: torch.Tensor) -> torch.Tensor:
+    own.weight.data = own.inner(x).T @ x
+    return functional.linear(x, own.weight)
 
 
 class Standardizes(Uses):
@@ -238,20 +219,24 @@ class Standardizes(Uses):
 
 
 KINDS = [
-    Detaches, CopiesValues, TakesAGradient, TakesAGradientOfItsOwn, GoesBackward, WritesThroughData, SetsData,
-    WritesOneIntoAnother, MakesAParameter, Copies, WithoutGradients, Reads, Fills, Complex, Chooses, Maps,
-    Renorms, RenormsTwice, RenormsAView, RenormsDetached, AssignsInPlace, WritesAPart, WritesToOut,
-    WritesFromActivations, WritesActivationsToOut, WritesActivationsToRows, SetsActivations, Standardizes,
+    detaches, copies_values, TakesAGradient, TakesAGradientOfItsOwn, GoesBackward, writes_through_data, sets_data,
+    writes_one_into_another, makes_a_parameter, copies, without_gradients, reads, fills, uses_complex_numbers, chooses, maps,
+    renorms, renorms_twice, renorms_a_view, renorms_detached, assigns_in_place, WritesAPart, writes_to_out,
+    writes_from_activations, writes_activations_to_out, writes_activations_to_rows, sets_activations, Standardizes,
 ]  # fmt: skip
 INPUTS = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
 IDS = torch.tensor([3, 0, 3, 5, 1])
 
 
+def made(kind: type[Uses] | Use) -> Uses:
+    return kind() if isinstance(kind, type) else Uses(kind)
+
+
 @torch.no_grad()
-def by_hand(kind: type[Uses], name: str) -> float:
+def by_hand(kind: type[Uses] | Use, name: str) -> float:
     """The squared relative error of the output with one weight in int8, in plain torch."""
-    reference = kind().requires_grad_(False)(INPUTS).double()
-    module = kind().requires_grad_(False)
+    reference = made(kind).requires_grad_(False)(INPUTS).double()
+    module = made(kind).requires_grad_(False)
     values = module.state_dict(keep_vars=True)[name]
     rows = values if values.ndim == 2 else values[None]
     scales = rows.abs().amax(1, keepdim=True) / 127
@@ -261,8 +246,8 @@ def by_hand(kind: type[Uses], name: str) -> float:
 
 @pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
 @pytest.mark.parametrize("kind", KINDS)
-def test_score_of_a_weight_without_a_gradient_equals_plain_torch(kind: type[Uses]) -> None:
-    session = de.open(kind(), inputs=(INPUTS,))
+def test_score_of_a_weight_without_a_gradient_equals_plain_torch(kind: type[Uses] | Use) -> None:
+    session = de.open(made(kind), inputs=(INPUTS,))
     before = {name: tensor.clone() for name, tensor in session.model.module.state_dict().items()}
     report = session.scan(["int8"], draws=200)
     assert report.unit == SQUARED
@@ -273,23 +258,22 @@ def test_score_of_a_weight_without_a_gradient_equals_plain_torch(kind: type[Uses
     assert scores["unused", "int8"] == 0
 
 
-class WritesAPartAfterwards(Uses):
-    def middle(self, x: torch.Tensor) -> torch.Tensor:
-        before = functional.linear(x, self.weight)
-        self.weight[:4].mul_(0.5)
-        return before @ self.weight
+def writes_a_part_afterwards(own: Uses, x: torch.Tensor) -> torch.Tensor:
+    before = functional.linear(x, own.weight)
+    own.weight[:4].mul_(0.5)
+    return before @ own.weight
 
 
 def test_write_to_weight_rows_that_a_gradient_needs_is_refused() -> None:
-    session = de.open(WritesAPartAfterwards(), inputs=(INPUTS,))
+    session = de.open(Uses(writes_a_part_afterwards), inputs=(INPUTS,))
     with pytest.raises(de.NoForward, match=r"modified by an inplace operation.*scan --exact"):
         session.scan(["int8"], draws=4)
     scores = session.scan(["int8"], exact=True).scores()
-    assert scores["weight", "int8"] == pytest.approx(by_hand(WritesAPartAfterwards, "weight"), rel=1e-4)
+    assert scores["weight", "int8"] == pytest.approx(by_hand(writes_a_part_afterwards, "weight"), rel=1e-4)
 
 
 def test_many_weights_without_a_gradient_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    session = de.open(Reads(), inputs=(INPUTS,))
+    session = de.open(Uses(reads), inputs=(INPUTS,))
     monkeypatch.setattr(measured_weights, "MOST_PASSES", 1)
     with pytest.raises(de.UserError, match=r"such as [\w.]+, act on the output without a gradient.*scan --exact"):
         session.scan(["int8"])
@@ -322,16 +306,14 @@ def test_unchanged_checks_of_values_cost_no_pass(monkeypatch: pytest.MonkeyPatch
     assert counted["weight", "int8"] > 0.1, "in int8, two values are the largest"
 
 
-class ChecksAndUses(Uses):
+def checks_and_uses(own: Uses, x: torch.Tensor) -> torch.Tensor:
     """Multiplies by a weight, and by a number that depends on how many of its values are the largest."""
-
-    def middle(self, x: torch.Tensor) -> torch.Tensor:
-        largest = int((self.weight > self.weight.max() * 0.9995).sum())
-        return (self.inner(x) + x @ self.weight) * largest
+    largest = int((own.weight > own.weight.max() * 0.9995).sum())
+    return (own.inner(x) + x @ own.weight) * largest
 
 
 def test_weight_whose_check_a_cast_changes_is_measured() -> None:
-    model = ChecksAndUses()
+    model = Uses(checks_and_uses)
     weight = model.weight.data
     row, column = divmod(int(weight.argmax()), 8)
     weight[row, column - 1] = weight.max() * 0.999
@@ -343,7 +325,7 @@ def test_weight_whose_check_a_cast_changes_is_measured() -> None:
 
 
 def test_unused_weights_cost_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    session = de.open(Fills(), inputs=(INPUTS,))
+    session = de.open(Uses(fills), inputs=(INPUTS,))
     casts: list[dict[str, str]] = []
     made = measured_weights.CastWeightsMode.__init__
 

@@ -25,7 +25,8 @@ from dtype_engine.results.drift import NATS, NATS_PER_EXAMPLE, SQUARED
 from dtype_engine.results.scan import ScanReport
 from dtype_engine.runtime.scan import saved
 from dtype_engine.runtime.scan.routing import TopKSample
-from dtype_engine.runtime.scan.scan import DEFAULT_DTYPES, Scan
+from dtype_engine.runtime.scan.savable_scan import DEFAULT_DTYPES
+from dtype_engine.runtime.scan.scan import Scan
 from dtype_engine.runtime.scan.scores import SequenceScores
 
 
@@ -176,12 +177,8 @@ def test_standard_error_shrinks_with_every_sequence() -> None:
     session = de.open(module, inputs=[{"input_ids": each} for each in ids])
     reports: list[ScanReport] = []
     progress: list[tuple[int, int | None]] = []
-    session.scan(
-        ["int8"],
-        draws=4,
-        on_estimate=reports.append,
-        on_progress=lambda what, done, total: progress.append((done, total)),
-    )
+    told = lambda what, done, total: progress.append((done, total))  # noqa: E731
+    session.scan(["int8"], draws=4, on_estimate=reports.append, on_progress=told)
     assert [report.sequences for report in reports] == list(range(1, 25))
     errors = [sum(entry.error or 0.0 for entry in report.weights) for report in reports]
     assert 0 < errors[-1] < errors[3]  # that of two sequences alone is little more than chance
@@ -295,7 +292,7 @@ def test_failed_save_leaves_the_file_unchanged(tmp_path: Path, monkeypatch: pyte
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    scan = Scan(session.model, session.inputs, ("int8",), session.settings, 2, save=file)
+    scan = Scan(session.model, session.inputs, ("int8",), session.settings, file, draws=2)
     scan.done.popitem()
     with pytest.raises(de.UserError, match="No space left"):
         scan.run()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from tests.engine.runtime.scan.test_measured_weights import Use, Uses
 from tests.engine.runtime.scan.test_scan import Odd
 from tests.helpers import architectures
 from torch import nn
@@ -36,58 +36,43 @@ def test_views_of_weights_are_made_again_for_the_backward_pass() -> None:
     assert scores(session, 1) == scores(session, 1 << 30)
 
 
-def transposed_after_a_write(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    weight.mul_(0.25)
-    return x @ weight.T
+def transposed_after_a_write(own: Uses, x: torch.Tensor) -> torch.Tensor:
+    own.weight.mul_(0.25)
+    return x @ own.weight.T
 
 
-def clamped(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    weight.data.clamp_(-0.1, 0.1)
-    return x @ weight.mT
+def clamped(own: Uses, x: torch.Tensor) -> torch.Tensor:
+    own.weight.data.clamp_(-0.1, 0.1)
+    return x @ own.weight.mT
 
 
-def standardized(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    wide = weight.to(torch.float32)
+def standardized(own: Uses, x: torch.Tensor) -> torch.Tensor:
+    wide = own.weight.to(torch.float32)
     wide.sub_(wide.mean())
     return (x.float() @ wide.T).to(x.dtype)
 
 
-def written_view(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    view = weight.t()
+def written_view(own: Uses, x: torch.Tensor) -> torch.Tensor:
+    view = own.weight.t()
     view.mul_(2)
     return x @ view
 
 
-def written_alias(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    alias = weight.detach()
+def written_alias(own: Uses, x: torch.Tensor) -> torch.Tensor:
+    alias = own.weight.detach()
     alias.mul_(0.25)
     return x @ alias
 
 
-def gradient_of_its_own(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return x + torch.func.grad(lambda z: torch.tanh(z @ weight).sum())(x)
-
-
-class Uses(nn.Module):
-    """Uses a weight between two layers."""
-
-    def __init__(self, use: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 5)
-        self.weight, self.use = nn.Parameter(0.5 * torch.randn(8, 8)), use
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        used: torch.Tensor = self.last(self.use(torch.tanh(self.first(x)), self.weight))
-        return used
+def gradient_of_its_own(own: Uses, x: torch.Tensor) -> torch.Tensor:
+    return x + torch.func.grad(lambda z: torch.tanh(z @ own.weight).sum())(x)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
     "use", [transposed_after_a_write, clamped, standardized, written_view, written_alias, gradient_of_its_own]
 )
-def test_backward_pass_sees_weights_as_the_model_changed_them(
-    use: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], dtype: torch.dtype
-) -> None:
+def test_backward_pass_sees_weights_as_the_model_changed_them(use: Use, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     session = de.open(Uses(use).to(dtype), inputs=[torch.randn(3, 8)])
     small, large = (
@@ -101,16 +86,8 @@ def test_backward_pass_sees_weights_as_the_model_changed_them(
 
 
 def test_lookup_of_one_row_is_scanned() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table, self.layer = nn.Embedding(16, 8), nn.Linear(8, 4)
-
-        def forward(self, number: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = self.layer(self.table(number))
-            return out
-
     torch.manual_seed(0)
-    session = de.open(Net().half(), inputs=(torch.tensor(3),))
+    net = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 4))
+    session = de.open(net.half(), inputs=(torch.tensor(3),))
     found, exact = session.scan(["int8"], draws=300).scores(), session.scan(["int8"], exact=True).scores()
-    assert found["table.weight", "int8"] == pytest.approx(exact["table.weight", "int8"], rel=0.05)
+    assert found["0.weight", "int8"] == pytest.approx(exact["0.weight", "int8"], rel=0.05)

@@ -1,0 +1,96 @@
+"""What estimated scans (`scan.py`) and exact ones (`exact.py`) have in common: the file with their results, and their report."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dtype_engine.checkpoint import FileIdentity
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.options import RunSettings
+from dtype_engine.core.shard import WHOLE, Shard
+from dtype_engine.results.scan import ScanReport, WeightScore
+from dtype_engine.runtime.inputs import Inputs
+from dtype_engine.runtime.model.live import LiveModel
+from dtype_engine.runtime.modes.reference import reference_name
+from dtype_engine.runtime.scan import saved as scan_file
+from dtype_engine.runtime.scan.cache_writes import scored_bytes
+from dtype_engine.runtime.scan.casts import scanned_dtypes
+from dtype_engine.runtime.scan.routing import Key
+from dtype_engine.runtime.scan.saved import Fingerprint, SavedScan
+from dtype_engine.search.families import FAMILIES, OWN
+
+DEFAULT_DTYPES = FAMILIES[OWN].dtypes
+
+OnStep = Callable[[str, int, int | None], None]
+OnEstimate = Callable[[ScanReport], None]
+
+
+@dataclass
+class SavableScan(ABC):
+    """A scan, which may be running, stopped or finished."""
+
+    model: LiveModel
+    inputs: Inputs
+    dtypes: tuple[str, ...] = DEFAULT_DTYPES
+    settings: RunSettings = field(default_factory=RunSettings)
+    save: Path | None = None
+    """The file in which the results are saved. It is read at the start, and written after each part."""
+    unit: str = ""
+    forward_seconds: float = 0.0
+    scan_seconds: float = 0.0
+    shard: Shard = WHOLE
+    """Which of the parts this process scans, if a scan is divided among several jobs."""
+    on_unsaved: Callable[[str], None] | None = None
+    """Called with the reason if `save` can't be written; the scan then continues without it. If None, UserError is raised."""
+    _seen: FileIdentity | None = None
+
+    def __post_init__(self) -> None:
+        self.fingerprint = Fingerprint.of(self.model, self.inputs, self.dtypes, self.settings)
+        self.wanted = scanned_dtypes(self.model, self.dtypes)
+
+    @abstractmethod
+    def saved(self) -> SavedScan:
+        """Return all results as they are saved."""
+
+    def write(self, path: Path) -> None:
+        """Save all results. Raises UserError if the file can't be written."""
+        self._seen = scan_file.write_joined(path, self.saved(), self._seen)
+
+    def _save_if_wanted(self) -> None:
+        if self.save is None:
+            return
+        try:
+            self.write(self.save)
+        except UserError as error:
+            if self.on_unsaved is None:
+                raise
+            self.save = None
+            self.on_unsaved(str(error))
+
+    def _report(self, draws: int, sequences: int, scores: Mapping[Key, tuple[float, float | None]]) -> ScanReport:
+        """Return the report. draws: 0 for an exact scan. scores: (score, standard error) by (weight, dtype)."""
+        return ScanReport(
+            model=self.model.title,
+            device=str(self.model.device),
+            reference=reference_name(self.model),
+            inputs=self.inputs.description,
+            unit=self.unit,
+            exact=not draws,
+            draws=draws,
+            sequences=sequences,
+            all_sequences=len(self.inputs.batches),
+            dtypes=self.dtypes,
+            forward_seconds=self.forward_seconds,
+            scan_seconds=self.scan_seconds,
+            weights=tuple(
+                WeightScore(name, dtype, scored_bytes(self.model.tree, name, dtype), *score)
+                for (name, dtype), score in scores.items()
+            ),
+            notices=self.model.notices,
+            activations=self.settings.quantize_activations,
+            coverage=self.model.coverage,
+            loader=self.model.loader,
+        )
