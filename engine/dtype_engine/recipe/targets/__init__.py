@@ -20,9 +20,7 @@ TARGET_SUFFIXES = {
     "modelopt": ".json",
     "comfyui": ".json",
 }
-"""The name of every target (a tool to whose format a recipe can be converted), and the extension of the file that the tool reads. A
-target's module in this package is imported only when used.
-"""
+"""The name of every target, and the extension of the file that the tool reads. A target's module is imported only when used."""
 
 
 def target_named(name: str) -> Target:
