@@ -155,7 +155,7 @@ def _lint_serving(sarif_of: Path | None, context: Context, target: str, as_objec
     the findings are to be printed as SARIF about it; otherwise None. target: the runtime's name.
     """
     runtime = next(name for name in RUNTIMES if name == target)
-    reading = lint_serving(context, runtime, context.activations)
+    reading = lint_serving(context, runtime)
     if sarif_of is not None:
         from dtype_engine.reports.sarif import serving_sarif
 
