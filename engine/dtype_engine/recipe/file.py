@@ -16,9 +16,10 @@ Only `version` and `rules` are required.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import msgspec
 import yaml
@@ -41,42 +42,35 @@ _KEYS = {"version", "model", "rules", "settings", "measured"}
 
 Figure = str | int | float | bool | None
 LOST = "lost"
-"""The key in `measured` for the list of tensors with values that became infinite or zero when the tensor was cast. The values of
-all other keys of `measured` are single metrics.
-"""
+"""The key in `measured` for the tensors with values that their cast made infinite or zero. All other keys hold single metrics."""
 MOST_LOSSES = 1000
 """Maximum number of tensors that a recipe file lists under `lost`."""
-_T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RecipeFile:
-    """The content of a recipe file: rules, and optionally the model, the run settings and the metrics of an earlier run."""
+    """The content of a recipe file."""
 
     recipe: Recipe
     model: str | None = None
-    """The model for which the recipe was made, or None if the file does not name it."""
+    """The model for which the recipe was made, or None if the file names none."""
     settings: RunSettings | None = None
-    """The run settings, with which the candidate is run, or None if the file has none."""
+    """How the candidate is run, or None if the file does not say."""
     measured: Mapping[str, Figure] = dataclasses.field(default_factory=dict)
-    """Metrics of an earlier run, by name. The entry `lost` of the file is not among them, but in the field `lost`."""
+    """Metrics of an earlier run, by name, without the entry `lost`."""
     lost: tuple[ValueLoss, ...] = ()
-    """The tensors with values that their cast made infinite or zero in the earlier run."""
+    """The tensors with values that their cast made infinite or zero in that run."""
 
 
 def read_recipe_file(path: Path) -> RecipeFile:
-    """Return the content of a recipe file. Raises UserError, which names the file and, if possible, the rule or entry that is
-    wrong.
-    """
+    """Return the content of a recipe file. Raises UserError, which names the file and the rule or entry that is wrong."""
     try:
         with reading(f"the recipe {path}"):
             text = read_regular(path, _LARGEST).decode()
     except UnicodeDecodeError:
         raise UserError(f"{path} is not a recipe: it is not text") from None
-    try:
+    with _errors_in(f"{path} is not a recipe"):
         data = load_yaml(text)
-    except UserError as error:
-        raise UserError(f"{path} is not a recipe: {error}") from None
     if not isinstance(data, dict) or not isinstance(data.get("rules"), list):
         raise UserError(f"{path} is not a recipe: it needs 'version: {VERSION}' and a list of 'rules'")
     if data.get("version") != VERSION:
@@ -95,13 +89,10 @@ def read_recipe_file(path: Path) -> RecipeFile:
         raise UserError(f"{path}: 'measured' must be a mapping of names to figures")
     figures = dict(measured or {})
     lost = figures.pop(LOST, None)
-    return RecipeFile(
-        Recipe(rules),
-        model,
-        _settings(path, settings) if settings is not None else None,
-        _as(path, "measured", figures, dict[str, str | int | float | bool | None]),
-        _losses(path, lost),
-    )
+    run_settings = _settings(path, settings) if settings is not None else None
+    with _errors_in(f"{path}: measured"):
+        named = as_type(figures, dict[str, Figure])
+    return RecipeFile(Recipe(rules), model, run_settings, named, _losses(path, lost))
 
 
 def _rule(path: Path, number: int, entry: object) -> Rule:
@@ -109,14 +100,12 @@ def _rule(path: Path, number: int, entry: object) -> Rule:
         raise UserError(f"{path}: rule {number} must have exactly 'pattern' and 'dtype'")
     if not all(isinstance(value, str | int) for value in entry.values()):
         raise UserError(f"{path}: rule {number}: 'pattern' and 'dtype' must be strings")
-    try:
+    with _errors_in(f"{path}: rule {number}"):
         return Rule.make(str(entry["pattern"]), str(entry["dtype"]))
-    except UserError as error:
-        raise UserError(f"{path}: rule {number}: {error}") from None
 
 
 class _Settings(msgspec.Struct):
-    """The run settings as they are written in a recipe file. Dtypes may have any spelling that a rule allows, such as `bf16`."""
+    """The run settings as a recipe file has them. Dtypes may have any spelling that a rule allows, such as `bf16`."""
 
     compute: str | None = None
     autocast: str | None = None
@@ -134,15 +123,18 @@ class _Loss(msgspec.Struct):
     channels: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
-def _as(path: Path, where: str, entry: object, kind: type[_T]) -> _T:
+@contextmanager
+def _errors_in(where: str) -> Iterator[None]:
+    """Put `where` before the message of a UserError."""
     try:
-        return as_type(entry, kind)
+        yield
     except UserError as error:
-        raise UserError(f"{path}: {where}: {error}") from None
+        raise UserError(f"{where}: {error}") from None
 
 
 def _settings(path: Path, entry: object) -> RunSettings:
-    settings = _as(path, "settings", entry, _Settings)
+    with _errors_in(f"{path}: settings"):
+        settings = as_type(entry, _Settings)
     if isinstance(entry, dict) and (unknown := set(map(str, entry)) - set(_Settings.__struct_fields__)):
         raise UserError(f"{path}: unknown setting {min(unknown)!r}; there are {', '.join(_Settings.__struct_fields__)}")
     compute = _dtype(path, "compute", settings.compute or RunSettings().compute)
@@ -161,15 +153,15 @@ def _settings(path: Path, entry: object) -> RunSettings:
 
 
 def _dtype(path: Path, setting: str, value: str) -> str:
-    try:
+    with _errors_in(f"{path}: setting {setting}"):
         return dtypes.parse_target(value)
-    except UserError as error:
-        raise UserError(f"{path}: setting {setting}: {error}") from None
 
 
 def _losses(path: Path, entries: object) -> tuple[ValueLoss, ...]:
+    with _errors_in(f"{path}: measured.lost"):
+        listed = as_type(entries or [], list[_Loss])
     losses = []
-    for loss in _as(path, "measured.lost", entries or [], list[_Loss]):
+    for loss in listed:
         dtype = _dtype(path, LOST, loss.dtype)
         if dtype == dtypes.STORED:
             raise UserError(f"{path}: measured.lost: {dtype} is not a dtype in which values can be lost")
@@ -192,9 +184,7 @@ def write_recipe(
 ) -> str:
     """Return the text of a recipe file, with one line per rule, in order.
 
-    model: the name of the model for which the recipe was made. settings: how the candidate was run. measured: metrics of a run, by
-    name. comments: a comment for each rule. units: the units of the metrics, by name. lost: the tensors with values that their cast
-    made infinite or zero, which the file lists among the metrics.
+    comments: one for each rule. units: those of the metrics in `measured`, by name. lost: as in `RecipeFile`.
     """
     lines = [f"version: {VERSION}"]
     if model:
@@ -230,7 +220,7 @@ def write_recipe(
 
 
 def _scalar(text: str) -> str:
-    """Return a string as YAML. It is always in double quotes, because patterns contain characters that are special in YAML."""
+    """Return a string as YAML, always in double quotes, because patterns contain characters that are special in YAML."""
     return yaml.safe_dump(text, default_style='"', allow_unicode=True, width=1 << 20).strip()
 
 
