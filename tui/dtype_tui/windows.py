@@ -244,7 +244,7 @@ class Windows:
         """
         from dtype_tui.screens.help import HelpScreen, keys_for_node
 
-        words = [(pane.title, pane.HELP) for pane in panes]
+        words = [(pane.TITLE, pane.HELP) for pane in panes]
         experiment = self._experiment
         if self._tree.rows:
             row = self._tree.current

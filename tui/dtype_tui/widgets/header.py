@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dtype_tui.state.experiment import Experiment
 
 _BARS = (20, 12)
-"""The widths in cells that the bar of dtypes has in a wide and in a narrow terminal."""
+"""The widths in cells of the bar of dtypes, in a wide and in a narrow terminal."""
 
 
 class _Part(msgspec.Struct, frozen=True):
@@ -30,9 +30,7 @@ class _Part(msgspec.Struct, frozen=True):
 
 
 def header_line(experiment: Experiment, width: int) -> Text:
-    """Return the line of `width` cells: the model at the left, the bytes and a rating of the drift at the right. In a narrow
-    terminal, these are the last parts to be left out.
-    """
+    """Return the line of `width` cells: the model, the bytes and a rating of the drift. The last two are left out last."""
     left, right = _about_model(experiment, width), [*_about_bytes(experiment, width), *_about_drift(experiment)]
     shown: list[_Part] = []
     used = 3  # the blanks at both ends, and one between left and right
@@ -40,15 +38,16 @@ def header_line(experiment: Experiment, width: int) -> Text:
         if used + part.gap + part.text.cell_len <= width:
             shown.append(part)
             used += part.gap + part.text.cell_len
-    line = Text(" ", no_wrap=True, overflow="ellipsis")
-    for part in left:
-        if part in shown:
-            line.append_text(Text.assemble(" " * (part.gap if line.cell_len > 1 else 0), part.text))
-    end = Text()
-    for part in right:
-        if part in shown:
-            end.append_text(Text.assemble(" " * (part.gap if end else 0), part.text))
-    return Text.assemble(line, " " * max(1, width - line.cell_len - end.cell_len - 1), end, " ", no_wrap=True)
+    begin, end = (_joined([part for part in parts if part in shown]) for parts in (left, right))
+    between = " " * max(1, width - begin.cell_len - end.cell_len - 2)
+    return Text.assemble(" ", begin, between, end, " ", no_wrap=True)
+
+
+def _joined(parts: list[_Part]) -> Text:
+    line = Text()
+    for part in parts:
+        line.append_text(Text.assemble(" " * (part.gap if line else 0), part.text))
+    return line
 
 
 def _about_model(experiment: Experiment, width: int) -> list[_Part]:
@@ -99,7 +98,6 @@ def _about_drift(experiment: Experiment) -> list[_Part]:
 
 
 def _figure(output: OutputDrift) -> str:
-    """Return the metric by which an output is judged: its mean KL or, if it has none, its SQNR."""
     if output.kl_mean is None:
         return decibels(output.sqnr_db)
     return "not finite" if math.isnan(output.kl_mean) else f"KL {scientific(output.kl_mean)}"
