@@ -182,10 +182,7 @@ def write_recipe(
     units: Mapping[str, str] | None = None,
     lost: Sequence[ValueLoss] = (),
 ) -> str:
-    """Return the text of a recipe file, with one line per rule, in order.
-
-    comments: one for each rule. units: those of the metrics in `measured`, by name. lost: as in `RecipeFile`.
-    """
+    """Return the text of a recipe file. comments: one for each rule. units: those of the metrics in `measured`, by name."""
     lines = [f"version: {VERSION}"]
     if model:
         lines.append(f"model: {_scalar(model)}  # what it was made for")

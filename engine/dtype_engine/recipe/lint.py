@@ -8,7 +8,7 @@ from dtype_engine.core.errors import PatternError, TooSlow
 from dtype_engine.recipe.kv_serving import CacheServing, cache_serving
 from dtype_engine.recipe.plan import MATCHING_S
 from dtype_engine.recipe.regexes import time_limit
-from dtype_engine.recipe.targets import Context, Match, Target
+from dtype_engine.recipe.targets.base import Context, Match, Target
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,8 +120,8 @@ def _is_float8(dtype: str) -> bool:
 
 
 def why_not_loaded(dtype: str, expert: bool, beside_experts: bool, wide: str) -> str | None:
-    """Return why `from_pretrained` without further arguments does not load and run a model with a weight in the format `dtype`, or
-    None if it does. The format must have a layout that other programs read.
+    """Return why `from_pretrained` without further arguments does not load and run a model with a weight in a format that other
+    programs read, or None if it does.
 
     expert: whether the weight is that of experts that transformers packs. beside_experts: whether it is in another layer of a model
     with such experts, which may have no scales. wide: the dtype in `config.json`.

@@ -74,10 +74,9 @@ class _Proposals:
         return rules
 
     def best(self, now: Mapping[str, str], wrong: set[str]) -> tuple[Rule, tuple[str, ...]]:
-        """Return the rule with the largest gain, the weights that it corrects minus those that it makes wrong, and the tensors that
-        it selects. If gains are equal, the shortest pattern is best.
-
-        now: the dtype of each tensor under the rules chosen so far. wrong: the tensors whose dtype is not the wanted one yet.
+        """Return the rule that corrects the most weights, less those that it makes wrong, and the tensors that it selects. If
+        several do, the shortest pattern is best. now: the dtype of each tensor so far. wrong: the tensors whose dtype is not the
+        wanted one.
         """
         best: tuple[float, int, str, str] | None = None
         for pattern in (*self._patterns, *self._ranges(wrong)):
@@ -185,11 +184,10 @@ class _CacheProposals(_Proposals):
 
 
 def _kinds(name: str) -> dict[tuple[str, str], int]:
-    """Return each number in a dotted name, keyed by the text before it and the text after it, with later numbers replaced by `*`.
-    The names of the enclosing modules have keys of their own.
+    """Return each number in a dotted name, keyed by the texts before and after it, with later numbers replaced by `*`. Names with
+    equal keys differ only in the number, so one range can match them. The names of the enclosing modules have keys of their own.
 
-    For `layers.3.experts.5.w1`, 3 has the key ("layers", ".experts.*.w1"), and 5 has the key ("layers.3.experts", ".w1"). Names
-    with equal keys differ only in the number, so one range can match them.
+    For `layers.3.experts.5.w1`, 3 has the key ("layers", ".experts.*.w1"), and 5 has the key ("layers.3.experts", ".w1").
     """
     numbers: dict[tuple[str, str], int] = {}
     for whole in (name, *ancestors(name)):

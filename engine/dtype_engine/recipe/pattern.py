@@ -76,8 +76,7 @@ def compile_pattern(text: str) -> Pattern:
         raise PatternError("the pattern is empty: write a module or tensor name, a glob, re:… or type:…", 0)
     if text.startswith("re:"):
         return Pattern(text, False, compile_regex(text[3:], text, before=3))
-    longest = _LONGEST_WITH_BRACES if "{" in text else _LONGEST
-    if len(text) > longest:
+    if len(text) > (longest := _LONGEST_WITH_BRACES if "{" in text else _LONGEST):
         raise PatternError(f"a pattern of {len(text)} characters is too long: the limit is {longest}", longest)
     by_class = text.startswith("type:")
     piece, end = _sequence(text, 5 if by_class else 0, depth=0)
@@ -243,8 +242,7 @@ def _class_end(text: str, opened: int) -> int | None:
 
 
 def _character_class(inside: str) -> str:
-    negated = inside.startswith("!")
-    members = inside[1:] if negated else inside
+    negated, members = inside.startswith("!"), inside.removeprefix("!")
     pieces: list[str] = []
     for low, high, single in re.findall(r"(?s)(.)-(.)|(.)", members):
         if single:

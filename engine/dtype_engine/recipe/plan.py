@@ -45,10 +45,10 @@ class Selection(msgspec.Struct, frozen=True):
         return self if may_be_caches else msgspec.structs.replace(self, caches=())
 
 
-def select(tree: Tree, pattern: Pattern | str, seconds: float = MATCHING_S) -> Selection:
+def select(tree: Tree, pattern: str, seconds: float = MATCHING_S) -> Selection:
     """Return what a pattern selects. Raises PatternError for an invalid one, and TooSlow if matching takes more than `seconds`."""
     with time_limit(seconds):
-        return _selected(tree, compile_pattern(pattern) if isinstance(pattern, str) else pattern)
+        return _selected(tree, compile_pattern(pattern))
 
 
 def _selected(tree: Tree, compiled: Pattern) -> Selection:

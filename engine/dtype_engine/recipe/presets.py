@@ -1,7 +1,4 @@
-"""Presets: ready-made recipes that suit many models. The rules of a preset are computed for a given tree.
-
-A preset contains only rules that match something in the tree, so the user can read and change them like those of any recipe.
-"""
+"""Presets: ready-made recipes for many models. Their rules are computed for a tree, in which each of them matches something."""
 
 from __future__ import annotations
 
@@ -49,10 +46,7 @@ class Preset:
     """What the model must declare for it, in words."""
 
     def recipe(self, tree: Tree) -> Recipe:
-        """Return the preset's rules for a tree.
-
-        Raises UserError if the preset needs module classes that are unknown, or if none of its rules matches.
-        """
+        """Return the rules for a tree. Raises UserError if module classes are needed and unknown, or if no rule matches."""
         if self.needs_classes and not tree.has_classes:
             raise UserError(f"preset {self.name!r} matches module classes, {NO_CLASSES}")
         recipe = Recipe.of(rule for rule in self._make(tree) if select(tree, rule.pattern))

@@ -45,8 +45,7 @@ def weight_scheme(dtype: str) -> dict[str, Any]:
 
 
 def activation_scheme(dtype: str) -> dict[str, Any] | None:
-    """Return how a scheme describes the quantized inputs of weights of a dtype in `DESCRIBED`, or None if runtimes keep them
-    unquantized.
+    """Return how a scheme describes the inputs of weights of a dtype in `DESCRIBED`, or None if they are not quantized.
 
     The entries are those of FP8_DYNAMIC, W8A8, FP8_BLOCK, MXFP8, MXFP4 and NVFP4 (`quantization/quant_scheme.py`): a scale for each
     token, or for each block of a token. NVFP4 also has one scale for all inputs of a layer, which the file holds.

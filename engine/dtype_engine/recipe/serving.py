@@ -1,5 +1,4 @@
-"""Predicts how a runtime would treat an export of a plan. Each check names the file in the runtime's source code on which it is
-based.
+"""Predicts how a runtime would treat an export of a plan. Each check names the file in the runtime's source code behind it.
 
 The runtimes are vLLM (main branch, 2026) and SGLang (a version that supports a single compressed-tensors format per checkpoint).
 Both read an export in the layout in which it was written: compressed-tensors, or DeepSeek's fp8.

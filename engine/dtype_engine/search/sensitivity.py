@@ -1,5 +1,4 @@
-"""Adds up the scores of a scan for a node of the tree, a layer or a recipe. A score is the drift of the output if only one weight
-is cast.
+"""Adds up the scores of a scan: the drifts of the output if only one weight is cast.
 
 To second order, the errors of different weights add up, so the score of a node, a layer or a recipe is the sum of its weights'
 scores. This sum is an approximation, and therefore always called predicted.

@@ -43,11 +43,10 @@ def around(front: ParetoFront, budget: int | None, max_drift: float | None, coun
     With a limit on bytes, these need no more bytes than the best. With a limit on drift, they may need more, because the drift is
     only predicted and may be too high. Raises what `solve` raises.
     """
-    first = solve(front, budget, max_drift)
-    indexes = range(len(front.points))
+    first, sizes = solve(front, budget, max_drift), [point.bytes for point in front.points]
     if budget is not None:
-        near = [index for index in reversed(indexes) if front.points[index].bytes <= first.bytes]
+        near = [index for index in reversed(range(len(sizes))) if sizes[index] <= first.bytes]
     else:
-        near = sorted(indexes, key=lambda index: abs(front.points[index].bytes - first.bytes))
+        near = sorted(range(len(sizes)), key=lambda index: abs(sizes[index] - first.bytes))
     others = [solution for solution in map(front.solution_at, near[:count]) if solution.dtypes != first.dtypes]
     return first, *others[: count - 1]

@@ -103,10 +103,8 @@ def plot(
     unit: str = "",
     notes: Sequence[Note] = (),
 ) -> Text:
-    """Return the plot as `height` lines of `width` cells.
-
-    vertical: the x at which to draw a vertical line. names: (x, name) in order of x, to write below the horizontal axis instead of
-    numbers. unit: that of y, written after the uppermost label of the vertical axis.
+    """Return the plot as `height` lines of `width` cells. vertical: the x at which to draw a vertical line. names: (x, name) in
+    order of x, to write below the axis instead of numbers. unit: that of y, written after the uppermost label.
     """
     labels = _y_labels(axes, max(1, height - 2 - axes.zero))
     if unit and labels:

@@ -39,10 +39,9 @@ def loss_mark(overflowed: int, vanished: int, saturated: int = 0) -> str:
 def loss_rows(
     lost: Sequence[ValueLoss] | None, reason: str, remedy: LossRemedy | None, remedy_next: bool
 ) -> list[tuple[str, str]]:
-    """Return rows (label, text) of the Drift pane about values that casts make infinite or zero or clip, and rules that prevent
-    this.
+    """Return rows (label, text) of the Drift pane about values that casts make infinite or zero or clip.
 
-    lost: the tensors with such values, or None if they are unknown. reason: why they are unknown. remedy: the rules, if they are
+    lost: the tensors with such values, or None if they are unknown, for this `reason`. remedy: rules that prevent it, if they are
     known. remedy_next: whether the next press of the key for remedies applies them.
     """
     if lost is None:

@@ -2,8 +2,8 @@
 
 Three groups share no color: a hue for each family of dtypes, a ramp from green to red for how bad a drift is, and an accent for
 titles, keys and the edge of the cursor. Drawing code uses the names of the terminal's 16 colors. The app shows each name in the
-table's color for a dark or a light theme; a theme of the terminal's own colors (`ansi-dark`, `ansi-light`) leaves the names as they
-are. A color never carries information alone: it accompanies a word, a number or the length of a bar.
+table's color for a dark or a light theme; a theme of the terminal's own colors (`ansi-dark`, `ansi-light`) leaves them. A color
+never carries information alone: it accompanies a word, a number or the length of a bar.
 
 "bright_yellow" stands for the orange of the ramp, because "bright_red" would look like its red.
 """

@@ -43,14 +43,13 @@ def worst_lines(
     scale: tuple[float, float],
     limits: Sequence[tuple[float, Word]],
 ) -> list[Text]:
-    """Return the lines about the modules that drift most: a label, the SQNR in dB, a bar that is longer for more drift, and the end
-    of the module's name.
+    """Return lines about the modules that drift most: a label, the SQNR in dB, a bar for the drift, and the end of the name.
 
     If a shortened name could mean several modules, the bars are left out, so that more of each name fits. If it is still ambiguous,
     the full name follows on further lines.
 
-    width: that of the lines in cells. others: the names of all modules. scale: the SQNRs in dB at which a bar is full and at which
-    it is empty. limits: the minimum SQNR in dB of each rating, such as (40.0, "small").
+    scale: the SQNRs in dB at which a bar is full and at which it is empty. limits: the minimum SQNR of each rating, such as (40.0,
+    "small").
     """
     numbers = ["not finite" if drift.nonfinite else decibels(drift.sqnr_db).removesuffix(" dB") for drift in worst]
     widest = max(map(len, numbers), default=0)

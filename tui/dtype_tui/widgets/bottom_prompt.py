@@ -76,8 +76,7 @@ class BottomPrompt(Vertical):
         return len(self.children) - 1 + self._hint_lines if self.is_open else 0
 
     def show_with(self, text: str, select: bool = False) -> None:
-        """Show the prompt with `text` in its line, and focus the line. select: whether to select the text, so that typing replaces
-        it.
+        """Show the prompt with `text` in its line, and focus the line. select: select the text, so that typing replaces it.
 
         Another open prompt is closed first: it would be in the same place, and closing one would return the focus to the other.
         """

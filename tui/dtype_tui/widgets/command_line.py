@@ -134,8 +134,6 @@ class CommandLine(BottomPrompt):
         if refused is not None:
             self.hint(Text(f" {refused}", style="bold"))
             return
-        if line in self.history:
-            self.history.remove(line)
-        self.history.append(line)
+        self.history = [*(earlier for earlier in self.history if earlier != line), line]
         self.close()
         await self._run(command, arguments)

@@ -14,7 +14,6 @@ from dtype_tui.rendering.cells import short_bytes, stacked, truncate
 from dtype_tui.rendering.palette import ramp, verdict_pill
 
 if TYPE_CHECKING:
-    from dtype_engine.results.drift import OutputDrift
     from dtype_tui.state.experiment import Experiment
 
 _BARS = (20, 12)
@@ -91,13 +90,10 @@ def _about_drift(experiment: Experiment) -> list[_Part]:
     found = meaning(output, experiment.floor, report.modules)
     parts = [_Part(Text(*verdict_pill(found.word)), 1)]
     if output.max_abs > 0:
-        parts.append(_Part(Text(_figure(output), style=ramp(found.word)), 3, gap=1))
+        figure = decibels(output.sqnr_db)
+        if output.kl_mean is not None:
+            figure = "not finite" if math.isnan(output.kl_mean) else f"KL {scientific(output.kl_mean)}"
+        parts.append(_Part(Text(figure, style=ramp(found.word)), 3, gap=1))
     if output.top1_agreement is not None:
         parts.append(_Part(Text(f"top-1 {100 * output.top1_agreement:.1f} %", style="dim"), 9))
     return parts
-
-
-def _figure(output: OutputDrift) -> str:
-    if output.kl_mean is None:
-        return decibels(output.sqnr_db)
-    return "not finite" if math.isnan(output.kl_mean) else f"KL {scientific(output.kl_mean)}"

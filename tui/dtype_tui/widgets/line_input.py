@@ -28,7 +28,7 @@ class LineInput(Input):
         Binding("alt+b", "cursor_left_word", "Move cursor left a word", show=False),
         Binding("alt+f", "cursor_right_word", "Move cursor right a word", show=False),
         Binding("alt+d", "delete_right_word", "Delete right to start of word", show=False),
-        # As in shells. Textual before 8.2 has no binding for these keys, and later versions delete to the right.
+        # As in shells. Textual deletes to the right.
         Binding("ctrl+backspace,alt+backspace", "delete_left_word", "Delete left to start of word", show=False),
     ]
 

@@ -31,9 +31,8 @@ _USUAL = (
 
 
 def next_keys(experiment: Experiment, filtered: bool, working: Activity, ended: bool) -> list[tuple[str, str]]:
-    """Return the keys for the current state, those that the user probably needs next first, as pairs (id of the binding, meaning).
-
-    filtered: whether the tree is filtered. working: the jobs of the engine. ended: whether the engine has ended.
+    """Return pairs (id of the binding, meaning) of keys, those that the user probably needs next first. ended: whether the engine
+    has ended.
     """
     results, busy = experiment.results, working.busy
     if filtered:

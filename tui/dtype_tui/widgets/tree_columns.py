@@ -88,8 +88,7 @@ def columns_for(
     The names get the width that they need, up to half of the line. To make room for them, `_LESS` narrows or leaves out other
     columns. `_STILL_LESS` does so, too, but only while the names have less than two fifths of the line.
 
-    needed: what `needed_width` returns for the rows. hidden: columns to leave out in any case. scanned: whether to add a column for
-    the scan's scores. compares: whether to add columns for the baseline's drift and the difference from it.
+    needed: what `needed_width` returns for the rows. scanned: whether there are scores. compares: whether there is a baseline.
     """
     wide = width >= _WIDE
     columns = Columns(0, 25 if wide else 13)

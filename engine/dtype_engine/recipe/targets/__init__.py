@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 
 from dtype_engine.core.errors import UserError
-from dtype_engine.recipe.targets.base import Context, Conversion, Match, Target, Unsupported
+from dtype_engine.recipe.targets.base import Context, Conversion, Target
 
 TARGET_SUFFIXES = {
     "torchao": ".json",
@@ -31,12 +31,4 @@ def target_named(name: str) -> Target:
     return target
 
 
-__all__ = [
-    "TARGET_SUFFIXES",
-    "Context",
-    "Conversion",
-    "Match",
-    "Target",
-    "Unsupported",
-    "target_named",
-]
+__all__ = ["TARGET_SUFFIXES", "Context", "Conversion", "target_named"]

@@ -1,8 +1,8 @@
 """Converts recipes for llama.cpp: lines for `llama-quantize --tensor-type-file`, with the names that tensors have in GGUF.
 
-llama-quantize searches for a pattern anywhere in a name (`std::regex_search`), so the patterns written here are anchored.
-llama-quantize applies the lines of the file only if the requested type is a quantized one, so Q8_0 is requested. To keep Q8_0 from
-applying to other tensors, there is a line for every tensor that can be quantized.
+llama-quantize searches for a pattern anywhere in a name (`std::regex_search`), so the patterns written here are anchored. It
+applies the lines only if the requested type is a quantized one, so Q8_0 is requested, and there is a line for every tensor that can
+be quantized, to which Q8_0 would otherwise apply.
 """
 
 from __future__ import annotations
