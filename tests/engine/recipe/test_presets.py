@@ -20,21 +20,14 @@ from dtype_engine.runtime.building.describe import describe
 
 
 def tree_of_a_moe() -> Tree:
-    classes = {
-        "": "MixtralForCausalLM",
-        "model.embed_tokens": "Embedding",
-        "model.norm": "MixtralRMSNorm",
-        "lm_head": "Linear",
-    }
+    classes = {"": "MixtralForCausalLM", "model.embed_tokens": "Embedding", "model.norm": "MixtralRMSNorm"}
+    classes["lm_head"] = "Linear"
     tensors = [TensorInfo("model.embed_tokens.weight", (8, 4), "float32")]
     for layer in range(12):
         at = f"model.layers.{layer}"
-        classes |= {
-            f"{at}.self_attn.q_proj": "Linear",
-            f"{at}.mlp.gate": "Linear",
-            f"{at}.mlp.experts": "MixtralExperts",
-        }
-        classes |= {f"{at}.norm": "PreNormBlock", f"{at}.norm.inner": "MixtralRMSNorm", f"{at}.norm.fc": "Linear"}
+        classes |= dict.fromkeys((f"{at}.self_attn.q_proj", f"{at}.mlp.gate", f"{at}.norm.fc"), "Linear")
+        classes |= {f"{at}.mlp.experts": "MixtralExperts", f"{at}.norm": "PreNormBlock"}
+        classes[f"{at}.norm.inner"] = "MixtralRMSNorm"
         tensors += [
             TensorInfo(f"{at}.self_attn.q_proj.weight", (4, 4), "float32"),
             TensorInfo(f"{at}.mlp.gate.weight", (2, 4), "float32"),

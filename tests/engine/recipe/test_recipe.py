@@ -9,15 +9,11 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.tree import TensorInfo, Tree, ancestors
 from dtype_engine.recipe import History, Recipe, Rule, compile_pattern, make_plan, require_matches, select
 
-CLASSES = {
+CLASSES = dict.fromkeys(("a.0", "a.1", "b.0", "head"), "Linear") | {
     "": "Net",
     "a": "Block",
-    "a.0": "Linear",
-    "a.1": "Linear",
     "a.10": "Norm",
     "b": "Block",
-    "b.0": "Linear",
-    "head": "Linear",
 }
 TREE = Tree(
     [
@@ -34,20 +30,8 @@ TREE = Tree(
 )
 PATTERNS = st.sampled_from(
     [
-        "*",
-        "a",
-        "a.1",
-        "a.1*",
-        "*.weight",
-        "*.bias",
-        "head",
-        "b.0",
-        "*.inv_freq",
-        "b.0.*",
-        "type:Linear",
-        "type:Norm",
-        "a.{0..1}",
-        "re:.*0",
+        *("*", "a", "a.1", "a.1*", "*.weight", "*.bias", "head", "b.0", "*.inv_freq", "b.0.*"),
+        *("type:Linear", "type:Norm", "a.{0..1}", "re:.*0"),
     ]
 )
 RULES = st.builds(Rule, PATTERNS, st.sampled_from([*dtypes.CASTABLE_DTYPES, dtypes.STORED]))

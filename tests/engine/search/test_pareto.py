@@ -87,14 +87,8 @@ def test_no_combination_beats_the_pareto_front(table: list[list[tuple[int, float
 
 
 KINDS = (
-    "self_attn.q_proj",
-    "self_attn.k_proj",
-    "self_attn.v_proj",
-    "mlp.up_proj",
-    "mlp.down_proj",
-    "norm",
-    "experts.0",
-    "experts.1",
+    *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.up_proj", "mlp.down_proj"),
+    *("norm", "experts.0", "experts.1"),
 )
 LAYERS = 4
 NAMES = [f"model.layers.{layer}.{kind}.weight" for layer in range(LAYERS) for kind in KINDS] + [

@@ -6,7 +6,7 @@ import math
 
 import pytest
 from tests.helpers.recording_engine import make_app, report, running, say
-from tests.helpers.scenes import ready
+from tests.helpers.scenes import opened
 from tests.helpers.screen_text import lines, notices, screen, until
 from textual.widgets import Input
 
@@ -114,9 +114,7 @@ def test_other_structures_and_plans_are_in_different_folds() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("opens", ["l", "right", "space"])
 async def test_fold_opens_and_closes(opens: str) -> None:
-    app = make_app()
-    async with running(app, (120, 36)) as pilot:
-        await ready(app, pilot)
+    async with opened() as (app, pilot):
         await pilot.press("j", "j", "j", "j")
         tree = app.main.tree_view
         assert (tree.current.name, shown(app)) == (LAYERS, ["0 … 5"])
@@ -141,9 +139,7 @@ async def test_fold_opens_and_closes(opens: str) -> None:
 
 
 async def test_cast_on_a_fold_is_one_rule_for_all_members() -> None:
-    app = make_app()
-    async with running(app, (120, 36)) as pilot:
-        await ready(app, pilot)
+    async with opened() as (app, pilot):
         app.main.tree_view.go_to(LAYERS)
         await pilot.press("2")
         assert rules(app) == [f"{LAYERS}=bfloat16"]
@@ -170,9 +166,7 @@ async def test_cast_on_a_fold_is_one_rule_for_all_members() -> None:
 
 
 async def test_member_with_another_dtype_is_shown_separately() -> None:
-    app = make_app(_layers(*map(str, range(12))))
-    async with running(app, (120, 36)) as pilot:
-        await ready(app, pilot)
+    async with opened(tree=_layers(*map(str, range(12)))) as (app, pilot):
         tree = app.main.tree_view
         tree.go_to("model.layers.{0..11}")
         app.controller.add_rule(Rule("model.layers.5", "bfloat16"))
@@ -195,10 +189,8 @@ async def test_member_with_another_dtype_is_shown_separately() -> None:
 
 
 async def test_measurement_splits_folds_except_at_the_cursor() -> None:
-    app = make_app(_layers(*map(str, range(9))))
     decibels = (50.0, 49.0, 48.0, 47.0, 30.0, 42.0, 41.0, 40.0, 39.5)
-    async with running(app, (120, 36)) as pilot:
-        await ready(app, pilot)
+    async with opened(tree=_layers(*map(str, range(9)))) as (app, pilot):
         await pilot.press("2")
         await say(app, pilot, measured(app, *decibels))
         assert shown(app) == ["0 … 3", "4", "5 … 8"]
@@ -215,9 +207,7 @@ async def test_measurement_splits_folds_except_at_the_cursor() -> None:
 
 
 async def test_going_to_a_module_opens_its_fold() -> None:
-    app = make_app()
-    async with running(app, (80, 24)) as pilot:
-        await ready(app, pilot)
+    async with opened(size=(80, 24)) as (app, pilot):
         await pilot.press("2")
         await say(app, pilot, measured(app, 40.0, 39.0, 38.0, 37.0, 36.0, 35.0))
         assert shown(app) == ["0 … 5"]
@@ -235,9 +225,7 @@ async def test_going_to_a_module_opens_its_fold() -> None:
 
 
 async def test_matches_inside_a_fold_are_counted() -> None:
-    app = make_app()
-    async with running(app, (120, 36)) as pilot:
-        await ready(app, pilot)
+    async with opened() as (app, pilot):
         await pilot.press("slash", *"layers.3.mlp")
         await pilot.pause()
         assert shown(app) == ["0 … 5"]
