@@ -73,34 +73,36 @@ def read_recipe_file(path: Path) -> RecipeFile:
         data = load_yaml(text)
     if not isinstance(data, dict) or not isinstance(data.get("rules"), list):
         raise UserError(f"{path} is not a recipe: it needs 'version: {VERSION}' and a list of 'rules'")
-    if data.get("version") != VERSION:
-        raise UserError(
-            f"{path}: recipe version {_shown(data.get('version'))} is unknown; this program reads version {VERSION}"
-        )
+    with _errors_in(str(path)):
+        return _recipe_file(data)
+
+
+def _recipe_file(data: dict[Any, Any]) -> RecipeFile:
+    if (version := data.get("version")) != VERSION:
+        raise UserError(f"recipe version {_shown(version)} is unknown; this program reads version {VERSION}")
     if unknown := set(map(str, data)) - _KEYS:
-        raise UserError(f"{path}: unknown entry {_shown(min(unknown))}; a recipe has {', '.join(sorted(_KEYS))}")
-    model = data.get("model")
+        raise UserError(f"unknown entry {_shown(min(unknown))}; a recipe has {', '.join(sorted(_KEYS))}")
+    model, settings, measured = data.get("model"), data.get("settings"), data.get("measured")
     if model is not None and not isinstance(model, str):
-        raise UserError(f"{path}: 'model' must be a string")
+        raise UserError("'model' must be a string")
     with time_limit(MATCHING_S):
-        rules = tuple(_rule(path, number, entry) for number, entry in enumerate(data["rules"], 1))
-    settings, measured = data.get("settings"), data.get("measured")
+        rules = tuple(_rule(number, entry) for number, entry in enumerate(data["rules"], 1))
     if measured is not None and not isinstance(measured, dict):
-        raise UserError(f"{path}: 'measured' must be a mapping of names to figures")
+        raise UserError("'measured' must be a mapping of names to figures")
     figures = dict(measured or {})
     lost = figures.pop(LOST, None)
-    run_settings = _settings(path, settings) if settings is not None else None
-    with _errors_in(f"{path}: measured"):
+    run_settings = _settings(settings) if settings is not None else None
+    with _errors_in("measured"):
         named = as_type(figures, dict[str, Figure])
-    return RecipeFile(Recipe(rules), model, run_settings, named, _losses(path, lost))
+    return RecipeFile(Recipe(rules), model, run_settings, named, _losses(lost))
 
 
-def _rule(path: Path, number: int, entry: object) -> Rule:
+def _rule(number: int, entry: object) -> Rule:
     if not isinstance(entry, dict) or set(entry) != {"pattern", "dtype"}:
-        raise UserError(f"{path}: rule {number} must have exactly 'pattern' and 'dtype'")
+        raise UserError(f"rule {number} must have exactly 'pattern' and 'dtype'")
     if not all(isinstance(value, str | int) for value in entry.values()):
-        raise UserError(f"{path}: rule {number}: 'pattern' and 'dtype' must be strings")
-    with _errors_in(f"{path}: rule {number}"):
+        raise UserError(f"rule {number}: 'pattern' and 'dtype' must be strings")
+    with _errors_in(f"rule {number}"):
         return Rule.make(str(entry["pattern"]), str(entry["dtype"]))
 
 
@@ -132,17 +134,17 @@ def _errors_in(where: str) -> Iterator[None]:
         raise UserError(f"{where}: {error}") from None
 
 
-def _settings(path: Path, entry: object) -> RunSettings:
-    with _errors_in(f"{path}: settings"):
+def _settings(entry: object) -> RunSettings:
+    with _errors_in("settings"):
         settings = as_type(entry, _Settings)
     if isinstance(entry, dict) and (unknown := set(map(str, entry)) - set(_Settings.__struct_fields__)):
-        raise UserError(f"{path}: unknown setting {min(unknown)!r}; there are {', '.join(_Settings.__struct_fields__)}")
-    compute = _dtype(path, "compute", settings.compute or RunSettings().compute)
+        raise UserError(f"unknown setting {min(unknown)!r}; there are {', '.join(_Settings.__struct_fields__)}")
+    compute = _dtype("compute", settings.compute or RunSettings().compute)
     if compute not in dtypes.COMPUTE_DTYPES:
-        raise UserError(f"{path}: setting compute: choose one of {', '.join(dtypes.COMPUTE_DTYPES)}")
-    autocast: Any = settings.autocast and _dtype(path, "autocast", settings.autocast)
+        raise UserError(f"setting compute: choose one of {', '.join(dtypes.COMPUTE_DTYPES)}")
+    autocast: Any = settings.autocast and _dtype("autocast", settings.autocast)
     if autocast not in (None, "bfloat16", "float16"):
-        raise UserError(f"{path}: setting autocast: torch.autocast supports bfloat16 and float16")
+        raise UserError("setting autocast: torch.autocast supports bfloat16 and float16")
     return RunSettings(
         compute,
         autocast,
@@ -152,19 +154,19 @@ def _settings(path: Path, entry: object) -> RunSettings:
     )
 
 
-def _dtype(path: Path, setting: str, value: str) -> str:
-    with _errors_in(f"{path}: setting {setting}"):
+def _dtype(setting: str, value: str) -> str:
+    with _errors_in(f"setting {setting}"):
         return dtypes.parse_target(value)
 
 
-def _losses(path: Path, entries: object) -> tuple[ValueLoss, ...]:
-    with _errors_in(f"{path}: measured.lost"):
+def _losses(entries: object) -> tuple[ValueLoss, ...]:
+    with _errors_in("measured.lost"):
         listed = as_type(entries or [], list[_Loss])
     losses = []
     for loss in listed:
-        dtype = _dtype(path, LOST, loss.dtype)
+        dtype = _dtype(LOST, loss.dtype)
         if dtype == dtypes.STORED:
-            raise UserError(f"{path}: measured.lost: {dtype} is not a dtype in which values can be lost")
+            raise UserError(f"measured.lost: {dtype} is not a dtype in which values can be lost")
         losses.append(ValueLoss(loss.tensor, dtype, loss.overflowed, loss.vanished, loss.elements, loss.channels))
     return tuple(losses)
 

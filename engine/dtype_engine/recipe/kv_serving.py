@@ -130,14 +130,11 @@ def modelopt_layers(tree: Tree, caches: Mapping[str, str]) -> tuple[dict[str, di
     for tensor in tree.kv_cache.tensors:
         if tensor.castable:
             of_module.setdefault(tensor.module, []).append(_MODELOPT.get(caches.get(tensor.name, "")))
-    algorithms = {
-        module: parts[0] if parts[0] == parts[-1] else f"{parts[0]}_K_{parts[-1]}_V"
-        for module, parts in of_module.items()
-        if None not in parts
-    }
-    layers = {
-        module: {"quant_algo": name} for module, name in algorithms.items() if name in ("FP8", "NVFP4", "FP8_K_NVFP4_V")
-    }
+    layers = {}
+    for module, parts in of_module.items():
+        name = parts[0] if parts[0] == parts[-1] else f"{parts[0]}_K_{parts[-1]}_V"
+        if None not in parts and name in ("FP8", "NVFP4", "FP8_K_NVFP4_V"):
+            layers[module] = {"quant_algo": str(name)}
     wide = (*dtypes.COMPUTE_DTYPES, None)
     left = tuple(name for name, form in caches.items() if name.rsplit(".", 2)[0] not in layers and form not in wide)
     return layers, left

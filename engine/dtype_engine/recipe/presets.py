@@ -78,10 +78,8 @@ def experts(tree: Tree) -> list[str]:
 
 def heads(tree: Tree) -> list[str]:
     """Return patterns of the modules that compute the model's output, such as `lm_head`."""
-    return covering(
-        tree,
-        [name for name in tree.modules if name.rpartition(".")[2] in HEADS and not numbered_parts(name)],
-    )
+    named = [name for name in tree.modules if name.rpartition(".")[2] in HEADS]
+    return covering(tree, [name for name in named if not numbered_parts(name)])
 
 
 def _packed_experts(module: Module) -> bool:

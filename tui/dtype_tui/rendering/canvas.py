@@ -163,8 +163,7 @@ class _Grid:
         before: tuple[int, int] | None = None
         styles = series.styles or [series.style] * len(series.points)
         for (x, y), style in zip(series.points, styles, strict=True):
-            inside = axes.left <= x <= axes.right and math.isfinite(y)
-            if not inside:
+            if not (axes.left <= x <= axes.right and math.isfinite(y)):
                 before = None
                 continue
             across, down = self._across(x), self._down(y)

@@ -131,7 +131,7 @@ class ModuleTree(ScrollView, can_focus=True):
             shown = self.matches[:MOST_MATCHES]
             self.rows = filtered_rows(self.experiment.tree, self._groups, self._is_open, shown)
         else:
-            self.rows = open_rows(self.experiment.tree, lambda parent: self._groups(parent, self.order), self._is_open)
+            self.rows = open_rows(self.experiment.tree, self._ordered_groups, self._is_open)
         self._needed = needed_width(self.rows, self.experiment.model.title)
         self.cursor = self._index_of(name)
         # Assigning it would repaint every line, also those that stay as they are.
@@ -156,9 +156,11 @@ class ModuleTree(ScrollView, can_focus=True):
             self._folds = Folds(experiment.tree, experiment.plan.dtypes, drift, experiment.plan.caches)
             self._folds_made_for = experiment.plan, self._report
 
-    def _groups(self, parent: Module, order: str = ORDERS[0]) -> list[Members]:
-        groups = self._folds.below(parent) if self.folds else [(child,) for child in parent.children.values()]
-        return ordered(self.experiment, groups, order)
+    def _groups(self, parent: Module) -> list[Members]:
+        return self._folds.below(parent) if self.folds else [(child,) for child in parent.children.values()]
+
+    def _ordered_groups(self, parent: Module) -> list[Members]:
+        return ordered(self.experiment, self._groups(parent), self.order)
 
     def _is_open(self, row: Row) -> bool:
         """Return whether the rows below `row` are shown. With a filter, all modules are open; only folds can be closed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -11,12 +12,14 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.units import change_text, human_bytes, percent
 from dtype_engine.reports.layer_kinds import totals_by_kind
 from dtype_engine.reports.text_memory import budget_words
-from dtype_engine.results.memory import MemoryStats
 from dtype_tui.rendering.cells import meter, short_bytes, stacked
 from dtype_tui.rendering.palette import colour, heat
 from dtype_tui.state.full_rows import memory_rows
 from dtype_tui.widgets.panes.base import Pane
 from dtype_tui.widgets.panes.drift import rows_table
+
+if TYPE_CHECKING:
+    from dtype_engine.results.memory import MemoryStats
 
 _LABEL = len("resident ")
 _MOST_BY_KIND = 5_000

@@ -93,10 +93,9 @@ class SidePanes(Vertical):
 
     def activate(self, pane: Pane) -> None:
         self.active = pane
-        for other in self.panes:
-            other.set_class(other is pane, "active")
         tabs = Text(" ")
         for other in self.panes:
+            other.set_class(other is pane, "active")
             title = f"[{other.TITLE}]" if other is pane else f" {other.TITLE} "
             tabs.append(title, style=f"bold {ACCENT}" if other is pane else "dim")
             tabs.append(" ")
