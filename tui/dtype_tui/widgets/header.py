@@ -16,9 +16,6 @@ from dtype_tui.rendering.palette import ramp, verdict_pill
 if TYPE_CHECKING:
     from dtype_tui.state.experiment import Experiment
 
-_BARS = (20, 12)
-"""The widths in cells of the bar of dtypes, in a wide and in a narrow terminal."""
-
 
 class _Part(msgspec.Struct, frozen=True):
     text: Text
@@ -72,7 +69,7 @@ def _about_bytes(experiment: Experiment, width: int) -> list[_Part]:
         now = now.partition(" ")[0]
     words = Text(f"{now} of {before}" if planned != stored else before, style="bold")
     share = planned / max(stored, planned)
-    bar = Text.assemble(*stacked(experiment.totals[""].mix(), _BARS[0 if width >= 140 else 1], share))
+    bar = Text.assemble(*stacked(experiment.totals[""].mix(), 20 if width >= 140 else 12, share))
     parts = [_Part(words, 2), _Part(bar, 6)]
     if planned != stored:
         less = f"{100 * abs(planned / stored - 1):.0f} % {'less' if planned < stored else 'more'}"

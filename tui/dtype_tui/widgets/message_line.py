@@ -9,7 +9,6 @@ from textual.notifications import Notification
 from textual.widget import Widget
 from textual.widgets import Static
 
-_MARKS = {"warning": "⚠ ", "error": "⚠ "}
 _MORE = "… (M: all)"
 _LEAST_LINES, _MOST_LINES = 2, 8
 
@@ -40,7 +39,7 @@ class MessageLine(Static):
     def show(self, said: Notification | None) -> None:
         """Show a message, truncated if it is too long. None hides the widget."""
         if said is not None:
-            words = _MARKS.get(said.severity, "") + said.message
+            words = ("" if said.severity == "information" else "⚠ ") + said.message
             if self._in_place and isinstance(self.parent, Widget):
                 width = self.parent.size.width  # the widget itself has no size while it is hidden
                 words = self._fitted(words, max(20, width - 2))

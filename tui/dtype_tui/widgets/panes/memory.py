@@ -25,8 +25,6 @@ _LABEL = len("resident ")
 _MOST_BY_KIND = 5_000
 """The bytes are shown by kind of layer for at most this many tensors. For more, computing them would delay the response to a key.
 """
-_BAR = 8
-"""The width in cells of the bar that shows how full a device is."""
 
 
 class MemoryPane(Pane):
@@ -131,7 +129,7 @@ def _held(memory: MemoryStats, stored: int) -> list[Text]:
         limits = dict(memory.limits)
         for name, size in memory.resident_by_device:
             if limit := limits.get(name, limits.get(name.partition(":")[0])):
-                filled = meter(size / limit, _BAR, heat(min(1.0, size / limit)))
+                filled = meter(size / limit, 8, heat(min(1.0, size / limit)))
                 words = f" {short_bytes(size)} of {short_bytes(limit)}"
                 lines.append(Text.assemble((f"{name:<{_LABEL}}", "dim"), *filled, (words, "dim")))
     if memory.device_allocated_bytes is not None:
