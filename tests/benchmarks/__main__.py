@@ -27,14 +27,14 @@ import dtype_tui
 from dtype_engine.core.cancellation import never
 
 from .crowded import crowded
-from .live import errors, live
+from .live import beside_plain_passes, errors, live
 from .machine import machine
-from .rows import Row
+from .rows import Row, seconds
 from .simulated import simulated
 from .slow_line import slow_line
 from .starting import starting
 from .table import table
-from .watched import EMPTY_APP, first_paints, keys, p99
+from .watched import EMPTY_APP, first_paints, keys, p99, with_long_text
 from .weights import round_trips
 from .workers import workers
 
@@ -87,70 +87,29 @@ def casting(folder: Path) -> list[Row]:
     cast()
     session.undo()
     for _ in range(5):
-        started = time.perf_counter()
-        by_hand()
-        hand_times.append(time.perf_counter() - started)
-        started = time.perf_counter()
-        cast()
-        cast_times.append(time.perf_counter() - started)
-        started = time.perf_counter()
-        session.undo()
-        undo_times.append(time.perf_counter() - started)
+        hand_times.append(seconds(by_hand))
+        cast_times.append(seconds(cast))
+        undo_times.append(seconds(session.undo))
     before = process_memory().anonymous or 0
     cast()
     grown = (process_memory().anonymous or 0) - before
-    largest = max(tensor.nbytes for tensor in originals)
+    beyond = (grown - session.plan.planned_bytes) / max(tensor.nbytes for tensor in originals)
+    ratio = statistics.median(cast_times) / statistics.median(hand_times)
     return [
-        Row(
-            "cast of a whole model / the sum of tensor.to",
-            statistics.median(cast_times) / statistics.median(hand_times),
-            "x",
-            1.3,
-        ),
+        Row("cast of a whole model / the sum of tensor.to", ratio, "x", 1.3),
         Row("undo of a whole-model cast", 1000 * statistics.median(undo_times), "ms", 50),
-        Row(
-            "memory a cast takes beyond its own bytes / the largest tensor",
-            (grown - session.plan.planned_bytes) / largest,
-            "x",
-            1,
-        ),
+        Row("memory a cast takes beyond its own bytes / the largest tensor", beyond, "x", 1),
     ]
 
 
 def measuring(folder: Path) -> list[Row]:
     """What a measurement costs beside a plain forward pass in the same dtype, and after a cast late in the model."""
-    import torch
-
     import dtype_engine as de
     from dtype_engine import Recipe, Rule
     from dtype_engine.runtime.measure.drift import DriftMeter
 
     session = de.open(str(folder))
-    batches = session.inputs.batches if session.inputs is not None else ()
-    rows = []
-
-    def plain() -> None:
-        with torch.no_grad():
-            for batch in batches:
-                session.model.module(*batch.args, **batch.kwargs)
-
-    for dtype in ("float32", "bfloat16", "float16"):
-        session.apply(Recipe((Rule("*", dtype),)))
-        meter = DriftMeter(session.model, session.inputs)  # type: ignore[arg-type]
-        meter.measure()
-        meter.measure()
-        ratios = []
-        plain()
-        for _ in range(PAIRS):
-            started = time.perf_counter()
-            plain()
-            middle = time.perf_counter()
-            meter.measure()
-            ratios.append((time.perf_counter() - middle) / (middle - started))
-        rows.append(
-            Row(f"measuring drift, all in {dtype} / a plain forward pass", statistics.median(ratios), "x", 1.30)
-        )
-
+    rows = list(beside_plain_passes(session, PAIRS))
     session.apply(Recipe())
     meter = DriftMeter(session.model, session.inputs)  # type: ignore[arg-type]
     meter.measure()
@@ -158,12 +117,8 @@ def measuring(folder: Path) -> list[Row]:
     for number in range(7):
         # Another dtype each time, so that there is always something to measure.
         session.apply(Recipe((Rule("model.layers.18", ("float32", "float16")[number % 2]),)))
-        started = time.perf_counter()
-        meter.measure()
-        middle = time.perf_counter()
-        DriftMeter.measure(meter_without_reuse(meter))
-        late.append(middle - started)
-        full.append(time.perf_counter() - middle)
+        late.append(seconds(meter.measure))
+        full.append(seconds(meter_without_reuse(meter).measure))
     ratio = statistics.median(a / b for a, b in zip(late, full, strict=True))
     rows.append(Row("measuring after a cast at 3/4 of the depth / measuring in full", ratio, "x", 0.5))
     return rows
@@ -301,12 +256,7 @@ def screen(folder: Path) -> list[Row]:
         Row("bytes of a cursor move at 120 x 36, median", statistics.median(sizes), "B", 400),
         Row("the same with a rule, which the Recipe pane explains", statistics.median(with_a_rule), "B", 600),
     ]
-    from dtype_engine.checkpoint.source import DEMO
-
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_bytes((DEMO / name).read_bytes())
-    text = folder / "text.txt"
-    text.write_text(Path(argparse.__file__).read_text(encoding="utf-8")[:40_000], encoding="utf-8")
+    text = with_long_text(folder)
     busy: list[float] = []
     for _ in range(BUSY_RUNS):
         opened = Terminal(str(folder), "--cast", "*.mlp=float32", "--text", str(text))
@@ -355,31 +305,26 @@ def exporting(folder: Path) -> list[Row]:
                 parameter.data = parameter.data.to(wanted)
         model.save_pretrained(theirs)
 
-    def on_the_disk(folder: Path) -> None:
-        for file in folder.iterdir():
-            with open(file, "rb") as opened:
-                os.fsync(opened.fileno())
-
-    def seconds(run: Callable[[], object]) -> float:
+    def synced(run: Callable[[], object]) -> float:
         os.sync()  # what was written before is not waited for now
-        started = time.perf_counter()
-        run()
-        return time.perf_counter() - started
+        return seconds(run)
 
     def save_durably() -> None:
         save()
-        on_the_disk(theirs)
+        for file in theirs.iterdir():
+            with open(file, "rb") as opened:
+                os.fsync(opened.fileno())
 
     ratios, plain, durable, rates = [], [], [], []
     export()
     save()
     for _ in range(7):
-        durable.append(seconds(export) / seconds(save_durably))
+        durable.append(synced(export) / synced(save_durably))
         # An export waits for the disk before it gets its name, and save_pretrained does not: the work alone, side by side.
         with mock.patch("os.fsync"):
-            ours_took = seconds(export)
-        ratios.append(ours_took / seconds(save))
-        plain.append(ours_took / seconds(partial(save, scaled=False)))
+            ours_took = synced(export)
+        ratios.append(ours_took / synced(save))
+        plain.append(ours_took / synced(partial(save, scaled=False)))
         rates.append(sum(file.stat().st_size for file in ours.iterdir()) / 2**20 / ours_took)
     grown, held = peak_anonymous(export), peak_anonymous(save)
     return [

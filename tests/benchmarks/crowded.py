@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -13,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from .rows import Row
-from .watched import keys, p99
+from .watched import keys, p99, with_long_text
 
 RUNS = 3
 _TYPED = "embed_tokens model.layers self_attn q_proj k_proj v_proj"
@@ -35,12 +33,7 @@ def crowded(folder: Path) -> list[Row]:
     """Two other processes, or one for each core where there are more; the app measures meanwhile."""
     from tests.helpers.terminal import Terminal
 
-    from dtype_engine.checkpoint.source import DEMO
-
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DEMO / name, folder / name)
-    text = folder / "text.txt"
-    text.write_text(Path(argparse.__file__).read_text(encoding="utf-8")[:40_000], encoding="utf-8")
+    text = with_long_text(folder)
     others = max(2, os.cpu_count() or 2)
     times: list[float] = []
     lost = 0

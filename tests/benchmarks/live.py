@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .rows import Row
+from .rows import Row, median_of_ratios
 
 if TYPE_CHECKING:
     from dtype_engine import Recipe
@@ -62,7 +62,7 @@ def half_billion(folder: Path) -> Path:
     import torch
     import transformers
 
-    from dtype_engine.checkpoint.source import DEMO
+    from .training import save_with_tokenizer
 
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
@@ -76,10 +76,7 @@ def half_billion(folder: Path) -> Path:
     for name, parameter in model.named_parameters():
         parameter.data.fill_(1.0) if "norm" in name else parameter.data.normal_(0, 0.02, generator=generator)
     model.tie_weights()
-    model.save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DEMO / name, folder / name)
-    return folder
+    return save_with_tokenizer(model, folder)
 
 
 def live(folder: Path) -> Iterator[Row]:
@@ -141,29 +138,31 @@ def _beside_plain_passes(name: str, model: Path) -> Iterator[Row]:
     """Measuring a candidate that is all in one dtype, beside its plain passes: with 150,000 words most of what is ours is comparing
     their logits.
     """
+    import dtype_engine as de
+
+    for row in beside_plain_passes(de.open(str(model)), 4 * ROUNDS):
+        row.what = f"{name}: {row.what}"
+        yield row
+
+
+def beside_plain_passes(session: Any, pairs: int) -> Iterator[Row]:
+    """Measuring a candidate that is all in one dtype beside plain passes in it, so many times in turns."""
     import torch
 
-    import dtype_engine as de
     from dtype_engine import Recipe, Rule
     from dtype_engine.runtime.measure.drift import DriftMeter
 
-    session = de.open(str(model))
-    assert session.inputs is not None
+    def plain() -> None:
+        with torch.no_grad():
+            for batch in session.inputs.batches:
+                session.model.module(*batch.args, **batch.kwargs)
+
     for dtype in ("float32", "bfloat16", "float16"):
         session.apply(Recipe((Rule("*", dtype),)))
         meter = DriftMeter(session.model, session.inputs)
         meter.measure()
-        ratios = []
-        for _ in range(4 * ROUNDS + 1):  # the first is slower
-            started = time.perf_counter()
-            with torch.no_grad():
-                for batch in session.inputs.batches:
-                    session.model.module(*batch.args, **batch.kwargs)
-            middle = time.perf_counter()
-            meter.measure()
-            ratios.append((time.perf_counter() - middle) / (middle - started))
-        ratio = statistics.median(ratios[1:])
-        yield Row(f"{name}: measuring drift, all in {dtype} / a plain forward pass", ratio, "x", 1.30)
+        ratio = median_of_ratios(meter.measure, plain, pairs)
+        yield Row(f"measuring drift, all in {dtype} / a plain forward pass", ratio, "x", 1.30)
 
 
 def _rest(session: Any, layer: int) -> float:

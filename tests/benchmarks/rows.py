@@ -25,12 +25,16 @@ class Row:
         )
 
 
-def median_seconds(run: Callable[[], object], repeats: int = 5) -> float:
-    """Median wall time after one warm-up."""
+def seconds(run: Callable[[], object]) -> float:
+    started = time.perf_counter()
     run()
-    times = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - started)
-    return statistics.median(times)
+    return time.perf_counter() - started
+
+
+def median_of_ratios(one: Callable[[], object], other: Callable[[], object], pairs: int) -> float:
+    """The median of how many times as long `one` takes as `other`, in turns, after a turn to warm up."""
+    ratios = []
+    for _ in range(pairs + 1):
+        plain = seconds(other)
+        ratios.append(seconds(one) / plain)
+    return statistics.median(ratios[1:])

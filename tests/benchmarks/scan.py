@@ -34,14 +34,6 @@ class Checks:
         print(f"{'MISSED' if missed else 'ok    '}  {what:<72} {value:.4g}   {bounds.strip()}", flush=True)
 
 
-def zoo_session(name: str) -> Any:
-    """A session of a model of the zoo and all its inputs."""
-    import dtype_engine as de
-
-    module, batches = zoo_model(name)
-    return de.open(module, inputs=batches)
-
-
 def zoo_model(name: str, sequences: int = 16) -> tuple[Any, list[dict[str, Any]]]:
     """A model of the zoo with several inputs of its kind: of 12 tokens each, so that with four of them chance alone would put
     single estimates half as high again as the truth.
@@ -236,11 +228,8 @@ def prediction(check: Checks, session: Any) -> None:
         predicted = [session.predict(recipe).value for recipe in recipes]
         truth = [measured(session, recipe) for recipe in recipes]
         errors = [abs(one - other) / other for one, other in zip(predicted, truth, strict=True)]
-        check(
-            f"20 random recipes of {label}: Spearman predicted, measured",
-            float(spearmanr(predicted, truth).statistic),
-            low,
-        )
+        rank = float(spearmanr(predicted, truth).statistic)
+        check(f"20 random recipes of {label}: Spearman predicted, measured", rank, low)
         check(f"20 random recipes of {label}: median error", statistics.median(errors), high=0.15)
         print(f"        largest error {max(errors):.3f}")
 
@@ -299,9 +288,8 @@ def searching(check: Checks, session: Any) -> None:
             f"predicted {report.predicted:.3g}, measured {found:.3g}"
         )
         if fitting:
-            check(
-                f"search at {share:.0%}: KL / that of the best simple recipe that fits", found / min(fitting), high=1.0
-            )
+            what = f"search at {share:.0%}: KL / that of the best simple recipe that fits"
+            check(what, found / min(fitting), high=1.0)
         check(f"search at {share:.0%}: KL / best of {RANDOM_RECIPES} random recipes", found / best, high=1.0)
 
 
@@ -314,10 +302,10 @@ def main() -> int:
         "cost": lambda demo: cost(check, "demo", demo),
         "prediction": lambda demo: prediction(check, demo),
         "search": lambda demo: searching(check, demo),
+        "blocks": lambda _: blocks(check),
+        "experts": lambda _: experts(check),
+        "errors": lambda _: errors(check),
     }
-    steps["blocks"] = lambda demo: blocks(check)
-    steps["experts"] = lambda demo: experts(check)
-    steps["errors"] = lambda demo: errors(check)
     asked = sys.argv[1:] or [*steps, *ZOO]
     demo = de.open()
     for step in asked:
@@ -326,7 +314,8 @@ def main() -> int:
                 demo.scan(DTYPES)
             steps[step](demo)
         else:
-            accuracy(check, step, zoo_session(step))
+            module, batches = zoo_model(step)
+            accuracy(check, step, de.open(module, inputs=batches))
     print(f"{check.missed} missed")
     return 1 if check.missed else 0
 

@@ -50,14 +50,8 @@ def starting(folder: Path) -> list[Row]:
         for wait in _WAITS_S:
             pressed += start(("demo",), answers, wait).keys
         terminal = "a terminal that answers questions" if answers else "one that answers none"
-        rows.append(
-            Row(
-                f"demo, {terminal}: slowest of {len(pressed)} keys from first paint to ready",
-                1000 * max(pressed),
-                "ms",
-                100,
-            )
-        )
+        what = f"demo, {terminal}: slowest of {len(pressed)} keys from first paint to ready"
+        rows.append(Row(what, 1000 * max(pressed), "ms", 100))
     giant = large_checkpoints.write(folder.parent / "giant-start")
     models = (("demo", "demo"), ("22 M encoder", str(encoder(folder.parent / "encoder"))), ("671 B", str(giant)))
     for name, model in models:
@@ -66,17 +60,15 @@ def starting(folder: Path) -> list[Row]:
             ours.append(start((model,), wait=wait))
             threads.append(start((model, "--in-process"), wait=wait))
         keys = [seconds for one in ours for seconds in one.keys]
+        figures = [statistics.median(one.figure for one in way) for way in (ours, threads)]
+        memory = [statistics.median(one.memory for one in way) for way in (ours, threads)]
+        what = f"{name}: keys from first paint to ready, p99 of {len(keys)} in {len(ours)} starts"
         rows += [
-            Row(
-                f"{name}: keys from first paint to ready, p99 of {len(keys)} in {len(ours)} starts",
-                1000 * p99(keys),
-                "ms",
-                30,
-            ),
+            Row(what, 1000 * p99(keys), "ms", 30),
             Row(f"{name}: the slowest of them", 1000 * max(keys), "ms", 100),
             Row(f"{name}: the slowest with the engine in a thread", 1000 * max(max(one.keys) for one in threads), "ms"),
-            Row(f"{name}: first figure / with the engine in a thread", _ratio(ours, threads), "x"),
-            Row(f"{name}: memory of both processes less that of one", _memory(ours) - _memory(threads), "MiB"),
+            Row(f"{name}: first figure / with the engine in a thread", figures[0] / figures[1], "x"),
+            Row(f"{name}: memory of both processes less that of one", memory[0] - memory[1], "MiB"),
         ]
     return rows
 
@@ -160,11 +152,3 @@ def _pss(process: int) -> float:
             continue
         total += int(re.findall(r"^Pss:\s+(\d+)", text, re.MULTILINE)[0])
     return total / 1024
-
-
-def _ratio(ours: Sequence[Start], threads: Sequence[Start]) -> float:
-    return statistics.median(one.figure for one in ours) / statistics.median(one.figure for one in threads)
-
-
-def _memory(starts: Sequence[Start]) -> float:
-    return statistics.median(one.memory for one in starts)

@@ -105,14 +105,8 @@ def table(folder: Path) -> list[Row]:
                     Row(f"{one.name}: bytes of a page, most", measured["page"], "B", 12 << 10),
                 ]
                 if "busy" in measured:
-                    rows.append(
-                        Row(
-                            f"{one.name}: key to first byte while the engine runs the model, p99",
-                            measured["busy"],
-                            "ms",
-                            50,
-                        )
-                    )
+                    what = f"{one.name}: key to first byte while the engine runs the model, p99"
+                    rows.append(Row(what, measured["busy"], "ms", 50))
     return rows
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 BATCH, TOKENS = 16, 128
-DEMO_TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
 
 def train(model: Any, steps: int) -> Any:
@@ -43,9 +42,14 @@ def train(model: Any, steps: int) -> Any:
 
 def save_with_tokenizer(model: Any, folder: Path) -> Path:
     """The model as a checkpoint, with the demo's tokenizer beside it."""
+    model.save_pretrained(folder)
+    copy_tokenizer(folder)
+    return folder
+
+
+def copy_tokenizer(folder: Path) -> None:
+    """Copy the demo's tokenizer."""
     from dtype_engine.checkpoint.source import DEMO
 
-    model.save_pretrained(folder)
-    for name in DEMO_TOKENIZER:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO / name, folder / name)
-    return folder

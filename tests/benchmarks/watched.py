@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from .training import copy_tokenizer
 
 if TYPE_CHECKING:
     from tests.helpers.terminal import Terminal
@@ -65,6 +69,14 @@ def keys(opened: Terminal, pairs: int, until: str | None = None) -> tuple[list[f
         times.pop()
         sizes.pop()
     return times, sizes
+
+
+def with_long_text(folder: Path) -> Path:
+    """Give a checkpoint the demo's tokenizer, and return a text that it takes some seconds to measure."""
+    copy_tokenizer(folder)
+    text = folder / "text.txt"
+    text.write_text(Path(argparse.__file__).read_text(encoding="utf-8")[:40_000], encoding="utf-8")
+    return text
 
 
 def p99(values: list[float]) -> float:

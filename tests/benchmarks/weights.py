@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
-import time
+from functools import partial
 
 from tests.helpers.peak_memory import peak_anonymous
 
-from .rows import Row
+from .rows import Row, median_of_ratios
 
 
 def round_trips() -> list[Row]:
@@ -21,25 +20,11 @@ def round_trips() -> list[Row]:
     tensor = torch.randn(200 * 2**20 // 4 // 4096, 4096).mul_(0.02)
     for dtype in ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8", *_FORMATS):
         target = torch.bfloat16 if dtype in _FORMATS else torch_dtype(dtype)
-        tensor.to(target)
-        round_trip("w", tensor, dtype)
-        ratios = []
-        for _ in range(7):
-            started = time.perf_counter()
-            tensor.to(target)
-            middle = time.perf_counter()
-            round_trip("w", tensor, dtype)
-            ratios.append((middle - started) / (time.perf_counter() - middle))
-        most = peak_anonymous(lambda dtype=dtype: round_trip("w", tensor, dtype))  # type: ignore[misc]
-        rows.append(
-            Row(
-                f"bare cast to {target} / round-trip error in {dtype}, at least {_SHARE.get(dtype, 0):g}",
-                statistics.median(ratios),
-                "x",
-            )
-        )
-        rows[-1].least = _SHARE.get(dtype)
-        rows.append(Row(f"memory for the error in {dtype}", most / 2**20, "MiB", 64))
+        error = partial(round_trip, "w", tensor, dtype)
+        ratio = 1 / median_of_ratios(error, partial(tensor.to, target), 7)
+        what = f"bare cast to {target} / round-trip error in {dtype}, at least {_SHARE.get(dtype, 0):g}"
+        rows.append(Row(what, ratio, "x", least=_SHARE.get(dtype)))
+        rows.append(Row(f"memory for the error in {dtype}", peak_anonymous(error) / 2**20, "MiB", 64))
     return rows
 
 

@@ -105,7 +105,7 @@ def at_end(app: DtypeApp) -> bool:
 
 
 def pane(app: DtypeApp) -> str:
-    return next(pane.title for pane in app.main.side.panes if pane.display)
+    return next(pane.TITLE for pane in app.main.side.panes if pane.display)
 
 
 def point(app: DtypeApp) -> int:

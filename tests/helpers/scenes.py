@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
 
-from tests.helpers.recording_engine import make_app, report, say
+from tests.helpers.recording_engine import make_app, report, running, say
 from textual.pilot import Pilot
 from textual.widgets import Input
 
 from dtype_engine.core.options import RunSettings
+from dtype_engine.core.tree import Tree
 from dtype_engine.recipe import Recipe, Rule, tensor_bytes
 from dtype_engine.results.attribution import AttributionReport, Contribution, NoiseFloor
 from dtype_engine.results.drift import NATS, Extent, ImplicitCastStats, ModuleDrift, PartialDrift
@@ -57,6 +60,17 @@ async def ready(app: DtypeApp, pilot: Pilot[None]) -> None:
     tree = app.controller.experiment.tree
     await say(app, pilot, events.ModelReady(tree, "LlamaForCausalLM", "cpu", 1.0, "6 default prompts, 973 tokens", ()))
     await say(app, pilot, events.Memory(app.controller.experiment.recipe, memory()), events.Idle())
+
+
+@asynccontextmanager
+async def opened(
+    scene: Scene = ready, size: tuple[int, int] = (120, 36), tree: Tree | None = None, **launch: Any
+) -> AsyncIterator[tuple[DtypeApp, Pilot[None]]]:
+    """The app in a scene, in a terminal of this size; the rest as `make_app` has it."""
+    app = make_app(tree, **launch)
+    async with running(app, size) as pilot:
+        await scene(app, pilot)
+        yield app, pilot
 
 
 async def mixed(app: DtypeApp, pilot: Pilot[None]) -> None:

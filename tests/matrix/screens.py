@@ -63,7 +63,7 @@ def shown(app: DtypeApp) -> str:
 
 def pane(app: DtypeApp, name: str) -> str:
     """The words of one pane, as they stand on the screen."""
-    (found,) = (pane for pane in app.main.side.panes if pane.title == name)
+    (found,) = (pane for pane in app.main.side.panes if name == pane.TITLE)
     region = found.region
     lines = shown(app).splitlines()[region.y + 1 : region.bottom - 1]
     return " ".join(" ".join(line[region.x + 1 : region.right - 1] for line in lines).split())

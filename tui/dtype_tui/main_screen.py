@@ -495,7 +495,7 @@ class MainScreen(OpensWindows):
         experiment, node, node_keys = self.experiment, "", []
         if self.tree_view.rows:
             node, node_keys = self.tree_view.current.name, keys_for_node(experiment, self.tree_view.current)
-        words = [(pane.title, pane.HELP) for pane in (*self.side.panes, self.depth, self.trade_off)]
+        words = [(pane.TITLE, pane.HELP) for pane in (*self.side.panes, self.depth, self.trade_off)]
         hidden = HIDDEN if self.controller.read_only else frozenset()
         self.app.push_screen(HelpScreen(node or experiment.model.title, node_keys, self.chosen_keys, words, hidden))
 

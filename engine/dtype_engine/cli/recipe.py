@@ -141,7 +141,7 @@ def lint(request: RunRequest, file: Path, target: str, as_sarif: bool, as_object
 def _lint_serving(sarif_of: Path | None, context: Context, target: str, as_object: bool) -> int:
     """Print how the runtime `target` would load an export, as SARIF about the file `sarif_of` if that is given."""
     runtime = next(name for name in RUNTIMES if name == target)
-    reading = lint_serving(context, runtime, context.activations)
+    reading = lint_serving(context, runtime)
     if sarif_of is not None:
         from dtype_engine.reports.sarif import serving_sarif
 

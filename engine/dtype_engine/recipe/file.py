@@ -16,9 +16,10 @@ Only `version` and `rules` are required.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import msgspec
 import yaml
@@ -41,82 +42,72 @@ _KEYS = {"version", "model", "rules", "settings", "measured"}
 
 Figure = str | int | float | bool | None
 LOST = "lost"
-"""The key in `measured` for the list of tensors with values that became infinite or zero when the tensor was cast. The values of
-all other keys of `measured` are single metrics.
-"""
+"""The key in `measured` for the tensors with values that their cast made infinite or zero. All other keys hold single metrics."""
 MOST_LOSSES = 1000
 """Maximum number of tensors that a recipe file lists under `lost`."""
-_T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RecipeFile:
-    """The content of a recipe file: rules, and optionally the model, the run settings and the metrics of an earlier run."""
+    """The content of a recipe file."""
 
     recipe: Recipe
     model: str | None = None
-    """The model for which the recipe was made, or None if the file does not name it."""
+    """The model for which the recipe was made, or None if the file names none."""
     settings: RunSettings | None = None
-    """The run settings, with which the candidate is run, or None if the file has none."""
+    """How the candidate is run, or None if the file does not say."""
     measured: Mapping[str, Figure] = dataclasses.field(default_factory=dict)
-    """Metrics of an earlier run, by name. The entry `lost` of the file is not among them, but in the field `lost`."""
+    """Metrics of an earlier run, by name, without the entry `lost`."""
     lost: tuple[ValueLoss, ...] = ()
-    """The tensors with values that their cast made infinite or zero in the earlier run."""
+    """The tensors with values that their cast made infinite or zero in that run."""
 
 
 def read_recipe_file(path: Path) -> RecipeFile:
-    """Return the content of a recipe file. Raises UserError, which names the file and, if possible, the rule or entry that is
-    wrong.
-    """
+    """Return the content of a recipe file. Raises UserError, which names the file and the rule or entry that is wrong."""
     try:
         with reading(f"the recipe {path}"):
             text = read_regular(path, _LARGEST).decode()
     except UnicodeDecodeError:
         raise UserError(f"{path} is not a recipe: it is not text") from None
-    try:
+    with _errors_in(f"{path} is not a recipe"):
         data = load_yaml(text)
-    except UserError as error:
-        raise UserError(f"{path} is not a recipe: {error}") from None
     if not isinstance(data, dict) or not isinstance(data.get("rules"), list):
         raise UserError(f"{path} is not a recipe: it needs 'version: {VERSION}' and a list of 'rules'")
-    if data.get("version") != VERSION:
-        raise UserError(
-            f"{path}: recipe version {_shown(data.get('version'))} is unknown; this program reads version {VERSION}"
-        )
+    with _errors_in(str(path)):
+        return _recipe_file(data)
+
+
+def _recipe_file(data: dict[Any, Any]) -> RecipeFile:
+    if (version := data.get("version")) != VERSION:
+        raise UserError(f"recipe version {_shown(version)} is unknown; this program reads version {VERSION}")
     if unknown := set(map(str, data)) - _KEYS:
-        raise UserError(f"{path}: unknown entry {_shown(min(unknown))}; a recipe has {', '.join(sorted(_KEYS))}")
-    model = data.get("model")
+        raise UserError(f"unknown entry {_shown(min(unknown))}; a recipe has {', '.join(sorted(_KEYS))}")
+    model, settings, measured = data.get("model"), data.get("settings"), data.get("measured")
     if model is not None and not isinstance(model, str):
-        raise UserError(f"{path}: 'model' must be a string")
+        raise UserError("'model' must be a string")
     with time_limit(MATCHING_S):
-        rules = tuple(_rule(path, number, entry) for number, entry in enumerate(data["rules"], 1))
-    settings, measured = data.get("settings"), data.get("measured")
+        rules = tuple(_rule(number, entry) for number, entry in enumerate(data["rules"], 1))
     if measured is not None and not isinstance(measured, dict):
-        raise UserError(f"{path}: 'measured' must be a mapping of names to figures")
+        raise UserError("'measured' must be a mapping of names to figures")
     figures = dict(measured or {})
     lost = figures.pop(LOST, None)
-    return RecipeFile(
-        Recipe(rules),
-        model,
-        _settings(path, settings) if settings is not None else None,
-        _as(path, "measured", figures, dict[str, str | int | float | bool | None]),
-        _losses(path, lost),
-    )
+    run_settings = _settings(settings) if settings is not None else None
+    with _errors_in("measured"):
+        named = as_type(figures, dict[str, Figure])
+    return RecipeFile(Recipe(rules), model, run_settings, named, _losses(lost))
 
 
-def _rule(path: Path, number: int, entry: object) -> Rule:
+def _rule(number: int, entry: object) -> Rule:
     if not isinstance(entry, dict) or set(entry) != {"pattern", "dtype"}:
-        raise UserError(f"{path}: rule {number} must have exactly 'pattern' and 'dtype'")
+        raise UserError(f"rule {number} must have exactly 'pattern' and 'dtype'")
     if not all(isinstance(value, str | int) for value in entry.values()):
-        raise UserError(f"{path}: rule {number}: 'pattern' and 'dtype' must be strings")
-    try:
+        raise UserError(f"rule {number}: 'pattern' and 'dtype' must be strings")
+    with _errors_in(f"rule {number}"):
         return Rule.make(str(entry["pattern"]), str(entry["dtype"]))
-    except UserError as error:
-        raise UserError(f"{path}: rule {number}: {error}") from None
 
 
 class _Settings(msgspec.Struct):
-    """The run settings as they are written in a recipe file. Dtypes may have any spelling that a rule allows, such as `bf16`."""
+    """The run settings as a recipe file has them. Dtypes may have any spelling that a rule allows, such as `bf16`."""
 
     compute: str | None = None
     autocast: str | None = None
@@ -134,23 +125,26 @@ class _Loss(msgspec.Struct):
     channels: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
-def _as(path: Path, where: str, entry: object, kind: type[_T]) -> _T:
+@contextmanager
+def _errors_in(where: str) -> Iterator[None]:
+    """Put `where` before the message of a UserError."""
     try:
-        return as_type(entry, kind)
+        yield
     except UserError as error:
-        raise UserError(f"{path}: {where}: {error}") from None
+        raise UserError(f"{where}: {error}") from None
 
 
-def _settings(path: Path, entry: object) -> RunSettings:
-    settings = _as(path, "settings", entry, _Settings)
+def _settings(entry: object) -> RunSettings:
+    with _errors_in("settings"):
+        settings = as_type(entry, _Settings)
     if isinstance(entry, dict) and (unknown := set(map(str, entry)) - set(_Settings.__struct_fields__)):
-        raise UserError(f"{path}: unknown setting {min(unknown)!r}; there are {', '.join(_Settings.__struct_fields__)}")
-    compute = _dtype(path, "compute", settings.compute or RunSettings().compute)
+        raise UserError(f"unknown setting {min(unknown)!r}; there are {', '.join(_Settings.__struct_fields__)}")
+    compute = _dtype("compute", settings.compute or RunSettings().compute)
     if compute not in dtypes.COMPUTE_DTYPES:
-        raise UserError(f"{path}: setting compute: choose one of {', '.join(dtypes.COMPUTE_DTYPES)}")
-    autocast: Any = settings.autocast and _dtype(path, "autocast", settings.autocast)
+        raise UserError(f"setting compute: choose one of {', '.join(dtypes.COMPUTE_DTYPES)}")
+    autocast: Any = settings.autocast and _dtype("autocast", settings.autocast)
     if autocast not in (None, "bfloat16", "float16"):
-        raise UserError(f"{path}: setting autocast: torch.autocast supports bfloat16 and float16")
+        raise UserError("setting autocast: torch.autocast supports bfloat16 and float16")
     return RunSettings(
         compute,
         autocast,
@@ -160,19 +154,19 @@ def _settings(path: Path, entry: object) -> RunSettings:
     )
 
 
-def _dtype(path: Path, setting: str, value: str) -> str:
-    try:
+def _dtype(setting: str, value: str) -> str:
+    with _errors_in(f"setting {setting}"):
         return dtypes.parse_target(value)
-    except UserError as error:
-        raise UserError(f"{path}: setting {setting}: {error}") from None
 
 
-def _losses(path: Path, entries: object) -> tuple[ValueLoss, ...]:
+def _losses(entries: object) -> tuple[ValueLoss, ...]:
+    with _errors_in("measured.lost"):
+        listed = as_type(entries or [], list[_Loss])
     losses = []
-    for loss in _as(path, "measured.lost", entries or [], list[_Loss]):
-        dtype = _dtype(path, LOST, loss.dtype)
+    for loss in listed:
+        dtype = _dtype(LOST, loss.dtype)
         if dtype == dtypes.STORED:
-            raise UserError(f"{path}: measured.lost: {dtype} is not a dtype in which values can be lost")
+            raise UserError(f"measured.lost: {dtype} is not a dtype in which values can be lost")
         losses.append(ValueLoss(loss.tensor, dtype, loss.overflowed, loss.vanished, loss.elements, loss.channels))
     return tuple(losses)
 
@@ -190,12 +184,7 @@ def write_recipe(
     units: Mapping[str, str] | None = None,
     lost: Sequence[ValueLoss] = (),
 ) -> str:
-    """Return the text of a recipe file, with one line per rule, in order.
-
-    model: the name of the model for which the recipe was made. settings: how the candidate was run. measured: metrics of a run, by
-    name. comments: a comment for each rule. units: the units of the metrics, by name. lost: the tensors with values that their cast
-    made infinite or zero, which the file lists among the metrics.
-    """
+    """Return the text of a recipe file. comments: one for each rule. units: those of the metrics in `measured`, by name."""
     lines = [f"version: {VERSION}"]
     if model:
         lines.append(f"model: {_scalar(model)}  # what it was made for")
@@ -230,7 +219,7 @@ def write_recipe(
 
 
 def _scalar(text: str) -> str:
-    """Return a string as YAML. It is always in double quotes, because patterns contain characters that are special in YAML."""
+    """Return a string as YAML, always in double quotes, because patterns contain characters that are special in YAML."""
     return yaml.safe_dump(text, default_style='"', allow_unicode=True, width=1 << 20).strip()
 
 

@@ -1,4 +1,4 @@
-"""Tells the user how a plan (the dtypes under a recipe) affects weights that runtimes fuse into one, such as q, k and v."""
+"""Tells the user how the planned dtypes affect weights that runtimes fuse into one, such as q, k and v."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from dtype_engine.core.fused import is_split, scale_groups, siblings
 
 
 def fused_words(dtype: str, taken: Set[str], planned: Mapping[str, str], groups: Iterable[tuple[str, ...]]) -> str:
-    """Return words that say how a cast of the weights `taken` to `dtype` affects other weights that runtimes fuse with them, or ""
-    if it does not.
+    """Return how a cast of the weights `taken` to `dtype` affects other weights that runtimes fuse with them, or "" if it does not:
+    `k_proj, v_proj: new scale` if their common scale changes, `k_proj, v_proj differ: vLLM refuses` if their format then differs.
 
-    The words are `k_proj, v_proj: new scale` if the common scale of these other weights changes, and `k_proj, v_proj differ: vLLM
-    refuses` if their format then differs. planned: the dtype of each weight before the cast. groups: the model's groups of fused
-    weights. This function runs after every key press, so of groups that are alike in every layer, it examines only one.
+    planned: the dtype of each weight before the cast. groups: the model's groups of fused weights. This runs after every key press,
+    so of groups that are alike in every layer, only one is examined.
     """
     storage = frozenset(dtypes.STORAGE_DTYPES)
     if dtype not in dtypes.CASTABLE_DTYPES or (dtype not in storage and storage.isdisjoint(planned.values())):
@@ -46,39 +45,30 @@ def _short(names: Collection[str]) -> str:
 
 
 def layer_name(name: str) -> str:
-    """Return the last part of the name of the layer that holds a weight: `q_proj` for the weight `layers.0.q_proj.weight`."""
+    """Return the name of the layer that holds a weight: `q_proj` for `layers.0.q_proj.weight`."""
     return name.removesuffix(".weight").rpartition(".")[2]
 
 
 def scale_shared_with(name: str, planned: Mapping[str, str]) -> str:
-    """Return the layers whose weights share a scale with the weight `name` under a plan, such as `k, v` for `q_proj`, or "" if
-    there are none. planned: the dtypes of the plan, by weight name.
-
-    This function is called for every row of the tree that is drawn, so it examines only the weights that are fused with this one.
+    """Return the layers whose weights share a scale with the weight `name`, such as `k, v`, or "". Called for every row that is
+    drawn.
     """
-    group = [member for member in siblings(name) if member in planned]
-    members = scale_groups({member: planned[member] for member in group}).get(name, ()) if len(group) > 1 else ()
+    group = {member: planned[member] for member in siblings(name) if member in planned}
+    members = scale_groups(group).get(name, ()) if len(group) > 1 else ()
     return ", ".join(layer_name(member).removesuffix("_proj") for member in members if member != name)
 
 
 def fused_with(name: str, planned: Mapping[str, str]) -> str:
-    """Return words that name the weights which vLLM and SGLang fuse with the weight `name`, and say whether they accept the planned
-    formats. planned: the dtypes of the plan, by weight name.
-
-    Returns "" if the weight is fused with no other.
-    """
-    group = [member for member in siblings(name) if member in planned]
+    """Return which weights vLLM and SGLang fuse with the weight `name`, and whether they accept the planned formats, or ""."""
+    group = {member: planned[member] for member in siblings(name) if member in planned}
     if len(group) < 2:
         return ""
     others = [member for member in group if member != name]
     words = f"with {_short(others)} in vLLM and SGLang"
-    differ = [
-        f"{layer_name(other)} {dtypes.short_name(planned[other])}"
-        for other in others
-        if planned[other] != planned[name]
-    ]
     if is_split(group, planned):
-        return f"{words}, which refuse different formats: {', '.join(differ)}"
-    if name in scale_groups({member: planned[member] for member in group}):
+        differ = [other for other in others if planned[other] != planned[name]]
+        formats = (f"{layer_name(other)} {dtypes.short_name(planned[other])}" for other in differ)
+        return f"{words}, which refuse different formats: {', '.join(formats)}"
+    if name in scale_groups(group):
         return f"{words}: they share one tensor scale"
     return words

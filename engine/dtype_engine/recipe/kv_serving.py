@@ -27,11 +27,11 @@ _MODELOPT = {_FP8 + dtypes.PER_TENSOR: "FP8", "nvfp4": "NVFP4"}
 
 @dataclass(frozen=True, slots=True)
 class CacheProblem:
-    """One way in which a runtime departs from the formats that a plan gives to KV caches, and the affected cache tensors."""
+    """One way in which a runtime departs from the formats that a plan gives to KV caches."""
 
     why: str
     refused: bool
-    """Whether the runtime does not have the format or the mix of formats at all. If False, it runs, but with other values."""
+    """Whether the runtime lacks the format or the mix of formats. If False, it runs, but with other values."""
     tensors: tuple[str, ...]
 
     @property
@@ -41,21 +41,15 @@ class CacheProblem:
 
 @dataclass(frozen=True, slots=True)
 class CacheServing:
-    """The options that tell one runtime the formats of a plan's KV caches, and the problems that remain."""
+    """How to tell one runtime the formats of KV caches, and what it would do differently."""
 
     flags: tuple[str, ...] = ()
-    """The words for the runtime's command line, such as `--kv-cache-dtype` and `fp8`. Empty if no option can tell it the
-    formats.
-    """
+    """The words for its command line, such as `--kv-cache-dtype` and `fp8`. Empty if no option can tell it the formats."""
     problems: tuple[CacheProblem, ...] = ()
 
 
 def cache_serving(tree: Tree, caches: Mapping[str, str], runtime: str) -> CacheServing:
-    """Return the options that tell a runtime the formats of KV caches, and what the runtime would do differently.
-
-    caches: the format of each cache tensor that a rule decides, keyed by the tensor's name. runtime: "vllm", "sglang" or
-    "llama.cpp".
-    """
+    """Return how to tell "vllm", "sglang" or "llama.cpp" the formats of KV caches. caches: those that rules give, by tensor."""
     if not caches:
         return CacheServing()
     return _llama_cpp(tree, caches) if runtime == "llama.cpp" else _with_one_dtype(tree, caches, runtime)
@@ -64,23 +58,22 @@ def cache_serving(tree: Tree, caches: Mapping[str, str], runtime: str) -> CacheS
 def _with_one_dtype(tree: Tree, caches: Mapping[str, str], runtime: str) -> CacheServing:
     names, title = (_VLLM, "vLLM") if runtime == "vllm" else (_SGLANG, "SGLang")
     if problem := _unknown(caches, names, title):
-        return CacheServing((), (problem,))
+        return problem
     of_layer: dict[int, set[str | None]] = {}
     for tensor in tree.kv_cache.tensors:
         if tensor.castable:
             of_layer.setdefault(tensor.layer, set()).add(caches.get(tensor.name))
     mixed = tuple(
-        name for tensor in tree.kv_cache.tensors if len(of_layer[tensor.layer]) > 1 and (name := tensor.name) in caches
+        tensor.name for tensor in tree.kv_cache.tensors if tensor.name in caches and len(of_layer[tensor.layer]) > 1
     )
     if mixed:
-        why = f"{title} has one format for the keys and the values of a layer"
-        return CacheServing((), (CacheProblem(why, True, mixed),))
+        return _refused(f"{title} has one format for the keys and the values of a layer", mixed)
     layers = {layer: next(iter(forms)) for layer, forms in of_layer.items()}
     wide = [layer for layer, form in layers.items() if form is None or form in dtypes.COMPUTE_DTYPES]
     low = {form for form in layers.values() if form is not None and form not in dtypes.COMPUTE_DTYPES}
     if len(low) > 1 or (wide and low and runtime != "vllm"):
         why = f"{title} has one format for all layers" + (", but those that stay wide" if runtime == "vllm" else "")
-        return CacheServing((), (CacheProblem(why, True, tuple(caches)),))
+        return _refused(why, tuple(caches))
     form = next(iter(low), None) or next(form for form in layers.values() if form is not None)
     flags: tuple[str, ...] = ("--kv-cache-dtype", names[form])
     if wide and low:
@@ -89,19 +82,18 @@ def _with_one_dtype(tree: Tree, caches: Mapping[str, str], runtime: str) -> Cach
 
 
 def _differences(caches: Mapping[str, str], form: str) -> tuple[CacheProblem, ...]:
-    tensors = tuple(name for name, each in caches.items() if each == form)
     if form == "int4@token":
-        return (
-            CacheProblem("vLLM rotates the values of a head before it rounds them, so it drifts less", False, tensors),
-        )
-    if KV_FORMATS[form].calibrated and form != "nvfp4":
-        return (CacheProblem("its scales are read from a checkpoint: export the model with this rule", False, tensors),)
-    return ()
+        why = "vLLM rotates the values of a head before it rounds them, so it drifts less"
+    elif KV_FORMATS[form].calibrated and form != "nvfp4":
+        why = "its scales are read from a checkpoint: export the model with this rule"
+    else:
+        return ()
+    return (CacheProblem(why, False, tuple(name for name, each in caches.items() if each == form)),)
 
 
 def _llama_cpp(tree: Tree, caches: Mapping[str, str]) -> CacheServing:
     if problem := _unknown(caches, _LLAMA_CPP, "llama.cpp"):
-        return CacheServing((), (problem,))
+        return problem
     flags: list[str] = []
     problems: list[CacheProblem] = []
     for option, parts in (("-ctk", ("k", "latent")), ("-ctv", ("v", "rope"))):
@@ -118,31 +110,31 @@ def _llama_cpp(tree: Tree, caches: Mapping[str, str]) -> CacheServing:
     return CacheServing(() if any(problem.refused for problem in problems) else tuple(flags), tuple(problems))
 
 
-def _unknown(caches: Mapping[str, str], names: Mapping[str, str], title: str) -> CacheProblem | None:
+def _refused(why: str, tensors: tuple[str, ...]) -> CacheServing:
+    return CacheServing((), (CacheProblem(why, True, tensors),))
+
+
+def _unknown(caches: Mapping[str, str], names: Mapping[str, str], title: str) -> CacheServing | None:
     unknown = tuple(name for name, form in caches.items() if form not in names)
     if not unknown:
         return None
     forms = ", ".join(sorted({caches[name].replace(_FP8, "fp8") for name in unknown}))
-    return CacheProblem(f"{title} has no KV cache in {forms}", True, unknown)
+    return _refused(f"{title} has no KV cache in {forms}", unknown)
 
 
 def modelopt_layers(tree: Tree, caches: Mapping[str, str]) -> tuple[dict[str, dict[str, str]], tuple[str, ...]]:
-    """Return a pair for an export to ModelOpt. The first item is its `kv_cache_quantized_layers`, which maps the name of an
-    attention module to a format. The second is the names of the cache tensors whose format ModelOpt does not have. caches: the
-    planned formats, keyed by the name of the cache tensor.
+    """Return ModelOpt's `kv_cache_quantized_layers`, which maps attention modules to formats, and the names of the cache tensors
+    whose format ModelOpt does not have. caches: the planned formats, keyed by the name of the cache tensor.
     """
     of_module: dict[str, list[str | None]] = {}
     for tensor in tree.kv_cache.tensors:
         if tensor.castable:
             of_module.setdefault(tensor.module, []).append(_MODELOPT.get(caches.get(tensor.name, "")))
-    algorithms = {
-        module: parts[0] if parts[0] == parts[-1] else f"{parts[0]}_K_{parts[-1]}_V"
-        for module, parts in of_module.items()
-        if None not in parts
-    }
-    layers = {
-        module: {"quant_algo": name} for module, name in algorithms.items() if name in ("FP8", "NVFP4", "FP8_K_NVFP4_V")
-    }
+    layers = {}
+    for module, parts in of_module.items():
+        name = parts[0] if parts[0] == parts[-1] else f"{parts[0]}_K_{parts[-1]}_V"
+        if None not in parts and name in ("FP8", "NVFP4", "FP8_K_NVFP4_V"):
+            layers[module] = {"quant_algo": str(name)}
     wide = (*dtypes.COMPUTE_DTYPES, None)
     left = tuple(name for name, form in caches.items() if name.rsplit(".", 2)[0] not in layers and form not in wide)
     return layers, left

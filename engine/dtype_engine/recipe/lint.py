@@ -8,29 +8,27 @@ from dtype_engine.core.errors import PatternError, TooSlow
 from dtype_engine.recipe.kv_serving import CacheServing, cache_serving
 from dtype_engine.recipe.plan import MATCHING_S
 from dtype_engine.recipe.regexes import time_limit
-from dtype_engine.recipe.targets import Context, Match, Target
+from dtype_engine.recipe.targets.base import Context, Match, Target
 
 
 @dataclass(frozen=True, slots=True)
 class RuleComparison:
-    """Which tensors the pattern of one rule matches in this program, and which in another tool. Only tensors whose dtype the other
-    tool's patterns can change are compared.
-    """
+    """What one rule's pattern matches here and in another tool, among the tensors that the tool's patterns can change."""
 
     pattern: str
     dtype: str
     here: int
     """Number of tensors that the rule matches in this program."""
     there: int
-    """Number of tensors that the rule would match in the other tool."""
+    """Number of tensors that it would match in the other tool."""
     only_here: tuple[str, ...]
-    """Canonical names of the tensors that the rule matches in this program but not in the other tool."""
+    """Canonical names of the tensors that it matches in this program alone."""
     only_there: tuple[str, ...]
-    """Canonical names of the tensors that the rule would match in the other tool but not in this program."""
+    """Canonical names of the tensors that it would match in the other tool alone."""
     beyond: int
-    """Number of further tensors that the rule matches in this program, and whose dtype no pattern of the other tool can change."""
+    """Number of further tensors that it matches in this program, and that no pattern of the other tool can change."""
     problem: str | None = None
-    """Why the other tool does not match all tensors that this program matches, or None if the reason is unknown."""
+    """Why the other tool matches fewer tensors, or None if the reason is unknown."""
 
     @property
     def differs(self) -> bool:
@@ -39,20 +37,16 @@ class RuleComparison:
 
 @dataclass(frozen=True, slots=True)
 class Lint:
-    """A comparison of how this program and one other tool (the target) match the patterns of a recipe's rules."""
+    """A comparison of how this program and one other tool (the target) match the patterns of a recipe."""
 
     target: str
     matcher: str
-    """A phrase that says how the target matches patterns, such as by `re.match` on module names."""
+    """How the target matches patterns, such as by `re.match` on module names."""
     rules: tuple[RuleComparison, ...]
     overruled: tuple[tuple[str, str, str], ...] = ()
-    """Tensors that the same rules match in this program and in the target, but that get different dtypes because another rule wins
-    there. Each entry is (tensor, pattern that wins in this program, pattern that wins in the target).
-    """
+    """Tensors for which another of the matching rules wins there: (tensor, pattern that wins here, pattern that wins there)."""
     caches: CacheServing = field(default_factory=CacheServing)
-    """For llama.cpp: the options that give KV caches the recipe's formats, and the formats that no option gives. Empty for all
-    other targets.
-    """
+    """For llama.cpp: how to give KV caches the recipe's formats. Empty for other targets."""
 
     @property
     def patterns_differ(self) -> bool:
@@ -64,11 +58,7 @@ class Lint:
 
 
 def lint(context: Context, target: Target) -> Lint:
-    """Match every rule as this program and as `target` would, and return a comparison of the matches. Rules that select only KV
-    caches are not compared.
-
-    Raises TooSlow if matching takes too long.
-    """
+    """Match every rule as this program and as `target` would. Rules that select only KV caches are not compared. Raises TooSlow."""
     plan, matchable = context.plan, target.matchable(context)
     compared: list[RuleComparison] = []
     there_by_rule: list[frozenset[str]] = []
@@ -82,7 +72,7 @@ def lint(context: Context, target: Target) -> Lint:
             except TooSlow:
                 raise
             except PatternError as error:
-                taken = Match(frozenset(), f"not a regular expression: {error}")
+                taken = Match(problem=f"not a regular expression: {error}")
             here, there = frozenset(selection.tensors), taken.tensors & matchable
             there_by_rule.append(there)
             missed, extra = (here & matchable) - there, there - here
@@ -103,11 +93,7 @@ def lint(context: Context, target: Target) -> Lint:
 def _overruled(
     context: Context, target: Target, there_by_rule: list[frozenset[str]]
 ) -> tuple[tuple[str, str, str], ...]:
-    """Return (tensor, pattern that wins in this program, pattern that wins in the target) for each tensor whose dtype differs
-    although the same rules match it: in the target, another of these rules takes precedence.
-
-    there_by_rule: for each rule, the tensors that it matches in the target. Returns () if the target has no order of precedence.
-    """
+    """Return `Lint.overruled`. there_by_rule: for each rule, the tensors that it matches in the target."""
     if target.precedence is None:
         return ()
     rules = context.plan.recipe.rules
@@ -118,10 +104,18 @@ def _overruled(
         theirs = [index for index, taken in enumerate(there_by_rule) if name in taken]
         if not mine or mine != theirs:
             continue
-        winner = theirs[target.precedence([rules[index].pattern for index in theirs])]
+        winner = _applied(target, [(index, rules[index].pattern) for index in theirs])
         if rules[winner].dtype != rules[mine[-1]].dtype:
             overruled.append((name, rules[mine[-1]].pattern, rules[winner].pattern))
     return tuple(overruled)
+
+
+def _applied(target: Target, matching: list[tuple[int, str]]) -> int:
+    """Return the index of the rule that the target applies. matching: (index, pattern) of the rules that match a tensor."""
+    if target.precedence == "last":
+        return matching[-1][0]
+    exact = [index for index, pattern in matching if not pattern.startswith("re:")]
+    return exact[0] if exact and target.precedence == "exact first" else matching[0][0]
 
 
 def _in_order(context: Context, names: frozenset[str]) -> tuple[str, ...]:

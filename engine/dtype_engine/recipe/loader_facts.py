@@ -16,8 +16,8 @@ from dtype_engine.recipe.schemes import DESCRIBED, PER_CHANNEL, layout, weight_s
 
 
 class Outcome(StrEnum):
-    """How the values that transformers' `from_pretrained` loads from an export compare with those that `load_pretrained` loads.
-    Each member is a sentence for the README, in which `{wide}` stands for the dtype in `config.json`.
+    """How the values that transformers' `from_pretrained` loads compare with those that `load_pretrained` loads: sentences for the
+    README, in which `{wide}` stands for the dtype in `config.json`.
     """
 
     SAME = "the same values"
@@ -31,26 +31,18 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LoaderFacts:
-    """What transformers' `from_pretrained` loads for weights in one format, without further arguments and with
-    `dequantize=True`.
-    """
+    """What `from_pretrained` loads for weights in one format."""
 
     plain: Outcome
-    """How the values that `from_pretrained` loads without further arguments compare with the exported ones."""
+    """Without further arguments."""
     plain_same_in: Container[str]
-    """The exceptions to `plain`: if `config.json` names one of these dtypes, `from_pretrained` without further arguments loads the
-    exported values (`Outcome.SAME`).
-    """
+    """The dtypes in `config.json` with which the values are nevertheless the same."""
     dequantized: Outcome
-    """How the values that `from_pretrained` loads with `CompressedTensorsConfig(dequantize=True)` compare with the exported
-    ones.
-    """
+    """With `CompressedTensorsConfig(dequantize=True)`."""
     dequantized_same_in: Container[str]
 
     def outcome(self, wide: str, dequantize: bool) -> Outcome:
-        """Return how the values that `from_pretrained` loads compare with the exported ones if `config.json` names the dtype
-        `wide`. dequantize: whether `dequantize=True` is passed.
-        """
+        """Return what is loaded if `config.json` names the dtype `wide`. dequantize: whether `dequantize=True` is passed."""
         if wide in (self.dequantized_same_in if dequantize else self.plain_same_in):
             return Outcome.SAME
         return self.dequantized if dequantize else self.plain
@@ -68,18 +60,14 @@ _LAYERS = {
     "pack-quantized": LoaderFacts(Outcome.SAME, _ANY, Outcome.BFLOAT16, ("bfloat16",)),
     "fp8": _ALWAYS_SAME,
 }
-"""What transformers loads for linear layers, by the layout of their weights, such as "float-quantized"."""
+"""For linear layers, by the layout of their weights."""
 _ZERO_POINTS = LoaderFacts(Outcome.FAILS_TO_LOAD, (), Outcome.BFLOAT16, ("bfloat16",))
 _WIDENED_EXPERTS = LoaderFacts(Outcome.COMPUTED_IN_BFLOAT16, ("bfloat16",), Outcome.COMPUTED_IN_BFLOAT16, ("bfloat16",))
-"""What transformers loads for experts in formats with a scale for each block. It dequantizes such experts when it packs them into
-one weight.
-"""
+"""For experts in formats with a scale for each block: transformers dequantizes them when it packs them into one weight."""
 
 
 def loaded_dtype(tree: Tree, tensor: TensorInfo, dtype: str) -> str:
-    """Return a tensor's dtype after `from_pretrained(dtype=...)`: `dtype`, or float32 if the model requires float32 for the
-    tensor or for a module around it.
-    """
+    """Return a tensor's dtype after `from_pretrained(dtype=...)`, which keeps what some models name in float32."""
     kept = [tree.modules[name].keep_in_fp32 or "" for name in ancestors(tensor.name)]
     kept.append(tree.kept_in_fp32.get(tensor.name, ""))
     strict = any("_keep_in_fp32_modules_strict" in why for why in kept) and dtype in ("float16", "bfloat16")
@@ -88,17 +76,16 @@ def loaded_dtype(tree: Tree, tensor: TensorInfo, dtype: str) -> str:
 
 
 Kind = tuple[str, bool]
-"""The properties of a weight that decide what transformers loads: (format, whether the weight belongs to an expert). transformers
-packs all experts of a layer into one weight, unlike linear layers.
-"""
+"""What decides how a weight is loaded: (its format, whether it belongs to an expert that is packed with others)."""
 
 
 def outcomes(kinds: Collection[Kind], wide: str) -> dict[Kind, tuple[Outcome, Outcome]]:
-    """Return, for each kind of weight, how the values that `from_pretrained` loads compare with the exported ones, as a pair:
-    without further arguments, and with `dequantize=True`. wide: the dtype that `config.json` names.
-    """
+    """Return how each kind of weight is loaded without further arguments, and with `dequantize=True`, as a pair."""
     found = {}
-    one_format = _one_format([dtype for dtype, expert in kinds if not expert])
+    formats = {dtype for dtype, expert in kinds if not expert}
+    # With `dequantize=True`, transformers applies one scheme of compressed-tensors to all linear layers.
+    schemes = {(layout(dtype), str(weight_scheme(dtype))) for dtype in formats}
+    one_format = formats <= set(PER_CHANNEL) or "fp8" in map(layout, formats) or len(schemes) == 1
     for kind in kinds:
         facts = loader_facts(*kind)
         dequantized = facts.outcome(wide, True) if kind[1] or one_format else Outcome.TAKEN_FOR_ONE_FORMAT
@@ -106,19 +93,8 @@ def outcomes(kinds: Collection[Kind], wide: str) -> dict[Kind, tuple[Outcome, Ou
     return found
 
 
-def _one_format(formats: Collection[str]) -> bool:
-    """Return whether `dequantize=True` works for an export whose linear layers have all of `formats`. It works only if a single
-    scheme of compressed-tensors describes them, because transformers then applies one scheme to all linear layers.
-    """
-    if set(formats) <= set(PER_CHANNEL) or "fp8" in map(layout, formats):
-        return True
-    return len({(layout(dtype), str(weight_scheme(dtype))) for dtype in formats}) == 1
-
-
 def loader_facts(dtype: str, expert: bool) -> LoaderFacts:
-    """Return what transformers' `from_pretrained` loads for weights in the format `dtype`. expert: whether the weights belong to
-    experts.
-    """
+    """Return what transformers loads for weights in the format `dtype`. expert: whether they belong to experts."""
     name, blocks = layout(dtype), dtypes.BY_NAME[dtype].blocks
     if expert:
         return _ALWAYS_SAME if blocks is None or name == "fp8" else _WIDENED_EXPERTS
@@ -126,11 +102,11 @@ def loader_facts(dtype: str, expert: bool) -> LoaderFacts:
 
 
 _EXPERTS_BESIDE_OTHERS = ("float8_e4m3fn", "float8_e4m3fn@tensor")
-"""Formats of experts that transformers loads whatever the other experts have."""
+"""Formats of experts that transformers loads whatever format other experts have."""
 _EXPERTS_ALONE = (
     *(name for name in dtypes.BLOCK_FORMATS if name.startswith("mxfp4")), "int4@g128", "int4@g32", "int8@g128",
 )  # fmt: skip
-"""Formats of experts that transformers loads if all experts of the model have the same one."""
+"""Formats of experts that it loads if all experts of the model have the same."""
 
 
 def needs_one_format(dtype: str) -> bool:
@@ -144,11 +120,11 @@ def _is_float8(dtype: str) -> bool:
 
 
 def why_not_loaded(dtype: str, expert: bool, beside_experts: bool, wide: str) -> str | None:
-    """Return why a model with a weight in the format `dtype` is not what `from_pretrained` without further arguments loads and
-    runs, or None if it is. The format must have a layout that other programs read.
+    """Return why `from_pretrained` without further arguments does not load and run a model with a weight in a format that other
+    programs read, or None if it does.
 
-    expert: whether the weight is that of experts that transformers packs. beside_experts: whether it belongs to another layer of a
-    model with such experts, which may have no scales. wide: the dtype that `config.json` names.
+    expert: whether the weight is that of experts that transformers packs. beside_experts: whether it is in another layer of a model
+    with such experts, which may have no scales. wide: the dtype in `config.json`.
     """
     if layout(dtype) == "fp8":
         return "it needs the accelerate package, and its layout allows no other formats"
@@ -161,16 +137,15 @@ def why_not_loaded(dtype: str, expert: bool, beside_experts: bool, wide: str) ->
 
 
 def misread_experts(formats: Collection[str], first: str = "", split: bool = False) -> str | None:
-    """Return what `from_pretrained` does wrong if it loads a model with experts that it packs, such as "it raises an error when it
-    packs experts in mxfp8". Returns None if it loads them correctly, or if the layout is not that of compressed-tensors.
+    """Return what `from_pretrained` does wrong with experts that it packs, such as "it raises an error when it packs experts in
+    mxfp8", or None if it loads them correctly or their layout is not that of compressed-tensors.
 
     transformers decodes all experts by one group of the settings: the first whose targets are the experts of a layer, and if there
     is none, the first at all (`get_experts_scheme` in `integrations/compressed_tensors.py`). Only a group of 8-bit floats lets
     experts without scales pass.
 
-    formats: the dtypes of all experts that transformers packs, including dtypes without scales. first: the format of the first
-    group, or "" if no linear layer has scales. split: whether some layer has experts in several formats, so that no pattern for
-    all experts of the layer is among the targets.
+    formats: the dtypes of all packed experts, including dtypes without scales. first: the format of the first group, or "" if no
+    linear layer has scales. split: whether some layer has experts in several formats, so that no target matches all of them.
     """
     scaled = {dtype for dtype in formats if dtype in dtypes.STORAGE_DTYPES}
     if not formats or not {*scaled, *([first] if first else [])} <= set(DESCRIBED):

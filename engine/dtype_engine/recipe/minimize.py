@@ -1,15 +1,15 @@
 """Finds a short, readable recipe that gives every weight its wanted dtype.
 
 Rules are chosen greedily. Their patterns are whole kinds of modules (`*.mlp.down_proj`), ranges of numbered layers
-(`model.layers.{3..9}.mlp`), classes, and single names. Each step adds the rule for which the number of corrected weights minus the
-number of newly wrong weights is largest, until every weight has its dtype. Each pattern is matched against the tree itself, so the
-resulting plan is exact for any names.
+(`model.layers.{3..9}.mlp`), classes, and single names. Each step adds the rule with the most corrected minus newly wrong weights.
+Each pattern is matched against the tree itself, so the resulting plan is exact for any names.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from itertools import groupby
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.kv_cache import KV_CACHE
@@ -23,45 +23,26 @@ _MOST_KINDS = 4
 
 
 def minimize(tree: Tree, wanted: Mapping[str, str], after: Recipe | None = None) -> Recipe:
-    """Return a short recipe under which the tensors in `wanted` get these dtypes and all other tensors stay as stored. The keys of
-    `wanted` are canonical names of tensors, and names of KV cache tensors.
+    """Return a short recipe under which the tensors in `wanted` get these dtypes and all others stay as stored. The keys are
+    canonical names of tensors, and names of KV cache tensors.
 
-    after: if given, a recipe to which the result is to be appended. Tensors that are not in `wanted` then keep their dtypes under
-    that recipe.
+    after: a recipe to which the result will be appended. Tensors that are not in `wanted` then keep their dtypes under it.
     """
     after = after or Recipe()
     now = dict(make_plan(tree, after).dtypes)
     target = now | {name: dtype for name, dtype in wanted.items() if name in tree.tensors}
-    proposals = _Proposals(tree, target)
-    rules: list[Rule] = []
-    while wrong := {name for name in target if now[name] != target[name]}:
-        rule, taken = proposals.best(now, wrong)
-        rules.append(rule)
-        for name in taken:
-            now[name] = tree.tensors[name].dtype if rule.dtype == dtypes.STORED else rule.dtype
-    recipe = _pruned(tree, rules, target, after)
+    recipe = _pruned(tree, _Proposals(tree, target).rules(now), target, after)
     assert dict(make_plan(tree, after.then(*recipe.rules)).dtypes) == target
     caches = {name: form for name, form in wanted.items() if name not in tree.tensors}
-    return recipe.then(*_cache_rules(tree, caches)) if caches else recipe
-
-
-def _cache_rules(tree: Tree, wanted: Mapping[str, str]) -> list[Rule]:
-    """Return rules that give KV caches the formats in `wanted`, a mapping from each cache tensor's name to its format, or to
-    `dtypes.STORED` if it is to have none.
-    """
-    target = dict.fromkeys(tree.caches, dtypes.STORED) | {name: wanted[name] for name in tree.caches if name in wanted}
-    now, proposals, rules = dict.fromkeys(target, dtypes.STORED), _CacheProposals(tree, target), list[Rule]()
-    while wrong := {name for name in target if now[name] != target[name]}:
-        rule, taken = proposals.best(now, wrong)
-        rules.append(rule)
-        now |= dict.fromkeys(taken, rule.dtype)
-    return rules
+    if not caches:
+        return recipe
+    as_written = dict.fromkeys(tree.caches, dtypes.STORED)
+    formats = as_written | {name: caches[name] for name in tree.caches if name in caches}
+    return recipe.then(*_CacheProposals(tree, formats).rules(as_written))
 
 
 def _pruned(tree: Tree, rules: list[Rule], target: Mapping[str, str], after: Recipe) -> Recipe:
-    """Return `rules` as a recipe, without rules that are not needed: if the recipe is appended to the recipe `after`, all tensors
-    still get the dtypes in `target`. target: dtypes by tensor name.
-    """
+    """Return `rules` as a recipe, without those that are not needed to give all tensors the dtypes in `target` after `after`."""
     index = 0
     while index < len(rules):
         fewer = Recipe((*rules[:index], *rules[index + 1 :]))
@@ -73,7 +54,7 @@ def _pruned(tree: Tree, rules: list[Rule], target: Mapping[str, str], after: Rec
 
 
 class _Proposals:
-    """Generates patterns for rules that a recipe could contain next, and computes which tensors each pattern selects."""
+    """The patterns that a recipe could contain next, and the tensors that each selects."""
 
     def __init__(self, tree: Tree, target: Mapping[str, str]) -> None:
         self.tree = tree
@@ -81,12 +62,21 @@ class _Proposals:
         self._selected: dict[str, tuple[str, ...]] = {}
         self._patterns = self._general_patterns()
 
-    def best(self, now: Mapping[str, str], wrong: set[str]) -> tuple[Rule, tuple[str, ...]]:
-        """Return the best next rule and the tensors that it selects. now: the dtype of each tensor under the rules chosen so far.
-        wrong: the tensors whose dtype is not the wanted one yet.
+    def rules(self, now: Mapping[str, str]) -> list[Rule]:
+        """Return rules that give all tensors their wanted dtypes. now: their dtypes without these rules."""
+        reached, rules = dict(now), list[Rule]()
+        while wrong := {name for name, dtype in self.target.items() if reached[name] != dtype}:
+            rule, taken = self.best(reached, wrong)
+            rules.append(rule)
+            for name in taken:
+                is_stored = rule.dtype == dtypes.STORED and name in self.tree.tensors
+                reached[name] = self.tree.tensors[name].dtype if is_stored else rule.dtype
+        return rules
 
-        The best rule has the largest gain: the weights that it corrects minus those that it makes wrong. If gains are equal, the
-        shortest pattern is best.
+    def best(self, now: Mapping[str, str], wrong: set[str]) -> tuple[Rule, tuple[str, ...]]:
+        """Return the rule that corrects the most weights, less those that it makes wrong, and the tensors that it selects. If
+        several do, the shortest pattern is best. now: the dtype of each tensor so far. wrong: the tensors whose dtype is not the
+        wanted one.
         """
         best: tuple[float, int, str, str] | None = None
         for pattern in (*self._patterns, *self._ranges(wrong)):
@@ -99,42 +89,36 @@ class _Proposals:
                 entry = (-gain, len(pattern), pattern, dtype)
                 if mended > broken and (best is None or entry < best):
                     best = entry
-        if best is None:
-            name = min(wrong)
-            pattern, dtype = generalisations(name)[0], self.target[name]
-        else:
-            _, _, pattern, dtype = best
-        # No rule can name a dtype to which nothing can be cast. Tensors have such a dtype only because they are stored in it.
-        return Rule.make(
-            pattern, dtype if dtype in (*dtypes.CASTABLE_DTYPES, *KV_FORMATS) else dtypes.STORED
-        ), self.taken(pattern)
+        name = min(wrong)
+        pattern, dtype = best[2:] if best is not None else (generalisations(name)[0], self.target[name])
+        if dtype not in (*dtypes.CASTABLE_DTYPES, *KV_FORMATS):
+            dtype = dtypes.STORED  # nothing can be cast to such a dtype: the tensors are stored in it
+        return Rule.make(pattern, dtype), self.taken(pattern)
 
     def taken(self, pattern: str) -> tuple[str, ...]:
         if pattern not in self._selected:
-            self._selected[pattern] = select(self.tree, pattern).tensors
+            self._selected[pattern] = self._select(pattern)
         return self._selected[pattern]
 
+    def _select(self, pattern: str) -> tuple[str, ...]:
+        return select(self.tree, pattern).tensors
+
     def _general_patterns(self) -> list[str]:
-        """Return the patterns that are tried in every step, whichever weights are still wrong: `*`, classes, and names with
-        wildcards.
-        """
-        patterns = {"*": 0}
+        """Return the patterns that are tried in every step: `*`, classes, and names with wildcards."""
+        patterns = dict.fromkeys("*")
         for name, module in self.tree.modules.items():
             if name:
-                patterns |= dict.fromkeys(generalisations(name, module.class_name)[1:], 0)
+                patterns |= dict.fromkeys(generalisations(name, module.class_name)[1:])
         for name in self.target:
-            patterns |= dict.fromkeys(generalisations(name)[1:], 0)
+            patterns |= dict.fromkeys(generalisations(name)[1:])
         return list(patterns)
 
     def _ranges(self, wrong: Iterable[str]) -> list[str]:
-        """Return patterns that match single names, and patterns with ranges of layer numbers, such as one for all layers whose
-        `mlp.down_proj` needs the same dtype. wrong: the tensors whose dtype is not the wanted one yet.
-        """
+        """Return patterns for single names, and for ranges of layers whose `mlp.down_proj`, for example, needs the same dtype."""
         layers: dict[tuple[str, str], dict[int, set[str]]] = {}
         literal: dict[str, None] = {}
         kinds = {kind for name in wrong for kind in _kinds(name)}
-        names = [*self._modules(), *self.target]
-        for name in names:
+        for name in (*self._modules(), *self.target):
             for kind, number in _kinds(name).items():
                 if kind in kinds:
                     wants = {self.target[tensor] for tensor in self._below(name)}
@@ -179,12 +163,10 @@ class _Proposals:
 
 
 class _CacheProposals(_Proposals):
-    """Generates patterns for rules that give KV caches a format, and computes which cache tensors each pattern selects."""
+    """The same for KV caches and their formats."""
 
-    def taken(self, pattern: str) -> tuple[str, ...]:
-        if pattern not in self._selected:
-            self._selected[pattern] = select(self.tree, pattern).caches
-        return self._selected[pattern]
+    def _select(self, pattern: str) -> tuple[str, ...]:
+        return select(self.tree, pattern).caches
 
     def _general_patterns(self) -> list[str]:
         names = [*self._modules(), *self.target]
@@ -202,12 +184,10 @@ class _CacheProposals(_Proposals):
 
 
 def _kinds(name: str) -> dict[tuple[str, str], int]:
-    """Return each number in a dotted name, keyed by the text around it: (text before the number, text after it with numbers
-    replaced by `*`).
+    """Return each number in a dotted name, keyed by the texts before and after it, with later numbers replaced by `*`. Names with
+    equal keys differ only in the number, so one range can match them. The names of the enclosing modules have keys of their own.
 
-    For `layers.3.experts.5.w1`, 3 has the key ("layers", ".experts.*.w1"), and 5 has the key ("layers.3.experts", ".w1"). Names
-    with equal keys differ only in the number, so one range can match them. The names of the enclosing modules have keys of their
-    own.
+    For `layers.3.experts.5.w1`, 3 has the key ("layers", ".experts.*.w1"), and 5 has the key ("layers.3.experts", ".w1").
     """
     numbers: dict[tuple[str, str], int] = {}
     for whole in (name, *ancestors(name)):
@@ -222,21 +202,11 @@ def _kinds(name: str) -> dict[tuple[str, str], int]:
 
 
 def _numbers(numbers: tuple[int, ...]) -> str:
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    texts = []
-    for run in runs:
-        if len(run) > 2:
-            texts.append(f"{{{run[0]}..{run[-1]}}}")
-        else:
-            texts += map(str, run)
-    if len(texts) == 1:
-        return texts[0]
-    return "{" + ",".join(texts) + "}"
+    texts: list[str] = []
+    for _, entries in groupby(enumerate(numbers), key=lambda entry: entry[1] - entry[0]):
+        run = [number for _, number in entries]
+        texts += [f"{{{run[0]}..{run[-1]}}}"] if len(run) > 2 else map(str, run)
+    return texts[0] if len(texts) == 1 else f"{{{','.join(texts)}}}"
 
 
 def _choices(names: list[str]) -> str:

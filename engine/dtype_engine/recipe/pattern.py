@@ -11,8 +11,8 @@
 A pattern selects a tensor if it matches the tensor's own name or the name of a module above it. It must match the whole name, so
 `model.layers.1` never matches `model.layers.10`.
 
-We translate globs ourselves instead of using wcmatch and bracex. This way errors have a position in the pattern, `{0..7}` becomes
-one alternation and not eight patterns, and the cost of a pattern is bounded. Property tests compare our globs with `fnmatch`.
+Globs are translated here and not by wcmatch and bracex: errors have a position in the pattern, `{0..7}` becomes one alternation and
+not eight patterns, and the cost of a pattern is bounded.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ import msgspec
 
 from dtype_engine.core.errors import PatternError
 from dtype_engine.core.tree import ancestors, numbered_parts
-from dtype_engine.recipe.number_range import range_regex
 from dtype_engine.recipe.regexes import compile_regex, limited, shortened
 
 _RANGE = re.compile(r"(-?[0-9]+)\.\.(-?[0-9]+)")
@@ -42,10 +41,7 @@ _NAMELESS = "\0"
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """A compiled pattern, made by `compile_pattern`.
-
-    Every method that matches raises TooSlow if matching exceeds the time limit that `regexes.time_limit` has set.
-    """
+    """A compiled pattern. Every method that matches raises TooSlow if matching exceeds the limit of `regexes.time_limit`."""
 
     text: str
     by_class: bool
@@ -56,20 +52,17 @@ class Pattern:
         return not self.by_class and bool(self._matches(name))
 
     def matches_class(self, class_name: str | None) -> bool:
-        """Return whether the pattern selects modules by class, as `type:*Norm` does, and matches the class `class_name`. None means
-        that the class is unknown; no pattern matches it.
-        """
+        """Return whether the pattern selects modules by class, as `type:*Norm` does, and matches this one."""
         return self.by_class and class_name is not None and bool(self._matches(class_name))
 
     def selects(self, tensor: str) -> bool:
-        """Return whether the pattern matches a tensor's own name or the name of a module above it. Classes are not considered."""
+        """Return whether the pattern matches a tensor's own name or that of a module above it. Classes are not considered."""
         return self.matches(tensor) or any(self.matches(module) for module in ancestors(tensor) if module)
 
     def matches_exactly(self, tensor: str) -> bool:
-        """Return whether the pattern names this tensor specifically: it matches the tensor, and would not match any other name in
-        the same module.
+        """Return whether the pattern matches this tensor, and would not match any other name in the same module.
 
-        Only specific patterns apply to non-persistent buffers: `*.inv_freq` does, but `*` and `model.rotary_emb.*` do not.
+        Only such patterns apply to non-persistent buffers: `*.inv_freq` does, but `*` and `model.rotary_emb.*` do not.
         """
         parent, dot, _ = tensor.rpartition(".")
         return self.matches(tensor) and not self.matches(parent + dot + _NAMELESS)
@@ -77,16 +70,13 @@ class Pattern:
 
 @lru_cache(maxsize=512)
 def compile_pattern(text: str) -> Pattern:
-    """Compile a pattern that a user or a recipe file gives as text. Raises PatternError, with the position of the error if it is
-    known.
-    """
+    """Compile a pattern. Raises PatternError, with the position of the error if it is known."""
     text = text.strip()
     if text in ("", "re:", "type:"):
         raise PatternError("the pattern is empty: write a module or tensor name, a glob, re:… or type:…", 0)
     if text.startswith("re:"):
         return Pattern(text, False, compile_regex(text[3:], text, before=3))
-    longest = _LONGEST_WITH_BRACES if "{" in text else _LONGEST
-    if len(text) > longest:
+    if len(text) > (longest := _LONGEST_WITH_BRACES if "{" in text else _LONGEST):
         raise PatternError(f"a pattern of {len(text)} characters is too long: the limit is {longest}", longest)
     by_class = text.startswith("type:")
     piece, end = _sequence(text, 5 if by_class else 0, depth=0)
@@ -108,19 +98,18 @@ class _Piece(msgspec.Struct, frozen=True):
 
     source: str
     length: int | None
-    """The number of characters of every text that this part of the glob matches, or None if the texts differ in length."""
+    """Number of characters of every text that it matches, or None if these differ in length."""
     stars: int = 0
-    """Number of wildcards in this part of the glob that match any number of characters. Each of them makes matching slower."""
+    """Number of wildcards for any number of characters. Each of them makes matching slower."""
     choices: float = 1.0
-    """An upper bound on the number of texts that the braces in this part of the glob can stand for: 6 for `{a,b}{c,d,e}`."""
+    """An upper bound on the number of texts that its braces can stand for: 6 for `{a,b}{c,d,e}`."""
 
 
 _STAR = _Piece(".*", None, 1)
 
 
 def _sequence(text: str, at: int, depth: int) -> tuple[_Piece, int]:
-    """Translate the part of a glob that begins at index `at` to a regular expression. It extends to the end of the text or, inside
-    braces, to the next `,` or `}`.
+    """Translate the part of a glob that begins at index `at`, up to the end or, inside braces, to the next `,` or `}`.
 
     Returns (the translation, the index at which the part ends). depth: how many braces are open at `at`.
     """
@@ -131,27 +120,23 @@ def _sequence(text: str, at: int, depth: int) -> tuple[_Piece, int]:
             break
         if character == "{":
             piece, at = _braces(text, at, depth + 1)
+        elif character == "[" and (end := _class_end(text, at)) is not None:
+            piece, at = _Piece(_character_class(text[at + 1 : end]), 1), end + 1
+        elif character == "*":
+            piece, at = _STAR, at + 1
+        else:
+            piece, at = _Piece("." if character == "?" else re.escape(character), 1), at + 1
+        if not (piece is _STAR and pieces and pieces[-1] is _STAR):
             pieces.append(piece)
-            continue
-        if character == "[" and (end := _class_end(text, at)) is not None:
-            pieces.append(_Piece(_character_class(text[at + 1 : end]), 1))
-            at = end + 1
-            continue
-        if character != "*":
-            pieces.append(_Piece("." if character == "?" else re.escape(character), 1))
-        elif not pieces or pieces[-1] is not _STAR:
-            pieces.append(_STAR)
-        at += 1
     return _concatenated(pieces, whole=depth == 0), at
 
 
 def _concatenated(pieces: list[_Piece], whole: bool) -> _Piece:
-    """Return one regular expression for translated pieces of a glob: characters, wildcards, character classes, braces.
+    """Return one regular expression for translated pieces of a glob. whole: whether they are the entire glob.
 
-    whole: whether `pieces` are the entire glob, and not only an alternative inside braces. In an entire glob, the text between two
-    stars is matched only at its first occurrence in a name: a later occurrence would leave less of the name for the rest of the
-    glob. Without backtracking, the time for `*a*a*a*b` grows with the length of the name, and not with its fourth power. This does
-    not apply to texts of varying length, such as `{a,bc}`.
+    In an entire glob, the text between two stars is matched only at its first occurrence in a name: a later one would leave less of
+    the name for the rest of the glob. Without backtracking, the time for `*a*a*a*b` grows with the length of the name, and not with
+    its fourth power. This does not apply to texts of varying length, such as `{a,bc}`.
     """
     stars = [index for index, piece in enumerate(pieces) if piece is _STAR]
     lengths = [piece.length for piece in pieces]
@@ -172,10 +157,9 @@ def _concatenated(pieces: list[_Piece], whole: bool) -> _Piece:
 
 
 def _braces(text: str, opened: int, depth: int) -> tuple[_Piece, int]:
-    """Translate the braces `{a,b}` or `{0..7}` of a glob to a regular expression.
+    """Translate the braces `{a,b}` or `{0..7}` of a glob, which begin at the index `opened`.
 
-    Returns (the translation, the index after the closing brace). opened: the index of the opening brace. depth: the number of open
-    braces, including this one.
+    Returns (the translation, the index after the closing brace). depth: the number of open braces, including this one.
     """
     if depth > 20:
         raise PatternError(f"pattern {shortened(text)}: braces are nested too deep at {opened + 1}", opened)
@@ -193,15 +177,8 @@ def _braces(text: str, opened: int, depth: int) -> tuple[_Piece, int]:
             break
     source = f"(?:{'|'.join(choice.source for choice in choices)})"
     lengths = {choice.length for choice in choices}
-    return (
-        _Piece(
-            source,
-            lengths.pop() if len(lengths) == 1 else None,
-            max(choice.stars for choice in choices),
-            sum(choice.choices for choice in choices),
-        ),
-        at + 1,
-    )
+    stars, texts = max(choice.stars for choice in choices), sum(choice.choices for choice in choices)
+    return _Piece(source, lengths.pop() if len(lengths) == 1 else None, stars, texts), at + 1
 
 
 def _number_range(text: str, opened: int, found: re.Match[str]) -> _Piece:
@@ -215,13 +192,46 @@ def _number_range(text: str, opened: int, found: re.Match[str]) -> _Piece:
     padded = any(len(end.lstrip("-")) > 1 and end.lstrip("-").startswith("0") for end in found.groups())
     width = max(len(found[1]), len(found[2])) if padded else 0
     lengths = {len(f"{number:0{width}d}") for number in (first, last, *([0] if first * last < 0 else []))}
-    return _Piece(range_regex(first, last, width), lengths.pop() if len(lengths) == 1 else None, 0, len(found[2]) + 1)
+    return _Piece(_range_regex(first, last, width), lengths.pop() if len(lengths) == 1 else None, 0, len(found[2]) + 1)
+
+
+def _range_regex(first: int, last: int, width: int = 0) -> str:
+    """Return a regular expression for the integers from `first` to `last` (in either order), zero-padded to `width` digits."""
+    low, high = min(first, last), max(first, last)
+    parts: list[str] = []
+    if low < 0:
+        parts += ["-" + part for part in _at_least_zero(max(-high, 1), -low, width - 1)]
+    if high >= 0:
+        parts += _at_least_zero(max(low, 0), high, width)
+    return f"(?:{'|'.join(parts)})"
+
+
+def _at_least_zero(low: int, high: int, width: int) -> list[str]:
+    """Return regular expressions for the integers from `low` to `high` (0 <= low <= high), one for each number of digits."""
+    parts: list[str] = []
+    shortest = max(len(str(low)), width)
+    for digits in range(shortest, max(len(str(high)), width) + 1):
+        first = str(low).zfill(digits) if digits == shortest else "1" + "0" * (digits - 1)
+        last = str(high).zfill(digits) if digits >= len(str(high)) else "9" * digits
+        parts.append(_same_length(first, last))
+    return parts
+
+
+def _same_length(low: str, high: str) -> str:
+    if (set(low), set(high)) == ({"0"}, {"9"}):
+        return f"[0-9]{{{len(low)}}}"
+    if len(low) == 1:
+        return f"[{low}-{high}]"
+    choices = []
+    for digit in map(str, range(int(low[0]), int(high[0]) + 1)):
+        first = low[1:] if digit == low[0] else "0" * (len(low) - 1)
+        last = high[1:] if digit == high[0] else "9" * (len(low) - 1)
+        choices.append(digit + _same_length(first, last))
+    return f"(?:{'|'.join(choices)})"
 
 
 def _class_end(text: str, opened: int) -> int | None:
-    """Return the index of the `]` that closes a character class such as `[0-9]`, or None if there is none. The opening bracket is
-    then an ordinary character. text: the pattern. opened: the index of the opening bracket.
-    """
+    """Return the index of the `]` that closes a character class such as `[0-9]`, or None if there is none."""
     at = opened + 1
     if text[at : at + 1] == "!":
         at += 1
@@ -232,28 +242,21 @@ def _class_end(text: str, opened: int) -> int | None:
 
 
 def _character_class(inside: str) -> str:
-    negated = inside.startswith("!")
-    members = inside[1:] if negated else inside
+    negated, members = inside.startswith("!"), inside.removeprefix("!")
     pieces: list[str] = []
-    at = 0
-    while at < len(members):
-        if at + 2 < len(members) and members[at + 1] == "-":
-            low, high = members[at], members[at + 2]
-            if low <= high:
-                pieces.append(f"{re.escape(low)}-{re.escape(high)}")
-            at += 3
-        else:
-            pieces.append(re.escape(members[at]))
-            at += 1
+    for low, high, single in re.findall(r"(?s)(.)-(.)|(.)", members):
+        if single:
+            pieces.append(re.escape(single))
+        elif low <= high:
+            pieces.append(f"{re.escape(low)}-{re.escape(high)}")
     if not pieces:  # all ranges are reversed: nothing matches, or any character does if the class is negated
         return "." if negated else "(?!)"
     return f"[{'^' if negated else ''}{''.join(pieces)}]"
 
 
 def generalisations(name: str, class_name: str | None = None) -> list[str]:
-    """Return patterns for a node from the most specific to the most general. Tab cycles through them in the app's cast prompt.
-
-    The patterns for `model.layers.3.mlp` are itself, `model.layers.*.mlp`, `*.mlp` and, if its class is known, `type:LlamaMLP`.
+    """Return patterns for a node from the most specific to the most general: for `model.layers.3.mlp`, itself,
+    `model.layers.*.mlp`, `*.mlp` and, if its class is known, `type:LlamaMLP`.
     """
     if not name:
         return ["*"] + ([f"type:{class_name}"] if class_name else [])
@@ -264,8 +267,7 @@ def generalisations(name: str, class_name: str | None = None) -> list[str]:
         starred = set(numbered[keep_from:])
         steps.append(".".join("*" if index in starred else _literal(part) for index, part in enumerate(parts)))
     tail_start = numbered[-1] + 1 if numbered else 1
-    tails = range(tail_start, len(parts)) if tail_start < len(parts) else range(0)
-    steps += ["*." + ".".join(_literal(part) for part in parts[start:]) for start in tails]
+    steps += ["*." + ".".join(map(_literal, parts[start:])) for start in range(tail_start, len(parts))]
     if class_name:
         steps.append(f"type:{class_name}")
     return list(dict.fromkeys(steps))

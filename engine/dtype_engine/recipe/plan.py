@@ -23,44 +23,32 @@ MATCHING_S = 5.0
 
 
 class Selection(msgspec.Struct, frozen=True):
-    """The modules, tensors and KV cache tensors of a tree that a pattern selects."""
+    """What a pattern selects in a tree."""
 
     modules: frozenset[str]
     """The names of the modules that the pattern matches. A module inside another matched module is left out."""
     tensors: tuple[str, ...]
-    """The canonical names of the tensors that the pattern selects and that can be cast, without repeats."""
+    """The canonical names of the selected tensors that can be cast."""
     uncastable: tuple[str, ...] = ()
-    """The canonical names of the selected tensors that can never be cast: integers, booleans, parts of quantized weights, and
-    non-persistent buffers that the pattern does not name specifically.
-    """
+    """Those that are never cast, such as integers, and non-persistent buffers that the pattern does not name specifically."""
     caches: tuple[str, ...] = ()
-    """The names of the KV cache tensors that the pattern selects. Only patterns that name caches, such as `*.kv_cache`, select
-    any.
-    """
+    """The names of the selected KV cache tensors. Only patterns that name caches, such as `*.kv_cache`, select any."""
 
     def __len__(self) -> int:
         return len(self.tensors) + len(self.caches)
 
     def for_dtype(self, dtype: str) -> Selection:
-        """Return what a rule with this pattern and the dtype `dtype` selects. That is no weights if only KV caches can have the
-        dtype, and no caches if only weights can.
-        """
+        """Return what a rule with this pattern and dtype selects: weights and caches only if they can have the dtype."""
         if dtype in ONLY_KV:
             return msgspec.structs.replace(self, tensors=(), uncastable=())
-        return (
-            self
-            if dtype in KV_FORMATS or dtype == dtypes.STORED or not self.caches
-            else msgspec.structs.replace(self, caches=())
-        )
+        may_be_caches = dtype in KV_FORMATS or dtype == dtypes.STORED
+        return self if may_be_caches else msgspec.structs.replace(self, caches=())
 
 
-def select(tree: Tree, pattern: Pattern | str, seconds: float = MATCHING_S) -> Selection:
-    """Return the modules and tensors in `tree` that a pattern selects.
-
-    Raises PatternError for an invalid pattern, and its subclass TooSlow if matching takes more than `seconds`.
-    """
+def select(tree: Tree, pattern: str, seconds: float = MATCHING_S) -> Selection:
+    """Return what a pattern selects. Raises PatternError for an invalid one, and TooSlow if matching takes more than `seconds`."""
     with time_limit(seconds):
-        return _selected(tree, compile_pattern(pattern) if isinstance(pattern, str) else pattern)
+        return _selected(tree, compile_pattern(pattern))
 
 
 def _selected(tree: Tree, compiled: Pattern) -> Selection:
@@ -74,51 +62,37 @@ def _selected(tree: Tree, compiled: Pattern) -> Selection:
             # A matched module selects everything below it, whatever the names are.
             modules.add(node.name)
             for tensor in tree.below(node.name):
-                if tensor.castable and (tensor.persistent or any(map(compiled.matches_exactly, tensor.names))):
-                    taken[tensor.name] = None
-                else:
-                    uncastable[tensor.name] = None
+                is_cast = tensor.castable and (tensor.persistent or any(map(compiled.matches_exactly, tensor.names)))
+                (taken if is_cast else uncastable)[tensor.name] = None
             continue
         prefix = f"{node.name}." if node.name else ""
         for local, tensor in node.tensors.items():
             name = prefix + local
-            if not compiled.matches(name):
-                continue
-            if tensor.castable and (tensor.persistent or compiled.matches_exactly(name)):
-                taken[tensor.name] = None
-            else:
-                uncastable[tensor.name] = None
+            if compiled.matches(name):
+                is_cast = tensor.castable and (tensor.persistent or compiled.matches_exactly(name))
+                (taken if is_cast else uncastable)[tensor.name] = None
         stack.extend(reversed(node.children.values()))
     for tensor in tree.renamed:
         if tensor.name not in taken and all(map(compiled.selects, tensor.stored_as)):
-            if tensor.castable:
-                taken[tensor.name] = None
-            else:
-                uncastable[tensor.name] = None
+            (taken if tensor.castable else uncastable)[tensor.name] = None
     named = tree.caches if may_name_caches(compiled.text) else ()
     caches = tuple(name for name in named if _names_cache(compiled, name))
     return Selection(frozenset(modules), tuple(taken), tuple(name for name in uncastable if name not in taken), caches)
 
 
 def _names_cache(compiled: Pattern, name: str) -> bool:
-    """Return whether a pattern names the KV cache tensor `name` specifically. `*.kv_cache.k` does; `*.self_attn`, which matches
-    everything in the tensor's module, does not.
-    """
+    """Return whether a pattern names this KV cache tensor specifically, as `*.kv_cache.k` does, but not `*.self_attn`."""
     return (names_caches(compiled.text) and compiled.selects(name)) or compiled.matches_exactly(name)
 
 
 class RuleEffect(msgspec.Struct, frozen=True):
-    """The effect of one rule in a plan: the tensors that it selects, how many of them get its dtype, and their bytes."""
+    """The effect of one rule in a plan."""
 
     index: int
-    """The rule's index in the recipe."""
     rule: Rule
     tensors: tuple[TensorInfo, ...]
-    """The tensors that the rule selects."""
     decides: int
-    """How many of `tensors` and `caches` get this rule's dtype. The others are also selected by a later rule, which overrides this
-    one.
-    """
+    """How many of `tensors` and `caches` get its dtype. A later rule overrides it for the others."""
     caches: tuple[str, ...] = ()
     """The names of the KV cache tensors that the rule selects."""
 
@@ -129,39 +103,33 @@ class RuleEffect(msgspec.Struct, frozen=True):
 
     @property
     def bytes_before(self) -> int:
-        """Bytes of the tensors that the rule selects, as stored."""
+        """Bytes of `tensors` as stored."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     @property
     def bytes_after(self) -> int:
-        """Bytes of the tensors that the rule selects, in the rule's dtype."""
+        """Bytes of `tensors` in the rule's dtype."""
         return sum(tensor_bytes(tensor, self.rule.dtype) for tensor in self.tensors)
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """The dtype of every tensor under a recipe, as computed by `make_plan`, before anything is cast."""
+    """The dtype of every tensor under a recipe, as `make_plan` computes it before anything is cast."""
 
     recipe: Recipe
     dtypes: Mapping[str, str]
     """The planned dtype of every tensor, by canonical name."""
     decided_by: Mapping[str, int]
-    """The index of the rule that decides a tensor's dtype or a KV cache tensor's format, keyed by the tensor's name. Tensors that
-    no rule selects are absent.
-    """
+    """The index of the rule that decides the dtype of a tensor or the format of a KV cache tensor, by name, if a rule does."""
     selections: tuple[Selection, ...]
-    """The modules and tensors that each rule selects, in the recipe's order."""
+    """What each rule selects, in the recipe's order."""
     stored_bytes: int
     planned_bytes: int
     pending_classes: tuple[int, ...] = ()
-    """Indices of the rules that select modules by class, if the model's classes are still unknown. Until the classes are known,
-    these rules select nothing.
-    """
+    """Indices of the rules that select modules by class, and nothing yet, because the model's classes are still unknown."""
     caches: Mapping[str, str] = msgspec.field(default_factory=dict)
-    """The formats that rules give to KV cache tensors, keyed by the tensor's name. Cache tensors that no rule selects are absent,
-    and keep the dtype that the model's code gives them.
-    """
+    """The formats that rules give to KV cache tensors, by name. The others keep the dtype that the model's code gives them."""
     too_slow: tuple[int, ...] = ()
-    """Indices of the rules whose patterns take too long to match. These rules select nothing in the plan."""
+    """Indices of the rules whose patterns take too long to match. They select nothing in the plan."""
 
     def __repr__(self) -> str:
         rules = plural(len(self.recipe), "rule")
@@ -172,13 +140,11 @@ class Plan(msgspec.Struct, frozen=True):
         )
 
     def same_casts(self, other: Plan) -> bool:
-        """Return whether another plan for the same tree gives every tensor the same dtype, and every KV cache the same format."""
+        """Return whether another plan for the same tree gives all tensors the same dtypes, and all KV caches the same formats."""
         return self.dtypes == other.dtypes and self.caches == other.caches
 
     def effects(self, tree: Tree, among: Collection[str] | None = None) -> Iterator[RuleEffect]:
-        """Yield the effect of each rule, in the recipe's order. among: if given, only these weights and KV cache tensors are
-        considered; weights are given by their canonical names.
-        """
+        """Yield the effect of each rule, in the recipe's order, on all tensors or on those named in `among`."""
         for index, (rule, selection) in enumerate(zip(self.recipe.rules, self.selections, strict=True)):
             taken = tuple(tree.tensors[name] for name in selection.tensors if among is None or name in among)
             caches = tuple(name for name in selection.caches if among is None or name in among)
@@ -201,16 +167,13 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 _latest: WeakKeyDictionary[Tree, Plan] = WeakKeyDictionary()
-"""The plan that was made last for each tree, because the same plan is often needed twice: while the user types a rule and when it
-is applied, or in a thread that prepares a new tree and when the tree is shown. With 90,000 tensors, a plan takes 0.1 s. Without
-this memory, a key press would wait for two plans.
+"""The plan that was made last for each tree, because the same plan is often needed twice, such as while the user types a rule and
+when it is applied. With 90,000 tensors, a plan takes 0.1 s, for which a key press would wait.
 """
 
 
 def make_plan(tree: Tree, recipe: Recipe) -> Plan:
-    """Return the plan of a recipe for a tree. The last rule that selects a tensor decides its dtype; tensors without a rule stay as
-    stored.
-    """
+    """Return the plan of a recipe for a tree. The last rule that selects a tensor decides its dtype."""
     known = _latest.get(tree)
     if known is not None and known.recipe == recipe:
         return known
@@ -238,13 +201,18 @@ def make_plan(tree: Tree, recipe: Recipe) -> Plan:
             for name in taken.caches:
                 caches[name] = rule.dtype
                 decided[name] = index
+    changed = sum(
+        tensor_bytes(tensor, planned[name]) - tensor.nbytes
+        for name, tensor in tree.tensors.items()
+        if planned[name] != tensor.dtype and tensor.counted
+    )
     plan = Plan(
         recipe,
         planned,
         decided,
         tuple(selections),
         tree.stored_bytes,
-        planned_bytes(tree, planned),
+        tree.stored_bytes + changed,
         tuple(pending_classes),
         {name: form for name, form in caches.items() if form != dtypes.STORED},
         tuple(too_slow),
@@ -254,27 +222,14 @@ def make_plan(tree: Tree, recipe: Recipe) -> Plan:
     return plan
 
 
-def planned_bytes(tree: Tree, planned: Mapping[str, str]) -> int:
-    """Return the bytes of parameters and persistent buffers in their planned dtypes, scales included. A tied weight counts once.
-    planned: dtypes by tensor name.
-    """
-    changed = 0
-    for name, dtype in planned.items():
-        tensor = tree.tensors[name]
-        if dtype != tensor.dtype and tensor.counted:
-            changed += tensor_bytes(tensor, dtype) - tensor.nbytes
-    return tree.stored_bytes + changed
-
-
 def tensor_bytes(tensor: TensorInfo, dtype: str) -> int:
     """Return a tensor's bytes after a cast to `dtype`, or as stored if `dtype` is its stored dtype or `dtypes.STORED`."""
     return tensor.nbytes if dtype == dtypes.STORED else tensor.nbytes_in(dtype)
 
 
 def rules_in_doubt(tree: Tree, recipe: Recipe) -> bool:
-    """Return whether some rules match nothing in this tree, but might match once the model's architecture is known. Raises TooSlow.
-
-    A tree that was built only from the tensor names in the files lacks module classes and the aliases of tied weights.
+    """Return whether some rules match nothing in this tree, but might once the model's architecture is known. Raises TooSlow. A
+    tree that was built from the files alone lacks module classes and the aliases of tied weights.
     """
     plan = make_plan(tree, recipe)
     plan.refuse_too_slow()
@@ -282,10 +237,8 @@ def rules_in_doubt(tree: Tree, recipe: Recipe) -> bool:
 
 
 def require_matches(tree: Tree, recipe: Recipe) -> Plan:
-    """Return the plan of a recipe for a tree. Raises UserError if a rule selects nothing. The error says why, and suggests a
-    similar name.
-
-    A rule by module class is refused if the tree has no classes, because the modules that it selects are then unknown.
+    """Return the plan of a recipe for a tree. Raises UserError if a rule selects nothing, or selects by module class and the tree
+    has no classes. The error says why, and suggests a similar name.
     """
     plan = make_plan(tree, recipe)
     plan.refuse_too_slow()
@@ -301,15 +254,13 @@ def require_matches(tree: Tree, recipe: Recipe) -> Plan:
 
 
 def uncast_words(tree: Tree, taken: Selection) -> str:
-    """Return words for the user that name the first tensor in `taken` that can't be cast, and say why. taken: what a pattern
-    selects; it must contain such a tensor.
-    """
+    """Return words for the user that name the first of the tensors in `taken` that can't be cast, and say why."""
     first = taken.uncastable[0]
     return f"first {printable(first)}: {tree.tensors[first].why_not_cast}"
 
 
 _MOST_NAMES = 20_000
-"""Maximum number of names with which a mistyped pattern is compared. Comparing this many names takes a second."""
+"""Maximum number of names with which a mistyped pattern is compared. Comparing this many takes a second."""
 NO_CLASSES = (
     "but this model's architecture is unknown: put a config.json that names a known one next to its files, or open the model's own "
     "code with file.py:Name --weights FILE"
@@ -317,37 +268,32 @@ NO_CLASSES = (
 
 
 def explain_no_match(tree: Tree, pattern: str, taken: Selection | None = None) -> str:
-    """Return a sentence that says why a pattern selects nothing in the tree. taken: the result of `select` for this pattern, if the
-    caller has it.
-    """
+    """Return a sentence that says why a pattern selects nothing in the tree. taken: what it selects, if the caller has it."""
+    named = f"pattern {shortened(pattern)}"
     if names_caches(pattern) and not tree.caches:
-        reason = tree.kv_cache.none_because or "this model has none that a rule can give a format"
-        return f"pattern {shortened(pattern)} names KV caches: {reason}"
+        return f"{named} names KV caches: {tree.kv_cache.none_because or 'this model has none that a rule can give a format'}"
     if taken is not None and taken.uncastable:
-        return f"pattern {shortened(pattern)} matches only tensors that it does not cast ({uncast_words(tree, taken)})"
+        return f"{named} matches only tensors that it does not cast ({uncast_words(tree, taken)})"
     compiled = compile_pattern(pattern)
     if compiled.by_class and not tree.has_classes:
-        return f"pattern {shortened(pattern)} matches module classes, {NO_CLASSES}"
+        return f"{named} matches module classes, {NO_CLASSES}"
     with time_limit(MATCHING_S):
         caches = tree.kv_cache.tensors if may_name_caches(pattern) else ()
         no_format = next((tensor for tensor in caches if _names_cache(compiled, tensor.name)), None)
-        partly = [tensor for tensor in tree.renamed if any(map(compiled.selects, tensor.stored_as))]
+        partly = next((tensor for tensor in tree.renamed if any(map(compiled.selects, tensor.stored_as))), None)
     if no_format is not None and no_format.why_no_format is not None:
+        first = f"{printable(no_format.name)}: {no_format.why_no_format}"
+        return f"{named} matches only KV caches that take no format (first {first})"
+    if partly is not None:
         return (
-            f"pattern {shortened(pattern)} matches only KV caches that take no format "
-            f"(first {printable(no_format.name)}: {no_format.why_no_format})"
-        )
-    if partly:
-        return (
-            f"pattern {shortened(pattern)} matches only a part of {partly[0].name}, which the model packs from "
-            f"{len(partly[0].stored_as)} tensors of the files: match all of them, or the packed tensor"
+            f"{named} matches only a part of {partly.name}, which the model packs from {len(partly.stored_as)} tensors of the "
+            "files: match all of them, or the packed tensor"
         )
     import regex  # the import takes 10 ms
 
-    if (ranged := regex.sub(r"\{(\d+)-(\d+)\}", r"{\1..\2}", pattern)) != pattern and select(
-        tree, compile_pattern(ranged)
-    ).tensors:
-        return f"pattern {shortened(pattern)} matches nothing in this model; a range is written with two dots: {ranged}"
+    ranged = regex.sub(r"\{(\d+)-(\d+)\}", r"{\1..\2}", pattern)
+    if ranged != pattern and select(tree, ranged).tensors:
+        return f"{named} matches nothing in this model; a range is written with two dots: {ranged}"
     if compiled.by_class:
         known = sorted({module.class_name for module in tree.modules.values() if module.class_name})
         wanted, prefix = pattern.removeprefix("type:"), "type:"
@@ -358,4 +304,4 @@ def explain_no_match(tree: Tree, pattern: str, taken: Selection | None = None) -
             known = list({step for name in known for step in generalisations(name) if "*" in step or "." not in step})
     near = nearest(wanted, known[:_MOST_NAMES])
     hint = f"; the nearest is {prefix}{near}" if near else ""
-    return f"pattern {shortened(pattern)} matches nothing in this model{hint}"
+    return f"{named} matches nothing in this model{hint}"

@@ -25,10 +25,10 @@ _COMMENTS = {
 }
 
 
-def figures(plan: Plan, report: DriftReport | None, versions: Mapping[str, str] | None = None) -> dict[str, Figure]:
-    """Return the metrics for the entry `measured` of a recipe file, by name: bytes, versions and, if `report` is given, the drift
-    of the main output. versions: those of the libraries, by name.
-    """
+def _figures(
+    plan: Plan, report: DriftReport | None, versions: Mapping[str, str], losses: Sequence[ValueLoss] | None
+) -> dict[str, Figure]:
+    """Return the entry `measured` of a recipe file: bytes, versions of libraries, the drift of the main output, and lost values."""
     measured: dict[str, Figure] = {"stored_bytes": plan.stored_bytes, "planned_bytes": plan.planned_bytes}
     if report is not None:
         for row in figures_in("recipe"):
@@ -38,7 +38,12 @@ def figures(plan: Plan, report: DriftReport | None, versions: Mapping[str, str] 
         measured |= {f"metric {change.name}": str(change) for change in report.metrics}
         measured |= {"output": report.output_name, "inputs": report.inputs_run, "reference": report.reference}
         measured["device"] = report.device
-    return measured | dict(versions or {})
+    measured |= versions
+    if losses is not None:
+        measured["tensors_that_lose_values"] = len(losses)
+        measured["overflowed"] = sum(loss.overflowed for loss in losses)
+        measured["vanished"] = sum(loss.vanished for loss in losses)
+    return measured
 
 
 def recipe_text(
@@ -50,34 +55,21 @@ def recipe_text(
     versions: Mapping[str, str] | None = None,
     lost: Sequence[ValueLoss] | None = None,
 ) -> str:
-    """Return the text of a recipe file for a plan: each rule with the bytes that it selects, the metrics with their units, and the
-    tensors with values that their cast makes infinite or zero.
+    """Return the text of a recipe file for a plan, with comments and units.
 
-    title: the name of the model. settings: how the candidate was run. report: the measurement of the plan, if there is one; it
-    contains the tensors with infinite or zero values. lost: the same tensors for a plan without a report; None if they are unknown.
-    versions: those of the libraries, by name.
+    title: the name of the model. report: the measurement of the plan; it contains the tensors with infinite or zero values. lost:
+    the same tensors for a plan without a report, or None if they are unknown. versions: those of the libraries, by name.
     """
     losses = report.lost if report is not None and report.lost is not None else lost
     return write_recipe(
         plan.recipe,
         title,
         settings,
-        figures(plan, report, versions) | _loss_totals(losses),
+        _figures(plan, report, versions or {}, losses),
         comments=[_selected_text(effect) for effect in plan.effects(tree)],
         units=_COMMENTS | {row.name: row.comment for row in figures_in("recipe") if row.comment},
         lost=[*severe(losses or ()), *(loss for loss in losses or () if loss.is_rounding)],
     )
-
-
-def _loss_totals(losses: Sequence[ValueLoss] | None) -> dict[str, Figure]:
-    """Return three metrics by name: how many tensors have values that their cast makes infinite or zero, how many values become
-    infinite, and how many become zero. losses: one entry for each tensor with such values. If losses is None, because they are
-    unknown, no metrics are returned.
-    """
-    if losses is None:
-        return {}
-    overflowed, vanished = sum(loss.overflowed for loss in losses), sum(loss.vanished for loss in losses)
-    return {"tensors_that_lose_values": len(losses), "overflowed": overflowed, "vanished": vanished}
 
 
 def _selected_text(effect: RuleEffect) -> str:

@@ -17,11 +17,11 @@ from dtype_engine.core.errors import PatternError, TooSlow
 
 LONGEST_REGEX = 500
 MOST_REPEATS = 1000
-"""Maximum repeat count, as in `a{100}`, in a regular expression of a user."""
+"""Maximum repeat count in a regular expression of a user, as in `a{100}`."""
 _MOST_UNROLLED = 100_000
-"""Maximum product of all repeat counts in a regular expression. The compiler unrolls some repeats, which could need gigabytes."""
+"""Maximum product of all repeat counts. The compiler unrolls some repeats, which could need gigabytes."""
 _ALONE_S = 2.0
-"""Time limit in seconds for a single match outside of a `time_limit` block."""
+"""Time limit in seconds for a match outside of a `time_limit` block."""
 _COUNTS = re.compile(r"\{(?:[0-9]*,)?([0-9]+)\}|\{([0-9]+),\}")
 
 Anchored = Literal["fullmatch", "match", "search"]
@@ -31,9 +31,7 @@ _deadline: ContextVar[tuple[float, float] | None] = ContextVar("deadline", defau
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """A context manager that limits the total time of all matching in its block to `seconds`. If an enclosing block's limit ends
-    earlier, that limit applies.
-    """
+    """A context manager that limits the total time of all matching in its block. Limits of enclosing blocks hold, too."""
     ends = time.perf_counter() + seconds
     outer = _deadline.get()
     token = _deadline.set((ends, seconds) if outer is None or ends < outer[0] else outer)
@@ -46,31 +44,31 @@ def time_limit(seconds: float) -> Iterator[None]:
 def compile_regex(
     source: str, shown: str, kind: Anchored = "fullmatch", before: int = 0, dotall: bool = True
 ) -> Callable[[str], bool]:
-    """Compile a regular expression to a function that returns whether a name matches, and that raises TooSlow if matching takes too
-    long.
+    """Compile a regular expression to a function that returns whether a name matches, and raises TooSlow if that takes too long.
 
-    source: the expression. shown: the user's whole pattern, for messages. kind: how much of a name must match: all of it, its
-    beginning, or any part. before: index of `source` in `shown`. dotall: whether `.` matches line breaks. Raises PatternError, with
-    the position of the error if it is known.
+    shown: the user's whole pattern, for messages. kind: how much of a name must match. before: index of `source` in `shown`.
+    dotall: whether `.` matches line breaks. Raises PatternError, with the position of the error if it is known.
     """
     if len(source) > LONGEST_REGEX:
         raise PatternError(
             f"a regular expression of {len(source)} characters is too long: the limit is {LONGEST_REGEX}; use several rules",
             before,
         )
-    _check_counts(source, shown, before)
+    counts = [(found.start() + before, found[0], found[1] or found[2]) for found in _COUNTS.finditer(source)]
+    for position, written, number in counts:
+        if len(number) > 4 or int(number) > MOST_REPEATS:
+            raise PatternError(
+                f"pattern {shortened(shown)}: {written[:20]} repeats more than {MOST_REPEATS} times", position
+            )
+    if prod(max(1, int(number)) for _, _, number in counts) > _MOST_UNROLLED:
+        raise PatternError(f"pattern {shortened(shown)}: it repeats too often", counts[-1][0])
     return limited(source, shown, kind, before, dotall)
 
 
 def limited(
     source: str, shown: str, kind: Anchored = "fullmatch", before: int = 0, dotall: bool = True
 ) -> Callable[[str], bool]:
-    """Compile a regular expression to a function that returns whether a name matches. The arguments and errors are those of
-    `compile_regex`.
-
-    In contrast to `compile_regex`, the length of the expression and its repeat counts are not limited. Use this only for
-    expressions that are cheap to compile.
-    """
+    """Compile as `compile_regex` does, but whatever its length and repeat counts are: for expressions that are cheap to compile."""
     import regex  # the import takes 10 ms, and few recipes need it
 
     _seconds_left(shown)
@@ -115,19 +113,3 @@ def _too_slow(shown: str) -> TooSlow:
 def shortened(shown: str) -> str:
     """Return a pattern in quotes for a message, cut to 200 characters."""
     return repr(shown if len(shown) <= 200 else shown[:199] + "…")
-
-
-def _check_counts(source: str, shown: str, before: int) -> None:
-    """Raise PatternError if an expression has repeat counts that would need too much memory to compile.
-
-    source: the expression, a part of the user's pattern. shown: the whole pattern, for the message. before: the index in `shown` at
-    which `source` begins.
-    """
-    counts = [(found.start() + before, found[0], found[1] or found[2]) for found in _COUNTS.finditer(source)]
-    for position, written, number in counts:
-        if len(number) > 4 or int(number) > MOST_REPEATS:
-            raise PatternError(
-                f"pattern {shortened(shown)}: {written[:20]} repeats more than {MOST_REPEATS} times", position
-            )
-    if prod(max(1, int(number)) for _, _, number in counts) > _MOST_UNROLLED:
-        raise PatternError(f"pattern {shortened(shown)}: it repeats too often", counts[-1][0])

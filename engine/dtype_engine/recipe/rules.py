@@ -29,7 +29,7 @@ class Rule:
     """Names of modules or tensors, with wildcards; or `type:` and a class; or `re:` and a regular expression."""
     dtype: str
     """A name in `dtypes.CASTABLE_DTYPES` or, for KV caches, in `KV_FORMATS`; or `dtypes.STORED`, with which tensors keep their
-    stored dtypes. If a rule is created with another spelling, such as `bf16`, this field gets the name, such as `bfloat16`.
+    stored dtypes. Another spelling, such as `bf16`, is replaced by the name.
     """
 
     def __post_init__(self) -> None:
@@ -38,8 +38,8 @@ class Rule:
 
     @classmethod
     def make(cls, pattern: str, dtype: object) -> Rule:
-        """Return a rule made from a pattern and a dtype: a name in any spelling, or a `torch.dtype`. Raises UserError if either is
-        invalid, or if the pattern names KV caches and they can't have the dtype.
+        """Return a rule. dtype: a name in any spelling, or a `torch.dtype`. Raises UserError if either is invalid, or if the
+        pattern names KV caches and they can't have the dtype.
         """
         compiled = compile_pattern(pattern)
         if names_caches(compiled.text):
@@ -76,7 +76,6 @@ class Recipe:
     """
 
     rules: tuple[Rule, ...] = ()
-    """The rules, first to last. The last rule that selects a tensor decides the tensor's dtype."""
 
     @classmethod
     def of(cls, rules: Iterable[Rule]) -> Recipe:
@@ -88,7 +87,6 @@ class Recipe:
         return Recipe((*(earlier for earlier in self.rules if earlier.pattern not in patterns), *rules))
 
     def without(self, indices: Iterable[int]) -> Recipe:
-        """Return this recipe without the rules at these indices."""
         dropped = set(indices)
         return Recipe(tuple(rule for index, rule in enumerate(self.rules) if index not in dropped))
 
@@ -108,7 +106,7 @@ class History(Generic[_State]):
 
     @classmethod
     def of(cls, states: Iterable[_State], at: int) -> History[_State]:
-        """Return a history restored from all of its states, in order. `at` is the index of the current state."""
+        """Return a history restored from all of its states and the index of the current one, as `kept` returns them."""
         kept = list(states)
         history = cls(kept[0])
         history._states, history._at = kept, at
@@ -116,7 +114,7 @@ class History(Generic[_State]):
 
     @property
     def kept(self) -> tuple[tuple[_State, ...], int]:
-        """The pair (all states in order, index of the current one). The method `of` restores the history from it."""
+        """All states in order, and the index of the current one."""
         return tuple(self._states), self._at
 
     @property
@@ -124,9 +122,7 @@ class History(Generic[_State]):
         return self._states[self._at]
 
     def push(self, state: _State) -> bool:
-        """Make `state` the current state, and discard states that were undone. Returns False if `state` already is the current
-        one.
-        """
+        """Make `state` the current one, and discard states that were undone. Returns False if it already is the current one."""
         if state == self.current:
             return False
         self._states[self._at + 1 :] = [state]
@@ -134,15 +130,14 @@ class History(Generic[_State]):
         return True
 
     def undo(self) -> bool:
-        """Go back to the previous state. Returns False if there is nothing to undo."""
-        if self._at == 0:
-            return False
-        self._at -= 1
-        return True
+        """Go back to the previous state. Returns False if there is none."""
+        return self._move(-1)
 
     def redo(self) -> bool:
-        """Go forward to the most recently undone state. Returns False if there is nothing to redo."""
-        if self._at + 1 == len(self._states):
-            return False
-        self._at += 1
-        return True
+        """Go forward to the state that was undone last. Returns False if there is none."""
+        return self._move(1)
+
+    def _move(self, step: int) -> bool:
+        is_there = 0 <= self._at + step < len(self._states)
+        self._at += step * is_there
+        return is_there

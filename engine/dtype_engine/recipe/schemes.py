@@ -1,6 +1,4 @@
-"""Describes formats with codes and scales as compressed-tensors schemes, which the configurations of exports and the recipes of
-llm-compressor contain.
-"""
+"""Describes formats with codes and scales as compressed-tensors schemes, for exports and for recipes of llm-compressor."""
 
 from __future__ import annotations
 
@@ -14,15 +12,13 @@ DESCRIBED = PER_CHANNEL + tuple(
     for name in dtypes.BLOCK_FORMATS
     if (blocks := dtypes.BY_NAME[name].blocks) is not None and blocks.layout not in ("", "fp8")
 )
-"""Formats that a compressed-tensors scheme can describe. A scheme does not say by which rule MX scales were computed, so MX formats
-with any rule are included: compressed-tensors computes scales by one rule only, but reads scales computed by any rule.
+"""Formats that a scheme can describe. A scheme does not say by which rule MX scales were computed, so MX formats with any rule are
+among them: compressed-tensors computes scales by one rule, but reads scales of any.
 """
 
 
 def layout(dtype: str) -> str:
-    """Return the name of the checkpoint layout in which other programs read weights of this dtype, such as "float-quantized".
-    Returns "" if no other program reads them.
-    """
+    """Return the checkpoint layout in which other programs read weights of this dtype, such as "float-quantized", or ""."""
     row = dtypes.BY_NAME[dtype]
     if row.blocks is not None:
         return row.blocks.layout
@@ -32,9 +28,7 @@ def layout(dtype: str) -> str:
 
 
 def weight_scheme(dtype: str) -> dict[str, Any]:
-    """Return how a compressed-tensors scheme describes weights of this dtype, which must be in `DESCRIBED`: a mapping with entries
-    such as `num_bits`.
-    """
+    """Return how a scheme describes weights of a dtype in `DESCRIBED`, with entries such as `num_bits`."""
     row = dtypes.BY_NAME[dtype]
     scheme: dict[str, Any] = {"num_bits": row.bits, "type": row.kind, "symmetric": True}
     blocks = row.blocks
@@ -51,11 +45,10 @@ def weight_scheme(dtype: str) -> dict[str, Any]:
 
 
 def activation_scheme(dtype: str) -> dict[str, Any] | None:
-    """Return how a compressed-tensors scheme describes the quantized inputs of weights in a dtype of `DESCRIBED`. Returns None if
-    runtimes keep these inputs unquantized.
+    """Return how a scheme describes the inputs of weights of a dtype in `DESCRIBED`, or None if they are not quantized.
 
-    The entries are those of the schemes FP8_DYNAMIC, W8A8, FP8_BLOCK, MXFP8, MXFP4 and NVFP4 (`quantization/quant_scheme.py`): a
-    scale for each token, or for each block of a token. NVFP4 also has one scale for all inputs of a layer, which the file holds.
+    The entries are those of FP8_DYNAMIC, W8A8, FP8_BLOCK, MXFP8, MXFP4 and NVFP4 (`quantization/quant_scheme.py`): a scale for each
+    token, or for each block of a token. NVFP4 also has one scale for all inputs of a layer, which the file holds.
     """
     row = dtypes.BY_NAME[dtype]
     if not dtypes.quantizes_activations(dtype):
@@ -71,9 +64,6 @@ def activation_scheme(dtype: str) -> dict[str, Any] | None:
 
 
 def keeps_input_scale(dtype: str) -> bool:
-    """Return whether a file must hold a scale for the inputs of a layer whose weight has this format.
-
-    Only NVFP4 requires such a scale.
-    """
+    """Return whether a file must hold a scale for the inputs of a layer whose weight has this format. Only NVFP4 requires one."""
     blocks = dtypes.BY_NAME[dtype].blocks
     return blocks is not None and blocks.tensor_scale and dtypes.quantizes_activations(dtype)

@@ -1,5 +1,4 @@
-"""Predicts how a runtime would treat an export of a plan. Each check names the file in the runtime's source code on which it is
-based.
+"""Predicts how a runtime would treat an export of a plan. Each check names the file in the runtime's source code behind it.
 
 The runtimes are vLLM (main branch, 2026) and SGLang (a version that supports a single compressed-tensors format per checkpoint).
 Both read an export in the layout in which it was written: compressed-tensors, or DeepSeek's fp8.
@@ -7,13 +6,14 @@ Both read an export in the layout in which it was written: compressed-tensors, o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.fused import fused_groups, siblings, split_groups
 from dtype_engine.core.tree import Tree
+from dtype_engine.core.units import plural
 from dtype_engine.recipe.fused_words import layer_name
 from dtype_engine.recipe.kv_serving import cache_serving
 from dtype_engine.recipe.schemes import layout
@@ -31,12 +31,10 @@ _MARLIN_OUT, _MARLIN_IN = 64, 128
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One limitation of a runtime that affects an export of a plan, and the tensors that it affects."""
+    """One limitation of a runtime that affects an export of a plan."""
 
     effect: Effect
-    """What the runtime does with the affected tensors. "refused": it refuses to load them. "other values": it computes with other
-    values. "stays wide": it leaves them unquantized. "slower": it runs slower.
-    """
+    """What the runtime does: it refuses to load the tensors, computes with other values, does not quantize them, or runs slower."""
     why: str
     source: str
     """The file and the function in the runtime's source code from which the limitation is known."""
@@ -46,7 +44,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class ServingLint:
-    """How one runtime would treat an export of a plan: the limitations that affect it, and the options for its KV caches."""
+    """How one runtime would treat an export of a plan."""
 
     runtime: str
     quantised: int
@@ -57,55 +55,204 @@ class ServingLint:
 
     @property
     def loads(self) -> bool:
-        """Whether the runtime loads the export without refusing a weight, as far as these checks can predict."""
+        """Whether the runtime loads the export without refusing a weight, as far as can be predicted."""
         return not any(finding.effect == "refused" for finding in self.findings)
 
 
-def lint_serving(context: Context, runtime: Runtime, activations: Literal["none", "weights"] = "none") -> ServingLint:
-    """Predict why a runtime would refuse, change or slow down an export of the context's plan, and return the reasons. activations:
-    the run setting `quantize_activations`.
-    """
+@dataclass(frozen=True, slots=True)
+class _Export:
+    """An export of a plan, and the runtime that is to load it."""
+
+    context: Context
+    runtime: Runtime
+    quantised: Mapping[str, str]
+    """The format of each weight that the plan quantizes, by weight name."""
+    written: Mapping[str, str]
+    """Those of them that the export stores in a layout that other programs read."""
+
+    def source(self, vllm: str, sglang: str = "") -> str:
+        """Return a place in the runtime's source code. sglang: what SGLang has instead of `vllm`, if it is not the same."""
+        return f"{_VLLM}/{vllm}" if self.runtime == "vllm" else f"{_SGLANG}/{sglang or vllm}"
+
+
+def lint_serving(context: Context, runtime: Runtime) -> ServingLint:
+    """Predict why a runtime would refuse, change or slow down an export of the context's plan, and return the reasons."""
     quantised = {
         name: dtype for name, dtype in context.plan.dtypes.items()
         if dtype in dtypes.STORAGE_DTYPES and context.tree.tensors[name].castable
     }  # fmt: skip
-    rules: tuple[Callable[[Context, Runtime, dict[str, str]], Iterator[Finding]], ...] = (
-        _not_written, _routers, _split, _experts, _missing, _one_scale, _blocks_of_merged, _marlin, _whole_format, _asymmetric,
-    )  # fmt: skip
-    findings = [finding for rule in rules for finding in rule(context, runtime, quantised)]
-    if activations == "none":
-        findings += [*_int8(context, runtime, quantised), *_always_quantised(runtime, quantised)]
+    refused = {name: no_layout(context.tree, name, dtype, experts=True) for name, dtype in quantised.items()}
+    export = _Export(
+        context, runtime, quantised, {name: quantised[name] for name in quantised if refused[name] is None}
+    )
+    findings = list(_not_written(export, refused))
+    for check in (
+        _routers, _split, _experts, _missing, _one_scale, _blocks_of_merged, _marlin, _whole_format, _asymmetric, _int8,
+        _always_quantised,
+    ):  # fmt: skip
+        findings += check(export)
     served = cache_serving(context.tree, context.plan.caches, runtime)
     source = "vllm/config/cache.py: CacheConfig" if runtime == "vllm" else "python/sglang/srt/server_args.py"
-    for problem in served.problems:
-        findings.append(Finding(problem.effect, problem.why, source, problem.tensors))
+    findings += [Finding(problem.effect, problem.why, source, problem.tensors) for problem in served.problems]
     return ServingLint(runtime, len(quantised), tuple(findings), served.flags)
 
 
-def _source(runtime: Runtime, file: str) -> str:
-    return f"{_VLLM if runtime == 'vllm' else _SGLANG}/{file}"
-
-
-def _not_written(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Yield findings for weights in formats for which no public layout exists. An export stores such weights in a layout that only
-    this program reads, so the runtime refuses them.
-
-    quantised: the format of each weight that the plan quantizes, by weight name.
-    """
+def _not_written(export: _Export, refused: Mapping[str, str | None]) -> Iterator[Finding]:
+    """An export stores weights without a public layout in one that only this program reads. refused: why a weight has none."""
     by_reason: dict[str, list[str]] = {}
-    for name, dtype in quantised.items():
-        if (reason := no_layout(context.tree, name, dtype, experts=True)) is not None:
+    for name, reason in refused.items():
+        if reason is not None:
             by_reason.setdefault(reason, []).append(name)
-    source = _source(runtime, "compressed_tensors/compressed_tensors.py: get_quant_method")
+    source = export.source("compressed_tensors/compressed_tensors.py: get_quant_method")
     for reason, names in by_reason.items():
         yield Finding("refused", reason, source, tuple(names))
 
 
-def no_layout(tree: Tree, name: str, dtype: str, experts: bool = False) -> str | None:
-    """Return why no other program can read a weight of an export in the format `dtype`, or None if one can. name: the weight's
-    name. dtype: a format with scales.
+def _routers(export: _Export) -> Iterator[Finding]:
+    """Routers of mixture-of-experts models are created with `quant_config=None`, that is, without parameters for scales."""
+    names = tuple(name for name in export.quantised if layer_name(name) in _ROUTERS)
+    if names:
+        models = "vllm/model_executor" if export.runtime == "vllm" else "python/sglang/srt"
+        source = f"{models}/models/mixtral.py: ReplicatedLinear(quant_config=None)"
+        yield Finding("refused", "routers are not quantized", source, names)
 
-    experts: whether to treat experts that the model packs into one tensor as separate linear layers, as exports store them.
+
+def _split(export: _Export) -> Iterator[Finding]:
+    """`should_ignore_layer` raises if it ignores only some members of a group of fused layers, such as q, k and v."""
+    planned = export.context.plan.dtypes
+    for group in split_groups(planned):
+        why = f"fused into one layer, and in several formats: {_listed(group, planned)}"
+        yield Finding(
+            "refused",
+            why,
+            export.source("compressed_tensors/utils.py: should_ignore_layer, find_matched_target"),
+            group,
+        )
+
+
+def _experts(export: _Export) -> Iterator[Finding]:
+    """`get_moe_method` raises if the projections of a layer's experts have different formats."""
+    planned = export.context.plan.dtypes
+    layers: dict[str, list[str]] = {}
+    for name in planned:
+        if packed_experts(export.context.tree, name):
+            layers.setdefault(name.rpartition(".")[0], []).append(name)
+    for names in layers.values():
+        if len({planned[name] for name in names}) > 1 and not export.quantised.keys().isdisjoint(names):
+            why = f"the experts of a layer are in several formats: {_listed(names, planned)}"
+            source = export.source("compressed_tensors/compressed_tensors_moe.py: get_moe_method")
+            yield Finding("refused", why, source, tuple(names))
+
+
+def _listed(names: Sequence[str], planned: Mapping[str, str]) -> str:
+    return ", ".join(f"{layer_name(name)} {dtypes.short_name(planned[name])}" for name in names)
+
+
+def _missing(export: _Export) -> Iterator[Finding]:
+    """`_match_fused_layer` requires a match for every member of a group, also for one that the model does not have."""
+    source = export.source("compressed_tensors/utils.py: _match_fused_layer")
+    for group in fused_groups(export.quantised):
+        absent = [name for name in siblings(group[0]) if name not in export.context.tree.tensors]
+        if absent:
+            words = ", ".join(map(layer_name, absent))
+            yield Finding("stays wide", f"the model has no {words}, so the fused layer has no scheme", source, group)
+
+
+def _one_scale(export: _Export) -> Iterator[Finding]:
+    """Fused fp8 weights with one scale each are quantized again with the largest scale, which changes values."""
+    source = export.source("utils/w8a8_utils.py: requantize_with_max_scale", "fp8_utils.py")
+    for group in fused_groups(name for name, dtype in export.written.items() if dtype == "float8_e4m3fn@tensor"):
+        yield Finding("other values", "fused, and quantized again with the largest scale of the members", source, group)
+
+
+def _blocks_of_merged(export: _Export) -> Iterator[Finding]:
+    """`validate_fp8_block_shape` raises if a block would span two of the weights that are fused."""
+    tree, source = export.context.tree, export.source("utils/fp8_utils.py: validate_fp8_block_shape", "fp8_utils.py")
+    for group in fused_groups(name for name, dtype in export.written.items() if _block_rows(dtype) > 1):
+        dtype = export.written[group[0]]
+        if not whole_when_fused(tree, group[0], dtype):
+            outputs = ", ".join(f"{layer_name(name)} {tree.tensors[name].shape[0]}" for name in group)
+            why = f"fused, and its outputs are not multiples of {_block_rows(dtype)}: {outputs}"
+            yield Finding("refused", why, source, group)
+
+
+def whole_when_fused(tree: Tree, name: str, dtype: str) -> bool:
+    """Return whether no block of the format `dtype` would span two of the weights that runtimes fuse with the weight `name`."""
+    group = [member for member in siblings(name) if member in tree.tensors]
+    rows = _block_rows(dtype)
+    return len(group) < 2 or not any(tree.tensors[member].shape[0] % rows for member in group)
+
+
+def _marlin(export: _Export) -> Iterator[Finding]:
+    """Marlin, the usual kernel for group-quantized integers, does not support all shapes. For others, few devices have a kernel."""
+    written = [name for name, dtype in export.written.items() if layout(dtype) == "pack-quantized"]
+    fused = {name: group for group in fused_groups(written) for name in group}
+    tensors = export.context.tree.tensors
+    names = tuple(
+        name
+        for name in written
+        if sum(tensors[each].shape[-2] for each in fused.get(name, (name,))) % _MARLIN_OUT
+        or tensors[name].shape[-1] % _MARLIN_IN
+    )
+    if names:
+        why = f"Marlin needs outputs in multiples of {_MARLIN_OUT} and inputs in multiples of {_MARLIN_IN}: another kernel, or none"
+        source = export.source("utils/marlin_utils.py: verify_marlin_supports_shape", "marlin_utils.py")
+        yield Finding("slower", why, source, names)
+
+
+def _whole_format(export: _Export) -> Iterator[Finding]:
+    """SGLang supports only one layout per checkpoint, and not the layout `mixed-precision`."""
+    layouts = sorted({layout(dtype) for dtype in export.written.values()})
+    if export.runtime == "sglang" and len(layouts) > 1:
+        source = export.source("compressed_tensors/compressed_tensors.py: _get_scheme_from_parts")
+        why = f"several layouts in one checkpoint ({', '.join(layouts)}): SGLang reads one format for all"
+        yield Finding("refused", why, source, tuple(export.written))
+
+
+def _asymmetric(export: _Export) -> Iterator[Finding]:
+    """SGLang's `_is_wNa16_group_channel` requires symmetric quantization, without zero points."""
+    names = tuple(
+        name for name, dtype in export.written.items()
+        if (blocks := dtypes.BY_NAME[dtype].blocks) is not None and blocks.zero_points
+    )  # fmt: skip
+    if export.runtime == "sglang" and names:
+        source = export.source("compressed_tensors/compressed_tensors.py: _is_wNa16_group_channel")
+        yield Finding("refused", "zero points are not supported: int4@g128 has none", source, names)
+
+
+def _int8(export: _Export) -> Iterator[Finding]:
+    """`_quantization_scheme_map_from_config` allows unquantized inputs only for float weights."""
+    names = tuple(name for name, dtype in export.written.items() if layout(dtype) == "int-quantized")
+    if export.context.activations == "none" and names:
+        why = "int-quantized is for W8A8, and the recipe leaves activations wide: set quantize_activations, or use int8@g128"
+        source = export.source("compressed_tensors/compressed_tensors.py: _quantization_scheme_map_from_config")
+        yield Finding("refused", why, source, names)
+
+
+def _always_quantised(export: _Export) -> Iterator[Finding]:
+    """DeepSeek's fp8 layout requests quantized activations, and vLLM quantizes those of MXFP4 and MXFP8 without a request."""
+    if export.context.activations != "none":
+        return
+    deepseek = tuple(name for name, dtype in export.quantised.items() if layout(dtype) == "fp8")
+    if deepseek:
+        source = export.source("fp8.py: Fp8Config, activation_scheme dynamic", "fp8.py")
+        why = "always served with quantized activations (W8A8): measure with --quantize-activations weights"
+        yield Finding("other values", why, source, deepseek)
+    names = tuple(name for name, dtype in export.quantised.items() if layout(dtype).startswith("mxfp"))
+    if export.runtime == "vllm" and names:
+        source = export.source("compressed_tensors/compressed_tensors.py: _get_scheme_from_parts")
+        why = "always served with quantized activations (W4A4, W8A8): measure with --quantize-activations weights"
+        yield Finding("other values", why, source, names)
+
+
+def _block_rows(dtype: str) -> int:
+    blocks = dtypes.BY_NAME[dtype].blocks
+    return blocks.rows if blocks is not None else 1
+
+
+def no_layout(tree: Tree, name: str, dtype: str, experts: bool = False) -> str | None:
+    """Return why no other program can read the weight `name` in the format `dtype`, which has scales, or None if one can. experts:
+    whether to treat experts that the model packs into one tensor as separate linear layers, as exports store them.
     """
     tensor, blocks = tree.tensors[name], dtypes.BY_NAME[dtype].blocks
     if not layout(dtype):
@@ -122,9 +269,7 @@ def no_layout(tree: Tree, name: str, dtype: str, experts: bool = False) -> str |
 
 
 def packed_experts(tree: Tree, name: str) -> bool:
-    """Return whether the weight `name` packs all experts of a layer into one tensor, while the files store each expert
-    separately.
-    """
+    """Return whether the weight `name` packs all experts of a layer into one tensor, while the files store each separately."""
     tensor = tree.tensors[name]
     return (
         len(tensor.shape) == 3
@@ -134,204 +279,13 @@ def packed_experts(tree: Tree, name: str) -> bool:
     )
 
 
-def _written(context: Context, quantised: dict[str, str]) -> dict[str, str]:
-    return {
-        name: dtype for name, dtype in quantised.items() if no_layout(context.tree, name, dtype, experts=True) is None
-    }
-
-
-def _routers(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Yield a finding for quantized routers of mixture-of-experts models. The runtime refuses them, because it creates routers with
-    `quant_config=None`, that is, without parameters for scales.
-
-    quantised: the format of each weight that the plan quantizes, by weight name.
-    """
-    names = tuple(name for name in quantised if layer_name(name) in _ROUTERS)
-    if names:
-        where = "vllm/model_executor/models/mixtral.py" if runtime == "vllm" else "python/sglang/srt/models/mixtral.py"
-        yield Finding("refused", "routers are not quantized", f"{where}: ReplicatedLinear(quant_config=None)", names)
-
-
-def _split(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Yield a finding for each group of layers that the runtime fuses, such as q, k and v, if the plan gives them different
-    formats. The runtime refuses them: its `should_ignore_layer` raises if it ignores only some members of a group.
-
-    quantised: the format of each weight that the plan quantizes, by weight name.
-    """
-    for group in split_groups(context.plan.dtypes):
-        formats = ", ".join(f"{layer_name(name)} {dtypes.short_name(context.plan.dtypes[name])}" for name in group)
-        source = _source(runtime, "compressed_tensors/utils.py: should_ignore_layer, find_matched_target")
-        yield Finding("refused", f"fused into one layer, and in several formats: {formats}", source, group)
-
-
-def _experts(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Yield a finding for each layer whose experts' projections have different formats. The runtime refuses them: its
-    `get_moe_method` raises.
-
-    quantised: the format of each weight that the plan quantizes, by weight name.
-    """
-    layers: dict[str, list[str]] = {}
-    for name in context.plan.dtypes:
-        if packed_experts(context.tree, name):
-            layers.setdefault(name.rpartition(".")[0], []).append(name)
-    for names in layers.values():
-        planned = {name: context.plan.dtypes[name] for name in names}
-        if len(set(planned.values())) > 1 and not quantised.keys().isdisjoint(names):
-            formats = ", ".join(f"{layer_name(name)} {dtypes.short_name(dtype)}" for name, dtype in planned.items())
-            source = _source(runtime, "compressed_tensors/compressed_tensors_moe.py: get_moe_method")
-            yield Finding("refused", f"the experts of a layer are in several formats: {formats}", source, tuple(names))
-
-
-def _missing(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Yield a finding for each group of quantized weights that the runtime fuses, such as q, k and v, if one of them is missing in
-    the model. The runtime does not quantize such a fused layer, because its `_match_fused_layer` requires a match for every member.
-
-    quantised: the format of each weight that the plan quantizes, by weight name.
-    """
-    source = _source(runtime, "compressed_tensors/utils.py: _match_fused_layer")
-    for group in fused_groups(quantised):
-        expected = siblings(group[0])
-        absent = [name for name in expected if name not in context.tree.tensors]
-        if absent:
-            words = ", ".join(map(layer_name, absent))
-            yield Finding("stays wide", f"the model has no {words}, so the fused layer has no scheme", source, group)
-
-
-def _int8(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Yield a finding for int8 weights whose layers have unquantized inputs. The runtime refuses them: its
-    `_quantization_scheme_map_from_config` allows unquantized inputs only for float weights.
-
-    quantised: the format of each weight that the plan quantizes, by weight name.
-    """
-    names = tuple(name for name, dtype in _written(context, quantised).items() if layout(dtype) == "int-quantized")
-    if names:
-        why = "int-quantized is for W8A8, and the recipe leaves activations wide: set quantize_activations, or use int8@g128"
-        source = _source(runtime, "compressed_tensors/compressed_tensors.py: _quantization_scheme_map_from_config")
-        yield Finding("refused", why, source, names)
-
-
-def _one_scale(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Yield a finding for each group of fp8 weights that the runtime fuses, if each weight has a single scale for the whole tensor.
-    The runtime then quantizes all of them again with the largest scale, which changes values.
-
-    quantised: the format of each weight that the plan quantizes, by weight name.
-    """
-    written = _written(context, quantised)
-    source = _source(runtime, "utils/w8a8_utils.py: requantize_with_max_scale" if runtime == "vllm" else "fp8_utils.py")
-    for group in fused_groups(name for name, dtype in written.items() if dtype == "float8_e4m3fn@tensor"):
-        yield Finding("other values", "fused, and quantized again with the largest scale of the members", source, group)
-
-
-def _blocks_of_merged(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Yield a finding for each group of weights that the runtime fuses, if a block would span two of them: the number of rows of a
-    weight is not a multiple of the number of rows of a block. The runtime refuses them: its `validate_fp8_block_shape` raises.
-
-    quantised: the format of each weight that the plan quantizes, by weight name.
-    """
-    written = _written(context, quantised)
-    for group in fused_groups(name for name, dtype in written.items() if _block_rows(dtype) > 1):
-        rows = _block_rows(written[group[0]])
-        if not whole_when_fused(context.tree, group[0], written[group[0]]):
-            outputs = ", ".join(f"{layer_name(name)} {context.tree.tensors[name].shape[0]}" for name in group)
-            source = _source(
-                runtime, "utils/fp8_utils.py: validate_fp8_block_shape" if runtime == "vllm" else "fp8_utils.py"
-            )
-            why = f"fused, and its outputs are not multiples of {rows}: {outputs}"
-            yield Finding("refused", why, source, group)
-
-
-def whole_when_fused(tree: Tree, name: str, dtype: str) -> bool:
-    """Return whether no block of the format `dtype` would span two of the weights that runtimes fuse with the weight `name`: the
-    number of rows of each weight is a multiple of the number of rows of a block. Returns True if the weight is not fused.
-    """
-    group = [member for member in siblings(name) if member in tree.tensors]
-    rows = _block_rows(dtype)
-    return len(group) < 2 or not any(tree.tensors[member].shape[0] % rows for member in group)
-
-
-def _marlin(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Yield a finding for weights in group-quantized integers whose shapes Marlin, the usual kernel for this format, does not
-    support. Marlin needs a multiple of 64 outputs and a multiple of 128 inputs. For other shapes, only few devices have another
-    kernel.
-
-    quantised: the format of each weight that the plan quantizes, by weight name.
-    """
-    written = {name: dtype for name, dtype in _written(context, quantised).items() if layout(dtype) == "pack-quantized"}
-    fused = {name: group for group in fused_groups(written) for name in group}
-    shapes = context.tree.tensors
-    names = tuple(
-        name
-        for name in written
-        if sum(shapes[each].shape[-2] for each in fused.get(name, (name,))) % _MARLIN_OUT
-        or shapes[name].shape[-1] % _MARLIN_IN
-    )
-    if names:
-        why = f"Marlin needs outputs in multiples of {_MARLIN_OUT} and inputs in multiples of {_MARLIN_IN}: another kernel, or none"
-        source = _source(
-            runtime, "utils/marlin_utils.py: verify_marlin_supports_shape" if runtime == "vllm" else "marlin_utils.py"
-        )
-        yield Finding("slower", why, source, names)
-
-
-def _whole_format(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Yield a finding if the export needs several checkpoint layouts and the runtime is SGLang. SGLang supports only one layout per
-    checkpoint, and not the layout `mixed-precision`.
-
-    quantised: the format of each weight that the plan quantizes, by weight name.
-    """
-    written = {name: layout(dtype) for name, dtype in _written(context, quantised).items()}
-    if runtime == "sglang" and len(set(written.values())) > 1:
-        source = _source(runtime, "compressed_tensors/compressed_tensors.py: _get_scheme_from_parts")
-        why = f"several layouts in one checkpoint ({', '.join(sorted(set(written.values())))}): SGLang reads one format for all"
-        yield Finding("refused", why, source, tuple(written))
-
-
-def _asymmetric(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Yield a finding for weights with zero points if the runtime is SGLang, whose `_is_wNa16_group_channel` requires symmetric
-    quantization.
-
-    quantised: the format of each weight that the plan quantizes, by weight name.
-    """
-    names = tuple(
-        name for name, dtype in _written(context, quantised).items()
-        if (blocks := dtypes.BY_NAME[dtype].blocks) is not None and blocks.zero_points
-    )  # fmt: skip
-    if runtime == "sglang" and names:
-        source = _source(runtime, "compressed_tensors/compressed_tensors.py: _is_wNa16_group_channel")
-        yield Finding("refused", "zero points are not supported: int4@g128 has none", source, names)
-
-
-def _always_quantised(runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Yield findings for weights in formats for which the runtime always quantizes activations, although the recipe does not:
-    DeepSeek's fp8 layout requests this, and vLLM does so for MXFP4 and MXFP8 even without a request.
-
-    quantised: the format of each weight that the plan quantizes, by weight name.
-    """
-    deepseek = tuple(name for name, dtype in quantised.items() if layout(dtype) == "fp8")
-    if deepseek:
-        source = _source(runtime, "fp8.py: Fp8Config, activation_scheme dynamic" if runtime == "vllm" else "fp8.py")
-        why = "always served with quantized activations (W8A8): measure with --quantize-activations weights"
-        yield Finding("other values", why, source, deepseek)
-    names = tuple(name for name, dtype in quantised.items() if layout(dtype).startswith("mxfp"))
-    if runtime == "vllm" and names:
-        source = _source(runtime, "compressed_tensors/compressed_tensors.py: _get_scheme_from_parts")
-        why = "always served with quantized activations (W4A4, W8A8): measure with --quantize-activations weights"
-        yield Finding("other values", why, source, names)
-
-
-def _block_rows(dtype: str) -> int:
-    blocks = dtypes.BY_NAME[dtype].blocks
-    return blocks.rows if blocks is not None else 1
-
-
 def serving_lines(lint: ServingLint, shown: Callable[[Sequence[str]], str]) -> list[str]:
-    """Return the findings as lines of text. shown: a function that abbreviates a list of tensor names."""
-    lines = []
+    """Return the findings as lines of text. shown: abbreviates a list of tensor names."""
+    lines = [f"{lint.runtime}: by its source"]
     for finding in lint.findings:
         lines += [f"! {finding.effect}: {finding.why}", f"    {shown(finding.tensors)}", f"    {finding.source}"]
     if not lint.findings:
-        weights = "1 weight" if lint.quantised == 1 else f"{lint.quantised} weights"
-        lines.append(f"no problem found: {weights} with scales, all others without")
+        lines.append(f"no problem found: {plural(lint.quantised, 'weight')} with scales, all others without")
     if lint.flags:
         lines.append(f"for the KV cache: {' '.join(lint.flags)}")
-    return [f"{lint.runtime}: by its source", *lines]
+    return lines

@@ -23,8 +23,8 @@ MOST_TOKENS = 1 << 24
 
 
 def serving_dtype(model: Totals, cache: KVCache) -> str:
-    """Return the dtype in which a model computes when it is served: that of most weights if torch computes in it, otherwise the one
-    that its configuration names, otherwise bfloat16. model: the totals of the whole model under the recipe.
+    """Return the dtype in which a served model computes: that of most weights if torch computes in it, otherwise the one that its
+    configuration names, otherwise bfloat16. model: the totals of the whole model under the recipe.
     """
     most = next(iter(model.mix()), ("", 0.0))[0]
     return most if most in dtypes.COMPUTE_DTYPES else cache.dtype or "bfloat16"
@@ -36,10 +36,9 @@ def default_context(tree: Tree) -> int:
 
 
 def cache_bytes(tree: Tree, formats: Mapping[str, str], dtype: str, context: int, batch: int) -> dict[str, int]:
-    """Return the bytes of the KV cache for `batch` sequences of `context` tokens, keyed by format. The format with the most bytes
-    comes first.
+    """Return the bytes of the KV cache for `batch` sequences of `context` tokens, keyed by format, the largest first.
 
-    formats: the formats that rules give to cache tensors, keyed by the tensor's name. dtype: the dtype of all other cache tensors.
+    formats: the formats that rules give, by cache tensor. dtype: that of all other cache tensors.
     """
     found: dict[str, int] = {}
     for tensor in tree.kv_cache.tensors:
@@ -69,9 +68,8 @@ def largest_context(
 ) -> int:
     """Return the largest number of tokens, at most `longest`, with which a model fits in a budget of bytes, or 0 if none does.
 
-    fixed: returns the bytes of weights and KV cache for a number of tokens. activations: returns the bytes of activations, or is
-    None to leave them out. A call of it takes seconds, so it is called for at most eight numbers, and interpolated between them.
-    The result is one of these numbers, so a context that is a few percent larger may fit as well.
+    fixed: returns the bytes of weights and KV cache for a number of tokens. activations: returns those of activations. A call of it
+    takes seconds, so it is called for at most eight numbers. The result is one of these: a few percent more may fit as well.
     """
     high = _largest(fixed, budget, longest)
     if activations is None or high == 0:
@@ -93,9 +91,7 @@ def largest_context(
 
 
 def _largest(total: Callable[[int], float], budget: int, high: int) -> int:
-    """Return the largest number of tokens up to `high` whose total fits in the budget, or 0 if none does. total: returns the bytes
-    for a number of tokens, which never become fewer as the number grows.
-    """
+    """Return the largest number up to `high` whose total fits in the budget, or 0. total: never falls as the number grows."""
     low = 0
     while low < high:
         middle = (low + high + 1) // 2
@@ -104,10 +100,8 @@ def _largest(total: Callable[[int], float], budget: int, high: int) -> int:
 
 
 def interpolated(known: Mapping[int, int], context: int) -> float:
-    """Return an estimate of the bytes of activations for a context of `context` tokens. known: the bytes for some contexts, keyed
-    by their number of tokens. The estimate is on the parabola through the three nearest of these, or on the line through two.
-
-    Activations grow with the context or, where attention needs its whole matrix, with its square.
+    """Return the bytes of activations on the parabola through the three of the `known` numbers of tokens that are nearest to
+    `context`. They grow with the context or, where attention needs its whole matrix, with its square.
     """
     near = sorted(known, key=lambda point: abs(point - context))[:3]
     return sum(
@@ -138,8 +132,8 @@ def serving_memory(
 ) -> ServingMemory:
     """Return the memory that a model takes when it is served under a plan.
 
-    model: its name. load: its sequences. activations: returns the memory of a pass over a number of tokens, or None to leave it
-    out. totals: those of the whole model under the plan, if the caller has them. Raises what `activations` raises.
+    model: its name. activations: returns the memory of a pass over a number of tokens, or None to leave it out. totals: those of
+    the whole model under the plan, if the caller has them. Raises what `activations` raises.
     """
     context, batch = load.context, load.batch
     cache, longest = tree.kv_cache, tree.kv_cache.longest

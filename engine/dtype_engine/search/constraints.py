@@ -32,42 +32,34 @@ def parse_bytes(text: str, whole: int) -> int:
 
 
 def parse_dtypes(text: str) -> tuple[str, ...]:
-    """Parse a list of dtypes such as `bf16,fp8,kv:fp8` (`kv:` marks a format of KV caches) to their full names. Raises
-    UserError.
-    """
+    """Parse a list such as `bf16,fp8,kv:fp8` (`kv:` marks a format of KV caches) to full names of dtypes. Raises UserError."""
     return tuple(parse_scanned(part) for part in text.split(",") if part.strip())
 
 
 def parse_allowed(text: str) -> tuple[str, tuple[str, ...]]:
-    """Parse a constraint `PATTERN=DTYPE,DTYPE`: weights that match the pattern may have only these dtypes. Returns (pattern, full
-    names of the dtypes). Raises UserError.
-    """
+    """Parse a constraint `PATTERN=DTYPE,DTYPE` to (pattern, full names of the dtypes that it allows). Raises UserError."""
     pattern, equals, names = text.rpartition("=")
     if not equals or not pattern or not names:
         raise UserError(f"can't read {text!r}: write PATTERN=DTYPE,DTYPE")
     if names_caches(pattern):
-        return pattern, tuple(SCANNED + parse_format(name) if name.strip() != dtypes.STORED else dtypes.STORED
-                              for name in names.split(","))  # fmt: skip
+        parsed = (parse_format(name) if name.strip() != dtypes.STORED else None for name in names.split(","))
+        return pattern, tuple(dtypes.STORED if form is None else SCANNED + form for form in parsed)
     return pattern, parse_dtypes(names)
 
 
 @dataclass(frozen=True)
 class SearchConstraints:
-    """What the user requires of the recipe that a search finds: `constraints` on the dtypes, and `budget`, the maximum size in
-    bytes (None for no limit). `lines` is the text that the user typed, line by line.
-    """
+    """What the user requires of the recipe that a search finds. `lines` is the text that the user typed."""
 
     constraints: Constraints = field(default_factory=Constraints)
     budget: int | None = None
+    """The maximum size in bytes."""
     lines: tuple[str, ...] = ()
 
     def with_line(self, line: str, stored_bytes: int) -> SearchConstraints:
-        """Return a copy of the requirements with one more typed line applied. The line is `keep PATTERN`, `alike PATTERN`, `only
-        DTYPES`, `only PATTERN=DTYPES`, `formats NAME` with a name in `families.FAMILIES`, or a budget such as `8MiB`, `45%` or
-        `budget 8MiB`. The line `clear` removes all requirements.
-
-        stored_bytes: the size of the stored model; a budget such as `45%` means a percentage of it. Raises UserError for any other
-        line.
+        """Return a copy with one more typed line applied: `keep PATTERN`, `alike PATTERN`, `only DTYPES`, `only PATTERN=DTYPES`,
+        `formats NAME` with a name in `FAMILIES`, a budget such as `8MiB`, `45%` or `budget 8MiB`, or `clear`, which removes all
+        requirements. Raises UserError for any other line. stored_bytes: the size of the stored model.
         """
         if _SIZE.fullmatch(line):
             line = f"budget {line}"
@@ -79,14 +71,14 @@ class SearchConstraints:
             raise UserError(
                 "write a size (8MiB, 45%), keep PATTERN, alike PATTERN, only DTYPES, formats NAME, or clear"
             )
-        lines = (*self.lines, f"{word} {rest}")
+        once = word in ("budget", "formats")
+        others = (other for other in self.lines if not (once and other.startswith(f"{word} ")))
+        lines = (*others, f"{word} {rest}")
         if word == "budget":
-            lines = (*(other for other in self.lines if not other.startswith("budget ")), f"{word} {rest}")
             return SearchConstraints(known, parse_bytes(rest, stored_bytes), lines)
         if word == "formats":
             if rest not in FAMILIES:
                 raise UserError(f"unknown formats {printable(rest)!r}: use one of {', '.join(FAMILIES)}")
-            lines = (*(other for other in self.lines if not other.startswith("formats ")), f"{word} {rest}")
             known = dataclasses.replace(known, formats=rest)
         elif word == "keep":
             known = dataclasses.replace(known, keep=(*known.keep, rest))

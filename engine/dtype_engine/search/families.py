@@ -19,22 +19,11 @@ from dtype_engine.core.units import plural
 from dtype_engine.recipe import select
 from dtype_engine.recipe.loader_facts import needs_one_format, why_not_loaded
 from dtype_engine.recipe.serving import no_layout, packed_experts, whole_when_fused
-from dtype_engine.results.scan import ScanReport
+from dtype_engine.results.scan import ScanReport, WeightScore
 
 OWN, TRANSFORMERS = "own", "transformers"
 _ROUTERS = ("router", "gate", "wg", "shared_expert_gate")
 _MOST_EXPERTS = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Export:
-    """What is known of the export of a model before its formats are chosen."""
-
-    tree: Tree
-    wide: str
-    """The widest dtype that `config.json` of the export can name."""
-    has_experts: bool
-    """Whether the model packs experts that the files store one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,29 +35,27 @@ class Family:
     """The dtypes that are scanned for it if the user names none."""
     only_these: bool
     """Whether the program loads no other dtypes than `dtypes`, apart from the stored ones."""
-    refusal: Callable[[Export, str, str], str | None] = lambda export, name, dtype: None
-    """Called with the export, a weight's name and a format with scales. Returns why the program can't load this weight in this
-    format, or None if it can.
-    """
+    refusal: Callable[[Loadable, str, str], str | None] = lambda loadable, name, dtype: None
+    """Returns why the program can't load a weight, given by name, in a format with scales, or None if it can."""
     fuses: bool = False
     """Whether the program fuses sibling layers, such as q, k and v, into one, so that they must have one format."""
     packs_experts: bool = False
     """Whether the program packs all experts, and then reads some formats only if all experts of the model have the same one."""
 
 
-def _by_transformers(export: Export, name: str, dtype: str) -> str | None:
-    if (reason := no_layout(export.tree, name, dtype, experts=True)) is not None:
+def _by_transformers(loadable: Loadable, name: str, dtype: str) -> str | None:
+    if (reason := no_layout(loadable.tree, name, dtype, experts=True)) is not None:
         return reason
-    expert = packed_experts(export.tree, name)
-    return why_not_loaded(dtype, expert, export.has_experts and not expert, export.wide)
+    expert = packed_experts(loadable.tree, name)
+    return why_not_loaded(dtype, expert, bool(loadable.experts) and not expert, loadable.wide)
 
 
-def _by_runtime(export: Export, name: str, dtype: str) -> str | None:
-    if stays_wide(export.tree, name):
+def _by_runtime(loadable: Loadable, name: str, dtype: str) -> str | None:
+    if stays_wide(loadable.tree, name):
         return "runtimes keep norms, biases and routers in 16 bits"
-    if (reason := no_layout(export.tree, name, dtype)) is not None:
+    if (reason := no_layout(loadable.tree, name, dtype)) is not None:
         return reason
-    if not whole_when_fused(export.tree, name, dtype):
+    if not whole_when_fused(loadable.tree, name, dtype):
         return "a block would span two of the weights that the runtime fuses"
     return None
 
@@ -79,13 +66,7 @@ _SGLANG = ("bfloat16", "float8_e4m3fn", "fp8@128x128")
 FAMILIES = {
     family.name: family
     for family in (
-        Family(
-            TRANSFORMERS,
-            _SCANNED,
-            only_these=False,
-            refusal=_by_transformers,
-            packs_experts=True,
-        ),
+        Family(TRANSFORMERS, _SCANNED, only_these=False, refusal=_by_transformers, packs_experts=True),
         # vLLM can read each layer in a different format. SGLang reads one storage layout for the whole checkpoint, so its only
         # quantized formats are the two fp8 formats that share a layout.
         Family("vllm", _VLLM, only_these=True, refusal=_by_runtime, fuses=True),
@@ -99,28 +80,24 @@ FAMILIES = {
 
 
 class Loadable:
-    """What the program of a family loads of one model.
-
-    tree: the model. family: a name in `FAMILIES`. scanned: the dtypes that the export may have besides the stored ones.
-    """
+    """What the program of a family loads of one model. scanned: the dtypes that the export may have besides the stored ones."""
 
     def __init__(self, tree: Tree, family: str, scanned: Iterable[str]) -> None:
         self.tree = tree
         self.family = FAMILIES[family]
         self.scanned = [dtype for dtype in scanned if not dtype.startswith(SCANNED)]
-        self._experts = tuple(name for name in tree.tensors if packed_experts(tree, name))
-        wide = dtypes.widest({*self.scanned, *(tensor.dtype for tensor in tree.tensors.values())})
-        self._export = Export(tree, wide, bool(self._experts))
+        self.experts = tuple(name for name in tree.tensors if packed_experts(tree, name))
+        """The weights that pack experts, which the files store one by one."""
+        self.wide = dtypes.widest({*self.scanned, *(tensor.dtype for tensor in tree.tensors.values())})
+        """The widest dtype that `config.json` of the export can name."""
 
     def refusal(self, name: str, dtype: str) -> str | None:
-        """Return why the program does not load the weight `name` in `dtype`, such as "a tied weight is one tensor", or None if it
-        does.
-        """
+        """Return why the program does not load the weight `name` in `dtype`, or None if it does."""
         if dtype == self.tree.tensors[name].dtype:
             return None
         if self.family.only_these and dtype not in self.family.dtypes:
             return f"it is not among {', '.join(map(dtypes.short_name, self.family.dtypes))}"
-        return self.family.refusal(self._export, name, dtype) if dtype in dtypes.STORAGE_DTYPES else None
+        return self.family.refusal(self, name, dtype) if dtype in dtypes.STORAGE_DTYPES else None
 
     @property
     def groups(self) -> tuple[str, ...]:
@@ -134,12 +111,10 @@ class Loadable:
         """The names of weights that all need one format, wherever they are."""
         if not self.family.packs_experts or not any(map(needs_one_format, self.scanned)):
             return ()
-        return self._experts
+        return self.experts
 
     def require(self, dtype: str, names: Collection[str], asked: str) -> None:
-        """Raise UserError if the program loads none of the weights `names` in `dtype`. asked: what the user asked for, such as
-        `*.mlp=int8`, for the message.
-        """
+        """Raise UserError if the program loads none of these weights in `dtype`. asked: what the user asked for."""
         if not names or any(self.refusal(name, dtype) is None for name in names):
             return
         first = next(iter(names))
@@ -150,7 +125,7 @@ class Loadable:
 
 
 def require_loadable(tree: Tree, family: str, scanned: Collection[str]) -> None:
-    """Raise UserError for the first of the dtypes `scanned` in which the program of a family loads no weight of a model."""
+    """Raise UserError for the first of the dtypes `scanned` in which the program loads no weight of a model."""
     loadable = Loadable(tree, family, scanned)
     weights = [name for name, tensor in tree.tensors.items() if tensor.castable and tensor.counted]
     for dtype in loadable.scanned:
@@ -158,9 +133,7 @@ def require_loadable(tree: Tree, family: str, scanned: Collection[str]) -> None:
 
 
 def stays_wide(tree: Tree, name: str) -> bool:
-    """Return whether runtimes keep a weight in at least 16 bits, so that a search should not give it a format with scales. This
-    holds for norms and biases (one dimension), and for routers, which are small but affect the output strongly.
-    """
+    """Return whether runtimes keep a weight in at least 16 bits: norms, biases, and routers, which are small but affect much."""
     shape = tree.tensors[name].shape
     module = name.rpartition(".")[0]
     local = module.rpartition(".")[2]
@@ -170,23 +143,19 @@ def stays_wide(tree: Tree, name: str) -> bool:
 
 
 def loaded_scores(tree: Tree, report: ScanReport, family: str) -> tuple[ScanReport, str]:
-    """Return the scan without the scores of weights in dtypes in which the program of a family does not load them, and a sentence
-    for the user on what was left out, or "".
-    """
+    """Return the scan without scores in dtypes in which the program does not load the weight, and a sentence about them, or ""."""
     loadable = Loadable(tree, family, report.dtypes)
-    left_out = [
-        score
-        for score in report.weights
-        if score.name in tree.tensors and loadable.refusal(score.name, score.dtype) is not None
-    ]
+    kept: list[WeightScore] = []
+    left_out: list[WeightScore] = []
+    for score in report.weights:
+        refused = score.name in tree.tensors and loadable.refusal(score.name, score.dtype) is not None
+        (left_out if refused else kept).append(score)
     if not left_out:
         return report, ""
-    without = {(score.name, score.dtype) for score in left_out}
-    kept = tuple(score for score in report.weights if (score.name, score.dtype) not in without)
-    names = list(dict.fromkeys(score.name for score in left_out))
-    reason = loadable.refusal(left_out[0].name, left_out[0].dtype)
+    first, weights = left_out[0], len({score.name for score in left_out})
     sentence = (
-        f"{plural(len(left_out), 'score')} of {plural(len(names), 'weight')} left out, first {printable(names[0])} in "
-        f"{dtypes.short_name(left_out[0].dtype)}, because {family} does not load them so: {reason}; {hint('own-formats')}"
+        f"{plural(len(left_out), 'score')} of {plural(weights, 'weight')} left out, first {printable(first.name)} in "
+        f"{dtypes.short_name(first.dtype)}, because {family} does not load them so: "
+        f"{loadable.refusal(first.name, first.dtype)}; {hint('own-formats')}"
     )
-    return dataclasses.replace(report, weights=kept), sentence
+    return dataclasses.replace(report, weights=tuple(kept)), sentence

@@ -1,9 +1,9 @@
 """Finds the best recipe for a budget by solving a multiple-choice knapsack problem over bytes and predicted drift.
 
-An item is a weight, or several weights that must have the same dtype. Its choices are the dtypes that it may have, each with its
-bytes and its score, which is the predicted drift. The lower convex hulls of all items, merged by slope, give the Pareto front: by
-the scores, no mix of dtypes is both smaller and better than a point of the front. For a budget between two points, the best mix is
-found exactly: Lagrangian bounds exclude all but a few choices, and these few are enumerated.
+An item is a weight, or several weights that must have the same dtype. Its choices are the dtypes that it may have. The lower convex
+hulls of all items, merged by slope, give the Pareto front: by the scores, no mix of dtypes is both smaller and better than a point
+of the front. For a budget between two points, the best mix is found exactly: Lagrangian bounds exclude all but a few choices, and
+these few are enumerated.
 
 The hulls are from P. Sinha and A. A. Zoltners, "The Multiple-Choice Knapsack Problem" (Operations Research 27, 1979). That few
 choices remain is from D. Pisinger, "A Minimal Algorithm for the Multiple-Choice Knapsack Problem" (European Journal of Operational
@@ -34,9 +34,7 @@ _MOST_STATES = 20_000
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One possible dtype of an `Item`, that is, of one weight or of several that must have the same dtype. `bytes` is the size of
-    these weights in this dtype, and `score` the drift that a scan predicts for it.
-    """
+    """One possible dtype of an `Item`, with the size of its weights in this dtype, and the drift that a scan predicts for it."""
 
     dtype: str
     bytes: int
@@ -45,9 +43,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One or more weights that must have the same dtype. `choices` are the dtypes that these weights may have, sorted by bytes. A
-    dtype is left out if a different one needs no more bytes and predicts no more drift.
-    """
+    """Weights that must have the same dtype. `choices` are sorted by bytes, and none is beaten by another in bytes and drift."""
 
     weights: tuple[str, ...]
     choices: tuple[Choice, ...]
@@ -55,26 +51,20 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Constraints:
-    """Constraints on the recipe that a search finds: which weights keep their dtype, which weights must have the same dtype, and
-    which dtypes are allowed. Limits on bytes and drift are given separately.
-    """
+    """Constraints on the recipe that a search finds. Limits on bytes and drift are given separately."""
 
     keep: tuple[str, ...] = ()
     """Patterns, such as `*norm*`, of weights that keep their stored dtype."""
     groups: tuple[str, ...] = ()
-    """Patterns such as `*.{q,k,v}_proj`. All weights that one of these patterns matches in the same parent module get the same
-    dtype.
-    """
+    """Patterns such as `*.{q,k,v}_proj`. All weights that one of them matches in the same parent module get the same dtype."""
     dtypes: tuple[str, ...] = ()
-    """The dtypes that are allowed in addition to the stored dtype. If empty, all scanned dtypes are allowed."""
+    """The dtypes that are allowed in addition to the stored dtype. If empty, all scanned dtypes are."""
     only: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    """Pairs (pattern, dtypes): a weight that matches the pattern may have only these dtypes. If several patterns match a weight,
-    the last one decides. A norm, bias or router may have a format with scales only if one of these patterns matches it.
+    """Pairs (pattern, dtypes): a weight that matches may have only these dtypes. The last matching pattern decides. A norm, bias or
+    router may have a format with scales only if one of these patterns matches it.
     """
     context: int | None = None
-    """The number of tokens in each sequence of the KV caches. If it is given, the search also chooses the format of the KV caches,
-    and their bytes count. If None, the search leaves KV caches out.
-    """
+    """The number of tokens in each sequence of the KV caches, whose formats are then chosen, too. None leaves them out."""
     batch: int = 1
     """The number of sequences in the KV caches. It counts only if `context` is given."""
     formats: str = ""
@@ -85,7 +75,7 @@ class Constraints:
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """A result of a search: the dtype of every weight by name, the bytes of the whole model, and the predicted drift (`score`)."""
+    """A result of a search: the dtype of every weight by name, the bytes of the whole model, and the predicted drift."""
 
     dtypes: Mapping[str, str]
     bytes: int
@@ -95,11 +85,7 @@ class Solution:
 def make_items(
     tree: Tree, scores: Mapping[tuple[str, str], float], constraints: Constraints = Constraints()
 ) -> list[Item]:
-    """Return the items of a search: each weight, or each group of weights that must have the same dtype, with its possible dtypes.
-
-    scores: the drift by (weight, dtype), from a scan. Raises UserError for a pattern that matches nothing, or a dtype that was not
-    scanned.
-    """
+    """Return the items of a search. scores: the drift by (weight, dtype). Raises UserError if a pattern matches nothing."""
     weights = [name for name, tensor in tree.tensors.items() if tensor.castable and tensor.counted]
     scanned = {dtype for _, dtype in scores}
     weights_of_model = frozenset(weights)
@@ -152,10 +138,10 @@ def _cache_choices(
     allowed: frozenset[str],
     constraints: Constraints,
 ) -> tuple[Choice, ...]:
-    """Return the possible formats of the tensor `tensor` of a KV cache, each with its bytes and its predicted drift.
+    """Return the possible formats of a KV cache tensor. allowed: those that the user allows, such as `kv:fp8`.
 
-    allowed: formats that the user allows, such as `kv:fp8`. `dtypes.STORED` stands for the format that the model writes if no rule
-    matches, whose drift is 0. It is left out if `allowed` names other formats only and a scan has scored at least one of them.
+    `dtypes.STORED` stands for the format that the model writes without a rule, whose drift is 0. It is left out if `allowed` names
+    other formats only and a scan has scored at least one of them.
     """
     context, batch = constraints.context or 0, constraints.batch
     choices = [
@@ -171,9 +157,7 @@ def _cache_choices(
 
 
 def written_dtype(tree: Tree) -> str:
-    """Return the dtype that a KV cache is assumed to have if no rule matches it: the stored dtype of most weights, or bfloat16 if
-    models do not compute in that dtype.
-    """
+    """Return the dtype that a KV cache is assumed to have without a rule: that of most weights, or bfloat16."""
     most = next(iter(tree.totals()[""].mix()), ("", 0.0))[0]
     return most if most in dtypes.COMPUTE_DTYPES else "bfloat16"
 
@@ -195,8 +179,8 @@ def _may_be(tree: Tree, name: str, dtype: str, kept: set[str], allowed: frozense
 
 
 def _groups(tree: Tree, weights: Sequence[str], patterns: Iterable[str], alike: Sequence[str]) -> list[tuple[str, ...]]:
-    """Divide weights into groups, each of which must have one dtype. Two weights share a group if one of `patterns` matches both
-    and they are in the same parent module, or if both are in `alike`. Groups that share a weight are merged.
+    """Divide weights into groups, each of which must have one dtype: those in the same parent module that one of `patterns`
+    matches, and those in `alike`. Groups that share a weight are merged.
     """
     leader = {name: name for name in weights}
 
@@ -228,9 +212,7 @@ def _groups(tree: Tree, weights: Sequence[str], patterns: Iterable[str], alike: 
 
 
 def _undominated(choices: Iterable[Choice]) -> tuple[Choice, ...]:
-    """Return the possible dtypes of an item that no other dtype beats in both bytes and predicted drift, sorted by bytes. Of dtypes
-    with equal bytes and drift, the widest is kept.
-    """
+    """Return the choices that no other beats in both bytes and drift, sorted by bytes. Of equal ones, the widest dtype is kept."""
     # A dtype that only its file format knows, such as GGUF's q4_k, is the stored one.
     bits = {name: known.bits for name, known in dtypes.BY_NAME.items()}
     ordered = sorted(choices, key=lambda each: (each.bytes, each.score, -bits.get(each.dtype, math.inf)))
@@ -244,20 +226,17 @@ def _undominated(choices: Iterable[Choice]) -> tuple[Choice, ...]:
 
 @dataclass
 class ParetoFront:
-    """The Pareto front of bytes against predicted drift, as a list of points. At each point, every item (a weight, or several with
-    the same dtype) has one of its dtypes. At the first point, every item has its smallest dtype. From each point to the next, one
-    item changes to a larger dtype.
-    """
+    """The Pareto front of bytes against predicted drift, from the smallest dtypes on. At each point, one item gets a larger one."""
 
     items: Sequence[Item]
     fixed: int = 0
     """Bytes of the tensors whose dtype never changes, such as integers and quantized weights."""
     formats: str = OWN
     """The program that loads an export of every point, a name in `families.FAMILIES`."""
-    points: list[FrontPoint] = field(default_factory=list)
-    """The points of the front: for each, the bytes of the whole model and the predicted drift."""
-    _steps: list[tuple[int, int]] = field(default_factory=list)
-    _slopes: list[float] = field(default_factory=list)
+    points: list[FrontPoint] = field(init=False)
+    """For each point, the bytes of the whole model and the predicted drift."""
+    _steps: list[tuple[int, int]] = field(init=False)
+    _slopes: list[float] = field(init=False)
 
     def __post_init__(self) -> None:
         steps: list[tuple[float, int, int]] = []
@@ -286,9 +265,7 @@ class ParetoFront:
         return self.solution(self._chosen(index))
 
     def best_within(self, budget: int) -> Solution | None:
-        """Return the solution with the lowest predicted drift in at most `budget` bytes, or None if even the smallest solution is
-        larger.
-        """
+        """Return the solution with the lowest predicted drift in at most `budget` bytes, or None if even the smallest is larger."""
         index = bisect.bisect_right(self.points, budget, key=lambda point: point.bytes) - 1
         if index < 0:
             return None
@@ -322,9 +299,7 @@ class ParetoFront:
         return chosen
 
     def solution(self, chosen: Sequence[int]) -> Solution:
-        """Return the solution in which each item (a weight, or several with the same dtype) has the dtype chosen for it. chosen:
-        for each item, the dtype's index in `Item.choices`.
-        """
+        """Return a solution. chosen: for each item, the dtype's index in `Item.choices`."""
         planned = {
             name: item.choices[choice].dtype
             for item, choice in zip(self.items, chosen, strict=True)
@@ -336,23 +311,19 @@ class ParetoFront:
 def make_front(
     tree: Tree, scores: Mapping[tuple[str, str], float], constraints: Constraints = Constraints()
 ) -> ParetoFront:
-    """Return the Pareto front of a model. scores: the drift by (weight, dtype), from a scan. Raises UserError for a pattern that
-    matches nothing, or a dtype that was not scanned.
-    """
+    """Return the Pareto front of a model. The arguments and errors are those of `make_items`."""
     items = make_items(tree, scores, constraints)
     changing = sum(tree.tensors[name].nbytes for item in items for name in item.weights if name in tree.tensors)
     return ParetoFront(items, tree.stored_bytes - changing, constraints.formats or OWN)
 
 
 def _slope(low: Choice, high: Choice) -> float:
-    """Return by how much an item's predicted drift decreases for each additional byte if the item changes from the dtype `low` to
-    the larger dtype `high`.
-    """
+    """Return by how much an item's predicted drift decreases for each additional byte from the dtype `low` to the larger `high`."""
     return (low.score - high.score) / (high.bytes - low.bytes) if math.isfinite(low.score) else math.inf
 
 
 def _hull(choices: Sequence[Choice]) -> list[int]:
-    """Return the indices of the dtypes of an item that lie on the lower convex hull of predicted drift over bytes."""
+    """Return the indices of the choices on the lower convex hull of predicted drift over bytes."""
     hull: list[int] = []
     for index in range(len(choices)):
         while len(hull) >= 2 and _slope(choices[hull[-2]], choices[hull[-1]]) <= _slope(
@@ -365,11 +336,8 @@ def _hull(choices: Sequence[Choice]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """A partial solution of `knapsack`, in which an entry is chosen from each of the first rows of the table but not yet from the
-    rows after them.
-
-    `weight`, `cost` and `used` are sums of the chosen entries' weights, costs and reduced costs. `choice` is the index of the entry
-    chosen in the last of the first rows, and `before` is the partial solution without this row.
+    """A partial solution of `knapsack`, for the first rows of the table. `weight`, `cost` and `used` are sums of the weights, costs
+    and reduced costs. `choice` is the entry in the last of these rows, and `before` the partial solution without it.
     """
 
     weight: float
@@ -437,9 +405,7 @@ def knapsack(
 
 
 def _pareto(states: list[_State]) -> list[_State]:
-    """Return the partial solutions of a knapsack that can still become the best one, sorted by weight. A partial solution is left
-    out if a different one has neither a higher weight nor a higher cost.
-    """
+    """Return the partial solutions that no other beats in weight and cost, sorted by weight."""
     states.sort(key=lambda state: (state.weight, state.cost))
     best: list[_State] = []
     for state in states:

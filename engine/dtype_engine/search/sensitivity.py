@@ -1,8 +1,7 @@
-"""Adds up the scores of a scan for a node of the tree, a layer or a recipe. A score is how far the model's output drifts if only
-one weight is cast.
+"""Adds up the scores of a scan: the drifts of the output if only one weight is cast.
 
-To second order, the errors of different weights add up. The score of a node, a layer or a recipe is therefore the sum of its
-weights' scores. This sum is an approximation, so it is always called predicted.
+To second order, the errors of different weights add up, so the score of a node, a layer or a recipe is the sum of its weights'
+scores. This sum is an approximation, and therefore always called predicted.
 """
 
 from __future__ import annotations
@@ -23,27 +22,23 @@ from dtype_engine.results.scan import Prediction, ScanReport, WeightScore
 def is_lossless(stored: str, dtype: str) -> bool:
     """Return whether casting a weight from the dtype `stored` to `dtype` leaves the output as it is in the reference run.
 
-    The reference run computes in float64 with a weight stored in float64, and in float32 with all others. A cast changes nothing if
-    `dtype` is at least as wide as that. bfloat16 is not, even for a weight stored in it, because operations then round to bfloat16.
+    The reference computes in float64 with a weight stored in float64, and in float32 with all others. bfloat16 changes the output
+    even for a weight stored in it, because operations then round to bfloat16.
     """
     reference = "float64" if stored == "float64" else "float32"
     return dtype in dtypes.COMPUTE_DTYPES and dtypes.BY_NAME[dtype].bits >= dtypes.BY_NAME[reference].bits
 
 
 def scalar_drift(output: OutputDrift) -> float:
-    """Return a model output's drift as one number, by which scans and searches compare recipes: the mean KL divergence if the
-    output is a distribution, otherwise the squared relative L2 error. It is infinite if the output has NaN or infinite values.
+    """Return a model output's drift as one number: the mean KL divergence if the output is a distribution, otherwise the squared
+    relative L2 error. It is infinite if the output has NaN or infinite values.
     """
     value = output.kl_mean if output.kl_mean is not None else output.rel_l2**2
     return value if math.isfinite(value) and not output.nonfinite else math.inf
 
 
 def predict(tree: Tree, plan: Plan, report: ScanReport, scores: Mapping[tuple[str, str], float]) -> Prediction:
-    """Return the predicted drift of a plan (the dtype of each weight): the sum of its weights' scores in a scan.
-
-    scores: the result of `report.scores()`, the drift by (weight, dtype). Raises UserError if a weight was not scanned in its
-    dtype.
-    """
+    """Return the predicted drift of a plan. scores: `report.scores()`. Raises UserError if a weight has none in its dtype."""
     total = 0.0
     for name, dtype in plan.dtypes.items():
         tensor = tree.tensors[name]
@@ -62,10 +57,8 @@ def predict(tree: Tree, plan: Plan, report: ScanReport, scores: Mapping[tuple[st
 
 
 def aggregate_by_node(tree: Tree, scores: Mapping[tuple[str, str], float], dtype: str) -> dict[str, float]:
-    """Return, by node name, the sum of the scores in `dtype` of all weights at or below each node of the tree. A node is a module
-    (the root is "") or a weight. A weight that several modules share counts once in each of them.
-
-    scores: the drift by (weight, dtype), from a scan.
+    """Return the sum of the scores in `dtype` of all weights at or below each node of the tree, by name: a module (the root is "")
+    or a weight. A weight that several modules share counts once in each of them. scores: the drift by (weight, dtype).
     """
     sums: dict[str, float] = {}
     every = {name: tensor.names for name, tensor in tree.tensors.items()} | {name: (name,) for name in tree.caches}
@@ -81,9 +74,7 @@ def aggregate_by_node(tree: Tree, scores: Mapping[tuple[str, str], float], dtype
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """An entry of a ranking of casts: a weight, the dtype to which it is cast, and the score, which is the drift that this
-    causes.
-    """
+    """A cast of one weight to one dtype, and the drift that it causes."""
 
     score: WeightScore
     saved: int
@@ -96,8 +87,8 @@ class Ranked:
 
 
 def ranking(tree: Tree, report: ScanReport, dtype: str | None = None, per_byte: bool = False) -> list[Ranked]:
-    """Return the casts that a scan has scored, each of one weight to one dtype, the highest drift first. dtype: include only casts
-    to this dtype; if None, casts to all dtypes. per_byte: sort by drift per saved byte, with casts that save nothing last.
+    """Return the casts that a scan has scored, the highest drift first: those to `dtype`, or to all dtypes if it is None. per_byte:
+    sort by drift per saved byte, with casts that save nothing last.
     """
     widest = {score.name: score.bytes for score in sorted(report.weights, key=lambda each: each.bytes)}
     rows = [
@@ -118,21 +109,19 @@ def ranking(tree: Tree, report: ScanReport, dtype: str | None = None, per_byte: 
 
 @dataclass(frozen=True, slots=True)
 class LayerMap:
-    """The scores of a scan in one dtype (the drift if one weight is cast) as a table. It has a row for each layer, such as
-    `model.layers.3`, and a column for each kind of weight, such as `mlp.down_proj`.
-    """
+    """The scores in one dtype as a table: a row for each layer, such as `model.layers.3`, a column for each kind of weight."""
 
     layers: tuple[str, ...]
     kinds: tuple[str, ...]
     cells: Mapping[tuple[str, str], float]
-    """The sum of the scores (drifts) of the weights in each cell of the table, by (layer, kind of weight)."""
+    """The sum of the scores of the weights in each cell, by (layer, kind of weight)."""
     rest: tuple[tuple[str, float], ...]
-    """(name, score) of each weight that is not in the table, because its name has no layer number. The score is the drift."""
+    """(name, score) of each weight whose name has no layer number."""
 
 
 def layer_map(tree: Tree, scores: Mapping[tuple[str, str], float], dtype: str) -> LayerMap:
-    """Return the scores in `dtype` as a table by layer and kind of weight. scores: the drift by (weight, dtype), from a scan. A
-    weight's layer is its name up to the first number. Its kind is the rest of its name, with `*` for further numbers.
+    """Return the scores in `dtype` as a table. A weight's layer is its name up to the first number. Its kind is the rest of its
+    name, with `*` for further numbers. scores: the drift by (weight, dtype).
     """
     layers: dict[str, None] = {}
     kinds: dict[str, None] = {}

@@ -9,36 +9,26 @@ from dtype_engine.search.pareto import ParetoFront, Solution
 
 
 def solve(front: ParetoFront, budget: int | None = None, max_drift: float | None = None) -> Solution:
-    """Return the best solution of a search under one limit: the one with the lowest predicted drift in `budget` bytes, or the one
-    with the fewest bytes whose predicted drift is at most `max_drift`. Raises UserError unless exactly one limit is given, and
-    OutOfReach if no solution meets it.
+    """Return the solution with the lowest predicted drift in `budget` bytes, or the smallest one whose predicted drift is at most
+    `max_drift`. Raises UserError unless exactly one limit is given, and OutOfReach if no solution meets it.
     """
     if (budget is None) == (max_drift is None):
         raise UserError("a search needs either a budget in bytes or the largest drift that is allowed")
+    nothing, wider = "nothing", ""
+    if front.formats != OWN:
+        nothing, wider = f"nothing that {front.formats} loads", f"; {hint('formats')}"
     if budget is not None:
         within = front.best_within(budget)
         if within is None:
-            raise OutOfReach(
-                f"nothing{_loaded_by(front)} fits in {budget:,} bytes: the smallest is {front.points[0].bytes:,} bytes"
-                f"{_wider(front)}"
-            )
+            smallest = front.points[0].bytes
+            raise OutOfReach(f"{nothing} fits in {budget:,} bytes: the smallest is {smallest:,} bytes{wider}")
         return within
     assert max_drift is not None
     reaching = front.smallest_reaching(max_drift)
     if reaching is None:
         best = front.points[-1].predicted
-        raise OutOfReach(
-            f"nothing{_loaded_by(front)} drifts by {max_drift:g} or less: the lowest predicted drift is {best:.3g}"
-        )
+        raise OutOfReach(f"{nothing} drifts by {max_drift:g} or less: the lowest predicted drift is {best:.3g}")
     return reaching
-
-
-def _loaded_by(front: ParetoFront) -> str:
-    return "" if front.formats == OWN else f" that {front.formats} loads"
-
-
-def _wider(front: ParetoFront) -> str:
-    return "" if front.formats == OWN else f"; {hint('formats')}"
 
 
 def spread(front: ParetoFront, count: int) -> tuple[Solution, ...]:
@@ -48,18 +38,15 @@ def spread(front: ParetoFront, count: int) -> tuple[Solution, ...]:
 
 
 def around(front: ParetoFront, budget: int | None, max_drift: float | None, count: int) -> tuple[Solution, ...]:
-    """Return up to `count` solutions: first the best one under a limit, as `solve` returns it, then points of the front that are
-    near it in bytes.
+    """Return up to `count` solutions: the best one under a limit, as `solve` returns it, then points of the front near it in bytes.
 
-    With a limit on bytes (`budget`), these points need no more bytes than the best solution. With a limit on drift (`max_drift`),
-    they may need fewer or more bytes, because the drift is only predicted and may be too low or too high. Raises UserError unless
-    exactly one limit is given, and OutOfReach if no solution meets it.
+    With a limit on bytes, these need no more bytes than the best. With a limit on drift, they may need more, because the drift is
+    only predicted and may be too high. Raises what `solve` raises.
     """
-    first = solve(front, budget, max_drift)
-    indexes = range(len(front.points))
+    first, sizes = solve(front, budget, max_drift), [point.bytes for point in front.points]
     if budget is not None:
-        near = [index for index in reversed(indexes) if front.points[index].bytes <= first.bytes]
+        near = [index for index in reversed(range(len(sizes))) if sizes[index] <= first.bytes]
     else:
-        near = sorted(indexes, key=lambda index: abs(front.points[index].bytes - first.bytes))
+        near = sorted(range(len(sizes)), key=lambda index: abs(sizes[index] - first.bytes))
     others = [solution for solution in map(front.solution_at, near[:count]) if solution.dtypes != first.dtypes]
     return first, *others[: count - 1]

@@ -85,15 +85,13 @@ def test_unsupported_cache_formats_of_a_runtime_are_reported(runtime: str, rules
 
 def test_lint_and_conversions_cover_caches() -> None:
     tree = _tree()
+    plan = make_plan(tree, Recipe.of([Rule.parse("*.kv_cache=fp8")]))
+    lines = serving_lines(lint_serving(Context(tree, plan), "vllm"), ", ".join)
+    assert "for the KV cache: --kv-cache-dtype fp8" in lines
     plan = make_plan(tree, Recipe.of([Rule.parse("*.kv_cache=fp8@tensor"), Rule.parse("*.1.*.kv_cache.v=nvfp4")]))
     lint = lint_serving(Context(tree, plan), "vllm")
     assert [finding.effect for finding in lint.findings] == ["refused"]
     assert not lint.loads
-    plan = make_plan(tree, Recipe.of([Rule.parse("*.kv_cache=fp8")]))
-    assert "for the KV cache: --kv-cache-dtype fp8" in serving_lines(
-        lint_serving(Context(tree, plan), "vllm"), ", ".join
-    )
-    plan = make_plan(tree, Recipe.of([Rule.parse("*.kv_cache=fp8@tensor"), Rule.parse("*.1.*.kv_cache.v=nvfp4")]))
     written = json.loads(target_named("modelopt").convert(Context(tree, plan)).text)["quant_cfg"]
     bits = {entry["quantizer_name"]: entry["cfg"]["num_bits"] for entry in written if entry["enable"]}
     assert bits == {

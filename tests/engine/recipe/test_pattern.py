@@ -145,9 +145,7 @@ def test_globs_with_choices_match_like_their_expansions(glob: str, name: str) ->
                if part == "{9..11}" else [part] for part in re.findall(r"\{[^}]*\}|\[[^]]*\]|.", glob)]  # fmt: skip
     if glob:
         expanded = ["".join(parts) for parts in itertools.product(*choices)]
-        assert compile_pattern(glob).matches(name) == any(
-            fnmatchcase(f".{name}" if re.match(r"\*+\.", glob) else name, one) for one in expanded
-        )
+        assert compile_pattern(glob).matches(name) == any(fnmatches(name, one) for one in expanded)
 
 
 @given(st.integers(-1200, 1200), st.integers(-1200, 1200), st.booleans(), st.integers(-1300, 1300))

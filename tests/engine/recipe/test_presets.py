@@ -1,10 +1,8 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,33 +11,23 @@ from hypothesis import strategies as st
 from dtype_engine.checkpoint.source import locate
 from dtype_engine.cli import cli
 from dtype_engine.cli.program import run
-from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
-from dtype_engine.core.options import Options, RunSettings
+from dtype_engine.core.options import Options
 from dtype_engine.core.tree import TensorInfo, Tree, from_tensors
 from dtype_engine.recipe import Recipe, Rule, make_plan, require_matches
-from dtype_engine.recipe.file import LOST, RecipeFile, read_recipe_file, write_recipe
 from dtype_engine.recipe.presets import PRESETS, covering, preset
-from dtype_engine.results.losses import ValueLoss
 from dtype_engine.runtime.building.describe import describe
 
 
 def tree_of_a_moe() -> Tree:
-    classes = {
-        "": "MixtralForCausalLM",
-        "model.embed_tokens": "Embedding",
-        "model.norm": "MixtralRMSNorm",
-        "lm_head": "Linear",
-    }
+    classes = {"": "MixtralForCausalLM", "model.embed_tokens": "Embedding", "model.norm": "MixtralRMSNorm"}
+    classes["lm_head"] = "Linear"
     tensors = [TensorInfo("model.embed_tokens.weight", (8, 4), "float32")]
     for layer in range(12):
         at = f"model.layers.{layer}"
-        classes |= {
-            f"{at}.self_attn.q_proj": "Linear",
-            f"{at}.mlp.gate": "Linear",
-            f"{at}.mlp.experts": "MixtralExperts",
-        }
-        classes |= {f"{at}.norm": "PreNormBlock", f"{at}.norm.inner": "MixtralRMSNorm", f"{at}.norm.fc": "Linear"}
+        classes |= dict.fromkeys((f"{at}.self_attn.q_proj", f"{at}.mlp.gate", f"{at}.norm.fc"), "Linear")
+        classes |= {f"{at}.mlp.experts": "MixtralExperts", f"{at}.norm": "PreNormBlock"}
+        classes[f"{at}.norm.inner"] = "MixtralRMSNorm"
         tensors += [
             TensorInfo(f"{at}.self_attn.q_proj.weight", (4, 4), "float32"),
             TensorInfo(f"{at}.mlp.gate.weight", (2, 4), "float32"),
@@ -189,113 +177,3 @@ def test_preset_rules_precede_recipe_and_casts(capsys: pytest.CaptureFixture[str
     assert drifted["output"]["max_abs"] > 0
     assert run(cli, "dtype-engine", ["drift", "--preset", "no-such"]) == 2
     assert "unknown preset" in capsys.readouterr().err
-
-
-SETTINGS = st.builds(
-    RunSettings,
-    st.sampled_from(dtypes.COMPUTE_DTYPES),
-    st.sampled_from([None, "bfloat16", "float16"]),
-    st.sampled_from(["given", "model"]),
-    st.sampled_from(["none", "weights"]),
-    st.sampled_from(["auto", "none", -1, 0, 1, 7]),
-)
-SPEAKABLE = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=20)
-FIGURES = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(), SPEAKABLE, st.sampled_from(["yes", "1e3", "null"])
-)
-FIGURE_NAMES = SPEAKABLE.filter(lambda name: name != LOST)
-"""A file keeps that name for the values that casts lose."""
-
-
-@pytest.mark.slow
-@given(st.none() | SETTINGS, st.none() | SPEAKABLE, st.dictionaries(FIGURE_NAMES, FIGURES, max_size=4))
-def test_recipe_files_keep_settings_and_figures(
-    tmp_path_factory: pytest.TempPathFactory, settings: RunSettings | None, model: str | None, measured: dict[str, Any]
-) -> None:
-    recipe = Recipe((Rule("*.mlp", "bfloat16"), Rule("type:Linear", "float8_e4m3fn@tensor")))
-    path = tmp_path_factory.mktemp("recipe") / "recipe.yaml"
-    path.write_text(write_recipe(recipe, model, settings, measured), encoding="utf-8")
-    found = read_recipe_file(path)
-    assert (found.recipe, found.model, found.settings) == (recipe, model, settings)
-    assert list(found.measured) == list(measured)
-    for name, value in measured.items():
-        got = found.measured[name]
-        assert type(got) is type(value)
-        assert got == value or (isinstance(value, float) and math.isnan(value) and math.isnan(got))  # type: ignore[arg-type]
-
-
-def test_old_recipe_files_are_read_as_before(tmp_path: Path) -> None:
-    path = tmp_path / "r.yaml"
-    path.write_text("version: 1\nrules:\n  - {pattern: '*', dtype: half}\n")
-    assert read_recipe_file(path) == RecipeFile(Recipe((Rule("*", "float16"),)))
-
-
-def test_complete_old_recipe_file_round_trips() -> None:
-    """saved/recipe.yaml was written before msgspec read such files."""
-    path = Path(__file__).parent / "saved" / "recipe.yaml"
-    found = read_recipe_file(path)
-    assert found == RecipeFile(
-        Recipe((Rule("*", "bfloat16"), Rule("type:LayerNorm", "float32"))),
-        "org/name",
-        RunSettings("bfloat16", "float16", "model"),
-        {
-            "kl_mean": 0.00125,
-            "sqnr_db": math.inf,
-            "positions": 64,
-            "finite": True,
-            "inputs": "6 prompts",
-            "perplexity": None,
-        },
-        (ValueLoss("norm.weight", "float16", 1, 0, 64),),
-    )
-    said = ["12 tensors", "2 tensors"], {"kl_mean": "nats"}, found.lost
-    assert write_recipe(found.recipe, found.model, found.settings, found.measured, *said) == path.read_text()
-
-
-@pytest.mark.parametrize(
-    ("entry", "says"),
-    [
-        ("model: [1]", "'model' must be a string"),
-        ("settings: 3", "settings: expected object, got int"),
-        ("settings: {speed: 1}", "unknown setting 'speed'"),
-        ("settings: {compute: fp8}", "setting compute: choose one of"),
-        ("settings: {compute: foo}", "setting compute: unknown dtype"),
-        ("settings: {autocast: float32}", "torch.autocast supports"),
-        ("settings: {quantize_activations: all}", "settings: quantize_activations: invalid enum value 'all'"),
-        ("settings: {float_inputs: maybe}", "settings: float_inputs: invalid enum value 'maybe'"),
-        ("measured: 3", "'measured' must be a mapping"),
-        ("measured: {a: [1]}", r"measured: \[...\]: expected bool | int | float | str | null, got array"),
-        ("measured: {3: 1}", "measured: expected str"),
-        ("measured: {lost: 3}", "measured.lost: expected array, got int"),
-        (
-            "measured: {lost: [{tensor: a, dtype: f16}]}",
-            r"measured.lost: \[0\]: object missing required field overflowed",
-        ),
-        (
-            "measured: {lost: [{tensor: a, dtype: f16, overflowed: -1, vanished: 0, elements: 1}]}",
-            r"measured.lost: \[0\].overflowed: expected int >= 0",
-        ),
-        (
-            "measured: {lost: [{tensor: a, dtype: stored, overflowed: 0, vanished: 0, elements: 1}]}",
-            "measured.lost: stored is not a dtype",
-        ),
-        ("notes: 3", "unknown entry 'notes'"),
-    ],
-)
-def test_invalid_recipe_entries_are_named(tmp_path: Path, entry: str, says: str) -> None:
-    path = tmp_path / "r.yaml"
-    path.write_text(f"version: 1\nrules: []\n{entry}\n")
-    with pytest.raises(UserError, match=says) as caught:
-        read_recipe_file(path)
-    assert str(path) in str(caught.value)
-
-
-@pytest.mark.slow
-def test_run_uses_the_settings_of_its_recipe_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "r.yaml"
-    file.write_text(write_recipe(Recipe((Rule("*.mlp", "bfloat16"),)), settings=RunSettings(autocast="bfloat16")))
-    assert run(cli, "dtype-engine", ["drift", "--recipe", str(file), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["settings"] == "autocast bfloat16"
-    arguments = ["drift", "--recipe", str(file), "--autocast", "f16", "--float-inputs", "model", "--json"]
-    assert run(cli, "dtype-engine", arguments) == 0
-    assert json.loads(capsys.readouterr().out)["settings"] == "autocast float16, floating inputs follow the model"

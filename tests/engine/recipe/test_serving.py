@@ -38,7 +38,7 @@ def tree(hidden: int = 256, heads_out: int = 256) -> Tree:
 def read(*rules: str, runtime: Runtime = "vllm", of: Tree | None = None, activations: str = "weights") -> ServingLint:
     made = of or tree()
     plan = make_plan(made, Recipe(tuple(map(Rule.parse, rules))))
-    return lint_serving(Context(made, plan), runtime, activations)  # type: ignore[arg-type]
+    return lint_serving(Context(made, plan, activations=activations), runtime)  # type: ignore[arg-type]
 
 
 def found(reading: ServingLint) -> list[tuple[str, str]]:
@@ -46,13 +46,8 @@ def found(reading: ServingLint) -> list[tuple[str, str]]:
 
 
 def test_lint_finds_nothing_in_a_plan_that_the_runtime_loads() -> None:
-    for rules in (
-        ["*_proj=nvfp4"],
-        ["*_proj=int4@g128"],
-        ["*_proj=fp8@128x128"],
-        ["*.experts=mxfp4", "*.self_attn=mxfp8"],
-    ):
-        reading = read(*rules)
+    for rules in ("*_proj=nvfp4", "*_proj=int4@g128", "*_proj=fp8@128x128", "*.experts=mxfp4 *.self_attn=mxfp8"):
+        reading = read(*rules.split())
         assert reading.findings == ()
         assert reading.loads
         assert reading.quantised == 7

@@ -69,6 +69,10 @@ def converted(target: str, model: nn.Module, *rules: Rule, model_type: str | Non
     return context, target_named(target).convert(context)
 
 
+def torchao_config(written: Conversion) -> Any:
+    return json.loads(written.text)["quantization_config"]["quant_type"]["default"]
+
+
 def torchao_dtype(tensor: torch.Tensor) -> str:
     data, scale = getattr(tensor, "qdata", None), getattr(tensor, "scale", None)
     if data is None or scale is None:
@@ -78,25 +82,18 @@ def torchao_dtype(tensor: torch.Tensor) -> str:
 
 def test_torchao_quantizes_as_planned() -> None:
     quantization = pytest.importorskip("torchao.quantization")
-    from torchao.core.config import config_from_dict
+    from torchao.core.config import config_from_dict, config_to_dict
 
     model = Net()
     rules = (*RULES, Rule("embed", "int8"), Rule("layers.8.gate_proj", "float8_e5m2"))
     context, written = converted("torchao", model, *rules)
     assert written.left_out == ()
-    config = config_from_dict(json.loads(written.text)["quantization_config"]["quant_type"]["default"])
+    config = config_from_dict(torchao_config(written))
+    assert config_to_dict(config) == torchao_config(written)
     quantization.quantize_(model, config, filter_fn=None)
     for name, parameter in model.named_parameters():
         assert torchao_dtype(parameter.data) == context.plan.dtypes[name], name
     assert model(torch.tensor([[1, 2]])).isfinite().all()
-
-
-def test_torchao_config_round_trips() -> None:
-    config_io = pytest.importorskip("torchao.core.config")
-    rules = (*RULES, Rule("embed", "int8"), Rule("layers.8.gate_proj", "float8_e5m2"))
-    _, written = converted("torchao", Net(), *rules)
-    default = json.loads(written.text)["quantization_config"]["quant_type"]["default"]
-    assert config_io.config_to_dict(config_io.config_from_dict(default)) == default
 
 
 @pytest.mark.parametrize("dtype", torchao.GROUPED)
@@ -112,7 +109,7 @@ def test_torchao_integers_equal_ours(dtype: str) -> None:
     stored = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     context, written = converted("torchao", model, Rule("*", dtype))
     assert written.left_out == ()
-    default = json.loads(written.text)["quantization_config"]["quant_type"]["default"]
+    default = torchao_config(written)
     assert config_to_dict(config_from_dict(default)) == default
     quantization.quantize_(model, config_from_dict(default), filter_fn=None)
     for name, parameter in model.named_parameters():
@@ -139,11 +136,11 @@ def test_torchao_block_floats_equal_ours(dtype: str) -> None:
     context = Context(tree, make_plan(tree, Recipe((Rule("*", dtype),))), "net", activations="weights")
     written = target_named("torchao").convert(context)
     assert [entry.why for entry in written.left_out] == [f"torchao has {dtypes.short_name(dtype)} for Linear only"]
-    default = json.loads(written.text)["quantization_config"]["quant_type"]["default"]
+    default = torchao_config(written)
     assert config_to_dict(config_from_dict(default)) == default
     alone = target_named("torchao").convert(Context(context.tree, context.plan, "net"))
     if dtype == "nvfp4":
-        default = json.loads(alone.text)["quantization_config"]["quant_type"]["default"]
+        default = torchao_config(alone)
         assert config_to_dict(config_from_dict(default)) == default
     else:
         assert "with quantized activations only" in " ".join(entry.why for entry in alone.left_out)

@@ -27,9 +27,15 @@ def test_formats_of_all_families_are_castable() -> None:
         assert all(name in dtypes.CASTABLE_DTYPES for name in family.dtypes)
 
 
+IDS = torch.arange(3, 19)[None]
+
+
+def open_on_cpu(source: Path) -> de.Session:
+    return de.open(str(source), options=de.Options(device="cpu"), inputs={"input_ids": IDS})
+
+
 def llama_session(make_llama: Callable[..., Path], **config: Any) -> de.Session:
-    source = make_llama(hidden_size=128, **config)
-    return de.open(str(source), options=de.Options(device="cpu"), inputs={"input_ids": torch.arange(3, 19)[None]})
+    return open_on_cpu(make_llama(hidden_size=128, **config))
 
 
 @pytest.mark.slow
@@ -44,8 +50,8 @@ def test_search_uses_only_formats_of_the_runtime(family: str, make_llama: Callab
         budget = smallest + int(share * (session.tree.stored_bytes - smallest))
         found = solve(front, budget, None)
         planned = Recipe(tuple(Rule(name, dtype) for name, dtype in found.dtypes.items()))
-        context = Context(session.tree, make_plan(session.tree, planned), "llama")
-        reading = lint_serving(context, family, "weights")  # type: ignore[arg-type]
+        context = Context(session.tree, make_plan(session.tree, planned), "llama", activations="weights")
+        reading = lint_serving(context, family)  # type: ignore[arg-type]
         assert [finding for finding in reading.findings if finding.effect != "slower"] == []
         seen |= set(found.dtypes.values())
     assert seen & set(dtypes.STORAGE_DTYPES)
@@ -66,10 +72,10 @@ def save_experts(folder: Path) -> Path:
 
 
 @torch.no_grad()
-def log_probabilities(folder: Path, ids: torch.Tensor) -> torch.Tensor:
+def log_probabilities(folder: Path) -> torch.Tensor:
     """What plain transformers computes."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    found: torch.Tensor = model(ids).logits.double().log_softmax(-1)
+    found: torch.Tensor = model(IDS).logits.double().log_softmax(-1)
     return found
 
 
@@ -87,16 +93,12 @@ def test_plain_transformers_loads_every_point_of_the_default_front(
     experts: bool, scanned: tuple[str, ...], make_llama: Callable[..., Path], tmp_path: Path
 ) -> None:
     pytest.importorskip("compressed_tensors", "0.20")
-    if experts:
-        source, ids = save_experts(tmp_path / "experts"), torch.arange(3, 19)[None]
-        session = de.open(str(source), options=de.Options(device="cpu"), inputs={"input_ids": ids})
-    else:
-        session, ids = llama_session(make_llama, tie_word_embeddings=True), torch.arange(3, 19)[None]
-        source = Path(session.model.folder or "")
+    source = save_experts(tmp_path / "experts") if experts else make_llama(hidden_size=128, tie_word_embeddings=True)
+    session = open_on_cpu(source)
     session.scan(scanned, draws=2)
     front = session.front()
     assert front.formats == "transformers"
-    stored = log_probabilities(source, ids)
+    stored = log_probabilities(source)
     seen = set()
     for step in range(4):
         found = front.solution_at(step * (len(front.points) - 1) // 3)
@@ -106,13 +108,13 @@ def test_plain_transformers_loads_every_point_of_the_default_front(
         assert measured is not None
         report = session.export(tmp_path / "out", force=True)
         assert not any("only dtype-engine reads" in notice for notice in report.notices)
-        plain = log_probabilities(tmp_path / "out", ids)
+        plain = log_probabilities(tmp_path / "out")
         assert float((stored.exp() * (stored - plain)).sum(-1).mean()) == pytest.approx(measured, rel=0.2, abs=5e-5)
     assert seen & set(dtypes.STORAGE_DTYPES)
 
 
 def test_experts_have_one_format_if_transformers_reads_no_other(tmp_path: Path) -> None:
-    session = de.open(str(save_experts(tmp_path / "experts")), inputs={"input_ids": torch.arange(3, 19)[None]})
+    session = open_on_cpu(save_experts(tmp_path / "experts"))
     packed = {name for name in session.tree.tensors if ".experts." in name}
     assert set(Loadable(session.tree, "transformers", ("int4@g32", "bfloat16")).alike) == packed
     assert Loadable(session.tree, "transformers", ("float8_e4m3fn", "bfloat16")).alike == ()

@@ -87,14 +87,8 @@ def test_no_combination_beats_the_pareto_front(table: list[list[tuple[int, float
 
 
 KINDS = (
-    "self_attn.q_proj",
-    "self_attn.k_proj",
-    "self_attn.v_proj",
-    "mlp.up_proj",
-    "mlp.down_proj",
-    "norm",
-    "experts.0",
-    "experts.1",
+    *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.up_proj", "mlp.down_proj"),
+    *("norm", "experts.0", "experts.1"),
 )
 LAYERS = 4
 NAMES = [f"model.layers.{layer}.{kind}.weight" for layer in range(LAYERS) for kind in KINDS] + [
@@ -159,12 +153,10 @@ def test_rules_are_few_and_readable(tmp_path: Path) -> None:
 def test_dtype_without_a_rule_is_left_as_stored() -> None:
     stored = "gptq:int4@g32"
     kept = {name for name in NAMES if ".1.mlp." in name}
-    tree = Tree(
-        [
-            replace(each, dtype=stored, packed_bytes=160) if each.name in kept else each
-            for each in tree_of().tensors.values()
-        ]
-    )
+    tensors = tree_of().tensors | {
+        name: replace(tree_of().tensors[name], dtype=stored, packed_bytes=160) for name in kept
+    }
+    tree = Tree(tensors.values())
     wanted = dict.fromkeys(NAMES, "bfloat16") | dict.fromkeys(kept, stored)
     recipe = minimize(tree, wanted)
     assert list(map(str, recipe.rules)) == ["*=bfloat16", "model.layers.1.mlp=stored"]
@@ -185,38 +177,34 @@ def test_kept_weights_stay_and_groups_share_a_dtype() -> None:
         keep=("type:RMSNorm",), groups=("*.{q,k,v}_proj", "*.experts"), only=(("head", ("bfloat16",)),)
     )
     items = make_items(tree, combine_scores(tree), constraints)
+    front = ParetoFront(items)
     groups = {item.weights for item in items if len(item.weights) > 1}
     assert groups == {
         tuple(f"model.layers.{layer}.{kind}.weight" for kind in kinds)
         for layer in range(LAYERS)
         for kinds in (KINDS[:3], KINDS[6:])
     }
-    tight = ParetoFront(items).best_within(ParetoFront(items).points[0].bytes)
+    tight = front.best_within(front.points[0].bytes)
     assert tight is not None
     assert {tight.dtypes[name] for name in NAMES if "norm" in name} == {"float32"}
     assert tight.dtypes["head.weight"] == "bfloat16"
     assert {tight.dtypes[name] for name in NAMES if "mlp" in name} == {"int8"}
-    middle = ParetoFront(items).best_within(
-        (ParetoFront(items).points[0].bytes + ParetoFront(items).points[-1].bytes) // 2
-    )
+    middle = front.best_within((front.points[0].bytes + front.points[-1].bytes) // 2)
     assert middle is not None
     assert all(len({middle.dtypes[name] for name in group}) == 1 for group in groups)
 
 
 def test_contradictory_constraints_are_refused() -> None:
     tree = tree_of()
-    with pytest.raises(de.UserError, match="matches nothing"):
-        make_items(tree, combine_scores(tree), Constraints(keep=("*.missing",)))
-    with pytest.raises(de.UserError, match="matches nothing"):
-        make_items(tree, combine_scores(tree), Constraints(groups=("*.missing",)))
-    with pytest.raises(de.UserError, match="was not scanned"):
-        make_items(tree, combine_scores(tree), Constraints(dtypes=("float16",)))
-    with pytest.raises(de.UserError, match="no dtype is left"):
-        make_items(
-            tree,
-            combine_scores(tree),
-            Constraints(groups=("*.{q,k}_proj",), only=(("*.q_proj", ("int8",)), ("*.k_proj", ("bfloat16",)))),
-        )
+    apart = (("*.q_proj", ("int8",)), ("*.k_proj", ("bfloat16",)))
+    for constraints, says in (
+        (Constraints(keep=("*.missing",)), "matches nothing"),
+        (Constraints(groups=("*.missing",)), "matches nothing"),
+        (Constraints(dtypes=("float16",)), "was not scanned"),
+        (Constraints(groups=("*.{q,k}_proj",), only=apart), "no dtype is left"),
+    ):
+        with pytest.raises(de.UserError, match=says):
+            make_items(tree, combine_scores(tree), constraints)
 
 
 def test_infinite_scores_are_not_chosen() -> None:
@@ -269,14 +257,8 @@ def test_search_on_the_command_line(make_llama: Any, tmp_path: Path, capsys: pyt
     assert scan["forward_seconds"] > 0 < scan["scan_seconds"]
     assert {entry["dtype"] for entry in scan["weights"]} == {"float32", "bfloat16", "int8"}
     assert {"name", "dtype", "bytes", "score"} <= set(scan["weights"][0])
-    assert (
-        run(
-            cli,
-            "dtype-engine",
-            ["search", folder, *common, "--budget", "50%", "--keep", "*.norm", "-o", str(file), "--json"],
-        )
-        == 0
-    )
+    again = ["search", folder, *common, "--budget", "50%", "-o", str(file)]
+    assert run(cli, "dtype-engine", [*again, "--keep", "*.norm", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["met"]
     assert found["planned_bytes"] <= found["stored_bytes"] // 2
@@ -285,7 +267,6 @@ def test_search_on_the_command_line(make_llama: Any, tmp_path: Path, capsys: pyt
     kept = read_recipe_file(file).settings
     assert kept is not None
     assert kept.autocast is None
-    again = ["search", folder, *common, "--budget", "50%", "-o", str(file)]
     assert run(cli, "dtype-engine", again) == 2
     assert "exists; name another file, or replace it with --force" in capsys.readouterr().err
     assert run(cli, "dtype-engine", [*again, "--force", "--no-measure", "--autocast", "bf16"]) == 0

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from rich.text import Text
 from tests.helpers.recording_engine import make_app, running
-from tests.helpers.scenes import ready
+from tests.helpers.scenes import opened, ready
 from tests.helpers.screen_text import lines, screen
 from textual.screen import Screen
 
@@ -30,9 +30,7 @@ def prompt_of(app: DtypeApp) -> BottomPrompt:
 @PROMPTS
 @pytest.mark.parametrize("size", SIZES)
 async def test_prompt_moves_no_pane(key: str, size: tuple[int, int]) -> None:
-    app = make_app()
-    async with running(app, size) as pilot:
-        await ready(app, pilot)
+    async with opened(size=size) as (app, pilot):
         before, tree = heights(app), app.main.tree_view.region
         await pilot.press(key)
         await pilot.pause()
@@ -73,9 +71,7 @@ async def test_opening_a_prompt_lays_out_the_screen_once(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("begins_tour", [False, True])
 async def test_cursor_and_message_are_above_the_prompt(size: tuple[int, int], begins_tour: bool) -> None:
-    app = make_app(begins_tour=begins_tour)
-    async with running(app, size) as pilot:
-        await ready(app, pilot)
+    async with opened(size=size, begins_tour=begins_tour) as (app, pilot):
         await pilot.press("E", "end")
         await pilot.pause()
         await pilot.press("c")
@@ -92,9 +88,7 @@ async def test_cursor_and_message_are_above_the_prompt(size: tuple[int, int], be
 
 
 async def test_multiline_hint_hides_no_cursor() -> None:
-    app = make_app()
-    async with running(app, (100, 30)) as pilot:
-        await ready(app, pilot)
+    async with opened(size=(100, 30)) as (app, pilot):
         await pilot.press("E", "end", "c", "ctrl+u", *"*=int3")
         await pilot.press("enter")
         await pilot.pause()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.helpers.recording_engine import make_app, report, running, say
-from tests.helpers.scenes import history, measuring, mixed, modules, ready
+from tests.helpers.recording_engine import report, say
+from tests.helpers.scenes import history, measuring, mixed, modules, opened
 from tests.helpers.screen_text import screen
 
 from dtype_engine.recipe import Recipe, Rule
@@ -26,9 +26,7 @@ def dots(app: DtypeApp) -> int:
 
 
 async def test_depth_plot_falls_and_names_the_worst_module() -> None:
-    app = make_app()
-    async with running(app) as pilot:
-        await mixed(app, pilot)
+    async with opened(mixed) as (app, _):
         rows = drawn(app)
         assert "▲ layers.5 mlp.down_proj  28.50 dB" in "".join(rows)
         (mark,) = [line.index("○") for line in rows if "○" in line]
@@ -40,9 +38,7 @@ async def test_depth_plot_falls_and_names_the_worst_module() -> None:
 
 
 async def test_depth_axis_reaches_the_worst_module_of_one_layer() -> None:
-    app = make_app()
-    async with running(app) as pilot:
-        await ready(app, pilot)
+    async with opened() as (app, pilot):
         app.controller.apply_recipe(BF16)
         found = (ModuleDrift("model.layers.0", 50.0, 1e-3, 0), ModuleDrift("model.layers.0.mlp", 20.0, 1e-2, 0))
         await say(app, pilot, events.Measured(BF16, report(BF16, 1e-3, found)), events.Idle())
@@ -53,9 +49,7 @@ async def test_depth_axis_reaches_the_worst_module_of_one_layer() -> None:
 
 
 async def test_depth_plot_grows_while_modules_are_measured() -> None:
-    app = make_app()
-    async with running(app) as pilot:
-        await ready(app, pilot)
+    async with opened() as (app, pilot):
         assert dots(app) == 0
         await measuring(app, pilot)
         some = dots(app)
@@ -66,9 +60,7 @@ async def test_depth_plot_grows_while_modules_are_measured() -> None:
 
 
 async def test_previous_recipe_and_baseline_are_a_second_line() -> None:
-    app = make_app()
-    async with running(app) as pilot:
-        await mixed(app, pilot)
+    async with opened(mixed) as (app, pilot):
         alone = dots(app)
         better = tuple(replace(drift, sqnr_db=drift.sqnr_db + 20) for drift in modules() if drift.sqnr_db is not None)
         app.controller.apply_recipe(BF16)
@@ -77,9 +69,7 @@ async def test_previous_recipe_and_baseline_are_a_second_line() -> None:
 
 
 async def test_baseline_replaces_the_previous_recipe_in_the_plot() -> None:
-    app = make_app()
-    async with running(app) as pilot:
-        await history(app, pilot)
+    async with opened(history) as (app, pilot):
         await pilot.press("j", "P", "escape")
         await pilot.pause()
         assert app.controller.experiment.baseline is not None
@@ -87,9 +77,7 @@ async def test_baseline_replaces_the_previous_recipe_in_the_plot() -> None:
 
 
 async def test_nonfinite_layers_are_marked_and_models_without_a_pass_have_no_plot() -> None:
-    app = make_app()
-    async with running(app) as pilot:
-        await ready(app, pilot)
+    async with opened() as (app, pilot):
         app.controller.apply_recipe(BF16)
         broken = (*modules()[:-1], ModuleDrift("model.layers.5", None, 9.9, 4))
         await say(app, pilot, events.Measured(BF16, report(BF16, modules=broken)), events.Idle())
@@ -99,9 +87,7 @@ async def test_nonfinite_layers_are_marked_and_models_without_a_pass_have_no_plo
 
 
 async def test_depth_line_has_the_color_of_each_layer() -> None:
-    app = make_app()
-    async with running(app) as pilot:
-        await mixed(app, pilot)
+    async with opened(mixed) as (app, _):
         pane = app.main.depth
         strips = [pane.render_line(y) for y in range(pane.size.height)]
         dotted = [segment for strip in strips for segment in strip if any("⠀" < each < "⣿" for each in segment.text)]

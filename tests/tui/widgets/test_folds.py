@@ -6,30 +6,27 @@ import math
 
 import pytest
 from tests.helpers.recording_engine import make_app, report, running, say
-from tests.helpers.scenes import ready
+from tests.helpers.scenes import opened
 from tests.helpers.screen_text import lines, notices, screen, until
 from textual.widgets import Input
 
-from dtype_engine.core.tree import Module, TensorInfo, Tree, from_tensors
+from dtype_engine.core.tree import TensorInfo, Tree, from_tensors
 from dtype_engine.recipe import Recipe, Rule, compile_pattern, make_plan
 from dtype_engine.results.drift import ModuleDrift
 from dtype_engine.service import events
 from dtype_tui.app import DtypeApp
 from dtype_tui.config.config import Config
 from dtype_tui.state.folds import Folds, fold_members, fold_name, node_label, patterns_for
-from dtype_tui.widgets.module_tree import ModuleTree
 from dtype_tui.widgets.prompts import CastPrompt
 
 LAYERS = "model.layers.{0..5}"
 
 
-def tree_of(app: DtypeApp) -> ModuleTree:
-    return app.query_one(ModuleTree)
-
-
 def shown(app: DtypeApp) -> list[str]:
     """The rows below the layers, by their labels, each indented as in the tree."""
-    return [" " * (row.depth - 3) + row.label for row in tree_of(app).rows if row.name.startswith("model.layers.")]
+    return [
+        " " * (row.depth - 3) + row.label for row in app.main.tree_view.rows if row.name.startswith("model.layers.")
+    ]
 
 
 def rules(app: DtypeApp) -> list[str]:
@@ -103,13 +100,12 @@ def test_other_structures_and_plans_are_in_different_folds() -> None:
     assert [len(each) for each in Folds(tree, {}, {}).below(parent)] == [5, 1, 6]
     plan = make_plan(tree, Recipe((Rule("model.layers.6", "bfloat16"),)))
     assert [len(each) for each in Folds(tree, plan.dtypes, {}).below(parent)] == [5, 1, 1, 5]
-    named = {member.name: [each.name for each in Folds(tree, {}, {}).around(member) or ()] for member in _all(parent)}
+    named = {
+        member.name: [each.name for each in Folds(tree, {}, {}).around(member) or ()]
+        for member in parent.children.values()
+    }
     assert named["model.layers.5"] == []
     assert named["model.layers.11"] == [f"model.layers.{i}" for i in range(6, 12)]
-
-
-def _all(parent: Module) -> list[Module]:
-    return list(parent.children.values())
 
 
 # -- the tree --------------------------------------------------------------------------------------------------------
@@ -118,11 +114,9 @@ def _all(parent: Module) -> list[Module]:
 @pytest.mark.slow
 @pytest.mark.parametrize("opens", ["l", "right", "space"])
 async def test_fold_opens_and_closes(opens: str) -> None:
-    app = make_app()
-    async with running(app, (120, 36)) as pilot:
-        await ready(app, pilot)
+    async with opened() as (app, pilot):
         await pilot.press("j", "j", "j", "j")
-        tree = tree_of(app)
+        tree = app.main.tree_view
         assert (tree.current.name, shown(app)) == (LAYERS, ["0 … 5"])
         (line,) = (line for line in lines(app) if "0 … 5" in line)
         assert "▸ 0 … 5  6 alike" in line
@@ -145,10 +139,8 @@ async def test_fold_opens_and_closes(opens: str) -> None:
 
 
 async def test_cast_on_a_fold_is_one_rule_for_all_members() -> None:
-    app = make_app()
-    async with running(app, (120, 36)) as pilot:
-        await ready(app, pilot)
-        tree_of(app).go_to(LAYERS)
+    async with opened() as (app, pilot):
+        app.main.tree_view.go_to(LAYERS)
         await pilot.press("2")
         assert rules(app) == [f"{LAYERS}=bfloat16"]
         planned = app.controller.experiment.plan.dtypes
@@ -174,10 +166,8 @@ async def test_cast_on_a_fold_is_one_rule_for_all_members() -> None:
 
 
 async def test_member_with_another_dtype_is_shown_separately() -> None:
-    app = make_app(_layers(*map(str, range(12))))
-    async with running(app, (120, 36)) as pilot:
-        await ready(app, pilot)
-        tree = tree_of(app)
+    async with opened(tree=_layers(*map(str, range(12)))) as (app, pilot):
+        tree = app.main.tree_view
         tree.go_to("model.layers.{0..11}")
         app.controller.add_rule(Rule("model.layers.5", "bfloat16"))
         assert shown(app) == ["0 … 4", "5", "6 … 11"]
@@ -199,10 +189,8 @@ async def test_member_with_another_dtype_is_shown_separately() -> None:
 
 
 async def test_measurement_splits_folds_except_at_the_cursor() -> None:
-    app = make_app(_layers(*map(str, range(9))))
     decibels = (50.0, 49.0, 48.0, 47.0, 30.0, 42.0, 41.0, 40.0, 39.5)
-    async with running(app, (120, 36)) as pilot:
-        await ready(app, pilot)
+    async with opened(tree=_layers(*map(str, range(9)))) as (app, pilot):
         await pilot.press("2")
         await say(app, pilot, measured(app, *decibels))
         assert shown(app) == ["0 … 3", "4", "5 … 8"]
@@ -211,45 +199,41 @@ async def test_measurement_splits_folds_except_at_the_cursor() -> None:
         assert " 47.0 " in first, "of the worst member"
         assert " 39.5 " in last, drawn
         await pilot.press("F", "F", "3")
-        tree_of(app).go_to("model.layers.{5..8}")
+        app.main.tree_view.go_to("model.layers.{5..8}")
         await say(app, pilot, measured(app, *[30.0] * 9))
-        assert tree_of(app).current.name == "model.layers.{5..8}"
+        assert app.main.tree_view.current.name == "model.layers.{5..8}"
         await pilot.press("home")
         assert shown(app) == ["0 … 8"]
 
 
 async def test_going_to_a_module_opens_its_fold() -> None:
-    app = make_app()
-    async with running(app, (80, 24)) as pilot:
-        await ready(app, pilot)
+    async with opened(size=(80, 24)) as (app, pilot):
         await pilot.press("2")
         await say(app, pilot, measured(app, 40.0, 39.0, 38.0, 37.0, 36.0, 35.0))
         assert shown(app) == ["0 … 5"]
         await pilot.press("w")
-        assert tree_of(app).current.name == "model.layers.5"
+        assert app.main.tree_view.current.name == "model.layers.5"
         assert len(shown(app)) == 7
         await pilot.press("P", "h")
         assert shown(app) == ["0 … 5"]
-        assert tree_of(app).go_to("model.layers.2.mlp.up_proj")
-        assert tree_of(app).current.name == "model.layers.2.mlp.up_proj"
-        assert not tree_of(app).go_to("model.layers.{0..")
+        assert app.main.tree_view.go_to("model.layers.2.mlp.up_proj")
+        assert app.main.tree_view.current.name == "model.layers.2.mlp.up_proj"
+        assert not app.main.tree_view.go_to("model.layers.{0..")
         await pilot.press("F", "F")
-        assert tree_of(app).go_to("model.layers.{1..4}"), "a fold of an earlier session"
-        assert tree_of(app).current.name == LAYERS
+        assert app.main.tree_view.go_to("model.layers.{1..4}"), "a fold of an earlier session"
+        assert app.main.tree_view.current.name == LAYERS
 
 
 async def test_matches_inside_a_fold_are_counted() -> None:
-    app = make_app()
-    async with running(app, (120, 36)) as pilot:
-        await ready(app, pilot)
+    async with opened() as (app, pilot):
         await pilot.press("slash", *"layers.3.mlp")
         await pilot.pause()
         assert shown(app) == ["0 … 5"]
         assert "6 alike, 7 match" in screen(app)
         await pilot.press("enter")
-        assert tree_of(app).current.name == "model.layers.3.mlp"
+        assert app.main.tree_view.current.name == "model.layers.3.mlp"
         await pilot.press("N")
-        assert tree_of(app).current.name == "model.layers.3.mlp.up_proj.weight"
+        assert app.main.tree_view.current.name == "model.layers.3.mlp.up_proj.weight"
         await pilot.press("escape", "F", "F", "c")
         app.query_one(CastPrompt).query_one(Input).value = "*.{1,2}.mlp=bf16"
         await until(pilot, lambda: "6 inside" in screen(app))

@@ -36,15 +36,12 @@ class Editor:
     def press(self, key: str) -> None:
         before = self.text
         select = "shift+" in key
+        moves = select or self.start == self.cursor
         match key.replace("shift+", ""):
             case "left":
-                self._move(
-                    self.cursor - 1 if select or self.start == self.cursor else min(self.start, self.cursor), select
-                )
+                self._move(self.cursor - 1 if moves else min(self.start, self.cursor), select)
             case "right":
-                self._move(
-                    self.cursor + 1 if select or self.start == self.cursor else max(self.start, self.cursor), select
-                )
+                self._move(self.cursor + 1 if moves else max(self.start, self.cursor), select)
             case "ctrl+left" | "alt+b":
                 self._move(self._word_before(), select)
             case "ctrl+right" | "alt+f":

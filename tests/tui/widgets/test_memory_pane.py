@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 from tests.helpers.recording_engine import make_app, running, say
-from tests.helpers.scenes import memory, ready
+from tests.helpers.scenes import memory, opened, ready
 from tests.helpers.screen_text import screen
 
 from dtype_engine.service import events
@@ -16,9 +16,7 @@ OF_THE_PROCESS = ("resident", "process")
 
 @pytest.mark.parametrize("ended", [True, False])
 async def test_memory_figures_go_with_their_engine(ended: bool) -> None:
-    app = make_app()
-    async with running(app) as pilot:
-        await ready(app, pilot)
+    async with opened() as (app, pilot):
         assert all(label in screen(app) for label in OF_THE_PROCESS)
         if ended:
             await say(app, pilot, events.EngineEnded("the engine was killed by signal 9"))

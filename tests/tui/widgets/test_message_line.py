@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from tests.helpers.recording_engine import make_app, running
-from tests.helpers.scenes import ready
+from tests.helpers.scenes import opened
 from tests.helpers.screen_text import lines, notices, screen
 
 from dtype_tui import base_app
@@ -13,9 +13,7 @@ from dtype_tui.widgets.message_line import MessageLine
 
 
 async def test_message_stays_until_a_key_after_it_could_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    app = make_app()
-    async with running(app, (80, 24)) as pilot:
-        await ready(app, pilot)
+    async with opened(size=(80, 24)) as (app, pilot):
         await pilot.press("u")
         assert "nothing left to undo" in screen(app)
         await pilot.press("j")
@@ -30,9 +28,7 @@ async def test_message_stays_until_a_key_after_it_could_be_read(monkeypatch: pyt
 
 
 async def test_long_path_is_shown_completely() -> None:
-    app = make_app()
-    async with running(app) as pilot:
-        await ready(app, pilot)
+    async with opened() as (app, pilot):
         path = "/home/somebody/models-of-last-week/mixed-precision/SmolLM2-135M-Instruct.recipe-2.yaml"
         app.main.say(f"wrote {path}: 3 rules", "information")
         await pilot.pause()
@@ -41,9 +37,7 @@ async def test_long_path_is_shown_completely() -> None:
 
 @pytest.mark.parametrize("key", ["e", "s"])
 async def test_message_shown_before_a_window_hides_none_of_its_text(key: str) -> None:
-    app = make_app()
-    async with running(app, (80, 24)) as pilot:
-        await ready(app, pilot)
+    async with opened(size=(80, 24)) as (app, pilot):
         await pilot.press("2", "2", key)
         await pilot.pause()
         await pilot.pause()
@@ -55,9 +49,7 @@ async def test_message_shown_before_a_window_hides_none_of_its_text(key: str) ->
 @pytest.mark.slow
 @pytest.mark.parametrize(("key", "quits"), [(None, "q quits"), ("f10", "f10 quits"), ("q,ctrl+x", "q or Ctrl+x quits")])
 async def test_ctrl_c_names_the_key_that_quits(key: str | None, quits: str) -> None:
-    app = make_app(config=Config(keys={"quit": key} if key else {}))
-    async with running(app, (80, 24)) as pilot:
-        await ready(app, pilot)
+    async with opened(size=(80, 24), config=Config(keys={"quit": key} if key else {})) as (app, pilot):
         await pilot.press("ctrl+c")
         await pilot.pause()
         assert notices(app) == [quits]
@@ -78,9 +70,7 @@ async def test_number_of_messages_is_limited(monkeypatch: pytest.MonkeyPatch) ->
 
 
 async def test_messages_during_exit_do_not_change_the_exit() -> None:
-    app = make_app()
-    async with running(app, (80, 24)) as pilot:
-        await ready(app, pilot)
+    async with opened(size=(80, 24)) as (app, pilot):
         await pilot.press("M")
         app.exit(return_code=143)
         app.main.say("too late", "warning")

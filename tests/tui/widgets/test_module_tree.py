@@ -15,27 +15,20 @@ from dtype_engine.results.drift import ModuleDrift
 from dtype_engine.service import events
 from dtype_tui.app import DtypeApp
 from dtype_tui.state.node_rules import cast_nodes
-from dtype_tui.widgets.module_tree import MOST_OPENED, ModuleTree
-
-
-def tree_of(app: DtypeApp) -> ModuleTree:
-    return app.query_one(ModuleTree)
+from dtype_tui.widgets.module_tree import MOST_OPENED
 
 
 async def measured(app: DtypeApp, pilot: Pilot[None], *readings: ModuleDrift) -> None:
-    ready = events.ModelReady(app.controller.experiment.tree, "LlamaForCausalLM", "cpu", 1.0, "prompts", ())
-    await say(
-        app,
-        pilot,
-        ready,
-        events.Measured(app.controller.experiment.recipe, report(app.controller.experiment.recipe, modules=readings)),
-    )
+    experiment = app.controller.experiment
+    ready = events.ModelReady(experiment.tree, "LlamaForCausalLM", "cpu", 1.0, "prompts", ())
+    done = events.Measured(experiment.recipe, report(experiment.recipe, modules=readings))
+    await say(app, pilot, ready, done)
 
 
 async def test_parents_and_closing_all_nodes() -> None:
     app = make_app()
     async with app.run_test() as pilot:
-        tree = tree_of(app)
+        tree = app.main.tree_view
         tree.go_to("model.layers.3.mlp.up_proj.weight")
         for above in ("model.layers.3.mlp.up_proj", "model.layers.3.mlp", "model.layers.3"):
             await pilot.press("P")
@@ -58,16 +51,16 @@ async def test_parents_and_closing_all_nodes() -> None:
 async def test_opening_too_many_nodes_is_limited() -> None:
     app = make_app(Tree(TensorInfo(f"layers.{i}.weight", (1,), "float32") for i in range(MOST_OPENED + 10)))
     async with app.run_test() as pilot:
-        rows = len(tree_of(app).rows)
+        rows = len(app.main.tree_view.rows)
         await pilot.press("E")
-        assert len(tree_of(app).rows) == rows
+        assert len(app.main.tree_view.rows) == rows
         assert "more than 20,000 nodes" in notices(app)[-1]
 
 
 async def test_keys_jump_from_cast_to_cast() -> None:
     app = make_app()
     async with app.run_test() as pilot:
-        tree = tree_of(app)
+        tree = app.main.tree_view
         await pilot.press("right_curly_bracket")
         assert tree.current.name == ""  # nothing is cast: it stays
         for rule in ("model.layers.{1,4}.mlp=bf16", "model.layers.2.self_attn.q_proj=f16", "model.norm=f16"):
@@ -108,7 +101,7 @@ async def test_w_cycles_through_the_worst_modules() -> None:
         here = []
         for _ in range(4):
             await pilot.press("w")
-            here.append(tree_of(app).current.name)
+            here.append(app.main.tree_view.current.name)
         assert here == ["model.layers.1", "model.layers.2", "model.layers.0", "model.layers.1"]
 
 
@@ -116,7 +109,7 @@ async def test_children_are_sorted_by_other_orders() -> None:
     app = make_app()
     readings = tuple(ModuleDrift(f"model.layers.{i}", float(20 + 10 * ((i * 3) % 5)), 0.1, 0) for i in range(5))
     async with app.run_test() as pilot:
-        tree = tree_of(app)
+        tree = app.main.tree_view
         await measured(app, pilot, *readings)
 
         def layers() -> list[str]:
@@ -140,7 +133,7 @@ async def test_copying_uses_the_terminal_and_only_by_its_key() -> None:
         sent: list[str] = []
         assert app._driver is not None
         app._driver.write = lambda data: sent.append(data)  # type: ignore[method-assign]
-        tree_of(app).go_to("model.layers.3.mlp")
+        app.main.tree_view.go_to("model.layers.3.mlp")
         await pilot.press("j", "k")
         assert not any("\x1b]52" in data for data in sent)
         await pilot.press("y")
@@ -167,7 +160,7 @@ async def test_key_line_shows_what_comes_next() -> None:
 async def test_members_that_share_a_scale_name_each_other() -> None:
     app = make_app()
     async with app.run_test(size=(140, 40)) as pilot:
-        tree = tree_of(app)
+        tree = app.main.tree_view
         controller = app.controller
         assert controller.experiment.tree is not None
         controller.add_rule(Rule("*.layers.0.self_attn.[qk]_proj", "nvfp4"))

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from rich.segment import Segment
 from tests.helpers.recording_engine import engine, make_app, report, running, say
-from tests.helpers.scenes import MIXED, measured_in_part, mixed, modules, ready
+from tests.helpers.scenes import MIXED, measured_in_part, mixed, modules, opened, ready
 from tests.helpers.screen_text import lines, screen, until
 from textual.events import MouseScrollDown
 from textual.geometry import Region
@@ -46,9 +46,7 @@ async def measured(app: DtypeApp, pilot: Pilot[None], recipe: Recipe, kl: float)
 
 
 async def test_cast_dims_old_figures_until_new_ones_arrive() -> None:
-    app = make_app()
-    async with running(app) as pilot:
-        await ready(app, pilot)
+    async with opened() as (app, pilot):
         await measured(app, pilot, BF16, 2.2e-5)
         pane = app.main.side.panes[0]
         assert "KL 2.20e-5 ± 1e-5 nats" in drift(app)
@@ -68,9 +66,7 @@ async def test_cast_dims_old_figures_until_new_ones_arrive() -> None:
 
 
 async def test_repeated_recipe_is_not_compared_with_itself() -> None:
-    app = make_app()
-    async with running(app) as pilot:
-        await ready(app, pilot)
+    async with opened() as (app, pilot):
         await measured(app, pilot, BF16, 2.2e-5)
         await pilot.press("m")
         await say(app, pilot, events.Measured(BF16, report(BF16)), events.Idle())
@@ -102,9 +98,7 @@ async def test_panes_do_not_move_when_their_text_changes(size: tuple[int, int]) 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [(80, 24), (120, 36)])
 async def test_plus_shows_one_pane_alone_and_all_again(size: tuple[int, int]) -> None:
-    app = make_app()
-    async with running(app, size) as pilot:
-        await mixed(app, pilot)
+    async with opened(mixed, size=size) as (app, pilot):
         for back in ("plus", "escape"):
             await pilot.press("plus")
             await until(pilot, lambda: "mean |Δ|" in screen(app))
@@ -122,9 +116,7 @@ async def test_plus_shows_one_pane_alone_and_all_again(size: tuple[int, int]) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("key", ["w", "slash"])
 async def test_tree_key_shows_the_tree_again(key: str) -> None:
-    app = make_app()
-    async with running(app) as pilot:
-        await mixed(app, pilot)
+    async with opened(mixed) as (app, pilot):
         await pilot.press("plus")
         await until(pilot, lambda: not app.main.tree_view.region)
         await pilot.press(key)
@@ -132,9 +124,7 @@ async def test_tree_key_shows_the_tree_again(key: str) -> None:
 
 
 async def test_tab_cycles_through_panes_and_tree() -> None:
-    app = make_app()
-    async with running(app) as pilot:
-        await mixed(app, pilot)
+    async with opened(mixed) as (app, pilot):
         seen = []
         for _ in range(4):
             await pilot.press("tab")
@@ -144,9 +134,7 @@ async def test_tab_cycles_through_panes_and_tree() -> None:
 
 @pytest.mark.slow
 async def test_rules_are_edited_in_their_pane_and_undo_restores_them() -> None:
-    app = make_app()
-    async with running(app) as pilot:
-        await mixed(app, pilot)
+    async with opened(mixed) as (app, pilot):
         experiment, recipe = app.controller.experiment, app.main.side.recipe
         await pilot.press("r")
         assert recipe.current == MIXED.rules[2], "the rule that decides the node under the tree's cursor"
@@ -176,9 +164,7 @@ async def test_rules_are_edited_in_their_pane_and_undo_restores_them() -> None:
 
 
 async def test_rules_scroll_with_the_cursor_and_the_deciding_one_stays() -> None:
-    app = make_app()
-    async with running(app, (80, 24)) as pilot:
-        await ready(app, pilot)
+    async with opened(size=(80, 24)) as (app, pilot):
         rules = [
             Rule(f"model.layers.{layer}.{part}", "bfloat16") for layer in range(6) for part in ("mlp", "self_attn")
         ]
@@ -193,9 +179,7 @@ async def test_rules_scroll_with_the_cursor_and_the_deciding_one_stays() -> None
 
 @pytest.mark.slow
 async def test_panes_have_frames_again_when_the_terminal_grows() -> None:
-    app = make_app()
-    async with running(app, (60, 15)) as pilot:
-        await mixed(app, pilot)
+    async with opened(mixed, size=(60, 15)) as (app, pilot):
         for size in ((80, 24), (120, 36), (80, 24), (120, 36)):
             await pilot.resize_terminal(*size)
             await pilot.pause()
@@ -203,9 +187,7 @@ async def test_panes_have_frames_again_when_the_terminal_grows() -> None:
 
 
 async def test_mouse_wheel_moves_the_cursor_among_rules() -> None:
-    app = make_app()
-    async with running(app) as pilot:
-        await mixed(app, pilot)
+    async with opened(mixed) as (app, pilot):
         await pilot.press("r")
         pane = app.main.side.recipe
         pane.cursor = 0

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from tests.helpers.recording_engine import make_app, running
-from tests.helpers.scenes import history, mixed
+from tests.helpers.scenes import history, mixed, opened
 from tests.helpers.screen_text import screen
 
 
 @pytest.mark.parametrize("size", [(120, 36), pytest.param((200, 50), marks=pytest.mark.slow)])
 async def test_trade_off_plot_has_a_point_for_each_measured_recipe(size: tuple[int, int]) -> None:
-    app = make_app()
-    async with running(app, size) as pilot:
-        wide = size[0] > 120
-        await mixed(app, pilot)
+    wide = size[0] > 120
+    async with opened(mixed, size) as (app, pilot):
         assert ("Needs two measured recipes." in screen(app)) == wide
         assert "across: planned MiB" not in screen(app), "one point shows no trade-off"
         await history(app, pilot)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from tests.helpers.recording_engine import make_app, report, running, say
-from tests.helpers.scenes import MIXED, ready
+from tests.helpers.recording_engine import report, say
+from tests.helpers.scenes import MIXED, opened
 from tests.helpers.screen_text import lines, screen
 
 from dtype_engine.core.tree import TensorInfo, Tree
@@ -15,6 +15,10 @@ from dtype_tui.rendering.worst_lines import shortened_uniquely, worst_lines
 
 SCALE = (0.0, 80.0)
 NAMES = [f"model.layers.{layer}.{part}" for layer in range(12) for part in ("self_attn.o_proj", "mlp.down_proj")]
+
+
+def tree_of_names() -> Tree:
+    return Tree(TensorInfo(f"{name}.weight", (8, 8), "float32") for name in NAMES)
 
 
 def test_shortened_name_is_unique() -> None:
@@ -51,11 +55,9 @@ def test_drift_bar_grows_with_drift_and_yields_to_the_name() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [(120, 36), (80, 24), (200, 50)])
 async def test_worst_modules_are_distinguishable_at_every_size(size: tuple[int, int]) -> None:
-    app = make_app(Tree(tuple(TensorInfo(f"{name}.weight", (8, 8), "float32") for name in NAMES)))
     worst = ["model.layers.10.self_attn.o_proj", "model.layers.0.self_attn.o_proj", "model.layers.1.mlp.down_proj"]
     modules = tuple(ModuleDrift(name, 34.5 + place, 1e-3, 0) for place, name in enumerate(worst))
-    async with running(app, size) as pilot:
-        await ready(app, pilot)
+    async with opened(size=size, tree=tree_of_names()) as (app, pilot):
         app.controller.apply_recipe(MIXED)
         await say(app, pilot, events.ModulesMeasured(MIXED, modules))
         for so_far in (True, False):
@@ -69,11 +71,9 @@ async def test_worst_modules_are_distinguishable_at_every_size(size: tuple[int, 
 
 
 async def test_module_has_the_same_bar_in_list_and_tree() -> None:
-    app = make_app(Tree(tuple(TensorInfo(f"{name}.weight", (8, 8), "float32") for name in NAMES)))
     decibels = (30.0, 41.0, 46.0, 60.0)
     modules = tuple(ModuleDrift(f"model.layers.{layer}", value, 1e-3, 0) for layer, value in enumerate(decibels))
-    async with running(app, (120, 36)) as pilot:
-        await ready(app, pilot)
+    async with opened(tree=tree_of_names()) as (app, pilot):
         app.controller.apply_recipe(MIXED)
         await say(app, pilot, events.Measured(MIXED, report(MIXED, 1e-2, modules)), events.Idle())
         await pilot.press("F")

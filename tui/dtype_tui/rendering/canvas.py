@@ -1,6 +1,5 @@
-"""Plots points in terminal cells, with eight braille dots per cell. The labels on an axis never touch each other.
-
-The vertical axis is linear, or logarithmic with a separate line for zero.
+"""Plots points in terminal cells, with eight braille dots per cell. The labels on an axis never touch each other. The vertical axis
+is linear, or logarithmic with a separate line for zero.
 """
 
 from __future__ import annotations
@@ -22,10 +21,7 @@ _GAP = 2
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Points to draw. On a logarithmic axis, points whose y is zero are drawn in a separate line at the bottom.
-
-    Non-finite values are not drawn.
-    """
+    """Points to draw, if they are finite. On a logarithmic axis, points whose y is zero have a separate line at the bottom."""
 
     points: Sequence[tuple[float, float]]
     """(x, y) of each point."""
@@ -53,28 +49,22 @@ class Axes:
     left: float
     right: float
     low: float
-    """The lower end of the vertical axis: the smallest y on a linear axis, its logarithm to base ten on a logarithmic axis."""
+    """The lower end of the vertical axis; on a logarithmic one, the logarithm to base ten."""
     high: float
-    """The upper end of the vertical axis: the largest y on a linear axis, its logarithm to base ten on a logarithmic axis."""
+    """The upper end of the vertical axis; on a logarithmic one, the logarithm to base ten."""
     zero: bool
     """Whether points whose y is zero have a separate line at the bottom."""
     linear: bool = False
 
     def level(self, y: float) -> float | None:
-        """Return the position of `y` on the vertical axis: `y` itself on a linear axis, its logarithm to base ten on a logarithmic
-        axis. Returns None if `y` is drawn as zero.
-        """
+        """Return the position of `y` between `low` and `high`, or None if it is drawn as zero."""
         if self.linear:
             return y
         return None if y <= 0 or math.log10(y) < self.low - 1e-9 else math.log10(y)
 
 
 def axes_around(points: Sequence[tuple[float, float]]) -> Axes:
-    """Return axes that contain every finite point: x is linear and y logarithmic. Points whose y is less than a millionth of the
-    largest y are drawn in a separate row for zero, below the logarithmic scale.
-
-    points: pairs (x, y).
-    """
+    """Return a linear and a logarithmic axis for all finite points. A y below a millionth of the largest is drawn as zero."""
     finite = [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
     left, right = _sides(finite)
     most = max((y for _, y in finite), default=0.0)
@@ -88,7 +78,7 @@ def axes_around(points: Sequence[tuple[float, float]]) -> Axes:
 
 
 def linear_axes(points: Sequence[tuple[float, float]]) -> Axes:
-    """Return linear axes that contain every finite point. points: (x, y)."""
+    """Return linear axes that contain every finite point."""
     finite = [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
     low, high = min((y for _, y in finite), default=0.0), max((y for _, y in finite), default=1.0)
     if high - low < 1e-6 * max(1.0, abs(high)):
@@ -113,11 +103,8 @@ def plot(
     unit: str = "",
     notes: Sequence[Note] = (),
 ) -> Text:
-    """Return the plot as `height` lines of `width` cells.
-
-    series: the points to draw. vertical: the x at which to draw a vertical line. names: (x, name) pairs in order of x, to write
-    below the horizontal axis instead of numbers. unit: the unit of y, written after the uppermost label of the vertical axis.
-    notes: texts to write next to points.
+    """Return the plot as `height` lines of `width` cells. vertical: the x at which to draw a vertical line. names: (x, name) in
+    order of x, to write below the axis instead of numbers. unit: that of y, written after the uppermost label.
     """
     labels = _y_labels(axes, max(1, height - 2 - axes.zero))
     if unit and labels:
@@ -146,9 +133,7 @@ def plot(
 
 
 class _Grid:
-    """The cells of a plot inside its axes, in which dots are set. If points whose y is zero have a separate line, it is the last
-    row.
-    """
+    """The cells of a plot inside its axes. The separate line for zero, if there is one, is the last row."""
 
     def __init__(self, columns: int, rows: int, axes: Axes) -> None:
         self._columns, self._rows, self._axes = columns, rows, axes
@@ -178,8 +163,7 @@ class _Grid:
         before: tuple[int, int] | None = None
         styles = series.styles or [series.style] * len(series.points)
         for (x, y), style in zip(series.points, styles, strict=True):
-            inside = axes.left <= x <= axes.right and math.isfinite(y)
-            if not inside:
+            if not (axes.left <= x <= axes.right and math.isfinite(y)):
                 before = None
                 continue
             across, down = self._across(x), self._down(y)
@@ -242,9 +226,8 @@ class _Grid:
 
 
 def _y_labels(axes: Axes, rows: int) -> dict[int, str]:
-    """Return the labels of the vertical axis by row. On a linear axis, they are round numbers.
-
-    On a logarithmic axis, they are powers of ten in at most every other row or, if fewer than two fit, the two ends of the axis.
+    """Return the labels of the vertical axis by row: round numbers on a linear axis. On a logarithmic one, powers of ten in at most
+    every other row or, if fewer than two fit, the two ends of the axis.
     """
     if axes.linear:
         return _round_figures(axes, rows)
@@ -258,9 +241,8 @@ def _y_labels(axes: Axes, rows: int) -> dict[int, str]:
 
 
 def _round_figures(axes: Axes, rows: int) -> dict[int, str]:
-    """Return labels of a linear axis, by row: multiples of 1, 2 or 5 times a power of ten, in at most every third row.
-
-    If fewer than two such multiples are in range, the labels are the two ends of the axis.
+    """Return labels of a linear axis, by row: at most every third, multiples of 1, 2 or 5 times a power of ten or else its two
+    ends.
     """
     span = axes.high - axes.low
     least = span / max(1, rows // 3)
@@ -275,9 +257,7 @@ def _round_figures(axes: Axes, rows: int) -> dict[int, str]:
 
 
 def _names_below(axes: Axes, columns: int, names: Sequence[tuple[float, str]]) -> str:
-    """Return the line of names below the axis. Each name starts at its x. A name that would touch the previous name is omitted.
-    columns: the line's width. names: (x, name) pairs in order of x.
-    """
+    """Return the line of names below the axis, `columns` wide. Each starts at its x, and none touches the previous one."""
     line = ""
     for x, name in names:
         start = min(round((x - axes.left) / (axes.right - axes.left) * (columns - 1)), columns - len(name))
@@ -287,7 +267,7 @@ def _names_below(axes: Axes, columns: int, names: Sequence[tuple[float, str]]) -
 
 
 def _x_labels(axes: Axes, columns: int) -> str:
-    """Return the line of numbers below the axis, each centred at its x but kept inside the line. columns: the line's width."""
+    """Return the line of numbers below the axis, `columns` wide, each centred at its x but kept inside the line."""
     span = axes.right - axes.left
     digits = max(0, min(4, 2 - math.floor(math.log10(span)))) if span > 0 else 2
     line = ""

@@ -11,10 +11,8 @@ GAP = 2
 
 
 def in_columns(blocks: Sequence[Sequence[Text]], width: int, narrowest: int) -> Text:
-    """Return a text with the blocks arranged, in order, in as many columns of at least `narrowest` cells as fit into `width` cells.
-
-    No block is split over columns, and the text has as few lines as possible. Lines that are too long for their column are
-    truncated.
+    """Return the blocks, in order, in as many columns of at least `narrowest` cells as fit into `width` cells. No block is split,
+    the text has as few lines as possible, and lines that are too long for their column are truncated.
     """
     most = max(1, min(len(blocks), (width + GAP) // (narrowest + GAP)))
     columns = min(_partitions(blocks, most), key=lambda found: max(map(len, found)))

@@ -1,5 +1,5 @@
-"""Completes the engine's messages with hints on what the user can do. A message contains a placeholder such as `{hint:no-sound}`.
-The app replaces it by a text that names a key; the command line replaces it by a text that names an option.
+"""The hints in the engine's messages, such as `{hint:no-sound}`: texts that name a key, as those of the command line name an
+option.
 """
 
 from __future__ import annotations
@@ -24,5 +24,5 @@ IN_THE_APP: Mapping[HintName, str] = {
 
 
 def with_keys(sentence: str) -> str:
-    """Return a message of the engine with each placeholder such as `{hint:no-sound}` replaced by a text that names a key."""
+    """Return a message of the engine with hints that name keys."""
     return fill_hints(sentence, IN_THE_APP)

@@ -17,9 +17,8 @@ _MOST_SENTENCES = 3
 
 
 def loss_marks(losses: Sequence[ValueLoss]) -> Mapping[str, str]:
-    """Return marks such as `⚠ 64 inf 12 zero`, keyed by node name. Each tensor in which casts make values infinite or zero or clip
-    them has a mark that counts these values, and so has each module above such a tensor. Tensors whose values only became zero by
-    rounding have no mark.
+    """Return marks such as `⚠ 64 inf 12 zero`, by node name: for each tensor in which casts make values infinite or zero or clip
+    them, and for each module above it. Values that only became zero by rounding have none.
     """
     sums: dict[str, list[int]] = {}
     for loss in severe(losses):
@@ -31,9 +30,7 @@ def loss_marks(losses: Sequence[ValueLoss]) -> Mapping[str, str]:
 
 
 def loss_mark(overflowed: int, vanished: int, saturated: int = 0) -> str:
-    """Return a mark such as `⚠ 64 inf 12 zero` for the numbers of values that casts made infinite, made zero and clipped, or "" if
-    all three are 0.
-    """
+    """Return a mark such as `⚠ 64 inf 12 zero` for the numbers of values that casts made infinite, made zero and clipped, or ""."""
     parts = [(overflowed, "inf"), (vanished, "zero"), (saturated, "clipped")]
     words = " ".join(f"{count:,} {what}" for count, what in parts if count)
     return f"⚠ {words}" if words else ""
@@ -42,15 +39,15 @@ def loss_mark(overflowed: int, vanished: int, saturated: int = 0) -> str:
 def loss_rows(
     lost: Sequence[ValueLoss] | None, reason: str, remedy: LossRemedy | None, remedy_next: bool
 ) -> list[tuple[str, str]]:
-    """Return rows (label, text) of the Drift pane about tensors in which casts make values infinite or zero or clip them: how many
-    values, and rules that prevent this.
+    """Return rows (label, text) of the Drift pane about values that casts make infinite or zero or clip.
 
-    lost: the tensors, or None if they are unknown. reason: why they are unknown. remedy: rules that prevent it, if they are known.
-    remedy_next: whether the next press of the key for remedies applies `remedy`.
+    lost: the tensors with such values, or None if they are unknown, for this `reason`. remedy: rules that prevent it, if they are
+    known. remedy_next: whether the next press of the key for remedies applies them.
     """
     if lost is None:
         return [("values", printable(reason, 300))] if reason else []
-    rows = [("⚠ lost" if not index else "", line) for index, line in enumerate(_sentences(lost))]
+    sentences = loss_sentences(lost, _MOST_SENTENCES) if severe(lost) else []
+    rows = [("⚠ lost" if not index else "", line) for index, line in enumerate(sentences)]
     if remedy is not None and rows:
         rules = ", ".join(printable(rule, 200) for rule in remedy.rules)
         rows.append(("a applies" if remedy_next else "then a", rules))
@@ -58,13 +55,7 @@ def loss_rows(
     return rows
 
 
-def _sentences(losses: Sequence[ValueLoss]) -> list[str]:
-    return loss_sentences(losses, _MOST_SENTENCES) if severe(losses) else []
-
-
 def loss_status(losses: Sequence[ValueLoss]) -> str:
-    """Return a warning for the status line, such as `⚠ 64 values became infinite, in 1 tensor`, or "" if casts make no value
-    infinite or zero and clip none.
-    """
+    """Return a warning for the status line, such as `⚠ 64 values became infinite, in 1 tensor`, or ""."""
     words = headline(losses)
     return f"⚠ {words}" if words else ""

@@ -2,10 +2,10 @@
 
 Three groups share no color: a hue for each family of dtypes, a ramp from green to red for how bad a drift is, and an accent for
 titles, keys and the edge of the cursor. Drawing code uses the names of the terminal's 16 colors. The app shows each name in the
-table's color for a dark or a light theme. A theme of the terminal's own colors (`ansi-dark`, `ansi-light`) leaves the names as they
-are. A color never carries information alone: it accompanies a word, a number or the length of a bar.
+table's color for a dark or a light theme; a theme of the terminal's own colors (`ansi-dark`, `ansi-light`) leaves them. A color
+never carries information alone: it accompanies a word, a number or the length of a bar.
 
-Of the 16 names, "bright_yellow" stands for the orange of the ramp, because "bright_red" would look like its red.
+"bright_yellow" stands for the orange of the ramp, because "bright_red" would look like its red.
 """
 
 from __future__ import annotations
@@ -82,15 +82,13 @@ def _theme(name: str, index: int) -> Theme:
 
 
 DARK, LIGHT = _meanings(0), _meanings(1)
-"""The values that the names of the 16 terminal colors, such as "red", have in a dark theme and in a light theme."""
+"""The values that the names of the 16 terminal colors have in a dark theme and in a light theme."""
 THEMES = _theme("dtype-dark", 0), _theme("dtype-light", 1)
 """The app's own themes, the default first. All of Textual's themes work, too."""
 
 
 def cursor_variables(dark: bool) -> dict[str, str]:
-    """Return the variables of a style sheet that set the background of the cursor's line in every list. dark: whether the theme is
-    dark.
-    """
+    """Return the style sheet variables that set the background of the cursor's line in every list."""
     tint = _TABLE["blue"][0 if dark else 1]
     return {
         "block-cursor-background": tint,
@@ -101,9 +99,7 @@ def cursor_variables(dark: bool) -> dict[str, str]:
 
 
 def colour(dtype: str) -> str:
-    """Return the name of the color of a dtype's family. A block format, such as MXFP4, has the color of the number type of its
-    elements.
-    """
+    """Return the name of the color of a dtype's family. A block format, such as MXFP4, has that of its elements."""
     row = dtypes.BY_NAME.get(dtype)
     if dtype in _HUES or row is None:
         return _HUES.get(dtype, "bright_white")
@@ -125,14 +121,12 @@ def ramp(word: Word) -> str:
 
 
 def sqnr_colour(sqnr_db: float, limits: Iterable[tuple[float, Word]]) -> str:
-    """Return the name of the color for a module's SQNR, such as "yellow". sqnr_db: the SQNR in dB; NaN has the color of the worst
-    rating. limits: the minimum SQNR in dB of each rating, such as (40.0, "small"), the best first.
-    """
+    """Return the name of the color for an SQNR in dB or NaN. limits: the least SQNR of each rating, the best first."""
     return ramp(next((word for least, word in limits if sqnr_db >= least), "broken"))
 
 
 def heat(share: float) -> str:
-    """Return the name of a color between green and red. share: how bad something is, from 0 (best, green) to 1 (worst, red)."""
+    """Return the name of a color between green and red. share: how bad something is, from 0 (best) to 1 (worst)."""
     parts = ((0.75, "red"), (0.5, "bright_yellow"), (0.25, "yellow"))
     return next((name for least, name in parts if share > least), "green")
 

@@ -11,9 +11,7 @@ from dtype_engine.core.text import is_printable
 
 
 class PrintableLines(LineFilter):
-    """Replaces each character that is not printable by as many question marks as it is wide. Most of these characters have no width
-    and are therefore removed.
-    """
+    """Replaces each character that is not printable by as many question marks as it is wide, which is mostly none."""
 
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
         if all(is_printable(segment.text) for segment in segments):

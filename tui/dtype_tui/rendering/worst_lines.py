@@ -25,10 +25,7 @@ _TRACK = 4
 
 
 def shortened_uniquely(name: str, width: int, others: Collection[str]) -> str | None:
-    """Return a module's name shortened to `width` cells by cutting off its beginning, as in `…10.mlp.down_proj`.
-
-    Returns None if the shortened name is ambiguous because another name in `others` has the same end.
-    """
+    """Return the end of a name in `width` cells, as in `…10.mlp.down_proj`, or None if another name in `others` ends so, too."""
     if len(name) <= width:
         return name
     end = name
@@ -46,14 +43,13 @@ def worst_lines(
     scale: tuple[float, float],
     limits: Sequence[tuple[float, Word]],
 ) -> list[Text]:
-    """Return the lines about the modules that drift most. Each line has a label, the SQNR in dB, a bar that is longer for more
-    drift, and the end of the module's name.
+    """Return lines about the modules that drift most: a label, the SQNR in dB, a bar for the drift, and the end of the name.
 
-    If a shortened name could mean several modules, the bars are left out, so that more of each name fits. If the name is still
-    ambiguous, the full name follows on further lines.
+    If a shortened name could mean several modules, the bars are left out, so that more of each name fits. If it is still ambiguous,
+    the full name follows on further lines.
 
-    worst: the modules to list. width: the width of the lines in cells. others: the names of all modules. scale: the SQNRs in dB at
-    which a bar is full and at which it is empty. limits: the minimum SQNR in dB of each rating, such as (40.0, "small").
+    scale: the SQNRs in dB at which a bar is full and at which it is empty. limits: the minimum SQNR of each rating, such as (40.0,
+    "small").
     """
     numbers = ["not finite" if drift.nonfinite else decibels(drift.sqnr_db).removesuffix(" dB") for drift in worst]
     widest = max(map(len, numbers), default=0)

@@ -25,10 +25,10 @@ _MOST_LINES = 4
 
 class BottomPrompt(Vertical):
     """An input line with a hint below it, which says what the typed text would do. The prompt is hidden until it is opened, and
-    only one prompt is open at a time. A subclass implements `typed` and `entered`.
+    only one is open at a time.
 
-    The prompt covers the last lines of the screen, first the status line and the line with the keys, which do not apply while the
-    user types. If it took lines of its own, all panes would change their heights, which takes twice as long to lay out and draw.
+    It covers the last lines of the screen, first the status line and the line with the keys, which do not apply while the user
+    types. If it took lines of its own, all panes would change their heights, which takes twice as long to lay out and draw.
     """
 
     DEFAULT_CSS = """
@@ -43,7 +43,7 @@ class BottomPrompt(Vertical):
 
     @dataclass
     class Previewed(Message):
-        """Posted when the text has changed. preview: what the rule in the line would do, or None if the text is not a rule."""
+        """Posted when the text has changed. preview: what the rule in the line would do, or None if there is none."""
 
         preview: Preview | None
 
@@ -59,11 +59,11 @@ class BottomPrompt(Vertical):
         yield Static(id=f"{self.id}-hint", markup=False)
 
     def typed(self, line: str) -> None:
-        """Handle the text `line` of the input line. Called whenever the user has changed it."""
+        """Handle the text of the input line, whenever the user has changed it."""
         raise NotImplementedError
 
     def entered(self, line: str) -> Awaitable[None] | None:
-        """Handle the text `line` that the user confirms with Enter."""
+        """Handle the text that the user confirms with Enter."""
         raise NotImplementedError
 
     @property
@@ -76,11 +76,9 @@ class BottomPrompt(Vertical):
         return len(self.children) - 1 + self._hint_lines if self.is_open else 0
 
     def show_with(self, text: str, select: bool = False) -> None:
-        """Show the prompt with `text` in its line, and focus the line. select: whether to select the text, so that typing replaces
-        it.
+        """Show the prompt with `text` in its line, and focus the line. select: select the text, so that typing replaces it.
 
-        Another open prompt is closed first. Two open prompts would be in the same place, and closing one would return the focus to
-        the other.
+        Another open prompt is closed first: it would be in the same place, and closing one would return the focus to the other.
         """
         for other in self.screen.query(BottomPrompt):
             if other is not self and other.is_open:
@@ -93,10 +91,7 @@ class BottomPrompt(Vertical):
         self.screen.set_focus(self.field)
 
     def hint(self, words: Text) -> None:
-        """Replace the hint. It is wrapped to as many lines as the text needs, at most `_MOST_LINES`.
-
-        A text with `no_wrap` stays on one line.
-        """
+        """Replace the hint. It is wrapped to at most `_MOST_LINES` lines, or stays on one line if it has `no_wrap`."""
         width = max(20, self.app.size.width - 2)
         shown = words.plain[: 2 * _MOST_LINES * width].strip()  # wrapping a pasted megabyte would take minutes
         lines = [words.plain] if words.no_wrap else textwrap.wrap(shown, width)

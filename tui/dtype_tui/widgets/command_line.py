@@ -44,10 +44,9 @@ class CommandLine(BottomPrompt):
         self._completion = -1
         """Index of the completion that the line shows, or -1 if it shows none."""
         self._completing = False
-        """Whether the text is being changed by a completion and not by the user."""
+        """Whether a completion and not the user is changing the text."""
 
     def open(self) -> None:
-        """Show the prompt with an empty line."""
         self._history_index = len(self.history)
         self._drop_completions()
         self.show_with("")
@@ -75,10 +74,8 @@ class CommandLine(BottomPrompt):
             self._drop_completions()
             self._complete_with(only + (" " if more and not only.endswith("/") else ""))
             return
-        self._completion = (
-            (self._completion + step) % len(self._completions) if self._completion >= 0 else (0 if step > 0 else -1)
-        )
-        self._completion %= len(self._completions)
+        start = self._completion if self._completion >= 0 else -1 if step > 0 else 0
+        self._completion = (start + step) % len(self._completions)
         self._complete_with(self._completions[self._completion])
 
     def action_earlier(self, step: int) -> None:
@@ -137,8 +134,6 @@ class CommandLine(BottomPrompt):
         if refused is not None:
             self.hint(Text(f" {refused}", style="bold"))
             return
-        if line in self.history:
-            self.history.remove(line)
-        self.history.append(line)
+        self.history = [*(earlier for earlier in self.history if earlier != line), line]
         self.close()
         await self._run(command, arguments)

@@ -1,5 +1,4 @@
-"""The look of the line under the cursor: a tint, and an edge in the accent color at the left. It is the same in the tree and in
-every list.
+"""The look of the line under the cursor: a tint, and an edge in the accent color at the left, in the tree and in every list.
 
 Textual's own lists get the tint from the theme's variables `block-cursor-*`; see `palette.cursor_variables`.
 """
@@ -16,9 +15,7 @@ from dtype_tui.rendering.palette import ACCENT
 EDGE = "▌"
 EDGE_STYLE = Style(color=ACCENT)
 _REVERSED = Style(reverse=True, dim=False, color="default")
-"""The style of the cursor in themes of the terminal's own colors. It is neither dim nor colored, because reversed text would
-otherwise have another background than the rest of the line.
-"""
+"""For themes of the terminal's own colors. Dim or colored text would have another background when it is reversed."""
 
 
 def cursor_style(widget: Widget) -> Style:
@@ -32,7 +29,7 @@ def cursor_style(widget: Widget) -> Style:
 
 def over_cursor(widget: Widget, segments: list[Segment]) -> Strip:
     """Return a line of a list as it is drawn under the cursor: tinted, except badges, which keep their colors. segments: the line,
-    of which the first segment is the mark at the cursor's left edge. widget: the list, whose theme gives the tint.
+    which begins with the mark at the cursor's left edge. widget: the list.
     """
     over = cursor_style(widget)
     kept = segments[:1] if over.reverse else []

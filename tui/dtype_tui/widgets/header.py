@@ -14,11 +14,7 @@ from dtype_tui.rendering.cells import short_bytes, stacked, truncate
 from dtype_tui.rendering.palette import ramp, verdict_pill
 
 if TYPE_CHECKING:
-    from dtype_engine.results.drift import OutputDrift
     from dtype_tui.state.experiment import Experiment
-
-_BARS = (20, 12)
-"""The widths in cells that the bar of dtypes has in a wide and in a narrow terminal."""
 
 
 class _Part(msgspec.Struct, frozen=True):
@@ -30,9 +26,7 @@ class _Part(msgspec.Struct, frozen=True):
 
 
 def header_line(experiment: Experiment, width: int) -> Text:
-    """Return the line of `width` cells: the model at the left, the bytes and a rating of the drift at the right. In a narrow
-    terminal, these are the last parts to be left out.
-    """
+    """Return the line of `width` cells: the model, the bytes and a rating of the drift. The last two are left out last."""
     left, right = _about_model(experiment, width), [*_about_bytes(experiment, width), *_about_drift(experiment)]
     shown: list[_Part] = []
     used = 3  # the blanks at both ends, and one between left and right
@@ -40,15 +34,16 @@ def header_line(experiment: Experiment, width: int) -> Text:
         if used + part.gap + part.text.cell_len <= width:
             shown.append(part)
             used += part.gap + part.text.cell_len
-    line = Text(" ", no_wrap=True, overflow="ellipsis")
-    for part in left:
-        if part in shown:
-            line.append_text(Text.assemble(" " * (part.gap if line.cell_len > 1 else 0), part.text))
-    end = Text()
-    for part in right:
-        if part in shown:
-            end.append_text(Text.assemble(" " * (part.gap if end else 0), part.text))
-    return Text.assemble(line, " " * max(1, width - line.cell_len - end.cell_len - 1), end, " ", no_wrap=True)
+    begin, end = (_joined([part for part in parts if part in shown]) for parts in (left, right))
+    between = " " * max(1, width - begin.cell_len - end.cell_len - 2)
+    return Text.assemble(" ", begin, between, end, " ", no_wrap=True)
+
+
+def _joined(parts: list[_Part]) -> Text:
+    line = Text()
+    for part in parts:
+        line.append_text(Text.assemble(" " * (part.gap if line else 0), part.text))
+    return line
 
 
 def _about_model(experiment: Experiment, width: int) -> list[_Part]:
@@ -74,7 +69,7 @@ def _about_bytes(experiment: Experiment, width: int) -> list[_Part]:
         now = now.partition(" ")[0]
     words = Text(f"{now} of {before}" if planned != stored else before, style="bold")
     share = planned / max(stored, planned)
-    bar = Text.assemble(*stacked(experiment.totals[""].mix(), _BARS[0 if width >= 140 else 1], share))
+    bar = Text.assemble(*stacked(experiment.totals[""].mix(), 20 if width >= 140 else 12, share))
     parts = [_Part(words, 2), _Part(bar, 6)]
     if planned != stored:
         less = f"{100 * abs(planned / stored - 1):.0f} % {'less' if planned < stored else 'more'}"
@@ -92,14 +87,10 @@ def _about_drift(experiment: Experiment) -> list[_Part]:
     found = meaning(output, experiment.floor, report.modules)
     parts = [_Part(Text(*verdict_pill(found.word)), 1)]
     if output.max_abs > 0:
-        parts.append(_Part(Text(_figure(output), style=ramp(found.word)), 3, gap=1))
+        figure = decibels(output.sqnr_db)
+        if output.kl_mean is not None:
+            figure = "not finite" if math.isnan(output.kl_mean) else f"KL {scientific(output.kl_mean)}"
+        parts.append(_Part(Text(figure, style=ramp(found.word)), 3, gap=1))
     if output.top1_agreement is not None:
         parts.append(_Part(Text(f"top-1 {100 * output.top1_agreement:.1f} %", style="dim"), 9))
     return parts
-
-
-def _figure(output: OutputDrift) -> str:
-    """Return the metric by which an output is judged: its mean KL or, if it has none, its SQNR."""
-    if output.kl_mean is None:
-        return decibels(output.sqnr_db)
-    return "not finite" if math.isnan(output.kl_mean) else f"KL {scientific(output.kl_mean)}"

@@ -9,15 +9,11 @@ from textual.strip import Strip
 from textual.widget import Widget
 
 ACTION = "key_action"
-"""The entry of a style's metadata that holds the action of a key in the line. Textual's own entry `@click` is not used, because
-Textual draws such text as a link.
-"""
+"""The entry of a style's metadata that holds the action of a key. Textual would draw text with its own entry `@click` as a link."""
 
 
 class Line(Widget):
-    """A line of text. A click on a key, or on the words after it, runs the action of
-    the key.
-    """
+    """A line of text. A click on a key, or on the words after it, runs the action of the key."""
 
     DEFAULT_CSS = "Line { height: 1; }"
 
@@ -27,7 +23,7 @@ class Line(Widget):
         self._painted = Strip([])
 
     def show(self, text: Text) -> None:
-        """Show another text. If it is shorter than the widget is wide, the rest is blank; if it is longer, its end is cut off."""
+        """Show another text, followed by blanks, or cut off at the end of the widget."""
         if text == self.text:
             return
         self.text = text

@@ -1,4 +1,4 @@
-"""An input line that calls functions at once when its text changes or Enter is pressed, instead of posting messages."""
+"""An input line that calls functions at once when its text changes or Enter is pressed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_PASTED = 100_000
 
 
 class LineInput(Input):
-    """Textual's input line, which calls functions instead of posting messages. A message would be handled only after the next key,
+    """Textual's input line, which calls functions instead of posting messages: a message would be handled only after the next key,
     if several keys arrive together.
 
     entered: called with the text when Enter is pressed. typed: called with the text after each change of it.
@@ -28,7 +28,7 @@ class LineInput(Input):
         Binding("alt+b", "cursor_left_word", "Move cursor left a word", show=False),
         Binding("alt+f", "cursor_right_word", "Move cursor right a word", show=False),
         Binding("alt+d", "delete_right_word", "Delete right to start of word", show=False),
-        # As in shells. Textual before 8.2 has no binding for these keys, and later versions delete to the right.
+        # As in shells. Textual deletes to the right.
         Binding("ctrl+backspace,alt+backspace", "delete_left_word", "Delete left to start of word", show=False),
     ]
 
@@ -47,15 +47,11 @@ class LineInput(Input):
         self._typed(text)
 
     async def action_submit(self) -> None:
-        done = self._entered(self.value)
-        if done is not None:
+        if (done := self._entered(self.value)) is not None:
             await done
 
     def _on_paste(self, event: Paste) -> None:
-        """Insert the first line of the pasted text that is not blank, with control characters escaped.
-
-        If there are further lines, or if the line is longer than `MOST_PASTED`, tell the user that the rest is left out.
-        """
+        """Insert the first line that is not blank, up to `MOST_PASTED` characters, with control characters escaped."""
         event.stop()
         event.prevent_default()  # otherwise Textual's own method would also handle the message
         lines = [line for line in event.text.splitlines() if line.strip()]
@@ -66,15 +62,11 @@ class LineInput(Input):
             self.notify(words, severity="warning", markup=False)
         if len(lines) > 1:
             rest = f"{len(lines) - 1:,} others are" if len(lines) > 2 else "other is"
-            self.notify(
-                f"pasted the first line; the {rest} left out: paste one at a time", severity="warning", markup=False
-            )
+            words = f"pasted the first line; the {rest} left out: paste one at a time"
+            self.notify(words, severity="warning", markup=False)
 
     def action_copy(self) -> None:
-        """Copy the selected text.
-
-        Also tell the user which key quits, because a user who presses Ctrl+C while a suggested text is selected may want to quit.
-        """
+        """Copy the selected text, and say which key quits, because a user who presses Ctrl+C may want to quit."""
         super().action_copy()
         self.app.action_help_quit()
 

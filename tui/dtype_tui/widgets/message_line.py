@@ -9,19 +9,15 @@ from textual.notifications import Notification
 from textual.widget import Widget
 from textual.widgets import Static
 
-_MARKS = {"warning": "⚠ ", "error": "⚠ "}
 _MORE = "… (M: all)"
 _LEAST_LINES, _MOST_LINES = 2, 8
 
 
 class MessageLine(Static):
-    """Shows the app's latest message, and is hidden if there is none.
+    """Shows the app's latest message, and is hidden if there is none. In a window, it takes lines of its own at the bottom.
 
-    In a window, the widget takes lines of its own at the bottom. On the main screen, it covers the end of the panes, but neither
-    the line with the keys nor the tree.
-
-    in_place: whether the widget is on the main screen. It then takes its place in the layout even while it is hidden, so that other
-    widgets move only if a message has more or fewer lines than the last one.
+    in_place: whether the widget is on the main screen. It then covers the end of the panes, and keeps its place in the layout while
+    it is hidden, so that other widgets move only if a message has more or fewer lines than the last one.
     """
 
     DEFAULT_CSS = """
@@ -32,29 +28,26 @@ class MessageLine(Static):
         super().__init__(markup=False)
         self._in_place = in_place
         self._lines = _LEAST_LINES
-        if in_place:
-            self.visible = False
+        self._set_shown(False)
+
+    def _set_shown(self, shown: bool) -> None:
+        if self._in_place:
+            self.visible = shown
         else:
-            self.display = False
+            self.display = shown
 
     def show(self, said: Notification | None) -> None:
         """Show a message, truncated if it is too long. None hides the widget."""
         if said is not None:
-            words = _MARKS.get(said.severity, "") + said.message
+            words = ("" if said.severity == "information" else "⚠ ") + said.message
             if self._in_place and isinstance(self.parent, Widget):
-                words = self._fitted(
-                    words, max(20, self.parent.size.width - 2)
-                )  # the widget itself has no size while it is hidden
+                width = self.parent.size.width  # the widget itself has no size while it is hidden
+                words = self._fitted(words, max(20, width - 2))
             self.update(Text(words, style="bold"))
-        if self._in_place:
-            self.visible = said is not None
-        else:
-            self.display = said is not None
+        self._set_shown(said is not None)
 
     def _fitted(self, words: str, width: int) -> str:
-        """Set the widget's height so that the message `words` fits into it if wrapped to `width` cells. Returns the
-        message, wrapped, and truncated if it needs more than _MOST_LINES lines.
-        """
+        """Return the message, wrapped to `width` cells and truncated to `_MOST_LINES` lines, and set the widget's height to it."""
         lines = textwrap.wrap(words, width, break_on_hyphens=False)
         if len(lines) > _MOST_LINES:
             lines[_MOST_LINES - 1] = lines[_MOST_LINES - 1][: width - len(_MORE)] + _MORE

@@ -96,7 +96,6 @@ class ModuleTree(ScrollView, can_focus=True):
         super().__init__(id=id)
         self.experiment = experiment
         self.folds = True
-        """Whether neighbors that are alike share one row."""
         self.rows: list[Row] = []
         self.cursor = 0
         self.preview: Preview | None = None
@@ -107,16 +106,12 @@ class ModuleTree(ScrollView, can_focus=True):
         self._match_set: frozenset[str] = frozenset()
         self._painted: dict[int, Strip] = {}
         self._needed = (0, 0)
-        """The widths in cells that the names of all rows need, as `needed_width` returns them."""
+        """What `needed_width` returns for the rows."""
         self._opened = first_opened(experiment.tree)
         self._unfolded: set[str] = set()
-        """The names of modules that are alike, but have a row each, because the user has opened the row into which they were
-        folded.
-        """
+        """The names of modules that are alike, but have a row each, because the user has opened their fold."""
         self._report: DriftReport | None = None
-        """The complete measurement whose SQNRs decide which modules are folded. Only the next complete measurement replaces it, so
-        that rows do not come and go while the model is measured.
-        """
+        """The last complete measurement, whose SQNRs decide which modules are folded, so that no row comes or goes meanwhile."""
         self._folds: Folds
         self._folds_made_for: tuple[Plan, DriftReport | None] | None = None
         self.rebuild()
@@ -145,7 +140,7 @@ class ModuleTree(ScrollView, can_focus=True):
 
     @property
     def _is_remeasured(self) -> bool:
-        """Whether a complete measurement has arrived whose SQNRs have not been used yet to fold modules."""
+        """Whether a complete measurement has arrived by whose SQNRs modules are not folded yet."""
         report = self.experiment.results.report
         return report is not None and report is not self._report
 
@@ -168,9 +163,7 @@ class ModuleTree(ScrollView, can_focus=True):
         return ordered(self.experiment, self._groups(parent), self.order)
 
     def _is_open(self, row: Row) -> bool:
-        """Return whether the rows below `row` are shown. With a filter, all modules are open; only rows of folded modules can be
-        closed.
-        """
+        """Return whether the rows below `row` are shown. With a filter, all modules are open; only folds can be closed."""
         if row.members:
             return row.module.name in self._unfolded
         return bool(self.filter_text) or row.name in self._opened
@@ -199,15 +192,12 @@ class ModuleTree(ScrollView, can_focus=True):
                 self._unfolded.update(member.name for member in (module and self._folds.around(module)) or ())
 
     def fold(self, folds: bool) -> None:
-        """Choose whether neighbors that are alike share one row (True), or each has a row of its own (False). Shared rows that the
-        user opened are closed.
-        """
+        """Choose whether neighbors that are alike share one row. Shared rows that the user opened are closed."""
         self.folds = folds
         self._unfolded.clear()
         self.rebuild()
 
     def sort_by(self, order: str) -> None:
-        """Sort the children of every node by one of `ORDERS`. The cursor stays on its node."""
         self.order = order
         self.rebuild()
 
@@ -224,38 +214,34 @@ class ModuleTree(ScrollView, can_focus=True):
         self.rebuild()
 
     def next_match(self, step: int) -> bool:
-        """Go to the next (step > 0) or previous (step < 0) node that matches the filter. Returns False if no node matches the
-        filter.
-        """
-        indices = [index for index, row in enumerate(self.rows) if row.name in self._match_set or row.matches]
+        """Go to the next (step > 0) or previous (step < 0) node that matches the filter. Returns False if there is none."""
+        indices = [index for index, row in enumerate(self.rows) if self._matches(row)]
         if not indices:
             return False
-        after = [index for index in indices if (index > self.cursor if step > 0 else index < self.cursor)]
-        self.move_to((after[0] if step > 0 else after[-1]) if after else (indices[0] if step > 0 else indices[-1]))
+        after = [index for index in indices if (index > self.cursor if step > 0 else index < self.cursor)] or indices
+        self.move_to(after[0] if step > 0 else after[-1])
         while self.current.matches:  # a closed fold: open it, and go to the match inside
             at, below = self.cursor, len(self.rows) - self.cursor
-            self._open(self.current)
+            self._set_open(self.current, True)
             inside = range(at + 1, len(self.rows) - below + 1)
-            found = [index for index in inside if self.rows[index].name in self._match_set or self.rows[index].matches]
+            found = [index for index in inside if self._matches(self.rows[index])]
             self.move_to(found[0] if step > 0 else found[-1])
         return True
 
+    def _matches(self, row: Row) -> bool:
+        return row.name in self._match_set or row.matches > 0
+
     def show_preview(self, preview: Preview | None) -> None:
-        """Highlight the nodes that a rule would match. If `preview` is None, or was made for an earlier tree, remove the
-        highlight.
-        """
-        is_of_this = preview is not None and len(preview.counts) == len(self.experiment.tree.order) + 1
-        self.preview = preview if is_of_this else None
+        """Highlight the nodes that a rule would match, or none if `preview` is None or was made for an earlier tree."""
+        is_current = preview is not None and len(preview.counts) == len(self.experiment.tree.order) + 1
+        self.preview = preview if is_current else None
         self._repaint_changed()
 
     def new_tree(self) -> None:
-        """Show the experiment's new tree, which is of the same model. Open nodes stay open. The preview of a rule is removed,
-        because it was made for the old tree.
-        """
+        """Show the experiment's new tree, which is of the same model. Open nodes stay open."""
         self.preview = None
-        opened = self._opened
         self._folds_made_for = None
-        self._opened = {name for name in opened if name in self.experiment.tree.modules} | {""}
+        self._opened = {name for name in self._opened if name in self.experiment.tree.modules} | {""}
         if len(self._opened) < 2:
             self._opened = first_opened(self.experiment.tree)
         self.set_filter(self.filter_text)
@@ -280,7 +266,7 @@ class ModuleTree(ScrollView, can_focus=True):
         self.post_message(self.Moved(self.current.name))
 
     def go_to_row(self, row: Row) -> None:
-        """Put the cursor on the row of the same node as `row`. If the node has no row any more, the cursor does not move."""
+        """Put the cursor on the row of the same node as `row`, if the node still has one."""
         self.move_to(next((index for index, each in enumerate(self.rows) if each.name == row.name), self.cursor))
 
     def go_to(self, name: str) -> bool:
@@ -308,12 +294,10 @@ class ModuleTree(ScrollView, can_focus=True):
             self._refresh_line(line)
 
     def _show_cursor(self) -> None:
-        lines = max(1, self.size.height - 1)
-        top = self.scroll_offset.y
-        if self.cursor < top:
-            self.scroll_to(y=self.cursor, animate=False, immediate=True)
-        elif self.cursor >= top + lines:
-            self.scroll_to(y=self.cursor - lines + 1, animate=False, immediate=True)
+        top, lines = self.scroll_offset.y, max(1, self.size.height - 1)
+        nearest = max(self.cursor - lines + 1, min(top, self.cursor))
+        if nearest != top:
+            self.scroll_to(y=nearest, animate=False, immediate=True)
 
     def action_move(self, step: int) -> None:
         self.move_to(self.cursor + step)
@@ -329,39 +313,29 @@ class ModuleTree(ScrollView, can_focus=True):
 
     def action_open(self) -> None:
         row = self.current
-        if not row.can_open:
-            return
-        if self._is_open(row):
+        if row.can_open and self._is_open(row):
             self.move_to(self.cursor + 1)
-        else:
-            self._open(row)
+        elif row.can_open:
+            self._set_open(row, True)
 
     def action_close(self) -> None:
-        row = self.current
-        if row.tensor is None and row.name and self._is_open(row) and (row.members or not self.filter_text):
-            self._close(row)
+        if self.current.name and self._can_close(self.current):
+            self._set_open(self.current, False)
         else:
             self.action_parent()
 
     def action_open_or_close(self) -> None:
-        row = self.current
-        if row.tensor is None and self._is_open(row) and (row.members or not self.filter_text):
-            self._close(row)
+        if self._can_close(self.current):
+            self._set_open(self.current, False)
         else:
             self.action_open()
 
-    def _open(self, row: Row) -> None:
-        if row.members:
-            self._unfolded.update(row.nodes)
-        else:
-            self._opened.add(row.name)
-        self.rebuild()
+    def _can_close(self, row: Row) -> bool:
+        return row.tensor is None and self._is_open(row) and bool(row.members or not self.filter_text)
 
-    def _close(self, row: Row) -> None:
-        if row.members:
-            self._unfolded.difference_update(row.nodes)
-        else:
-            self._opened.discard(row.name)
+    def _set_open(self, row: Row, opens: bool) -> None:
+        names, opened = (row.nodes, self._unfolded) if row.members else ((row.name,), self._opened)
+        (opened.update if opens else opened.difference_update)(names)
         self.rebuild()
 
     def action_sibling(self, step: int) -> None:
@@ -377,11 +351,7 @@ class ModuleTree(ScrollView, can_focus=True):
         self.move_to(next((p for p in reversed(range(self.cursor)) if self.rows[p].depth < depth), 0))
 
     def action_next_cast(self, step: int) -> None:
-        """Go to the next (step > 0) or previous (step < 0) node whose castable tensors are all planned in another dtype than
-        stored.
-
-        After the last node comes the first, and before the first comes the last.
-        """
+        """Go to the next (step > 0) or previous node whose castable tensors are all cast. After the last comes the first."""
         nodes = cast_nodes(self.experiment.tree, self.experiment.plan)
         if not nodes:
             return
@@ -437,9 +407,7 @@ class ModuleTree(ScrollView, can_focus=True):
     # -- drawing -------------------------------------------------------------------------------------------------
 
     def refresh_changed(self) -> None:
-        """Redraw what has changed. If the plan has changed or a new measurement is complete, first fold the modules that are alike
-        again.
-        """
+        """Redraw what has changed. After a change of the plan or a complete measurement, first fold the modules again."""
         # A measurement must not split the fold under the cursor. The next key would act on fewer modules than chosen.
         if self._is_remeasured and not (self.rows and self.current.members):
             self._report = self.experiment.results.report
@@ -472,28 +440,18 @@ class ModuleTree(ScrollView, can_focus=True):
         return columns_for(room, self._needed, self.hidden, scanned, compares)
 
     def line(self, y: int) -> Strip:
-        """Return the line that the row `y` of the widget shows."""
         width, columns, base = self.size.width, self._columns, self._base
         if y == 0:
-            return (
-                heading(columns, self.experiment.scan.heading, self.experiment.baseline_mark)
-                .adjust_cell_length(width, DIM)
-                .apply_style(base)
-            )
+            line = heading(columns, self.experiment.scan.heading, self.experiment.baseline_mark)
+            return line.adjust_cell_length(width, DIM).apply_style(base)
         index = y - 1 + self.scroll_offset.y
         if index >= len(self.rows):
             return _strip_of((), width, base)
         row = self.rows[index]
-        opened = self._is_open(row)
-        state = RowState(
-            under_cursor=index == self.cursor,
-            lit=self._lit(row),
-            match=row.name in self._match_set or row.matches > 0,
-            opened=opened,
-            inside=0
-            if opened or self.preview is None or row.tensor is not None
-            else sum(map(self.preview.count_below, row.modules)),
-        )
+        opened, inside = self._is_open(row), 0
+        if self.preview is not None and not opened and row.tensor is None:
+            inside = sum(map(self.preview.count_below, row.modules))
+        state = RowState(index == self.cursor, self._lit(row), self._matches(row), opened, inside)
         segments = row_segments(self.experiment, row, columns, state)
         if index == self.cursor:
             adjusted = Segment.adjust_line_length(segments, width, PLAIN)
@@ -502,14 +460,14 @@ class ModuleTree(ScrollView, can_focus=True):
 
     @cached_property
     def _base(self) -> Style:
-        """The theme's colors for text and background as a style. It has no colors if the theme uses the terminal's own."""
+        """The theme's colors for text and background, or none if the theme uses the terminal's own."""
         if self.app.native_ansi_color:
             return PLAIN
         colours = self.rich_style
         return Style(color=colours.color, bgcolor=colours.bgcolor)
 
     def notify_style_update(self) -> None:
-        """Take over the colors of a new theme. Textual calls this when the theme has changed."""
+        """Take over the colors of a new theme."""
         self.__dict__.pop("_base", None)
         super().notify_style_update()
 
@@ -524,7 +482,5 @@ class ModuleTree(ScrollView, can_focus=True):
 
 @lru_cache(maxsize=256)
 def _strip_of(segments: tuple[Segment, ...], width: int, base: Style) -> Strip:
-    """Return a line of the tree that is `width` cells wide. Results are cached, because most lines are the same when the screen is
-    drawn again.
-    """
+    """Return a line of the tree. Results are cached, because most lines are the same when the screen is drawn again."""
     return Strip(Segment.adjust_line_length(list(segments), width, PLAIN)).simplify().apply_style(base)

@@ -52,8 +52,7 @@ class CastPrompt(BottomPrompt):
         self._timer: Timer | None = None
         self._completions: list[str] = []
         self._completion = ""
-        """The text of the line after the last completion. If the line still has this text, a further Tab shows the next completion.
-        """
+        """The text of the line after the last completion. If it is still the same, a further Tab shows the next completion."""
 
     def compose(self) -> ComposeResult:
         yield Static(Text(" cast PATTERN=DTYPE  Tab widens  Enter casts  Esc closes", style="dim"))
@@ -66,22 +65,21 @@ class CastPrompt(BottomPrompt):
         self.show_with(f"{rule.pattern}={dtypes.short_name(rule.dtype) if rule.dtype != dtypes.STORED else rule.dtype}")
 
     def open(self, node: str) -> None:
-        """Show the prompt with a rule for the node with this name."""
         self._enter = self._cast
         steps = patterns_for(self.experiment.tree, node)
+        found = preview(self.experiment.tree, self.experiment.plan, Rule(steps[0], dtypes.STORED))
         # Every pattern is more general than the one before, so if the first matches something, all do.
-        self._steps = steps if self._matches_something(steps[0]) else steps[:1]
+        self._steps = steps if found.tensors or found.caches else steps[:1]
         self._step = 0
         self.show_with(self._rule_text, select=True)
 
     def close(self) -> None:
-        if self._timer is not None:
-            self._timer.stop()
+        self._stop_timer()
         super().close()
 
-    def _matches_something(self, pattern: str) -> bool:
-        found = preview(self.experiment.tree, self.experiment.plan, Rule(pattern, dtypes.STORED))
-        return bool(found.tensors or found.caches)
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.stop()
 
     @property
     def _rule_text(self) -> str:
@@ -97,9 +95,7 @@ class CastPrompt(BottomPrompt):
         self.field.put(self._rule_text)
 
     def _complete(self, step: int) -> bool:
-        """Complete the dtype's name after `=`, or show the next (step > 0) or previous possible completion. Returns False if
-        nothing can be completed.
-        """
+        """Complete the dtype's name after `=`, or show the next (step > 0) or previous completion. False: there is none."""
         pattern, equals, begun = self.field.value.rpartition("=")
         if self.field.value == self._completion and len(self._completions) > 1:
             index = (self._completions.index(begun) + step) % len(self._completions)
@@ -114,8 +110,7 @@ class CastPrompt(BottomPrompt):
         return True
 
     def typed(self, line: str) -> None:
-        if self._timer is not None:
-            self._timer.stop()
+        self._stop_timer()
         self._timer = self.set_timer(_PREVIEW_AFTER_S, self._preview)
 
     def _preview(self) -> None:
@@ -140,8 +135,7 @@ class CastPrompt(BottomPrompt):
         except UserError as error:
             refused = str(error)
         if refused is not None:
-            if self._timer is not None:
-                self._timer.stop()  # the preview would replace the refusal, which says more
+            self._stop_timer()  # the preview would replace the refusal, which says more
             self.hint(Text(f" {refused}", style="bold"))
             return
         self._dtype = line.rpartition("=")[2].strip()
@@ -165,18 +159,15 @@ def preview_words(preview: Preview) -> str:
     """Return a description of a preview, as in `matches 12 tensors · 3.2 M parameters · 12.80 MiB → 6.40 MiB`."""
     if preview.caches and not preview.tensors:
         return f"matches {plural(preview.caches, 'tensor')} of KV caches"
+    if preview.uncastable_count and not preview.tensors:
+        return f"casts nothing: leaves {plural(preview.uncastable_count, 'tensor')} as stored ({preview.uncastable})"
     if not preview.tensors:
-        if preview.uncastable_count:
-            return (
-                f"casts nothing: leaves {plural(preview.uncastable_count, 'tensor')} as stored ({preview.uncastable})"
-            )
         return "matches nothing in this model"
-    count = len(preview.tensors)
     more = f" · overrides {preview.overrides}" if preview.overrides else ""
     more += f" · {preview.fused}" if preview.fused else ""
     more += f" · and {plural(preview.caches, 'tensor')} of KV caches" if preview.caches else ""
     return (
-        f"matches {count:,} tensor{'s' if count != 1 else ''} · {human_count(preview.elements)} parameters · "
+        f"matches {plural(len(preview.tensors), 'tensor')} · {human_count(preview.elements)} parameters · "
         f"{human_bytes(preview.bytes_before)} → {human_bytes(preview.bytes_after)}{more}"
     )
 
@@ -196,7 +187,6 @@ class FilterPrompt(BottomPrompt):
         self._go_to_first = go_to_first
 
     def open(self, text: str) -> None:
-        """Show the prompt with the text of the current filter."""
         self.show_with(text)
         self._show_count()
 

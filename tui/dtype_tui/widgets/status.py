@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from rich.style import Style
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dtype_engine.results.drift import PartialDrift
 
 _DTYPES = ("", "dtype")
-"""The pair for the keys 1 to 8, which cast to eight dtypes. Its binding id is "", because each key has a binding of its own."""
+"""The pair for the keys 1 to 8, which have a binding each."""
 _ALWAYS = (("help", "help"), ("quit", "quit"))
 _CAST = (_DTYPES, ("cast", "cast"), ("undo", "undo"))
 _USUAL = (
@@ -31,9 +31,8 @@ _USUAL = (
 
 
 def next_keys(experiment: Experiment, filtered: bool, working: Activity, ended: bool) -> list[tuple[str, str]]:
-    """Return the keys for the current state, those that the user probably needs next first, as pairs (id of the binding, meaning).
-
-    filtered: whether the tree is filtered. working: the jobs of the engine. ended: whether the engine has ended.
+    """Return pairs (id of the binding, meaning) of keys, those that the user probably needs next first. ended: whether the engine
+    has ended.
     """
     results, busy = experiment.results, working.busy
     if filtered:
@@ -60,9 +59,8 @@ def next_keys(experiment: Experiment, filtered: bool, working: Activity, ended: 
 
 
 def key_line(pairs: list[tuple[str, str]], width: int, chosen: Mapping[str, str]) -> Text:
-    """Return the line of keys: as many of `pairs` as fit into `width` cells, then the keys for help and for quitting. pairs:
-    (binding id, meaning) for each key, such as ("jobs", "stop a job"), as `next_keys` returns them. chosen: the user's own keys, by
-    binding id, such as {"measure": "f5"}.
+    """Return as many of `pairs` (binding id, meaning) as fit into `width` cells, then the keys for help and for quitting. chosen:
+    the user's own keys, by binding id, such as {"measure": "f5"}.
     """
     end = _entries(_ALWAYS, chosen)
     left = width - 1 - sum(each.cell_len + 2 for each in end)
@@ -75,7 +73,7 @@ def key_line(pairs: list[tuple[str, str]], width: int, chosen: Mapping[str, str]
     return Text.assemble(" ", Text("  ").join([*shown, *end]), no_wrap=True, overflow="ellipsis")
 
 
-def _entries(pairs: list[tuple[str, str]] | tuple[tuple[str, str], ...], chosen: Mapping[str, str]) -> list[Text]:
+def _entries(pairs: Iterable[tuple[str, str]], chosen: Mapping[str, str]) -> list[Text]:
     bindings = {binding.id: binding for binding in KEYS if isinstance(binding, Binding)}
     entries = []
     for name, meaning in pairs:
@@ -100,11 +98,10 @@ def status_line(
     chosen: Mapping[str, str],
 ) -> Text:
     """Return the status line: what the engine is doing, its progress, the bytes that it has read if the model runs from the disk,
-    the waiting jobs, and what Esc does.
+    the waiting jobs, and what Esc does; then, if there is room, the keys for jobs, messages and history.
 
-    If there is room, the keys for jobs, messages and history follow at the right end. doing: what the engine is doing, or "" if
-    idle; the share (0 to 1) of it that is done; and what Esc does now. idle: the words to show while the engine is idle. chosen:
-    the user's own keys, by binding id.
+    doing: what the engine is doing, or "" if idle; the share (0 to 1) of it that is done; and what Esc does now. idle: the words to
+    show while the engine is idle. chosen: the user's own keys, by binding id.
     """
     activity, share, stops = doing
     line = Text(" ", no_wrap=True, overflow="ellipsis")
@@ -140,9 +137,8 @@ def status_line(
 
 
 def _so_far(partial: PartialDrift, width: int) -> str:
-    """Return the drift that a running measurement has found until now, such as `KL 1.234e-03 ± 2e-05 nats, 2 of 6 sequences`.
-
-    Returns only the number of sequences, or "", if the whole text does not fit into `width` cells.
+    """Return the drift that a running measurement has found until now, only the number of sequences, or "", as fits into `width`
+    cells.
     """
     from dtype_engine.reports.text_drift import extent_text, partial_text  # imported late, for a faster first paint
 

@@ -13,7 +13,7 @@ from dtype_tui.widgets.tree_rows import Row
 COLUMNS = ("params", "bytes", "drift")
 """Columns that the user can hide. The name and the dtype are always shown."""
 EDGE = 2
-"""Number of cells at the left of every row, for the edge of the cursor and for the mark of a row that a typed rule would match."""
+"""Number of cells at the left of every row, for the edge of the cursor and the mark of a row that a typed rule would match."""
 _WIDE = 92
 """Minimum width in cells of the tree for a column of parameter counts and a wide dtype column."""
 _STEP = 6
@@ -56,24 +56,18 @@ _LESS: tuple[Callable[[Columns], Columns], ...] = (
     lambda columns: replace(columns, track=0),
     lambda columns: replace(columns, heat=0),
 )
-"""Functions from column widths to column widths. Each leaves out or narrows one more column. They are applied in this order until
-the names have room.
-"""
+"""Each leaves out or narrows one more column. They are applied in this order until the names have room."""
 _STILL_LESS: tuple[Callable[[Columns], Columns], ...] = (
     lambda columns: replace(columns, dtype=min(columns.dtype, 11)),
     lambda columns: replace(columns, drift=0) if columns.scan or columns.change else columns,
     lambda columns: replace(columns, scan=0),
     lambda columns: replace(columns, drift=0, change=0),
 )
-"""Functions from column widths to column widths. Each leaves out or narrows one more column. They are applied in this order, after
-those of `_LESS`, until all names fit, or until the column of names has two fifths of the line.
-"""
+"""The same, after those of `_LESS`, until all names fit, or until the column of names has two fifths of the line."""
 
 
 def needed_width(rows: Iterable[Row], title: str) -> tuple[int, int]:
-    """Return two widths in cells: that of the widest row's name with its indent, and that of the widest row's name with the text
-    after it. title: the name of the root.
-    """
+    """Return the widths in cells of the widest name with its indent, alone and with the text after it. title: the root's name."""
     label, whole = _LEAST_NAME, 0
     for row in rows:
         name = EDGE + 2 * row.depth + 2 + len(row.label or title) + 1
@@ -94,8 +88,7 @@ def columns_for(
     The names get the width that they need, up to half of the line. To make room for them, `_LESS` narrows or leaves out other
     columns. `_STILL_LESS` does so, too, but only while the names have less than two fifths of the line.
 
-    needed: what `needed_width` returns for the rows. hidden: columns to leave out in any case. scanned: whether to add a column for
-    the scan's scores. compares: whether to add columns for the baseline's drift and the difference from it.
+    needed: what `needed_width` returns for the rows. scanned: whether there are scores. compares: whether there is a baseline.
     """
     wide = width >= _WIDE
     columns = Columns(0, 25 if wide else 13)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -44,7 +44,6 @@ class RowState(msgspec.Struct, frozen=True):
     lit: bool
     """Whether the row is highlighted because the rule that is being typed would match its node."""
     match: bool
-    """Whether the row's name matches the filter."""
     opened: bool
     inside: int = 0
     """How many tensors below a closed node the rule that is being typed would cast."""
@@ -67,9 +66,7 @@ class _Line:
                 self.add(text, _style(name))
 
     def fill(self, width: int) -> None:
-        """Add blanks up to a total width of `width` cells. They get the style of the text before them, since every change of style
-        costs bytes.
-        """
+        """Add blanks up to a total width, in the style of the text before, since every change of style costs bytes."""
         if width > self.width:
             before = self.segments[-1].style if self.segments else None
             plain = before is None or before.bgcolor is not None or before.underline
@@ -82,9 +79,7 @@ def _style(name: str) -> Style:
 
 
 def heading(columns: Columns, scan: str = "", baseline: str = "") -> Strip:
-    """Return the line above the rows. scan: the heading of the column of scores. baseline: the mark of the baseline recipe, such as
-    "#4".
-    """
+    """Return the line above the rows. scan: the heading of the scores. baseline: the mark of the baseline recipe, such as "#4"."""
     dtype = "dtype, % of bytes" if columns.dtype >= 20 else "dtype"
     text = f"{'  module':<{columns.name}}{dtype:<{columns.dtype}}"
     for width, words in (
@@ -103,7 +98,6 @@ def heading(columns: Columns, scan: str = "", baseline: str = "") -> Strip:
 
 
 def row_segments(experiment: Experiment, row: Row, columns: Columns, state: RowState) -> list[Segment]:
-    """Return the styled pieces of a row's text, from left to right."""
     line = _Line()
     line.add(cursor.EDGE if state.under_cursor else " ", cursor.EDGE_STYLE if state.under_cursor else PLAIN)
     _add_name(line, experiment, row, columns.name, state)
@@ -120,10 +114,7 @@ def row_segments(experiment: Experiment, row: Row, columns: Columns, state: RowS
 
 
 def _add_name(line: _Line, experiment: Experiment, row: Row, end: int, state: RowState) -> None:
-    """Add the name column of a row: ▾ or ▸ for an open or closed node, the name, a mark if casts make weight values infinite or
-    zero, and the text after the name. Text up to the name has a single style, because every change of style costs bytes when the
-    cursor moves.
-    """
+    """Add the name column. Text up to the name has one style, because every change of style costs bytes when the cursor moves."""
     twist, label, about = _name(experiment, row, end, state)
     lit, strong = state.lit or state.inside > 0, row.depth == 0 or state.under_cursor
     style = _LIT if lit else _MATCH if state.match else _BOLD if strong else PLAIN
@@ -132,13 +123,11 @@ def _add_name(line: _Line, experiment: Experiment, row: Row, end: int, state: Ro
         line.add(before)
         before = ""
     line.add(before + label, style)
-    mark = _loss_mark(experiment, row) if row.tensor is None else ""
-    if mark:
-        mark = truncate(mark, max(0, end - line.width - 3))
-        if len(mark) > 2:
-            line.add(f"  {mark}", _LOST)
-            left = end - line.width - 3
-            about = truncate(about, left) if left >= min(len(about), 5) else ""
+    mark = truncate(_loss_mark(experiment, row), max(0, end - line.width - 3)) if row.tensor is None else ""
+    if len(mark) > 2:
+        line.add(f"  {mark}", _LOST)
+        left = end - line.width - 3
+        about = truncate(about, left) if left >= min(len(about), 5) else ""
     if state.inside and not state.lit:
         line.add(truncate(f"  {state.inside:,} inside", end - line.width - 1), _LIT)
     elif about:
@@ -147,8 +136,8 @@ def _add_name(line: _Line, experiment: Experiment, row: Row, end: int, state: Ro
 
 
 def _loss_mark(experiment: Experiment, row: Row) -> str:
-    """Return the mark of a node in which casts make values infinite or zero or clip them. For folded modules, return how many of
-    them have such a mark, as in "⚠ in 3 of 8". Returns "" if there are no such values.
+    """Return the mark of a node in which casts make values infinite or zero or clip them, or for folded modules how many of them
+    have one, as in "⚠ in 3 of 8". Returns "" if there are no such values.
     """
     marks = [mark for node in row.nodes if (mark := experiment.results.losses.marks.get(node))]
     return f"⚠ in {len(marks)} of {len(row.members)}" if marks and row.members else "".join(marks)
@@ -157,8 +146,7 @@ def _loss_mark(experiment: Experiment, row: Row) -> str:
 def _name(experiment: Experiment, row: Row, width: int, state: RowState) -> tuple[str, str, str]:
     """Return (▾ for an open or ▸ for a closed node, name, text after the name). Together they fit into `width` cells.
 
-    The text after the name is the module's class, the tensor's shape, or the number of folded modules. For a tied weight, it also
-    names the tensor to which the weight is tied.
+    The text is a module's class, a tensor's shape, the number of folded modules, or the tensor to which a weight is tied.
     """
     width -= EDGE + 2 * row.depth + 3
     if row.tensor is None:
@@ -170,9 +158,7 @@ def _name(experiment: Experiment, row: Row, width: int, state: RowState) -> tupl
         cache = experiment.served.caches.get(row.name, ())
         elsewhere = experiment.tree.tied_into(row.module.name) if totals.tied and not totals.nbytes else []
         tied = f"= {', '.join(tensor.name.removesuffix('.weight') for tensor in elsewhere)}" if elsewhere else ""
-        about = " ".join(
-            word for word in (failed, tied, kept, _cache_words(cache, row.module), _class_words(row)) if word
-        )
+        about = " ".join(filter(None, (failed, tied, kept, _cache_words(cache, row.module), _class_words(row))))
     else:
         twist = "  "
         label = name_cell(row.label, width)
@@ -183,9 +169,7 @@ def _name(experiment: Experiment, row: Row, width: int, state: RowState) -> tupl
 
 
 def _cache_words(cache: Sequence[KVCacheTensor], node: Module) -> str:
-    """Return the size of a KV cache tensor for one token, such as `[2 heads × 64]`. Returns "" if `node` is not the node of a
-    single such tensor.
-    """
+    """Return the size of a single KV cache tensor for one token, such as `[2 heads × 64]`, or ""."""
     if len(cache) != 1 or node.children:
         return ""
     tensor = cache[0]
@@ -199,9 +183,7 @@ def _cache_words(cache: Sequence[KVCacheTensor], node: Module) -> str:
 
 
 def _class_words(row: Row) -> str:
-    """Return the class of a row's module. For a list of modules of one class, return their number and class, such as "32 ×
-    Block".
-    """
+    """Return the class of a row's module or, for a list of modules of one class, their number and class, such as "32 × Block"."""
     classes = {child.class_name for child in row.module.children.values()}
     if not row.members and row.module.class_name == "ModuleList" and len(classes) == 1:
         return f"{len(row.module.children)} × {classes.pop()}"
@@ -209,8 +191,8 @@ def _class_words(row: Row) -> str:
 
 
 def _add_dtype(line: _Line, experiment: Experiment, row: Row, end: int) -> None:
-    """Add the dtype column: a module's dtypes, or a tensor's cast, such as `f32→bf16`. If the reference is another checkpoint, the
-    tensor's dtype in that checkpoint comes first. If a weight shares its scale with other layers, their names follow.
+    """Add the dtype column: a module's dtypes, or a tensor's cast, such as `f32→bf16`. The tensor's dtype in a reference checkpoint
+    comes first. The names of layers with which a weight shares its scale follow.
     """
     if cache := experiment.served.caches.get(row.name):
         _add_mix(line, experiment.cache_totals(cache), end)
@@ -236,9 +218,7 @@ def _add_dtype(line: _Line, experiment: Experiment, row: Row, end: int) -> None:
 
 
 def _add_mix(line: _Line, totals: Totals, end: int) -> None:
-    """Add a module's dtypes: the badge of its only dtype or, if there are several, a bar with a section for each, and the name of
-    the largest.
-    """
+    """Add the badge of a module's only dtype, or a bar with a section for each dtype and the name of the largest."""
     shares = totals.mix()
     if len(shares) == 1:
         _add_pill(line, shares[0][0], end)
@@ -285,25 +265,24 @@ def _add_size(line: _Line, experiment: Experiment, row: Row, columns: Columns) -
 
 
 def _drift(experiment: Experiment, row: Row) -> ModuleDrift | None:
-    """Return the drift that a row shows, or None if it is unknown. A module shows its own drift, folded modules the drift of the
-    worst of them, and the root that of the model's output. A tensor shows its difference from the reference checkpoint, if there is
-    one.
-    """
+    """Return the drift that a row shows, or None if it is unknown. For a tensor, it is that from the reference checkpoint."""
     if row.tensor is not None:
         return experiment.results.weights.get(row.tensor.name)
-    if not row.name and experiment.results.report is not None:
-        return _as_of_module(experiment.results.report.output)
-    return worst_drift(experiment.results.modules, row.modules)
+    report = experiment.results.report
+    return _drift_of_modules(row, report.output if report is not None else None, experiment.results.modules)
 
 
-def _as_of_module(output: OutputDrift) -> ModuleDrift:
+def _drift_of_modules(row: Row, output: OutputDrift | None, modules: Mapping[str, ModuleDrift]) -> ModuleDrift | None:
+    """Return the drift of a row's module, of the worst of its folded modules or, for the root, of the model's output."""
+    if row.name or output is None:
+        return worst_drift(modules, row.modules)
     from dtype_engine.results.drift import ModuleDrift  # imported late, for a faster first paint
 
     return ModuleDrift("", output.sqnr_db, output.max_abs, output.nonfinite)
 
 
 def _add_drift(line: _Line, experiment: Experiment, row: Row, columns: Columns) -> None:
-    """Add a module's SQNR and a bar. The more the module drifts, compared with the model's other modules, the longer the bar."""
+    """Add a module's SQNR and a bar, which is longer for more drift, compared with the model's other modules."""
     if not columns.drift:
         return
     drift = _drift(experiment, row)
@@ -322,23 +301,18 @@ def _add_drift(line: _Line, experiment: Experiment, row: Row, columns: Columns) 
 
 
 def _add_comparison(line: _Line, experiment: Experiment, row: Row, columns: Columns) -> None:
-    """Add a module's SQNR under the baseline recipe, and by how much its SQNR under the current recipe is higher (+) or lower
-    (-).
-    """
+    """Add a module's SQNR under the baseline recipe, and by how much it is higher (+) or lower (-) under the current one."""
     baseline = experiment.baseline
     other, change = "", ""
     if baseline is not None and row.tensor is None:
         from dtype_engine.results.drift import sqnr_gain
 
-        before = worst_drift(experiment.baseline_modules, row.modules)
-        if not row.name:
-            before = _as_of_module(baseline.output)
+        before = _drift_of_modules(row, baseline.output, experiment.baseline_modules)
         now = _drift(experiment, row)
         gain = sqnr_gain(now, before) if now is not None and before is not None else None
         other, change = drift_text(before), "" if gain is None else signed(gain, 1)
-    line.add(
-        f"{other if columns.other else '':>{columns.other}}{change if columns.change else '':>{columns.change}}", DIM
-    )
+    cells = ((other, columns.other), (change, columns.change))
+    line.add("".join(f"{text if width else '':>{width}}" for text, width in cells), DIM)
 
 
 def _add_score(line: _Line, experiment: Experiment, row: Row, columns: Columns) -> None:

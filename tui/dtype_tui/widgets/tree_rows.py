@@ -21,29 +21,25 @@ if TYPE_CHECKING:
     from dtype_tui.state.experiment import Experiment
 
 ORDERS = ("model", "bytes", "drift")
-"""Orders in which a node's children can be shown: the model's order, by bytes (largest first), or by drift (worst first)."""
+"""Orders of a node's children: the model's, by bytes (largest first), or by drift (worst first)."""
 MOST_MATCHES = 1000
-"""Maximum number of a filter's matches that are shown. Users do not step through more matches, and every key press computes the
-matches again.
-"""
+"""Maximum number of a filter's matches that are shown. Nobody steps through more, and every key press computes them again."""
 
 
 class Row(msgspec.Struct, frozen=True):
     """A visible line of the tree: a module, one of its tensors, or a fold of modules that are alike."""
 
     name: str
-    """The name of the node. For folded modules, this is the pattern that matches them, such as `model.layers.{2..9}`."""
+    """The name of the node. For folded modules, the pattern that matches them, such as `model.layers.{2..9}`."""
     depth: int
-    """The level of the row in the tree: 0 for the root, 1 for the rows directly below it, and so on."""
+    """The level of the row in the tree: 0 for the root."""
     module: Module
     """The module of the row: for a tensor, the one that holds it; for folded modules, the first of them."""
     tensor: TensorInfo | None = None
     members: Members = ()
-    """The modules that are folded into this row. Empty if the row is a single module or a tensor."""
+    """The modules that are folded into this row, if any."""
     matches: int = 0
-    """How many names match the filter at or below the modules that are folded into this row. 0 if the row is open or has no folded
-    modules.
-    """
+    """How many names match the filter at or below the modules that are folded into this row, if the row is closed."""
 
     @property
     def label(self) -> str:
@@ -56,7 +52,6 @@ class Row(msgspec.Struct, frozen=True):
 
     @property
     def can_open(self) -> bool:
-        """Whether the row can be opened to show rows below it."""
         return bool(self.members) or (self.tensor is None and bool(self.module.children or self.module.tensors))
 
     @property
@@ -66,9 +61,7 @@ class Row(msgspec.Struct, frozen=True):
 
     @property
     def about(self) -> str:
-        """A few words about the node: the class of a module, the shape of a tensor, or the number of folded modules, such as "8
-        alike, 3 match".
-        """
+        """The class of a module, the shape of a tensor, or the number of folded modules, such as "8 alike, 3 match"."""
         if self.members:
             return f"{len(self.members)} alike" + (f", {self.matches:,} match" if self.matches else "")
         if self.tensor is not None:
@@ -77,13 +70,13 @@ class Row(msgspec.Struct, frozen=True):
 
     @property
     def alias(self) -> bool:
-        """Whether the row is a tensor that is tied to another one, and that other tensor's name is the canonical one."""
+        """Whether the row is a tensor that is tied to another one, whose name is the canonical one."""
         return self.tensor is not None and self.tensor.name != self.name
 
 
 def first_opened(tree: Tree) -> set[str]:
-    """Return the names of the nodes that are open at the start: from the root down to the first node with several children, and the
-    children of that node. The children stay closed if there are more than 12, and so does a child with more than 64 children.
+    """Return the names of the nodes that are open at the start: from the root down to the first node with several children, and its
+    children, if they are at most 12 and have at most 64 children each.
     """
     node = tree.root
     opened = {""}
@@ -96,13 +89,12 @@ def first_opened(tree: Tree) -> set[str]:
 
 
 ChildrenOf = Callable[[Module], Iterable[Members]]
-"""A function that returns the children of a module in the order of their rows. Children that are folded into one row are one tuple.
-Every other child is a tuple of its own.
+"""Returns the children of a module in the order of their rows. Those that are folded into one row are one tuple, others one each.
 """
 
 
 def open_rows(tree: Tree, children_of: ChildrenOf, is_open: Callable[[Row], bool]) -> list[Row]:
-    """Return the rows of the tree when no filter is set. A node has a row if all rows above it are open."""
+    """Return the rows of the tree without a filter."""
     rows: list[Row] = []
     stack = [Row("", 0, tree.root)]
     while stack:
@@ -116,9 +108,7 @@ def open_rows(tree: Tree, children_of: ChildrenOf, is_open: Callable[[Row], bool
 def filtered_rows(
     tree: Tree, children_of: ChildrenOf, is_open: Callable[[Row], bool], matches: Iterable[str]
 ) -> list[Row]:
-    """Return the rows of the tree when a filter is set: those of the matching nodes and of all nodes above them. Nodes inside
-    closed rows of folded modules are left out. matches: the names of the matching nodes.
-    """
+    """Return the rows of the tree with a filter, but none inside closed folds. matches: the names of the matching nodes."""
     counts = Counter(above for name in matches for above in (name, *ancestors(name)))
     rows: list[Row] = []
     stack = [Row("", 0, tree.root)]
@@ -138,14 +128,15 @@ def _rows_below(row: Row, children_of: ChildrenOf) -> Iterator[Row]:
     if row.members:
         yield from (Row(member.name, depth, member) for member in row.members)
         return
-    yield from _tensor_rows(row.module, depth)
+    prefix = f"{row.module.name}." if row.module.name else ""
+    for local, tensor in row.module.tensors.items():
+        yield Row(prefix + local, depth, row.module, tensor)
     for members in children_of(row.module):
         first = members[0]
-        yield (
-            Row(first.name, depth, first)
-            if len(members) == 1
-            else Row(fold_name(members), depth, first, members=members)
-        )
+        if len(members) == 1:
+            yield Row(first.name, depth, first)
+        else:
+            yield Row(fold_name(members), depth, first, members=members)
 
 
 def matching(tree: Tree, text: str) -> list[str]:
@@ -162,9 +153,7 @@ def matching(tree: Tree, text: str) -> list[str]:
 
 
 def ordered(experiment: Experiment, groups: list[Members], order: str) -> list[Members]:
-    """Return the children of a node in one of `ORDERS`. groups: the children in the order of the model; those that are folded into
-    one row are one tuple. Such a row is placed by the sum of its bytes or by its worst drift.
-    """
+    """Return the children of a node in one of `ORDERS`. A fold is placed by the sum of its bytes or by its worst drift."""
     if order == "bytes":
         return sorted(groups, key=lambda group: -experiment.totals.of(group).total_bytes)
     if order == "drift":
@@ -174,9 +163,7 @@ def ordered(experiment: Experiment, groups: list[Members], order: str) -> list[M
 
 
 def worst_drift(drift: Mapping[str, ModuleDrift], modules: Members) -> ModuleDrift | None:
-    """Return the drift of the worst of these modules, or None if none of them is measured. drift: the drift of each module, by
-    name.
-    """
+    """Return the drift of the worst of these modules, or None if none of them is measured. drift: by module name."""
     if len(modules) == 1:
         return drift.get(modules[0].name)
     return min((drift[module.name] for module in modules if module.name in drift), key=_drift_key, default=None)
@@ -187,8 +174,3 @@ def _drift_key(drift: ModuleDrift | None) -> tuple[float, float]:
     if drift is None or drift.sqnr_db is None:
         return (0.0, math.inf)
     return (-float(drift.nonfinite), drift.sqnr_db)
-
-
-def _tensor_rows(node: Module, depth: int) -> list[Row]:
-    prefix = f"{node.name}." if node.name else ""
-    return [Row(prefix + local, depth, node, tensor) for local, tensor in node.tensors.items()]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 
 from dtype_engine.core.errors import UserError
-from dtype_engine.recipe.targets.base import Context, Conversion, Match, Target, Unsupported
+from dtype_engine.recipe.targets.base import Context, Conversion, Target
 
 TARGET_SUFFIXES = {
     "torchao": ".json",
@@ -20,9 +20,7 @@ TARGET_SUFFIXES = {
     "modelopt": ".json",
     "comfyui": ".json",
 }
-"""The name of every target (a tool to whose format a recipe can be converted), and the extension of the file that the tool reads. A
-target's module in this package is imported only when used.
-"""
+"""The name of every target, and the extension of the file that the tool reads. A target's module is imported only when used."""
 
 
 def target_named(name: str) -> Target:
@@ -33,12 +31,4 @@ def target_named(name: str) -> Target:
     return target
 
 
-__all__ = [
-    "TARGET_SUFFIXES",
-    "Context",
-    "Conversion",
-    "Match",
-    "Target",
-    "Unsupported",
-    "target_named",
-]
+__all__ = ["TARGET_SUFFIXES", "Context", "Conversion", "target_named"]

@@ -13,57 +13,61 @@ from collections.abc import Mapping
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.tree import Module, ancestors
-from dtype_engine.recipe.targets.base import (
-    Context,
-    Conversion,
-    Match,
-    Target,
-    UnsupportedList,
-    as_comment,
-    matcher,
-)
+from dtype_engine.recipe.targets.base import Context, Conversion, Match, Target, UnsupportedList, as_comment, tool_regex
 from dtype_engine.recipe.targets.name_patterns import regexes
 
-NAME = "diffusers"
-KINDS = frozenset(
+_KINDS = frozenset(
     {"Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d", "Linear", "Embedding"}
 )
-STORED_IN = (*dtypes.COMPUTE_DTYPES, "float8_e4m3fn", "float8_e5m2")
-"""The dtypes in which `.to()` can store weights usefully. Integers are excluded, because without scales they would round most
-weights to zero.
-"""
+_STORED_IN = (*dtypes.COMPUTE_DTYPES, "float8_e4m3fn", "float8_e5m2")
+"""The dtypes in which `.to()` can store weights usefully. Without scales, integers would round most weights to zero."""
 
 
-def convert(context: Context) -> Conversion:
-    leaves = _leaves(context)
-    storage, base = _best_pair(context, leaves)
-    cast = _to_cast(context, leaves, storage, base)
-    outcome = _outcome(context, leaves, cast, storage, base)
-    losses = _losses(context, outcome)
-    skipped = _outermost(leaves, cast) if cast else []
-    modules = [name for name in context.tree.modules if name]
-    patterns = [f"^{regex}$" for regex in regexes(skipped, modules)]
-    notes = (
-        f"weights are cast to {storage} and computed in {base}; the modules listed to skip are kept in {base}",
-        "diffusers casts without scales: small values underflow that the plan's scales would preserve"
-        if storage in dtypes.STORAGE_DTYPES
-        else "diffusers computes in one dtype, whatever dtype a weight is stored in",
-    )
-    return Conversion(
-        _snippet(storage if cast else base, base, patterns, bool(cast), notes),
-        tuple((pattern, base) for pattern in patterns), base, losses.result(), notes,
-    )  # fmt: skip
+class Diffusers(Target):
+    name = "diffusers"
+    matcher = "re.search in the names of modules, from the root down"
+
+    def write(self, context: Context) -> Conversion:
+        leaves = _leaves(context)
+        storage, base = _best_pair(context, leaves)
+        cast = _to_cast(context, leaves, storage, base)
+        outcome = _outcome(context, leaves, cast, storage, base)
+        skipped = _outermost(leaves, cast) if cast else []
+        modules = [name for name in context.tree.modules if name]
+        patterns = [f"^{regex}$" for regex in regexes(skipped, modules)]
+        notes = (
+            f"weights are cast to {storage} and computed in {base}; the modules listed to skip are kept in {base}",
+            "diffusers casts without scales: small values underflow that the plan's scales would preserve"
+            if storage in dtypes.STORAGE_DTYPES
+            else "diffusers computes in one dtype, whatever dtype a weight is stored in",
+        )
+        return Conversion(
+            _snippet(storage if cast else base, base, patterns, bool(cast), notes),
+            tuple((pattern, base) for pattern in patterns), base, _losses(context, outcome).result(), notes,
+        )  # fmt: skip
+
+    def matchable(self, context: Context) -> frozenset[str]:
+        return frozenset(name for tensors in _leaves(context).values() for name in tensors)
+
+    def match(self, context: Context, pattern: str) -> Match:
+        if pattern.startswith("type:"):
+            return Match(problem="classes go into skip_modules_classes, not into a pattern")
+        search = tool_regex(pattern.removeprefix("re:"), pattern, "search")
+        taken: set[str] = set()
+        for leaf, tensors in _leaves(context).items():
+            # diffusers also searches the root's name, which is empty.
+            if any(map(search, (leaf, *ancestors(leaf)))):
+                taken.update(tensors)
+        return Match(frozenset(taken))
 
 
 def _leaves(context: Context) -> dict[str, list[str]]:
-    """Return the castable tensors of each module that diffusers casts as a whole because of its class: a mapping from the module's
-    name to the tensors' names.
-    """
+    """Return the castable tensors of each module that diffusers casts as a whole because of its class, by module name."""
     leaves: dict[str, list[str]] = {}
     stack: list[Module] = [context.tree.root]
     while stack:
         module = stack.pop()
-        if context.is_kind(module, KINDS):
+        if context.is_kind(module, _KINDS):
             leaves[module.name] = [tensor.name for tensor in context.tree.below(module.name) if tensor.castable]
         else:
             stack.extend(reversed(module.children.values()))
@@ -71,22 +75,18 @@ def _leaves(context: Context) -> dict[str, list[str]]:
 
 
 def _cast_dtype(context: Context, tensor: str) -> str:
-    """Return the dtype to which diffusers would cast the tensor with this name to follow the plan. For int8 or float8, it is the
-    dtype of the codes without scales. The name of a block format, which diffusers can't store, is returned unchanged.
+    """Return the dtype to which diffusers would cast a tensor to follow the plan: for int8 or float8, that of the codes without
+    scales. A block format, which diffusers can't store, is returned unchanged.
     """
     dtype = context.plan.dtypes[tensor]
-    if dtype in dtypes.BLOCK_FORMATS:
-        return dtype
-    return dtypes.BY_NAME[dtype].torch_name
+    return dtype if dtype in dtypes.BLOCK_FORMATS else dtypes.BY_NAME[dtype].torch_name
 
 
 def _best_pair(context: Context, leaves: Mapping[str, list[str]]) -> tuple[str, str]:
-    """Return (dtype to store weights in, dtype to compute in), chosen so that the fewest elements deviate from their planned dtype.
-    leaves: the names of the castable tensors in each module that diffusers casts as a whole.
-    """
+    """Return (dtype to store weights in, dtype to compute in) with which the fewest elements deviate from their planned dtype."""
     present = {_cast_dtype(context, tensor.name) for tensor in context.in_scope() if tensor.persistent}
     bases = [dtype for dtype in dtypes.COMPUTE_DTYPES if dtype in present] or ["float32"]
-    storages = [dtype for dtype in STORED_IN if dtype in present] or bases
+    storages = [dtype for dtype in _STORED_IN if dtype in present] or bases
 
     def lost(pair: tuple[str, str]) -> int:
         cast = _to_cast(context, leaves, *pair)
@@ -100,9 +100,7 @@ def _best_pair(context: Context, leaves: Mapping[str, list[str]]) -> tuple[str, 
 
 
 def _to_cast(context: Context, leaves: Mapping[str, list[str]], storage: str, base: str) -> set[str]:
-    """Return the modules to cast to `storage`: those in which the plan has more elements in `storage` than in `base`. leaves: the
-    names of the castable tensors in each module that diffusers casts as a whole.
-    """
+    """Return the modules to cast to `storage`: those in which the plan has more elements in `storage` than in `base`."""
     if storage == base:
         return set()
     cast: set[str] = set()
@@ -119,9 +117,7 @@ def _to_cast(context: Context, leaves: Mapping[str, list[str]], storage: str, ba
 def _outcome(
     context: Context, leaves: Mapping[str, list[str]], cast: set[str], storage: str, base: str
 ) -> dict[str, str]:
-    """Return each tensor's dtype, by canonical name, if diffusers stores the modules `cast` in `storage` and the rest in `base`.
-    leaves: the names of the castable tensors in each module that diffusers casts as a whole.
-    """
+    """Return each tensor's dtype if diffusers stores the modules `cast` in `storage` and the rest in `base`."""
     outcome = {tensor.name: base if tensor.persistent else tensor.dtype for tensor in context.in_scope()}
     for leaf in cast:
         outcome.update(dict.fromkeys(leaves[leaf], storage))
@@ -140,7 +136,7 @@ def _losses(context: Context, outcome: Mapping[str, str]) -> UnsupportedList:
             why = "diffusers leaves non-persistent buffers as they are"
         elif dtypes.BY_NAME[planned].kind == "int" or planned in dtypes.BLOCK_FORMATS:
             why = f"diffusers casts without scales, which {planned} needs"
-        elif planned in dtypes.STORAGE_DTYPES and not context.is_kind(context.module_of(tensor.name), KINDS):
+        elif planned in dtypes.STORAGE_DTYPES and not context.is_kind(context.module_of(tensor.name), _KINDS):
             why = "diffusers casts linear, convolutional and embedding layers only"
         else:
             why = "diffusers has one storage and one compute dtype, and casts a layer's weight and bias together"
@@ -149,10 +145,8 @@ def _losses(context: Context, outcome: Mapping[str, str]) -> UnsupportedList:
 
 
 def _outermost(leaves: Mapping[str, list[str]], cast: set[str]) -> list[str]:
-    """Return a short list of modules that diffusers must skip, so that of the modules `leaves` it casts exactly those in `cast`.
-
-    Skipping a module skips everything below it. For each leaf that is not to be cast, the list therefore has the topmost module
-    above it that contains no leaf to cast. leaves: the modules that diffusers casts as a whole, each with the names of its tensors.
+    """Return a short list of modules to skip, so that of `leaves` exactly those in `cast` are cast: for each other leaf, the
+    topmost module above it without a leaf to cast.
     """
     holding: set[str] = set()
     for leaf in cast:
@@ -167,10 +161,9 @@ def _outermost(leaves: Mapping[str, list[str]], cast: set[str]) -> list[str]:
 
 def _snippet(storage: str, base: str, patterns: list[str], casting: bool, notes: tuple[str, ...]) -> str:
     """Return Python code that casts the model to `base` and, if `casting`, stores weights in `storage` except in the modules that
-    `patterns` match. notes: comments for the top.
+    `patterns` match.
 
-    If there are no patterns, the code passes `()` to diffusers. With None, diffusers would treat the whole model as one module to
-    cast.
+    If there are no patterns, the code passes `()` to diffusers: with None, it would treat the whole model as one module to cast.
     """
     listed = "".join(f"    r{json.dumps(pattern)},\n".replace("\\\\", "\\") for pattern in patterns)
     call = (
@@ -194,20 +187,4 @@ def _snippet(storage: str, base: str, patterns: list[str], casting: bool, notes:
     )
 
 
-def matchable(context: Context) -> frozenset[str]:
-    return frozenset(name for tensors in _leaves(context).values() for name in tensors)
-
-
-def match(context: Context, pattern: str) -> Match:
-    if pattern.startswith("type:"):
-        return Match(frozenset(), "classes go into skip_modules_classes, not into a pattern")
-    search = matcher(pattern.removeprefix("re:"), pattern, "search")
-    taken: set[str] = set()
-    for leaf, tensors in _leaves(context).items():
-        # diffusers also searches the root's name, which is empty.
-        if any(map(search, (leaf, *ancestors(leaf)))):
-            taken.update(tensors)
-    return Match(frozenset(taken))
-
-
-TARGET = Target(NAME, "re.search in the names of modules, from the root down", None, convert, matchable, match)
+TARGET = Diffusers()

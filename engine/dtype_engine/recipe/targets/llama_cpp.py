@@ -1,8 +1,8 @@
 """Converts recipes for llama.cpp: lines for `llama-quantize --tensor-type-file`, with the names that tensors have in GGUF.
 
-llama-quantize searches for a pattern anywhere in a name (`std::regex_search`), so the patterns written here are anchored.
-llama-quantize applies the lines of the file only if the requested type is a quantized one, so Q8_0 is requested. To keep Q8_0 from
-applying to other tensors, there is a line for every tensor that can be quantized.
+llama-quantize searches for a pattern anywhere in a name (`std::regex_search`), so the patterns written here are anchored. It
+applies the lines only if the requested type is a quantized one, so Q8_0 is requested, and there is a line for every tensor that can
+be quantized, to which Q8_0 would otherwise apply.
 """
 
 from __future__ import annotations
@@ -14,33 +14,20 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.tree import TensorInfo, is_number
 from dtype_engine.recipe.kv_serving import cache_serving
-from dtype_engine.recipe.targets.base import (
-    Context,
-    Conversion,
-    Match,
-    Part,
-    Target,
-    UnsupportedList,
-    first,
-    matcher,
-    wide_inputs_note,
-)
+from dtype_engine.recipe.targets.base import Context, Conversion, Match, Part, Target, UnsupportedList, tool_regex
 from dtype_engine.recipe.targets.name_patterns import regexes
 
-NAME = "llama.cpp"
-TYPES = {
+_TYPES = {
     "float32": "f32", "float16": "f16", "bfloat16": "bf16", "int8": "q8_0", "int8@tensor": "q8_0",
     "mxfp4:floor": "mxfp4", "mxfp4": "mxfp4", "mxfp4:rceil": "mxfp4", "mxfp4:even": "mxfp4",
 }  # fmt: skip
 _READABLE = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
-DEFAULT = "q8_0"
-BLOCKED = (DEFAULT, "mxfp4")
-BLOCK = 32
-"""How many values share a scale in the llama.cpp types that `BLOCKED` lists. The length of a row must be a multiple of this
-number.
-"""
-ODD_ROWS = "f16"
-"""The llama.cpp type that is used in place of each type in `BLOCKED` for a tensor whose row length is not a multiple of `BLOCK`."""
+_DEFAULT = "q8_0"
+_BLOCKED = (_DEFAULT, "mxfp4")
+_BLOCK = 32
+"""How many values share a scale in the types of `_BLOCKED`. The length of a row must be a multiple of it."""
+_ODD_ROWS = "f16"
+"""The type that is used in place of those in `_BLOCKED` for rows of other lengths."""
 _KEPT = re.compile(
     r"_norm\.weight|ffn_gate_inp\.weight|altup|laurel|per_layer_model_proj|ssm_conv1d|shortconv\.conv\.weight"
     r"|indexer\.[kq]_proj\.weight|time_mix_\w+\.weight|attn_rel_b\.weight|\.position_embd|^position_embd|^token_types"
@@ -50,64 +37,96 @@ _KEPT = re.compile(
 _ARCHITECTURES = {
     "mistral": "llama", "mixtral": "llama", "deepseek_v3": "deepseek2", "deepseek_v2": "deepseek2", "gpt_neox": "gptneox",
 }  # fmt: skip
-"""Maps the `model_type` in config.json to the gguf package's name of the architecture, for architectures with two different names.
-"""
+"""Maps the `model_type` in config.json to the gguf package's name of the architecture, where they differ."""
 
 
-def convert(context: Context) -> Conversion:
-    losses = UnsupportedList()
-    lines: dict[str, set[str]] = {}
+class LlamaCpp(Target):
+    name = "llama.cpp"
+    matcher = "regex_search in GGUF tensor names, in lower case"
+    precedence = "first"
+    writes_caches = True
+
+    def write(self, context: Context) -> Conversion:
+        losses = UnsupportedList()
+        lines: dict[str, set[str]] = {}
+        sources = _sources(context, losses)
+        for name, infos in sources.items():
+            if _quantisable(name, infos):
+                lines.setdefault(_type_of(context, infos, losses), set()).add(name)
+            else:
+                why = "GGUF files keep vectors, norms, routers and positions in float32"
+                _add(losses, context, infos, "float32", why)
+        patterns = [
+            (f"^{regex}$", type_)
+            for type_ in dict.fromkeys(_TYPES.values())
+            for regex in regexes(sorted(lines.get(type_, ()), key=list(sources).index), set(sources))
+        ]
+        text = "".join(f"{pattern}={type_}\n" for pattern, type_ in patterns)
+        notes = (
+            "llama-quantize --tensor-type-file FILE in.gguf out.gguf Q8_0, where in.gguf was made with --outtype f32",
+            *self.wide_inputs_note(context),
+        )
+        served = cache_serving(context.tree, context.plan.caches, self.name)
+        for problem in served.problems:
+            for name in problem.tensors if problem.refused else ():
+                losses.add(name, context.plan.caches.get(name, dtypes.STORED), dtypes.STORED, problem.why)
+        if served.flags:
+            notes += (
+                f"start llama-server with {' '.join(served.flags)}",
+                *(problem.why for problem in served.problems),
+            )
+        return Conversion(text, tuple(patterns), None, losses.result(), notes)
+
+    def matchable(self, context: Context) -> frozenset[str]:
+        return frozenset(
+            tensor
+            for tensor, names in gguf_tensors(context).items()
+            if names and all(_quantisable(name, [context.tree.tensors[tensor]]) for name in names)
+        )
+
+    def match(self, context: Context, pattern: str) -> Match:
+        if pattern.startswith("type:"):
+            return Match(problem="classes are not known")
+        if re.search(r"\s", pattern):
+            return Match(problem="a pattern in this file ends at the first space")
+        search = tool_regex(pattern.removeprefix("re:").lower(), pattern, "search")
+        tensors = gguf_tensors(context)
+        taken = frozenset(tensor for tensor, names in tensors.items() if any(map(search, names)))
+        return Match(taken, None if taken else "the pattern must match GGUF names, such as blk.0.attn_q.weight")
+
+
+def _sources(context: Context, losses: UnsupportedList) -> dict[str, list[TensorInfo]]:
+    """Return the tensors that are packed into each GGUF tensor. Those that have no name in GGUF are added to `losses`."""
     sources: dict[str, list[TensorInfo]] = {}
     for tensor, names in gguf_tensors(context).items():
         info = context.tree.tensors[tensor]
         if not names and info.persistent:
-            losses.add(tensor, context.plan.dtypes[tensor], DEFAULT, "no GGUF name is known for it")
-        elif not names and context.plan.dtypes[tensor] != info.dtype:
-            losses.add(tensor, context.plan.dtypes[tensor], info.dtype, "non-persistent buffers are not in a GGUF file")
+            losses.add(tensor, context.plan.dtypes[tensor], _DEFAULT, "no GGUF name is known for it")
+        elif not names:
+            _add(losses, context, [info], info.dtype, "non-persistent buffers are not in a GGUF file")
         for name in names:
             sources.setdefault(name, []).append(info)
-    for name, infos in sources.items():
-        wanted = {context.plan.dtypes[info.name] for info in infos}
-        if not _quantisable(name, infos):
-            _add(losses, context, infos, "float32", "GGUF files keep vectors, norms, routers and positions in float32")
-            continue
-        types = {TYPES.get(dtype) for dtype in wanted}
-        type_ = types.pop() if len(types) == 1 else None
-        odd = infos[0].shape[-1] % BLOCK != 0
-        fallback = ODD_ROWS if odd else DEFAULT
-        if type_ is None:
-            why = (
-                "it becomes part of a GGUF tensor with weights of other planned dtypes"
-                if types
-                else "GGUF has no such type"
-            )
-            _add(losses, context, infos, _READABLE.get(fallback, fallback), why)
-        elif odd and type_ in BLOCKED:
-            _add(losses, context, infos, _READABLE[ODD_ROWS], f"{type_} needs rows of a multiple of {BLOCK} values")
-            type_ = None
-        elif type_ == DEFAULT:
-            _add(losses, context, infos, DEFAULT, f"{DEFAULT} has a float16 scale for every {BLOCK} values", "scale")
-        elif type_ in BLOCKED:
-            _add(losses, context, infos, "mxfp4:floor", "llama.cpp rounds the exponent down", "scale")
-        lines.setdefault(type_ or fallback, set()).add(name)
-    universe = set(sources)
-    patterns = [
-        (f"^{regex}$", type_)
-        for type_ in dict.fromkeys(TYPES.values())
-        for regex in regexes(sorted(lines.get(type_, ()), key=list(sources).index), universe)
-    ]
-    text = "".join(f"{pattern}={type_}\n" for pattern, type_ in patterns)
-    notes = (
-        "llama-quantize --tensor-type-file FILE in.gguf out.gguf Q8_0, where in.gguf was made with --outtype f32",
-        *wide_inputs_note(context, NAME),
-    )
-    served = cache_serving(context.tree, context.plan.caches, NAME)
-    for problem in served.problems:
-        for name in problem.tensors if problem.refused else ():
-            losses.add(name, context.plan.caches.get(name, dtypes.STORED), dtypes.STORED, problem.why)
-    if served.flags:
-        notes += (f"start llama-server with {' '.join(served.flags)}", *(problem.why for problem in served.problems))
-    return Conversion(text, tuple(patterns), None, losses.result(), notes)
+    return sources
+
+
+def _type_of(context: Context, infos: list[TensorInfo], losses: UnsupportedList) -> str:
+    """Return the llama.cpp type of a GGUF tensor, and add to `losses` what differs from the plan."""
+    types = {_TYPES.get(context.plan.dtypes[info.name]) for info in infos}
+    type_ = types.pop() if len(types) == 1 else None
+    odd = infos[0].shape[-1] % _BLOCK != 0
+    fallback = _ODD_ROWS if odd else _DEFAULT
+    if type_ is None:
+        mixed = "it becomes part of a GGUF tensor with weights of other planned dtypes"
+        _add(losses, context, infos, _READABLE.get(fallback, fallback), mixed if types else "GGUF has no such type")
+        return fallback
+    if odd and type_ in _BLOCKED:
+        _add(losses, context, infos, _READABLE[_ODD_ROWS], f"{type_} needs rows of a multiple of {_BLOCK} values")
+        return _ODD_ROWS
+    if type_ == _DEFAULT:
+        _add(losses, context, infos, _DEFAULT, f"{_DEFAULT} has a float16 scale for every {_BLOCK} values", "scale")
+    elif type_ in _BLOCKED:
+        _add(losses, context, infos, "mxfp4:floor", "llama.cpp rounds the exponent down", "scale")
+    return type_
 
 
 def _add(
@@ -119,18 +138,13 @@ def _add(
 
 
 def _quantisable(name: str, infos: list[TensorInfo]) -> bool:
-    """Return whether llama-quantize can quantize a GGUF tensor: it must be a matrix named `weight` that `_KEPT` does not match.
-    name: its name in GGUF. infos: the model's tensors that are packed into it.
-    """
+    """Return whether llama-quantize can quantize the GGUF tensor `name`, into which the tensors `infos` are packed."""
     matrix = all(any(size > 1 for size in info.shape[:-1]) for info in infos)
     return matrix and name.endswith(".weight") and not _KEPT.search(name)
 
 
 def gguf_tensors(context: Context) -> dict[str, tuple[str, ...]]:
-    """Return a mapping from the name of each tensor that rules can change to its names in GGUF, or to () if it has none there.
-
-    Raises UserError if the gguf package does not know the architecture.
-    """
+    """Return the names in GGUF, or (), of each tensor that rules can change. Raises UserError for an unknown architecture."""
     blocks = 1 + max(
         (int(part) for name in context.tree.modules for part in name.split(".") if is_number(part)), default=0
     )
@@ -141,8 +155,7 @@ def gguf_tensors(context: Context) -> dict[str, tuple[str, ...]]:
 def name_map(title: str, model_type: str | None, blocks: int) -> Callable[[str], str | None]:
     """Return a function that takes a module's name in transformers and returns its name in GGUF, both without `.weight`.
 
-    title: the name of the model, for errors. model_type: the `model_type` in config.json. blocks: the number of layers that the
-    names must cover. Raises UserError if the gguf package does not know the architecture.
+    title: the model's name, for errors. blocks: the number of its layers. Raises UserError for an unknown architecture.
     """
     import gguf
 
@@ -159,10 +172,8 @@ def name_map(title: str, model_type: str | None, blocks: int) -> Callable[[str],
 
 
 def _names(tensor: TensorInfo, lookup: Callable[[str], str | None]) -> tuple[str, ...]:
-    """Return the names of the GGUF tensors that hold the values of a tensor. There are two if transformers packs a gate projection
-    and an up projection into the tensor. A layer's experts all have the same GGUF name, because GGUF packs them into one tensor.
-
-    lookup: a function that returns the GGUF name of a module, given its name in transformers, or None.
+    """Return the names of the GGUF tensors that hold a tensor's values: two if transformers packs a gate and an up projection into
+    it. GGUF packs a layer's experts into one tensor, so all have the same name.
     """
     module, _, local = tensor.name.rpartition(".")
     keys: tuple[str, ...]
@@ -177,26 +188,4 @@ def _names(tensor: TensorInfo, lookup: Callable[[str], str | None]) -> tuple[str
     return tuple(name + suffix for name in looked_up if name) if all(looked_up) else ()
 
 
-def matchable(context: Context) -> frozenset[str]:
-    quantisable = [
-        tensor
-        for tensor, names in gguf_tensors(context).items()
-        if names and all(_quantisable(name, [context.tree.tensors[tensor]]) for name in names)
-    ]
-    return frozenset(quantisable)
-
-
-def match(context: Context, pattern: str) -> Match:
-    if pattern.startswith("type:"):
-        return Match(frozenset(), "classes are not known")
-    if re.search(r"\s", pattern):
-        return Match(frozenset(), "a pattern in this file ends at the first space")
-    search = matcher(pattern.removeprefix("re:").lower(), pattern, "search")
-    tensors = gguf_tensors(context)
-    taken = frozenset(tensor for tensor, names in tensors.items() if any(map(search, names)))
-    return Match(taken, None if taken else "the pattern must match GGUF names, such as blk.0.attn_q.weight")
-
-
-TARGET = Target(
-    NAME, "regex_search in GGUF tensor names, in lower case", first, convert, matchable, match, writes_caches=True
-)
+TARGET = LlamaCpp()

@@ -17,62 +17,63 @@ from typing import Any
 
 from dtype_engine.core import dtypes
 from dtype_engine.recipe.kv_serving import modelopt_layers
-from dtype_engine.recipe.targets.base import (
-    Context,
-    Conversion,
-    Match,
-    Target,
-    last,
-    loading_note,
-    split,
-    weights_in,
-    weights_of,
-    wide_inputs_note,
-)
+from dtype_engine.recipe.targets.base import Context, Conversion, Match, Quantizer
 from dtype_engine.recipe.targets.name_patterns import globs
 
-NAME = "modelopt"
-KINDS = frozenset({"Linear", "Conv1d", "Conv2d", "Conv3d", "Embedding"})
-FORMATS = (
-    "float8_e4m3fn", "float8_e4m3fn@tensor", "int8", "int8@tensor", "nvfp4", "fp8@128x128", "int4@g128", "int4@g32", "int8@g128",
-    *(name for name in dtypes.BLOCK_FORMATS if name.startswith(("mxfp4", "mxfp8"))),
-)  # fmt: skip
-QUANTIZERS = ("weight_quantizer", "input_quantizer", "output_quantizer")
+_QUANTIZERS = ("weight_quantizer", "input_quantizer", "output_quantizer")
 
 
-def convert(context: Context) -> Conversion:
-    parts = split(context, NAME, FORMATS, KINDS)
-    # The tree does not say which modules get quantizers, so the patterns are exact among the quantizers of all modules.
-    universe = [f"{module}.{quantizer}" for module in context.tree.modules if module for quantizer in QUANTIZERS]
-    entries: list[dict[str, Any]] = [{"quantizer_name": "*", "enable": False}]
-    patterns: list[tuple[str, str]] = []
-    for dtype, names in parts.by_dtype().items():
-        config = _config(dtype)
-        if (other := _other_scales(dtype)) is not None:
-            instead, why = other
-            for name in names:
-                parts.losses.add(name, dtype, instead, why, "scale")
-        for pattern in globs((f"{name.rpartition('.')[0]}.weight_quantizer" for name in names), universe):
-            patterns.append((pattern, dtype))
-            entries.append({"quantizer_name": pattern, "cfg": config, "enable": True})
-    layers, left = modelopt_layers(context.tree, context.plan.caches)
-    for module, of_module in layers.items():
-        for part, algorithm in zip(
-            "kv", of_module["quant_algo"].replace("_K_", " ").removesuffix("_V").split() * 2, strict=False
-        ):
-            config = _config("nvfp4" if algorithm == "NVFP4" else "float8_e4m3fn@tensor")
-            entries.append({"quantizer_name": f"{module}.{part}_bmm_quantizer", "cfg": config, "enable": True})
-    for name in left:
-        parts.losses.add(name, context.plan.caches[name], dtypes.STORED, "ModelOpt has KV caches in FP8 and NVFP4")
-    text = json.dumps({"quant_cfg": entries, "algorithm": "max"}, indent=2) + "\n"
-    notes = (
-        loading_note(parts.base),
-        "pass it to modelopt.torch.quantization.quantize(model, json.load(file, object_hook=hook)), where hook = lambda entry: "
-        "{int(key) if key.lstrip('-').isdigit() else key: value for key, value in entry.items()}; weights are packed on export",
-        *wide_inputs_note(context, NAME),
-        *((f"ModelOpt exports KV caches as kv_cache_quantized_layers: {json.dumps(layers)}",) if layers else ()),
-    )
-    return Conversion(text, tuple(patterns), parts.base, parts.losses.result(), notes)
+class ModelOpt(Quantizer):
+    name = title = "modelopt"
+    matcher = "fnmatch on quantizer names"
+    precedence = "last"
+    writes_caches = True
+    kinds = frozenset({"Linear", "Conv1d", "Conv2d", "Conv3d", "Embedding"})
+    formats = (
+        "float8_e4m3fn", "float8_e4m3fn@tensor", "int8", "int8@tensor", "nvfp4", "fp8@128x128", "int4@g128", "int4@g32",
+        "int8@g128", *(name for name in dtypes.BLOCK_FORMATS if name.startswith(("mxfp4", "mxfp8"))),
+    )  # fmt: skip
+
+    def write(self, context: Context) -> Conversion:
+        parts = self.split(context)
+        # The tree does not say which modules get quantizers, so the patterns are exact among the quantizers of all modules.
+        universe = [f"{module}.{quantizer}" for module in context.tree.modules if module for quantizer in _QUANTIZERS]
+        entries: list[dict[str, Any]] = [{"quantizer_name": "*", "enable": False}]
+        patterns: list[tuple[str, str]] = []
+        for dtype, names in parts.by_dtype().items():
+            config = _config(dtype)
+            if (other := _other_scales(dtype)) is not None:
+                for name in names:
+                    parts.losses.add(name, dtype, *other, "scale")
+            for pattern in globs((f"{name.rpartition('.')[0]}.weight_quantizer" for name in names), universe):
+                patterns.append((pattern, dtype))
+                entries.append({"quantizer_name": pattern, "cfg": config, "enable": True})
+        layers, left = modelopt_layers(context.tree, context.plan.caches)
+        for module, of_module in layers.items():
+            for part, algorithm in zip(
+                "kv", of_module["quant_algo"].replace("_K_", " ").removesuffix("_V").split() * 2, strict=False
+            ):
+                config = _config("nvfp4" if algorithm == "NVFP4" else "float8_e4m3fn@tensor")
+                entries.append({"quantizer_name": f"{module}.{part}_bmm_quantizer", "cfg": config, "enable": True})
+        for name in left:
+            parts.losses.add(name, context.plan.caches[name], dtypes.STORED, "ModelOpt has KV caches in FP8 and NVFP4")
+        text = json.dumps({"quant_cfg": entries, "algorithm": "max"}, indent=2) + "\n"
+        notes = (
+            parts.loading_note(),
+            "pass it to modelopt.torch.quantization.quantize(model, json.load(file, object_hook=hook)), where hook = lambda entry: "
+            "{int(key) if key.lstrip('-').isdigit() else key: value for key, value in entry.items()}; weights are packed on export",
+            *self.wide_inputs_note(context),
+            *((f"ModelOpt exports KV caches as kv_cache_quantized_layers: {json.dumps(layers)}",) if layers else ()),
+        )
+        return Conversion(text, tuple(patterns), parts.base, parts.losses.result(), notes)
+
+    def match(self, context: Context, pattern: str) -> Match:
+        if pattern.startswith(("re:", "type:")):
+            return Match(problem="patterns are globs; regular expressions and classes are not supported")
+        matches = re.compile(fnmatch.translate(pattern)).match
+        weights = self.weights(context)
+        taken = frozenset(tensor for module, tensor in weights.items() if matches(f"{module}.weight_quantizer"))
+        return Match(taken, None if taken else "it must match the quantizer's name, which ends in .weight_quantizer")
 
 
 def _config(dtype: str) -> dict[str, Any]:
@@ -90,9 +91,7 @@ def _config(dtype: str) -> dict[str, Any]:
 
 
 def _other_scales(dtype: str) -> tuple[str, str] | None:
-    """Return how ModelOpt's scales for a dtype differ from the planned ones: (the dtype with ModelOpt's scales, the difference in
-    words). Returns None if ModelOpt computes the same scales.
-    """
+    """Return (the dtype with ModelOpt's scales, how these differ from the planned ones), or None if they are the same."""
     row = dtypes.BY_NAME[dtype]
     if row.blocks is None:
         return None
@@ -105,13 +104,4 @@ def _other_scales(dtype: str) -> tuple[str, str] | None:
     return None
 
 
-def match(context: Context, pattern: str) -> Match:
-    if pattern.startswith(("re:", "type:")):
-        return Match(frozenset(), "patterns are globs; regular expressions and classes are not supported")
-    matches = re.compile(fnmatch.translate(pattern)).match
-    weights = weights_of(context, KINDS)
-    taken = frozenset(tensor for module, tensor in weights.items() if matches(f"{module}.weight_quantizer"))
-    return Match(taken, None if taken else "it must match the quantizer's name, which ends in .weight_quantizer")
-
-
-TARGET = Target(NAME, "fnmatch on quantizer names", last, convert, weights_in(KINDS), match, writes_caches=True)
+TARGET = ModelOpt()

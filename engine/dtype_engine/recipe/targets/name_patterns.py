@@ -1,8 +1,7 @@
 """Finds few patterns that match exactly a given set of names among all names of a model.
 
-Names are split at dots. Names that differ in only one component are merged repeatedly: the component gets a list of alternatives. A
-merged pattern never matches an additional name. A list of numbers is replaced by "any number" if the pattern then still matches no
-additional name.
+Names are split at dots. Names that differ in only one component are merged repeatedly: the component gets a list of alternatives,
+so a merged pattern matches no additional name. A list of numbers is replaced by "any number" if the pattern still matches none.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from collections.abc import Collection, Iterable
 from dtype_engine.core.tree import is_number
 
 Choice = frozenset[str] | None
-"""The texts that a pattern allows for one dot-separated component of a name. None allows any number."""
+"""The texts that a pattern allows for one component of a name. None allows any number."""
 Product = tuple[Choice, ...]
-"""A pattern: one `Choice` for each dot-separated component of a name. A name matches if each of its components is allowed."""
+"""A pattern: one `Choice` for each component of a name."""
 
 
 def products(wanted: Iterable[str], universe: Collection[str]) -> list[Product]:
-    """Return patterns (`Product`) that together match all names in `wanted` and no other name in `universe`."""
+    """Return patterns that together match all names in `wanted` and no other name in `universe`."""
     names = list(dict.fromkeys(wanted))
     covered: list[Product] = [tuple(frozenset((part,)) for part in name.split(".")) for name in names]
     longest = max(map(len, covered), default=0)
@@ -39,9 +38,7 @@ def products(wanted: Iterable[str], universe: Collection[str]) -> list[Product]:
 
 
 def _merged(unmerged: list[Product], index: int, numbers: bool) -> list[Product]:
-    """Merge patterns that differ only in component `index` into one pattern with alternatives, and return all patterns. numbers:
-    whether to merge components that are numbers (True) or components that are words (False).
-    """
+    """Merge patterns that differ only in component `index`, if that is numbers (or, without `numbers`, words), and return all."""
     groups: dict[object, set[str]] = {}
     whole: dict[object, Product] = {}
     for product in unmerged:
@@ -59,9 +56,7 @@ def _merged(unmerged: list[Product], index: int, numbers: bool) -> list[Product]
 
 
 def _widened(product: Product, others: list[list[str]]) -> Product:
-    """Return the pattern `product` with each list of numbers replaced by "any number". A list is kept if the pattern would
-    otherwise match one of the names `others`, which it must not match.
-    """
+    """Return `product` with each list of numbers replaced by "any number", unless it would then match one of the names `others`."""
     for index, choice in enumerate(product):
         if choice is not None and len(choice) > 1 and all(is_number(text) for text in choice):
             wider = (*product[:index], None, *product[index + 1 :])
@@ -77,9 +72,7 @@ def _covers(product: Product, parts: list[str]) -> bool:
 
 
 def regexes(wanted: Iterable[str], universe: Collection[str]) -> list[str]:
-    """Return regular expressions that fully match exactly the names in `wanted`, among all names in `universe`. The caller adds
-    anchors.
-    """
+    """Return regular expressions that fully match exactly `wanted` among `universe`. The caller adds anchors."""
     return [r"\.".join(map(_as_regex, product)) for product in products(wanted, universe)]
 
 
@@ -95,9 +88,7 @@ def _sorted(choice: frozenset[str]) -> list[str]:
 
 
 def globs(wanted: Iterable[str], universe: Collection[str]) -> list[str]:
-    """Return `fnmatch` patterns that match exactly the names in `wanted`, among all names in `universe`. Numbers become `*` if this
-    matches no other name.
-    """
+    """Return `fnmatch` patterns that match exactly `wanted` among `universe`. Numbers become `*` if this matches no other name."""
     names = list(dict.fromkeys(wanted))
     patterns: list[str] = []
     for product in products(names, universe):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from rich.console import RenderableType
@@ -22,19 +23,20 @@ if TYPE_CHECKING:
 
 _PLAIN = Style()
 _EDGE = 2
-"""Width in cells of one side of the frame, including the blank next to the text. Also the total number of lines of the upper and
-the lower edge.
-"""
+"""Width in cells of one side of the frame, with the blank next to the text. Also the number of lines of both edges."""
 
 
 class Pane(Widget, can_focus=True):
     """A frame with a title and, inside it, lines about the experiment, which a subclass draws. If panes are shown one at a time
     below a line of tabs, they have no frame.
 
-    Only the lines that have changed are painted again. The height of a pane does not depend on its lines. If there are more lines
-    than fit, the lower edge says how many, and keys and the mouse wheel scroll.
+    Only changed lines are painted again. The height of a pane does not depend on its lines: if there are more than fit, the lower
+    edge says how many, and keys and the mouse wheel scroll.
     """
 
+    TITLE: ClassVar[str]
+    CORNER: ClassVar[str] = ""
+    """The text at the right end of the upper edge, unless `corner` returns another."""
     HELP = ""
     """The text that explains the terms of this pane in the help."""
 
@@ -45,38 +47,30 @@ class Pane(Widget, can_focus=True):
         Binding("escape", "screen.to_tree", "Back to the tree", show=False),
     ]
 
+    @dataclass
     class Chosen(Message):
         """Posted when the user has clicked the pane or moved the focus to it."""
 
-        def __init__(self, pane: Pane) -> None:
-            super().__init__()
-            self.pane = pane
+        pane: Pane
 
-    def __init__(self, experiment: Experiment, title: str, id: str) -> None:
+    def __init__(self, experiment: Experiment, id: str) -> None:
         super().__init__(id=id)
         self.experiment = experiment
-        self.title = title
         self.first = 0
-        """Index of the first line that is shown."""
         self._shown: list[list[Segment]] = []
         self._shown_for = ("", "")
         self.corner_text = Text()
-        """The text at the right end of the upper edge."""
         self._painted: list[Strip] = []
         self._painted_look: tuple[object, ...] = ()
-        """Everything on which `_painted` depends. If it is unchanged, no line has to be made again."""
+        """All on which `_painted` depends. If it is unchanged, no line has to be made again."""
 
     def draw(self, activity: str, node: str) -> RenderableType:
-        """Return what the pane shows, for a width of `columns` cells. activity: what the engine is doing, or "" if it is idle.
-        node: the name of the node under the cursor.
-        """
+        """Return what the pane shows. activity: what the engine is doing, or "". node: the name of the node under the cursor."""
         raise AssertionError("each pane draws itself")
 
     def corner(self, activity: str) -> Text:
-        """Return the text at the right end of the upper edge, such as `6 of 6 sequences`. activity: what the engine is doing, or ""
-        if it is idle.
-        """
-        return Text()
+        """Return the text at the right end of the upper edge, such as `6 of 6 sequences`."""
+        return Text(self.CORNER, "dim")
 
     # -- layout --------------------------------------------------------------------------------------------------
 
@@ -101,10 +95,7 @@ class Pane(Widget, can_focus=True):
     # -- drawing -------------------------------------------------------------------------------------------------
 
     def show(self, activity: str = "", node: str = "") -> None:
-        """Draw the pane again if its text has changed.
-
-        activity: what the engine is doing, in a few words, or "" if it is idle. node: the name of the node under the cursor.
-        """
+        """Draw the pane again if its text has changed. The arguments are those of `draw`."""
         self._shown_for = (activity, node)
         if not self.is_mounted or not self.region:
             return
@@ -123,9 +114,7 @@ class Pane(Widget, can_focus=True):
         self.refresh()
 
     def watch_has_focus(self, has_focus: bool) -> None:
-        """Redraw the pane, and tell the main screen if the pane got the focus. Textual calls this when the pane gets or loses the
-        focus.
-        """
+        """Redraw the pane, and tell the main screen if the pane got the focus."""
         if has_focus:
             self.post_message(self.Chosen(self))
         self.show_again()
@@ -156,27 +145,23 @@ class Pane(Widget, can_focus=True):
             return self._text_line(y).adjust_cell_length(width, _PLAIN)
         style = Style(color=ACCENT if self.has_focus else TRACK)
         if y == 0:
-            return self._edge(("╭─", "─╮"), Text(f" {self.title} ", f"bold {ACCENT}"), self.corner_text, style)
+            return self._edge(("╭─", "─╮"), Text(f" {self.TITLE} ", f"bold {ACCENT}"), self.corner_text, style)
         if y == self.size.height - 1:
             more = len(self._shown) - self.first - self.lines
             return self._edge(("╰─", "─╯"), Text(), Text(f"{more} more" if more > 0 else "", "dim"), style)
         inside = self._text_line(y - 1).adjust_cell_length(self.columns, _PLAIN)
-        return Strip.join([Strip([Segment("│ ", style)]), inside, Strip([Segment(" │", style)])]).adjust_cell_length(
-            width
-        )
+        return Strip([Segment("│ ", style), *inside, Segment(" │", style)]).adjust_cell_length(width)
 
     def _text_line(self, row: int) -> Strip:
         index = self.first + row
-        left = Strip([Segment(" ")]) if not self.is_framed else Strip([])
+        left = [] if self.is_framed else [Segment(" ")]
         if not self.is_framed and row == self.lines - 1 and len(self._shown) > index + 1:
             more = len(self._shown) - index
             return Strip([Segment(f" {more} more lines: + shows the pane alone", Style(dim=True))])
-        return Strip.join([left, Strip(self._shown[index])]) if index < len(self._shown) else left
+        return Strip([*left, *self._shown[index]] if index < len(self._shown) else left)
 
     def _edge(self, corners: tuple[str, str], left: Text, right: Text, style: Style) -> Strip:
-        """Return the upper or lower edge of the frame, with text at its left and right. The right text is left out if both do not
-        fit.
-        """
+        """Return the upper or lower edge of the frame, with text at its left and right, or only at its left if both do not fit."""
         room = self.size.width - 2 * _EDGE - left.cell_len
         if right.cell_len > room - 3:
             right = Text()

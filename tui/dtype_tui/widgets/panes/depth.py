@@ -18,19 +18,20 @@ from dtype_tui.widgets.panes.base import Pane
 # The first paint plots nothing, so what plots is imported where it is used.
 if TYPE_CHECKING:
     from dtype_engine.results.drift import ModuleDrift
-    from dtype_tui.rendering.canvas import Axes, Note
+    from dtype_tui.rendering.canvas import Note
     from dtype_tui.state.experiment import Experiment
 
 _LOWER_SHARE = 0.12
-"""Fraction of the vertical axis that lies below the smallest SQNR. It leaves room for the note about the worst module."""
+"""Fraction of the vertical axis below the smallest SQNR, as room for the note about the worst module."""
 
 
 class DepthPane(Pane):
-    """Plots the SQNR of the layers in order of depth, colored by how bad it is, and marks the worst module.
-
-    A dim line shows the baseline recipe or, if there is none, the recipe before the current one.
+    """Plots the SQNR of the layers in order of depth, colored by how bad it is, and marks the worst module. A dim line shows the
+    baseline recipe or, if there is none, the recipe before the current one.
     """
 
+    TITLE = "Drift over depth"
+    CORNER = "d causes  w worst"
     HELP = (
         "SQNR of the output of each layer, of the embedding, the last norm and the head, in the order of the forward pass; of a "
         "model without numbered layers, of its topmost modules. ○ is the module that drifts most. The dim line is the "
@@ -38,17 +39,12 @@ class DepthPane(Pane):
     )
 
     def __init__(self, experiment: Experiment, id: str) -> None:
-        super().__init__(experiment, "Drift over depth", id)
+        super().__init__(experiment, id)
         self._tree: Tree | None = None
         self._names: list[str] = []
-        """The names of the modules in the plot, in the order of the tree: its layers or, without numbered layers, its topmost
-        modules.
-        """
+        """The names of the modules in the plot: the model's layers or, without numbered layers, its topmost modules."""
         self._order: Mapping[str, int] = {}
         """The position of each measured module in the forward pass, by its name."""
-
-    def corner(self, activity: str) -> Text:
-        return Text("d causes  w worst", "dim")
 
     def draw(self, activity: str, node: str) -> Text:
         now, other = self.experiment.results.modules, self._other_modules()
@@ -61,10 +57,12 @@ class DepthPane(Pane):
             return Text(
                 "No layer drifts." if nothing else "The drift of each layer appears when it is measured.", "dim"
             )
-        from dtype_tui.rendering.canvas import Series, plot
+        from dtype_tui.rendering.canvas import Axes, Series, linear_axes, plot
 
         notes = self._worst_note(names, whole)
-        axes = _axes([*whole, *dim, *((note.x, note.y) for note in notes)], len(names))
+        fitted = linear_axes([*whole, *dim, *((note.x, note.y) for note in notes)])
+        low = fitted.low - _LOWER_SHARE * (fitted.high - fitted.low)
+        axes = Axes(0.0, max(1.0, len(names) - 1.0), low, fitted.high, zero=False, linear=True)
         limits = self.experiment.results.sqnr_limits
         series = [
             Series(dim, style="dim"),
@@ -77,7 +75,7 @@ class DepthPane(Pane):
         return plot(series, axes, self.columns, max(4, self.lines), names=labels, unit="dB", notes=notes)
 
     def _modules(self) -> list[str]:
-        """Return the names of the modules that represent the model's depth: in the order of the forward pass, if it is known."""
+        """Return the names of the modules in the plot: in the order of the forward pass, if it is known."""
         tree, report = self.experiment.tree, self.experiment.results.report
         if tree is not self._tree:
             self._tree, self._names, self._order = tree, depth_modules(tree), {}
@@ -95,9 +93,7 @@ class DepthPane(Pane):
         return {drift.name: drift for drift in before.modules} if before is not None else {}
 
     def _worst_note(self, names: Sequence[str], whole: Sequence[tuple[float, float]]) -> Sequence[Note]:
-        """Return a note about the module that drifts most: at the x of the plotted layer that contains it, and at the y of its own
-        SQNR. Empty if there is no such module.
-        """
+        """Return a note about the module that drifts most, if any, in the plotted layer that contains it and at its own SQNR."""
         worst = self.experiment.results.worst_modules(1)
         if not worst or worst[0].nonfinite:
             return ()
@@ -114,16 +110,5 @@ class DepthPane(Pane):
 
 
 def _sqnr(drift: ModuleDrift | None) -> float:
-    """Return a module's SQNR in dB, or NaN if it is unknown or the output is not finite. It is infinite for a module that does not
-    drift.
-    """
+    """Return a module's SQNR in dB: NaN if it is unknown or the output is not finite, infinite if the module does not drift."""
     return math.nan if drift is None or drift.nonfinite or drift.sqnr_db is None else drift.sqnr_db
-
-
-def _axes(points: Sequence[tuple[float, float]], count: int) -> Axes:
-    """Return axes that contain the points, with room below them. count: the number of modules."""
-    from dtype_tui.rendering.canvas import Axes, linear_axes
-
-    fitted = linear_axes(points)
-    low = fitted.low - _LOWER_SHARE * (fitted.high - fitted.low)
-    return Axes(0.0, max(1.0, count - 1.0), low, fitted.high, zero=False, linear=True)

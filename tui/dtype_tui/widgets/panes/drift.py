@@ -19,12 +19,11 @@ from dtype_engine.reports.text_drift import extent_text, first_sentence, floor_t
 from dtype_engine.reports.text_losses import HELP as HELP_LOSSES
 from dtype_engine.results.figures import FIGURES, Cell, cells, has_kl, kl_error, sqnr_error
 from dtype_engine.results.meaning import HELP as HELP_MEANING
-from dtype_engine.results.meaning import Word, meaning, sqnr_limits
+from dtype_engine.results.meaning import meaning, sqnr_limits
 from dtype_engine.results.thresholds import verdicts
 from dtype_tui.rendering.cells import truncate
-from dtype_tui.rendering.figures import change
 from dtype_tui.rendering.loss_text import loss_rows
-from dtype_tui.rendering.palette import verdict_pill
+from dtype_tui.rendering.palette import ramp, verdict_pill
 from dtype_tui.rendering.worst_lines import worst_lines
 from dtype_tui.state.full_rows import drift_rows
 from dtype_tui.state.results import sqnr_range
@@ -52,10 +51,10 @@ _BETWEEN = 3
 class DriftPane(Pane):
     """Shows how far the model's output under the current recipe is from that of the reference.
 
-    While a new recipe is cast and measured, the metrics of the previous recipe stay, dimmed. The new metrics are then compared with
-    them.
+    While a new recipe is cast and measured, the metrics of the previous one stay, dimmed. The new ones are compared with them.
     """
 
+    TITLE = "Drift"
     HELP = (
         "mean |Δ|, max |Δ|, relative L2, SQNR and cosine compare the main output with the float32 reference. "
         "KL is in nats per position, ± its standard error; while inputs remain, ± says how far the KL over all inputs may differ. "
@@ -73,18 +72,15 @@ class DriftPane(Pane):
     )
 
     def corner(self, activity: str) -> Text:
-        """Return how many inputs the metrics cover. If the metrics are those of the previous recipe, return what the engine is
-        doing.
-        """
+        """Return how many inputs the metrics cover or, if they are those of the previous recipe, what the engine is doing."""
         results = self.experiment.results
-        extent = None
-        if results.report is not None:
-            extent = results.report.sequences
-        elif results.partial_drift is not None:
-            extent = results.partial_drift.extent
         if results.failure or self.experiment.model.no_forward:
             return Text()
-        words = extent_text(extent).partition(",")[0] if extent is not None else activity.partition(":")[0]
+        words = activity.partition(":")[0]
+        if results.report is not None:
+            words = extent_text(results.report.sequences).partition(",")[0]
+        elif results.partial_drift is not None:
+            words = extent_text(results.partial_drift.extent).partition(",")[0]
         return Text(words, "dim")
 
     def draw(self, activity: str, node: str) -> RenderableType:
@@ -112,18 +108,15 @@ class DriftPane(Pane):
 
             before = experiment.before
             figures = self._figures(before.output, before.sequences, before.modules, compares=False)
-            limits = sqnr_limits(before.output)
-            worst = self._worst()
-            if not worst:
-                scale = sqnr_range(before.modules)
-                worst = self._worst_lines(worst_modules(before.modules)[:_MOST_WORST], scale, limits)
+            scale, limits = sqnr_range(before.modules), sqnr_limits(before.output)
+            worst = self._worst() or worst_lines(
+                worst_modules(before.modules)[:_MOST_WORST], self._width, experiment.tree.modules, scale, limits
+            )
             return self._arranged([[_dimmed(line) for line in block] for block in figures], [list(map(_dimmed, worst))])
         return self._arranged([self._waiting(activity)], [self._worst()])
 
     def _arranged(self, blocks: Sequence[list[Text]], others: Sequence[list[Text]] = ()) -> RenderableType:
-        """Return the alerts and, below them, blocks of lines. If there is room, the blocks in `others` stand to the right of those
-        in `blocks`, otherwise below them.
-        """
+        """Return the alerts and, below them, `blocks` of lines, with `others` to the right if there is room, or else below."""
         alerts = list(self._alerts())
         report = self.experiment.results.report
         if others and self.corner_text and not self.is_framed and not self.is_zoomed:  # the frame would show it
@@ -146,7 +139,6 @@ class DriftPane(Pane):
         return half if half >= 2 * _SECOND else self.columns
 
     def _waiting(self, activity: str) -> list[Text]:
-        """Return the lines that are shown while the drift is not known yet. activity: what the engine is doing."""
         experiment = self.experiment
         if not experiment.model.live:
             return [Text("Drift appears when the model is loaded and has run.", style="dim")]
@@ -161,23 +153,16 @@ class DriftPane(Pane):
         most = 2 * _MOST_WORST if self.is_zoomed or self.lines >= _TALL else _MOST_WORST
         if not results.modules:
             return []
-        return self._worst_lines(results.worst_modules(most), results.sqnr_range, results.sqnr_limits)
-
-    def _worst_lines(
-        self, worst: Sequence[ModuleDrift], scale: tuple[float, float], limits: Sequence[tuple[float, Word]]
-    ) -> list[Text]:
-        return worst_lines(worst, self._width, self.experiment.tree.modules, scale, limits)
+        others, worst = self.experiment.tree.modules, results.worst_modules(most)
+        return worst_lines(worst, self._width, others, results.sqnr_range, results.sqnr_limits)
 
     def _alerts(self) -> Iterator[Text]:
-        """Yield lines about what the user has to see first: weight values that casts make infinite or zero, outputs that are not
-        finite, and limits that the user set.
-
-        The weight values are known before the drift is, and even if the drift can't be measured.
+        """Yield lines about what the user has to see first: weight values that casts make infinite or zero, which are known before
+        the drift is, outputs that are not finite, and limits that the user set.
         """
         results = self.experiment.results
-        for label, words in loss_rows(
-            results.losses.values, results.losses.reason, results.loss_remedy, results.loss_remedy_next
-        ):
+        losses = results.losses
+        for label, words in loss_rows(losses.values, losses.reason, results.loss_remedy, results.loss_remedy_next):
             yield Text.assemble((f"{label} " if label else "", "bold"), words)
         measured = results.report or results.partial_drift
         if measured is not None and measured.output.nonfinite:
@@ -196,10 +181,8 @@ class DriftPane(Pane):
     def _figures(
         self, output: OutputDrift, extent: Extent, modules: Iterable[ModuleDrift], compares: bool = True
     ) -> list[list[Text]]:
-        """Return blocks of lines with the metrics of the output: first the most important metric and its rating, then the others.
-
-        extent: the inputs that the metrics cover. modules: the drift of the modules. compares: whether to compare the metrics with
-        those of the previous recipe.
+        """Return blocks of lines with the metrics of the output: first the most important one and its rating, then the others.
+        compares: whether to compare them with those of the previous recipe.
         """
         before = self._comparable() if compares else None
         head = [_main_line(output, extent, before)]
@@ -217,11 +200,10 @@ class DriftPane(Pane):
     def _comparable(self) -> OutputDrift | None:
         """Return the drift of the output under the previous recipe, or None if there is none or it is the same recipe."""
         before, report = self.experiment.before, self.experiment.results.report
-        if before is None or (
-            report is not None and (before.rules, before.settings) == (report.rules, report.settings)
-        ):
+        if before is None:
             return None
-        return before.output
+        is_same = report is not None and (before.rules, before.settings) == (report.rules, report.settings)
+        return None if is_same else before.output
 
     def _about(self, report: DriftReport) -> list[Text]:
         floor = self.experiment.floor
@@ -242,7 +224,6 @@ class DriftPane(Pane):
 
 
 def rows_table(rows: Sequence[tuple[str, Text | str]]) -> Table:
-    """Return a table of rows (label, text)."""
     from dtype_tui.rendering.plain_table import PlainTable
 
     table = PlainTable.labelled(gap=1)
@@ -252,9 +233,7 @@ def rows_table(rows: Sequence[tuple[str, Text | str]]) -> Table:
 
 
 def _joined(blocks: Sequence[list[Text]], columns: int, lines: int) -> Text:
-    """Return blocks of lines as one text that is `columns` cells wide. A blank line separates two blocks if the text then still has
-    at most `lines` lines. If there is no room for all blank lines, the blocks at the top get theirs first.
-    """
+    """Return blocks of lines as one text. Blank lines separate them, from the top, while it has at most `lines` lines."""
     filled = [block for block in blocks if block]
     room = lines - sum(-(-max(1, line.cell_len) // columns) for block in filled for line in block)
     joined = Text()
@@ -269,20 +248,26 @@ def _dimmed(line: Text) -> Text:
 
 
 def _main_line(output: OutputDrift, extent: Extent, before: OutputDrift | None) -> Text:
-    """Return the line with the mean KL or, without one, the SQNR, next to that of the previous recipe (`before`). extent: the
-    inputs that the figure covers.
-    """
-    name, label, after = "sqnr_db", "SQNR ", sqnr_error(output, extent)
+    """Return the line with the mean KL or, without one, the SQNR, next to that of the previous recipe (`before`)."""
+    row, label, after = FIGURES["sqnr_db"], "SQNR ", sqnr_error(output, extent)
     form: Callable[[float], str] = decibels
     if has_kl(output):
         error = kl_error(output, extent)
-        name, label, after = "kl_mean", "KL ", f"{'' if error is None else f' ± {scientific(error, 0)}'} nats"
+        row, label, after = FIGURES["kl_mean"], "KL ", f"{'' if error is None else f' ± {scientific(error, 0)}'} nats"
         form = scientific
-    earlier, now = (None if each is None else FIGURES[name].of(each) for each in (before, output))
+    earlier, now = (None if each is None else row.of(each) for each in (before, output))
     assert now is not None
     shown = None if earlier is None else form(earlier).removesuffix(" dB")
-    figure = change(shown, form(now), earlier is not None and FIGURES[name].worsened(earlier, now))
+    figure = _change(shown, form(now), earlier is not None and row.worsened(earlier, now))
     return Text.assemble((label, "dim"), figure, (after, "dim"))
+
+
+def _change(before: str | None, now: str, worsened: bool) -> Text:
+    """Return a figure beside its earlier value, if that is another, and a mark for worse or better: `2.20e-5 → 2.61e-5 ▲`."""
+    if before is None or before == now:
+        return Text(now, "bold")
+    mark, colour = ("▲", ramp("broken")) if worsened else ("▼", ramp("exact"))
+    return Text.assemble((f"{before} → ", "dim"), (now, "bold"), (f" {mark}", colour))
 
 
 def _metric_line(metric: MetricChange) -> Text:
@@ -315,14 +300,11 @@ def _other_figures(output: OutputDrift, extent: Extent, columns: int) -> list[Te
 
 
 def _figure(cell: Cell, width: int) -> Text:
-    """Return the label of a figure, padded to `width` cells, and its text."""
     return Text.assemble((f"{cell.label:<{width - 1}} ", "dim"), cell.text)
 
 
 def _nonfinite_lines(diagnosis: NonFiniteDiagnosis) -> Iterator[Text]:
-    """Yield lines with the operation that produces infinite or NaN values, the rule that prevents them, and the key that applies
-    the rule.
-    """
+    """Yield lines with the operation that produces infinite or NaN values, and the rule that prevents them."""
     yield Text.assemble(("not finite ", "bold red"), first_sentence(diagnosis))
     if values := value_sentence(diagnosis):
         yield Text.assemble(("because ", "dim"), values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -17,18 +18,19 @@ from dtype_tui.state.full_rows import memory_rows
 from dtype_tui.widgets.panes.base import Pane
 from dtype_tui.widgets.panes.drift import rows_table
 
+if TYPE_CHECKING:
+    from dtype_engine.results.memory import MemoryStats
+
 _LABEL = len("resident ")
 _MOST_BY_KIND = 5_000
-"""The bytes are shown by kind of layer only if the model has at most this many tensors. For more, computing them would delay the
-response to a key too much.
+"""The bytes are shown by kind of layer for at most this many tensors. For more, computing them would delay the response to a key.
 """
-_BAR = 8
-"""The width, in cells, of the bar that shows how full a device is."""
 
 
 class MemoryPane(Pane):
     """Shows the planned bytes by dtype, and the bytes of the tensors in memory and of the process."""
 
+    TITLE = "Memory"
     HELP = (
         "stored: the checkpoint's tensors. planned: the same under the recipe, including scales, with tied weights counted once; "
         "percentages are shares of these bytes, or the change from stored. "
@@ -53,7 +55,7 @@ class MemoryPane(Pane):
 
     def draw(self, activity: str, node: str) -> RenderableType:
         experiment = self.experiment
-        plan, memory = experiment.plan, experiment.memory
+        plan = experiment.plan
         if experiment.model.partial:
             return Text("Bytes appear when all headers are read.", style="dim")
         lines = self._by_dtype()
@@ -77,29 +79,8 @@ class MemoryPane(Pane):
         if not experiment.model.live and experiment.room and not experiment.served.budget:
             fits = "fits" if plan.planned_bytes <= experiment.room else "does not fit"
             lines.append(Text(f"{fits} {human_bytes(experiment.room)} of memory", "dim"))
-        if memory is not None and memory.read_bytes is not None:  # then the weights are not resident
-            lines.append(_row("read", short_bytes(memory.read_bytes), f", a pass {short_bytes(plan.stored_bytes)}"))
-        elif memory is not None and memory.resident_bytes is not None:
-            devices = ", ".join(name for name, size in memory.resident_by_device if size)
-            lines.append(_row("resident", human_bytes(memory.resident_bytes), f" {devices}"))
-            limits = dict(memory.limits)
-            for name, size in memory.resident_by_device:
-                limit = limits.get(name, limits.get(name.partition(":")[0]))
-                if limit:
-                    filled = meter(size / limit, _BAR, heat(min(1.0, size / limit)))
-                    lines.append(
-                        Text.assemble(
-                            (f"{name:<{_LABEL}}", "dim"),
-                            *filled,
-                            (f" {short_bytes(size)} of {short_bytes(limit)}", "dim"),
-                        )
-                    )
-        if memory is not None and memory.device_allocated_bytes is not None:
-            peak = f", peak {short_bytes(memory.device_peak_bytes or 0)}"
-            lines.append(_row("device", short_bytes(memory.device_allocated_bytes), peak))
-        if memory is not None and memory.rss_bytes is not None:
-            peak = f", peak {short_bytes(memory.peak_rss_bytes)}" if memory.peak_rss_bytes is not None else ""
-            lines.append(_row("process", short_bytes(memory.rss_bytes), peak))
+        if experiment.memory is not None:
+            lines += _held(experiment.memory, plan.stored_bytes)
         if self.lines - len(lines) > 2 and len(experiment.tree.order) <= _MOST_BY_KIND:
             lines += self._by_kind()[: self.lines - len(lines)]
         for line in lines:
@@ -107,9 +88,7 @@ class MemoryPane(Pane):
         return Text("\n").join(lines)
 
     def _by_kind(self) -> list[Text]:
-        """Return an empty line, and then a line for each kind of layer, such as attention, with its planned bytes and their share
-        of the model's.
-        """
+        """Return an empty line, and one for each kind of layer, such as attention, with its planned bytes and share."""
         whole, lines = max(1, self.experiment.plan.planned_bytes), [Text()]
         for kind, totals in totals_by_kind(self.experiment.tree, self.experiment.plan.dtypes).items():
             share = totals.total_bytes / whole
@@ -118,9 +97,8 @@ class MemoryPane(Pane):
         return lines
 
     def _by_dtype(self) -> list[Text]:
-        """Return a bar of the planned bytes with a section for each dtype, and its legend in one line.
-
-        The full width of the bar is the stored or the planned size, whichever is larger.
+        """Return a bar of the planned bytes, as a part of the stored ones, with a section for each dtype, and its legend in one
+        line.
         """
         shares = self.experiment.totals[""].mix()
         plan, width = self.experiment.plan, self.columns
@@ -138,6 +116,29 @@ class MemoryPane(Pane):
             legend.append("■", colour(dtype))
             legend.append(entry)
         return [bar, legend]
+
+
+def _held(memory: MemoryStats, stored: int) -> list[Text]:
+    """Return the lines about the memory of the model and the process. stored: the bytes that a pass reads."""
+    lines = []
+    if memory.read_bytes is not None:  # then the weights are not resident
+        lines.append(_row("read", short_bytes(memory.read_bytes), f", a pass {short_bytes(stored)}"))
+    elif memory.resident_bytes is not None:
+        devices = ", ".join(name for name, size in memory.resident_by_device if size)
+        lines.append(_row("resident", human_bytes(memory.resident_bytes), f" {devices}"))
+        limits = dict(memory.limits)
+        for name, size in memory.resident_by_device:
+            if limit := limits.get(name, limits.get(name.partition(":")[0])):
+                filled = meter(size / limit, 8, heat(min(1.0, size / limit)))
+                words = f" {short_bytes(size)} of {short_bytes(limit)}"
+                lines.append(Text.assemble((f"{name:<{_LABEL}}", "dim"), *filled, (words, "dim")))
+    if memory.device_allocated_bytes is not None:
+        peak = f", peak {short_bytes(memory.device_peak_bytes or 0)}"
+        lines.append(_row("device", short_bytes(memory.device_allocated_bytes), peak))
+    if memory.rss_bytes is not None:
+        peak = f", peak {short_bytes(memory.peak_rss_bytes)}" if memory.peak_rss_bytes is not None else ""
+        lines.append(_row("process", short_bytes(memory.rss_bytes), peak))
+    return lines
 
 
 def _row(label: str, size: str, rest: str, bold: bool = False) -> Text:

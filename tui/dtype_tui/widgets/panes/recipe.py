@@ -1,6 +1,4 @@
-"""The Recipe pane: the rules in order, which the user can change there. It also says which rules decide the dtype of the node under
-the cursor.
-"""
+"""The Recipe pane: the rules in order, which can be changed there, and which of them decide the dtypes of a node."""
 
 from __future__ import annotations
 
@@ -30,11 +28,11 @@ _WITH_BYTES = 46
 
 
 class RecipePane(Pane):
-    """Shows the rules in order, one in each line, and below them which rules decide the dtypes of the node under the cursor.
-
-    When the pane has the focus, one of the rules is under its cursor, and keys change that rule.
+    """Shows the rules in order, one in each line, and below them which rules decide the dtypes of the node under the cursor. When
+    the pane has the focus, one of the rules is under its cursor, and keys change that rule.
     """
 
+    TITLE = "Recipe"
     HELP = (
         "Rules in the order in which they apply, with the number of tensors that each matches and, if there is room, the bytes "
         "that it saves; the last rule that matches wins. r goes to the rules: Enter changes the one under the cursor, 1 to 8 its "
@@ -53,12 +51,10 @@ class RecipePane(Pane):
     ]
 
     def __init__(self, controller: Controller, id: str) -> None:
-        super().__init__(controller.experiment, "Recipe", id)
+        super().__init__(controller.experiment, id)
         self._controller = controller
         self.cursor = 0
-        """Index of the row under the pane's cursor."""
         self._top = 0
-        """Index of the first row that is shown."""
         self._saved: tuple[Plan, list[int]] | None = None
 
     # -- changing rules ------------------------------------------------------------------------------------------
@@ -82,9 +78,8 @@ class RecipePane(Pane):
 
     def action_move(self, step: int) -> None:
         if self.current is not None:
-            to = max(0, min(self.cursor + step, len(self.experiment.rules.rows) - 1))
             moved = self.experiment.rules.moved(self.cursor, step)
-            self.cursor = to
+            self.cursor = max(0, min(self.cursor + step, len(moved.rows) - 1))
             self._controller.apply_rules(moved)
 
     def action_switch(self) -> None:
@@ -114,8 +109,9 @@ class RecipePane(Pane):
     def draw(self, activity: str, node: str) -> Text:
         rows = self.experiment.rules.rows
         if not rows:
-            words = "No rules: every tensor is as stored.\nc casts by a pattern, 1 to 8 cast the node."
-            return Text(words, style="dim")
+            return Text(
+                "No rules: every tensor is as stored.\nc casts by a pattern, 1 to 8 cast the node.", style="dim"
+            )
         self.cursor = max(0, min(self.cursor, len(rows) - 1))
         below = self._about_node(node)[: max(1, self.lines - len(rows) - 1)]
         room = max(1, self.lines - len(below) - 1)
@@ -153,7 +149,7 @@ class RecipePane(Pane):
 
     def _row(self, row: ListedRule, at: int | None, count: str, widths: tuple[int, int, int]) -> Text:
         """Return the line of a rule. at: the rule's index in the recipe, or None if it is disabled. count: the number of tensors
-        that it matches, as text. widths: the widths in cells of the columns of numbers, badges and counts.
+        that it matches. widths: those of the columns of numbers, badges and counts, in cells.
         """
         badge, style = pill(row.rule.dtype)
         saved = self._saved_by(at) if self.columns >= _WITH_BYTES else None
@@ -170,9 +166,7 @@ class RecipePane(Pane):
         )
 
     def _saved_by(self, at: int | None) -> str:
-        """Return as text how many bytes a rule saves on the tensors whose dtype it decides, such as "-6.40 MiB", or "" if none. at:
-        the rule's index in the recipe, or None if it is disabled.
-        """
+        """Return how many bytes a rule saves on the tensors whose dtype it decides, such as "-6.40 MiB", or "" if none."""
         plan, tree = self.experiment.plan, self.experiment.tree
         if self._saved is None or self._saved[0] is not plan:
             sums = [0] * len(plan.recipe)

@@ -21,18 +21,13 @@ if TYPE_CHECKING:
     from dtype_tui.widgets.panes.recipe import RecipePane
 
 _MOST_LINES, _MOST_TALL_LINES = (15, 8), (20, 14)
-"""Maximum numbers of lines of (the Drift pane, the Memory pane): `_MOST_TALL_LINES` where these panes have at least `_TALL` lines
-in all, otherwise `_MOST_LINES`.
-"""
+"""Maximum numbers of lines of (the Drift pane, the Memory pane), the second if the panes have at least `_TALL` lines in all."""
 _TALL = 44
 """From this number of lines on, there is room for twice as many of the worst modules, and for the bytes by kind of layer."""
 
 
 class SidePanes(Vertical):
-    """Holds the panes Drift, Memory and Recipe: one above the other if they fit, otherwise one at a time below a line of tabs.
-
-    A zoomed pane is shown alone, and takes all lines.
-    """
+    """Holds the panes one above the other if they fit, otherwise one at a time below tabs. A zoomed pane is shown alone."""
 
     DEFAULT_CSS = """
     SidePanes { width: 1fr; min-width: 38; layers: base over; }
@@ -58,17 +53,16 @@ class SidePanes(Vertical):
         yield MessageLine(in_place=True)
 
     def make_panes(self) -> None:
-        """Import the modules of the panes and make the panes. It is done after the first paint, which shows no panes."""
+        """Import the modules of the panes and make the panes, after the first paint, which shows none."""
         from dtype_tui.widgets.panes.drift import DriftPane
         from dtype_tui.widgets.panes.memory import MemoryPane
         from dtype_tui.widgets.panes.recipe import RecipePane
 
         experiment = self._controller.experiment
         self.recipe = RecipePane(self._controller, "recipe")
-        self.panes = [DriftPane(experiment, "Drift", "drift"), MemoryPane(experiment, "Memory", "memory"), self.recipe]
+        self.panes = [DriftPane(experiment, "drift"), MemoryPane(experiment, "memory"), self.recipe]
 
     def mount_panes(self) -> AwaitMount:
-        """Mount the panes that `make_panes` made."""
         self.place()
         self._tabs = Static(id="tabs", markup=False)
         self.activate(self.panes[0])
@@ -98,13 +92,11 @@ class SidePanes(Vertical):
             pane.styles.height = "1fr" if alone else lines
 
     def activate(self, pane: Pane) -> None:
-        """Make a pane the active one."""
         self.active = pane
-        for other in self.panes:
-            other.set_class(other is pane, "active")
         tabs = Text(" ")
         for other in self.panes:
-            title = f"[{other.title}]" if other is pane else f" {other.title} "
+            other.set_class(other is pane, "active")
+            title = f"[{other.TITLE}]" if other is pane else f" {other.TITLE} "
             tabs.append(title, style=f"bold {ACCENT}" if other is pane else "dim")
             tabs.append(" ")
         tabs.append("  tab: next  +: alone", style="dim")
@@ -118,7 +110,7 @@ class SidePanes(Vertical):
                 yield pane, pane.region.offset if pane.is_framed else tabs.offset + Offset(left, 0)
             elif tabs:
                 yield pane, tabs.offset + Offset(left, 0)
-            left += len(pane.title) + 3
+            left += len(pane.TITLE) + 3
 
     def after(self, pane: Pane) -> Pane | None:
         """Return the pane below `pane`, or None if it is the last."""

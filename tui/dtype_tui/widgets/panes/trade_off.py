@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from rich.console import Group, RenderableType
 from rich.text import Text
 
@@ -11,25 +9,16 @@ from dtype_engine.core.text import printable
 from dtype_tui.rendering.palette import ACCENT
 from dtype_tui.widgets.panes.base import Pane
 
-if TYPE_CHECKING:
-    from dtype_tui.state.experiment import Experiment
-
 
 class TradeOffPane(Pane):
-    """Plots the drift of each measured recipe against its planned bytes, and marks the current recipe. There
-    is no plot of a single recipe, because one point shows no trade-off.
-    """
+    """Plots the drift of the measured recipes, if they are several, against their bytes, and marks the current recipe."""
 
+    TITLE = "Bytes and drift"
+    CORNER = "H history"
     HELP = (
         "The measured recipes: planned bytes to the right, KL upwards, or the square of the relative L2 error if the output is no "
         "distribution. ● is the current recipe, P the baseline. H lists them."
     )
-
-    def __init__(self, experiment: Experiment, id: str) -> None:
-        super().__init__(experiment, "Bytes and drift", id)
-
-    def corner(self, activity: str) -> Text:
-        return Text("H history", "dim")
 
     def draw(self, activity: str, node: str) -> RenderableType:
         entries = self.experiment.measured
