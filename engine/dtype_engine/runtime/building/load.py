@@ -38,7 +38,7 @@ from dtype_engine.runtime.building.filling import Loaded, load_into, loading_dty
 from dtype_engine.runtime.building.python_source import load_python
 from dtype_engine.runtime.building.shapes import refuse_misshapen
 from dtype_engine.runtime.building.transformers_models import load_transformers
-from dtype_engine.runtime.device import pick_device
+from dtype_engine.runtime.device import has_streams, pick_device
 from dtype_engine.runtime.formats.dequantize import torch_dtype
 from dtype_engine.runtime.libraries.hub import offline
 from dtype_engine.runtime.libraries.silence_libraries import quiet
@@ -48,7 +48,7 @@ from dtype_engine.runtime.model.module_tree import collect_tensors
 from dtype_engine.runtime.model.name_mapping import Placement
 from dtype_engine.runtime.weights.blockwise import BlockwiseSource
 from dtype_engine.runtime.weights.budget import BLOCKS, MemoryBudget, blocks_of
-from dtype_engine.runtime.weights.copies_ahead import copies_ahead
+from dtype_engine.runtime.weights.copies_ahead import CopiesAhead
 
 OnStep = Callable[[str], None]
 
@@ -89,7 +89,8 @@ def _budget(checkpoint: Checkpoint, device: torch.device, options: ModelOptions)
     most = limit_of(device, options.max_memory) if device.type != "cpu" and not options.device_map else None
     if most is None or checkpoint.stored_bytes <= most:
         return MemoryBudget()
-    return MemoryBudget(most // BLOCKS, keeps_pages=True, copies=copies_ahead(device))
+    copies = CopiesAhead(device) if has_streams(device) else None
+    return MemoryBudget(most // BLOCKS, keeps_pages=True, copies=copies)
 
 
 def _memory_for(options: ModelOptions) -> int:

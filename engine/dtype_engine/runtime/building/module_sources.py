@@ -21,9 +21,8 @@ from dtype_engine.runtime.model.name_mapping import Placement
 from dtype_engine.runtime.model.packed_parts import in_rows
 from dtype_engine.runtime.weights.blockwise import BlockwiseSource
 from dtype_engine.runtime.weights.budget import SMALLEST, MemoryBudget
-from dtype_engine.runtime.weights.checkpoint_weights import read_stored
+from dtype_engine.runtime.weights.checkpoint_weights import read_stored, source_of
 from dtype_engine.runtime.weights.coded import CodedSource
-from dtype_engine.runtime.weights.plain import FileSource, PlainSource
 from dtype_engine.runtime.weights.source import CPU, WeightSource
 from dtype_engine.runtime.weights.stacked import StackedSource
 
@@ -70,24 +69,29 @@ def sources_of_module(
             places.setdefault(place.name, {})[name] = place
     state, holds = module.state_dict(), torch_dtype(decoded_dtype(checkpoint))
     found: dict[str, WeightSource] = {}
+
+    def source(stored: str) -> WeightSource:
+        if (weight := checkpoint.coded.get(stored)) is None:
+            return source_of(checkpoint, stored)
+        return CodedSource(weight, holds, stored in turned, input_format(weight, checkpoint.config))
+
     for name, parts in places.items():
         shape = tuple(state[name].shape)
         if any(part.part for part in parts.values()):
             rows = in_rows(parts, {part: checkpoint.weights[part].shape for part in parts}, shape)
             if rows is None:
                 raise NoForward(f"{title}: no forward pass: {name} is not its parts in the files, one below the other")
-            among = [_source(checkpoint, part, holds, False, memory.limited) for names in rows for part in names]
+            among = [source(part) for names in rows for part in names]
             coded = any(part.format for part in among)
             found[name] = StackedSource(among, shape, holds if coded else among[0].dtype)
             continue
         stored = next(iter(parts))
         own = checkpoint.weights[stored].shape
-        is_turned = stored in turned
-        if shape != ((*own[:-2], *own[:-3:-1]) if is_turned else own):
+        if shape != ((*own[:-2], *own[:-3:-1]) if stored in turned else own):
             raise NoForward(
                 f"{title}: no forward pass: config.json makes {printable(stored)} {list(shape)}, and the files have {list(own)}"
             )
-        found[name] = _source(checkpoint, stored, holds, is_turned, memory.limited)
+        found[name] = source(stored)
     return {name: BlockwiseSource(source, memory) for name, source in found.items()} if memory.limited else found
 
 
@@ -101,15 +105,6 @@ def _stays_in_file(checkpoint: Checkpoint, name: str, turned: Collection[str]) -
     stored = checkpoint.weights[name]
     plain = stored.dtype in dtypes.COMPUTE_DTYPES and stored.bytes is not None
     return plain and name not in turned and stored.nbytes >= SMALLEST
-
-
-def _source(checkpoint: Checkpoint, name: str, holds: torch.dtype, turned: bool, in_files: bool) -> WeightSource:
-    if name in checkpoint.coded:
-        weight = checkpoint.coded[name]
-        return CodedSource(weight, holds, turned, input_format(weight, checkpoint.config))
-    if in_files:
-        return FileSource(checkpoint.weights[name], "mapped")
-    return PlainSource(read_stored(checkpoint, checkpoint.weights[name]))
 
 
 def inputs_notice(checkpoint: Checkpoint) -> tuple[str, ...]:
