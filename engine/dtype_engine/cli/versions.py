@@ -21,7 +21,7 @@ def print_version(context: click.Context, parameter: click.Parameter, wanted: bo
     if not context.params.get("verbose"):
         answer(f"dtype-engine, version {__version__}")
         context.exit()
-    from dtype_engine.runtime.model.hardware import hardware
+    from dtype_engine.runtime.device import hardware
 
     named = {"dtype-tui": __version__, "python": platform.python_version()}
     named |= {name: _installed(name) for name in _LIBRARIES}

@@ -26,7 +26,6 @@ from dtype_engine.core.text import printable
 from dtype_engine.core.units import plural
 from dtype_engine.results.coverage import Coverage
 from dtype_engine.runtime.building.architecture import architecture, make, reason
-from dtype_engine.runtime.building.device_limits import limit_of, require_fit
 from dtype_engine.runtime.building.diffusers_models import (
     import_diffusers,
     make_diffusers,
@@ -42,7 +41,7 @@ from dtype_engine.runtime.device import has_streams, pick_device
 from dtype_engine.runtime.formats.dequantize import torch_dtype
 from dtype_engine.runtime.libraries.hub import offline
 from dtype_engine.runtime.libraries.silence_libraries import quiet
-from dtype_engine.runtime.model.device_map import places_of
+from dtype_engine.runtime.model.device_map import limit_of, places_of, require_fit
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.model.module_tree import collect_tensors
 from dtype_engine.runtime.model.name_mapping import Placement
@@ -72,9 +71,8 @@ def load(source: Source, options: ModelOptions, on_step: OnStep = lambda step: N
     if checkpoint.form == "pickle" and source.trust_pickle and checkpoint.path.is_file():
         whole = load_pickle(checkpoint.path, trust=True)
         if isinstance(whole, nn.Module):
-            wanted, limits = options.device_map, options.max_memory
             require_fit(whole, source.title, device, options)
-            places = places_of(whole, wanted, device, limits) if wanted else None
+            places = places_of(whole, device, options)
             code = sys.modules.get(type(whole).__module__)
             return LiveModel.wrap(
                 whole, source.title, device, example_inputs=getattr(code, "example_inputs", None), places=places
@@ -123,7 +121,6 @@ def _from_checkpoint(
     if is_diffusers(checkpoint.config):
         run_decoder(loaded.module)
     on_step("listing the weights")
-    wanted = options.device_map
     live = LiveModel.wrap(
         loaded.module,
         source.title,
@@ -138,7 +135,7 @@ def _from_checkpoint(
         trust_remote_code=options.trust_remote_code,
         identities=checkpoint.identities,
         memory=memory,
-        places=places_of(loaded.module, wanted, device, options.max_memory) if wanted else None,
+        places=places_of(loaded.module, device, options),
     )
     if memory.limited:
         memory.use_blocks(blocks(live, memory.most))

@@ -23,10 +23,9 @@ from dtype_engine.core.options import ModelOptions
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import plural
 from dtype_engine.results.coverage import Coverage
-from dtype_engine.runtime.building.device_limits import require_fit
 from dtype_engine.runtime.libraries.silence_libraries import quiet
 from dtype_engine.runtime.libraries.torch_private import tensor_slots
-from dtype_engine.runtime.model.device_map import places_of
+from dtype_engine.runtime.model.device_map import places_of, require_fit
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.model.module_tree import collect_tensors
 from dtype_engine.runtime.weights.checkpoint_weights import source_of
@@ -133,7 +132,7 @@ def load_python(source: Source, options: ModelOptions, device: torch.device, on_
         files=(options.weights,) if options.weights is not None and options.weights.is_file() else (),
         folder=source.path.parent if source.path else None,
         example_inputs=getattr(namespace, "example_inputs", None),
-        places=places_of(module, options.device_map, device, options.max_memory) if options.device_map else None,
+        places=places_of(module, device, options),
     )
 
 
