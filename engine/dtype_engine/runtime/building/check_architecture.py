@@ -1,6 +1,4 @@
-"""Adds findings to the report on a checkpoint: tensors that only its architecture has, that only the files have, or whose shapes
-differ.
-"""
+"""Compares a checkpoint with its architecture, for the report on the checkpoint."""
 
 from __future__ import annotations
 
@@ -19,9 +17,9 @@ from dtype_engine.runtime.building.describe import describe
 def with_architecture(
     report: CheckReport, source: Source, options: ModelOptions, checkpoint: Checkpoint
 ) -> CheckReport:
-    """Compare the tensors in a checkpoint with those of its architecture. Returns `report` with one more finding for each tensor
-    that only the checkpoint or only the architecture has, or that has another shape in the architecture; and with one if no model
-    can be made of config.json. If the architecture is unknown, the report says why among what is unchecked.
+    """Return `report` with one more finding for each tensor that only the checkpoint or only its architecture has, or that has
+    another shape in the architecture; and with one if no model can be made of config.json. If the architecture is unknown, the
+    report says why among what is unchecked.
 
     Raises UserError if transformers does not have the architecture that `options` name.
     """

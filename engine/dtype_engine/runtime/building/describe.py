@@ -1,7 +1,5 @@
-"""Describes a model for all commands: a tree of its modules and tensors, with module classes, tied weights and stored dtypes.
-
-For most checkpoints, the tree is derived from the file headers and the architecture built without data. Only a model from Python
-code, or a pickle that holds a whole module, has to be loaded. If the architecture is unknown, the files alone determine the tree.
+"""Describes a model for all commands, mostly by the headers of its files and the architecture built without data. Only a model from
+Python code, or a pickle that holds a whole module, has to be loaded.
 """
 
 from __future__ import annotations
@@ -34,12 +32,10 @@ class ModelDescription:
 
     tree: Tree
     kinds: dict[str, frozenset[str]]
-    """Maps the name of each module class in the tree to the names of its base classes."""
+    """The names of the base classes of each module class in the tree."""
     model_type: str | None
     placements: Mapping[str, Placement] = field(default_factory=dict)
-    """Maps the name of each tensor of the files to where it is loaded in the model. A tensor without an entry has the same name in
-    both.
-    """
+    """Where each tensor of the files is loaded in the model. One without an entry has the same name in both."""
     class_name: str = ""
     """The name of the model class that the configuration names, or "" if no class is known."""
     coverage: Coverage | None = None
@@ -49,7 +45,7 @@ class ModelDescription:
 
 
 def describe(source: Source, options: ModelOptions, checkpoint: Checkpoint | None = None) -> ModelDescription:
-    """Return a description of the model in `source`. If its architecture is unknown, the description has no module classes.
+    """Return a description of the model in `source`. If its architecture is unknown, it is that of the files alone.
 
     checkpoint: the headers of `source`, if they were read already. Raises UserError if the source can't be read or opened.
     """
@@ -82,8 +78,8 @@ def describe(source: Source, options: ModelOptions, checkpoint: Checkpoint | Non
 
 
 def _coverage(module: nn.Module, tree: Tree) -> Coverage:
-    """Return which of a module's tensors the files have. Missing and unused tensors that the module's class declares to be harmless
-    are not counted. module: the model, which may be on the meta device. tree: the tree of the model and the files.
+    """Return which of a module's tensors the files have. Missing and unused ones that the module's class declares to be harmless
+    are not counted. tree: the tree of the module and the files.
     """
     spared, left_over = (
         [re.compile(pattern) for pattern in getattr(module, f"_keys_to_ignore_on_load_{kind}", None) or ()]

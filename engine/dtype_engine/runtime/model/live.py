@@ -99,11 +99,11 @@ class Weight:
 
     @property
     def blockwise(self) -> bool:
-        """Whether the values are read, and cast, each time that a pass reaches the weight, because the model is larger than memory."""
+        """Whether the values are read, and cast, each time that a pass reaches the weight: the model is larger than memory."""
         return isinstance(self.stored, BlockwiseSource)
 
     def current(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the data and the scales (None for a dtype without) of a weight that is cast, or that the module holds as stored."""
+        """Return the data and the scales, or None for a dtype without, of a weight that is cast or that the module holds."""
         if not isinstance(self.stored, BlockwiseSource):
             return self.tensor.data, self.scale
         key = id(self), self.dtype, self.tensor.device
@@ -343,7 +343,7 @@ class LiveModel:
 
     @functools.cached_property
     def cache_names(self) -> Mapping[str, tuple[str, ...]]:
-        """The tensors of the KV cache that rules may give a format, such as keys and values, keyed by the module that writes them."""
+        """The KV cache's tensors that rules may give a format, such as keys and values, keyed by the module that writes them."""
         found: dict[str, tuple[str, ...]] = {}
         for name in self.tree.caches:
             module = name.rsplit(".", 2)[0]

@@ -80,7 +80,7 @@ def _differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Return whether two values are equal: functions by their names, and objects whose class does not define `==` by their types."""
+    """Return whether two values are equal: functions by name, and objects whose class does not define `==` by type."""
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
