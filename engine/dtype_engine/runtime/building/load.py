@@ -81,24 +81,20 @@ def load(source: Source, options: ModelOptions, on_step: OnStep = lambda step: N
 
 
 def _budget(checkpoint: Checkpoint, device: torch.device, options: ModelOptions) -> MemoryBudget:
-    """Return the memory that the weights of a checkpoint may take: without a limit if they fit into memory and on the device."""
-    if checkpoint.stored_bytes > usable_memory(options.max_memory):
-        return MemoryBudget(_memory_for(options) // BLOCKS)
+    """Return the memory that the weights of a checkpoint may take: without a limit if they fit into memory and on the device.
+
+    Without a limit for the CPU, a model larger than memory may take three quarters of the free memory, because activations, and
+    weights while they are decoded and cast, come on top. A limit that the user sets stays as it is, so that several jobs divide the
+    model into the same blocks.
+    """
+    usable = usable_memory(options.max_memory)
+    if checkpoint.stored_bytes > usable:
+        return MemoryBudget((usable if "cpu" in options.max_memory else min(usable, free_memory() * 3 // 4)) // BLOCKS)
     most = limit_of(device, options.max_memory) if device.type != "cpu" and not options.device_map else None
     if most is None or checkpoint.stored_bytes <= most:
         return MemoryBudget()
     copies = CopiesAhead(device) if has_streams(device) else None
     return MemoryBudget(most // BLOCKS, keeps_pages=True, copies=copies)
-
-
-def _memory_for(options: ModelOptions) -> int:
-    """Return how many bytes a model that is larger than memory may take. Without a limit for the CPU, these are three quarters of
-    the free memory, because activations, and weights while they are decoded and cast, come on top.
-
-    A limit that the user sets stays as it is, so that several jobs divide the model into the same blocks.
-    """
-    usable = usable_memory(options.max_memory)
-    return usable if "cpu" in options.max_memory else min(usable, free_memory() * 3 // 4)
 
 
 _NO_ARCHITECTURE = {
@@ -149,10 +145,8 @@ def _from_checkpoint(
 
 
 def blocks(live: LiveModel, most: int) -> dict[str, tuple[ByteRange, ...]]:
-    """Divide a model that is larger than memory into blocks: modules whose weights take at most `most` bytes in float32, where
-    possible. Returns the byte ranges of each block's weights in the files, keyed by the module's name (see `blocks_of`).
-
-    If another checkpoint serves as the reference model, its files may be the ones that are larger than memory.
+    """Return the blocks of a model that is larger than memory (see `blocks_of`). If another checkpoint serves as the reference
+    model, its files may be the ones that are larger than memory.
     """
     in_files = {key: weight.stored.in_files or weight.reference.in_files for key, weight in live.by_id.items()}
     return blocks_of(live.module, {key: tensors for key, tensors in in_files.items() if tensors}, most)
@@ -167,9 +161,8 @@ def load_module(
 ) -> Loaded:
     """Load the module of a checkpoint on the CPU, with every tensor in the dtype of its file.
 
-    title: the model's name, for errors. on_step: called with a description of each step. memory: what is kept of the weights that
-    a forward pass is using; by default, the model fits into memory. Raises NoForward if the architecture is unknown or the module
-    can't be loaded.
+    memory: what is kept of the weights that a forward pass is using; by default, the model fits into memory. Raises NoForward if
+    the architecture is unknown or the module can't be loaded.
     """
     memory = MemoryBudget() if memory is None else memory
     if why := _why_not_loaded(checkpoint, memory):
@@ -183,9 +176,7 @@ def load_module(
 
 
 def _why_not_loaded(checkpoint: Checkpoint, memory: MemoryBudget) -> str:
-    """Return why no module can be loaded from a checkpoint, as a clause with its punctuation, or "" if nothing is known against
-    it.
-    """
+    """Return why no module can be loaded from a checkpoint, as a clause with its punctuation, or ""."""
     if memory.limited and (checkpoint.form == "diffusers" or is_diffusers(checkpoint.config)):
         return (
             ": it is larger than the memory to use, and models of diffusers can't be run in parts. Planning, patterns, weights and "
@@ -216,9 +207,7 @@ def _why_not_loaded(checkpoint: Checkpoint, memory: MemoryBudget) -> str:
 
 
 def _load_diffusers(checkpoint: Checkpoint, title: str) -> Loaded:
-    """Load a diffusers model, memory-mapped, with every tensor in the dtype of its file. title: its name, for errors. Raises
-    NoForward if diffusers can't construct the model or the tensors do not match it.
-    """
+    """Load a diffusers model. Raises NoForward if diffusers can't construct it or the tensors do not match it."""
     module, placements = make_diffusers(checkpoint, title)
     refuse_misshapen(module, checkpoint, placements, checkpoint.path)
     with_placeholders(module)
@@ -229,9 +218,7 @@ def _load_diffusers(checkpoint: Checkpoint, title: str) -> Loaded:
 
 
 def _load_pipeline(checkpoint: Checkpoint, title: str, options: ModelOptions, on_step: OnStep) -> Loaded:
-    """Load a diffusers pipeline: each of its models with every tensor in the dtype of its file, then tokenizers and schedulers.
-    title: its name, for errors. Raises NoForward if one of them can't be loaded.
-    """
+    """Load a diffusers pipeline: its models, then tokenizers and schedulers. Raises NoForward if one of them can't be loaded."""
     import_diffusers(f"{title}: a pipeline has several models")
     parts: dict[str, Loaded] = {}
     for component in checkpoint.components:
@@ -257,19 +244,12 @@ def _load_pipeline(checkpoint: Checkpoint, title: str, options: ModelOptions, on
 
 
 def load_pretrained(folder: Path, module: nn.Module | None = None, options: ModelOptions | None = None) -> nn.Module:
-    """Load a model with every weight in exactly the dtype that its checkpoint stores, on the CPU, memory-mapped from the files.
-
-    By contrast, `from_pretrained` of transformers 5 converts a checkpoint of several dtypes to one. A plain module can't hold
-    scales, so weights that are stored with scales become values in the dtype that `config.json` names; `dtype_engine.open` keeps
-    their codes and scales. module: for a checkpoint without `config.json`, the model that receives the weights. It is changed in
-    place. Raises UserError if the checkpoint can't be read or does not fit the module.
-    """
+    """Load a model as `dtype_engine.load_pretrained` does."""
     checkpoint = open_checkpoint(folder)
-    loaded = (
-        load_into(module, checkpoint)
-        if module is not None
-        else load_module(checkpoint, folder.name, options or ModelOptions())
-    )
+    if module is not None:
+        loaded = load_into(module, checkpoint)
+    else:
+        loaded = load_module(checkpoint, folder.name, options or ModelOptions())
     module = loaded.module
     state = dict(collect_tensors(module)[1])
     compute = torch_dtype(loading_dtype(checkpoint))
@@ -282,8 +262,8 @@ def load_pretrained(folder: Path, module: nn.Module | None = None, options: Mode
 
 
 def build_on_meta(checkpoint: Checkpoint, options: ModelOptions) -> tuple[nn.Module, Mapping[str, Placement]]:
-    """Build a checkpoint's architecture on the meta device, without data. Returns the module, and a mapping from the name of each
-    tensor of the checkpoint to where it is loaded in the module. The shapes of the two may differ (see `shapes.py`).
+    """Build a checkpoint's architecture on the meta device. Returns the module, and where each tensor of the checkpoint is loaded
+    in it. The shapes of the two may differ (see `shapes.py`).
 
     Raises UserError if transformers does not have the architecture that `options` name, Misfit if the checkpoint's tensors are not
     those of the architecture, ImpossibleConfig if no model can be made of the configuration, and NoForward if the architecture is

@@ -28,8 +28,8 @@ from dtype_engine.runtime.weights.stacked import StackedSource
 
 
 def decoded_dtype(checkpoint: Checkpoint) -> str:
-    """Return the dtype that the quantized weights would have in an unquantized model. config.json names this dtype for the whole
-    model or, failing that, for its text part. If it names none, the result is the widest compute dtype of the checkpoint's tensors.
+    """Return the dtype that the quantized weights would have in an unquantized model: the one that config.json names for the whole
+    model or, failing that, for its text part, otherwise the widest compute dtype of the checkpoint's tensors.
     """
     config = checkpoint.config or {}
     text = config.get("text_config")
@@ -47,13 +47,12 @@ def sources_of_module(
     placements: Mapping[str, Placement],
     memory: MemoryBudget,
 ) -> dict[str, WeightSource]:
-    """Return the sources of the module's weights that the files store as codes, keyed by the weights' names in the module. This
-    includes a weight that loading packs from several tensors of the files, if any of them is stored as codes.
+    """Return the sources of the weights that a module, which may be on the meta device, does not hold, keyed by their names in it:
+    if the model is larger than memory, all large weights; otherwise those of which the files store any part as codes.
 
-    title: the model's name, for errors. module: the model, which may be on the meta device. placements: maps the name of each
-    tensor of the files to where it is loaded in the module. memory: what is kept of the weights that a forward pass is using; if
-    the model is larger than memory, all large weights are in the result. Raises NoForward if a weight has another shape in the
-    module than in the files, or if its tensors in the files are not simply stacked along its rows.
+    placements: where each tensor of the files is loaded in the module. memory: what is kept of the weights that a forward pass is
+    using. Raises NoForward if a weight has another shape in the module than in the files, or if its tensors in the files are not
+    simply stacked along its rows.
     """
     turned = turned_names(module, checkpoint.weights if memory.limited else checkpoint.coded)
     if not memory.limited:
@@ -96,9 +95,8 @@ def sources_of_module(
 
 
 def _stays_in_file(checkpoint: Checkpoint, name: str, turned: Collection[str]) -> bool:
-    """Return whether a weight of a model that is larger than memory is read from its file each time that a forward pass reaches it.
-    Other weights stay in memory. turned: the names of the weights that loading transposes; these stay in memory unless they are
-    quantized.
+    """Return whether a weight of a model that is larger than memory is read each time that a forward pass reaches it, instead of
+    being kept. turned: the weights that loading transposes, which are kept unless they are quantized.
     """
     if name in checkpoint.coded:
         return True
@@ -108,8 +106,8 @@ def _stays_in_file(checkpoint: Checkpoint, name: str, turned: Collection[str]) -
 
 
 def inputs_notice(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return notices for the user if config.json says that runtimes round the inputs of quantized layers, and otherwise an empty
-    tuple. A notice says whether measurements can round these inputs, too. They do so only on request, and not for every format.
+    """Return a notice if config.json says that runtimes round the inputs of quantized layers, otherwise (). It says whether
+    measurements can round them, too, which they do only on request, and not for every format.
     """
     others = [weight for weight in checkpoint.coded.values() if not weight.own]
     if any(input_format(weight, checkpoint.config) for weight in others):
@@ -127,12 +125,11 @@ def inputs_notice(checkpoint: Checkpoint) -> tuple[str, ...]:
 def state_to_load(
     checkpoint: Checkpoint, placements: Mapping[str, Placement], sources: Mapping[str, WeightSource], over_memory: bool
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors that transformers has to load, keyed by name: a placeholder for each weight in `sources`, under its name
-    in the module, and all other tensors of the checkpoint, under their names in the files.
+    """Return the tensors that transformers has to load: a placeholder for each weight in `sources`, keyed by its name in the
+    module, and all other tensors of the checkpoint, keyed by their names in the files.
 
-    placements: maps the name of each tensor of the checkpoint to where it is loaded. sources: the sources of the weights that are
-    read on use, keyed by their names in the module. over_memory: whether the model is larger than memory. What the system reads
-    around a small tensor would then leave the memory before it is used, and be read again.
+    over_memory: whether the model is larger than memory. What the system reads around a small tensor would then leave the memory
+    before it is used, and be read again.
     """
     others = {
         name: read_stored(checkpoint, tensor, alone=over_memory and tensor.nbytes < SMALLEST)

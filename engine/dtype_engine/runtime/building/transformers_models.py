@@ -1,8 +1,7 @@
 """Loads a model of transformers from the sources of its weights.
 
-`from_pretrained` gets the weights as a state dict of tensors that are usually memory-mapped from the files, and places them. It
-changes some stored dtypes: it converts a checkpoint of several dtypes to one, and the modules in `_keep_in_fp32_modules` to
-float32. In these cases the stored tensors are restored afterwards, so that every weight has the dtype of its file.
+`from_pretrained` gets the weights as a state dict of tensors that are usually memory-mapped from the files, and places them. Where
+it changes a stored dtype, the stored tensor is restored afterwards.
 """
 
 from __future__ import annotations
@@ -44,11 +43,7 @@ from dtype_engine.runtime.weights.source import CPU, WeightSource
 def load_transformers(
     checkpoint: Checkpoint, title: str, options: ModelOptions, on_step: Callable[[str], None], memory: MemoryBudget
 ) -> Loaded:
-    """Load the module of a checkpoint of transformers on the CPU, with every tensor in the dtype of its file.
-
-    title: the model's name, for errors. on_step: called with a description of each step. memory: what is kept of the weights that
-    a forward pass is using. Raises NoForward if the architecture is unknown or transformers can't load the module.
-    """
+    """Load the module of a checkpoint of transformers, as `load_module` does."""
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     on_step("importing transformers")
     with quiet(), ExitStack() as meanwhile:
@@ -98,7 +93,7 @@ def _placed(
     state: Mapping[str, torch.Tensor],
 ) -> tuple[Any, list[str], list[str]]:
     """Return the module into which transformers has placed the tensors of `state`, the names of its tensors that it made itself,
-    and those of tensors that it did not use. made: the module on the meta device. config: its configuration.
+    and those of tensors that it did not use. made: the module on the meta device.
     """
     stored = stored_dtypes(checkpoint, restorable(checkpoint, placements))
     wanted = {name: torch_dtype(dtype) for name, dtype in stored.items() if dtype in dtypes.COMPUTE_DTYPES}
@@ -116,8 +111,8 @@ def _placed(
 
 
 def _of_missing(coverage: Coverage, checkpoint: Checkpoint, title: str, options: ModelOptions) -> tuple[str, ...]:
-    """Return a notice that weights are made at random because the checkpoint lacks them, or () if it has all. Raises NoForward if
-    the user has not allowed it.
+    """Return a notice that weights are made at random because the checkpoint lacks them, or (). Raises NoForward if the user has
+    not allowed it.
     """
     if not coverage.missing:
         return ()
@@ -139,10 +134,8 @@ def _of_unused(unexpected: list[str], class_name: str) -> tuple[str, ...]:
 
 
 def _restore_stored(module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> None:
-    """Give every tensor of a loaded module whose dtype changed on loading its stored data again, memory-mapped from the file.
-
-    A tensor that loading packed from several stored tensors is cast back to their dtype instead. This is exact, since loading only
-    widened it. placements: maps the name of each tensor of the files to where it is loaded in the module.
+    """Give every tensor of a loaded module whose dtype changed on loading its stored data again, memory-mapped from the file. One
+    that was packed from several is cast back to their dtype, which is exact, since loading only widened it.
     """
     tensors = dict((*module.named_parameters(), *module.named_buffers()))
     wanted = stored_dtypes(checkpoint, placements)
