@@ -254,7 +254,7 @@ def _configuration(
 
 @contextmanager
 def few_modules(tensors: int) -> Iterator[None]:
-    """Raise ImpossibleConfig in the `with` block as soon as a model has more submodules than one with `tensors` tensors can have."""
+    """In the `with` block, raise ImpossibleConfig as soon as a model has more submodules than one of `tensors` tensors can have."""
     from torch.nn.modules.module import register_module_module_registration_hook
 
     most = _MODULES_ALWAYS + _MODULES_PER_TENSOR * tensors

@@ -193,7 +193,7 @@ def _has_fixed_frequencies(model: LiveModel) -> bool:
 
 
 def _different_buffers(other: LiveModel, live: LiveModel) -> list[str]:
-    """Return the non-persistent buffers, such as rotary frequencies, whose values differ. They are computed from the configuration."""
+    """Return the buffers computed from the configuration, such as rotary frequencies, whose values differ."""
     theirs, ours = (
         {name: weight.stored.read() for name, weight in model.weights.items() if not weight.info.persistent}
         for model in (other, live)

@@ -42,13 +42,9 @@ def inputs_of(model: LiveModel, options: Options) -> Inputs:
         return make_inputs(model, options)
     except NoDefaultInputs as unknown:
         folder = model.folder
-        index = folder.parent / PIPELINE_INDEX if folder is not None else None
-        if (
-            folder is None
-            or index is None
-            or not index.is_file()
-            or folder.name not in component_names(read_json(index))
-        ):
+        if folder is None or not (index := folder.parent / PIPELINE_INDEX).is_file():
+            raise
+        if folder.name not in component_names(read_json(index)):
             raise
         try:
             with failures_as(NoForward, "it can't be run"):
