@@ -21,11 +21,6 @@ from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.session.session import Session
 
 
-def import_loaders() -> None:
-    """Import the packages that load most checkpoints, so that a later `open_session` is faster."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
-
-
 def threads_each(threads: int | None, processes: int) -> int:
     """Return how many threads each of several processes gets if they share `threads`, by default torch's number."""
     return max(1, (threads or torch.get_num_threads()) // processes)

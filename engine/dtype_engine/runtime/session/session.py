@@ -20,7 +20,7 @@ from dtype_engine.core.tree import Tree
 from dtype_engine.core.units import human_bytes
 from dtype_engine.recipe import Plan, Recipe, Rule, make_plan
 from dtype_engine.recipe.minimize import minimize
-from dtype_engine.reports.notebook import session_html
+from dtype_engine.reports.notebook import drift_html, drift_repr, scan_html, session_html, tree_html
 from dtype_engine.results.attribution import AttributionReport, LossRemedy, NoiseFloor, NonFiniteDiagnosis
 from dtype_engine.results.drift import DriftReport, ImplicitCastStats, ModuleDrift
 from dtype_engine.results.export import ExportReport
@@ -53,7 +53,6 @@ from dtype_engine.runtime.session.casting import Casting
 from dtype_engine.runtime.session.casting import OnProgress as OnCast
 from dtype_engine.runtime.session.component_inputs import inputs_of
 from dtype_engine.runtime.session.drift import DriftMeasurements
-from dtype_engine.runtime.session.notebook import show_in_notebooks
 from dtype_engine.runtime.session.process_memory import memory_stats
 from dtype_engine.runtime.session.search_report import search_report
 from dtype_engine.search.constraints import parse_bytes
@@ -67,7 +66,11 @@ if TYPE_CHECKING:
 
     from dtype_engine.runtime.export import Contents
 
-show_in_notebooks()
+# Results do not define how they show themselves, because they must not import the code that writes reports.
+DriftReport.__repr__ = drift_repr  # type: ignore[assignment]
+DriftReport._repr_html_ = drift_html  # type: ignore[attr-defined]
+ScanReport._repr_html_ = scan_html  # type: ignore[attr-defined]
+Tree._repr_html_ = tree_html  # type: ignore[attr-defined]
 
 P = ParamSpec("P")
 T = TypeVar("T")
