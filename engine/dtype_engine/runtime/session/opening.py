@@ -67,7 +67,7 @@ def open_session(
 
 
 def _set_reference(live: LiveModel, options: ModelOptions, on_step: OnStep) -> None:
-    """Set the reference model to the one that `options.reference` names. Raises UserError if it can't be compared with the model."""
+    """Set the reference model that `options.reference` names. Raises UserError if it can't be compared with the model."""
     if options.reference == STORED:
         live.reference = STORED
         for weight in live.by_id.values():

@@ -44,6 +44,7 @@ class StoredSource(WeightSource):
         self.in_files = (stored,) if in_file else ()
         self.shape = torch_shape(stored) if in_file else stored.shape
         self.has_parts = in_file and len(stored.shape) > 2
+        self.nbytes = stored.nbytes
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
@@ -56,10 +57,6 @@ class StoredSource(WeightSource):
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return (self.read(),)
-
-    @property
-    def nbytes(self) -> int:
-        return self._stored.nbytes
 
     def held(self, device: torch.device) -> torch.Tensor:
         return self.read(device) if self.plain else super().held(device)

@@ -24,7 +24,7 @@ class PlainSource(WeightSource):
         return (self._tensor,)
 
     @property
-    def nbytes(self) -> int:
+    def nbytes(self) -> int:  # type: ignore[override]
         return self._tensor.nbytes
 
     def held(self, device: torch.device) -> torch.Tensor:
