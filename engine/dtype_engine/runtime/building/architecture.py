@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -116,11 +116,9 @@ def without_quantization(config: Any) -> Any:
     return config
 
 
-@contextmanager
-def reasons(folder: Path) -> Iterator[None]:
+def reasons(folder: Path) -> AbstractContextManager[None]:
     """Convert any exception that transformers or torch raises in the `with` block to ImpossibleConfig with one sentence."""
-    with failures_as(ImpossibleConfig, f"{folder}: transformers can't make this model of its config.json", reason):
-        yield
+    return failures_as(ImpossibleConfig, f"{folder}: transformers can't make this model of its config.json", reason)
 
 
 def reason(error: BaseException) -> str:

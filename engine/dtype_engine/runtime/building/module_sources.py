@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-import torch
 from torch import nn
 
 from dtype_engine.checkpoint import Checkpoint
@@ -21,9 +20,9 @@ from dtype_engine.runtime.model.name_mapping import Placement
 from dtype_engine.runtime.model.packed_parts import in_rows
 from dtype_engine.runtime.weights.blockwise import BlockwiseSource
 from dtype_engine.runtime.weights.budget import SMALLEST, MemoryBudget
-from dtype_engine.runtime.weights.checkpoint_weights import read_stored, source_of
+from dtype_engine.runtime.weights.checkpoint_weights import source_of
 from dtype_engine.runtime.weights.coded import CodedSource
-from dtype_engine.runtime.weights.source import CPU, WeightSource
+from dtype_engine.runtime.weights.source import WeightSource
 from dtype_engine.runtime.weights.stacked import StackedSource
 
 
@@ -120,20 +119,3 @@ def inputs_notice(checkpoint: Checkpoint) -> tuple[str, ...]:
     if not others or not (rounded or settings.get("activation_scheme") is not None):
         return ()
     return ("the inputs of quantized layers, which config.json declares as rounded, are not rounded here",)
-
-
-def state_to_load(
-    checkpoint: Checkpoint, placements: Mapping[str, Placement], sources: Mapping[str, WeightSource], over_memory: bool
-) -> dict[str, torch.Tensor]:
-    """Return the tensors that transformers has to load: a placeholder for each weight in `sources`, keyed by its name in the
-    module, and all other tensors of the checkpoint, keyed by their names in the files.
-
-    over_memory: whether the model is larger than memory. What the system reads around a small tensor would then leave the memory
-    before it is used, and be read again.
-    """
-    others = {
-        name: read_stored(checkpoint, tensor, alone=over_memory and tensor.nbytes < SMALLEST)
-        for name, tensor in checkpoint.weights.items()
-        if name not in checkpoint.coded and (name not in placements or placements[name].name not in sources)
-    }
-    return others | {name: each.held(CPU) for name, each in sources.items()}

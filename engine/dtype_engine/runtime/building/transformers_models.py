@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
-import torch
 from torch import nn
 
 from dtype_engine.checkpoint import Checkpoint
@@ -26,7 +25,7 @@ from dtype_engine.results.coverage import Coverage
 from dtype_engine.runtime.building.architecture import architecture, make, reason, without_quantization
 from dtype_engine.runtime.building.constructed_buffers import construct_buffers
 from dtype_engine.runtime.building.filling import Loaded, loading_dtype
-from dtype_engine.runtime.building.module_sources import inputs_notice, sources_of_module, state_to_load
+from dtype_engine.runtime.building.module_sources import inputs_notice, sources_of_module
 from dtype_engine.runtime.building.quantized_loading import refuse_unread
 from dtype_engine.runtime.building.shapes import refuse_misshapen
 from dtype_engine.runtime.formats.dequantize import dtype_name, torch_dtype
@@ -35,7 +34,7 @@ from dtype_engine.runtime.libraries.hub import offline
 from dtype_engine.runtime.libraries.silence_libraries import no_stderr, quiet, silence_transformers
 from dtype_engine.runtime.model.module_tree import collect_tensors
 from dtype_engine.runtime.model.name_mapping import Placement, restorable, stored_dtypes, without_place
-from dtype_engine.runtime.weights.budget import MemoryBudget
+from dtype_engine.runtime.weights.budget import SMALLEST, MemoryBudget
 from dtype_engine.runtime.weights.checkpoint_weights import read_stored
 from dtype_engine.runtime.weights.source import CPU, WeightSource
 
@@ -63,9 +62,8 @@ def load_transformers(
             )
         sources = sources_of_module(title, checkpoint, made, placements, memory)
         on_step(f"loading {type(made).__name__}")
-        state = state_to_load(checkpoint, placements, sources, over_memory=memory.limited)
         with failures_as(NoForward, f"{title}: transformers can't load {type(made).__name__}", reason), no_stderr():
-            module, missing, unexpected = _placed(made, chosen.config, checkpoint, placements, sources, state)
+            module, missing, unexpected = _placed(made, chosen.config, checkpoint, placements, sources, memory.limited)
             module.config.name_or_path = str(folder)
             if module.can_generate() and (folder / "generation_config.json").is_file():
                 module.generation_config = transformers.GenerationConfig.from_pretrained(folder)
@@ -90,11 +88,19 @@ def _placed(
     checkpoint: Checkpoint,
     placements: Mapping[str, Placement],
     sources: Mapping[str, WeightSource],
-    state: Mapping[str, torch.Tensor],
+    over_memory: bool,
 ) -> tuple[Any, list[str], list[str]]:
-    """Return the module into which transformers has placed the tensors of `state`, the names of its tensors that it made itself,
-    and those of tensors that it did not use. made: the module on the meta device.
+    """Return the module into which transformers has placed a placeholder for each weight in `sources` and all other tensors of the
+    checkpoint, the names of its tensors that it made itself, and those of tensors that it did not use. made: the module on the meta
+    device.
     """
+    state = {
+        # What the system reads around a small tensor would leave a small memory before it is used, and be read again.
+        name: read_stored(checkpoint, tensor, alone=over_memory and tensor.nbytes < SMALLEST)
+        for name, tensor in checkpoint.weights.items()
+        if name not in checkpoint.coded and (name not in placements or placements[name].name not in sources)
+    }
+    state |= {name: source.held(CPU) for name, source in sources.items()}
     stored = stored_dtypes(checkpoint, restorable(checkpoint, placements))
     wanted = {name: torch_dtype(dtype) for name, dtype in stored.items() if dtype in dtypes.COMPUTE_DTYPES}
     wanted |= {name: source.holds for name, source in sources.items()}

@@ -231,16 +231,14 @@ def other_attention(module: nn.Module) -> Iterator[str | None]:
     """
     before = [(config, implementation(config, "attn")) for config in _configs(module)]
     now = getattr(getattr(module, "config", None), "_attn_implementation", None)
-    other = {"sdpa": "eager", "eager": "sdpa"}.get(now or "")
     can_set = getattr(module, "_can_set_attn_implementation", lambda: False)
-    if other is None or not can_set():
-        yield None
-        return
+    other = {"sdpa": "eager", "eager": "sdpa"}.get(now or "") if can_set() else None
     try:
-        try:
-            module.set_attn_implementation(other)  # type: ignore[operator]
-        except (ValueError, ImportError, AttributeError):
-            other = None
+        if other is not None:
+            try:
+                module.set_attn_implementation(other)  # type: ignore[operator]
+            except (ValueError, ImportError, AttributeError):
+                other = None
         yield other
     finally:
         # The configurations of a model's parts may have had different implementations.

@@ -323,23 +323,21 @@ class Session:
         force: bool = False,
         incomplete: bool = False,
     ) -> ExportReport:
-        """Write a checkpoint in the dtypes of the current recipe. The source is not changed.
+        """Write a checkpoint in the dtypes of the current recipe. The source is not changed. Returns a report with sizes in bytes
+        and times in seconds.
 
-        With the run setting `quantize_activations="weights"` (`RunSettings`), the checkpoint requests quantized activations
-        for the formats in which runtimes support them. For NVFP4, the model first runs on the inputs, because the checkpoint
-        stores scales of activations.
+        With the run setting `quantize_activations="weights"` (`RunSettings`), the checkpoint requests quantized activations for the
+        formats in which runtimes support them. For NVFP4, the model first runs on the inputs, because the checkpoint stores scales
+        of activations.
 
         Args:
-            folder: A new folder or, if the name ends in `.safetensors`, `.pth`, `.pt`, `.bin` or `.ckpt`, a new file that holds
-                the weights alone.
+            folder: A new folder or, if the name ends in `.safetensors`, `.pth`, `.pt`, `.bin` or `.ckpt`, a new file that holds the
+                weights alone.
             max_shard_size: The maximum size of each weights file, in bytes or as in "5GB".
             on_bytes: Called with the number of bytes already written and the total.
             cancelled: Called after each block of a tensor. If it returns True, no file of the export is left behind.
             force: Whether to replace a previous export in this folder, or a file, once everything is written.
             incomplete: Whether to export a checkpoint that lacks tensors.
-
-        Returns:
-            A report on the written files, with sizes in bytes and times in seconds.
 
         Raises:
             UserError: The folder can't be written or is not empty, the disk is too full, or the checkpoint lacks tensors.
@@ -555,17 +553,13 @@ class Session:
 
     @reading_weights
     def activation_memory(self, context: int, batch: int = 1) -> ActivationMemory:
-        """Measure the memory that a forward pass over a prompt needs in addition to the weights and the KV cache. The pass computes
-        in the dtype that most weights have under the recipe or, if torch can't compute in this dtype, in the one that the model's
-        configuration names. Returns the bytes at the peak, and the module that runs at that time.
+        """Measure the memory that a forward pass over `batch` prompts of `context` random tokens needs in addition to the weights
+        and the KV cache. The pass computes in the dtype that most weights have under the recipe or, if torch can't compute in this
+        dtype, in the one that the model's configuration names. Returns the bytes at the peak, and the module that runs at that
+        time.
 
-        Args:
-            context: The number of tokens in each sequence. The tokens are random.
-            batch: The number of sequences.
-
-        Example:
-            >>> session.activation_memory(64).module
-            'model.layers.5.mlp.up_proj'
+        >>> session.activation_memory(64).module
+        'model.layers.5.mlp.up_proj'
         """
         return measured_activations(self.model, self._casting, context, batch)
 
@@ -613,6 +607,7 @@ class Session:
         Returns the scores in the unit that the report names, such as nats per position.
 
         The current recipe does not affect the scan. A cancelled scan continues when it is started again with the same arguments.
+        Raises UserError if the file `save` holds a scan with other arguments, inputs or settings, or of another model.
 
         Args:
             dtypes: The dtypes in which weights are scored. By default those of the program that loads an export of the model, such
@@ -623,9 +618,6 @@ class Session:
             on_progress: Called with the name of the step, the number of finished operations, and the number of all operations. If
                 `exact` is set, measurements are counted instead of operations.
             on_estimate: Called with intermediate reports.
-
-        Raises:
-            UserError: The file `save` holds a scan with other arguments, inputs or settings, or of another model.
 
         Example:
             >>> scan = session.scan(["bfloat16"], draws=1)
@@ -655,7 +647,8 @@ class Session:
         cancelled: IsCancelled = never,
     ) -> SearchReport:
         """Find the best recipe under one limit, either `budget` or `max_drift`, with the scores of the last scan. Returns the
-        rules, their bytes and drift, and the Pareto front.
+        rules, their bytes and drift, and the Pareto front. Raises UserError if there is no scan, and OutOfReach if no recipe meets
+        the limit.
 
         Args:
             budget: The maximum size of the whole model, in bytes, as "12GiB", or as "45%" of the stored bytes. The result is the
@@ -664,10 +657,6 @@ class Session:
             constraints: As for `front`. With a context length, the bytes include the KV caches, whose formats are then chosen among
                 those that were scanned.
             measure: Whether to also apply the recipe and measure its drift.
-
-        Raises:
-            UserError: There is no scan.
-            OutOfReach: No recipe meets the limit.
 
         Example:
             >>> _ = session.scan(["bfloat16"], draws=1)

@@ -175,20 +175,18 @@ def verify(
     recipe = file.recipe
     checkpoint = source.open()
     session: Session | None = None
-    if checkpoint is None or drift:
-        session = open_session(source, options)
-    if checkpoint is not None:
-        contents, values = _of_checkpoint(checkpoint, source, recipe, options)
-    else:
-        assert session is not None
-        values = of_module(session.model.module)  # values from the code, before the recipe is applied
-    if session is not None:
-        session.apply(recipe)
     if checkpoint is None:
-        assert session is not None
-        contents = of_live(session.model, recipe, session.plan.dtypes, options.settings)
         if elsewhere is not None:
             raise UserError(f"{source.title} is code: verify what it makes without --workers")
+        session = open_session(source, options)
+        values = of_module(session.model.module)  # values from the code, before the recipe is applied
+        session.apply(recipe)
+        contents = of_live(session.model, recipe, session.plan.dtypes, options.settings)
+    else:
+        if drift:
+            session = open_session(source, options)
+            session.apply(recipe)
+        contents, values = _of_checkpoint(checkpoint, source, recipe, options)
     differences = compare(contents, values, folder, on_bytes, cancelled, elsewhere)
     before = after = None
     if drift and session is not None and not differences:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
@@ -226,15 +227,9 @@ def _each_file(ranges: Iterable[ByteRange], advise: Callable[[int, int, int], No
     for each in ranges:
         by_file.setdefault(str(each.file), []).append((each.start, each.start + each.nbytes))
     for file, spans in by_file.items():
-        try:
-            descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            continue  # advice is all that is missing; reading the values raises the error
-        try:
+        with suppress(OSError), open(file, "rb", buffering=0) as opened:  # reading the values raises the error
             for start, end in _joined(spans):
-                advise(descriptor, start, end - start)
-        finally:
-            os.close(descriptor)
+                advise(opened.fileno(), start, end - start)
 
 
 def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
