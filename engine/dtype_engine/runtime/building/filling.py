@@ -29,7 +29,6 @@ class Loaded:
     """The source of each weight for which the module has a placeholder, keyed by its name in the module."""
     notices: tuple[str, ...] = ()
     placements: Mapping[str, Placement] = field(default_factory=dict)
-    """Where each tensor of the files is loaded in the module."""
     coverage: Coverage | None = None
     """Which tensors of the module the files have, or None for a module that `load_into` filled."""
 

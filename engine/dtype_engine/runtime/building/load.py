@@ -207,7 +207,6 @@ def _why_not_loaded(checkpoint: Checkpoint, memory: MemoryBudget) -> str:
 
 
 def _load_diffusers(checkpoint: Checkpoint, title: str) -> Loaded:
-    """Load a diffusers model. Raises NoForward if diffusers can't construct it or the tensors do not match it."""
     module, placements = make_diffusers(checkpoint, title)
     refuse_misshapen(module, checkpoint, placements, checkpoint.path)
     with_placeholders(module)
@@ -218,7 +217,6 @@ def _load_diffusers(checkpoint: Checkpoint, title: str) -> Loaded:
 
 
 def _load_pipeline(checkpoint: Checkpoint, title: str, options: ModelOptions, on_step: OnStep) -> Loaded:
-    """Load a diffusers pipeline: its models, then tokenizers and schedulers. Raises NoForward if one of them can't be loaded."""
     import_diffusers(f"{title}: a pipeline has several models")
     parts: dict[str, Loaded] = {}
     for component in checkpoint.components:

@@ -317,7 +317,6 @@ class LiveModel:
     """The function `example_inputs` in the user's Python file, or None."""
     notices: tuple[str, ...] = ()
     trust_remote_code: bool = False
-    """Whether Python code in the model's folder may run."""
     identities: tuple[FileIdentity, ...] = ()
     """Those of `files` before anything was read, to detect later changes."""
     reference: str = ""
@@ -328,7 +327,6 @@ class LiveModel:
     """The settings of modules, such as the `eps` of a norm, in which another checkpoint as the reference differs from this model.
     """
     coverage: Coverage | None = None
-    """Which of the model's tensors the checkpoint's files have."""
     memory: MemoryBudget = field(default_factory=MemoryBudget)
     """What is kept of the weights that a forward pass is using, if the model is larger than memory."""
     by_id: dict[int, Weight] = field(default_factory=dict)

@@ -96,8 +96,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _is_configuration(value: Any) -> bool:
-    """Return whether a value is a configuration of transformers, such as a `PretrainedConfig` or a `GenerationConfig`."""
-    return hasattr(value, "to_dict")
+    return hasattr(value, "to_dict")  # as a `PretrainedConfig` or a `GenerationConfig` of transformers
 
 
 def _is_plain(value: Any) -> bool:

@@ -28,10 +28,9 @@ _PAGES_AT_ONCE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class ProcessMemory:
-    """The memory of a process in bytes. A value is None if the system does not report it."""
+    """The resident set of a process in bytes: what is in RAM. A value is None if the system does not report it."""
 
     rss: int
-    """The size of the resident set: all memory of the process that is in RAM."""
     anonymous: int | None
     """The part that is not backed by a file."""
     mapped: int | None

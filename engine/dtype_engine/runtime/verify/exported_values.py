@@ -24,7 +24,6 @@ class ExportedValues:
     read: dict[str, Callable[[], torch.Tensor]] = field(default_factory=dict)
     """Reads each tensor, keyed by name."""
     metadata: dict[str, str] = field(default_factory=dict)
-    """The merged metadata of all headers."""
     misplaced: dict[str, str] = field(default_factory=dict)
     """What is wrong with each tensor that is in two files, or in another file than the index says, keyed by name."""
 
