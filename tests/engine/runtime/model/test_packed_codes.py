@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from tests.helpers.file_edits import Tensors, change_config, change_tensors
 
 from dtype_engine.cli import cli
 from dtype_engine.cli.program import run
 
-Tensors = dict[str, torch.Tensor]
 LAYER = "model.layers.0.mlp.up_proj"
 IN, OUT = 32, 64
 
@@ -42,12 +41,12 @@ def quantised(make_llama: Callable[..., Path]) -> Callable[..., Path]:
 
     def make(parts: Callable[[torch.Tensor], Tensors], method: dict[str, Any] | None) -> Path:
         folder = make_llama(intermediate_size=OUT, num_hidden_layers=1)
-        tensors = load_file(folder / "model.safetensors")
-        made = parts(tensors.pop(f"{LAYER}.weight") * 50)
-        save_file(tensors | {f"{LAYER}.{name}": part for name, part in made.items()}, folder / "model.safetensors")
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(config | ({"quantization_config": method} if method else {})))
-        return folder
+
+        def pack(tensors: Tensors) -> None:
+            made = parts(tensors.pop(f"{LAYER}.weight") * 50)
+            tensors.update({f"{LAYER}.{name}": part for name, part in made.items()})
+
+        return change_config(change_tensors(folder, pack), **({"quantization_config": method} if method else {}))
 
     return make
 
@@ -126,10 +125,12 @@ def test_missing_part_is_named_before_anything_is_written_or_run(
 ) -> None:
     declared = {"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic"}
     folder, other = quantised(parts, declared), "model.layers.0.mlp.gate_proj"
-    tensors = load_file(folder / "model.safetensors")
-    tensors[f"{other}.weight"] = tensors[f"{other}.weight"].to(torch.float8_e4m3fn)
-    tensors[f"{other}.weight_scale_inv"] = torch.rand(2, 1)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+    def scale(tensors: Tensors) -> None:
+        tensors[f"{other}.weight"] = tensors[f"{other}.weight"].to(torch.float8_e4m3fn)
+        tensors[f"{other}.weight_scale_inv"] = torch.rand(2, 1)
+
+    change_tensors(folder, scale)
     said = f"{LAYER}.{said.format(LAYER)}"
     assert run(cli, "dtype-engine", ["inspect", str(folder)]) == 0
     assert said in capsys.readouterr().out.splitlines()[0]
