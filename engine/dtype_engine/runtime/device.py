@@ -1,6 +1,4 @@
-"""Selects and queries the device that models run on: the CPU, or the accelerator (CUDA, MPS, XPU, ...) that `torch.accelerator`
-finds.
-"""
+"""The device that models run on: the CPU, or the accelerator (CUDA, MPS, XPU, ...) that `torch.accelerator` finds."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Finds the model class and the configuration that a checkpoint's `config.json` names, constructs the model without data, and
-refuses a model that does not match the checkpoint's tensors.
-"""
+"""Constructs the model that a checkpoint's `config.json` names without data, and refuses one that does not match its tensors."""
 
 from __future__ import annotations
 

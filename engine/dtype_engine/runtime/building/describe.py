@@ -81,9 +81,7 @@ def describe(source: Source, options: ModelOptions, checkpoint: Checkpoint | Non
 
 
 def _coverage(module: nn.Module, tree: Tree) -> Coverage:
-    """Return which of a module's tensors the files have. Missing and unused ones that the module's class declares to be harmless
-    are not counted. tree: the tree of the module and the files.
-    """
+    """Return which of a module's tensors the files have, but for those that its class declares to be harmless if they differ."""
     spared, left_over = (
         [re.compile(pattern) for pattern in getattr(module, f"_keys_to_ignore_on_load_{kind}", None) or ()]
         for kind in ("missing", "unexpected")

@@ -34,20 +34,20 @@ def make_diffusers(checkpoint: Checkpoint, title: str) -> tuple[nn.Module, Mappi
     config = checkpoint.config or {}
     name = str(config.get("_class_name"))
     diffusers = import_diffusers(title)
-    where = f"{checkpoint.path / 'config.json'}"
+    where = str(checkpoint.path / "config.json")
     refuse_impossible(config, checkpoint, where)
     refuse_large_tables(config, where, max((math.prod(each.shape) for each in checkpoint.weights.values()), default=0))
     model_class: Any = None
     with suppress(Exception):  # the name is unknown, or the class needs a package that is not installed
         model_class = getattr(diffusers, name) if name.isidentifier() else None
-    if not (isinstance(model_class, type) and issubclass(model_class, diffusers.ModelMixin)):
+    is_model = isinstance(model_class, type) and issubclass(model_class, diffusers.ModelMixin)
+    if not is_model:
         raise NoForward(
             f"{title}: no forward pass, because diffusers {diffusers.__version__} has no model {printable(name, 100)}"
         )
-    why = f"{where}: diffusers can't make this model of it"
     with (
         few_modules(len(checkpoint.weights)),
-        failures_as(ImpossibleConfig, why, reason),
+        failures_as(ImpossibleConfig, f"{where}: diffusers can't make this model of it", reason),
         quiet(),
         parameters_without_data(),
     ):

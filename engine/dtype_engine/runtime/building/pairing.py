@@ -1,8 +1,5 @@
-"""Finds the weights that two checkpoints of the same architecture have in common, even if the names differ.
-
-Two weights with equal names are a pair. All other names are first translated to the names in the module that transformers builds.
-Different prefixes and renamed tensors therefore make no difference, and the weight of one expert is paired with its rows in a
-weight that holds all experts.
+"""Finds the weights that two checkpoints of the same architecture have in common: those with equal names and, translated to the
+names in the module that transformers builds, those with other prefixes or names, and one expert in a weight that holds all.
 """
 
 from __future__ import annotations

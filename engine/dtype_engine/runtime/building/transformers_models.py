@@ -1,7 +1,5 @@
-"""Loads a model of transformers from the sources of its weights.
-
-`from_pretrained` gets the weights as a state dict of tensors that are usually memory-mapped from the files, and places them. Where
-it changes a stored dtype, the stored tensor is restored afterwards.
+"""Loads a model of transformers: `from_pretrained` places tensors, mostly memory-mapped, and placeholders in the module. Where it
+changes a stored dtype, the stored tensor is restored afterwards.
 """
 
 from __future__ import annotations

@@ -34,9 +34,7 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def no_stderr() -> Iterator[None]:
-    """Discard what Python code writes to `sys.stderr` during the `with` block: compressed-tensors draws progress bars that no
-    setting turns off, and logs names from a configuration without escaping control characters.
-    """
+    """Discard what Python code writes to `sys.stderr` in the `with` block: compressed-tensors logs names without escaping them."""
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
         yield
 

@@ -1,6 +1,4 @@
-"""Finds and replaces tensors in the containers that a forward pass accepts and returns: lists, tuples, mappings, dataclasses and
-packed sequences, nested in any way.
-"""
+"""Finds and replaces tensors in what a pass takes and returns: nested lists, tuples, mappings, dataclasses, packed sequences."""
 
 from __future__ import annotations
 

@@ -118,8 +118,8 @@ class Weight:
         return made
 
     def in_parts(self, dtype: str) -> bool:
-        """Return whether a weight of a model larger than memory can be cast to `dtype` for one index of its first dimension alone,
-        such as one expert, because no block of the format has values of two indexes.
+        """Return whether a weight of a model larger than memory can be cast for one index of its first dimension alone, such as one
+        expert, because no block of the format has values of two indexes.
         """
         if not isinstance(self.stored, BlockwiseSource) or not self.stored.has_parts:
             return False
@@ -198,8 +198,7 @@ class Weight:
             self.tensor.data, self.scale = self.stored.held(self.tensor.device), None
         else:
             amax = max((weight.amax for weight in sharing), default=None)
-            data, scale = cast_or_quantize(self.stored.read(self.tensor.device), dtype, amax)
-            self.tensor.data, self.scale = data, scale
+            self.tensor.data, self.scale = cast_or_quantize(self.stored.read(self.tensor.device), dtype, amax)
         self.dtype, self.decoded = dtype, dtype == self.info.dtype and not self.stored.plain
 
     def count_loss(self, dtype: str, cancelled: IsCancelled, cast: bool = False) -> ValueLoss | None:

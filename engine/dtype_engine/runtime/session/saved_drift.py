@@ -1,6 +1,4 @@
-"""Reads and writes saved measurements of drift: JSON files with the results of each finished sequence, and a fingerprint of what
-was measured.
-"""
+"""Reads and writes saved measurements of drift: JSON files with a fingerprint and the results of finished sequences."""
 
 from __future__ import annotations
 

@@ -203,16 +203,12 @@ class Session:
     @reading_weights
     def apply(self, recipe: Recipe, on_progress: OnCast | None = None, cancelled: IsCancelled = never) -> None:
         """Replace the recipe, as a step that `undo` can revert. The last rule that matches a tensor decides its dtype. Rules that
-        match nothing have no effect; `plan.unmatched` lists them.
+        match nothing have no effect; `plan.unmatched` lists them. Raises TooSlow, before anything is changed, if a pattern takes
+        too long to match. If it is cancelled, the next call that applies a recipe completes the cast.
 
-        Raises:
-            TooSlow: A pattern takes too long to match; nothing is changed.
-            Cancelled: `cancelled()` returned True; the next call that applies a recipe completes the cast.
-
-        Example:
-            >>> session.apply(de.Recipe.of([de.Rule.parse("*=float16"), de.Rule.parse("*norm*=float32")]))
-            >>> len(session.recipe)
-            2
+        >>> session.apply(de.Recipe.of([de.Rule.parse("*=float16"), de.Rule.parse("*norm*=float32")]))
+        >>> len(session.recipe)
+        2
         """
         self._casting.push(recipe, on_progress, cancelled)
 
@@ -260,16 +256,12 @@ class Session:
     @reading_weights
     def lost_values(self, cancelled: IsCancelled = never, plan: Plan | None = None) -> tuple[ValueLoss, ...]:
         """Find the weights in which a cast makes values infinite or zero, or saturates them. Rounding is not a loss. Returns an
-        entry with the numbers of such values for each weight that has some.
+        entry with the numbers of such values for each weight that has some. `plan` is the one whose casts are examined; by default,
+        that of the current recipe.
 
-        Args:
-            cancelled: Called between tensors.
-            plan: The plan whose casts are examined; by default, that of the current recipe.
-
-        Example:
-            >>> _ = session.cast("*", "bfloat16")
-            >>> session.lost_values()
-            ()
+        >>> _ = session.cast("*", "bfloat16")
+        >>> session.lost_values()
+        ()
         """
         return self.model.lost_values(None if plan is None else plan.dtypes, cancelled)
 
@@ -288,16 +280,13 @@ class Session:
 
     def front(self, constraints: Constraints | None = None) -> ParetoFront:
         """Compute the Pareto front: the recipes that no other beats in both the model's bytes and the drift that the last scan
-        predicts, largest model first. Raises UserError if there is no scan.
+        predicts, largest model first. Raises UserError if there is no scan. `constraints` are the weights that stay as stored,
+        share a dtype, or may have only certain dtypes, and the program that is to load the export: by default transformers for a
+        checkpoint of transformers, otherwise this program.
 
-        Args:
-            constraints: The weights that stay as stored, share a dtype, or may have only certain dtypes, and the program that is to
-                load the export: by default transformers for a checkpoint of transformers, otherwise this program.
-
-        Example:
-            >>> _ = session.scan(["bfloat16"], draws=1)
-            >>> len(session.front().points) > 1
-            True
+        >>> _ = session.scan(["bfloat16"], draws=1)
+        >>> len(session.front().points) > 1
+        True
         """
         if self.scanned is None:
             raise UserError("nothing was scanned yet, so there is nothing to search in")
@@ -385,15 +374,12 @@ class Session:
         Args:
             listener: Receives the progress of the measurement, and decides how precise it has to be.
             cancelled: Called between module calls; ignored if there is a listener.
-            save: A file to which the results of finished sequences are saved. If the file exists, the measurement continues from
-                it.
+            save: A file to which the results of finished sequences are saved, and from which the measurement continues. Raises
+                UserError if it holds another measurement, or if the model makes pictures, which are not saved.
 
         Returns:
             Metrics of the main output and of every module, `Options.metrics`, memory in bytes, times in seconds. `sequences` is the
             number of compared sequences.
-
-        Raises:
-            UserError: The file `save` holds another measurement, or the model makes pictures, which are not saved.
 
         Example:
             >>> _ = session.cast("*", "bfloat16")
@@ -409,15 +395,11 @@ class Session:
     ) -> AttributionReport:
         """Attribute the drift of the current recipe to modules. For each module, the model runs with this module as the recipe
         casts it and all other modules as in the reference run. Returns the drift that each module causes, largest first, and the
-        sum. Raises UserError under `torch.autocast`.
+        sum. Raises UserError under `torch.autocast`. `on_causes` is called after each run with the contributions found so far.
 
-        Args:
-            on_causes: Called after each run with the contributions found so far.
-
-        Example:
-            >>> _ = session.cast("*.layers.0.mlp", "int8")
-            >>> [part.name.split(".")[-2] for part in session.causes().causes]
-            ['mlp', 'mlp', 'mlp']
+        >>> _ = session.cast("*.layers.0.mlp", "int8")
+        >>> [part.name.split(".")[-2] for part in session.causes().causes]
+        ['mlp', 'mlp', 'mlp']
         """
         return self.attribution().report(on_progress, cancelled, on_causes=on_causes)
 
@@ -453,15 +435,11 @@ class Session:
         self, report: DriftReport, on_trial: OnParts = ignore, cancelled: IsCancelled = never
     ) -> NonFiniteDiagnosis | None:
         """Find the module in which values first become infinite or NaN, and rules that prevent this. Returns None if all values are
-        finite.
+        finite. `report` is a measurement of the current recipe. `on_trial` is called with the number of sets of rules already tried
+        and the number of all sets.
 
-        Args:
-            report: A measurement of the current recipe.
-            on_trial: Called with the number of sets of rules already tried and the number of all sets.
-
-        Example:
-            >>> session.nonfinite(session.drift()) is None
-            True
+        >>> session.nonfinite(session.drift()) is None
+        True
         """
         output, inside = report.output, any(each.nonfinite for each in report.modules)
         if self._drift.meter is None or not (output.nonfinite or output.nonfinite_reference or inside):
@@ -579,15 +557,12 @@ class Session:
         self, on_passes: OnPasses = ignore, cancelled: IsCancelled = never, repeats: int = REPEATS
     ) -> SpeedReport:
         """Time whole forward passes of the reference, of the model with its stored weights, and of the model with its cast weights.
-        Returns the seconds per pass: the median, fastest and slowest of each variant.
+        Returns the seconds per pass: the median, fastest and slowest of each variant. `on_passes` is called with the variant that
+        is being timed, the number of finished passes, and the number of all passes. `repeats` passes are timed for each variant,
+        after one warm-up pass.
 
-        Args:
-            on_passes: Called with the variant that is being timed, the number of finished passes, and the number of all passes.
-            repeats: The number of timed passes for each variant, after one warm-up pass.
-
-        Example:
-            >>> [row.what for row in session.speed(repeats=3).rows]
-            ['reference', 'candidate']
+        >>> [row.what for row in session.speed(repeats=3).rows]
+        ['reference', 'candidate']
         """
         with ForwardRunner(self.model, self.settings, cancelled, watch=False, behavior=self._behavior) as runner:
             return measure_speed(runner, self.need_inputs(), self.plan, on_passes, repeats)
