@@ -115,18 +115,6 @@ def test_folder_of_pickles_runs(make_llama: Make) -> None:
     assert same(values(opened(folder)), tensors)
 
 
-class Doubler(nn.Module):
-    """A module that only exists here."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        doubled: torch.Tensor = 2 * self.layer(x)
-        return doubled
-
-
 def test_whole_module_needs_trust(tmp_path: Path) -> None:
     path = tmp_path / "whole.pt"
     torch.save(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), path)

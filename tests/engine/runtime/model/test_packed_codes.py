@@ -18,23 +18,6 @@ LAYER = "model.layers.0.mlp.up_proj"
 IN, OUT = 32, 64
 
 
-def _mlx(weight: torch.Tensor) -> Tensors:
-    words = torch.randint(0, 2**31, (OUT, IN * 4 // 32), dtype=torch.int64).to(torch.uint32)
-    return {"weight": words, "scales": torch.rand(OUT, 1)}  # the biases are not there
-
-
-def _unknown(weight: torch.Tensor) -> Tensors:
-    return {"weight": weight.char(), "row_scale": torch.rand(OUT)}
-
-
-def _integers(weight: torch.Tensor) -> Tensors:
-    return {"weight": weight.char()}
-
-
-def _quanto(weight: torch.Tensor) -> Tensors:
-    return {"weight._data": weight.char()}  # the scale is not there
-
-
 @pytest.fixture
 def quantised(make_llama: Callable[..., Path]) -> Callable[..., Path]:
     """Writes a Llama whose one up projection is made of the parts that a function gives."""
@@ -51,11 +34,21 @@ def quantised(make_llama: Callable[..., Path]) -> Callable[..., Path]:
     return make
 
 
-CASES = {
-    "MLX": (_mlx, {"bits": 4, "group_size": 32}, "packed by MLX"),
-    "quanto": (_quanto, None, "optimum-quanto"),
-    "unknown": (_unknown, None, "row_scale"),
-    "integers": (_integers, None, "holds int8, where LlamaForCausalLM has floating-point values"),
+def _mlx(weight: torch.Tensor) -> Tensors:
+    words = torch.randint(0, 2**31, (OUT, IN * 4 // 32), dtype=torch.int64).to(torch.uint32)
+    return {"weight": words, "scales": torch.rand(OUT, 1)}  # the biases are not there
+
+
+MLX = {"bits": 4, "group_size": 32}
+CASES: dict[str, tuple[Callable[[torch.Tensor], Tensors], dict[str, Any] | None, str]] = {
+    "MLX": (_mlx, MLX, "packed by MLX"),
+    "quanto": (lambda weight: {"weight._data": weight.char()}, None, "optimum-quanto"),  # the scale is not there
+    "unknown": (lambda weight: {"weight": weight.char(), "row_scale": torch.rand(OUT)}, None, "row_scale"),
+    "integers": (
+        lambda weight: {"weight": weight.char()},
+        None,
+        "holds int8, where LlamaForCausalLM has floating-point values",
+    ),
 }
 
 
@@ -85,7 +78,7 @@ def test_packed_codes_are_kept_and_a_pass_is_refused(
 def test_rule_that_matches_only_codes_is_refused_by_name(
     quantised: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = quantised(_mlx, {"bits": 4, "group_size": 32})
+    folder = quantised(_mlx, MLX)
     for command in ("weights", "inspect"):
         assert run(cli, "dtype-engine", [command, str(folder), "--cast", f"{LAYER}=bf16"]) == 2
         assert f"{LAYER}." in (said := capsys.readouterr().err)

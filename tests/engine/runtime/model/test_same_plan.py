@@ -74,11 +74,6 @@ def bytes_in(folder: Path) -> int:
     )
 
 
-def in_two_dtypes(tensors: Tensors) -> None:
-    for name, tensor in tensors.items():
-        tensors[name] = tensor.half() if "mlp" in name else tensor.bfloat16()
-
-
 def as_a_pickle(folder: Path) -> None:
     """As torch.save of a tied model's state dict has it: both names over one storage."""
     module = transformers.LlamaForCausalLM.from_pretrained(folder)
@@ -87,12 +82,13 @@ def as_a_pickle(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
 
 
-def with_tensor_nobody_uses(tensors: Tensors) -> None:
-    tensors["model.layers.9.mlp.up_proj.weight"] = torch.ones(8, 8)
-
-
-def stored_twice(tensors: Tensors) -> None:
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+CHANGES: dict[str, Callable[[Tensors], object]] = {
+    "mixed": lambda tensors: tensors.update(
+        {name: tensor.half() if "mlp" in name else tensor.bfloat16() for name, tensor in tensors.items()}
+    ),
+    "more tensors": lambda tensors: tensors.update({"model.layers.9.mlp.up_proj.weight": torch.ones(8, 8)}),
+    "stored twice": lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}),
+}
 
 
 def models(make_llama: Callable[..., Path], tmp_path: Path, name: str) -> str:
@@ -109,8 +105,7 @@ def models(make_llama: Callable[..., Path], tmp_path: Path, name: str) -> str:
     elif name == "base model":  # its class over the files of one with a head: other names, and a tensor without a place
         change_config(folder, architectures=["LlamaModel"])
     elif name != "tied llama":
-        changes = {"mixed": in_two_dtypes, "more tensors": with_tensor_nobody_uses, "stored twice": stored_twice}
-        change_tensors(folder, changes[name])
+        change_tensors(folder, CHANGES[name])
     return str(folder)
 
 

@@ -44,6 +44,16 @@ def saved_in(dtype: torch.dtype, source: Path, out: Path) -> Path:
     return out
 
 
+def pack(folder: Path, parts: dict[str, torch.Tensor]) -> None:
+    """Store these parts in place of a weight."""
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors[f"{UP}.weight"]
+        tensors.update({f"{UP}.{name}": part for name, part in parts.items()})
+
+    change_tensors(folder, change)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_model_saved_by_transformers_is_an_exact_cast(
     dtype: torch.dtype, make_llama: Callable[..., Path], tmp_path: Path, verified: Callable[..., dict[str, Any]]
@@ -99,14 +109,8 @@ def test_undecoded_weights_are_named(
     make_llama: Callable[..., Path], tmp_path: Path, verified: Callable[..., dict[str, Any]]
 ) -> None:
     source, other = make_llama(), make_llama("other")
-
-    def pack(tensors: dict[str, torch.Tensor]) -> None:
-        del tensors[f"{UP}.weight"]
-        tensors[f"{UP}.qweight"] = torch.ones(4, 48, dtype=torch.int32)
-        tensors[f"{UP}.qzeros"] = torch.ones(1, 6, dtype=torch.int32)
-        tensors[f"{UP}.scales"] = torch.ones(1, 48, dtype=torch.float16)
-
-    change_tensors(other, pack)
+    words, zeros = torch.ones(4, 48, dtype=torch.int32), torch.ones(1, 6, dtype=torch.int32)
+    pack(other, {"qweight": words, "qzeros": zeros, "scales": torch.ones(1, 48, dtype=torch.float16)})
     (other / "recipe.yaml").write_text("quant_stage:\n  quant_modifiers: {}\n")  # as other programs leave one
     for one, against, where in ((other, source, ""), (source, other, " in the source")):
         found = verified(one, against)
@@ -153,9 +157,8 @@ def _int8_with_zero_points(weight: torch.Tensor) -> Parts:
 def _bitsandbytes(weight: torch.Tensor) -> Parts:
     largest = weight.abs().amax(1)
     codes = (weight / largest[:, None] * 127).round().to(torch.int8)
-    return {"weight": codes, "SCB": largest, "weight_format": torch.tensor(0, dtype=torch.uint8)}, (
-        codes.float() * largest[:, None] / 127
-    )
+    parts = {"weight": codes, "SCB": largest, "weight_format": torch.tensor(0, dtype=torch.uint8)}
+    return parts, codes.float() * largest[:, None] / 127
 
 
 def _compressed(**weights: Any) -> dict[str, Any]:
@@ -187,12 +190,7 @@ def test_eight_bit_codes_of_other_programs_are_decoded(
     source, other = make_llama(initializer_range=0.2), make_llama("other", initializer_range=0.2)
     weight = load_file(source / "model.safetensors")[f"{UP}.weight"]
     parts, values = make(weight)
-
-    def pack(tensors: dict[str, torch.Tensor]) -> None:
-        del tensors[f"{UP}.weight"]
-        tensors.update({f"{UP}.{name}": part for name, part in parts.items()})
-
-    change_tensors(other, pack)
+    pack(other, parts)
     change_config(other, quantization_config=declared)
     found = verified(other, source)
     assert (found["differences"], found["uncompared"]) == ([], [])
@@ -206,13 +204,8 @@ def test_tensor_core_scale_order_is_not_decoded(
     make_llama: Callable[..., Path], verified: Callable[..., dict[str, Any]]
 ) -> None:
     source, other = make_llama(), make_llama("other")
-
-    def pack(tensors: dict[str, torch.Tensor]) -> None:
-        weight = tensors.pop(f"{UP}.weight")
-        tensors[f"{UP}._weight_qdata"] = weight.to(torch.float8_e4m3fn)
-        tensors[f"{UP}._weight_scale"] = torch.ones(48, 1).to(torch.float8_e8m0fnu)
-
-    change_tensors(other, pack)
+    codes, scales = torch.ones(48, 32).to(torch.float8_e4m3fn), torch.ones(48, 1).to(torch.float8_e8m0fnu)
+    pack(other, {"_weight_qdata": codes, "_weight_scale": scales})
     assert [each["name"] for each in verified(other, source)["uncompared"]] == [f"{UP}.weight"]
 
 
