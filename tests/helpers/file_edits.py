@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch.nn import functional
 
 Tensors = dict[str, torch.Tensor]
 
@@ -27,6 +28,31 @@ def change_tensors(folder: Path, change: Callable[[Tensors], object]) -> Path:
     change(tensors)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file, {"format": "pt"})
     return folder
+
+
+def store_in_fp8(folder: Path, block: int = 128) -> Tensors:
+    """Store the linear layers as DeepSeek does: codes in float8_e4m3fn, and a scale for each block of so many rows and columns.
+    Returns the values of all weights in float32.
+    """
+    values: Tensors = {}
+
+    def encode(tensors: Tensors) -> None:
+        for name, tensor in list(tensors.items()):
+            values[name] = tensor.float()
+            if name.endswith("_proj.weight"):
+                rows, columns = tensor.shape
+                padded = functional.pad(tensor.float(), (0, -columns % block, 0, -rows % block))
+                blocks = padded.unflatten(0, (-1, block)).unflatten(2, (-1, block))
+                scale = tensors[f"{name}_scale_inv"] = blocks.abs().amax((1, 3)) / 448
+                codes = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
+                decoded = codes.float() * scale[:, None, :, None]
+                tensors[name], values[name] = (
+                    each.flatten(2).flatten(0, 1)[:rows, :columns] for each in (codes, decoded)
+                )
+
+    declared = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [block, block]}
+    change_config(change_tensors(folder, encode), quantization_config=declared)
+    return values
 
 
 def write_gguf(path: Path, tensors: Mapping[str, Any], **settings: int | float) -> Path:

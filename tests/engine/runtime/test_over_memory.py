@@ -16,7 +16,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from tests.helpers.file_edits import Tensors, change_config, change_tensors
+from tests.helpers.file_edits import store_in_fp8
 from tests.helpers.hub_server import hub_of
 
 import dtype_engine as de
@@ -272,20 +272,6 @@ def test_first_picture_decides_how_many_run_in_parallel(tmp_path: Path, monkeypa
     assert after == [1, 6]
 
 
-def quantized(folder: Path) -> None:
-    """Store the layers' weights as DeepSeek does: codes in float8_e4m3fn and a scale for each block of 128 x 128."""
-
-    def encode(tensors: Tensors) -> None:
-        for name in [name for name in tensors if "_proj" in name]:
-            blocks = tensors[name].float().unflatten(0, (-1, 128)).unflatten(2, (-1, 128))
-            scale = tensors[f"{name}_scale_inv"] = blocks.abs().amax((1, 3)) / 448
-            codes = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
-            tensors[name] = codes.flatten(2).flatten(0, 1)
-
-    declared = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
-    change_config(change_tensors(folder, encode), quantization_config=declared)
-
-
 def test_backward_pass_loads_blocks_in_its_own_order(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     session = opened(llama, 1 << 21)
     memory = session.model.memory
@@ -304,7 +290,7 @@ def test_backward_pass_loads_blocks_in_its_own_order(llama: Path, monkeypatch: p
 
 def test_over_memory_causes_for_stored_and_quantized_models(make_llama: Callable[..., Path]) -> None:
     stored, coded = (make_llama(name, dtype="bfloat16", **SIZES) for name in ("stored", "coded"))
-    quantized(coded)
+    store_in_fp8(coded)
     for limit in (None, 1 << 21):
         session = opened(coded, limit)
         assert session.model.weights["model.layers.0.mlp.up_proj.weight"].info.dtype == "fp8:e4m3@128x128"

@@ -53,10 +53,8 @@ OnStep = Callable[[str], None]
 
 
 def load(source: Source, options: ModelOptions, on_step: OnStep = lambda step: None) -> LiveModel:
-    """Load the model that `source` names onto the device that `options` name.
-
-    on_step: called with a description of each step, such as "importing transformers". Raises NoForward if the source has tensors
-    but no known architecture, and UserError for any other problem.
+    """Load the model that `source` names onto the device that `options` name. Raises NoForward if the source has tensors but no
+    known architecture, and UserError for any other problem. on_step: called with each step, such as "importing transformers".
     """
     device = pick_device(options.device)
     if source.kind == "python":

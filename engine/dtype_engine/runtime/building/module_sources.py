@@ -22,6 +22,7 @@ from dtype_engine.runtime.weights.blockwise import BlockwiseSource
 from dtype_engine.runtime.weights.budget import SMALLEST, MemoryBudget
 from dtype_engine.runtime.weights.checkpoint_weights import source_of
 from dtype_engine.runtime.weights.coded import CodedSource
+from dtype_engine.runtime.weights.plain import PlainSource
 from dtype_engine.runtime.weights.source import WeightSource
 from dtype_engine.runtime.weights.stacked import StackedSource
 
@@ -70,7 +71,8 @@ def sources_of_module(
 
     def source(stored: str) -> WeightSource:
         if (weight := checkpoint.coded.get(stored)) is None:
-            return source_of(checkpoint, stored)
+            plain = source_of(checkpoint, stored)
+            return plain if memory.limited else PlainSource(plain.read())
         return CodedSource(weight, holds, stored in turned, input_format(weight, checkpoint.config))
 
     for name, parts in places.items():

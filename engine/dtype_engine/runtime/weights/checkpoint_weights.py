@@ -28,10 +28,10 @@ def source_of(checkpoint: Checkpoint, name: str, how: How = "mapped") -> WeightS
     """
     if name in checkpoint.coded:
         return CodedSource(checkpoint.coded[name])
-    return StoredSource(checkpoint, checkpoint.weights[name], how)
+    return FileSource(checkpoint, checkpoint.weights[name], how)
 
 
-class StoredSource(WeightSource):
+class FileSource(WeightSource):
     """A weight of plain values, which are read from their file at each use. If they can't be mapped, the loader of the pickle has
     them, or reading raises UserError because there are none.
     """

@@ -15,7 +15,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tests.helpers.checkpoint_folders import tokenizer
-from tests.helpers.file_edits import change_config, change_tensors, write_gguf
+from tests.helpers.file_edits import change_tensors, store_in_fp8, write_gguf
 from tests.helpers.measured_on import DEVICE, placed
 
 import dtype_engine as de
@@ -111,19 +111,8 @@ def test_own_float8_export_as_candidate_and_as_reference(make_llama: Make, tmp_p
 
 def test_foreign_float8_blocks_as_candidate(make_llama: Make, tmp_path: Path) -> None:
     a = make_llama(dtype="bfloat16")
-    b = make_llama("b", dtype="bfloat16")
-    stored, values = {}, {}
-    for name, tensor in load_file(a / "model.safetensors").items():
-        stored[name] = values[name] = tensor
-        if ".mlp." in name:
-            scale = tensor.float().abs().amax().reshape(1, 1) / 448
-            stored[name] = (tensor.float() / scale).to(torch.float8_e4m3fn)
-            stored[f"{name}_scale_inv"] = scale
-            values[name] = (stored[name].float() * scale).bfloat16()
-    described = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]}
-    change_config(b, quantization_config=described)
-    save_file(stored, b / "model.safetensors", {"format": "pt"})
-    decoded = rewritten(a, tmp_path / "values", lambda name, tensor: (name, values[name]))
+    values = store_in_fp8(b := make_llama("b", dtype="bfloat16"))
+    decoded = rewritten(a, tmp_path / "values", lambda name, tensor: (name, values[name].bfloat16()))
     assert_figures(opened(a, b), plain(a, "float32"), plain(decoded))
 
 

@@ -16,11 +16,13 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tests.helpers.exporting import export_checkpoint
 from tests.helpers.file_edits import change_config
 from tests.helpers.measured_on import placed
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dtype_engine as de
+from dtype_engine.checkpoint import open_checkpoint
 from dtype_engine.cli import cli
 from dtype_engine.cli.program import run
 from dtype_engine.runtime.formats import schemes
@@ -298,10 +300,5 @@ def test_large_weight_is_decoded_in_pieces(tmp_path: Path) -> None:
         nonlocal most
         most = max(most, process.memory_full_info().uss - before)
 
-    from dtype_engine.checkpoint import open_checkpoint
-    from dtype_engine.runtime.export import export
-    from dtype_engine.runtime.export.plan import of_checkpoint
-
-    contents = of_checkpoint(open_checkpoint(tmp_path), "big", _recipe("*=bf16"))
-    export(contents, tmp_path / "out", on_bytes=note)
+    export_checkpoint(open_checkpoint(tmp_path), "big", _recipe("*=bf16"), tmp_path / "out", on_bytes=note)
     assert most < 64 << 20
