@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.memory_share import memory_budget
+from dtype_engine.core.replaced import replaced
 
 
 def pick_device(wanted: str) -> torch.device:
@@ -187,14 +188,9 @@ def differentiable_recurrence(module: nn.Module, device: torch.device) -> Iterat
     """Make recurrent layers such as `nn.LSTM` differentiable in the `with` block, although `module` is in evaluation mode, in which
     cuDNN can't do so: torch's own kernels run instead.
     """
-    cudnn: Any = torch.backends.cudnn
-    enabled = cudnn.enabled
-    try:
-        if device.type == "cuda" and any(isinstance(each, nn.RNNBase) for each in module.modules()):
-            cudnn.enabled = False
+    recurrent = device.type == "cuda" and any(isinstance(each, nn.RNNBase) for each in module.modules())
+    with replaced(torch.backends.cudnn, "enabled", False) if recurrent else nullcontext():
         yield
-    finally:
-        cudnn.enabled = enabled
 
 
 @contextmanager
