@@ -53,7 +53,7 @@ __all__ = [
 def open(
     model: str | Source | nn.Module | None = None, *, options: Options | None = None, inputs: Any = None
 ) -> Session:
-    """Open a model for casting and measuring.
+    """Open a model for casting and measuring. Nothing is cast yet.
 
     Args:
         model: A path, a Hugging Face id, `file.py:Name` or `package.module:Name`; None for the built-in demo; or a live module,
@@ -61,9 +61,6 @@ def open(
         options: How to open and run the model: device, inputs, run settings.
         inputs: The inputs of one call: a dict (keyword arguments), a tuple (positional arguments) or a tensor; or a list of these,
             one for each call.
-
-    Returns:
-        A session in which nothing is cast yet.
 
     Raises:
         NoForward: No architecture is known for the weights.
@@ -114,10 +111,7 @@ def mixed_dtypes(device: str = "cpu") -> AbstractContextManager[Any]:
 
     Where torch raises because dtypes differ, as in a bfloat16 `linear` of float32 inputs, the inputs are cast to the weight's
     dtype, as in the measurements of `Session.drift`. All else is as in plain torch. `nn.RNN`, `nn.LSTM` and `nn.GRU` compare
-    dtypes before they call torch, so they still raise.
-
-    Args:
-        device: The device on which the model runs.
+    dtypes before they call torch, so they still raise. `device` is the one on which the model runs.
 
     Example:
         >>> import torch

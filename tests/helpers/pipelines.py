@@ -175,7 +175,8 @@ COMPONENTS = [(name, "vae") for name in FAMILIES] + [
 
 
 def save_pipeline(family: str, folder: Path) -> Path:
-    """Save a pipeline of a family in its usual layout, and return its folder."""
-    torch.manual_seed(0)
-    FAMILIES[family]().save_pretrained(folder / family)
+    """Save a pipeline of a family in its usual layout, unless it is there, and return its folder."""
+    if not (folder / family).is_dir():
+        torch.manual_seed(0)
+        FAMILIES[family]().save_pretrained(folder / family)
     return folder / family

@@ -64,7 +64,7 @@ def check(
         title = other.title if other is not None else ""
         report = look(checkpoint, source.title, of_source, title, values, on_progress)
     if modules if modules is not None else len(checkpoint.tensors) <= _MOST_TENSORS:
-        from dtype_engine.runtime.building.check_architecture import with_architecture
+        from dtype_engine.runtime.building.describe import with_architecture
 
         report = with_architecture(report, source, request.options, checkpoint)
     say("")

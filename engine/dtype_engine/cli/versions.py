@@ -22,7 +22,7 @@ def print_version(context: click.Context, parameter: click.Parameter, wanted: bo
         answer(f"dtype-engine, version {__version__}")
         context.exit()
     from dtype_engine.reports.versions import installed
-    from dtype_engine.runtime.model.hardware import hardware
+    from dtype_engine.runtime.device import hardware
 
     named = {"dtype-tui": __version__, "python": platform.python_version()}
     named |= {name: installed(name) or "not installed" for name in _LIBRARIES}

@@ -1,26 +1,23 @@
-"""Selects and queries the device that models run on: the CPU, or the accelerator (CUDA, MPS, XPU, ...) that `torch.accelerator`
-finds.
-"""
+"""The device that models run on: the CPU, or the accelerator (CUDA, MPS, XPU, ...) that `torch.accelerator` finds."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
 from dtype_engine.core.errors import UserError
+from dtype_engine.core.replaced import replaced
 from dtype_engine.core.system_memory import memory_budget
 
 
 def pick_device(wanted: str) -> torch.device:
-    """Return the torch device that a user names as "cpu", as an accelerator such as "cuda:1" or "mps", or as "auto". "auto" selects
-    this machine's accelerator if it supports float64, as CUDA does, and otherwise the CPU.
-
-    Raises UserError if this machine lacks the device.
+    """Return the device that a user names as "cpu", "cuda:1" or "mps", or as "auto": this machine's accelerator if it supports
+    float64, as CUDA does, and otherwise the CPU. Raises UserError if this machine lacks the device.
     """
     here = torch.accelerator.current_accelerator(check_available=True)
     if wanted == "auto":
@@ -55,8 +52,17 @@ def accelerator_names() -> list[str]:
     return [named(index) for index in range(device_count(here))]
 
 
+def hardware() -> dict[str, str]:
+    """Return, for bug reports, the instruction set of torch's CPU kernels, such as "AVX512", its threads, and all accelerators."""
+    return {
+        "kernels": torch.backends.cpu.get_cpu_capability(),
+        "threads": str(torch.get_num_threads()),
+        "accelerator": ", ".join(accelerator_names()) or "none",
+    }
+
+
 def synchronize(device: torch.device) -> None:
-    """Wait until a device has finished the work that was queued on it. For the CPU, nothing is done."""
+    """Wait until a device has finished the work that was queued on it."""
     if device.type == "mps":
         torch.mps.synchronize()
     else:
@@ -64,13 +70,13 @@ def synchronize(device: torch.device) -> None:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Start a new measurement of the peak memory that tensors take on a device. Devices without this counter are left alone."""
+    """Start a new measurement of the peak memory that tensors take on a device, if it has this counter."""
     _ask(device, "reset_peak_memory_stats")
 
 
 def allocated_bytes(device: torch.device) -> tuple[int | None, int | None, int | None]:
-    """Return three numbers of bytes on a device: what tensors take, what torch has reserved, and the peak of what tensors took. A
-    number that the device does not report is None. For the CPU, all three are None.
+    """Return three numbers of bytes on a device: what tensors take, what torch has reserved, and the peak of what tensors took,
+    each None if the device does not report it, as the CPU.
     """
     allocated = _ask(device, "memory_allocated")
     if allocated is None and device.type == "mps":
@@ -91,8 +97,8 @@ def total_bytes(device: torch.device) -> int | None:
 
 
 def cache_budget(device: torch.device) -> int:
-    """Return how many bytes of a device's memory a cache of recomputable values may take. This is `memory_budget()`, but on an
-    accelerator at most a quarter of its free memory.
+    """Return how many bytes a cache of recomputable values may take: `memory_budget()`, but on an accelerator at most a quarter of
+    its free memory.
     """
     free = free_bytes(device)
     return memory_budget() if free is None else min(memory_budget(), free // 4)
@@ -100,9 +106,7 @@ def cache_budget(device: torch.device) -> int:
 
 @contextmanager
 def enough_memory(what: str, device: torch.device, raised: type[UserError] = UserError) -> Iterator[None]:
-    """Convert torch's out-of-memory errors in the `with` block to an error of type `raised`. Its message names `what`, such as a
-    model, and the device.
-    """
+    """Convert torch's out-of-memory errors in the `with` block to errors of type `raised`, which name `what` and the device."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -111,9 +115,7 @@ def enough_memory(what: str, device: torch.device, raised: type[UserError] = Use
 
 
 def _ask(device: torch.device, name: str) -> Any:
-    """Call the function `name` of torch's module for a device, such as `torch.cuda`, and return its result. Returns None if the
-    device is the CPU or the module has no such function.
-    """
+    """Return the result of the function `name` of torch's module for a device, such as `torch.cuda`, or None if it has none."""
     function = None if device.type == "cpu" else getattr(torch.get_device_module(device), name, None)
     return None if function is None else function(device)
 
@@ -133,8 +135,8 @@ def has_streams(device: torch.device) -> bool:
 
 
 def copied_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a tensor on a device. If the device has streams, a tensor on the CPU is copied from pinned memory by the current
-    stream, and the CPU does not wait for it. torch keeps the pinned memory until the copy has ended.
+    """Return a tensor on a device. If the device has streams, a tensor on the CPU is copied from pinned memory, which torch keeps
+    until the copy has ended, and the CPU does not wait for it.
     """
     if tensor.device.type != "cpu" or not has_streams(device):
         return tensor.to(device)
@@ -142,27 +144,25 @@ def copied_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def for_sums(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on a device that supports float64: the same tensor if its own device does, otherwise a copy on the CPU."""
+    """Return a tensor on a device that supports float64: itself, or a copy on the CPU."""
     return tensor if tensor.device.type == "cpu" or has_float64(tensor.device) else tensor.cpu()
 
 
 def divide(values: torch.Tensor, number: float) -> torch.Tensor:
-    """Return values / number, correctly rounded on every device. The divisor is made a tensor first: if it is a Python number, CUDA
-    multiplies by its reciprocal instead, and so rounds twice.
+    """Return values / number, correctly rounded. If the divisor is a Python number, CUDA multiplies by its reciprocal instead, and
+    so rounds twice.
     """
     return values / torch.full((), number, dtype=values.dtype, device=values.device)
 
 
 def random_states(device: torch.device) -> list[torch.Tensor]:
-    """Return the states of torch's random number generators: the state of the CPU's and, if `device` is an accelerator, its state
-    too.
-    """
+    """Return the states of torch's random number generators: the CPU's and, if `device` is an accelerator, its own."""
     states = [torch.default_generator.get_state()]
     return states if device.type == "cpu" else [*states, torch.get_device_module(device).get_rng_state(device)]
 
 
 def set_random_states(device: torch.device, states: list[torch.Tensor]) -> None:
-    """Restore the states of torch's random number generators. states: what `random_states(device)` returned."""
+    """Restore the states that `random_states(device)` returned."""
     torch.default_generator.set_state(states[0])
     if device.type != "cpu":
         torch.get_device_module(device).set_rng_state(states[1], device)
@@ -170,9 +170,7 @@ def set_random_states(device: torch.device, states: list[torch.Tensor]) -> None:
 
 @contextmanager
 def same_random_numbers(device: torch.device) -> Iterator[None]:
-    """Seed torch's random number generators with 0 for the `with` block, so that it draws the same numbers each time that it runs.
-    The previous states are restored afterwards.
-    """
+    """Seed torch's random number generators with 0 for the `with` block. The previous states are restored afterwards."""
     states = random_states(device)
     try:
         # Not torch.manual_seed: before CUDA is initialised, it would queue one more call in every pass.
@@ -187,25 +185,18 @@ def same_random_numbers(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def differentiable_recurrence(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Make recurrent layers such as `nn.LSTM` differentiable in the `with` block, although `module` is in evaluation mode. cuDNN
-    differentiates them only in training mode, so torch's own kernels run instead.
+    """Make recurrent layers such as `nn.LSTM` differentiable in the `with` block, although `module` is in evaluation mode, in which
+    cuDNN can't do so: torch's own kernels run instead.
     """
-    cudnn: Any = torch.backends.cudnn
-    enabled = cudnn.enabled
-    try:
-        if device.type == "cuda" and any(isinstance(each, nn.RNNBase) for each in module.modules()):
-            cudnn.enabled = False
+    recurrent = device.type == "cuda" and any(isinstance(each, nn.RNNBase) for each in module.modules())
+    with replaced(torch.backends.cudnn, "enabled", False) if recurrent else nullcontext():
         yield
-    finally:
-        cudnn.enabled = enabled
 
 
 @contextmanager
 def exact_float32(device: torch.device) -> Iterator[None]:
-    """Make torch compute matrix products and convolutions of float32 tensors in full float32 during the `with` block.
-
-    By default, torch computes convolutions on CUDA in TF32, which has a mantissa of only 10 bits. A program may also have allowed
-    bfloat16 for matrix products on the CPU.
+    """Make torch compute products and convolutions of float32 tensors in full float32 during the `with` block. By default, it uses
+    TF32, with a mantissa of 10 bits, for convolutions on CUDA. A program may also have allowed bfloat16 for matrix products.
     """
     matmul = torch.get_float32_matmul_precision()
     cudnn: Any = torch.backends.cudnn

@@ -195,7 +195,7 @@ def _check_activations(peaks: tuple[dtype_engine.results.serving_memory.Activati
 
 def _check_files(work: Work[None], _: None) -> dtype_engine.results.check.CheckReport:
     from dtype_engine.checkpoint.check import check
-    from dtype_engine.runtime.building.check_architecture import with_architecture
+    from dtype_engine.runtime.building.describe import with_architecture
 
     model = work.model
     if model.checkpoint is None:

@@ -29,6 +29,7 @@ from dtype_engine.runtime.scan import local_errors
 
 pytestmark = pytest.mark.skipif(DEVICE == "cpu", reason="DTYPE_TUI_TEST_DEVICE names no accelerator")
 on_cuda = pytest.mark.skipif(DEVICE != "cuda", reason="DTYPE_TUI_TEST_DEVICE is not cuda")
+on_fake = pytest.mark.skipif(DEVICE != "fake", reason="DTYPE_TUI_TEST_DEVICE is not fake")
 NAMES = ("llama", "bert", "t5", "mixtral", "torch_convolutional")
 SHORT = de.Options(sequence_length=32, sequences=2)
 
@@ -198,9 +199,8 @@ def test_module_that_does_not_fit_is_named_and_the_session_continues(wide: Path)
     assert session.drift().output.sqnr_db > 20
 
 
+@on_fake  # which counts every byte
 def test_one_byte_too_little_memory_names_the_module(wide: Path) -> None:
-    if DEVICE != "fake":
-        pytest.skip("only the fake accelerator counts every byte")
 
     def measure() -> Any:
         gc.collect()
@@ -240,27 +240,24 @@ def test_model_that_does_not_fit_is_refused_in_one_sentence(wide: Path) -> None:
     de.open(str(wide))
 
 
+@on_fake
 def test_scan_over_memory_holds_parts_of_the_largest_weight(
     make_llama: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if DEVICE != "fake":
-        pytest.skip("only the fake accelerator counts every byte")
     monkeypatch.setattr(local_errors, "PIECE", 1 << 18)
     folder = make_llama(vocab_size=16384, hidden_size=128, dtype="bfloat16")
     ids = [torch.arange(3, 3 + length)[None] for length in (5, 3)]
     head, scores = 16384 * 128 * 4, []
     for limits in ({}, {"fake": 1 << 20}):
-        session = de.open(
-            str(folder), options=de.Options(max_memory=limits), inputs=[{"input_ids": each} for each in ids]
-        )
+        options = de.Options(max_memory=limits)
+        session = de.open(str(folder), options=options, inputs=[{"input_ids": each} for each in ids])
         with room_for(int(2.2 * head)) if limits else nullcontext():
             scores.append(session.scan(["float16", "float8_e4m3fn", "int8"], draws=2).scores())
     assert scores[0] == scores[1]
 
 
+@on_fake
 def test_scan_needs_no_float32_copies_of_all_weights(make_llama: Callable[..., Path]) -> None:
-    if DEVICE != "fake":
-        pytest.skip("only the fake accelerator counts every byte")
     folder = make_llama(num_hidden_layers=16, hidden_size=128, dtype="bfloat16")
     scores = []
     for limited in (False, True):
@@ -357,10 +354,9 @@ def test_tf32_setting_of_the_process_changes_no_figure() -> None:
     assert found[0] == found[1]
 
 
+@on_fake  # which can lack a kernel
 @pytest.mark.parametrize("missing", [True, False])
 def test_missing_kernel_is_named_with_the_nearest_dtype(missing: bool, monkeypatch: Any) -> None:
-    if DEVICE != "fake":
-        pytest.skip("only the fake accelerator lacks kernels that one can name")
     monkeypatch.setattr(fake_accelerator.device, "missing", {("addmm", torch.float16)} if missing else set())
     session = de.open(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), inputs=(torch.ones(2, 4),))
     session.cast("1", "float16")

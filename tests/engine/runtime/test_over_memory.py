@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from tests.helpers.file_edits import store_in_fp8
 from tests.helpers.hub_server import hub_of
 
 import dtype_engine as de
@@ -51,9 +52,20 @@ def opened(folder: Path, limit: int | None, lengths: Sequence[int] = LENGTHS, **
 
 
 def measured(session: de.Session, rules: tuple[str, ...]) -> list[Any]:
-    session.apply(de.Recipe.of(map(de.Rule.parse, rules)))
+    cast(session, rules)
     report = session.drift()
     return [report.output, report.modules, report.lost, report.sequences]
+
+
+def mixtral(folder: Path, layers: int, experts: int) -> Path:
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(**SIZES, num_hidden_layers=layers, num_local_experts=experts)
+    transformers.MixtralForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def cast(session: de.Session, rules: tuple[str, ...]) -> None:
+    session.apply(de.Recipe.of(map(de.Rule.parse, rules)))
 
 
 @pytest.fixture
@@ -93,10 +105,8 @@ def test_small_weights_are_read_without_their_surroundings(llama: Path) -> None:
 
 
 def test_stacked_experts_run_over_memory(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    config = transformers.MixtralConfig(**SIZES, num_hidden_layers=2, num_local_experts=4)
-    transformers.MixtralForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "moe")
-    inside, over = opened(tmp_path / "moe", None), opened(tmp_path / "moe", 1 << 22)
+    moe = mixtral(tmp_path, layers=2, experts=4)
+    inside, over = opened(moe, None), opened(moe, 1 << 22)
     # Only the experts are read that tokens are sent to, one by one, so they are not computed by one grouped product.
     inside.model.module.set_experts_implementation("eager")  # type: ignore[operator]
     assert any("one by one" in notice for notice in over.model.notices)
@@ -108,10 +118,8 @@ def test_stacked_experts_run_over_memory(tmp_path: Path) -> None:
 
 
 def test_experts_are_cast_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    config = transformers.MixtralConfig(**SIZES, num_hidden_layers=2, num_local_experts=8)
-    transformers.MixtralForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "moe")
-    inside, over = (opened(tmp_path / "moe", limit, (2,)) for limit in (None, 1 << 22))
+    moe = mixtral(tmp_path, layers=2, experts=8)
+    inside, over = (opened(moe, limit, (2,)) for limit in (None, 1 << 22))
     inside.model.module.set_experts_implementation("eager")  # type: ignore[operator]
     # All experts of a layer may take more memory than the machine has.
     monkeypatch.setattr(StackedSource, "read", lambda *_: pytest.fail("all experts of a layer were read at once"))
@@ -264,21 +272,6 @@ def test_first_picture_decides_how_many_run_in_parallel(tmp_path: Path, monkeypa
     assert after == [1, 6]
 
 
-def quantized(folder: Path) -> None:
-    """Store the layers' weights as DeepSeek does: codes in float8_e4m3fn and a scale for each block of 128 x 128."""
-    tensors = load_file(folder / "model.safetensors")
-    for name in [name for name in tensors if "_proj" in name]:
-        blocks = tensors[name].float().unflatten(0, (-1, 128)).unflatten(2, (-1, 128))
-        scale = blocks.abs().amax((1, 3)) / 448
-        codes = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
-        tensors[name] = codes.flatten(2).flatten(0, 1).contiguous()
-        tensors[f"{name}_scale_inv"] = scale
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
-    (folder / "config.json").write_text(json.dumps(config))
-
-
 def test_backward_pass_loads_blocks_in_its_own_order(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     session = opened(llama, 1 << 21)
     memory = session.model.memory
@@ -297,7 +290,7 @@ def test_backward_pass_loads_blocks_in_its_own_order(llama: Path, monkeypatch: p
 
 def test_over_memory_causes_for_stored_and_quantized_models(make_llama: Callable[..., Path]) -> None:
     stored, coded = (make_llama(name, dtype="bfloat16", **SIZES) for name in ("stored", "coded"))
-    quantized(coded)
+    store_in_fp8(coded)
     for limit in (None, 1 << 21):
         session = opened(coded, limit)
         assert session.model.weights["model.layers.0.mlp.up_proj.weight"].info.dtype == "fp8:e4m3@128x128"
@@ -311,7 +304,7 @@ def test_over_memory_causes_for_stored_and_quantized_models(make_llama: Callable
 
 def test_over_memory_export_with_scales_and_codes(llama: Path, tmp_path: Path) -> None:
     source = opened(llama, None)
-    source.apply(de.Recipe.of(map(de.Rule.parse, (*RECIPES[1], "lm_head=bfloat16"))))
+    cast(source, (*RECIPES[1], "lm_head=bfloat16"))
     source.export(tmp_path / "coded")
     found = []
     for limit in (None, 1 << 20):
@@ -344,14 +337,14 @@ def test_saved_drift_continues_after_its_last_group(
     monkeypatch.setattr(drift, "MOST_UNSAVED", 3)
     expected = measured(opened(llama, None), RECIPES[1])
     over, file = opened(llama, 1 << 21), tmp_path / "drift.json"
-    over.apply(de.Recipe.of(map(de.Rule.parse, RECIPES[1])))
+    cast(over, RECIPES[1])
     done: list[int] = []
     listener = MeasurementListener(on_sequence=lambda totals: done.extend(totals.numbers), cancelled=lambda: bool(done))
     with pytest.raises(Cancelled):
         over.drift(listener, save=file)
     assert len(json.loads(file.read_text())["totals"]["sequences"]) == 3
     again = opened(llama, 1 << 21)
-    again.apply(de.Recipe.of(map(de.Rule.parse, RECIPES[1])))
+    cast(again, RECIPES[1])
     for _ in range(2):
         report = again.drift(save=file)
         assert [report.output, report.modules, report.lost, report.sequences] == expected
@@ -371,19 +364,13 @@ def test_pass_can_be_cancelled_within_a_block_and_repeated(llama: Path) -> None:
     asked = iter(range(10**9))
     with pytest.raises(Cancelled):
         over.drift(MeasurementListener(cancelled=lambda: next(asked) > 25))
-    assert over.drift().output == opened_drift(llama)
-
-
-def opened_drift(llama: Path) -> Any:
-    inside = opened(llama, None)
-    inside.cast("*", "float16")
-    return inside.drift().output
+    assert over.drift().output == measured(opened(llama, None), ("*=float16",))[0]
 
 
 def test_over_memory_export_equals_that_in_memory(llama: Path, tmp_path: Path) -> None:
     for limit, name in ((None, "inside"), (1 << 21, "over")):
         session = opened(llama, limit)
-        session.apply(de.Recipe.of(map(de.Rule.parse, RECIPES[1])))
+        cast(session, RECIPES[1])
         session.export(tmp_path / name)
     files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("inside", "over")]
     assert files[0] == files[1]
@@ -437,17 +424,15 @@ def test_python_module_obeys_the_memory_limit(tmp_path: Path, limit: int) -> Non
 
 
 def test_bytes_read_from_experts_are_counted(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    config = transformers.MixtralConfig(**SIZES, num_hidden_layers=1, num_local_experts=4)
-    transformers.MixtralForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "moe")
-    over = opened(tmp_path / "moe", 1 << 21)
+    moe = mixtral(tmp_path, layers=1, experts=4)
+    over = opened(moe, 1 << 21)
     assert over.memory().read_bytes == 0
     over.drift()
     read = over.memory().read_bytes
     assert read is not None
     # All experts of the only layer are sent tokens, and the embedding's rows are looked up.
     assert 0.8 < read / over.tree.stored_bytes <= 2
-    assert opened(tmp_path / "moe", None).memory().read_bytes is None
+    assert opened(moe, None).memory().read_bytes is None
 
 
 def test_diffusers_model_over_memory_is_refused(tmp_path: Path) -> None:

@@ -1,13 +1,11 @@
-"""Finds the model class and the configuration that a checkpoint's `config.json` names, constructs the model without data, and
-refuses a model that does not match the checkpoint's tensors.
-"""
+"""Constructs the model that a checkpoint's `config.json` names without data, and refuses one that does not match its tensors."""
 
 from __future__ import annotations
 
 import copy
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -34,21 +32,18 @@ from dtype_engine.runtime.model.module_tree import collect_tensors
 from dtype_engine.runtime.model.name_mapping import Placement, map_names
 
 _MODULES_ALWAYS, _MODULES_PER_TENSOR = 2_000, 10
-"""A model may have at most `_MODULES_ALWAYS` submodules, plus `_MODULES_PER_TENSOR` for each tensor in the files. Real models have
-fewer than three submodules per tensor, except small models that share layers or have many modules without tensors.
+"""How many submodules a model may have at most: always, and in addition for each tensor in the files. Real models have fewer than
+three per tensor, except small ones that share layers or have many modules without tensors.
 """
 _SPARE_ALWAYS, _SPARE_PER_BYTE = 1 << 30, 32
-"""The tensors of the model that the checkpoint's files lack may take at most `_SPARE_ALWAYS` bytes, plus `_SPARE_PER_BYTE` for each
-byte of the files. The limit is high because a float32 model is 16 times as large as files with weights packed in two bits.
+"""How many bytes the tensors of a model that the files lack may take at most: always, and in addition for each byte of the files. A
+float32 model is 16 times as large as files with weights packed in two bits.
 """
 _LONGEST_REASON = 300
 
 
 class Misfit(NoForward):
-    """Raised if the names of a checkpoint's tensors are not those of the model class that its configuration names.
-
-    class_name: the name of this class. coverage: which of the model's tensors the checkpoint has.
-    """
+    """Raised if a checkpoint's tensors are not those of the model class that its configuration names (`class_name`)."""
 
     def __init__(self, message: str, class_name: str = "", coverage: Coverage | None = None) -> None:
         super().__init__(message)
@@ -61,27 +56,21 @@ class Architecture:
     """A transformers model class and the configuration with which it is constructed."""
 
     model_class: Any
-    """The model class. If the model's code comes with the checkpoint, one of transformers' auto classes, such as
-    AutoModelForCausalLM.
-    """
+    """The model class or, if the model's code comes with the checkpoint, an auto class such as AutoModelForCausalLM."""
     config: Any
     notices: tuple[str, ...] = ()
-    """Sentences for the user about entries in `config.json` that are ignored, and about a class used instead of the one that it
-    names.
-    """
     trust_remote_code: bool = False
-    """Whether Python code that comes with the checkpoint may run."""
 
 
 _READ_WITH_WEIGHTS = ("generation_config.json", "adapter_config.json")
-"""The files that transformers reads by their names in a model's folder when it loads weights from there."""
+"""The files that transformers reads in a model's folder when it loads weights from there."""
 
 
 def architecture(transformers: ModuleType, checkpoint: Checkpoint, options: ModelOptions) -> Architecture:
-    """Return the architecture that a checkpoint's `config.json` names or, if the user chose a model class in `options`, that class.
+    """Return the architecture that `options` or a checkpoint's `config.json` names.
 
-    Raises NoForward if the installed transformers does not have the architecture or rejects the configuration, and UserError if the
-    name in `options` is not a model class.
+    Raises NoForward if the installed transformers does not have it or rejects the configuration, and UserError if the name in
+    `options` is not a model class.
     """
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     config = checkpoint.config or {}
@@ -93,9 +82,7 @@ def architecture(transformers: ModuleType, checkpoint: Checkpoint, options: Mode
             raise NoForward(f"{printable(folder.name, 100)}: no forward pass: {error}") from None
     model_class, notices = _model_class(transformers, config, folder, options)
     made = _configuration(transformers, model_class, checkpoint, folder, options)
-    if (
-        getattr(made, NAMED_WEIGHTS, None) == NO_WEIGHTS
-    ):  # it is for plain transformers, and this program reads these weights
+    if getattr(made, NAMED_WEIGHTS, None) == NO_WEIGHTS:  # for plain transformers; this program reads these weights
         delattr(made, NAMED_WEIGHTS)
     if not options.trust_remote_code:
         notices += without_foreign_kernels(made, config, printable(folder.name, 100))
@@ -103,11 +90,9 @@ def architecture(transformers: ModuleType, checkpoint: Checkpoint, options: Mode
 
 
 def make(chosen: Architecture, checkpoint: Checkpoint) -> tuple[nn.Module, Mapping[str, Placement]]:
-    """Construct the model of an architecture on the meta device, without data. Returns the module and a mapping from the name of
-    each tensor of the checkpoint to where it is loaded in the module.
-
-    Raises NoForward if the module can't be constructed, and Misfit if the checkpoint's tensors are not the module's. Their shapes
-    are not compared (see `shapes.py`).
+    """Construct the model of an architecture on the meta device. Returns the module, and where each tensor of the checkpoint is
+    loaded in it. Raises NoForward if the module can't be constructed, and Misfit if the checkpoint's tensors are not the module's.
+    Their shapes are not compared (see `shapes.py`).
     """
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     auto = getattr(chosen.model_class, "from_config", None)
@@ -129,13 +114,9 @@ def without_quantization(config: Any) -> Any:
     return config
 
 
-@contextmanager
-def reasons(folder: Path) -> Iterator[None]:
-    """Convert any exception that transformers or torch raises in the `with` block to ImpossibleConfig, with a message of one
-    sentence that begins with `folder`.
-    """
-    with failures_as(ImpossibleConfig, f"{folder}: transformers can't make this model of its config.json", reason):
-        yield
+def reasons(folder: Path) -> AbstractContextManager[None]:
+    """Convert any exception that transformers or torch raises in the `with` block to ImpossibleConfig with one sentence."""
+    return failures_as(ImpossibleConfig, f"{folder}: transformers can't make this model of its config.json", reason)
 
 
 def reason(error: BaseException) -> str:
@@ -184,11 +165,8 @@ def _model_class(
 
 
 def _auto_class(transformers: ModuleType, auto_map: Any, named: tuple[str, ...]) -> str:
-    """Return the name of the transformers auto class with which to load model code that comes with the checkpoint.
-
-    auto_map: the entry of `config.json` that maps names of auto classes to names of the checkpoint's own classes. named: the class
-    names in its `architectures`. A key of `auto_map` whose class is in `named` is preferred, then AutoModelForCausalLM, then
-    AutoModel, then any other key.
+    """Return the name of the auto class with which to load model code that comes with the checkpoint: preferably the key of
+    `auto_map` whose class is in `named`, the `architectures` of `config.json`.
     """
     keys = auto_map if isinstance(auto_map, dict) else {}
     models = [key for key in keys if key.startswith("AutoModel") and hasattr(transformers, key)]
@@ -208,9 +186,7 @@ def _named(config: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]
 
 
 def _backbone(transformers: ModuleType, model_type: str, named: tuple[str, ...]) -> str:
-    """Return the notice for the user that a model is opened without its head, because its `config.json` names no class of
-    transformers. named: the class names in its `architectures`.
-    """
+    """Return the notice that a model is opened without its head, because its `config.json` names no class of transformers."""
     from transformers.models.auto import modeling_auto
 
     with_head = next(
@@ -258,9 +234,8 @@ def _asked_for(transformers: ModuleType, name: str) -> Any:
 def _configuration(
     transformers: ModuleType, model_class: Any, checkpoint: Checkpoint, folder: Path, options: ModelOptions
 ) -> Any:
-    """Read the checkpoint's `config.json` as the configuration class that the model class requires. If the model class is only a
-    part of a composite model, such as its text model, the result is the configuration of this part. Raises NoForward if
-    transformers rejects it.
+    """Read the checkpoint's `config.json` as the configuration class that the model class requires, which may be that of a part of
+    a composite model, such as its text model. Raises NoForward if transformers rejects it.
     """
     own = getattr(model_class, "config_class", None)
     with reasons(folder):
@@ -275,9 +250,7 @@ def _configuration(
 
 @contextmanager
 def few_modules(tensors: int) -> Iterator[None]:
-    """Limit the construction of a model in the `with` block: raise ImpossibleConfig as soon as it has more submodules than a
-    model with `tensors` tensors can have.
-    """
+    """In the `with` block, raise ImpossibleConfig as soon as a model has more submodules than one of `tensors` tensors can have."""
     from torch.nn.modules.module import register_module_module_registration_hook
 
     most = _MODULES_ALWAYS + _MODULES_PER_TENSOR * tensors
@@ -300,23 +273,19 @@ def few_modules(tensors: int) -> Iterator[None]:
 
 
 def refuse_misfit(module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement], folder: Path) -> None:
-    """Raise Misfit if a module does not match a checkpoint, in two cases: most tensors of the files belong to no tensor of the
-    module; or the module has tensors that the files lack and that need far more memory than the files.
-
-    placements: maps the name of each tensor of the files to where it is loaded in the module. folder: the checkpoint's folder, for
-    messages.
+    """Raise Misfit if most tensors of the files belong to no tensor of a module, or if the module has tensors that the files lack
+    and that need far more memory than the files. placements: where each tensor of the files is loaded. folder: for messages.
     """
     name = type(module).__name__
     infos, tensors = collect_tensors(module)
     filled = {placement.name for placement in placements.values()}
     empty = [info.name for info in infos if info.persistent and not filled.intersection(info.names)]
     strange = [stored for stored in checkpoint.weights if stored not in placements]
-    packed = quantized_parts(checkpoint.tensors, checkpoint.config) or "quantization_config" in (
-        checkpoint.config or {}
-    )
+    config = checkpoint.config or {}
+    packed = quantized_parts(checkpoint.tensors, checkpoint.config) or "quantization_config" in config
     prefix = foreign_prefix(checkpoint.weights, checkpoint.config)
+    coverage = Coverage(sum(info.persistent for info in infos), tuple(empty), tuple(strange))
     if 2 * len(strange) > len(checkpoint.weights) and 2 * len(empty) > len(infos) and (prefix or not packed):
-        coverage = Coverage(sum(info.persistent for info in infos), tuple(empty), tuple(strange))
         under = f"all names in the files begin with {printable(prefix)}, " if prefix else ""
         raise Misfit(
             f"{folder}: these are not the weights of a {name}: {coverage}, {under}{len(strange)} of {len(checkpoint.weights)} "
@@ -330,5 +299,5 @@ def refuse_misfit(module: nn.Module, checkpoint: Checkpoint, placements: Mapping
             f"{folder}: a {name} by its config.json has {human_bytes(spare)} of tensors that the files do not hold: "
             "these are not one model",
             name,
-            Coverage(sum(info.persistent for info in infos), tuple(empty), tuple(strange)),
+            coverage,
         )

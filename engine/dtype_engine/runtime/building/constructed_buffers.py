@@ -1,8 +1,7 @@
-"""Fills the non-persistent buffers of a model whose Python code comes with its checkpoint. No file holds such buffers.
+"""Fills the non-persistent buffers, which no file holds, of a model whose Python code comes with its checkpoint.
 
 `from_pretrained` constructs a model without data and then allocates these buffers. Only transformers' own classes are sure to
-compute their values. In other classes, they may hold arbitrary memory (transformers issue 48892). A second construction of the
-model, with data, provides the values.
+compute their values; in others, they may hold arbitrary memory (transformers issue 48892).
 """
 
 from __future__ import annotations
@@ -27,10 +26,9 @@ _COMPLETE = ("transformers.", "torch.")
 
 def construct_buffers(module: nn.Module, dtype: torch.dtype) -> tuple[str, ...]:
     """Construct a loaded model again on the CPU, and replace each non-persistent buffer of `module` that differs from the
-    constructed one.
+    constructed one. Returns notices about the replaced buffers, and about those that the constructor did not create.
 
-    dtype: the default dtype with which `module` was loaded. Returns notices for the user about the replaced buffers, and about
-    those that the constructor did not create.
+    dtype: the default dtype with which `module` was loaded.
     """
     buffers = _non_persistent(module)
     if not buffers or all(type(part).__module__.startswith(_COMPLETE) for part in module.modules()):
@@ -86,8 +84,8 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 @contextmanager
 def parameters_without_data() -> Iterator[None]:
-    """Move each parameter that is registered in the `with` block to the meta device. The constructor of a model then needs memory
-    for only one parameter at a time.
+    """Move each parameter that is registered in the `with` block to the meta device, so that the constructor of a model needs
+    memory for only one at a time.
     """
 
     def without_data(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:

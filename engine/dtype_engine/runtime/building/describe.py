@@ -1,7 +1,5 @@
-"""Describes a model for all commands: a tree of its modules and tensors, with module classes, tied weights and stored dtypes.
-
-For most checkpoints, the tree is derived from the file headers and the architecture built without data. Only a model from Python
-code, or a pickle that holds a whole module, has to be loaded. If the architecture is unknown, the files alone determine the tree.
+"""Describes a model for all commands, mostly by the headers of its files and the architecture built without data. Only a model from
+Python code, or a pickle that holds a whole module, has to be loaded. Also compares a checkpoint with its architecture.
 """
 
 from __future__ import annotations
@@ -14,11 +12,14 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from dtype_engine.checkpoint import Checkpoint
+from dtype_engine.checkpoint.check import architecture_findings
 from dtype_engine.checkpoint.kv_cache import CACHE_SCALES
+from dtype_engine.checkpoint.plausible import ImpossibleConfig
 from dtype_engine.checkpoint.source import Source
 from dtype_engine.core.errors import NoForward
 from dtype_engine.core.options import ModelOptions
 from dtype_engine.core.tree import Tree
+from dtype_engine.results.check import CheckReport, Finding
 from dtype_engine.results.coverage import Coverage
 from dtype_engine.runtime.building.architecture import Misfit
 from dtype_engine.runtime.building.load import build_on_meta, load
@@ -34,12 +35,10 @@ class ModelDescription:
 
     tree: Tree
     kinds: dict[str, frozenset[str]]
-    """Maps the name of each module class in the tree to the names of its base classes."""
+    """The names of the base classes of each module class in the tree."""
     model_type: str | None
     placements: Mapping[str, Placement] = field(default_factory=dict)
-    """Maps the name of each tensor of the files to where it is loaded in the model. A tensor without an entry has the same name in
-    both.
-    """
+    """Where each tensor of the files is loaded in the model. One without an entry has the same name in both."""
     class_name: str = ""
     """The name of the model class that the configuration names, or "" if no class is known."""
     coverage: Coverage | None = None
@@ -49,7 +48,7 @@ class ModelDescription:
 
 
 def describe(source: Source, options: ModelOptions, checkpoint: Checkpoint | None = None) -> ModelDescription:
-    """Return a description of the model in `source`. If its architecture is unknown, the description has no module classes.
+    """Return a description of the model in `source`. If its architecture is unknown, it is that of the files alone.
 
     checkpoint: the headers of `source`, if they were read already. Raises UserError if the source can't be read or opened.
     """
@@ -82,9 +81,7 @@ def describe(source: Source, options: ModelOptions, checkpoint: Checkpoint | Non
 
 
 def _coverage(module: nn.Module, tree: Tree) -> Coverage:
-    """Return which of a module's tensors the files have. Missing and unused tensors that the module's class declares to be harmless
-    are not counted. module: the model, which may be on the meta device. tree: the tree of the model and the files.
-    """
+    """Return which of a module's tensors the files have, but for those that its class declares to be harmless if they differ."""
     spared, left_over = (
         [re.compile(pattern) for pattern in getattr(module, f"_keys_to_ignore_on_load_{kind}", None) or ()]
         for kind in ("missing", "unexpected")
@@ -113,3 +110,32 @@ def _kinds(module: nn.Module) -> dict[str, frozenset[str]]:
         )
         for module_class in classes
     }
+
+
+def with_architecture(
+    report: CheckReport, source: Source, options: ModelOptions, checkpoint: Checkpoint
+) -> CheckReport:
+    """Return `report` with one more finding for each tensor that only the checkpoint or only its architecture has, or that has
+    another shape in the architecture; and with one if no model can be made of config.json. If the architecture is unknown, the
+    report says why among what is unchecked.
+
+    Raises UserError if transformers does not have the architecture that `options` name.
+    """
+    known = describe(source, options, checkpoint)
+    if known.coverage is None:
+        if known.unknown is not None and _contradicts(known.unknown, options):
+            finding = Finding("configuration", "config.json", f"makes no model: {known.unknown}", "config.json")
+            return dataclasses.replace(report, findings=(*report.findings, finding))
+        why = known.unknown or "the files hold a whole module, which was loaded as it is"
+        return dataclasses.replace(report, unchecked=(*report.unchecked, f"the architecture: {why}"))
+    reported = {finding.tensor for finding in report.findings}
+    more = architecture_findings(known.coverage, known.class_name, checkpoint)
+    findings = (*report.findings, *(finding for finding in more if finding.tensor not in reported))
+    return dataclasses.replace(report, findings=findings, coverage=known.coverage)
+
+
+def _contradicts(error: NoForward, options: ModelOptions) -> bool:
+    """Return whether an error is the fault of config.json, and not of a missing package, the machine or a model's own code."""
+    outside = (ImportError, OSError, MemoryError)
+    of_machine = isinstance(error.__cause__, outside) or isinstance(error.__context__, outside)
+    return isinstance(error, ImpossibleConfig) and not of_machine and not options.trust_remote_code

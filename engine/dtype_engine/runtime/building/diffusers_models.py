@@ -1,4 +1,4 @@
-"""Constructs models of diffusers, such as a UNet, a transformer or a VAE, from a `config.json` that names their class."""
+"""Constructs models of diffusers, such as a UNet or a VAE, from a `config.json` that names their class."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from dtype_engine.runtime.model.name_mapping import Placement
 
 def make_diffusers(checkpoint: Checkpoint, title: str) -> tuple[nn.Module, Mapping[str, Placement]]:
     """Construct a diffusers model with parameters on the meta device. Buffers have the values that the constructor computes.
+    Returns the module, and where each tensor of the checkpoint is loaded in it.
 
-    title: the model's name, for errors. Returns the module, and a mapping from the name of each tensor of the checkpoint to where
-    it is loaded in the module. Raises NoForward if diffusers is not installed, lacks the class or can't construct it, and Misfit if
-    the checkpoint's tensors are not the module's. Their shapes are not compared (see `shapes.py`).
+    Raises NoForward if diffusers is not installed, lacks the class or can't construct it, and Misfit if the checkpoint's tensors
+    are not the module's. Their shapes are not compared (see `shapes.py`).
     """
     config = checkpoint.config or {}
     name = str(config.get("_class_name"))
     diffusers = import_diffusers(title)
-    where = f"{checkpoint.path / 'config.json'}"
+    where = str(checkpoint.path / "config.json")
     refuse_impossible(config, checkpoint, where)
     refuse_large_tables(config, where, max((math.prod(each.shape) for each in checkpoint.weights.values()), default=0))
     model_class: Any = None
@@ -45,10 +45,9 @@ def make_diffusers(checkpoint: Checkpoint, title: str) -> tuple[nn.Module, Mappi
         raise NoForward(
             f"{title}: no forward pass, because diffusers {diffusers.__version__} has no model {printable(name, 100)}"
         )
-    why = f"{where}: diffusers can't make this model of it"
     with (
         few_modules(len(checkpoint.weights)),
-        failures_as(ImpossibleConfig, why, reason),
+        failures_as(ImpossibleConfig, f"{where}: diffusers can't make this model of it", reason),
         quiet(),
         parameters_without_data(),
     ):
@@ -61,7 +60,7 @@ def make_diffusers(checkpoint: Checkpoint, title: str) -> tuple[nn.Module, Mappi
 
 
 def import_diffusers(title: str) -> Any:
-    """Import and return the package diffusers. Raises NoForward if it can't be imported. title: the model's name, for the error."""
+    """Return the package diffusers. Raises NoForward if it can't be imported."""
     try:
         with quiet():
             import diffusers
@@ -75,9 +74,7 @@ def import_diffusers(title: str) -> Any:
 
 
 def with_placeholders(module: nn.Module) -> None:
-    """Replace each parameter on the meta device by zeros on the CPU, which have the same shape but share the memory of a single
-    number.
-    """
+    """Replace each parameter on the meta device by zeros on the CPU, which share the memory of a single number."""
     for part in module.modules():
         for name, parameter in list(part.named_parameters(recurse=False)):
             if parameter.is_meta:

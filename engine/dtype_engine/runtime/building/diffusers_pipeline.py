@@ -24,18 +24,14 @@ from dtype_engine.runtime.libraries.silence_libraries import no_stderr, quiet
 _LONGEST_PROMPT = 2_048
 """Maximum number of tokens to which a pipeline may pad a prompt if it takes no length itself. CLIP has 77, T5 there 512."""
 _LONGEST_OF_LANGUAGE_MODELS = 2_000_000
-"""The same for a pipeline that takes a length itself: its tokenizers may be those of language models, which name the positions of
-these.
-"""
+"""The same for a pipeline that takes a length itself: its tokenizers may name the positions of language models."""
 _NO_LENGTH = 1e29
 
 
 class PipelineModule(nn.Module):
     """Runs a pipeline: `forward(seed, **call)` returns its pictures or its video as a tensor with values from 0 to 1. `call` holds
-    the pipeline's arguments, such as `prompt`.
-
-    Some pipelines convert their models while they run, as SDXL's does with a VAE in float16 (`force_upcast`). After the call, all
-    tensors are restored.
+    the pipeline's arguments, such as `prompt`. Tensors of models that the pipeline converts while it runs, as SDXL's does with a
+    VAE in float16 (`force_upcast`), are restored.
     """
 
     picture_range = (0.0, 1.0)
@@ -64,10 +60,8 @@ class PipelineModule(nn.Module):
 
 
 def make_pipeline(folder: Path, parts: Mapping[str, nn.Module], title: str) -> PipelineModule:
-    """Construct the pipeline in a folder from its loaded models. Tokenizers and schedulers are read from the folder.
-
-    parts: the models, keyed by the names of their folders. title: the pipeline's name, for errors. Raises NoForward if diffusers is
-    not installed or can't construct the pipeline.
+    """Construct the pipeline in a folder from its loaded models, keyed by the names of their folders. Tokenizers and schedulers are
+    read from the folder. Raises NoForward if diffusers is not installed or can't construct the pipeline.
     """
     diffusers = import_diffusers(title)
     index = read_json(folder / PIPELINE_INDEX)
@@ -103,8 +97,8 @@ def make_pipeline(folder: Path, parts: Mapping[str, nn.Module], title: str) -> P
 
 
 def _read_component(diffusers: Any, folder: Path, name: str, named: list[Any]) -> Any:
-    """Read a component of a pipeline that has no weights: a scheduler, a tokenizer or a processor. folder: the pipeline's. name:
-    the component's name, which is that of its folder. named: what `model_index.json` says about it: [package, name of the class].
+    """Read a component of a pipeline that has no weights: a scheduler, a tokenizer or a processor. folder: the pipeline's. named:
+    what `model_index.json` says about it: [package, name of the class].
     """
     import transformers
 
@@ -136,8 +130,8 @@ def _read_component(diffusers: Any, folder: Path, name: str, named: list[Any]) -
 
 
 def _refuse_long_prompts(folder: Path, name: str, part: Any, most: int) -> None:
-    """Raise NoForward if a component of a pipeline is a tokenizer that names a length of over `most` tokens, to which the pipeline
-    would pad every prompt. A tokenizer that names no length has 1e30, to which nothing can be padded.
+    """Raise NoForward if a component of a pipeline is a tokenizer that names a length of over `most` tokens, to which every prompt
+    would be padded. One that names no length has 1e30.
     """
     length = getattr(part, "model_max_length", 0)
     if isinstance(length, (int, float)) and most < length < _NO_LENGTH:

@@ -26,10 +26,9 @@ class Loaded:
 
     module: nn.Module
     sources: Mapping[str, WeightSource] = field(default_factory=dict)
-    """The source of each weight for which the module has a placeholder, keyed by the weight's name in the module."""
+    """The source of each weight for which the module has a placeholder, keyed by its name in the module."""
     notices: tuple[str, ...] = ()
     placements: Mapping[str, Placement] = field(default_factory=dict)
-    """Maps the name of each tensor of the files to where it is loaded in the module."""
     coverage: Coverage | None = None
     """Which tensors of the module the files have, or None for a module that `load_into` filled."""
 
@@ -40,8 +39,8 @@ def load_into(
     """Fill a given module with the tensors of a checkpoint, memory-mapped from the files and in their stored dtypes. A weight that
     is stored as codes gets a placeholder, and its source is in the result.
 
-    placements: maps names of tensors of the files to where they are loaded in the module. A tensor without an entry is loaded into
-    the tensor of the same name. Raises UserError unless the checkpoint and the module have tensors of the same names and shapes.
+    placements: where tensors of the files are loaded; by default under their own names. Raises UserError unless the checkpoint and
+    the module have tensors of the same names and shapes.
     """
     module.requires_grad_(False)
     infos, tensors = collect_tensors(module)

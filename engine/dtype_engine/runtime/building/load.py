@@ -25,7 +25,6 @@ from dtype_engine.core.text import printable
 from dtype_engine.core.units import plural
 from dtype_engine.results.coverage import Coverage
 from dtype_engine.runtime.building.architecture import architecture, make, reason
-from dtype_engine.runtime.building.device_limits import limit_of, require_fit
 from dtype_engine.runtime.building.diffusers_models import (
     import_diffusers,
     make_diffusers,
@@ -37,26 +36,24 @@ from dtype_engine.runtime.building.filling import Loaded, load_into, loading_dty
 from dtype_engine.runtime.building.python_source import load_python
 from dtype_engine.runtime.building.shapes import refuse_misshapen
 from dtype_engine.runtime.building.transformers_models import load_transformers
-from dtype_engine.runtime.device import pick_device
+from dtype_engine.runtime.device import has_streams, pick_device
 from dtype_engine.runtime.formats.dequantize import torch_dtype
 from dtype_engine.runtime.libraries.hub import offline
 from dtype_engine.runtime.libraries.silence_libraries import quiet
-from dtype_engine.runtime.model.device_map import places_of
+from dtype_engine.runtime.model.device_map import limit_of, places_of, require_fit
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.model.module_tree import collect_tensors
 from dtype_engine.runtime.model.name_mapping import Placement
 from dtype_engine.runtime.weights.blockwise import BlockwiseSource
 from dtype_engine.runtime.weights.budget import BLOCKS, MemoryBudget, blocks_of
-from dtype_engine.runtime.weights.copies_ahead import copies_ahead
+from dtype_engine.runtime.weights.copies_ahead import CopiesAhead
 
 OnStep = Callable[[str], None]
 
 
 def load(source: Source, options: ModelOptions, on_step: OnStep = lambda step: None) -> LiveModel:
-    """Load the model that `source` names onto the device that `options` name.
-
-    on_step: called with a description of each step, such as "importing transformers". Raises NoForward if the source has tensors
-    but no known architecture, and UserError for any other problem.
+    """Load the model that `source` names onto the device that `options` name. Raises NoForward if the source has tensors but no
+    known architecture, and UserError for any other problem. on_step: called with each step, such as "importing transformers".
     """
     device = pick_device(options.device)
     if source.kind == "python":
@@ -71,9 +68,8 @@ def load(source: Source, options: ModelOptions, on_step: OnStep = lambda step: N
     if checkpoint.form == "pickle" and source.trust_pickle and checkpoint.path.is_file():
         whole = load_pickle(checkpoint.path, trust=True)
         if isinstance(whole, nn.Module):
-            wanted, limits = options.device_map, options.max_memory
             require_fit(whole, source.title, device, options)
-            places = places_of(whole, wanted, device, limits) if wanted else None
+            places = places_of(whole, device, options)
             code = sys.modules.get(type(whole).__module__)
             return LiveModel.wrap(
                 whole, source.title, device, example_inputs=getattr(code, "example_inputs", None), places=places
@@ -82,23 +78,20 @@ def load(source: Source, options: ModelOptions, on_step: OnStep = lambda step: N
 
 
 def _budget(checkpoint: Checkpoint, device: torch.device, options: ModelOptions) -> MemoryBudget:
-    """Return the memory that the weights of a checkpoint may take: without a limit if they fit into memory and on the device."""
-    if checkpoint.stored_bytes > usable_memory(options.max_memory):
-        return MemoryBudget(_memory_for(options) // BLOCKS)
+    """Return the memory that the weights of a checkpoint may take: without a limit if they fit into memory and on the device.
+
+    Without a limit for the CPU, a model larger than memory may take three quarters of the free memory, because activations, and
+    weights while they are decoded and cast, come on top. A limit that the user sets stays as it is, so that several jobs divide the
+    model into the same blocks.
+    """
+    usable = usable_memory(options.max_memory)
+    if checkpoint.stored_bytes > usable:
+        return MemoryBudget((usable if "cpu" in options.max_memory else min(usable, free_memory() * 3 // 4)) // BLOCKS)
     most = limit_of(device, options.max_memory) if device.type != "cpu" and not options.device_map else None
     if most is None or checkpoint.stored_bytes <= most:
         return MemoryBudget()
-    return MemoryBudget(most // BLOCKS, keeps_pages=True, copies=copies_ahead(device))
-
-
-def _memory_for(options: ModelOptions) -> int:
-    """Return how many bytes a model that is larger than memory may take. Without a limit for the CPU, these are three quarters of
-    the free memory, because activations, and weights while they are decoded and cast, come on top.
-
-    A limit that the user sets stays as it is, so that several jobs divide the model into the same blocks.
-    """
-    usable = usable_memory(options.max_memory)
-    return usable if "cpu" in options.max_memory else min(usable, free_memory() * 3 // 4)
+    copies = CopiesAhead(device) if has_streams(device) else None
+    return MemoryBudget(most // BLOCKS, keeps_pages=True, copies=copies)
 
 
 _NO_ARCHITECTURE = {
@@ -121,7 +114,6 @@ def _from_checkpoint(
     if is_diffusers(checkpoint.config):
         run_decoder(loaded.module)
     on_step("listing the weights")
-    wanted = options.device_map
     live = LiveModel.wrap(
         loaded.module,
         source.title,
@@ -136,7 +128,7 @@ def _from_checkpoint(
         trust_remote_code=options.trust_remote_code,
         identities=checkpoint.identities,
         memory=memory,
-        places=places_of(loaded.module, wanted, device, options.max_memory) if wanted else None,
+        places=places_of(loaded.module, device, options),
     )
     if memory.limited:
         memory.use_blocks(blocks(live, memory.most))
@@ -150,10 +142,8 @@ def _from_checkpoint(
 
 
 def blocks(live: LiveModel, most: int) -> dict[str, tuple[ByteRange, ...]]:
-    """Divide a model that is larger than memory into blocks: modules whose weights take at most `most` bytes in float32, where
-    possible. Returns the byte ranges of each block's weights in the files, keyed by the module's name (see `blocks_of`).
-
-    If another checkpoint serves as the reference model, its files may be the ones that are larger than memory.
+    """Return the blocks of a model that is larger than memory (see `blocks_of`). If another checkpoint serves as the reference
+    model, its files may be the ones that are larger than memory.
     """
     in_files = {key: weight.stored.in_files or weight.reference.in_files for key, weight in live.by_id.items()}
     return blocks_of(live.module, {key: tensors for key, tensors in in_files.items() if tensors}, most)
@@ -168,9 +158,8 @@ def load_module(
 ) -> Loaded:
     """Load the module of a checkpoint on the CPU, with every tensor in the dtype of its file.
 
-    title: the model's name, for errors. on_step: called with a description of each step. memory: what is kept of the weights that
-    a forward pass is using; by default, the model fits into memory. Raises NoForward if the architecture is unknown or the module
-    can't be loaded.
+    memory: what is kept of the weights that a forward pass is using; by default, the model fits into memory. Raises NoForward if
+    the architecture is unknown or the module can't be loaded.
     """
     memory = MemoryBudget() if memory is None else memory
     if why := _why_not_loaded(checkpoint, memory):
@@ -184,9 +173,7 @@ def load_module(
 
 
 def _why_not_loaded(checkpoint: Checkpoint, memory: MemoryBudget) -> str:
-    """Return why no module can be loaded from a checkpoint, as a clause with its punctuation, or "" if nothing is known against
-    it.
-    """
+    """Return why no module can be loaded from a checkpoint, as a clause with its punctuation, or ""."""
     if memory.limited and (checkpoint.form == "diffusers" or is_diffusers(checkpoint.config)):
         return (
             ": it is larger than the memory to use, and models of diffusers can't be run in parts. Planning, patterns, weights and "
@@ -217,9 +204,6 @@ def _why_not_loaded(checkpoint: Checkpoint, memory: MemoryBudget) -> str:
 
 
 def _load_diffusers(checkpoint: Checkpoint, title: str) -> Loaded:
-    """Load a diffusers model, memory-mapped, with every tensor in the dtype of its file. title: its name, for errors. Raises
-    NoForward if diffusers can't construct the model or the tensors do not match it.
-    """
     module, placements = make_diffusers(checkpoint, title)
     refuse_misshapen(module, checkpoint, placements, checkpoint.path)
     with_placeholders(module)
@@ -230,9 +214,6 @@ def _load_diffusers(checkpoint: Checkpoint, title: str) -> Loaded:
 
 
 def _load_pipeline(checkpoint: Checkpoint, title: str, options: ModelOptions, on_step: OnStep) -> Loaded:
-    """Load a diffusers pipeline: each of its models with every tensor in the dtype of its file, then tokenizers and schedulers.
-    title: its name, for errors. Raises NoForward if one of them can't be loaded.
-    """
     import_diffusers(f"{title}: a pipeline has several models")
     parts: dict[str, Loaded] = {}
     for component in checkpoint.components:
@@ -258,19 +239,12 @@ def _load_pipeline(checkpoint: Checkpoint, title: str, options: ModelOptions, on
 
 
 def load_pretrained(folder: Path, module: nn.Module | None = None, options: ModelOptions | None = None) -> nn.Module:
-    """Load a model with every weight in exactly the dtype that its checkpoint stores, on the CPU, memory-mapped from the files.
-
-    By contrast, `from_pretrained` of transformers 5 converts a checkpoint of several dtypes to one. A plain module can't hold
-    scales, so weights that are stored with scales become values in the dtype that `config.json` names; `dtype_engine.open` keeps
-    their codes and scales. module: for a checkpoint without `config.json`, the model that receives the weights. It is changed in
-    place. Raises UserError if the checkpoint can't be read or does not fit the module.
-    """
+    """Load a model as `dtype_engine.load_pretrained` does."""
     checkpoint = open_checkpoint(folder)
-    loaded = (
-        load_into(module, checkpoint)
-        if module is not None
-        else load_module(checkpoint, folder.name, options or ModelOptions())
-    )
+    if module is not None:
+        loaded = load_into(module, checkpoint)
+    else:
+        loaded = load_module(checkpoint, folder.name, options or ModelOptions())
     module = loaded.module
     state = dict(collect_tensors(module)[1])
     compute = torch_dtype(loading_dtype(checkpoint))
@@ -283,8 +257,8 @@ def load_pretrained(folder: Path, module: nn.Module | None = None, options: Mode
 
 
 def build_on_meta(checkpoint: Checkpoint, options: ModelOptions) -> tuple[nn.Module, Mapping[str, Placement]]:
-    """Build a checkpoint's architecture on the meta device, without data. Returns the module, and a mapping from the name of each
-    tensor of the checkpoint to where it is loaded in the module. The shapes of the two may differ (see `shapes.py`).
+    """Build a checkpoint's architecture on the meta device. Returns the module, and where each tensor of the checkpoint is loaded
+    in it. The shapes of the two may differ (see `shapes.py`).
 
     Raises UserError if transformers does not have the architecture that `options` name, Misfit if the checkpoint's tensors are not
     those of the architecture, ImpossibleConfig if no model can be made of the configuration, and NoForward if the architecture is

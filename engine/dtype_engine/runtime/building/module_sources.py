@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-import torch
 from torch import nn
 
 from dtype_engine.checkpoint import Checkpoint
@@ -21,16 +20,16 @@ from dtype_engine.runtime.model.name_mapping import Placement
 from dtype_engine.runtime.model.packed_parts import in_rows
 from dtype_engine.runtime.weights.blockwise import BlockwiseSource
 from dtype_engine.runtime.weights.budget import SMALLEST, MemoryBudget
-from dtype_engine.runtime.weights.checkpoint_weights import read_stored
+from dtype_engine.runtime.weights.checkpoint_weights import source_of
 from dtype_engine.runtime.weights.coded import CodedSource
-from dtype_engine.runtime.weights.plain import FileSource, PlainSource
-from dtype_engine.runtime.weights.source import CPU, WeightSource
+from dtype_engine.runtime.weights.plain import PlainSource
+from dtype_engine.runtime.weights.source import WeightSource
 from dtype_engine.runtime.weights.stacked import StackedSource
 
 
 def decoded_dtype(checkpoint: Checkpoint) -> str:
-    """Return the dtype that the quantized weights would have in an unquantized model. config.json names this dtype for the whole
-    model or, failing that, for its text part. If it names none, the result is the widest compute dtype of the checkpoint's tensors.
+    """Return the dtype that the quantized weights would have in an unquantized model: the one that config.json names for the whole
+    model or, failing that, for its text part, otherwise the widest compute dtype of the checkpoint's tensors.
     """
     config = checkpoint.config or {}
     text = config.get("text_config")
@@ -48,13 +47,12 @@ def sources_of_module(
     placements: Mapping[str, Placement],
     memory: MemoryBudget,
 ) -> dict[str, WeightSource]:
-    """Return the sources of the module's weights that the files store as codes, keyed by the weights' names in the module. This
-    includes a weight that loading packs from several tensors of the files, if any of them is stored as codes.
+    """Return the sources of the weights that a module, which may be on the meta device, does not hold, keyed by their names in it:
+    if the model is larger than memory, all large weights; otherwise those of which the files store any part as codes.
 
-    title: the model's name, for errors. module: the model, which may be on the meta device. placements: maps the name of each
-    tensor of the files to where it is loaded in the module. memory: what is kept of the weights that a forward pass is using; if
-    the model is larger than memory, all large weights are in the result. Raises NoForward if a weight has another shape in the
-    module than in the files, or if its tensors in the files are not simply stacked along its rows.
+    placements: where each tensor of the files is loaded in the module. memory: what is kept of the weights that a forward pass is
+    using. Raises NoForward if a weight has another shape in the module than in the files, or if its tensors in the files are not
+    simply stacked along its rows.
     """
     turned = turned_names(module, checkpoint.weights if memory.limited else checkpoint.coded)
     if not memory.limited:
@@ -70,31 +68,36 @@ def sources_of_module(
             places.setdefault(place.name, {})[name] = place
     state, holds = module.state_dict(), torch_dtype(decoded_dtype(checkpoint))
     found: dict[str, WeightSource] = {}
+
+    def source(stored: str) -> WeightSource:
+        if (weight := checkpoint.coded.get(stored)) is None:
+            plain = source_of(checkpoint, stored)
+            return plain if memory.limited else PlainSource(plain.read())
+        return CodedSource(weight, holds, stored in turned, input_format(weight, checkpoint.config))
+
     for name, parts in places.items():
         shape = tuple(state[name].shape)
         if any(part.part for part in parts.values()):
             rows = in_rows(parts, {part: checkpoint.weights[part].shape for part in parts}, shape)
             if rows is None:
                 raise NoForward(f"{title}: no forward pass: {name} is not its parts in the files, one below the other")
-            among = [_source(checkpoint, part, holds, False, memory.limited) for names in rows for part in names]
+            among = [source(part) for names in rows for part in names]
             coded = any(part.format for part in among)
             found[name] = StackedSource(among, shape, holds if coded else among[0].dtype)
             continue
         stored = next(iter(parts))
         own = checkpoint.weights[stored].shape
-        is_turned = stored in turned
-        if shape != ((*own[:-2], *own[:-3:-1]) if is_turned else own):
+        if shape != ((*own[:-2], *own[:-3:-1]) if stored in turned else own):
             raise NoForward(
                 f"{title}: no forward pass: config.json makes {printable(stored)} {list(shape)}, and the files have {list(own)}"
             )
-        found[name] = _source(checkpoint, stored, holds, is_turned, memory.limited)
+        found[name] = source(stored)
     return {name: BlockwiseSource(source, memory) for name, source in found.items()} if memory.limited else found
 
 
 def _stays_in_file(checkpoint: Checkpoint, name: str, turned: Collection[str]) -> bool:
-    """Return whether a weight of a model that is larger than memory is read from its file each time that a forward pass reaches it.
-    Other weights stay in memory. turned: the names of the weights that loading transposes; these stay in memory unless they are
-    quantized.
+    """Return whether a weight of a model that is larger than memory is read each time that a forward pass reaches it, instead of
+    being kept. turned: the weights that loading transposes, which are kept unless they are quantized.
     """
     if name in checkpoint.coded:
         return True
@@ -103,18 +106,9 @@ def _stays_in_file(checkpoint: Checkpoint, name: str, turned: Collection[str]) -
     return plain and name not in turned and stored.nbytes >= SMALLEST
 
 
-def _source(checkpoint: Checkpoint, name: str, holds: torch.dtype, turned: bool, in_files: bool) -> WeightSource:
-    if name in checkpoint.coded:
-        weight = checkpoint.coded[name]
-        return CodedSource(weight, holds, turned, input_format(weight, checkpoint.config))
-    if in_files:
-        return FileSource(checkpoint.weights[name], "mapped")
-    return PlainSource(read_stored(checkpoint, checkpoint.weights[name]))
-
-
 def inputs_notice(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return notices for the user if config.json says that runtimes round the inputs of quantized layers, and otherwise an empty
-    tuple. A notice says whether measurements can round these inputs, too. They do so only on request, and not for every format.
+    """Return a notice if config.json says that runtimes round the inputs of quantized layers, otherwise (). It says whether
+    measurements can round them, too, which they do only on request, and not for every format.
     """
     others = [weight for weight in checkpoint.coded.values() if not weight.own]
     if any(input_format(weight, checkpoint.config) for weight in others):
@@ -127,21 +121,3 @@ def inputs_notice(checkpoint: Checkpoint) -> tuple[str, ...]:
     if not others or not (rounded or settings.get("activation_scheme") is not None):
         return ()
     return ("the inputs of quantized layers, which config.json declares as rounded, are not rounded here",)
-
-
-def state_to_load(
-    checkpoint: Checkpoint, placements: Mapping[str, Placement], sources: Mapping[str, WeightSource], over_memory: bool
-) -> dict[str, torch.Tensor]:
-    """Return the tensors that transformers has to load, keyed by name: a placeholder for each weight in `sources`, under its name
-    in the module, and all other tensors of the checkpoint, under their names in the files.
-
-    placements: maps the name of each tensor of the checkpoint to where it is loaded. sources: the sources of the weights that are
-    read on use, keyed by their names in the module. over_memory: whether the model is larger than memory. What the system reads
-    around a small tensor would then leave the memory before it is used, and be read again.
-    """
-    others = {
-        name: read_stored(checkpoint, tensor, alone=over_memory and tensor.nbytes < SMALLEST)
-        for name, tensor in checkpoint.weights.items()
-        if name not in checkpoint.coded and (name not in placements or placements[name].name not in sources)
-    }
-    return others | {name: each.held(CPU) for name, each in sources.items()}

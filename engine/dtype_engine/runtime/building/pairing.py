@@ -1,8 +1,5 @@
-"""Finds the weights that two checkpoints of the same architecture have in common, even if the names differ.
-
-Two weights with equal names are a pair. All other names are first translated to the names in the module that transformers builds.
-Different prefixes and renamed tensors therefore make no difference, and the weight of one expert is paired with its rows in a
-weight that holds all experts.
+"""Finds the weights that two checkpoints of the same architecture have in common: those with equal names and, translated to the
+names in the module that transformers builds, those with other prefixes or names, and one expert in a weight that holds all.
 """
 
 from __future__ import annotations
@@ -25,18 +22,11 @@ class Pair:
     """A weight that both checkpoints have."""
 
     reference: str
-    """The weight's name in the reference checkpoint, a key of its `weights`."""
     candidate: str
-    """The weight's name in the candidate checkpoint, a key of its `weights`."""
+    """The weight's name in each of the two checkpoints, a key of its `weights`."""
     reference_part: tuple[int | None, int] | None = None
-    """The position in the reference's weight, if the candidate's weight is only a part of it, such as one expert. For example, (3,
-    1) is tensor 1 of those that are stacked in the rows of matrix 3. The first number is None if the reference's weight is a single
-    matrix. The whole position is None if the reference's weight is compared as a whole.
-    """
     candidate_part: tuple[int | None, int] | None = None
-    """The position in the candidate's weight, if the reference's weight is only a part of it, written like `reference_part`. None
-    if the candidate's weight is compared as a whole.
-    """
+    """The position in the weight of one side, as in `Placement.place`, if the other's is only a part of it, such as one expert."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +40,7 @@ class Pairing:
 
 def pair_weights(reference: Checkpoint, candidate: Checkpoint, options: ModelOptions) -> Pairing:
     """Find the weights that two checkpoints have in common. transformers is imported only if each checkpoint has names that the
-    other lacks.
-
-    options: how to open the checkpoints. Raises UserError if they name an architecture that transformers lacks.
+    other lacks. Raises UserError if `options` name an architecture that transformers lacks.
     """
     left, right = list(reference.weights), list(candidate.weights)
     same = set(left) & set(right)
@@ -72,14 +60,14 @@ def pair_weights(reference: Checkpoint, candidate: Checkpoint, options: ModelOpt
 
 
 _Place = tuple[str, tuple[int | None, int] | None]
-"""Where a weight of a checkpoint is in the module: the name of the module's tensor, and the position inside it, such as (3, 1), as
-in `Pair.reference_part`. The position is None if the weight is the whole tensor.
+"""Where a weight of a checkpoint is in the module: the name of the module's tensor, and the position inside it, as in
+`Placement.place`, or None if the weight is the whole tensor.
 """
 
 
 def _by_place(left: Mapping[str, _Place], right: Mapping[str, _Place]) -> list[Pair]:
-    """Return the pairs of weights of two checkpoints, whose places in the module are `left` (the reference's) and `right` (the
-    candidate's), keyed by name. Two weights are a pair if they have the same place, or if one of them is a part of the other.
+    """Return the pairs of weights with the same place, or of which one is a part of the other. left, right: the places of the
+    weights of the reference and of the candidate, keyed by name.
     """
     in_left = {place: name for name, place in reversed([*left.items()])}
     in_right = {place: name for name, place in reversed([*right.items()])}
@@ -96,11 +84,9 @@ def _by_place(left: Mapping[str, _Place], right: Mapping[str, _Place]) -> list[P
 
 
 def _places(checkpoint: Checkpoint, names: list[str], other: Checkpoint, options: ModelOptions) -> Mapping[str, _Place]:
-    """Return where each weight of a checkpoint is in the module, keyed by its name in the checkpoint. All names of a tied weight
-    have one place. If loading packs a weight with others in another way than by stacking rows, it is left out.
-
-    The module is that of the checkpoint's architecture or, if that is unknown, of the `other` checkpoint's. If both are unknown,
-    each weight's place is its own name.
+    """Return where each weight of a checkpoint is in the module of its architecture or, if that is unknown, of the `other`
+    checkpoint's. If both are unknown, each weight's place is its own name. All names of a tied weight have one place. Weights that
+    loading packs in another way than by stacking rows are left out.
     """
     if (made := _made(checkpoint, options)) is not None:
         module, placements = made

@@ -8,6 +8,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,10 +24,9 @@ from dtype_engine.core.options import ModelOptions
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import plural
 from dtype_engine.results.coverage import Coverage
-from dtype_engine.runtime.building.device_limits import require_fit
 from dtype_engine.runtime.libraries.silence_libraries import quiet
 from dtype_engine.runtime.libraries.torch_private import tensor_slots
-from dtype_engine.runtime.model.device_map import places_of
+from dtype_engine.runtime.model.device_map import places_of, require_fit
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.model.module_tree import collect_tensors
 from dtype_engine.runtime.weights.checkpoint_weights import source_of
@@ -37,20 +37,18 @@ OnStep = Callable[[str], None]
 def _load_weights(
     module: nn.Module, file: Path, trust: bool, title: str
 ) -> tuple[tuple[str, ...], Coverage, tuple[FileIdentity, ...]]:
-    """Load a checkpoint's tensors into a module, memory-mapped and in their stored dtypes.
+    """Load a checkpoint's tensors into a module, memory-mapped and in their stored dtypes. Returns notices, how many of the
+    module's tensors the checkpoint has, and the identities of the files before they were read. Raises UserError if it does not fit.
 
-    trust: whether a pickle may run any code. title: the model's name, for errors. Returns notices for the user, how many of the
-    module's tensors the checkpoint has, and the size, modification time and inode of each file, recorded before the files were
-    read. Raises UserError if the checkpoint does not fit.
+    trust: whether a pickle may run any code.
     """
     checkpoint = open_checkpoint(file, trust)
     values = {name: source_of(checkpoint, name).read() for name in checkpoint.weights}
     own = set(module.state_dict())
     ties = [info.names for info in collect_tensors(module)[0] if info.aliases]
     if not own & set(values) and all(name.startswith("module.") for name in values):
-        values = {
-            name.removeprefix("module."): tensor for name, tensor in values.items()
-        }  # saved by DistributedDataParallel
+        # saved by DistributedDataParallel
+        values = {name.removeprefix("module."): tensor for name, tensor in values.items()}
     try:
         mismatch = module.load_state_dict(values, strict=False, assign=True)
     except RuntimeError as error:
@@ -80,33 +78,25 @@ def _load_weights(
 def _tie_again(
     module: nn.Module, ties: Iterable[tuple[str, ...]], values: Mapping[str, torch.Tensor]
 ) -> frozenset[str]:
-    """Make the names of each tied weight share one tensor again after loading, which has given each name its own.
-
-    ties: the names of each tied weight. values: the tensors in the file, keyed by name. Names that have different values in the
-    file are not tied again. Returns the names that are tied afterwards.
+    """Make the names of each tied weight (`ties`) share one tensor again after loading, which has given each name its own, unless
+    they have different `values` in the file. Returns the names that are tied afterwards.
     """
     tied: set[str] = set()
     for names in ties:
         given = [name for name in names if name in values]
         if not given or not all(torch.equal(values[given[0]], values[name]) for name in given[1:]):
             continue
-        parent, _, local = given[0].rpartition(".")
-        holder = module.get_submodule(parent)
-        one = tensor_slots(holder, local).get(local)
+        one = attrgetter(given[0])(module)
         for name in names:
             parent, _, local = name.rpartition(".")
-            holder = module.get_submodule(parent)
-            tensor_slots(holder, local)[local] = one
+            tensor_slots(module.get_submodule(parent), local)[local] = one
         tied |= set(names)
     return frozenset(tied)
 
 
 def load_python(source: Source, options: ModelOptions, device: torch.device, on_step: OnStep) -> LiveModel:
-    """Build the model with the user's own class or function. The function `example_inputs` in the same file becomes a field of the
-    result.
-
-    on_step: called with a description of each step, such as "importing net.py". Raises UserError if the user's code fails or does
-    not make an `nn.Module`, or if the weights do not fit, and NoForward if they take more memory than the options allow.
+    """Build the model with the user's own class or function. Raises UserError if the user's code fails or does not make an
+    `nn.Module`, or if the weights do not fit, and NoForward if they take more memory than the options allow.
     """
     on_step(f"importing {source.path or source.module}")
     with quiet():
@@ -133,13 +123,13 @@ def load_python(source: Source, options: ModelOptions, device: torch.device, on_
         files=(options.weights,) if options.weights is not None and options.weights.is_file() else (),
         folder=source.path.parent if source.path else None,
         example_inputs=getattr(namespace, "example_inputs", None),
-        places=places_of(module, options.device_map, device, options.max_memory) if options.device_map else None,
+        places=places_of(module, device, options),
     )
 
 
 def import_named(source: Source) -> tuple[Any, ModuleType]:
-    """Import the Python file or module of a source. Returns the attribute that the source names, such as a class, and the imported
-    module. Raises UserError if the code fails, or if the module lacks this attribute.
+    """Import the Python file or module of a source. Returns the attribute that the source names, such as a class, and the module.
+    Raises UserError if the code fails, or if the module lacks this attribute.
     """
     assert source.attribute is not None
     namespace = _import_file(source.path) if source.path else _import_module(source.module or "")
@@ -151,9 +141,8 @@ def import_named(source: Source) -> tuple[Any, ModuleType]:
 
 
 def _may_make_a_model(value: Any, module: str) -> bool:
-    """Return whether a value in a Python file may build a model: it is an `nn.Module`, a module class, or a function that can be
-    called without arguments. Classes and functions must be defined in the Python module named `module`, and their names must not
-    begin with an underscore.
+    """Return whether a value in a Python file may build a model: it is an `nn.Module`, or a public module class or function without
+    needed arguments that is defined in the Python module named `module`.
     """
     if isinstance(value, nn.Module):
         return True

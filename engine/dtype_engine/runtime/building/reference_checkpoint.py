@@ -1,8 +1,7 @@
 """Lets another checkpoint of the same architecture be the reference model, against which drift is measured.
 
-The open model is the candidate. A reference run uses the same module, but each weight has the values of the other checkpoint, and
-each number that a configuration sets, such as the `eps` of a norm, has the other checkpoint's value. Both runs therefore execute
-the same code. A checkpoint that needs another structure is refused.
+The open model is the candidate. A reference run uses the same module with the weights of the other checkpoint, and with the numbers
+that its configuration sets, such as the `eps` of a norm. A checkpoint that needs another structure is refused.
 """
 
 from __future__ import annotations
@@ -35,20 +34,19 @@ _WITHOUT_EFFECT = frozenset(
         "attention_probs_dropout_prob", "router_aux_loss_coef", "output_router_logits", "gradient_checkpointing",
     }
 )  # fmt: skip
-"""Names of configuration entries that may differ between the reference's checkpoint and the candidate's. They don't change the
-output of a forward pass, or a difference in them is also found by comparing the weights.
+"""Configuration entries that may differ. They don't change the output of a forward pass, or a difference in them is also found by
+comparing the weights.
 """
 _SHOWN = 3
 """Maximum number of differences between two checkpoints that an error message lists."""
 
 
 def use_reference(live: LiveModel, source: Source, options: ModelOptions, on_step: OnStep = lambda step: None) -> None:
-    """Make another checkpoint the reference model of an open one: each weight gets the values that this checkpoint has for it as
-    its `other_reference`, and the settings of modules in which the checkpoints differ are stored in `live.side_settings`.
+    """Make another checkpoint (`source`) the reference model of an open one: each weight gets its values as `other_reference`, and
+    the settings of modules in which the checkpoints differ go into `live.side_settings`.
 
-    live: the open model, which is the candidate. source: the other checkpoint. options: how to open it. on_step: called with a
-    description of each step. Raises UserError if the tensors or shapes of the two checkpoints differ, or if one module
-    can't run with the configurations of both.
+    options: how to open the other checkpoint. Raises UserError if the tensors or shapes of the two checkpoints differ, or if one
+    module can't run with the configurations of both.
     """
     if options.weights is not None:
         raise UserError(
@@ -88,7 +86,7 @@ def use_reference(live: LiveModel, source: Source, options: ModelOptions, on_ste
 
 
 def _has_numbers(weight: Weight) -> bool:
-    """Return whether a weight holds floats. Only these get reference values, because integers are indexes and counters."""
+    """Return whether a weight holds floats. Only these get reference values: integers are indexes and counters."""
     return weight.stored.dtype.is_floating_point
 
 
@@ -122,11 +120,10 @@ def _shapes(model: LiveModel) -> dict[str, tuple[int, ...]]:
 
 
 def _use_other_configuration(other: LiveModel, live: LiveModel, sides: tuple[str, str]) -> frozenset[str]:
-    """Let the reference and the candidate each run with the settings of its own configuration, and add a notice that names the
-    settings that differ. Returns the names of the differing buffers that are computed from the configuration.
+    """Let the reference (`other`) and the candidate (`live`) each run with the settings of its own configuration, and add a notice
+    that names the settings that differ. Returns the names of the differing buffers that are computed from the configuration.
 
-    other: the reference. live: the candidate. sides: their titles, in this order. Raises UserError if a module can't run with the
-    settings of both.
+    sides: the titles of the two. Raises UserError if a module can't run with the settings of both.
     """
     theirs, ours = (dict(_entries(_configuration(model))) for model in (other, live))
     scaled = any(
@@ -162,9 +159,7 @@ def _use_other_configuration(other: LiveModel, live: LiveModel, sides: tuple[str
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Return whether two values of a configuration are equal. Floats may differ by rounding to float32, in which GGUF files store
-    them.
-    """
+    """Return whether two values of a configuration are equal, but for the rounding to float32 of a GGUF file."""
     if isinstance(one, float) and isinstance(other, (int, float)):
         return math.isclose(one, other, rel_tol=1e-6)
     if isinstance(one, list) and isinstance(other, list):
@@ -178,9 +173,7 @@ def _configuration(model: LiveModel) -> Any:
 
 
 def _entries(settings: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (name, value) for each entry of a configuration that can change results. Entries of nested configurations get dotted
-    names, such as `text_config.hidden_size`.
-    """
+    """Yield (dotted name, value) for each entry of a configuration, or a nested one, that can change results."""
     for name, value in settings.items() if isinstance(settings, Mapping) else ():
         if name in _WITHOUT_EFFECT or name.startswith("_"):
             continue
@@ -200,9 +193,7 @@ def _has_fixed_frequencies(model: LiveModel) -> bool:
 
 
 def _different_buffers(other: LiveModel, live: LiveModel) -> list[str]:
-    """Return the names of the non-persistent buffers, such as rotary frequencies, whose values differ between the two models. They
-    are computed from the configuration.
-    """
+    """Return the buffers computed from the configuration, such as rotary frequencies, whose values differ."""
     theirs, ours = (
         {name: weight.stored.read() for name, weight in model.weights.items() if not weight.info.persistent}
         for model in (other, live)
@@ -215,7 +206,5 @@ def _different_buffers(other: LiveModel, live: LiveModel) -> list[str]:
 
 
 def _fit(theirs: Weight, ours: Weight | None) -> bool:
-    """Return whether a reference run can use the values of the buffer `theirs` in place of those of `ours`: both must have numbers
-    and the same shape.
-    """
+    """Return whether a reference run can use the values of the buffer `theirs` in place of those of `ours`."""
     return ours is not None and ours.stored.shape == theirs.stored.shape and _has_numbers(ours) and _has_numbers(theirs)

@@ -20,10 +20,8 @@ Shape = tuple[int, ...]
 
 
 def misshapen(module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> tuple[Misshapen, ...]:
-    """Return the tensors of a checkpoint whose shapes are not those that the module has for them. Tensors of unknown schemes, whose
-    codes don't tell a shape, are left out.
-
-    module: the model, which may be on the meta device. placements: maps the name of each tensor of the files to where it is loaded.
+    """Return the tensors of a checkpoint whose shapes are not those that the module, which may be on the meta device, has for them.
+    Tensors of unknown schemes, whose codes don't tell a shape, are left out.
     """
     state = module.state_dict()
     whole: dict[str, str] = {}
@@ -51,9 +49,7 @@ def misshapen(module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str
 def refuse_misshapen(
     module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement], folder: Path
 ) -> None:
-    """Raise NoForward if the configuration makes a tensor another shape than it has in the files. folder: the checkpoint's folder,
-    for the message. The other parameters are those of `misshapen`.
-    """
+    """Raise NoForward if there are `misshapen` tensors. folder: for the message."""
     first, *others = misshapen(module, checkpoint, placements) or (None,)
     if first is not None:
         more = f" (and {len(others)} more, which `dtype-engine check` lists)" if others else ""
@@ -71,10 +67,8 @@ def _has_shape(checkpoint: Checkpoint, name: str) -> bool:
 
 
 def _of_parts(live: str, tensor: torch.Tensor, parts: Mapping[str, tuple[Placement, Shape]]) -> Iterator[Misshapen]:
-    """Yield what is wrong with the shapes of the tensors that loading packs into one, such as all experts of a layer.
-
-    live: the name of the packed tensor in the module. tensor: this tensor. parts: the placement and the shape of each tensor of the
-    files that belongs to it.
+    """Yield what is wrong with the shapes of the tensors that loading packs into the tensor `live` of the module, such as all
+    experts of a layer. parts: the placement and the shape of each.
     """
     wanted = tuple(tensor.shape)
     matrices: dict[int | None, list[tuple[str, Shape]]] = {}

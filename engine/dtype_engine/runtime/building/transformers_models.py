@@ -1,8 +1,5 @@
-"""Loads a model of transformers from the sources of its weights.
-
-`from_pretrained` gets the weights as a state dict of tensors that are usually memory-mapped from the files, and places them. It
-changes some stored dtypes: it converts a checkpoint of several dtypes to one, and the modules in `_keep_in_fp32_modules` to
-float32. In these cases the stored tensors are restored afterwards, so that every weight has the dtype of its file.
+"""Loads a model of transformers: `from_pretrained` places tensors, mostly memory-mapped, and placeholders in the module. Where it
+changes a stored dtype, the stored tensor is restored afterwards.
 """
 
 from __future__ import annotations
@@ -11,7 +8,6 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
-import torch
 from torch import nn
 
 from dtype_engine.checkpoint import Checkpoint
@@ -27,7 +23,7 @@ from dtype_engine.results.coverage import Coverage
 from dtype_engine.runtime.building.architecture import architecture, make, reason, without_quantization
 from dtype_engine.runtime.building.constructed_buffers import construct_buffers
 from dtype_engine.runtime.building.filling import Loaded, loading_dtype
-from dtype_engine.runtime.building.module_sources import inputs_notice, sources_of_module, state_to_load
+from dtype_engine.runtime.building.module_sources import inputs_notice, sources_of_module
 from dtype_engine.runtime.building.quantized_loading import refuse_unread
 from dtype_engine.runtime.building.shapes import refuse_misshapen
 from dtype_engine.runtime.formats.dequantize import dtype_name, torch_dtype
@@ -36,7 +32,7 @@ from dtype_engine.runtime.libraries.hub import offline
 from dtype_engine.runtime.libraries.silence_libraries import no_stderr, quiet, silence_transformers
 from dtype_engine.runtime.model.module_tree import collect_tensors
 from dtype_engine.runtime.model.name_mapping import Placement, restorable, stored_dtypes, without_place
-from dtype_engine.runtime.weights.budget import MemoryBudget
+from dtype_engine.runtime.weights.budget import SMALLEST, MemoryBudget
 from dtype_engine.runtime.weights.checkpoint_weights import read_stored
 from dtype_engine.runtime.weights.source import CPU, WeightSource
 
@@ -44,11 +40,7 @@ from dtype_engine.runtime.weights.source import CPU, WeightSource
 def load_transformers(
     checkpoint: Checkpoint, title: str, options: ModelOptions, on_step: Callable[[str], None], memory: MemoryBudget
 ) -> Loaded:
-    """Load the module of a checkpoint of transformers on the CPU, with every tensor in the dtype of its file.
-
-    title: the model's name, for errors. on_step: called with a description of each step. memory: what is kept of the weights that
-    a forward pass is using. Raises NoForward if the architecture is unknown or transformers can't load the module.
-    """
+    """Load the module of a checkpoint of transformers, as `load_module` does."""
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     on_step("importing transformers")
     with quiet(), ExitStack() as meanwhile:
@@ -68,9 +60,8 @@ def load_transformers(
             )
         sources = sources_of_module(title, checkpoint, made, placements, memory)
         on_step(f"loading {type(made).__name__}")
-        state = state_to_load(checkpoint, placements, sources, over_memory=memory.limited)
         with failures_as(NoForward, f"{title}: transformers can't load {type(made).__name__}", reason), no_stderr():
-            module, missing, unexpected = _placed(made, chosen.config, checkpoint, placements, sources, state)
+            module, missing, unexpected = _placed(made, chosen.config, checkpoint, placements, sources, memory.limited)
             module.config.name_or_path = str(folder)
             if module.can_generate() and (folder / "generation_config.json").is_file():
                 module.generation_config = transformers.GenerationConfig.from_pretrained(folder)
@@ -95,11 +86,19 @@ def _placed(
     checkpoint: Checkpoint,
     placements: Mapping[str, Placement],
     sources: Mapping[str, WeightSource],
-    state: Mapping[str, torch.Tensor],
+    over_memory: bool,
 ) -> tuple[Any, list[str], list[str]]:
-    """Return the module into which transformers has placed the tensors of `state`, the names of its tensors that it made itself,
-    and those of tensors that it did not use. made: the module on the meta device. config: its configuration.
+    """Return the module into which transformers has placed a placeholder for each weight in `sources` and all other tensors of the
+    checkpoint, the names of its tensors that it made itself, and those of tensors that it did not use. made: the module on the meta
+    device.
     """
+    state = {
+        # What the system reads around a small tensor would leave a small memory before it is used, and be read again.
+        name: read_stored(checkpoint, tensor, alone=over_memory and tensor.nbytes < SMALLEST)
+        for name, tensor in checkpoint.weights.items()
+        if name not in checkpoint.coded and (name not in placements or placements[name].name not in sources)
+    }
+    state |= {name: source.held(CPU) for name, source in sources.items()}
     stored = stored_dtypes(checkpoint, restorable(checkpoint, placements))
     wanted = {name: torch_dtype(dtype) for name, dtype in stored.items() if dtype in dtypes.COMPUTE_DTYPES}
     wanted |= {name: source.holds for name, source in sources.items()}
@@ -116,8 +115,8 @@ def _placed(
 
 
 def _of_missing(coverage: Coverage, checkpoint: Checkpoint, title: str, options: ModelOptions) -> tuple[str, ...]:
-    """Return a notice that weights are made at random because the checkpoint lacks them, or () if it has all. Raises NoForward if
-    the user has not allowed it.
+    """Return a notice that weights are made at random because the checkpoint lacks them, or (). Raises NoForward if the user has
+    not allowed it.
     """
     if not coverage.missing:
         return ()
@@ -139,10 +138,8 @@ def _of_unused(unexpected: list[str], class_name: str) -> tuple[str, ...]:
 
 
 def _restore_stored(module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> None:
-    """Give every tensor of a loaded module whose dtype changed on loading its stored data again, memory-mapped from the file.
-
-    A tensor that loading packed from several stored tensors is cast back to their dtype instead. This is exact, since loading only
-    widened it. placements: maps the name of each tensor of the files to where it is loaded in the module.
+    """Give every tensor of a loaded module whose dtype changed on loading its stored data again, memory-mapped from the file. One
+    that was packed from several is cast back to their dtype, which is exact, since loading only widened it.
     """
     tensors = dict((*module.named_parameters(), *module.named_buffers()))
     wanted = stored_dtypes(checkpoint, placements)

@@ -26,10 +26,9 @@ def float32_patterns(module: nn.Module) -> list[tuple[str, str]]:
     """Return patterns of the modules and tensors that a module's class declares to keep in float32, as pairs (regular expression,
     name of the class attribute that declares it). An expression is searched for in names relative to `module`.
 
-    The attributes are `_keep_in_fp32_modules` (in transformers for float16 only), `_keep_in_fp32_modules_strict` and, in diffusers,
-    `SKIPPED_BY_DIFFUSERS`. A word in one of the first two matches names of modules, parameters and buffers: in transformers, every
-    name that contains the word, in which `*` stands for any characters; elsewhere, as in diffusers, every dotted name of which the
-    word is a part. A class without any of these attributes has no patterns.
+    A word in `_keep_in_fp32_modules` (in transformers for float16 only) and `_keep_in_fp32_modules_strict` matches names of
+    modules, parameters and buffers: in transformers, every name that contains the word, in which `*` stands for any characters;
+    elsewhere, as in diffusers, every dotted name of which the word is a part.
     """
     anywhere = hasattr(module, "_get_dtype_plan")
     declared = [
@@ -44,9 +43,7 @@ def float32_patterns(module: nn.Module) -> list[tuple[str, str]]:
 
 def renamed_on_load(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
     """Return a mapping from tensor names in files of older diffusers versions to the names that the installed diffusers gives them.
-
-    names: the names in the files. Names that do not change are left out. If the module has no `_fix_state_dict_keys_on_load`, the
-    result is empty.
+    Names that do not change are left out, all if the module has no `_fix_state_dict_keys_on_load`.
     """
     fix = getattr(module, "_fix_state_dict_keys_on_load", None)
     if fix is None:
@@ -57,10 +54,10 @@ def renamed_on_load(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
 
 
 def install_output_hooks(module: nn.Module) -> None:
-    """Install the hooks with which a transformers model collects its hidden states. Otherwise its first call would install them.
+    """Install the hooks with which a transformers model collects its hidden states, if there is `maybe_install_capturing_hooks`.
 
-    A forward pass here restores the model's attributes afterwards, including the one that says that the hooks are installed. The
-    next pass would then install them again and collect every state twice. Without `maybe_install_capturing_hooks`, nothing is done.
+    Otherwise its first call would install them. A forward pass here restores the model's attributes afterwards, including the one
+    that says that the hooks are installed, so the next pass would install them again and collect every state twice.
     """
     from transformers import PreTrainedModel
 
@@ -96,9 +93,7 @@ def with_dtypes(model_class: Any, dtypes: Mapping[str, torch.dtype]) -> Any:
 @contextmanager
 def without_questions() -> Iterator[None]:
     """During the `with` block, make transformers raise ValueError instead of asking on standard input whether a model's code may
-    run.
-
-    If `TIME_OUT_REMOTE_CODE`, the seconds for which transformers waits for an answer, is missing, nothing changes.
+    run. If `TIME_OUT_REMOTE_CODE`, the seconds for which it waits for an answer, is missing, nothing changes.
     """
     try:
         from transformers import dynamic_module_utils
@@ -113,9 +108,7 @@ def without_questions() -> Iterator[None]:
 @contextmanager
 def cache_updates_by(function: Callable[[Callable[..., Any], torch.Tensor, torch.Tensor], Any]) -> Iterator[None]:
     """During the `with` block, call `function(update, keys, values)` where a model calls `Cache.update(keys, values, ...)`.
-
-    `update` writes keys and values into the cache, and returns those of all tokens. If transformers is not imported, nothing
-    changes.
+    `update` writes keys and values into the cache, and returns those of all tokens.
     """
     library = sys.modules.get("transformers.cache_utils")
     if library is None:
@@ -137,15 +130,9 @@ def converted_names(
     """Return where transformers loads the tensors of a checkpoint that it renames or packs. If a transformers function is missing,
     the result is empty.
 
-    names: the tensors' names in the files. live: the tensors of the module, keyed by name. The result maps a name in the files to a
-    tuple of three, for example `experts.3.up_proj.weight` to (`experts.gate_up_proj`, True, (3, 1)):
-
-    1. the name of the weight in `live`;
-    2. whether this weight is packed from several tensors of the files;
-    3. if it is, the position of this tensor: (index of the matrix, here that of expert 3; number of the tensor among those stacked
-       in the rows of this matrix, here the second). The index is None if the weight is a single matrix.
-
-    The position is None if the tensors are combined in another way.
+    names: the tensors' names in the files. live: the tensors of the module, keyed by name. The result maps a name in the files to
+    (the name in `live`, whether this weight is packed from several tensors of the files, the position of this tensor in it), for
+    example `experts.3.up_proj.weight` to (`experts.gate_up_proj`, True, (3, 1)). `Placement.place` describes the position.
     """
     try:
         renamed, converters = _renamed(module, names, live)
@@ -157,9 +144,8 @@ def converted_names(
 
 
 def turned_names(module: nn.Module, names: Iterable[str]) -> set[str]:
-    """Return those names in `names` whose tensors transformers transposes on loading. names: names of tensors in the files.
-
-    If the transformers functions for conversions are missing, the result is empty.
+    """Return those names of tensors in the files that transformers transposes on loading. If a transformers function is missing,
+    the result is empty.
     """
     try:
         renamed, converters = _renamed(module, names, module.state_dict())
@@ -177,11 +163,8 @@ def turned_names(module: nn.Module, names: Iterable[str]) -> set[str]:
 def _renamed(
     module: nn.Module, names: Iterable[str], live: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, tuple[str, str | None]], list[Any]]:
-    """Return where transformers loads tensors of the files, and all its converters (objects that pack or transpose tensors) for the
-    model.
-
-    The first result maps a tensor's name in the files to (its name after loading, the name pattern of the converter that processes
-    it or None). names: the names in the files. live: the tensors of the module, keyed by name.
+    """Return (where transformers loads tensors of the files, all converters that pack or transpose tensors for the model). The
+    first maps a name in the files to (the name after loading, the name pattern of the converter that processes the tensor or None).
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -196,20 +179,17 @@ def _renamed(
 _STACKED = (("MergeModulelist", 0),)
 _STACKED_BELOW = (("MergeModulelist", 0), ("Concatenate", 1))
 _BELOW = (("Concatenate", 0),)
-"""`_STACKED`, `_STACKED_BELOW` and `_BELOW` are three ways in which transformers packs several tensors into one weight, each a list
-of operations with their dimension. `_STACKED`: each tensor becomes one matrix of the weight. `_STACKED_BELOW`: each matrix of the
-weight consists of several tensors, one below the other. `_BELOW`: the weight is one matrix of all tensors, one below the other.
+"""The operations, with their dimension, in the three ways in which transformers packs several tensors into one weight. `_STACKED`:
+each becomes one matrix of the weight. `_STACKED_BELOW`: each matrix of the weight consists of several tensors, one below the other.
+`_BELOW`: the weight is one matrix of all tensors, one below the other.
 """
 
 
 def _positions(
     found: Mapping[str, tuple[str, str | None]], converters: Iterable[Any]
 ) -> dict[str, tuple[int | None, int]]:
-    """Return the position of each tensor of the files in the weight into which transformers packs it, for example (3, 1): index of
-    the matrix, or None if the weight is a single matrix; number of the tensor among those stacked in the rows of this matrix.
-
-    found: maps a tensor's name in the files to the name of its weight in the module, and to the name pattern of the converter that
-    packs it, or None. converters: all converters that transformers uses for the model.
+    """Return the position of each tensor of the files in the weight into which transformers packs it. found, converters: the
+    results of `_renamed`.
     """
     kinds: dict[str, set[tuple[tuple[tuple[str, int | None], ...], tuple[str, ...]]]] = {}
     for converter in converters:
@@ -235,39 +215,30 @@ def _positions(
 
 
 def implementation(config: Any, of: str) -> str | None:
-    """Return the name of the kernel, such as "sdpa", that a configuration selects for attention (`of="attn"`) or for experts
-    (`of="experts"`), or None.
-    """
-    named: str | None = getattr(config, f"_{of}_implementation_internal", None)
-    return named
+    """Return the kernel, such as "sdpa", that a configuration selects for attention ("attn") or "experts", or None."""
+    return getattr(config, f"_{of}_implementation_internal", None)
 
 
 def set_implementation(config: Any, of: str, name: str | None) -> None:
-    """Select the kernel `name`, such as "sdpa", for attention (`of="attn"`) or experts (`of="experts"`) in a configuration, but not
-    in nested ones. None selects the default.
-    """
+    """Select a kernel, as `implementation` returns it, in a configuration, but not in nested ones. None selects the default."""
     setattr(config, f"_{of}_implementation_internal", name)
 
 
 @contextmanager
 def other_attention(module: nn.Module) -> Iterator[str | None]:
     """During the `with` block, make a transformers model use "eager" attention instead of "sdpa", or the reverse. Yields the name
-    of the implementation in use, or None if the model can't be switched; nothing changes then.
-
-    If `_can_set_attn_implementation` is missing, the model counts as one that can't be switched.
+    of the implementation in use, or None if the model can't be switched, or `_can_set_attn_implementation` is missing.
     """
     before = [(config, implementation(config, "attn")) for config in _configs(module)]
     now = getattr(getattr(module, "config", None), "_attn_implementation", None)
-    other = {"sdpa": "eager", "eager": "sdpa"}.get(now or "")
     can_set = getattr(module, "_can_set_attn_implementation", lambda: False)
-    if other is None or not can_set():
-        yield None
-        return
+    other = {"sdpa": "eager", "eager": "sdpa"}.get(now or "") if can_set() else None
     try:
-        try:
-            module.set_attn_implementation(other)  # type: ignore[operator]
-        except (ValueError, ImportError, AttributeError):
-            other = None
+        if other is not None:
+            try:
+                module.set_attn_implementation(other)  # type: ignore[operator]
+            except (ValueError, ImportError, AttributeError):
+                other = None
         yield other
     finally:
         # The configurations of a model's parts may have had different implementations.

@@ -17,8 +17,8 @@ from dtype_engine.runtime.libraries.hf_private import implementation, set_implem
 
 _OWN_ATTENTION = ("eager", "sdpa", "flex_attention")
 _OWN_EXPERTS = ("eager", "grouped_mm", "batched_mm")
-"""The names of the expert implementations that are part of transformers and use only torch operations. Any other name refers to a
-package of native code, which transformers downloads from the hub if it is not installed.
+"""The implementations that are part of transformers and use only torch operations. Any other name refers to a package of native
+code, which transformers downloads from the hub if it is not installed.
 """
 _ELSEWHERE = ("fusion_config", "distributed_config", "kernel_config", "use_kernels")
 """Attributes of a configuration that make `from_pretrained` read files outside the checkpoint, or replace the model's code."""
@@ -28,12 +28,9 @@ _DEEPEST = 20
 
 @contextmanager
 def offline(options: ModelOptions | None = None) -> Iterator[None]:
-    """During the `with` block, make transformers raise instead of asking on standard input whether a model's code may run. Also
-    make huggingface_hub raise instead of accessing the network, unless `options` allow both downloads and the model's own code:
-    that code may lie in another repository, and huggingface_hub, which would fetch it, names files after what a server answers.
-
-    huggingface_hub reads its environment variable (HF_HUB_OFFLINE) only when it is imported, so the constant in its module is
-    changed.
+    """During the `with` block, make transformers raise instead of asking on standard input whether a model's code may run, and
+    huggingface_hub instead of accessing the network, unless `options` allow both downloads and the model's own code, which may lie
+    in another repository. huggingface_hub reads HF_HUB_OFFLINE only when it is imported, so the constant in its module is changed.
     """
     from huggingface_hub import constants
 
@@ -44,9 +41,9 @@ def offline(options: ModelOptions | None = None) -> Iterator[None]:
 
 def without_foreign_kernels(config: Any, written: Mapping[str, Any], title: str) -> tuple[str, ...]:
     """Remove from a transformers configuration, and from its nested ones, all entries that would download code or read files
-    outside the checkpoint. Returns notices for the user about the removed entries.
+    outside the checkpoint. Returns notices about them.
 
-    written: the content of `config.json`, from which the configuration was made. title: the name of the model, for the notices.
+    written: the content of `config.json`, from which the configuration was made. title: the name of the model.
     """
     taken: set[str] = set()
     for part in _parts(config):
@@ -67,10 +64,8 @@ def without_foreign_kernels(config: Any, written: Mapping[str, Any], title: str)
 
 
 def _kernels(written: Mapping[str, Any], depth: int = 0) -> Iterator[tuple[str, str]]:
-    """Yield the attention and expert kernels that a `config.json` names and that are not part of transformers, as ("attention" or
-    "experts", name of the kernel). Nested configurations are included.
-
-    written: the content of the file, or of a nested configuration. depth: how deeply `written` is nested in the file.
+    """Yield the kernels that a `config.json` or a nested configuration names and that are not part of transformers, as ("attention"
+    or "experts", name of the kernel).
     """
     for key, value in written.items():
         kind = {"attn_implementation": "attention", "experts_implementation": "experts"}.get(key.removeprefix("_"))

@@ -34,9 +34,7 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def no_stderr() -> Iterator[None]:
-    """Discard what Python code writes to `sys.stderr` during the `with` block. compressed-tensors draws progress bars that no
-    setting turns off. It also logs names from a configuration without escaping control characters.
-    """
+    """Discard what Python code writes to `sys.stderr` in the `with` block: compressed-tensors logs names without escaping them."""
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
         yield
 
@@ -44,11 +42,9 @@ def no_stderr() -> Iterator[None]:
 @contextmanager
 def without_panic_message(drop: bool = False) -> Iterator[None]:
     """Hold back what is written to standard error during the `with` block. It is discarded if the block raises, or if `drop` is
-    True. Otherwise it is written when the block ends.
+    True. Otherwise it is written when the block ends. Only one thread at a time can be in such a block.
 
-    A library in Rust that panics writes a message, and a backtrace if RUST_BACKTRACE is set, to the file descriptor itself. libtiff
-    and mpg123 write warnings about damaged files to it. Only one thread at a time can be in such a block, because the whole process
-    shares the descriptor.
+    A library in Rust that panics writes a message to the file descriptor itself, libtiff and mpg123 warnings about damaged files.
     """
     with _STDERR, contextlib.ExitStack() as stack:
         try:

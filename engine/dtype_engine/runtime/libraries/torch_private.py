@@ -1,4 +1,4 @@
-"""Uses private names of torch. No other file does. Tested with torch 2.9 to 2.13."""
+"""Uses private names of torch. No other file does. Tested with torch 2.10 to 2.13."""
 
 from __future__ import annotations
 
@@ -10,32 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch._C import DisableTorchFunction
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.weak import WeakIdKeyDictionary
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary as WeakIdKeyDictionary
 
 from dtype_engine.core.tree import Kind
-
-__all__ = [
-    "SAFE_SOFTMAX",
-    "TO_COPY",
-    "FakeTensorMode",
-    "TorchDispatchMode",
-    "WeakIdKeyDictionary",
-    "WithoutModes",
-    "as_called",
-    "base_of",
-    "call_instead",
-    "has_forward_hooks",
-    "is_compiled",
-    "is_wrapped",
-    "own_tensors",
-    "slots_of",
-    "storage_id",
-    "tensor_slots",
-    "unwrapped",
-    "version_of",
-]
 
 WithoutModes = DisableTorchFunction
 """A context manager. During its `with` block, no `TorchFunctionMode` intercepts calls of torch functions."""
@@ -48,14 +27,12 @@ base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
 """Returns the tensor of which the argument is a view, or None if the argument is not a view."""
 
 is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
-"""Returns whether a tensor is a wrapper that a running transform such as `torch.vmap` made. Such a tensor has no memory
-of its own.
-"""
+"""Returns whether a tensor is a wrapper without memory, which a running transform such as `torch.vmap` made."""
 
 
 def unwrapped(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor] | None]:
-    """Return the tensor inside the wrappers that transforms such as `torch.vmap` put around it, and a function that wraps any other
-    tensor in the same way. The function is None if any wrapper is not from `torch.vmap`, but for example from `torch.func.grad`.
+    """Return the tensor inside the wrappers that transforms put around it, and a function that wraps any other tensor in the same
+    way, or None if any wrapper is not from `torch.vmap`, but for example from `torch.func.grad`.
     """
     functorch, batches = torch._C._functorch, list[tuple[int, int]]()
     only_batched = True
@@ -73,15 +50,13 @@ def unwrapped(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[torch.Tenso
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Return a number that identifies a tensor's memory. Tensors that share memory have the same number. A number may be used again
-    after the memory is freed.
-    """
+    """Return a number that identifies a tensor's memory until this is freed."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return torch's version counter, which increases with each write to a tensor or its views. A tensor that was created under
-    `torch.inference_mode` has no counter; -1 is returned.
+    """Return torch's version counter, which increases with each write to a tensor or its views, or -1 for a tensor that was created
+    under `torch.inference_mode` and has none.
     """
     try:
         return tensor._version
@@ -90,25 +65,20 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def has_forward_hooks(module: nn.Module, except_for: type) -> bool:
-    """Return whether a module has forward hooks or forward pre-hooks. except_for: a class; hooks that are its instances are
-    ignored.
-    """
+    """Return whether a module has forward hooks or forward pre-hooks that are no instances of `except_for`."""
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     return any(not isinstance(hook, except_for) for hook in hooks)
 
 
 as_called: Callable[..., Any] = nn.Module._call_impl
-"""torch's standard implementation of a module call. Its first argument is the module. It runs hooks and `forward`."""
+"""torch's implementation of a module call, which runs hooks and `forward`. Its first argument is the module."""
 _COMPILED_CALL = "_compiled_call_impl"
-"""The attribute in which `Module.compile` stores a function. If a module has it, torch calls this function instead of the standard
-implementation of a module call.
-"""
+"""The attribute in which `Module.compile` stores a function, which torch then calls instead of `as_called`."""
 
 
 def call_instead(module: nn.Module, function: Callable[..., Any]) -> Callable[[], None]:
-    """Redirect calls of a module to `function`, which gets the module as its first argument. Returns a function that undoes this.
-
-    Copies of the module are not affected.
+    """Redirect calls of a module, but not of its copies, to `function`, which gets the module as its first argument. Returns a
+    function that undoes this.
     """
     before = module.__dict__.get(_COMPILED_CALL)
     bound = module.__dict__[_COMPILED_CALL] = MethodType(function, module)
@@ -130,9 +100,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, Kind]]:
-    """Yield (local name, tensor, kind) for the parameters and then the buffers of a module, without those of its submodules. The
-    kind is "parameter", "buffer" or "non-persistent buffer". Entries that are None are omitted.
-    """
+    """Yield (local name, tensor, kind) for the parameters and then the buffers of a module, without those of its submodules."""
     for name, parameter in module._parameters.items():
         if parameter is not None:
             yield name, parameter, "parameter"
@@ -142,14 +110,12 @@ def own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, Kind]]:
 
 
 def slots_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a module's own parameters and its own buffers, as the two dictionaries in which the module holds them, keyed by local
-    name.
-    """
+    """Return the two dictionaries in which a module holds its own parameters and its own buffers, keyed by local name."""
     return module._parameters, module._buffers
 
 
 def tensor_slots(module: nn.Module, name: str) -> dict[str, torch.Tensor | None]:
-    """Return the dictionary in which a module holds its parameter or buffer `name`. Writing to this dictionary can replace the
-    tensor by any other. torch checks the type of the new tensor only when an attribute is assigned.
+    """Return the dictionary in which a module holds its parameter or buffer `name`. Writing to it can replace the tensor by any
+    other: torch checks the type only when an attribute is assigned.
     """
     return module._parameters if name in module._parameters else module._buffers  # type: ignore[return-value]

@@ -1,6 +1,4 @@
-"""Finds and replaces tensors in the containers that a forward pass accepts and returns: lists, tuples, mappings, dataclasses and
-packed sequences, nested in any way.
-"""
+"""Finds and replaces tensors in what a pass takes and returns: nested lists, tuples, mappings, dataclasses, packed sequences."""
 
 from __future__ import annotations
 
@@ -16,9 +14,7 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 def parts_of(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (key, field name or index; element) for each element of a mapping, dataclass, list or tuple. Yield nothing for other
-    values.
-    """
+    """Yield (key, field name or index; element) for each element of a mapping, dataclass, list or tuple."""
     if isinstance(value, Mapping):
         yield from ((str(key), item) for key, item in value.items())
     elif isinstance(value, (list, tuple)):
@@ -37,8 +33,8 @@ def named_tensors_in(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]
 
 
 def with_tensors(value: Any, change: Change) -> Any:
-    """Return a copy of a nested value in which `change` is applied to every tensor. Objects without tensors are not copied. The
-    lengths of a packed sequence are not changed, because torch keeps them on the CPU.
+    """Return a copy of a nested value in which `change` is applied to every tensor, but to the lengths of a packed sequence, which
+    torch keeps on the CPU. Objects without tensors are not copied.
     """
     if isinstance(value, torch.Tensor):
         return change(value)

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from dtype_engine.checkpoint.memory_fit import usable_memory
-from dtype_engine.core.errors import UserError
+from dtype_engine.core.errors import NoForward, UserError
+from dtype_engine.core.options import ModelOptions
 from dtype_engine.core.regular_files import read_regular, reading
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import human_bytes
@@ -24,6 +25,7 @@ Places = Mapping[str, torch.device]
 _LARGEST = 1 << 26
 """Maximum size of the file of a device map, in bytes."""
 _OF_LAYERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+"""The modules whose children are layers."""
 
 
 class MovesInputs:
@@ -36,13 +38,39 @@ class MovesInputs:
         return with_tensors((args, kwargs), lambda tensor: tensor.to(self.device))
 
 
-def places_of(module: nn.Module, wanted: str, device: torch.device, limits: Mapping[str, int]) -> Places:
-    """Return on which device each module is to be. wanted: "auto", or the path of a JSON file that maps names of modules to
-    devices, as Accelerate writes it. device: the device that the user chose; "auto" fills all devices of its type, then the CPU.
-    limits: the most bytes that weights may take on a device, keyed by its name. Raises UserError if the file is not such a map, or
-    if the model does not fit on the devices.
+def limit_of(device: torch.device, limits: Mapping[str, int]) -> int | None:
+    """Return how many bytes weights may take on a device, or None if no limit is for it. limits: the user's limits, keyed by device
+    name, such as "cpu", "cuda:0" or "cuda".
     """
-    return automatic(module, _budgets(device, limits)) if wanted == "auto" else _from_file(module, Path(wanted), device)
+    names = ("cpu",) if device.type == "cpu" else (f"{device.type}:{device.index or 0}", device.type)
+    return next((limits[name] for name in names if name in limits), None)
+
+
+def require_fit(module: nn.Module, title: str, device: torch.device, options: ModelOptions) -> None:
+    """Raise NoForward if a module that exists in memory, so that it can't be run in parts, is larger than the options allow on the
+    device.
+    """
+    limit = limit_of(device, options.max_memory)
+    if limit is None or options.device_map:
+        return
+    size = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+    if size > limit:
+        raise NoForward(
+            f"{title}: no forward pass: its weights take {human_bytes(size)} and may take {human_bytes(limit)} on {device}; a "
+            "module that Python code makes can't be run in parts"
+        )
+
+
+def places_of(module: nn.Module, device: torch.device, options: ModelOptions) -> Places | None:
+    """Return on which device each module is to be, or None if all are to be on `device`. `options.device_map` is "auto", which
+    fills all devices of the type of `device`, then the CPU, or the path of a JSON file that maps names of modules to devices, as
+    Accelerate writes it. Raises UserError if the file is not such a map, or if the model does not fit on the devices.
+    """
+    if not options.device_map:
+        return None
+    if options.device_map == "auto":
+        return automatic(module, _budgets(device, options.max_memory))
+    return _from_file(module, Path(options.device_map), device)
 
 
 def _from_file(module: nn.Module, file: Path, device: torch.device) -> Places:
@@ -70,8 +98,7 @@ def _from_file(module: nn.Module, file: Path, device: torch.device) -> Places:
 
 def _budgets(device: torch.device, limits: Mapping[str, int]) -> dict[torch.device, int]:
     """Return how many bytes weights may take on each device, in the order in which the devices are filled. If `limits` names
-    accelerators, only these are used. Otherwise, weights may take 90% of the free memory of each accelerator. device: a device of
-    the type to use. limits: the most bytes that weights may take, keyed by the name or the type of a device.
+    accelerators, only these are used. Otherwise, weights may take 90% of the free memory of each accelerator.
     """
     every = [torch.device(device.type, index) for index in range(max(1, device_count(device)))]
     chosen = [each for each in every if device.type != "cpu" and str(each) in limits] or every
@@ -86,12 +113,11 @@ def _budgets(device: torch.device, limits: Mapping[str, int]) -> dict[torch.devi
 
 def automatic(module: nn.Module, budgets: Mapping[torch.device, int]) -> Places:
     """Fill one device after the other in the order of the modules, as Accelerate's `infer_auto_device_map` does. A module that does
-    not fit into the remaining memory of a device is divided into its submodules. A layer, which is a module in an `nn.ModuleList`,
-    `nn.ModuleDict` or `nn.Sequential`, is never divided, because its code may add the outputs of two submodules, which would then
-    be on different devices.
+    not fit into the remaining memory of a device is divided into its submodules. A layer (`_OF_LAYERS`) is never divided, because
+    its code may add the outputs of two submodules, which would then be on different devices.
 
-    budgets: the most bytes of weights for each device, in the order in which the devices are filled. Raises UserError if the model
-    does not fit.
+    budgets: the most bytes of weights for each device, in the order in which they are filled. Raises UserError if the model does
+    not fit.
     """
     places: dict[str, torch.device] = {}
     counted: set[int] = set()
@@ -130,8 +156,8 @@ def automatic(module: nn.Module, budgets: Mapping[torch.device, int]) -> Places:
 
 def distribute(module: nn.Module, places: Places, main: torch.device) -> None:
     """Move the modules to their devices. From then on, a module moves its arguments to the device of its weights, and the model
-    moves its output to `main`. A weight that several modules share is on the device of the first of them, together with the
-    other tensors of these modules. Raises UserError if the memory of a device is too small.
+    its output to `main`. A weight that several modules share is on the device of the first of them, together with the other tensors
+    of these modules. Raises UserError if the memory of a device is too small.
     """
     own = {name: [id(tensor) for _, tensor in _own(child)] for name, child in module.named_modules()}
     together: dict[int, list[int]] = {}  # tensors that are on one device because a module computes with both

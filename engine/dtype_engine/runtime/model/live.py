@@ -1,14 +1,14 @@
 """Holds a running `nn.Module`, whose tensors are cast in place and restored.
 
-The `Parameter` objects stay in the module, and only their data changes. The stored data, which is usually memory-mapped from the
-checkpoint's file, is kept as long as the model exists. Every cast therefore starts from the stored values, and undoing a cast
-restores the stored data without a copy.
+The `Parameter` objects stay in the module, and only their data changes. The stored data, usually memory-mapped, is kept as long as
+the model exists. Every cast therefore starts from it, and undoing a cast copies nothing.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -53,67 +53,57 @@ class Weight:
 
     info: TensorInfo
     tensor: torch.Tensor
-    """The tensor object in the module. It has placeholder data if the property `blockwise` is True."""
+    """The tensor object in the module. It has placeholder data if `blockwise` is True."""
     stored: WeightSource
-    """The stored values, from which every cast starts. They are never written to."""
+    """The values from which every cast starts."""
     dtype: str
-    """The name of the current dtype, such as "bfloat16" or "nvfp4"."""
+    """The current dtype, such as "bfloat16" or "nvfp4"."""
     scale: torch.Tensor | None = None
     """The scales of the codes that the module holds, or None if it holds none. A placeholder if `blockwise` is True."""
     decoded: bool = False
     """Whether each operation has to read or decode the stored values, because the module holds a placeholder for them."""
     losses: dict[str, ValueLoss | None] = field(default_factory=dict)
-    """Caches, for each dtype to which the stored data was cast, how many values became infinite or zero, or saturated. The value is
-    None if the cast only rounds.
-    """
+    """Caches, for each dtype, how many values the cast makes infinite or zero, or saturates, or None if it only rounds."""
     stashed: torch.Tensor | None = None
-    """The cast data, while a reference run has the original data in the module. It is put back afterwards. Otherwise None."""
+    """The cast data, while a reference run has the original data in the module."""
     other_reference: WeightSource | None = None
-    """The weight's values in the reference model, if the reference is another checkpoint. Otherwise None."""
+    """The weight's values in the reference model, if this is another checkpoint."""
     as_stored: bool = False
     """Whether the reference run computes with this weight in its stored dtype, as plain torch does, instead of in float32."""
     shares: tuple[str, ...] = ()
-    """The names of the weights that currently have a common tensor scale with this one, including this one. In NVFP4, these are
-    weights that runtimes fuse, such as q, k and v.
-    """
+    """The names of the weights that currently have a common tensor scale, including this one, such as q, k and v in NVFP4."""
     part_losses: dict[tuple[str, int], ValueLoss] = field(default_factory=dict)
-    """Caches the same for parts of a weight that is cast in parts (`in_parts`), keyed by the dtype and the index of the part."""
+    """Caches losses of a weight that is cast in parts (`in_parts`), keyed by the dtype and the index of the part."""
     _sharing: tuple[Weight, ...] = ()
     _amax: float | None = None
 
     @property
     def reference(self) -> WeightSource:
-        """The values that the reference model has: `other_reference` if it is not None, otherwise `stored`."""
+        """The values that the reference model has."""
         return self.stored if self.other_reference is None else self.other_reference
 
     @property
     def cast(self) -> bool:
-        """True if the current dtype differs from the stored dtype."""
+        """Whether the current dtype differs from the stored one."""
         return self.dtype != self.info.dtype
 
     @property
     def differs(self) -> bool:
-        """True if a reference run needs other data for this weight than the module has: the weight is cast, or the reference model
-        is another checkpoint.
-        """
+        """Whether a reference run needs other data for this weight than the module has."""
         return self.cast or self.other_reference is not None
 
     @property
     def has_scales(self) -> bool:
-        """True if the current dtype is a format of this program with scales, such as float8, whether by a cast or as stored."""
+        """Whether the current dtype is a format of this program with scales, such as float8, by a cast or as stored."""
         return self.scale is not None or (self.decoded and self.stored.own)
 
     @property
     def blockwise(self) -> bool:
-        """True if the values are read from the file, and cast, each time that a forward pass reaches the weight, because the model
-        is larger than memory.
-        """
+        """Whether the values are read, and cast, each time that a pass reaches the weight: the model is larger than memory."""
         return isinstance(self.stored, BlockwiseSource)
 
     def current(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the data and the scales of a weight that is cast, or that the module holds as stored. The scales are None for a
-        dtype without scales.
-        """
+        """Return the data and the scales, or None for a dtype without, of a weight that is cast or that the module holds."""
         if not isinstance(self.stored, BlockwiseSource):
             return self.tensor.data, self.scale
         key = id(self), self.dtype, self.tensor.device
@@ -128,8 +118,8 @@ class Weight:
         return made
 
     def in_parts(self, dtype: str) -> bool:
-        """Return whether a cast to `dtype` can be made for one index of the weight's first dimension alone, such as for one expert,
-        because the model is larger than memory and no block of the format has values of two indexes.
+        """Return whether a weight of a model larger than memory can be cast for one index of its first dimension alone, such as one
+        expert, because no block of the format has values of two indexes.
         """
         if not isinstance(self.stored, BlockwiseSource) or not self.stored.has_parts:
             return False
@@ -137,9 +127,7 @@ class Weight:
         return blocks is None or blocks.rows == 1 or self.stored.shape[-1] >= blocks.columns
 
     def current_part(self, index: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the current data and scales at one index of the first dimension, as `current` returns those of the whole weight:
-        [1, ...]. The weight is cast, and `in_parts` is True for its dtype.
-        """
+        """Like `current`, but for one index of the first dimension: [1, ...]. `in_parts` is True for the weight's dtype."""
         assert isinstance(self.stored, BlockwiseSource)
         key = id(self), self.dtype, self.tensor.device, index
         return self.stored.memory.once(key, lambda: self._cast_part(index, self.dtype), self.stored.inner)
@@ -165,19 +153,19 @@ class Weight:
 
     @property
     def input_format(self) -> InputFormat | None:
-        """How runtimes round the activations that this weight multiplies in matrix products, or None if they do not. They round
-        them to the weight's format or, if another program quantized the weight and no rule casts it, as the files declare.
+        """How runtimes round the activations that this weight multiplies, or None if they do not: to the weight's format or, if
+        another program quantized the weight and no rule casts it, as the files declare.
         """
         return InputFormat(self.dtype) if self.scale is not None else self.stored.input_format if self.decoded else None
 
     @property
     def form(self) -> str:
-        """A string that identifies this weight's current values: the dtype, and the names of the weights that share its scale."""
+        """Identifies this weight's current values: the dtype, and the names of the weights that share its scale."""
         return " ".join((self.dtype, *self.shares))
 
     @property
     def amax(self) -> float:
-        """The largest finite |value| of the stored data. It is computed once."""
+        """The largest finite |value| of the stored data."""
         if self._amax is None:
             if isinstance(self.stored, BlockwiseSource) and self.stored.has_parts:
                 self._amax = max(finite_amax(self._part(index)) for index in range(self.stored.shape[0]))
@@ -196,9 +184,7 @@ class Weight:
         return loss if loss.is_listed else None
 
     def cast_to(self, dtype: str, sharing: Sequence[Weight] = ()) -> None:
-        """Cast the stored values to `dtype`. sharing: the weights that get a common tensor scale, including this one; by default,
-        it has its own.
-        """
+        """Cast the stored values to `dtype`. sharing: the weights that get a common tensor scale, including this one."""
         shares = tuple(weight.info.name for weight in sharing)
         if shares != self.shares:
             self.losses.pop(dtype, None)
@@ -212,16 +198,14 @@ class Weight:
             self.tensor.data, self.scale = self.stored.held(self.tensor.device), None
         else:
             amax = max((weight.amax for weight in sharing), default=None)
-            data, scale = cast_or_quantize(self.stored.read(self.tensor.device), dtype, amax)
-            self.tensor.data, self.scale = data, scale
+            self.tensor.data, self.scale = cast_or_quantize(self.stored.read(self.tensor.device), dtype, amax)
         self.dtype, self.decoded = dtype, dtype == self.info.dtype and not self.stored.plain
 
     def count_loss(self, dtype: str, cancelled: IsCancelled, cast: bool = False) -> ValueLoss | None:
-        """Return how many values become infinite or zero, or saturate, if the stored data is cast to `dtype`. Returns None if the
-        cast only rounds. The result is cached.
+        """Return what `losses` has for `dtype`, which is counted if needed. Raises Cancelled.
 
-        cast: True if the weight currently has this dtype. The current data is then examined instead of casting again, and must not
-        change during the call. Raises Cancelled.
+        cast: True if the weight currently has this dtype. The current data, which must not change during the call, is then examined
+        instead of casting again.
         """
         if dtype == self.info.dtype:
             return None
@@ -229,10 +213,9 @@ class Weight:
             if self.in_parts(dtype):
                 self.losses[dtype] = self._losses_of_parts(dtype, cancelled)
                 return self.losses[dtype]
-            if self.blockwise:
-                held = self.current()[0] if cast else None  # reading the cast values may already count their losses
-            else:
-                held = (self.tensor.data if self.stashed is None else self.stashed) if cast else None
+            held = None
+            if cast:  # reading the values of a blockwise weight may already count their losses
+                held = self.current()[0] if self.blockwise or self.stashed is None else self.stashed
             if dtype not in self.losses:
                 with stopping(cancelled):
                     self.losses[dtype] = count_losses(self.info.name, self.stored.read(), dtype, held, cancelled)
@@ -250,8 +233,8 @@ class Weight:
 
 
 def sharing(weights: Mapping[str, Weight], name: str, dtype: str) -> list[Weight]:
-    """Return the weights that would share one scale with the weight `name` if all of them were in `dtype`, including this weight
-    itself. The list is empty if there are no others. weights: all weights of the model, keyed by name.
+    """Return the weights that would share one scale with the weight `name` if all were in `dtype`, including this one, or [] if
+    there are no others. weights: all weights of the model, keyed by name.
     """
     group = [weights[member] for member in whole_scale_group(name, dtype, weights)]
     castable = [weight for weight in group if not weight.info.own_codes]
@@ -259,10 +242,8 @@ def sharing(weights: Mapping[str, Weight], name: str, dtype: str) -> list[Weight
 
 
 def _move(module: nn.Module, move: Callable[[], object], originals: dict[int, torch.Tensor]) -> None:
-    """Move a module to other devices by calling `move`. For some devices, torch replaces the module's tensor objects by new ones.
-    Modules that shared a tensor object before also share the new one.
-
-    originals: data keyed by the `id` of a tensor object. Each new object's `id` is added, with the data of the old one.
+    """Move a module to other devices by calling `move`. For some devices, torch replaces tensor objects: modules that shared one
+    also share the new one, whose `id` is added to `originals`, which maps the `id` of each old one to its data.
     """
     places: dict[int, list[tuple[dict[str, torch.Tensor | None], str]]] = {}
     for child in module.modules():
@@ -280,9 +261,7 @@ def _move(module: nn.Module, move: Callable[[], object], originals: dict[int, to
 
 
 def _refuse_unobservable(module: nn.Module, title: str, device: torch.device) -> None:
-    """Raise UserError if a module can't be run and observed: tensors have no data, a part is compiled by TorchScript, or the device
-    lacks the dtype of a tensor. title: the name of the model.
-    """
+    """Raise UserError if tensors have no data, a part is compiled by TorchScript, or the device lacks the dtype of a tensor."""
     if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
         raise UserError(f"{title}: some tensors have no data (they are on the meta device); load the weights first")
     for name, child in module.named_modules():
@@ -301,8 +280,8 @@ def _refuse_unobservable(module: nn.Module, title: str, device: torch.device) ->
 def _on_device(
     module: nn.Module, device: torch.device, places: Places | None, sources: Mapping[str, WeightSource]
 ) -> dict[int, torch.Tensor]:
-    """Move a module to `device`, or to several devices (`places`), with a placeholder for each weight in `sources`. Returns the
-    data that its tensors had before, keyed by the `id` of the tensor in the module.
+    """Move a module to `device` or to `places`, with a placeholder for each weight in `sources`. Returns the data that its tensors
+    had before, keyed by the `id` of the tensor in the module.
     """
     originals = {id(tensor): tensor.data for tensor in (*module.parameters(), *module.buffers())}
     if device.type != "cpu" or places is not None:
@@ -326,53 +305,42 @@ class LiveModel:
     device: torch.device
     tree: Tree
     weights: dict[str, Weight]
-    """The weights, keyed by their name in the module. A tied weight, which has several names, has the first of them as its key."""
+    """The weights, keyed by their name in the module. The key of a tied weight is the first of its names."""
     files: tuple[Path, ...] = ()
-    """The files that hold the weights. The weights may be memory-mapped from them."""
+    """The files from which the weights may be memory-mapped."""
     folder: Path | None = None
     """The folder that holds the model's configuration and tokenizer."""
     checkpoint: Checkpoint | None = None
-    """The file headers of the checkpoint, or None for a module that the user's Python code made."""
+    """The headers of the files, or None for a module that the user's Python code made."""
     example_inputs: Callable[[], Any] | None = None
-    """The function `example_inputs` in the user's Python file, which returns inputs for the model. None if there is none."""
+    """The function `example_inputs` in the user's Python file, or None."""
     notices: tuple[str, ...] = ()
     trust_remote_code: bool = False
-    """Whether Python code in the model's folder may run."""
     identities: tuple[FileIdentity, ...] = ()
-    """The size, modification time and inode of each of `files`, to detect later changes. They were recorded before anything was
-    read.
-    """
+    """Those of `files` before anything was read, to detect later changes."""
     reference: str = ""
     """The model against which drift is measured. "": this model's stored weights in float32 arithmetic. "stored": this model in its
     stored dtypes. Any other text is the path or name of another checkpoint.
     """
     side_settings: tuple[SideSettings, ...] = ()
-    """The settings of modules, such as the `eps` of a norm, in which the reference differs from this model if the reference is
-    another checkpoint. Otherwise empty.
+    """The settings of modules, such as the `eps` of a norm, in which another checkpoint as the reference differs from this model.
     """
     coverage: Coverage | None = None
-    """Which of the model's tensors the checkpoint's files have, or None if the model has no checkpoint."""
     memory: MemoryBudget = field(default_factory=MemoryBudget)
-    """For a model that is larger than memory: the cache of the weights that a forward pass is using. Otherwise None."""
+    """What is kept of the weights that a forward pass is using, if the model is larger than memory."""
     by_id: dict[int, Weight] = field(default_factory=dict)
     """The weights, keyed by the `id` of the tensor object in the module."""
     cache_formats: dict[str, str] = field(default_factory=dict)
-    """The formats to which the KV caches are rounded in a candidate run, keyed by the name of the cache tensor. Other caches are
-    not rounded.
-    """
+    """The formats to which KV caches are rounded in a candidate run, keyed by the name of the cache tensor."""
 
     @property
     def loader(self) -> str:
-        """The program that loads an export of this model: "transformers" for a checkpoint of transformers, otherwise "own", this
-        program.
-        """
+        """The program that loads an export of this model: "transformers", or this one ("own")."""
         return "transformers" if self.checkpoint is not None and self.checkpoint.of_transformers else "own"
 
     @functools.cached_property
     def cache_names(self) -> Mapping[str, tuple[str, ...]]:
-        """The names of the KV cache's tensors that rules may give a format, keyed by the name of the attention module that writes
-        them. A module writes keys and values, or in MLA a latent and a rotary part.
-        """
+        """The KV cache's tensors that rules may give a format, such as keys and values, keyed by the module that writes them."""
         found: dict[str, tuple[str, ...]] = {}
         for name in self.tree.caches:
             module = name.rsplit(".", 2)[0]
@@ -393,10 +361,9 @@ class LiveModel:
         """Prepare a module for casting: set it to evaluation mode without gradients, move it to `device`, and keep its tensors as
         the stored ones.
 
-        title: the name of the model. sources: the source of each weight for which the module has a placeholder, keyed by any of its
-        names. placements: maps the name of each tensor of the checkpoint to where it is loaded in the module. places: maps names of
-        modules to their devices; None if all are on `device`. rest: values for other fields of `LiveModel`. Raises UserError if the
-        module can't be run and observed, or does not fit on the device.
+        sources: the source of each weight for which the module has a placeholder, keyed by any of its names. placements: where each
+        tensor of the checkpoint is loaded in the module. places: the devices of modules; None if all are on `device`. rest: values
+        for other fields. Raises UserError if the module can't be run and observed, or does not fit on the device.
         """
         _refuse_unobservable(module, title, device)
         compiled = [name or "the model" for name, child in module.named_modules() if is_compiled(child)]
@@ -431,21 +398,12 @@ class LiveModel:
         tree = tree_of(module, [*infos, *unused_infos])
         if checkpoint is not None:  # the module's own configuration may lack what quantized checkpoints declare
             tree.kv_cache = msgspec.structs.replace(tree.kv_cache, declared=declared_formats(checkpoint.config))
-        return cls(
-            module,
-            title,
-            device,
-            tree,
-            weights,
-            by_id={id(weight.tensor): weight for weight in weights.values()},
-            **rest,
-        )
+        by_id = {id(weight.tensor): weight for weight in weights.values()}
+        return cls(module, title, device, tree, weights, by_id=by_id, **rest)
 
     @property
     def cache_budget(self) -> int:
-        """How many bytes of results may be kept although they could be computed again: `device.cache_budget`, but at most a quarter
-        of the memory that a model larger than memory may take.
-        """
+        """Like `device.cache_budget`, but at most a quarter of the memory that a model larger than memory may take."""
         budget = cache_budget(self.device)
         return budget if not self.memory.limited else min(budget, self.memory.most * BLOCKS // 4)
 
@@ -456,12 +414,11 @@ class LiveModel:
         cancelled: IsCancelled = never,
         caches: Mapping[str, str] | None = None,
     ) -> None:
-        """Cast every weight to its planned dtype. A weight that already has this dtype is skipped, unless the weights with which it
-        shares its scale have changed.
+        """Cast every weight to its planned dtype, unless it has this dtype and shares its scale with the same weights.
 
-        planned: the dtype of each weight, keyed by name. on_progress: called as `on_progress(done, total)` after each weight, with
-        numbers of weights. caches: the formats of the KV caches, keyed by cache tensor; None leaves them unchanged. The old data of
-        a weight is freed before the next weight is cast. Raises Cancelled between two weights; a later call continues from there.
+        planned: the dtype of each weight, keyed by name. on_progress: called with the numbers of cast weights and of those to cast.
+        caches: the formats of the KV caches, keyed by cache tensor; None leaves them unchanged. Raises Cancelled between two
+        weights; a later call continues from there.
         """
         if caches is not None:
             self.cache_formats = dict(caches)
@@ -495,15 +452,14 @@ class LiveModel:
 
     @property
     def resident_bytes(self) -> int:
-        """The number of bytes of all current weights and buffers of the module. Tied weights count once."""
+        """The number of bytes of all current weights and buffers. Tied weights count once."""
         return sum(self.resident_by_device().values())
 
     def resident_by_device(self) -> dict[str, int]:
-        """Return the number of bytes of the current weights and buffers on each device, keyed by the name of the device."""
-        sums: dict[str, int] = {}
+        """Return the number of bytes of the current weights and buffers on each device, keyed by its name."""
+        sums = Counter[str]()
         for weight in self.weights.values():
-            device = str(weight.tensor.device)
-            sums[device] = sums.get(device, 0) + weight.nbytes
+            sums[str(weight.tensor.device)] += weight.nbytes
         return sums
 
     def lost_values(
@@ -512,11 +468,10 @@ class LiveModel:
         cancelled: IsCancelled = never,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> tuple[ValueLoss, ...]:
-        """Return, for each weight in which a cast does more than round, how many values become infinite or zero, or saturate. The
-        counts are cached.
+        """Return, for each weight in which a cast does more than round, how many values become infinite or zero, or saturate.
 
         planned: the dtype of each weight, keyed by name; by default, the current dtypes. on_progress: called before each weight
-        that is not in the cache, with its number and the number of all weights. Raises Cancelled.
+        that was not counted before, with its number and the number of all weights. Raises Cancelled.
         """
         losses = []
         for number, (name, weight) in enumerate(self.weights.items()):
@@ -527,11 +482,7 @@ class LiveModel:
         return tuple(loss for loss in losses if loss is not None)
 
     def known_losses(self, planned: Mapping[str, str]) -> tuple[ValueLoss, ...] | None:
-        """Return what `lost_values(planned)` would, from its cache alone: how many values become infinite or zero, or saturate, in
-        each weight where any do. Returns None if a weight is not in the cache. Any thread may call this method.
-
-        planned: the dtype of each weight, keyed by name.
-        """
+        """Return what `lost_values(planned)` would, or None if a weight was not counted before. Any thread may call this method."""
         changed = [
             (weight, planned[name]) for name, weight in self.weights.items() if planned[name] != weight.info.dtype
         ]

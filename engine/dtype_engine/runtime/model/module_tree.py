@@ -1,6 +1,4 @@
-"""Makes the tree of a model from its module alone, without files: the tensors with all their names, in the module's order, and the
-module classes.
-"""
+"""Makes the tree of a model from its module alone, without files."""
 
 from __future__ import annotations
 
@@ -19,8 +17,8 @@ from dtype_engine.runtime.libraries.torch_private import own_tensors
 
 
 def collect_tensors(module: nn.Module) -> tuple[list[TensorInfo], dict[str, torch.Tensor]]:
-    """Return descriptions of all distinct tensors of a module, in the module's order, and the tensors themselves, keyed by their
-    first name. The description of a tied weight has all of its names.
+    """Return descriptions of all distinct tensors of a module, in the module's order, with all their names, and the tensors
+    themselves, keyed by their first name.
     """
     names: dict[int, list[str]] = {}
     tensors: dict[int, torch.Tensor] = {}
@@ -30,10 +28,7 @@ def collect_tensors(module: nn.Module) -> tuple[list[TensorInfo], dict[str, torc
             name = f"{prefix}.{local}" if prefix else local
             names.setdefault(id(tensor), []).append(name)
             tensors[id(tensor)] = tensor
-            if kind == "parameter":
-                kinds[id(tensor)] = kind
-            else:
-                kinds.setdefault(id(tensor), kind)
+            kinds[id(tensor)] = kind if kind == "parameter" else kinds.get(id(tensor), kind)
     infos = [
         TensorInfo(
             known[0],
@@ -49,9 +44,7 @@ def collect_tensors(module: nn.Module) -> tuple[list[TensorInfo], dict[str, torc
 
 
 def _if_sparse(tensor: torch.Tensor) -> dict[str, Any]:
-    """Return fields of `TensorInfo` for a sparse tensor: the bytes of its values and indices, and why it can't be cast. Returns {}
-    for a dense tensor.
-    """
+    """Return the fields of `TensorInfo` that say the bytes of a sparse tensor, and why it can't be cast; {} for a dense one."""
     if tensor.layout is torch.strided:
         return {}
     entries = tensor.to_sparse().coalesce()
@@ -60,16 +53,14 @@ def _if_sparse(tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return a tensor's shape in a file. For `float4_e2m1fn_x2`, the last dimension is twice as long as in torch, which counts a
-    byte with two values as one element.
-    """
-    if tensor.dtype == getattr(torch, "float4_e2m1fn_x2", None) and tensor.ndim:
+    """Return a tensor's shape in a file. torch counts a byte with two values of `float4_e2m1fn_x2` as one element."""
+    if tensor.dtype == torch.float4_e2m1fn_x2 and tensor.ndim:
         return (*tensor.shape[:-1], 2 * tensor.shape[-1])
     return tuple(tensor.shape)
 
 
 def tree_of(module: nn.Module, infos: Iterable[TensorInfo] | None = None) -> Tree:
-    """Return the tree of a module, which includes its module classes and which modules it declares to keep in float32.
+    """Return the tree of a module, with its module classes and what it declares to keep in float32.
 
     infos: descriptions of the module's tensors, if they were collected already.
     """

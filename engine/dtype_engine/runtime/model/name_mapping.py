@@ -21,24 +21,22 @@ from dtype_engine.runtime.libraries.hf_private import converted_names
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a tensor of a checkpoint is loaded: into which tensor of the module, and at which position inside it."""
+    """Where a tensor of a checkpoint is loaded."""
 
     name: str
     """The name of the tensor in the module."""
     part: bool
-    """True if loading packs this and other tensors of the checkpoint into one tensor of the module, False if it loads this one
-    alone.
-    """
+    """Whether loading packs this and other tensors of the checkpoint into one tensor of the module."""
     place: tuple[int | None, int] | None = None
     """The position in a tensor of the module that is packed from several, for example (3, 1): the index of the matrix along the
-    first dimension, and the number of this tensor among those stacked in the rows of this matrix. The index is None if there is a
-    single matrix. The position is None if the tensors are not stacked, for example because they are transposed.
+    first dimension, None if there is a single matrix, and the number of this tensor among those stacked in the rows of this matrix.
+    The position is None if the tensors are not stacked, for example because they are transposed.
     """
 
 
 def map_names(module: nn.Module, names: Iterable[str]) -> dict[str, Placement]:
-    """Return where each tensor of a checkpoint is loaded in `module`, keyed by its name in the checkpoint. Tensors that the module
-    lacks are omitted. names: the names in the checkpoint.
+    """Return where each tensor of a checkpoint is loaded in `module`, keyed by its name in the checkpoint (`names`). Tensors that
+    the module lacks are omitted.
     """
     live = module.state_dict()
     placements: dict[str, Placement] = {}
@@ -66,8 +64,8 @@ def without_place(checkpoint: Checkpoint, placements: Mapping[str, Placement]) -
 
 
 def restorable(checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> dict[str, Placement]:
-    """Return the entries of `placements` for the tensors that must be in the module exactly as the files store them. These are the
-    tensors in a compute dtype such as bfloat16. All others, such as integers, stay as transformers loads them.
+    """Return the entries of `placements` for the tensors that must be in the module exactly as the files store them: those in a
+    compute dtype such as bfloat16. All others, such as integers, stay as transformers loads them.
     """
     return {
         name: placement for name, placement in placements.items() if checkpoint.dtype(name) in dtypes.COMPUTE_DTYPES
@@ -76,10 +74,8 @@ def restorable(checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> d
 
 def stored_dtypes(checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> dict[str, str]:
     """Return the stored dtype of each tensor of the module that the checkpoint has, keyed by its name in the module. For a tensor
-    that is packed from several tensors of the files, it is the widest of their dtypes or, if any of them is stored as codes,
-    the format of the first such one.
-
-    placements: maps the name of each tensor of the files to where it is loaded in the module.
+    that is packed from several, it is the widest of their dtypes or, if any of them is stored as codes, the format of the first
+    such one.
     """
     by_live_name: dict[str, str] = {}
     formats = {weight.format for weight in checkpoint.coded.values()}

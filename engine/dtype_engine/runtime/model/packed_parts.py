@@ -1,8 +1,7 @@
-"""Tells how loading packs several stored tensors, such as those of a layer's experts, into one weight of the module. The stored
-tensors are called the parts of the weight.
+"""Tells how loading packs several stored tensors, the parts, into one weight of the module, such as the experts of a layer.
 
-One scale of the packed weight may cover a block, a row, a matrix (an expert) or the whole weight. If it covers values of one part
-only, the file stores the same scale for this part. If it covers several parts, the file must store equal scales for them.
+One scale of the packed weight may cover a block, a row, a matrix (an expert) or the whole weight. If it covers several parts, the
+file must store equal scales for them.
 """
 
 from __future__ import annotations
@@ -19,10 +18,8 @@ Rows = list[list[str]]
 
 
 def in_rows(placements: Mapping[str, Placement], shapes: Mapping[str, Shape], packed: Shape) -> Rows | None:
-    """Return the names of the stored tensors that loading packs into one weight of shape `packed`, in the order of its rows.
-    Returns None unless each of them is a group of whole rows in one of the weight's matrices.
-
-    placements, shapes: where each of these tensors is loaded, and its shape, both keyed by its name.
+    """Return the names of the parts of a weight of shape `packed`, in the order of its rows, or None unless each part is a group of
+    whole rows in one of the weight's matrices. placements, shapes: where each part is loaded, and its shape, keyed by its name.
     """
     matrices: dict[int | None, list[str]] = {}
     known = {name: place.place for name, place in placements.items() if place.place is not None}
@@ -46,12 +43,10 @@ def in_rows(placements: Mapping[str, Placement], shapes: Mapping[str, Shape], pa
 
 
 def other_scales(rows: Rows | None, shapes: Mapping[str, Shape], packed: Shape, dtype: str) -> str | None:
-    """Return None if a weight can have the scales of the stored tensors from which it is packed. Otherwise return why not, as words
-    for a message.
+    """Return None if a weight of shape `packed` in `dtype` can have the scales of its parts. Otherwise return why not, as words for
+    a message: they are not stacked in rows, or a block with one scale would extend over two parts or two rows.
 
-    There are two reasons: the stored tensors are not stacked in rows, or a block with one scale would extend over two stored
-    tensors or two rows. rows: the names of the stored tensors in row order, or None if they are not stacked. shapes: their shapes,
-    keyed by name. packed: the shape of the weight. dtype: its dtype.
+    rows: the names of the parts in row order, or None if they are not stacked. shapes: their shapes, keyed by name.
     """
     if rows is None:
         return "loading does not stack its parts one below the other, but combines them in another way"
@@ -70,11 +65,8 @@ def other_scales(rows: Rows | None, shapes: Mapping[str, Shape], packed: Shape, 
 
 
 def sharing(rows: Rows, packed: Shape, dtype: str) -> list[list[str]]:
-    """Return groups of stored tensors that need a common scale, because the packed weight has one scale for all of them. In a
-    format with a tensor scale, this is a single group of all tensors. In a format with channel scales, there is a group for each
-    matrix, if the weight has several matrices. Otherwise, there are no groups.
-
-    rows: the names of the stored tensors in row order. packed: the shape of the weight. dtype: its dtype.
+    """Return the groups of parts that have one scale in a weight of shape `packed` in `dtype`: all parts in a format with a tensor
+    scale, those of each matrix (if there are several) in a format with channel scales, and otherwise none.
     """
     row = dtypes.BY_NAME[dtype]
     if row.per_tensor or (row.blocks is not None and row.blocks.tensor_scale):

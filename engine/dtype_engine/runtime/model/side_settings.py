@@ -1,8 +1,8 @@
 """Finds the numbers and other settings in which the modules of two checkpoints differ, such as the `variance_epsilon` of a norm, so
 that a pass can run with the settings of either checkpoint.
 
-The settings come from the configurations of the checkpoints. Most modules copy what they need into attributes when they are
-created. Some read the configuration during a pass, so its own attributes are compared, too.
+Most modules copy what they need of the configuration into attributes when they are created. Some read it during a pass, so its own
+attributes are compared, too.
 """
 
 from __future__ import annotations
@@ -24,14 +24,12 @@ class SideSettings:
     """The attributes of one module or configuration in which the reference model and the candidate differ."""
 
     module: str
-    """The name of the module that has the attributes, or "" for the configuration of the model."""
+    """The name of the module, or "" for the configuration of the model."""
     attributes: dict[str, Any]
     """The `__dict__` of the module or the configuration. It has the candidate's values between passes."""
     candidate: Mapping[str, Any]
     reference: Mapping[str, Any]
-    """`candidate` and `reference` hold the differing attributes with the values of each of the two models, keyed by name. An
-    attribute that one of the models does not have is missing from its mapping.
-    """
+    """`candidate` and `reference` hold the differing attributes that each model has, keyed by name."""
 
     def use(self, of_reference: bool) -> None:
         """Give the attributes the values of the reference or those of the candidate."""
@@ -43,9 +41,8 @@ class SideSettings:
 
 def side_settings(reference: nn.Module, candidate: nn.Module, ignored: frozenset[str]) -> list[SideSettings] | str:
     """Return the settings in which two models of the same architecture differ. If they differ in anything else, such as the class
-    of a module, return the name of the first module or attribute that differs so.
-
-    ignored: names of entries of the configuration that change no output.
+    of a module, return the first name of a module or attribute that does. ignored: entries of the configuration that change no
+    output.
     """
     found: list[SideSettings] = []
     theirs, configurations = dict(reference.named_modules()), set[int]()
@@ -83,9 +80,7 @@ def _differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Return whether two values are equal. Tensors are compared by their values. Functions are compared by their names, and
-    objects whose class does not define `==` by their types.
-    """
+    """Return whether two values are equal: functions by name, and objects whose class does not define `==` by type."""
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
@@ -101,13 +96,10 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _is_configuration(value: Any) -> bool:
-    """Return whether a value is a configuration of transformers, such as a `PretrainedConfig` or a `GenerationConfig`."""
-    return hasattr(value, "to_dict")
+    return hasattr(value, "to_dict")  # as a `PretrainedConfig` or a `GenerationConfig` of transformers
 
 
 def _is_plain(value: Any) -> bool:
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return all(map(_is_plain, value))
-    if isinstance(value, dict):
-        return all(map(_is_plain, value.values()))
+    if isinstance(value, (list, tuple, set, frozenset, dict)):
+        return all(map(_is_plain, value.values() if isinstance(value, dict) else value))
     return isinstance(value, _PLAIN)

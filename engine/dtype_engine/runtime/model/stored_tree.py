@@ -1,7 +1,7 @@
 """Makes the tree of a model from both its module and the files of its weights. Plans, casts and exports use this tree.
 
-Modules, classes and tied weights come from the module; dtypes and sizes come from the files. A tensor of the files that the module
-does not use is included, since an export copies it, but it is never cast. A tensor that the files lack counts as 0 bytes.
+Modules, classes and tied weights come from the module; dtypes and sizes come from the files. Tensors of the files that the module
+does not use are included, since an export copies them. A tensor that the files lack counts as 0 bytes.
 """
 
 from __future__ import annotations
@@ -33,12 +33,11 @@ def stored_tree(
     placements: Mapping[str, Placement],
     misshapen: Iterable[Misshapen] = (),
 ) -> Tree:
-    """Return the tree of a module with the dtypes and sizes of a checkpoint. module: the model, which may be on the meta device.
-    placements: maps the name of each tensor of the files to where it is loaded in the module. misshapen: the tensors of the files
-    that have another shape in the module; the tree has the shapes of the files.
+    """Return the tree of a module, which may be on the meta device, with the dtypes and sizes of a checkpoint. If the files hold a
+    tied weight under two names with different values, the tree has two weights, like a model that transformers loads.
 
-    If the files hold a tied weight under two names with different values, the tree has two weights, like a model that transformers
-    loads. Raises UserError if a file can't be read.
+    placements: where each tensor of the files is loaded in the module. misshapen: those that have another shape there; the tree has
+    the shapes of the files. Raises UserError if a file can't be read.
     """
     infos = _untied(collect_tensors(module)[0], checkpoint, placements)
     shapes = {
@@ -61,9 +60,8 @@ def with_files(
 ) -> list[TensorInfo]:
     """Return the descriptions of a module's tensors (`infos`), updated with their sizes, packing and quantization in the files.
 
-    placements: maps the name of each tensor of the files to where it is loaded in the module. headers: descriptions of the tensors
-    of the files, keyed by name. own_dtypes: True to keep the dtypes in `infos`, as for a loaded module; False to use the files'
-    dtypes.
+    headers: descriptions of the tensors of the files, keyed by name. own_dtypes: whether to keep the dtypes in `infos`, as for a
+    loaded module, instead of those of the files.
     """
     stored = stored_dtypes(checkpoint, placements)
     sources: dict[str, list[str]] = {}
@@ -77,36 +75,29 @@ def with_files(
             continue
         files = [headers[name] for name in sources[held] if name in headers]
         dtype = info.dtype if own_dtypes else stored[held]
-        is_encoded = any(name in checkpoint.coded for name in sources[held])
-        uncastable_reason = next(
-            (header.uncastable_reason for header in files if header.uncastable_reason), info.uncastable_reason
-        )
-        if (
-            uncastable_reason is None
-            and not is_encoded
-            and dtype in dtypes.COMPUTE_DTYPES
-            and any(header.dtype not in dtypes.COMPUTE_DTYPES for header in files)
-        ):
-            uncastable_reason = f"stored as {files[0].dtype}, which is never cast"
+        codes = [checkpoint.coded[name] for name in sources[held] if name in checkpoint.coded]
+        alone = files[0] if len(files) == 1 else info
+        why_not = next((header.uncastable_reason for header in files if header.uncastable_reason), None)
+        why_not = why_not or info.uncastable_reason
+        computes = dtype in dtypes.COMPUTE_DTYPES
+        if not why_not and not codes and computes and any(each.dtype not in dtypes.COMPUTE_DTYPES for each in files):
+            why_not = f"stored as {files[0].dtype}, which is never cast"
         changed = dataclasses.replace(
             info,
-            shape=files[0].shape
-            if len(files) == 1 and files[0].uncastable_reason
+            shape=alone.shape
+            if alone.uncastable_reason
             else info.shape,  # the shape of a packed tensor is that of its words
             dtype=dtype,
-            uncastable_reason=uncastable_reason,
-            own_codes=info.own_codes
-            or any(checkpoint.coded[name].own for name in sources[held] if name in checkpoint.coded),
-            logical_numel=files[0].logical_numel if len(files) == 1 else info.logical_numel,
+            uncastable_reason=why_not,
+            own_codes=info.own_codes or any(weight.own for weight in codes),
+            logical_numel=alone.logical_numel,
             stored_as=() if set(sources[held]) <= set(info.names) else tuple(sources[held]),
         )
         if files and not changed.own_codes and (size := sum(header.nbytes for header in files)) != changed.nbytes:
-            if (
-                dtype not in dtypes.COMPUTE_DTYPES and not is_encoded
-            ):  # packed codes that can't be decoded here can't be cast either
-                uncastable_reason = uncastable_reason or f"stored as {dtype} in another shape, so as packed codes"
+            if not computes and not codes:  # packed codes that can't be decoded here can't be cast either
+                why_not = why_not or f"stored as {dtype} in another shape, so as packed codes"
             # The parts have several dtypes, or a byte holds several values.
-            changed = dataclasses.replace(changed, packed_bytes=size, uncastable_reason=uncastable_reason)
+            changed = dataclasses.replace(changed, packed_bytes=size, uncastable_reason=why_not)
         described.append(changed)
     return described
 
@@ -114,11 +105,10 @@ def with_files(
 def unused(
     placements: Mapping[str, Placement], headers: Mapping[str, TensorInfo], infos: Iterable[TensorInfo], title: str
 ) -> list[TensorInfo]:
-    """Return descriptions of the tensors of the files that the module does not use. They are never cast, and their
-    `uncastable_reason` says that the model does not use them.
+    """Return descriptions of the tensors of the files that the module does not use. They are never cast.
 
-    placements: maps the name of each used tensor of the files to where it is loaded in the module. headers: descriptions of all
-    tensors of the files, keyed by name. infos: descriptions of the module's tensors. title: the model's name, for the reason.
+    headers: descriptions of all tensors of the files, keyed by name. infos: descriptions of the module's tensors. title: the
+    model's name, for the reason.
     """
     taken = {name for info in infos for name in info.names}
     return [
@@ -132,7 +122,7 @@ def unused(
 
 def _untied(infos: list[TensorInfo], checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> list[TensorInfo]:
     """Return the descriptions of a module's tensors (`infos`). If the files hold different values for the names of a tied weight,
-    it becomes separate tensors, as in transformers. placements: maps the name of each tensor of the files to where it is loaded.
+    it becomes separate tensors, as in transformers.
     """
     untied = []
     for info in infos:
@@ -164,7 +154,7 @@ def same_values(checkpoint: Checkpoint, one: str, other: str) -> bool:
 
 def without_quantised(infos: list[TensorInfo], headers: Mapping[str, TensorInfo]) -> list[TensorInfo]:
     """Return the descriptions of a module's tensors (`infos`) without those that the files store as codes and scales under other
-    names, in the same module or in the same group of experts. headers: descriptions of the tensors of the files, keyed by name.
+    names, in the same module or in the same group of experts.
     """
     parts = {name.rpartition(".")[0] for name, header in headers.items() if header.uncastable_reason}
     of_experts = {_EXPERTS.sub("", module) for module in parts if _EXPERTS.search(module)}

@@ -1,4 +1,4 @@
-"""Measures or estimates the memory of the activations in the dtype in which a session's recipe computes."""
+"""The memory of the activations in the dtype in which a session's recipe computes."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import UserError
-from dtype_engine.recipe import History, Recipe, Rule, explain_no_match, make_plan
+from dtype_engine.recipe import History, Plan, Recipe, Rule, explain_no_match, make_plan
 from dtype_engine.runtime.model.live import LiveModel
 
 OnProgress = Callable[[int, int], None]
@@ -26,9 +26,8 @@ class Casting:
         """Apply a recipe without adding a step that `undo` can revert. Raises Cancelled; TooSlow, before anything is changed, if a
         pattern takes too long to match; and UserError, after restoring the previous casts, if the device lacks a dtype or memory.
         """
-        plan = make_plan(self._model.tree, recipe)
-        plan.refuse_too_slow()
-        before, self.plan = self.plan, plan
+        before, plan = self.plan, self._planned(recipe)
+        self.plan = plan
         try:
             self._model.apply(plan.dtypes, on_progress, cancelled, plan.caches)
         except UserError:
@@ -38,7 +37,7 @@ class Casting:
 
     def push(self, recipe: Recipe, on_progress: OnProgress | None = None, cancelled: IsCancelled = never) -> None:
         """Apply a recipe as a step that `undo` can revert. Raises what `use` raises."""
-        make_plan(self._model.tree, recipe).refuse_too_slow()
+        self._planned(recipe)
         pushed = self._history.push(recipe)
         try:
             self.use(recipe, on_progress, cancelled)
@@ -48,27 +47,31 @@ class Casting:
             raise
 
     def add(self, rule: Rule) -> None:
-        """Add a rule to the current recipe and cast the model, as a step that `undo` can revert. Raises UserError if the rule
-        matches nothing, and TooSlow, before anything is changed, if a pattern takes too long to match.
+        """Add a rule to the current recipe and cast the model, as a step that `undo` can revert. Raises UserError also if the rule
+        matches nothing.
         """
         recipe = self.plan.recipe.then(rule)
-        plan = make_plan(self._model.tree, recipe)
-        plan.refuse_too_slow()
+        plan = self._planned(recipe)
         if not plan.selections[-1]:
             raise UserError(explain_no_match(self._model.tree, rule.pattern, plan.selections[-1]))
         self.push(recipe)
 
     def undo(self) -> bool:
-        """Restore the previous recipe. Returns False if there is no previous recipe."""
+        """Restore the previous recipe. Returns False if there is none."""
         moved = self._history.undo()
         self.use(self._history.current)
         return moved
 
     def redo(self) -> bool:
-        """Apply the recipe that `undo` reverted most recently. Returns False if no recipe was reverted."""
+        """Apply the recipe that `undo` reverted most recently. Returns False if there is none."""
         moved = self._history.redo()
         self.use(self._history.current)
         return moved
+
+    def _planned(self, recipe: Recipe) -> Plan:
+        plan = make_plan(self._model.tree, recipe)
+        plan.refuse_too_slow()
+        return plan
 
     @contextmanager
     def putting_back(self) -> Iterator[None]:

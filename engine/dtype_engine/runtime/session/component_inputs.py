@@ -1,6 +1,4 @@
-"""Creates inputs for a component of a diffusers pipeline whose class has no default inputs: the pipeline around the component is
-run once, and what it passes to the component is recorded.
-"""
+"""Creates inputs for a component of a diffusers pipeline whose class has no default inputs, by one run of the whole pipeline."""
 
 from __future__ import annotations
 
@@ -33,22 +31,16 @@ _NOT_RECORDED = ("return_dict", "generator")
 
 
 def inputs_of(model: LiveModel, options: Options) -> Inputs:
-    """Return the inputs that `make_inputs` creates or, for a component of a diffusers pipeline whose class has no default inputs,
-    what one run of the pipeline passes to it.
-
-    Raises NoForward if there are no inputs, and UserError if the user's inputs do not fit the model.
+    """Return the inputs that `make_inputs` creates or, for a component without default inputs, what one run of the pipeline passes
+    to it. Raises NoForward if there are no inputs, and UserError if the user's inputs do not fit the model.
     """
     try:
         return make_inputs(model, options)
     except NoDefaultInputs as unknown:
         folder = model.folder
-        index = folder.parent / PIPELINE_INDEX if folder is not None else None
-        if (
-            folder is None
-            or index is None
-            or not index.is_file()
-            or folder.name not in component_names(read_json(index))
-        ):
+        if folder is None or not (index := folder.parent / PIPELINE_INDEX).is_file():
+            raise
+        if folder.name not in component_names(read_json(index)):
             raise
         try:
             with failures_as(NoForward, "it can't be run"):

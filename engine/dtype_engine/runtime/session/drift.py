@@ -26,7 +26,7 @@ from dtype_engine.runtime.session.process_memory import memory_stats, reset_peak
 
 @dataclass
 class DriftMeasurements:
-    """Measures drift on the same inputs. The module outputs of a measurement and the user's metrics are kept for later ones."""
+    """Measures drift on the same inputs. Module outputs and the user's metrics are kept for later measurements."""
 
     model: LiveModel
     options: Options
@@ -37,9 +37,7 @@ class DriftMeasurements:
 
     @property
     def kept_outputs(self) -> tuple[int, int] | None:
-        """The number of bytes of the module outputs that are kept, and the limit for this number. None before the first
-        measurement.
-        """
+        """As in `Session`."""
         return None if self.meter is None else (self.meter.kept_bytes, self.meter.budget)
 
     def measure(
@@ -51,10 +49,7 @@ class DriftMeasurements:
         save: Path | None,
     ) -> DriftReport:
         """Measure the drift of the model, which is cast as in `plan`, the changes of the user's metrics, and the values that the
-        casts lose. Raises what `Session.drift` raises.
-
-        need_inputs: returns the inputs, or raises NoForward. save: the file from which the measurement continues and in which it
-        is saved, or None.
+        casts lose, as `Session.drift` does. need_inputs: returns the inputs, or raises NoForward.
         """
         metrics = self._metric_meter(need_inputs)  # what is wrong with a metric is said before the model runs
         if self.meter is None:

@@ -28,9 +28,7 @@ def contents_of(
     behavior: ModelBehavior,
     cancelled: IsCancelled,
 ) -> Contents:
-    """Return the tensors that an export of `model` under `plan` writes. need_inputs: returns the inputs, or raises NoForward.
-    Raises what `Session.export` raises.
-    """
+    """Return the tensors that an export of `model` under `plan` writes. Raises what `Session.export` raises."""
     from dtype_engine.runtime.export import of_live
     from dtype_engine.runtime.export.cache_scales import cache_scheme, module_in_files, with_cache_scales
     from dtype_engine.runtime.export.input_scales import needs_calibration

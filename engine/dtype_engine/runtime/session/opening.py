@@ -21,20 +21,13 @@ from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.session.session import Session
 
 
-def import_loaders() -> None:
-    """Import the packages that load most checkpoints, so that a later `open_session` is faster."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
-
-
 def threads_each(threads: int | None, processes: int) -> int:
-    """Return how many threads each of several processes gets if they share `threads` threads. None stands for torch's default
-    number.
-    """
+    """Return how many threads each of several processes gets if they share `threads`, by default torch's number."""
     return max(1, (threads or torch.get_num_threads()) // processes)
 
 
 def use_threads(threads: int | None) -> None:
-    """Set the number of threads that torch uses for computations. None leaves this number unchanged."""
+    """Set the number of threads that torch uses for computations, unless it is None."""
     if threads:
         torch.set_num_threads(threads)
 
@@ -46,20 +39,10 @@ def open_session(
     on_step: OnStep = lambda step: None,
     refused: Callable[[str], None] | None = None,
 ) -> Session:
-    """Open a model: load it and create its inputs. No tensor is cast yet.
+    """Open a model as `dtype_engine.open` does.
 
-    Args:
-        model: A path, a Hugging Face id, `file.py:Name` or `package.module:Name`; None for the demo; or an `nn.Module`. It
-            is not copied: it is set to evaluation mode, and later casts change it in place.
-        options: How to open and run the model.
-        inputs: The inputs: a dict (keyword arguments), a tuple (positional arguments), a tensor, or a list of these, one per call.
-        on_step: Called with a description of each step, such as "importing transformers".
-        refused: Called with the reason if the inputs in `options` do not fit. The session then opens with default inputs. If None,
-            the error is raised.
-
-    Raises:
-        NoForward: There is no architecture to load the weights into.
-        UserError: Something else is wrong with the model, the options or the inputs.
+    on_step: called with a description of each step, such as "importing transformers". refused: called with the reason if the inputs
+    in `options` do not fit. The session then opens with default inputs. If None, the error is raised.
     """
     options = options or Options()
     use_threads(options.threads)
@@ -84,9 +67,7 @@ def open_session(
 
 
 def _set_reference(live: LiveModel, options: ModelOptions, on_step: OnStep) -> None:
-    """Set the reference model, against which drift is measured, to the one that `options.reference` names. Raises UserError if it
-    is another checkpoint that can't be compared with the model. on_step: called with a description of each step.
-    """
+    """Set the reference model that `options.reference` names. Raises UserError if it can't be compared with the model."""
     if options.reference == STORED:
         live.reference = STORED
         for weight in live.by_id.values():

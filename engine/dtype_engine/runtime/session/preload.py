@@ -1,7 +1,5 @@
-"""Imports the modules that every evaluation needs. The fork server of a process pool imports this module before it forks, so that
-the forked processes have them already.
-"""
+"""Imports what every evaluation needs. The fork server of a process pool imports this module before it forks."""
 
-from dtype_engine.runtime.session.opening import import_loaders
+from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
 
-import_loaders()
+import dtype_engine.runtime.session.opening  # noqa: F401

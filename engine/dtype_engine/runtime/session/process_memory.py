@@ -6,6 +6,7 @@ import dataclasses
 import resource
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,22 +28,19 @@ _PAGES_AT_ONCE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class ProcessMemory:
-    """The memory of a process in bytes. A value is None if the system does not report it."""
+    """The resident set of a process in bytes: what is in RAM. A value is None if the system does not report it."""
 
     rss: int
-    """The size of the resident set: all memory of the process that is in RAM."""
     anonymous: int | None
-    """The part of the resident set that is not backed by a file."""
+    """The part that is not backed by a file."""
     mapped: int | None
-    """The part of the resident set that is mapped from the checkpoint's files and that the system can reclaim."""
+    """The part that is mapped from the checkpoint's files, which the system can reclaim."""
     peak_rss: int | None
     """The largest resident set since `reset_peak_rss`."""
 
 
 def process_memory(files: Iterable[Path] = ()) -> ProcessMemory:
-    """Return the current and peak resident memory of this process. files: the checkpoint's files, whose mapped pages are also
-    counted separately, as `mapped`.
-    """
+    """Return the current and peak resident memory of this process. files: those of the checkpoint, for `mapped`."""
     if not sys.platform.startswith("linux"):
         memory = psutil.Process().memory_info()
         return ProcessMemory(memory.rss, None, None, None)
@@ -51,14 +49,10 @@ def process_memory(files: Iterable[Path] = ()) -> ProcessMemory:
 
 
 def reset_peak_rss() -> None:
-    """Reset the peak resident set to the current one, by writing 5 to /proc/self/clear_refs. This works only on Linux; elsewhere,
-    nothing is done.
-    """
+    """Reset the peak resident set to the current one on Linux, by writing 5 to /proc/self/clear_refs."""
     if sys.platform.startswith("linux"):
-        try:
+        with suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
-        except OSError:
-            return
 
 
 def reset_peaks(device: torch.device) -> None:
@@ -72,11 +66,11 @@ def memory_stats(
 ) -> MemoryStats:
     """Return the current number of bytes of a model's weights under a plan, of this process, and of the model's device.
 
-    kept_outputs: the number of bytes of the module outputs that are kept for later measurements, and the limit for this number;
-    None if nothing was measured yet. limits: the most bytes that weights may take on a device, keyed by its name.
+    kept_outputs: as in `Session`. limits: the most bytes that weights may take on a device, keyed by its name.
     """
     process = process_memory(model.files)
     kept, budget = kept_outputs or (None, None)
+    allocated, reserved, peak = allocated_bytes(model.device)
     stats = MemoryStats(
         stored_bytes=plan.stored_bytes,
         planned_bytes=plan.planned_bytes,
@@ -90,20 +84,20 @@ def memory_stats(
         kept_bytes=kept,
         kept_budget_bytes=budget,
         read_bytes=None if not model.memory.limited or model.memory.keeps_pages else model.memory.bytes_read,
+        device_allocated_bytes=allocated,
+        device_reserved_bytes=reserved,
+        device_peak_bytes=peak,
     )
-    if plan.caches:
-        context = default_context(model.tree)
-        before, after = cache_change(model.tree, plan, context)
-        stats = dataclasses.replace(
-            stats,
-            cache_stored_bytes=before,
-            cache_planned_bytes=after,
-            cache_context=context,
-            cast_caches=len(plan.caches),
-        )
-    allocated, reserved, peak = allocated_bytes(model.device)
+    if not plan.caches:
+        return stats
+    context = default_context(model.tree)
+    before, after = cache_change(model.tree, plan, context)
     return dataclasses.replace(
-        stats, device_allocated_bytes=allocated, device_reserved_bytes=reserved, device_peak_bytes=peak
+        stats,
+        cache_stored_bytes=before,
+        cache_planned_bytes=after,
+        cache_context=context,
+        cast_caches=len(plan.caches),
     )
 
 
@@ -119,9 +113,9 @@ def _status() -> dict[str, int]:
 def _mapped(files: Iterable[Path]) -> int | None:
     """Return the number of resident bytes mapped from the given files, or None if the system does not report it.
 
-    In /proc/self/maps, the line of a mapping begins with its addresses and ends with the path of its file. /proc/self/pagemap has
-    an entry of eight bytes for each page, whose highest bit says whether the page is in RAM (see proc(5)). /proc/self/smaps has the
-    number itself, but takes 3 to 6 times as long to read, because the kernel then also counts the pages of every library.
+    In /proc/self/maps, the line of a mapping begins with its addresses and ends with the path of its file. In /proc/self/pagemap,
+    the highest bit of a page's entry says whether it is in RAM (see proc(5)). /proc/self/smaps has the number itself, but takes 3
+    to 6 times as long to read, because the kernel then also counts the pages of every library.
     """
     wanted = {str(path.resolve()) for path in files}
     page, pages = resource.getpagesize(), 0

@@ -1,6 +1,4 @@
-"""Reads and writes saved measurements of drift. A JSON file has the results of each finished sequence, and a fingerprint of the
-model, the inputs, the rules and the settings with which they were measured.
-"""
+"""Reads and writes saved measurements of drift: JSON files with a fingerprint and the results of finished sequences."""
 
 from __future__ import annotations
 
@@ -45,8 +43,7 @@ def saving(
     """Save a measurement to the file `path` while the `with` block measures, every few seconds and when it ends for any reason.
     Yields (a listener that does what `listener` does and also saves, the totals in the file or None if it does not exist).
 
-    fingerprint: what is measured. Raises UserError if the file can't be written or is that of another measurement, or if the model
-    makes pictures, which are not saved.
+    Raises UserError if the file can't be written or is that of another measurement, or if the model makes pictures.
     """
     path = check_target(path, replace=True)  # before hours of measuring
     if picture_range(meter.model.module) is not None:
@@ -73,16 +70,15 @@ def saving(
 
 
 def write(path: Path, fingerprint: Fingerprint, totals: SavedTotals) -> None:
-    """Save a measurement to the file `path`, which is replaced atomically. fingerprint: what was measured. totals: the results
-    until now. Raises UserError if the file can't be written.
-    """
+    """Replace the file of a saved measurement atomically. Raises UserError if it can't be written."""
     # The json module is used because msgspec's JSON can't represent infinity.
     write_text_atomic(path, json.dumps(as_plain(SavedDrift(fingerprint, totals, _VERSION))), replace=True)
 
 
 def read(path: Path, expected: Fingerprint, sequences: int) -> SavedTotals:
-    """Return the results in the file of a saved measurement. Raises UserError if the file is not a saved measurement, or if its
-    model, inputs, rules or settings differ from those of `expected`. sequences: the number of sequences in the inputs.
+    """Return the results in the file of a saved measurement. Raises UserError if it is none, or of anything but `expected`.
+
+    sequences: the number of sequences in the inputs.
     """
     with reading(f"the saved drift {path}"):
         text = read_regular(path, _LARGEST)

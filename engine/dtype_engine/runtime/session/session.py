@@ -1,6 +1,4 @@
-"""Defines `Session`: one open model and all operations on it, as a synchronous public API. The worker that serves the app uses only
-this API.
-"""
+"""One open model and all operations on it, as a synchronous public API, which also the service of the app uses."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from dtype_engine.core.tree import Tree
 from dtype_engine.core.units import human_bytes
 from dtype_engine.recipe import Plan, Recipe, Rule, make_plan
 from dtype_engine.recipe.minimize import minimize
-from dtype_engine.reports.notebook import session_html
+from dtype_engine.reports.notebook import drift_html, drift_repr, scan_html, session_html, tree_html
 from dtype_engine.results.attribution import AttributionReport, LossRemedy, NoiseFloor, NonFiniteDiagnosis
 from dtype_engine.results.drift import DriftReport, ImplicitCastStats, ModuleDrift
 from dtype_engine.results.export import ExportReport
@@ -55,7 +53,6 @@ from dtype_engine.runtime.session.casting import Casting
 from dtype_engine.runtime.session.casting import OnProgress as OnCast
 from dtype_engine.runtime.session.component_inputs import inputs_of
 from dtype_engine.runtime.session.drift import DriftMeasurements
-from dtype_engine.runtime.session.notebook import show_in_notebooks
 from dtype_engine.runtime.session.process_memory import memory_stats
 from dtype_engine.runtime.session.search_report import search_report
 from dtype_engine.search.constraints import parse_bytes
@@ -69,7 +66,11 @@ if TYPE_CHECKING:
 
     from dtype_engine.runtime.export import Contents
 
-show_in_notebooks()
+# Results do not define how they show themselves, because they must not import the code that writes reports.
+DriftReport.__repr__ = drift_repr  # type: ignore[assignment]
+DriftReport._repr_html_ = drift_html  # type: ignore[attr-defined]
+ScanReport._repr_html_ = scan_html  # type: ignore[attr-defined]
+Tree._repr_html_ = tree_html  # type: ignore[attr-defined]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -89,14 +90,17 @@ def reading_weights(method: Callable[Concatenate[Session, P], T]) -> Callable[Co
 class Session:
     """An open model, its current recipe, and its measurements. `dtype_engine.open` returns one.
 
-    Methods that read weights raise UserError if the model's files have changed since they were opened.
+    Many methods take `on_progress`, which is called with the number of finished steps and the number of all steps, and `cancelled`,
+    which is called between module calls or tensors: if it returns True, the method raises Cancelled.
 
-    Example:
-        >>> print(session)
-        Session: demo on cpu
-          rules   none: as stored
-          memory  stored 2.70 MiB → planned 2.70 MiB
-          inputs  1 sequence of your prompts, 27 tokens
+    Methods that read weights raise UserError if the model's files have changed since they were opened. Methods that run the model
+    raise NoForward if it can't be run, and KernelError if an operation has no kernel for a dtype.
+
+    >>> print(session)
+    Session: demo on cpu
+      rules   none: as stored
+      memory  stored 2.70 MiB → planned 2.70 MiB
+      inputs  1 sequence of your prompts, 27 tokens
     """
 
     def __init__(self, model: LiveModel, options: Options, inputs: Inputs | None = None) -> None:
@@ -110,19 +114,16 @@ class Session:
         self.inputs = inputs
         """The inputs on which the model is run, or None if it can't be run."""
         self.why_no_forward: str | None = None
-        """A sentence that says why the model can't be run, or None if it can. It has placeholders, which the app replaces by keys
-        and the command line by options.
+        """Why the model can't be run, or None if it can. The app replaces placeholders in it by keys, the command line by options.
         """
         self.scanned: ScanReport | None = None
-        """The result of the last scan, which `predict` and `search` use. None if there was none."""
+        """The result of the last scan, which `predict` and `search` use."""
         self._casting = Casting(model)
         self._behavior = ModelBehavior()
         self._drift = DriftMeasurements(model, options, self._behavior)
         self._floor: tuple[Inputs, ClassesDim, NoiseFloor] | None = None
         self._parts: tuple[Recipe, RunSettings, Inputs, dict[Part, PartDrift]] | None = None
-        """The recipe, settings and inputs of the last attribution of drift to modules, and the measurements that it has made
-        (`Attribution.known`). A cancelled attribution continues with these. None if there was no attribution yet.
-        """
+        """The recipe, settings and inputs of the last attribution, and what it has measured, from which the next one continues."""
         self._scan = LastScan()
         if inputs is None:
             try:
@@ -142,9 +143,7 @@ class Session:
         return session_html(self.model.title, self.tree, self.plan, self._inputs_text())
 
     def _inputs_text(self) -> str:
-        if self.inputs is not None:
-            return self.inputs.description
-        return f"none: {self.no_forward}"
+        return f"none: {self.no_forward}" if self.inputs is None else self.inputs.description
 
     @property
     def no_forward(self) -> str | None:
@@ -158,9 +157,8 @@ class Session:
     def tree(self) -> Tree:
         """The model's modules and tensors, with module classes and tied weights.
 
-        Example:
-            >>> session.tree.stored_bytes
-            2831232
+        >>> session.tree.stored_bytes
+        2831232
         """
         return self.model.tree
 
@@ -168,9 +166,8 @@ class Session:
     def recipe(self) -> Recipe:
         """The current recipe.
 
-        Example:
-            >>> session.recipe
-            Recipe(rules=())
+        >>> session.recipe
+        Recipe(rules=())
         """
         return self.plan.recipe
 
@@ -178,22 +175,18 @@ class Session:
     def plan(self) -> Plan:
         """The dtype of every tensor under the current recipe.
 
-        Example:
-            >>> set(session.plan.dtypes.values())
-            {'float32'}
+        >>> set(session.plan.dtypes.values())
+        {'float32'}
         """
         return self._casting.plan
 
     @reading_weights
     def cast(self, pattern: str, dtype: str | torch.dtype) -> Plan:
-        """Add a rule to the recipe, and cast the tensors that match it in place.
+        """Add a rule to the recipe, and cast the tensors that match it in place. Returns the plan of all rules.
 
         Args:
             pattern: Names of modules or tensors, with wildcards, or `type:` and a class, or `re:` and a regular expression.
             dtype: The dtype to cast to: a name or short name, a `torch.dtype`, or "stored".
-
-        Returns:
-            The plan of all rules, of which the new one is the last.
 
         Raises:
             PatternError: The pattern is invalid, or takes too long to match.
@@ -209,23 +202,13 @@ class Session:
 
     @reading_weights
     def apply(self, recipe: Recipe, on_progress: OnCast | None = None, cancelled: IsCancelled = never) -> None:
-        """Replace the recipe, as a step that `undo` can revert.
+        """Replace the recipe, as a step that `undo` can revert. The last rule that matches a tensor decides its dtype. Rules that
+        match nothing have no effect; `plan.unmatched` lists them. Raises TooSlow, before anything is changed, if a pattern takes
+        too long to match. If it is cancelled, the next call that applies a recipe completes the cast.
 
-        Rules that match nothing have no effect; `plan.unmatched` lists them.
-
-        Args:
-            recipe: The recipe. The last rule that matches a tensor decides its dtype.
-            on_progress: Called with the number of tensors already cast and the number of all tensors to cast.
-            cancelled: Checked between tensors.
-
-        Raises:
-            TooSlow: A pattern takes too long to match; nothing is changed.
-            Cancelled: `cancelled()` returned True; the next call that applies a recipe completes the cast.
-
-        Example:
-            >>> session.apply(de.Recipe.of([de.Rule.parse("*=float16"), de.Rule.parse("*norm*=float32")]))
-            >>> len(session.recipe)
-            2
+        >>> session.apply(de.Recipe.of([de.Rule.parse("*=float16"), de.Rule.parse("*norm*=float32")]))
+        >>> len(session.recipe)
+        2
         """
         self._casting.push(recipe, on_progress, cancelled)
 
@@ -234,95 +217,61 @@ class Session:
         """Replace the recipe as `apply` does, but without a step that `undo` can revert. This is for callers that keep their own
         history.
 
-        Args:
-            recipe: The recipe. The last rule that matches a tensor decides its dtype.
-            on_progress: Called with the number of tensors already cast and the number of all tensors to cast.
-            cancelled: Checked between tensors.
-
-        Raises:
-            TooSlow: A pattern takes too long to match; nothing is changed.
-            Cancelled: `cancelled()` returned True; the next call that applies a recipe completes the cast.
-
-        Example:
-            >>> session.use_recipe(de.Recipe.of([de.Rule.parse("*=bf16")]))
-            >>> str(session.recipe)
-            '*=bfloat16'
+        >>> session.use_recipe(de.Recipe.of([de.Rule.parse("*=bf16")]))
+        >>> str(session.recipe)
+        '*=bfloat16'
         """
         self._casting.use(recipe, on_progress, cancelled)
 
     @reading_weights
     def undo(self) -> bool:
-        """Restore the previous recipe.
+        """Restore the previous recipe. Returns whether there was one.
 
-        Returns:
-            Whether there was a previous recipe to restore.
-
-        Example:
-            >>> _ = session.cast("*", "float16")
-            >>> session.undo(), session.redo()
-            (True, True)
+        >>> _ = session.cast("*", "float16")
+        >>> session.undo(), session.redo()
+        (True, True)
         """
         return self._casting.undo()
 
     @reading_weights
     def redo(self) -> bool:
-        """Apply the recipe that `undo` reverted most recently.
+        """Apply the recipe that `undo` reverted most recently. Returns whether there was one.
 
-        Returns:
-            Whether there was a recipe to apply.
-
-        Example:
-            >>> session.redo()
-            False
+        >>> session.redo()
+        False
         """
         return self._casting.redo()
 
     def putting_back(self) -> AbstractContextManager[None]:
         """Return a context manager that undoes the casts made in its `with` block: at the end, the current recipe is applied again.
 
-        Example:
-            >>> name = next(iter(session.model.weights))
-            >>> with session.putting_back():
-            ...     session.model.apply(session.plan.dtypes | {name: "bfloat16"})
-            >>> session.model.weights[name].dtype
-            'float32'
+        >>> name = next(iter(session.model.weights))
+        >>> with session.putting_back():
+        ...     session.model.apply(session.plan.dtypes | {name: "bfloat16"})
+        >>> session.model.weights[name].dtype
+        'float32'
         """
         return self._casting.putting_back()
 
     @reading_weights
     def lost_values(self, cancelled: IsCancelled = never, plan: Plan | None = None) -> tuple[ValueLoss, ...]:
-        """Find the weights in which a cast makes values infinite or zero, or saturates them. Rounding is not a loss.
+        """Find the weights in which a cast makes values infinite or zero, or saturates them. Rounding is not a loss. Returns an
+        entry with the numbers of such values for each weight that has some. `plan` is the one whose casts are examined; by default,
+        that of the current recipe.
 
-        Args:
-            cancelled: Checked between tensors.
-            plan: The plan whose casts are examined; by default, that of the current recipe.
-
-        Returns:
-            One entry for each weight that loses values, with the numbers of values that overflow, saturate or become zero.
-
-        Raises:
-            Cancelled: `cancelled()` returned True.
-
-        Example:
-            >>> _ = session.cast("*", "bfloat16")
-            >>> session.lost_values()
-            ()
+        >>> _ = session.cast("*", "bfloat16")
+        >>> session.lost_values()
+        ()
         """
         return self.model.lost_values(None if plan is None else plan.dtypes, cancelled)
 
     def predict(self, recipe: Recipe | None = None) -> Prediction:
-        """Predict the drift of a recipe: the sum of the scores that the last scan gave to the weights that the recipe casts.
+        """Predict the drift of a recipe, by default the current one, in the unit of the last scan: the sum of the scores that it
+        gave to the weights that the recipe casts. Raises UserError if there is no scan, or if it lacks a dtype of the recipe.
 
-        Args:
-            recipe: The recipe; by default, the current one.
-
-        Returns:
-            The drift in the unit of the scan. Raises UserError if there is no scan, or if it lacks a dtype of the recipe.
-
-        Example:
-            >>> _ = session.scan(["bfloat16"], draws=1)
-            >>> session.predict(de.Recipe.of([de.Rule.parse("*=bf16")])).value > 0
-            True
+        >>> _ = session.scan(["bfloat16"], draws=1)
+        >>> session.predict(de.Recipe.of([de.Rule.parse("*=bf16")])).value > 0
+        True
         """
         if self.scanned is None:
             raise UserError("nothing was scanned yet, so no drift can be predicted")
@@ -331,19 +280,13 @@ class Session:
 
     def front(self, constraints: Constraints | None = None) -> ParetoFront:
         """Compute the Pareto front: the recipes that no other beats in both the model's bytes and the drift that the last scan
-        predicts.
+        predicts, largest model first. Raises UserError if there is no scan. `constraints` are the weights that stay as stored,
+        share a dtype, or may have only certain dtypes, and the program that is to load the export: by default transformers for a
+        checkpoint of transformers, otherwise this program.
 
-        Args:
-            constraints: The weights that stay as stored, share a dtype, or may have only certain dtypes, and the program that is to
-                load the export: by default transformers for a checkpoint of transformers, otherwise this program.
-
-        Returns:
-            The points of the front, largest model first. Raises UserError if there is no scan.
-
-        Example:
-            >>> _ = session.scan(["bfloat16"], draws=1)
-            >>> len(session.front().points) > 1
-            True
+        >>> _ = session.scan(["bfloat16"], draws=1)
+        >>> len(session.front().points) > 1
+        True
         """
         if self.scanned is None:
             raise UserError("nothing was scanned yet, so there is nothing to search in")
@@ -352,15 +295,11 @@ class Session:
         return make_front(self.tree, self.scanned.scores(), dataclasses.replace(constraints, formats=formats))
 
     def memory(self) -> MemoryStats:
-        """Return the current memory of the weights and of the process.
+        """Return the current memory of the weights and of the process, in bytes. `peak_rss_bytes` is the peak since the last
+        measurement began. Values that the system does not report are None.
 
-        Returns:
-            Values in bytes. `peak_rss_bytes` is the peak since the last measurement began. Values that the system does not report
-            are None.
-
-        Example:
-            >>> session.memory().stored_bytes
-            2831232
+        >>> session.memory().stored_bytes
+        2831232
         """
         return memory_stats(self.model, self.plan, self.kept_outputs, self.options.max_memory)
 
@@ -373,28 +312,25 @@ class Session:
         force: bool = False,
         incomplete: bool = False,
     ) -> ExportReport:
-        """Write a checkpoint in the dtypes of the current recipe. The source is not changed.
+        """Write a checkpoint in the dtypes of the current recipe. The source is not changed. Returns a report with sizes in bytes
+        and times in seconds.
 
-        With the run setting `quantize_activations="weights"` (`RunSettings`), the checkpoint requests quantized activations
-        for the formats in which runtimes support them. For NVFP4, the model first runs on the inputs, because the checkpoint
-        stores scales of activations.
+        With the run setting `quantize_activations="weights"` (`RunSettings`), the checkpoint requests quantized activations for the
+        formats in which runtimes support them. For NVFP4, the model first runs on the inputs, because the checkpoint stores scales
+        of activations.
 
         Args:
-            folder: A new folder or, if the name ends in `.safetensors`, `.pth`, `.pt`, `.bin` or `.ckpt`, a new file that holds
-                the weights alone.
+            folder: A new folder or, if the name ends in `.safetensors`, `.pth`, `.pt`, `.bin` or `.ckpt`, a new file that holds the
+                weights alone.
             max_shard_size: The maximum size of each weights file, in bytes or as in "5GB".
             on_bytes: Called with the number of bytes already written and the total.
-            cancelled: Checked after each block of a tensor. If it returns True, no file of the export is left behind.
+            cancelled: Called after each block of a tensor. If it returns True, no file of the export is left behind.
             force: Whether to replace a previous export in this folder, or a file, once everything is written.
             incomplete: Whether to export a checkpoint that lacks tensors.
-
-        Returns:
-            A report on the written files, with sizes in bytes and times in seconds.
 
         Raises:
             UserError: The folder can't be written or is not empty, the disk is too full, or the checkpoint lacks tensors.
             NoForward: The export needs activation scales, but the model can't be run.
-            Cancelled: `cancelled()` returned True.
 
         Example:
             >>> report = session.export(folder / "export")
@@ -412,9 +348,8 @@ class Session:
         """Return the plan of an export: name, dtype and size of every tensor that `export` will write. No value of them is
         computed, but the model runs if a format needs activation scales. Raises what `export` raises.
 
-        Example:
-            >>> session.export_contents().nbytes == session.plan.planned_bytes
-            True
+        >>> session.export_contents().nbytes == session.plan.planned_bytes
+        True
         """
         from dtype_engine.runtime.session.export_contents import contents_of
 
@@ -423,9 +358,8 @@ class Session:
     def need_inputs(self) -> Inputs:
         """Return the inputs on which the model is run. Raises NoForward if the model can't be run.
 
-        Example:
-            >>> len(session.need_inputs().batches)
-            1
+        >>> len(session.need_inputs().batches)
+        1
         """
         if self.inputs is None:
             raise NoForward(self.why_no_forward or "the model can't be run")
@@ -439,19 +373,13 @@ class Session:
 
         Args:
             listener: Receives the progress of the measurement, and decides how precise it has to be.
-            cancelled: Checked between module calls; ignored if there is a listener.
-            save: A file to which the results of finished sequences are saved. If the file exists, the measurement continues from
-                it.
+            cancelled: Called between module calls; ignored if there is a listener.
+            save: A file to which the results of finished sequences are saved, and from which the measurement continues. Raises
+                UserError if it holds another measurement, or if the model makes pictures, which are not saved.
 
         Returns:
             Metrics of the main output and of every module, `Options.metrics`, memory in bytes, times in seconds. `sequences` is the
             number of compared sequences.
-
-        Raises:
-            NoForward: The model can't be run.
-            KernelError: An operation has no kernel for a dtype.
-            Cancelled: `cancelled()` returned True.
-            UserError: The file `save` holds another measurement, or the model makes pictures, which are not saved.
 
         Example:
             >>> _ = session.cast("*", "bfloat16")
@@ -466,21 +394,12 @@ class Session:
         self, on_progress: OnParts = ignore, cancelled: IsCancelled = never, on_causes: OnCauses = ignore
     ) -> AttributionReport:
         """Attribute the drift of the current recipe to modules. For each module, the model runs with this module as the recipe
-        casts it and all other modules as in the reference run.
+        casts it and all other modules as in the reference run. Returns the drift that each module causes, largest first, and the
+        sum. Raises UserError under `torch.autocast`. `on_causes` is called after each run with the contributions found so far.
 
-        Args:
-            on_progress: Called with the number of runs already done and the number of all runs.
-            cancelled: Checked between module calls.
-            on_causes: Called after each run with the contributions found so far.
-
-        Returns:
-            The drift that each module causes, largest first, and the sum. Raises what `drift` raises, and UserError under
-            `torch.autocast`.
-
-        Example:
-            >>> _ = session.cast("*.layers.0.mlp", "int8")
-            >>> [part.name.split(".")[-2] for part in session.causes().causes]
-            ['mlp', 'mlp', 'mlp']
+        >>> _ = session.cast("*.layers.0.mlp", "int8")
+        >>> [part.name.split(".")[-2] for part in session.causes().causes]
+        ['mlp', 'mlp', 'mlp']
         """
         return self.attribution().report(on_progress, cancelled, on_causes=on_causes)
 
@@ -488,9 +407,8 @@ class Session:
         """Return an `Attribution`, which measures how much of the current recipe's drift each module causes. If an earlier
         attribution for the same recipe, settings and inputs was cancelled, the new one continues where it stopped.
 
-        Example:
-            >>> session.attribution().rules == tuple(map(str, session.recipe.rules))
-            True
+        >>> session.attribution().rules == tuple(map(str, session.recipe.rules))
+        True
         """
         rules, inputs = tuple(map(str, self.recipe.rules)), self.need_inputs()
         if self._parts is None or self._parts[:2] != (self.recipe, self.settings) or self._parts[2] is not inputs:
@@ -499,19 +417,11 @@ class Session:
 
     @reading_weights
     def floor(self, on_progress: OnParts = ignore, cancelled: IsCancelled = never) -> NoiseFloor:
-        """Measure the noise floor: the drift between two reference runs that add the same numbers in a different order.
+        """Measure the noise floor: the drift between two reference runs that add the same numbers in a different order. Returns the
+        worst value of each metric among all orders that were tried. It is measured only once for the current inputs.
 
-        Args:
-            on_progress: Called with the number of runs already done and an estimate of the number of all runs.
-            cancelled: Checked between module calls.
-
-        Returns:
-            For each metric, the worst value among all orders that were tried. The noise floor is measured only once for the current
-            inputs. Raises what `drift` raises.
-
-        Example:
-            >>> session.floor() is session.floor()
-            True
+        >>> session.floor() is session.floor()
+        True
         """
         inputs = self.need_inputs()
         classes_dim = self.settings.classes_dim
@@ -524,19 +434,12 @@ class Session:
     def nonfinite(
         self, report: DriftReport, on_trial: OnParts = ignore, cancelled: IsCancelled = never
     ) -> NonFiniteDiagnosis | None:
-        """Find the module in which values first become infinite or NaN, and rules that prevent this.
+        """Find the module in which values first become infinite or NaN, and rules that prevent this. Returns None if all values are
+        finite. `report` is a measurement of the current recipe. `on_trial` is called with the number of sets of rules already tried
+        and the number of all sets.
 
-        Args:
-            report: A measurement of the current recipe.
-            on_trial: Called with the number of sets of rules already tried and the number of all sets.
-            cancelled: Checked between module calls.
-
-        Returns:
-            The diagnosis, or None if all values are finite. Raises what `drift` raises.
-
-        Example:
-            >>> session.nonfinite(session.drift()) is None
-            True
+        >>> session.nonfinite(session.drift()) is None
+        True
         """
         output, inside = report.output, any(each.nonfinite for each in report.modules)
         if self._drift.meter is None or not (output.nonfinite or output.nonfinite_reference or inside):
@@ -549,16 +452,13 @@ class Session:
     def loss_remedy(
         self, report: DriftReport | None, on_trial: OnParts = ignore, cancelled: IsCancelled = never
     ) -> LossRemedy | None:
-        """Find rules that preserve the values that the current recipe makes infinite or zero.
+        """Find rules that preserve the values that the current recipe makes infinite or zero. Returns None if values are only
+        rounded.
 
         Args:
             report: A measurement of the current recipe, for comparison with the drift under the new rules. If None, the rules are
                 returned without a measurement.
             on_trial: Called with the number of rules already tried and the number of all rules.
-            cancelled: Checked between module calls.
-
-        Returns:
-            The rules, or None if values are only rounded. Raises Cancelled.
 
         Example:
             >>> session.loss_remedy(None) is None
@@ -578,34 +478,21 @@ class Session:
     @reading_weights
     def weight_differences(self, cancelled: IsCancelled = never) -> tuple[ModuleDrift, ...]:
         """Compare each weight, as it is currently cast, with the same weight of the checkpoint that `Options.reference` names.
+        Returns an entry for each weight, in the model's order, or none if `Options.reference` names no checkpoint.
 
-        Args:
-            cancelled: Checked between weights.
-
-        Returns:
-            One entry for each weight, in the model's order. Empty if `Options.reference` names no checkpoint. Raises Cancelled.
-
-        Example:
-            >>> session.weight_differences()
-            ()
+        >>> session.weight_differences()
+        ()
         """
         return tuple(reference_differences(self.model, cancelled))
 
     @reading_weights
     def flow(self, cancelled: IsCancelled = never) -> tuple[ImplicitCastStats, ...]:
-        """Find all implicit casts (changes of dtype inside operations) in a forward pass over the first input.
+        """Find all implicit casts (changes of dtype inside operations) in a forward pass over the first input. Returns the number
+        of cast elements and the number of casts, for each module, operation and pair of dtypes (before and after the cast).
 
-        Args:
-            cancelled: Checked between module calls.
-
-        Returns:
-            The number of cast elements and the number of casts, for each module, operation and pair of dtypes (before and after the
-            cast). Raises what `drift` raises.
-
-        Example:
-            >>> _ = session.cast("*.mlp", "bfloat16")
-            >>> len(session.flow()) > 0
-            True
+        >>> _ = session.cast("*.mlp", "bfloat16")
+        >>> len(session.flow()) > 0
+        True
         """
         with ForwardRunner(self.model, self.settings, cancelled, behavior=self._behavior) as runner:
             return implicit_casts(runner, self.need_inputs().batches[0])
@@ -619,17 +506,15 @@ class Session:
         prompt: str | None = None,
         on_text: OnText = ignore,
     ) -> tuple[Generation, ...]:
-        """Continue every input in a reference run and in a candidate run, by greedy decoding.
+        """Continue every input in a reference run and in a candidate run, by greedy decoding. Returns both texts for each input.
+        Raises NoForward also for a model that can't generate.
 
         Args:
             tokens: The maximum number of tokens to generate for each input.
-            prompt: A text to continue instead of the inputs' texts. Pictures and sounds among the inputs stay.
             on_tokens: Called with the run ("reference" or "candidate"), the number of generated tokens, and the total maximum.
-            cancelled: Checked after every token.
+            cancelled: Called after every token.
+            prompt: A text to continue instead of the inputs' texts. Pictures and sounds among the inputs stay.
             on_text: Called after every token with a function that returns the texts generated until now.
-
-        Returns:
-            Both texts for each input. Raises what `drift` raises, and NoForward also for a model that can't generate.
 
         Example:
             >>> session.generate(2)[0].differs  # nothing is cast
@@ -646,63 +531,38 @@ class Session:
 
     @reading_weights
     def activation_memory(self, context: int, batch: int = 1) -> ActivationMemory:
-        """Measure the memory that a forward pass over a prompt needs in addition to the weights and the KV cache.
+        """Measure the memory that a forward pass over `batch` prompts of `context` random tokens needs in addition to the weights
+        and the KV cache. The pass computes in the dtype that most weights have under the recipe or, if torch can't compute in this
+        dtype, in the one that the model's configuration names. Returns the bytes at the peak, and the module that runs at that
+        time.
 
-        The pass computes in the dtype that most weights have under the recipe. If torch can't compute in this dtype, the pass
-        computes in the dtype that the model's configuration names.
-
-        Args:
-            context: The number of tokens in each sequence. The tokens are random.
-            batch: The number of sequences.
-
-        Returns:
-            The bytes at the peak, and the module that runs at that time. Raises NoForward if the model can't run on such inputs.
-
-        Example:
-            >>> session.activation_memory(64).module
-            'model.layers.5.mlp.up_proj'
+        >>> session.activation_memory(64).module
+        'model.layers.5.mlp.up_proj'
         """
         return measured_activations(self.model, self._casting, context, batch)
 
     def estimated_activations(
         self, contexts: Sequence[int], batch: int = 1, cancelled: IsCancelled = never
     ) -> tuple[ActivationMemory, ...]:
-        """Estimate what `activation_memory` measures for several context lengths, without running the model.
+        """Return an upper estimate of what `activation_memory` measures for each of several context lengths, without running the
+        model. Raises NoForward if the operations of a forward pass depend on values.
 
-        Args:
-            contexts: The numbers of tokens in each sequence.
-            batch: The number of sequences.
-            cancelled: Checked between two contexts.
-
-        Returns:
-            An upper estimate for each context. Raises NoForward if the operations of a forward pass depend on values.
-
-        Example:
-            >>> [peak.context for peak in session.estimated_activations([64, 128])]
-            [64, 128]
+        >>> [peak.context for peak in session.estimated_activations([64, 128])]
+        [64, 128]
         """
         return estimated_activations(self.model, self.plan, self.options, contexts, batch, cancelled)
 
     @reading_weights
     def speed(
-        self,
-        on_passes: OnPasses = ignore,
-        cancelled: IsCancelled = never,
-        repeats: int = REPEATS,
+        self, on_passes: OnPasses = ignore, cancelled: IsCancelled = never, repeats: int = REPEATS
     ) -> SpeedReport:
         """Time whole forward passes of the reference, of the model with its stored weights, and of the model with its cast weights.
+        Returns the seconds per pass: the median, fastest and slowest of each variant. `on_passes` is called with the variant that
+        is being timed, the number of finished passes, and the number of all passes. `repeats` passes are timed for each variant,
+        after one warm-up pass.
 
-        Args:
-            on_passes: Called with the variant that is being timed, the number of finished passes, and the number of all passes.
-            cancelled: Checked between module calls.
-            repeats: The number of timed passes for each variant, after one warm-up pass.
-
-        Returns:
-            Seconds per pass: the median, fastest and slowest of each variant. Raises what `drift` raises.
-
-        Example:
-            >>> [row.what for row in session.speed(repeats=3).rows]
-            ['reference', 'candidate']
+        >>> [row.what for row in session.speed(repeats=3).rows]
+        ['reference', 'candidate']
         """
         with ForwardRunner(self.model, self.settings, cancelled, watch=False, behavior=self._behavior) as runner:
             return measure_speed(runner, self.need_inputs(), self.plan, on_passes, repeats)
@@ -719,23 +579,20 @@ class Session:
         cancelled: IsCancelled = never,
     ) -> ScanReport:
         """Score how much drift each weight would add in each of `dtypes`, if everything else stayed as in the reference run.
+        Returns the scores in the unit that the report names, such as nats per position.
 
         The current recipe does not affect the scan. A cancelled scan continues when it is started again with the same arguments.
+        Raises UserError if the file `save` holds a scan with other arguments, inputs or settings, or of another model.
 
         Args:
-            dtypes: The dtypes in which weights are scored. By default those of the program that loads an export of the model,
-                such as transformers (`search.families`).
+            dtypes: The dtypes in which weights are scored. By default those of the program that loads an export of the model, such
+                as transformers (`search.families`).
             draws: The number of backward passes per sequence; by default 24 divided by the number of sequences, but at least 4.
             exact: Whether to measure each weight in each dtype separately, instead of estimating.
             save: A file in which the scan is saved after every sequence, and from which it continues.
             on_progress: Called with the name of the step, the number of finished operations, and the number of all operations. If
                 `exact` is set, measurements are counted instead of operations.
             on_estimate: Called with intermediate reports.
-            cancelled: Checked between module calls.
-
-        Returns:
-            Scores in the unit that the report names, such as nats per position. Raises what `drift` raises, and UserError if the
-            file `save` holds a scan with other arguments, inputs or settings, or of another model.
 
         Example:
             >>> scan = session.scan(["bfloat16"], draws=1)
@@ -751,9 +608,8 @@ class Session:
         """Return the scan that `scan` runs, as an object that can be run in parts. Equal arguments return the same object. Raises
         what `scan` raises.
 
-        Example:
-            >>> session.scan_task(["bfloat16"], None, False, None).pending()
-            [0]
+        >>> session.scan_task(["bfloat16"], None, False, None).pending()
+        [0]
         """
         return self._scan.get(self.model, self.need_inputs(), self.settings, dtypes, draws, exact, save)
 
@@ -765,20 +621,17 @@ class Session:
         measure: bool = False,
         cancelled: IsCancelled = never,
     ) -> SearchReport:
-        """Find the best recipe under one limit, either `budget` or `max_drift`, with the scores of the last scan.
+        """Find the best recipe under one limit, either `budget` or `max_drift`, with the scores of the last scan. Returns the
+        rules, their bytes and drift, and the Pareto front. Raises UserError if there is no scan, and OutOfReach if no recipe meets
+        the limit.
 
         Args:
             budget: The maximum size of the whole model, in bytes, as "12GiB", or as "45%" of the stored bytes. The result is the
                 recipe with the lowest predicted drift.
             max_drift: The maximum predicted drift, in the unit of the scan. The result is the recipe with the fewest bytes.
-            constraints: The weights that stay as stored, share a dtype, or may have only certain dtypes. With a context length, the
-                bytes include the KV caches, whose formats are then chosen among those that were scanned.
+            constraints: As for `front`. With a context length, the bytes include the KV caches, whose formats are then chosen among
+                those that were scanned.
             measure: Whether to also apply the recipe and measure its drift.
-            cancelled: Checked between module calls of the measurement.
-
-        Returns:
-            The rules, their bytes and drift, and the Pareto front. Raises UserError if there is no scan, and OutOfReach if no
-            recipe meets the limit.
 
         Example:
             >>> _ = session.scan(["bfloat16"], draws=1)
@@ -799,19 +652,13 @@ class Session:
 
     @reading_weights
     def use_inputs(self, options: Options, cancelled: IsCancelled = never) -> None:
-        """Run the model on the inputs in `options` from now on. To check them, a reference run over one batch is done first. If the
-        user supplied tensors, it covers one batch of each shape.
+        """Run the model on the inputs in `options` from now on; its other fields are not used. To check the inputs, a reference run
+        over one batch is done first. If the user supplied tensors, it covers one batch of each shape.
 
-        Args:
-            options: The options with the inputs. Their other fields are not used.
-            cancelled: Checked between module calls.
+        Raises UserError if the inputs can't be created, do not fit the model, or make the run fail. Nothing is changed then, nor if
+        the run is cancelled.
 
-        Raises:
-            UserError: The inputs can't be created, do not fit the model, or make the run fail; nothing is changed.
-            Cancelled: `cancelled()` returned True; nothing is changed.
-
-        Example:
-            >>> session.use_inputs(de.Options(prompts=("one short prompt",)))
+        >>> session.use_inputs(de.Options(prompts=("one short prompt",)))
         """
         inputs = inputs_of(self.model, options)
         with ForwardRunner(self.model, self.settings, cancelled, watch=False, behavior=self._behavior) as runner:
@@ -826,9 +673,8 @@ class Session:
     def inputs_reading(self) -> InputsSummary | None:
         """A summary of the inputs, with an entry for each batch, or None if the model can't be run.
 
-        Example:
-            >>> len(session.inputs_reading.batches)
-            1
+        >>> len(session.inputs_reading.batches)
+        1
         """
         return summarize(self.inputs) if self.inputs is not None else None
 

@@ -22,19 +22,16 @@ class ExportedValues:
     """The tensors and metadata of an exported checkpoint."""
 
     read: dict[str, Callable[[], torch.Tensor]] = field(default_factory=dict)
-    """Functions that each read one tensor, keyed by tensor name."""
+    """Reads each tensor, keyed by name."""
     metadata: dict[str, str] = field(default_factory=dict)
-    """The merged metadata of the headers of all weights files."""
     misplaced: dict[str, str] = field(default_factory=dict)
-    """Says what is wrong with each tensor that is in two files, or in another file than the index says, by the tensor's name."""
+    """What is wrong with each tensor that is in two files, or in another file than the index says, keyed by name."""
 
 
 def read_export(folder: Path, copied: frozenset[str] = frozenset()) -> ExportedValues:
-    """Open all weights files of an exported checkpoint. The tensors are read on use. In a pipeline, the name of a tensor begins
-    with the name of its component, such as "unet.".
-
-    copied: paths, relative to `folder`, of files that were copied from the source; these are skipped. Raises UserError if there are
-    no weights files, or if safetensors can't read one of them.
+    """Open all weights files of an exported checkpoint but those that were `copied` from the source, as paths relative to `folder`.
+    In a pipeline, the name of a tensor begins with the name of its component, such as "unet.". Raises UserError if there are no
+    weights files, or if safetensors can't read one of them.
     """
     exported = ExportedValues()
     held: dict[str, str] = {}
@@ -51,17 +48,16 @@ def read_export(folder: Path, copied: frozenset[str] = frozenset()) -> ExportedV
                 for key, value in (handle.metadata() or {}).items():
                     name = key.removeprefix(SCALED_KEY)  # the rest of such a key is a tensor's name
                     exported.metadata[key if name == key else SCALED_KEY + prefix + name] = value
-                for name in list(handle.keys()):
-                    if prefix + name in held:
-                        where = f"is in {held[prefix + name]} and again in {file.name}"
-                        exported.misplaced[prefix + name] = where
+                for own_name in list(handle.keys()):
+                    name = prefix + own_name
+                    if name in held:
+                        exported.misplaced[name] = f"is in {held[name]} and again in {file.name}"
                         continue
-                    held[prefix + name] = file.name
-                    exported.read[prefix + name] = partial(handle.get_tensor, name)
-                    if indexed and indexed.get(prefix + name) != file.name:
-                        indexed_file = indexed.get(prefix + name)
+                    held[name] = file.name
+                    exported.read[name] = partial(handle.get_tensor, own_name)
+                    if indexed and (indexed_file := indexed.get(name)) != file.name:
                         where = f"names {printable(indexed_file)}" if indexed_file is not None else "does not list it"
-                        exported.misplaced[prefix + name] = f"is in {file.name}, but the index {where}"
+                        exported.misplaced[name] = f"is in {file.name}, but the index {where}"
             exported.misplaced |= {
                 name: f"is not in {printable(str(file))}, which the index names"
                 for name, file in indexed.items()

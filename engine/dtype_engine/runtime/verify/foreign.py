@@ -1,7 +1,5 @@
 """Compares a checkpoint that another program wrote with the checkpoint from which it was made (the source): which tensors are exact
-casts, and how far the others differ.
-
-Nothing says how the other program made its tensors, so each tensor is compared with the source cast to the tensor's own dtype.
+casts to their dtype, and how far the others differ.
 """
 
 from __future__ import annotations
@@ -38,28 +36,23 @@ _PART = "part of a weight that is "
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """The tensors of one of the two checkpoints that are compared, under the names that this checkpoint gives them."""
+    """The tensors of one of the two checkpoints, keyed by its own names."""
 
     stored: Mapping[str, tuple[str, tuple[int, ...]]]
-    """The stored dtype and the shape of each tensor, keyed by name. The dtype is a name in `core.dtypes` or a block
-    format of GGUF.
-    """
+    """The stored dtype, a name in `core.dtypes` or a block format of GGUF, and the shape of each tensor."""
     read: Callable[[str], torch.Tensor]
-    """Returns the values of the tensor with a given name."""
     unchecked: tuple[str, ...] = ()
     decoded: frozenset[str] = frozenset()
-    """Names of the tensors whose values `read` computes from codes and scales, or from blocks of GGUF."""
+    """The tensors whose values `read` computes from codes and scales, or from blocks of GGUF."""
     parts: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    """The stored tensors of weights that this program can't decode, keyed by name, each with two texts: the name that the weight
-    had before it was quantized, and a phrase that describes the weight.
+    """The stored tensors of weights that this program can't decode, each with the name that the weight had before it was quantized,
+    and a phrase that describes it.
     """
 
 
 def _of_checkpoint(checkpoint: Checkpoint, trust: bool) -> _Side:
-    """Open a checkpoint for the comparison. Plain tensors are read with loaders of other packages. Weights that are stored as codes
-    are decoded.
-
-    trust: whether a pickle may run any code. Raises UserError if a file can't be read.
+    """Open a checkpoint for the comparison. Plain tensors are read with loaders of other packages, codes are decoded. trust:
+    whether a pickle may run any code. Raises UserError if a file can't be read.
     """
     weights = checkpoint.weights
     checkpoint.need_values()
@@ -91,11 +84,11 @@ def compare_foreign(
     on_bytes: OnBytes = lambda done, total: None,
     cancelled: IsCancelled = never,
 ) -> CastReport:
-    """Compare each tensor of the checkpoint at `path`, a folder or a file, with the tensor of the same name in `source`.
+    """Compare each tensor of the checkpoint at `path`, a folder or a file, with the tensor of the same name in `source`. Weights
+    that the architecture ties are compared under any of their names.
 
-    Weights that the architecture ties are compared under any of their names. on_bytes: called with the number of bytes compared
-    until now and the number of all bytes. Raises UserError if the checkpoint or the source can't be read, or if they have no name
-    in common, and Cancelled.
+    on_bytes: called with the number of bytes compared until now and the number of all bytes. Raises UserError if the checkpoint or
+    the source can't be read, or if they have no name in common, and Cancelled.
     """
     started = time.perf_counter()
     other, checkpoint = open_checkpoint(path, options.trust_pickle), source.open()
@@ -108,8 +101,7 @@ def compare_foreign(
             ours = _of_values(of_module(load(source, options).module))
         pairs = _Pairs(theirs, ours, describe(source, options, checkpoint).tree)
         if not pairs.same and not pairs.undecoded:
-            of_llama_cpp = [each is not None and each.form == "gguf" for each in (other, checkpoint)]
-            mapped = not any(of_llama_cpp) or all(of_llama_cpp)
+            mapped = (other.form == "gguf") == (checkpoint is not None and checkpoint.form == "gguf")
             raise _nothing_in_common(f"{path} and {source.title}", theirs, ours, mapped)
         sizes = {name: _nbytes(*theirs.stored[name]) for name in pairs.same}
         whole = sum(sizes.values())
@@ -142,9 +134,7 @@ def compare_foreign(
 
 
 def _nothing_in_common(titles: str, theirs: _Side, ours: _Side, mapped: bool) -> UserError:
-    """Return the error for two checkpoints without a common name of a tensor. mapped: False if only one of them has llama.cpp's
-    names.
-    """
+    """Return the error for two checkpoints without a common name. mapped: False if only one of them has llama.cpp's names."""
     why = (
         ", so there is nothing to compare"
         if mapped
@@ -157,7 +147,7 @@ def _nothing_in_common(titles: str, theirs: _Side, ours: _Side, mapped: bool) ->
 
 
 def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """Return the number of bytes of a stored tensor without scales. For a block format of GGUF, 8 bits per element are assumed."""
+    """Return the bytes of a stored tensor without scales. For a block format of GGUF, 8 bits per element are assumed."""
     row = dtypes.BY_NAME.get(dtype)
     return math.prod(shape) * (row.bits if row is not None else 8) // 8
 
@@ -166,8 +156,7 @@ class _Pairs:
     """Assigns to each tensor of the checkpoint (`theirs`) the tensor of the source (`ours`) with which it is compared.
 
     same: the tensor's name in the source, keyed by its name in the checkpoint. extra: names of the checkpoint that the source
-    lacks. undecoded: the weights that this program can't decode in the checkpoint or in the source, keyed by name, each with a
-    phrase that describes it.
+    lacks. undecoded: phrases about the weights that this program can't decode in the checkpoint or in the source, keyed by name.
     """
 
     def __init__(self, theirs: _Side, ours: _Side, tree: Tree) -> None:
@@ -188,16 +177,12 @@ class _Pairs:
         self.extra = [name for name in unknown if name not in theirs.parts and name not in self.undecoded]
 
     def _name_in(self, side: _Side, name: str) -> str | None:
-        """Return the name of a tensor in the checkpoint or source `side`: `name` itself, or another name of the same tied weight.
-        None if `side` lacks this tensor.
-        """
+        """Return the name of a tensor in `side`, which may be another name of the same tied weight, or None if `side` lacks it."""
         info = self._tree.canonical(name)
         return next((each for each in (name, *(info.names if info is not None else ())) if each in side.stored), None)
 
     def only_in_source(self) -> list[TensorDifference]:
-        """Return a finding for each tensor of the source that the checkpoint lacks. A tied weight is not reported if the checkpoint
-        has it under another of its names.
-        """
+        """Return a finding for each tensor of the source that the checkpoint lacks under all of its names."""
         ours, kept, found = self._ours, set(self.same.values()), []
         for name in ours.stored:
             weight = ours.parts[name][0] if name in ours.parts else name
@@ -208,15 +193,14 @@ class _Pairs:
         return found
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).view(-1, tensor.element_size())
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor: uint8 [elements, bytes of an element]."""
+    return tensor.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8).view(-1, tensor.element_size())
 
 
 def _compare(name: str, found: str, theirs: _Side, ours: _Side) -> ComparedTensor:
-    """Compare a tensor of the checkpoint with the source's tensor of the same shape, some elements at a time. Returns how many
-    elements differ from the source's values cast to the checkpoint's dtype, and the largest difference.
-
-    name, found: the tensor's names in the checkpoint and in the source. theirs, ours: the checkpoint and the source.
+    """Count the elements of a tensor that differ from the source's values cast to the tensor's dtype, some at a time, and find the
+    largest difference. name, found: its names in the checkpoint and in the source.
     """
     (dtype, _), (source_dtype, _) = theirs.stored[name], ours.stored[found]
     before, after = ours.read(found).reshape(-1), theirs.read(name).reshape(-1)
@@ -228,22 +212,23 @@ def _compare(name: str, found: str, theirs: _Side, ours: _Side) -> ComparedTenso
         old, new = before[start : start + _AT_ONCE], after[start : start + _AT_ONCE]
         if target is not None:
             cast = old.to(target).to(new.dtype)  # a reader may widen, as that of GGUF does bfloat16
-            differing += int((~_equal(cast, new)).sum())
+            differing += count_differing(cast, new, nan_is_equal=True)
         largest = max(largest, _largest_difference(old, new))
     return ComparedTensor(name, source_dtype, dtype, len(after), differing if target is not None else None, largest)
 
 
-def _equal(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return for each element of two tensors of the same dtype whether its bits are equal or it is NaN in both: bool [elements]."""
-    equal = (_bits(one) == _bits(other)).all(dim=1)
-    if one.is_floating_point() and not bool(equal.all()):
-        equal |= torch.isnan(one.to(torch.float32)) & torch.isnan(other.to(torch.float32))
-    return equal
+def count_differing(one: torch.Tensor, other: torch.Tensor, nan_is_equal: bool) -> int:
+    """Return how many elements of two tensors of the same dtype differ in their bits. nan_is_equal: whether all NaN are equal."""
+    differing = (bits_of(one) != bits_of(other)).any(dim=1)
+    if nan_is_equal and one.is_floating_point() and bool(differing.any()):
+        nan = torch.isnan(one.to(torch.float32)).reshape(-1) & torch.isnan(other.to(torch.float32)).reshape(-1)
+        differing &= ~nan
+    return int(differing.sum())
 
 
 def _largest_difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Return the largest |Δ| of two tensors, computed in float64. It is infinite if the tensors differ where one is not finite."""
-    if one.dtype == other.dtype and torch.equal(_bits(one), _bits(other)):
+    """Return the largest |Δ| in float64. It is infinite if the tensors differ where one is not finite."""
+    if one.dtype == other.dtype and torch.equal(bits_of(one), bits_of(other)):
         return 0.0
     wide = torch.complex128 if one.is_complex() or other.is_complex() else torch.float64
     one, other = one.to(wide), other.to(wide)

@@ -89,9 +89,8 @@ def _in_blocks(matrix: Any, blocks: Blocks) -> Any:
 
 def _scales(matrix: Any, element: dtypes.DType, blocks: Blocks, of_tensor: Any) -> tuple[Any, Any, Any]:
     """Compute the scales of a matrix's blocks. Returns three arrays [blocks down, blocks across]: the factors by which codes are
-    multiplied, the scales as a file stores them, and the zero points (None for a format of floats).
-
-    element: the block format. of_tensor: the scale of the whole tensor in NVFP4, otherwise None.
+    multiplied, the scales as a file stores them, and the zero points (None for a format of floats). of_tensor: the scale of the
+    whole tensor in NVFP4.
     """
     each = np.where(np.isfinite(matrix), matrix, np.float32(0))
     each = _in_blocks(each, blocks)
@@ -136,7 +135,7 @@ def _scales(matrix: Any, element: dtypes.DType, blocks: Blocks, of_tensor: Any) 
 
 def _codes(matrix: Any, element: dtypes.DType, blocks: Blocks, scale: Any, zero: Any) -> Any:
     """Return the codes of a matrix before packing, uint8 [rows, width]: the bits of floats, or integers minus the smallest possible
-    integer. element: the block format. scale, zero: the factors and the zero points that `_scales` returns.
+    integer. scale, zero: the factors and the zero points that `_scales` returns.
     """
     height, width = matrix.shape
     with np.errstate(over="ignore"):
@@ -161,7 +160,7 @@ def _codes(matrix: Any, element: dtypes.DType, blocks: Blocks, scale: Any, zero:
 
 
 def _values(name: str) -> Any:
-    """Return all nonnegative values of a small float format in ascending order, indexed by their codes. name: the format."""
+    """Return all nonnegative values of a small float format, indexed by their codes."""
     element = dtypes.BY_NAME[name]
     bias = 7 if name == "float8_e4m3fn" else (1 << (element.exponent - 1)) - 1
     steps = 1 << element.mantissa
@@ -173,9 +172,7 @@ def _values(name: str) -> Any:
 
 
 def _nearest(magnitudes: Any, name: str) -> Any:
-    """Return for each magnitude the code of the nearest value in a float format. In a tie, the even code is chosen. NaN gets an
-    arbitrary code. name: the format.
-    """
+    """Return for each magnitude the code of the nearest value in a float format, the even one in a tie, any for NaN."""
     values = _values(name)
     between = (values[1:] + values[:-1]) / 2
     index = np.searchsorted(between, magnitudes)

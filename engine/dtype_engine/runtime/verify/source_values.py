@@ -1,7 +1,5 @@
 """Reads the tensors of a source checkpoint with loaders of other packages: torch.load, safetensors' safe_open, gguf's reader.
-
-Exports are compared with these values. This file shares no code with the reader that the exporter uses. Otherwise, a mistake in
-that reader would affect both sides of the comparison and remain undetected.
+Exports are compared with these values, so a mistake in the exporter's reader, with which this file shares no code, is found.
 """
 
 from __future__ import annotations
@@ -30,9 +28,8 @@ class SourceValues:
 
     names: frozenset[str]
     read: Callable[[str], torch.Tensor]
-    """Returns the tensor with a given name."""
     unchecked: tuple[str, ...] = ()
-    """Sentences for the user about properties of the export that can't be verified with these values."""
+    """Sentences for the user about what can't be verified with these values."""
 
 
 def of_files(files: tuple[Path, ...], wanted: frozenset[str], trust: bool, by_component: bool = False) -> SourceValues:
@@ -53,10 +50,10 @@ def of_files(files: tuple[Path, ...], wanted: frozenset[str], trust: bool, by_co
 
 
 def with_decoded(values: SourceValues, decoded: Mapping[str, CodedWeight], renamed: Mapping[str, str]) -> SourceValues:
-    """Return the values of a source, with those weights decoded that another program quantized. A decoded weight replaces its
-    stored tensors, such as codes and scales.
+    """Return the values of a source, in which each decoded weight replaces its stored tensors, such as codes and scales.
 
-    decoded: these weights, keyed by name. renamed: the model's names of other tensors, keyed by their names in the files.
+    decoded: the weights that another program quantized. renamed: the model's names of other tensors, keyed by their names in the
+    files.
     """
     parts = {tensor.name for weight in decoded.values() for tensor in weight.tensors}
     own = {name: stored for stored, name in renamed.items()}
@@ -72,7 +69,7 @@ def with_decoded(values: SourceValues, decoded: Mapping[str, CodedWeight], renam
 
 
 def of_module(module: torch.nn.Module) -> SourceValues:
-    """Return the current values of a module that the user's Python code has built, as the source of an export."""
+    """Return the current values of a module that the user's Python code has built."""
     state = {name: value.detach() for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
     return SourceValues(
         frozenset(state),

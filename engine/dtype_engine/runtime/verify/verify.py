@@ -1,4 +1,4 @@
-"""Verifies that an exported checkpoint is the source cast by its recipe. Every tensor is compared bit for bit, one at a time."""
+"""Verifies that an exported checkpoint is the source cast by its recipe, bit for bit."""
 
 from __future__ import annotations
 
@@ -35,15 +35,16 @@ from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.session.opening import open_session
 from dtype_engine.runtime.session.session import Session
 from dtype_engine.runtime.verify.exported_values import ExportedValues, read_export
+from dtype_engine.runtime.verify.foreign import bits_of, count_differing
 from dtype_engine.runtime.verify.independent_block_formats import finite_largest, quantize_blocks_independently
 from dtype_engine.runtime.verify.source_values import SourceValues, of_files, of_module, with_decoded
 
 CompareItems = Callable[[Contents], Iterator[tuple[Sequence[int], Sequence[str | None]]]]
-"""A function that compares the tensors of an export with its source in other processes. It yields pairs in any order: the indexes
-of some tensors in `Contents.items`, and for each of these tensors what is wrong with it, or None if it is correct.
+"""Compares the tensors of an export with its source in other processes. Yields pairs in any order: the indexes of some tensors in
+`Contents.items`, and for each of these what is wrong with it, or None.
 """
 _HEAD, _TAIL = 1 << 20, 1 << 16
-"""The fingerprint of a file covers its first `_HEAD` bytes, which include the header, and its last `_TAIL` bytes."""
+"""How many bytes at the beginning of a file, which include the header, and at its end the fingerprint covers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +52,15 @@ class OpenExport:
     """An export and its source, both open for comparison."""
 
     contents: Contents
-    """What the export's files should contain, computed again from the source."""
+    """What the export should contain, planned again from the source."""
     source: SourceValues
     exported: ExportedValues
     largest: dict[tuple[str, ...], float] = field(default_factory=dict)
-    """Caches the largest |value| of tensors with a common scale, keyed by the tuple of their names."""
+    """Caches the largest |value| of tensors with a common scale, keyed by their names."""
 
     def problems(self, indexes: Sequence[int], cancelled: IsCancelled = never) -> list[str | None]:
-        """Compare some tensors of the export, given by their indexes in `contents.items`. Returns for each tensor what is wrong
-        with it, or None. Raises UserError if a file can't be read, and Cancelled.
+        """Return what is wrong with each of some tensors, given by their indexes in `contents.items`, or None. Raises UserError if
+        a file can't be read, and Cancelled.
         """
         found = []
         for index in indexes:
@@ -69,9 +70,7 @@ class OpenExport:
         return found
 
     def _shared(self, item: ExportTensor) -> float | None:
-        """Return the largest finite |value| of all tensors that have a common scale with a tensor, or None if it has its own. item:
-        what the export should hold for the tensor.
-        """
+        """Return the largest finite |value| of all tensors that have a common scale with a tensor, or None if it has its own."""
         if item.shared is None:
             return None
         names = item.shared.names
@@ -80,9 +79,7 @@ class OpenExport:
         return self.largest[names]
 
     def _difference(self, item: ExportTensor) -> str | None:
-        """Compare one tensor of the export with what `contents` says and with its source. Returns what is wrong with
-        it, or None.
-        """
+        """Return what is wrong with one tensor of the export by its plan (`item`) and its source, or None."""
         for index, entry in enumerate(item.entries):
             if entry.name not in self.exported.read:
                 return "has no scales" if index else "is missing"
@@ -108,24 +105,17 @@ class OpenExport:
         return None
 
     def _scale_problem(self, entry: TensorEntry, item: ExportTensor) -> str | None:
-        """Check the exported scale of a layer's inputs. Returns what is wrong with it, or None. If the weight is exported as stored
-        and the source has an input scale, both scales must be equal. Otherwise the scale must be finite and positive.
-
-        entry: the scale's tensor in the export. item: what the export should hold for the weight.
+        """Return what is wrong with the scale of a layer's inputs (`entry`), or None. If the weight is exported as stored and the
+        source has an input scale, both must be equal. Otherwise it must be finite and positive.
         """
         scale = self.exported.read[entry.name]()
         if item.dtype == item.stored and entry.name in self.source.names:
             return _values_differ(entry, self.source.read(entry.name), scale, False)
-        return (
-            None
-            if bool((scale > 0).all()) and bool(torch.isfinite(scale).all())
-            else f"{entry.name} is not a valid scale"
-        )
+        valid = bool((scale > 0).all()) and bool(torch.isfinite(scale).all())
+        return None if valid else f"{entry.name} is not a valid scale"
 
     def _expected(self, item: ExportTensor) -> tuple[torch.Tensor, ...]:
-        """Compute the tensors that the export should hold for a weight from the source's values, without code of the exporter.
-        item: the weight's names, dtype and shape in the export.
-        """
+        """Compute the tensors that the export should hold for a weight from the source's values, without code of the exporter."""
         values = tuple(map(self.source.read, _names_read(item)))
         if item.copied or (item.has_scales and item.dtype == item.stored):
             return values
@@ -137,9 +127,7 @@ class OpenExport:
 
 
 def open_export(folder: Path, source: Source, options: Options) -> OpenExport:
-    """Open an exported folder and its source checkpoint. Raises UserError if one of them can't be read, or if the source is not a
-    checkpoint.
-    """
+    """Open an exported folder and its source. Raises UserError if one can't be read, or if the source is no checkpoint."""
     checkpoint = source.open()
     if checkpoint is None:
         raise UserError(f"{source.title} is code: what it makes can only be compared in one process")
@@ -149,8 +137,8 @@ def open_export(folder: Path, source: Source, options: Options) -> OpenExport:
 
 
 def fingerprint(contents: Contents, folder: Path) -> str:
-    """Return a hash of an export and its source. Several workers compare it to check that they verify the same files. It covers the
-    planned tensors, and the size, beginning and end of each weights file.
+    """Return a hash of an export and its source, by which workers check that they verify the same files. It covers the planned
+    tensors, and the size, beginning and end of each weights file.
     """
     found = hashlib.sha256()
     for item in contents.items:
@@ -174,13 +162,12 @@ def verify(
     cancelled: IsCancelled = never,
     elsewhere: CompareItems | None = None,
 ) -> VerifyReport:
-    """Compare an exported folder with `source` cast by the folder's recipe. The folder and the source are read with loaders that
-    the exporter does not use.
+    """Compare an exported folder with `source` cast by the folder's recipe. Both are read with loaders that the exporter does not
+    use.
 
-    drift: whether to also run the export and the cast source; the drifts of both from the reference must be equal. on_bytes: called
-    with the number of bytes compared until now and the number of all bytes. elsewhere: a function that compares the tensors in
-    other processes; the source must then be a checkpoint. Raises UserError if the folder or the source can't be read, NoForward if
-    the model can't be run for `drift`, and Cancelled.
+    drift: whether to also run the export and the cast source, whose drifts from the reference must be equal. on_bytes, elsewhere:
+    as for `compare`; with `elsewhere`, the source must be a checkpoint. Raises UserError if the folder or the source can't be read,
+    NoForward if the model can't be run for `drift`, and Cancelled.
     """
     started = time.perf_counter()
     file = read_recipe_file(folder / "recipe.yaml")
@@ -188,20 +175,18 @@ def verify(
     recipe = file.recipe
     checkpoint = source.open()
     session: Session | None = None
-    if checkpoint is None or drift:
-        session = open_session(source, options)
-    if checkpoint is not None:
-        contents, values = _of_checkpoint(checkpoint, source, recipe, options)
-    else:
-        assert session is not None
-        values = of_module(session.model.module)  # values from the code, before the recipe is applied
-    if session is not None:
-        session.apply(recipe)
     if checkpoint is None:
-        assert session is not None
-        contents = of_live(session.model, recipe, session.plan.dtypes, options.settings)
         if elsewhere is not None:
             raise UserError(f"{source.title} is code: verify what it makes without --workers")
+        session = open_session(source, options)
+        values = of_module(session.model.module)  # values from the code, before the recipe is applied
+        session.apply(recipe)
+        contents = of_live(session.model, recipe, session.plan.dtypes, options.settings)
+    else:
+        if drift:
+            session = open_session(source, options)
+            session.apply(recipe)
+        contents, values = _of_checkpoint(checkpoint, source, recipe, options)
     differences = compare(contents, values, folder, on_bytes, cancelled, elsewhere)
     before = after = None
     if drift and session is not None and not differences:
@@ -231,12 +216,11 @@ def compare(
     cancelled: IsCancelled = never,
     elsewhere: CompareItems | None = None,
 ) -> tuple[TensorDifference, ...]:
-    """Return the differences between an export and `contents`, the description of what it should hold. folder: the export.
+    """Return the differences between an export and `contents`, of which only names, dtypes and shapes are used. Values are computed
+    from the source without the code of the exporter, with `Tensor.to` or, for formats with scales, by their formula.
 
-    Only names, dtypes and shapes come from `contents`. Values are computed from the source without the code of the exporter, with
-    `Tensor.to` or, for formats with scales, by their formula. Tensors are read one at a time. on_bytes: called with the number of
-    bytes compared until now and the number of all bytes. elsewhere: a function that compares the tensors in other processes. Raises
-    UserError if a file can't be read, and Cancelled.
+    on_bytes: called with the number of bytes compared until now and the number of all bytes. elsewhere: compares the tensors in
+    other processes. Raises UserError if a file can't be read, and Cancelled.
     """
     exported = _read(folder, contents)
     opened = OpenExport(contents, source, exported)
@@ -283,8 +267,8 @@ def _read(folder: Path, contents: Contents) -> ExportedValues:
 
 
 def _lost(contents: Contents, source: SourceValues) -> list[TensorDifference]:
-    """Return a finding for each tensor of the source that the export lacks. A tensor that was left out because it is tied to a
-    written tensor is reported only if the values of the two tensors differ.
+    """Return a finding for each tensor of the source that the export lacks, unless it is tied to a written one with the same
+    values.
     """
     written = {item.name for item in contents.items} | {entry.name for item in contents.items for entry in item.entries}
     differences = []
@@ -338,32 +322,22 @@ def _torch_shape(entry: TensorEntry) -> tuple[int, ...]:
     return (*entry.shape[:-1], entry.shape[-1] // 2) if halved else entry.shape
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8).view(-1, tensor.element_size())
-
-
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return (one.dtype, one.shape) == (other.dtype, other.shape) and torch.equal(_bits(one), _bits(other))
+    return (one.dtype, one.shape) == (other.dtype, other.shape) and torch.equal(bits_of(one), bits_of(other))
 
 
 def _values_differ(entry: TensorEntry, expected: torch.Tensor, stored: torch.Tensor, cast: bool) -> str | None:
-    """Return a sentence that says how many elements of two tensors differ, or None if they are equal. entry: describes the tensor
-    in the export. cast: whether the tensor was cast, so that all bit patterns of NaN count as equal.
+    """Return how many elements of two tensors differ, as a sentence, or None. cast: whether the tensor was cast, so that all bit
+    patterns of NaN count as equal.
     """
     if expected.numel() != stored.numel() or expected.dtype != stored.dtype:
         return f"{entry.name} has {expected.numel()} values in the source"
-    differing = (_bits(expected) != _bits(stored)).any(dim=1)
-    if cast and stored.is_floating_point() and bool(differing.any()):
-        nan = torch.isnan(expected.to(torch.float32)) & torch.isnan(stored.to(torch.float32)).reshape(expected.shape)
-        differing &= ~nan.reshape(-1)
-    elements = int(differing.sum())
+    elements = count_differing(expected, stored, nan_is_equal=cast)
     return f"{elements} of {expected.numel()} values of {entry.name} differ" if elements else None
 
 
 def _calibrated(contents: Contents) -> tuple[str, ...]:
-    """Return a notice that activation scales were only checked to be finite and positive, since they come from calibration inputs
-    and can't be recomputed. Returns () if the export has no such scales.
-    """
+    """Return a notice if there are scales of activations, which come from calibration inputs and can't be recomputed, else ()."""
     count = sum(item.input_scale is not None and item.dtype != item.stored for item in contents.items)
     if not count:
         return ()
@@ -373,9 +347,7 @@ def _calibrated(contents: Contents) -> tuple[str, ...]:
 
 
 def _not_compared(folder: Path, contents: Contents) -> tuple[str, ...]:
-    """Return a notice that lists the files of an export that were not compared, because they hold no weights and the source has no
-    such files. Returns () if there are none.
-    """
+    """Return a notice with the files that were not compared, as they hold no weights and the source has none such, or ()."""
     known = {"README.md", "recipe.yaml", *(path for _, path in contents.layout.copied)}
     others = sorted(
         printable(str(entry.relative_to(folder)))
@@ -397,11 +369,10 @@ def drift_of_export(
     options: ModelOptions,
     cancelled: IsCancelled = never,
 ) -> OutputDrift:
-    """Measure the drift of an export. The candidate is the model that is loaded from the export. The reference is the model from
-    which the export was made.
+    """Measure the drift of the model that is loaded from an export from the model of which it was made.
 
-    session: the open source of the export. source: where it was opened from. exported: the files of the export. Raises UserError if
-    the two models do not have the same weights.
+    session: the open source of the export. source: where it was opened from. Raises UserError if the two models do not have the
+    same weights.
     """
     model, inputs = session.model, session.inputs
     if model.checkpoint is not None:

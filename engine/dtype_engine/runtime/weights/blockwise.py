@@ -19,7 +19,7 @@ class BlockwiseSource(WeightSource):
     def __init__(self, inner: WeightSource, memory: MemoryBudget) -> None:
         self.inner, self.memory = inner, memory
         self.shape, self.dtype, self.holds = inner.shape, inner.dtype, inner.holds
-        self.format, self.own, self.in_files = inner.format, inner.own, inner.in_files
+        self.format, self.own, self.in_files, self.nbytes = inner.format, inner.own, inner.in_files, inner.nbytes
         # Parts of a smaller weight are not worth reading alone: `blocks` counts on it being read as a whole.
         self.has_parts = inner.has_parts and 4 * self.numel() > memory.most
 
@@ -30,10 +30,6 @@ class BlockwiseSource(WeightSource):
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return self.inner.tensors
-
-    @property
-    def nbytes(self) -> int:
-        return self.inner.nbytes
 
     def read(self, device: torch.device = CPU) -> torch.Tensor:
         on_device = device.type != "cpu"

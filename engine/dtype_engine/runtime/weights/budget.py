@@ -1,16 +1,16 @@
 """Runs a model that is larger than memory block by block: what one block reads is kept only until the next block begins.
 
-A block is a module whose weights are read together, such as a layer. While one block runs, the operating system is asked to read
-the pages of the next one. After a block, the system is told that its pages are no longer needed, so that it does not evict the
-pages of other programs.
+A block is a module whose weights are read together, such as a layer. While one runs, the operating system is asked to read the
+pages of the next one. After a block, the system is told that its pages are no longer needed, so that it does not evict others.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol, TypeVar
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from dtype_engine.core.errors import Cancelled
 from dtype_engine.core.system_memory import trim_heap
 from dtype_engine.runtime.formats.row_blocks import stopping
 from dtype_engine.runtime.weights.copies_ahead import CopiesAhead
+from dtype_engine.runtime.weights.source import WeightSource
 
 T = TypeVar("T")
 
@@ -36,20 +37,9 @@ _STEP = 1 << 17
 """How many bytes are requested at once from the operating system. Linux serves at most a device's largest transfer per request."""
 
 
-class _InFiles(Protocol):
-    """The interface of objects that read values from files, such as `WeightSource`."""
-
-    @property
-    def in_files(self) -> tuple[CheckpointTensor, ...]:
-        """The headers of the tensors that are read."""
-
-    def release(self) -> None:
-        """Drop the mappings of the files. Reading the values maps them again."""
-
-
 class MemoryBudget:
-    """Keeps the weights that the current block has read or computed, and reads the next block's pages ahead. A block is a module,
-    such as a layer, of a model that is larger than memory. A model that fits into memory has no blocks, and is not limited.
+    """Keeps the weights that the current block has read or computed, and reads the next block's pages ahead. A model that fits into
+    memory has no blocks, and is not limited.
 
     Attributes:
         blocks: the ranges of the files that each block reads, keyed by the name of its module. `use_blocks` sets it.
@@ -58,6 +48,7 @@ class MemoryBudget:
         copies: copies what the next block read last time to the accelerator ahead, or None if the device can't do so.
         cancelled: called before a block reads values. If it returns True, Cancelled is raised.
         bytes_read: how many bytes all blocks have read since the last measurement began; a block counts each time that it runs.
+        inside: the name of the current block, or "" outside of all blocks.
     """
 
     def __init__(self, most: int = 0, keeps_pages: bool = False, copies: CopiesAhead | None = None) -> None:
@@ -67,18 +58,17 @@ class MemoryBudget:
         self.copies = copies
         self.cancelled: IsCancelled = never
         self.bytes_read = 0
-        self._inside = ""
+        self.inside = ""
         self._values: dict[Any, Any] = {}
         self._counted: set[Any] = set()
         self._kept = 0
-        self._used: dict[int, _InFiles] = {}
+        self._used: dict[int, WeightSource] = {}
         self._reads: dict[str, dict[Any, Callable[[], Any]]] = {}
         """What each block read to the accelerator in its last visit, keyed by the name of its module."""
         self._before = ""
         self._next: dict[tuple[str, str], str] = {}
         """Which block comes next, by the last two. Backward passes and forward passes thus have an order each."""
         self._asked = ""
-        self._ahead: Future[None] | None = None
         self._reader: ThreadPoolExecutor | None = None
 
     @property
@@ -86,15 +76,8 @@ class MemoryBudget:
         """Whether the model is larger than memory, and runs block by block."""
         return self.most > 0
 
-    @property
-    def inside(self) -> str:
-        """The name of the current block, or "" outside of all blocks."""
-        return self._inside
-
     def use_blocks(self, blocks: Mapping[str, tuple[ByteRange, ...]]) -> None:
-        """Set the blocks, in the order in which a forward pass is expected to reach them. blocks: the ranges of the files that each
-        block reads, keyed by the name of its module.
-        """
+        """Set `blocks`, in the order in which a forward pass is expected to reach them."""
         self.blocks = dict(blocks)
         names = list(blocks)
         around = list(zip(["", *names], names, [*names[1:], ""], strict=False))
@@ -105,15 +88,15 @@ class MemoryBudget:
         """Begin the block `name` and end the previous one. Ask the operating system to read the pages of this block, and of the
         block that is expected next, or begin to copy what these blocks read last time to the accelerator.
         """
-        if name == self._inside:
+        if name == self.inside:
             return
-        if self._inside:
-            self._next[self._before, self._inside] = name
-        self._before = self._inside
+        if self.inside:
+            self._next[self._before, self.inside] = name
+        self._before = self.inside
         self._end_block()
         if self.copies is not None:
             self.copies.keep(name)
-        self._inside = name
+        self.inside = name
         self.bytes_read += sum(part.nbytes for part in self.blocks[name])
         if self._asked != name:
             self._ask(name)
@@ -123,16 +106,14 @@ class MemoryBudget:
         self._reads[name] = {}
 
     def leave(self) -> None:
-        """End the current block, and forget what was copied ahead for the next one. Release the values that were kept, and tell the
-        operating system that their pages are no longer needed.
-        """
+        """End the current block, and forget what was copied ahead for the next one."""
         self._end_block()
         if self.copies is not None:
             self.copies.keep()
             self._asked = ""
 
     def _end_block(self) -> None:
-        ranges = set(self.blocks.get(self._inside, ()))
+        ranges = set(self.blocks.get(self.inside, ()))
         for values in self._used.values():
             values.release()
             ranges |= set(ranges_of(values.in_files))
@@ -140,17 +121,17 @@ class MemoryBudget:
         self._counted.clear()
         self._kept = 0
         self._used.clear()
-        inside, self._inside = self._inside, ""
+        inside, self.inside = self.inside, ""
         if inside and not self.keeps_pages:
             _each_file(ranges, _forget)
             trim_heap()  # passes run side by side in threads, and glibc keeps freed memory for each
 
-    def once(self, key: Any, make: Callable[[], T], values: _InFiles, ahead: bool = False) -> T:
+    def once(self, key: Any, make: Callable[[], T], values: WeightSource, ahead: bool = False) -> T:
         """Return the result of `make`. Inside a block, the result is kept under `key`, so that `make` is called only once until the
-        block ends. Outside of all blocks, it is called each time. values: the object that reads from files what `make` needs.
-        ahead: whether `make` only reads, so that it may be called before the block's next visit, in another thread.
+        block ends. values: reads from files what `make` needs. ahead: whether `make` only reads, so that it may be called before
+        the block's next visit, in another thread.
         """
-        if not self._inside:
+        if not self.inside:
             return make()
         self.note_use(values)
         if key in self._values:
@@ -160,8 +141,8 @@ class MemoryBudget:
         # A cast takes seconds. `cancelled` is looked up anew each time, because an interrupt replaces it during the cast.
         with stopping(lambda: self.cancelled()):
             if ahead and self.copies is not None:
-                self._reads[self._inside][key] = make
-                made = self.copies.take(self._inside, key, make)
+                self._reads[self.inside][key] = make
+                made = self.copies.take(self.inside, key, make)
             else:
                 made = make()
         parts = made if isinstance(made, tuple) else (made,)
@@ -171,14 +152,14 @@ class MemoryBudget:
         return made
 
     def count(self, key: Any, nbytes: int) -> None:
-        """Add `nbytes` to `bytes_read`, for bytes that the current block reads in addition to its ranges in `blocks`. key:
-        identifies what is read; within one visit, a key is counted only once.
+        """Add `nbytes` to `bytes_read`, for bytes that the current block reads beyond its ranges in `blocks`. Within one visit, a
+        key is counted only once.
         """
         if key not in self._counted:
             self._counted.add(key)
             self.bytes_read += nbytes
 
-    def note_use(self, values: _InFiles) -> None:
+    def note_use(self, values: WeightSource) -> None:
         """When the current block ends, release the pages that `values` reads."""
         self._used[id(values)] = values
 
@@ -191,7 +172,7 @@ class MemoryBudget:
         self._asked = name
         if self._reader is None:
             self._reader = ThreadPoolExecutor(1, "reads ahead")
-        self._ahead = self._reader.submit(_each_file, self.blocks[name], _want)
+        self._reader.submit(_each_file, self.blocks[name], _want)
 
 
 def ranges_of(tensors: Iterable[CheckpointTensor]) -> Iterable[ByteRange]:
@@ -205,11 +186,11 @@ def blocks_of(
     module: nn.Module, in_files: Mapping[int, tuple[CheckpointTensor, ...]], most: int
 ) -> dict[str, tuple[ByteRange, ...]]:
     """Divide a module into blocks: the largest submodules that take at most `most` bytes in float32. A larger submodule is a block
-    if most of its weights are its own rather than its submodules'.
+    if most of its weights are its own rather than its submodules'. Returns the ranges of the files that each block reads, keyed by
+    the name of its module. Embeddings, and stacked experts that are larger than a block, are left out of the ranges, because a
+    forward pass may read only some of their rows or experts.
 
-    in_files: the headers of each weight that is read from files, keyed by the `id` of its tensor in the module. Returns the ranges
-    of the files that each block reads, keyed by the name of its module. Embeddings, and stacked experts that are larger than a
-    block, are left out of the ranges, because a forward pass may read only some of their rows or experts.
+    in_files: the headers of each weight that is read from files, keyed by the `id` of its tensor in the module.
     """
     blocks: dict[str, tuple[ByteRange, ...]] = {}
     seen: set[int] = set()
@@ -246,15 +227,9 @@ def _each_file(ranges: Iterable[ByteRange], advise: Callable[[int, int, int], No
     for each in ranges:
         by_file.setdefault(str(each.file), []).append((each.start, each.start + each.nbytes))
     for file, spans in by_file.items():
-        try:
-            descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            continue  # advice is all that is missing; reading the values raises the error
-        try:
+        with suppress(OSError), open(file, "rb", buffering=0) as opened:  # reading the values raises the error
             for start, end in _joined(spans):
-                advise(descriptor, start, end - start)
-        finally:
-            os.close(descriptor)
+                advise(opened.fileno(), start, end - start)
 
 
 def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:

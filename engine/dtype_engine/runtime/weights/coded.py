@@ -22,13 +22,12 @@ from dtype_engine.runtime.weights.source import CPU, WeightSource
 
 
 class CodedSource(WeightSource):
-    """A weight that is decoded to float32 each time its values are read. The decoded values are not kept, so the weight takes no
-    more memory than its tensors in the files.
+    """A weight that is decoded to float32 each time its values are read, so that it takes no more memory than in the files.
 
-    holds: the dtype that the weight would have in an unquantized model, which the module's placeholder gets. The placeholder of a
-    weight that this program exported has the dtype of its codes instead, like the weight after a cast to this format. turned:
-    whether the weight's last two dimensions are exchanged in the module. inputs: the format to which runtimes round the activations
-    that the weight multiplies, as the scheme tells it, or "".
+    holds: the dtype of the module's placeholder, which the weight would have in an unquantized model. That of a weight of which
+    this program stored the codes has their dtype instead, like the weight after a cast to this format. turned: whether the weight's
+    last two dimensions are exchanged in the module. inputs: the format to which runtimes round the activations that the weight
+    multiplies, as the scheme tells it, or "".
     """
 
     dtype = torch.float32
@@ -40,7 +39,8 @@ class CodedSource(WeightSource):
         self.shape = (*weight.shape[:-2], *weight.shape[:-3:-1]) if turned else weight.shape
         self.format, self.own = weight.format, weight.own
         self.holds = torch_dtype(weight.format) if weight.own else holds
-        self.in_files = weight.tensors
+        self.in_files, self.nbytes = weight.tensors, weight.nbytes
+        self.unit = math.prod(self.shape[1:])
         self._moved: dict[torch.device, dict[str, torch.Tensor]] = {}
 
     @cached_property
@@ -63,14 +63,6 @@ class CodedSource(WeightSource):
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return tuple(self._parts.values())
-
-    @property
-    def nbytes(self) -> int:
-        return self.weight.nbytes
-
-    @property
-    def unit(self) -> int:
-        return math.prod(self.shape[1:])
 
     def _parts_on(self, device: torch.device) -> dict[str, torch.Tensor]:
         """Return the stored tensors on a device. On an accelerator, they stay for the next use."""

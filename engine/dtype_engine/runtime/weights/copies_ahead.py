@@ -11,16 +11,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from dtype_engine.runtime.device import has_streams
-
 T = TypeVar("T")
 
 
 class CopiesAhead:
-    """Reads values to an accelerator ahead of their use. Each block, such as a layer, has reads of its own.
-
-    device: the accelerator. It needs streams (`device.has_streams`).
-    """
+    """Reads values to an accelerator with streams (`device.has_streams`) ahead of their use. Each block has reads of its own."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -30,9 +25,7 @@ class CopiesAhead:
         self._copies: dict[str, dict[Any, Future[Any]]] = {}
 
     def start(self, block: str, reads: Mapping[Any, Callable[[], Any]]) -> None:
-        """Begin the reads of a block, in their order. reads: functions that return a tensor on the device, or a tuple of tensors
-        and None, keyed by what they read.
-        """
+        """Begin the reads of a block, in their order. reads: return a tensor on the device, or a tuple of tensors and None."""
         self._copies[block] = {key: self._thread.submit(self._copy, read) for key, read in reads.items()}
 
     def take(self, block: str, key: Any, read: Callable[[], T]) -> T:
@@ -60,8 +53,3 @@ class CopiesAhead:
     def _copy(self, read: Callable[[], Any]) -> tuple[Any, Any]:
         with torch.no_grad(), self._streams.stream(self._stream):
             return read(), self._stream.record_event()
-
-
-def copies_ahead(device: torch.device) -> CopiesAhead | None:
-    """Return an object that reads ahead to a device, or None if the device has no streams, as the CPU and MPS."""
-    return CopiesAhead(device) if has_streams(device) else None

@@ -1,7 +1,5 @@
-"""Reads a stored tensor from its file, in one of two ways.
-
-A memory mapping reads pages on first use, and none stays resident after the tensor is freed. But if another program truncates a
-mapped file, a signal (SIGBUS) ends this process. `read_range` maps nothing: it reads a piece and only raises an error.
+"""Reads a stored tensor from its file: by a memory mapping, which reads pages on first use and keeps none after the tensor is
+freed, or by a copy. If another program truncates a mapped file, a signal (SIGBUS) ends this process; a copy only raises an error.
 """
 
 from __future__ import annotations
@@ -22,10 +20,10 @@ from dtype_engine.runtime.formats.dequantize import torch_dtype
 
 
 def read_mapped(stored: CheckpointTensor, alone: bool = False) -> torch.Tensor:
-    """Memory-map a stored tensor, in its own dtype and shape. Its bytes must be contiguous in the file.
+    """Memory-map a stored tensor, in its own dtype and shape. Writes to the tensor do not change the file.
 
-    alone: whether to ask the system not to read what lies around the tensor in the file as well, which may be several MiB. The
-    mapping is private, so writes to the tensor do not change the file. Raises UserError if the file can't be read.
+    alone: whether to ask the system not to read what lies around the tensor in the file as well, which may be several MiB. Raises
+    UserError if the file can't be read, or if the tensor's bytes are not contiguous in it.
     """
     byte_range = stored.bytes
     if byte_range is None:
@@ -57,26 +55,22 @@ def read_mapped(stored: CheckpointTensor, alone: bool = False) -> torch.Tensor:
 
 
 def read_part(part: CheckpointTensor) -> torch.Tensor:
-    """Return one of the tensors that a file stores for a coded weight, such as its codes, mapped from the file. A tensor in GGUF
-    blocks, for which torch has no dtype, is returned as its bytes: uint8 [bytes].
-    """
+    """Memory-map one of the tensors of a coded weight, such as its codes, or as uint8 [bytes] if it consists of GGUF blocks."""
     if not part.packed:
         return read_mapped(part)
     return read_mapped(msgspec.structs.replace(part, dtype="uint8", shape=(part.nbytes,), packed=False))
 
 
 def torch_shape(stored: CheckpointTensor) -> tuple[int, ...]:
-    """Return the shape that torch gives a stored tensor. For `float4_e2m1fn_x2`, the last dimension is half as long as in the file,
-    because torch counts a byte with two values as one element.
-    """
+    """Return a stored tensor's shape in torch, which counts a byte with two values of `float4_e2m1fn_x2` as one element."""
     if stored.dtype == "float4_e2m1fn_x2" and stored.shape:
         return (*stored.shape[:-1], stored.shape[-1] // 2)
     return stored.shape
 
 
 def read_range(byte_range: ByteRange, dtype: torch.dtype, start: int, count: int) -> torch.Tensor:
-    """Read `count` elements of a tensor whose bytes are `byte_range`, starting at the flat index `start`, without mapping the file:
-    [count]. Raises UserError if the file is too short or can't be read.
+    """Copy `count` elements of a tensor whose bytes are `byte_range`, starting at the flat index `start`: [count]. Raises UserError
+    if the file is too short or can't be read.
     """
     buffer = bytearray(count * dtype.itemsize)
     view, at = memoryview(buffer), byte_range.start + start * dtype.itemsize

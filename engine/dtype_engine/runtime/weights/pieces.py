@@ -10,15 +10,13 @@ import torch
 from dtype_engine.runtime.weights.source import CPU, WeightSource
 
 _WORTH_KEEPING = 1 << 19
-"""The values that were read last are kept if at least this many can only be read together. They are then, for example, an expert,
-which is decoded as a whole, and the next read often needs values of the same expert.
+"""The values that were read last are kept if at least this many can only be read together, such as an expert, of which the next
+read often needs more.
 """
 
 
 class Pieces:
-    """The values of a weight, which can be sliced by rows or elements like a tensor, and are read when they are sliced. Several
-    threads may read at once.
-    """
+    """The values of a weight, which can be sliced like a tensor, and are read then. Several threads may read at once."""
 
     device = CPU
 
@@ -32,7 +30,7 @@ class Pieces:
         return self._source.numel()
 
     def reshape(self, *shape: int) -> Rows:
-        """Return a view that can be sliced by rows, [rows, columns], or by elements if `shape` is only one number."""
+        """Return a view that can be sliced by rows, [rows, columns], or by elements if `shape` is one number."""
         return Rows(self, torch.Size(shape if len(shape) == 2 else (self.numel(),)))
 
     def elements(self, start: int, count: int) -> torch.Tensor:
@@ -65,8 +63,8 @@ class Rows:
 
 
 def as_matrix(source: WeightSource) -> tuple[Rows, int]:
-    """Return a weight as a matrix [rows, columns], and how many of its rows can only be read together. The weight's last dimension
-    becomes the columns, and all other dimensions together become the rows. A vector is one row.
+    """Return a weight as a matrix [all other dimensions, the last dimension], and how many of its rows can only be read together. A
+    vector is one row.
     """
     columns = source.shape[-1] if source.shape else 1
     rows = math.prod(source.shape[:-1])

@@ -1,6 +1,4 @@
-"""The interface of the source of a weight: the one kind of object from which the values of a weight are read, whether they are in
-memory or in files, plain or coded, one tensor or several.
-"""
+"""The one kind of object from which a weight is read: in memory or in files, plain or coded, one tensor or several."""
 
 from __future__ import annotations
 
@@ -16,8 +14,8 @@ CPU = torch.device("cpu")
 
 
 class WeightSource(ABC):
-    """The values of one weight as the files store them. If Python code has built the module, they are the values from when it was
-    opened. They are never written to, and several threads may read them at once.
+    """The values of one weight as the files store them or, if Python code has built the module, as they were when it was opened.
+    They are never written to, and several threads may read them at once.
     """
 
     shape: tuple[int, ...]
@@ -25,23 +23,23 @@ class WeightSource(ABC):
     dtype: torch.dtype
     """The dtype of the values that are read: the stored one, or float32 for a weight that is stored as codes."""
     holds: torch.dtype
-    """The dtype of the tensor that the module holds while the weight is not cast, whether this tensor has values or is a
-    placeholder.
-    """
+    """The dtype of the tensor, with values or a placeholder, that the module holds while the weight is not cast."""
     format: str = ""
-    """The name of the format if the files store the weight as codes, such as "gptq:int4@g128". Otherwise ""."""
+    """The format of a weight that the files store as codes, such as "gptq:int4@g128". Otherwise ""."""
     own: bool = False
-    """Whether an export of this program stored the weight as codes, so that `format` is a format of `core.dtypes`."""
+    """Whether an export of this program stored the codes, so that `format` is a format of `core.dtypes`."""
     plain: bool = False
-    """True if the module holds the values themselves while the weight is not cast. Otherwise it holds a placeholder, and each
+    """Whether the module holds the values themselves while the weight is not cast. Otherwise it holds a placeholder, and each
     operation has to read or decode the values.
     """
     input_format: InputFormat | None = None
     """How runtimes round the activations that the weight multiplies, as the files declare, or None if they do not."""
     has_parts: bool = False
-    """True if `part` can read the values at one index of the weight's first dimension, such as those of one expert, without the
-    others.
-    """
+    """Whether `part` can read the values at one index of the first dimension, such as those of one expert, without the others."""
+    nbytes: int
+    """The number of bytes that the weight takes in the files."""
+    unit: int = 1
+    """How many values can only be read together. A read that starts and ends at a multiple of it decodes no value twice."""
     in_files: tuple[CheckpointTensor, ...] = ()
     """The headers of the tensors that are read from files at each use of the values. Empty if the values stay in memory."""
 
@@ -50,20 +48,8 @@ class WeightSource(ABC):
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """The tensors from which the values are computed, such as codes and scales, as the files store them."""
 
-    @property
-    @abstractmethod
-    def nbytes(self) -> int:
-        """The number of bytes that the weight takes in the files."""
-
-    @property
-    def unit(self) -> int:
-        """How many values can only be read together. A read that starts and ends at a multiple of it decodes no value twice."""
-        return 1
-
     def held(self, device: torch.device) -> torch.Tensor:
-        """Return the tensor that a module on `device` holds while the weight is not cast. It has the weight's shape, and contains
-        values or is a placeholder.
-        """
+        """Return the tensor that a module on `device` holds while the weight is not cast, in the weight's shape."""
         return placeholder(self.shape, self.holds, device)
 
     @abstractmethod
@@ -71,9 +57,7 @@ class WeightSource(ABC):
         """Return all values, in the weight's shape and in `dtype`, on `device`. Raises UserError if a file can't be read."""
 
     def read_in(self, dtype: torch.dtype, device: torch.device = CPU) -> torch.Tensor:
-        """Return all values in the weight's shape and in `dtype`, on `device`. If possible, not all of them are held in another
-        dtype.
-        """
+        """Like `read`, but in another dtype. If possible, not all values are held in their own at once."""
         return self.read(device).to(dtype)
 
     def elements(self, start: int, count: int) -> torch.Tensor:
@@ -81,25 +65,19 @@ class WeightSource(ABC):
         return self.read().reshape(-1)[start : start + count]
 
     def rows(self, first: int, last: int, device: torch.device = CPU) -> torch.Tensor:
-        """Return the values at the indexes from `first` up to `last` of the weight's first dimension. If it is possible, the others
-        are not decoded.
-        """
+        """Return the values at the indexes from `first` up to `last` of the first dimension. If possible, no others are decoded."""
         return self.read(device)[first:last]
 
     @abstractmethod
     def gather(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return rows of an embedding table [rows, width], on the device of `ids`: [*ids.shape, width]. ids: the indexes of the
-        rows.
-        """
+        """Return the rows `ids` of an embedding table [rows, width], on the device of `ids`: [*ids.shape, width]."""
 
     def part(self, index: int, device: torch.device) -> torch.Tensor | None:
-        """Return the values at one index of the weight's first dimension, such as those of one expert. Returns None if there is
-        no such index, or if they can't be read without the others (`has_parts`).
-        """
+        """Return the values at one index of the first dimension, or None if there is no such index or not `has_parts`."""
         return None
 
     def release(self) -> None:  # noqa: B027
-        """Drop the mappings of the files, so that their pages can leave the memory. Reading the values maps the files again."""
+        """Drop the mappings of the files, so that their pages can leave the memory, until the values are read again."""
 
     def numel(self) -> int:
         """Return the number of values."""
@@ -107,7 +85,5 @@ class WeightSource(ABC):
 
 
 def placeholder(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a tensor of the given shape that takes the memory of only one element. All its values are NaN, so that using them by
-    mistake becomes visible.
-    """
+    """Return a tensor that takes the memory of only one element: NaN, so that using it by mistake becomes visible."""
     return torch.full((1,), torch.nan, device=device).to(dtype).expand(shape)

@@ -14,12 +14,11 @@ from dtype_engine.runtime.weights.source import CPU, WeightSource
 
 
 class StackedSource(WeightSource):
-    """A weight that loading packs from several stored tensors. Used if any of these tensors is stored as codes, or if the model is
-    larger than memory.
+    """A weight that loading packs from several stored tensors, if any of these is stored as codes, or the model is larger than
+    memory.
 
-    parts: the sources of the stored tensors, in the order in which they follow each other in the weight's memory. shape: the
-    weight's shape. holds: the dtype of the placeholder in the module, unless an export of this program stored all parts in one
-    format.
+    parts: the sources of the stored tensors, in the order in which they follow each other in the weight's memory. holds: the dtype
+    of the placeholder in the module, unless an export of this program stored all parts in one format.
     """
 
     def __init__(self, parts: Sequence[WeightSource], shape: tuple[int, ...], holds: torch.dtype) -> None:
@@ -30,6 +29,7 @@ class StackedSource(WeightSource):
         self.dtype = torch.float32 if self.format else holds
         self.has_parts = len(shape) > 2 and len(parts) % shape[0] == 0
         self.in_files = tuple(tensor for part in parts for tensor in part.in_files)
+        self.nbytes = sum(part.nbytes for part in parts)
 
     @cached_property
     def input_format(self) -> InputFormat | None:  # type: ignore[override]
@@ -40,10 +40,6 @@ class StackedSource(WeightSource):
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return tuple(tensor for part in self._sources for tensor in part.tensors)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self._sources)
 
     def read(self, device: torch.device = CPU) -> torch.Tensor:
         return self._filled(torch.empty(self.shape, dtype=self.dtype, device=device), lambda part: part.read(device))

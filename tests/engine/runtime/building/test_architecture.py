@@ -142,10 +142,8 @@ def test_wrong_config_is_one_line(
     assert len(said) < 600
     # What needs no module goes on by the names in the files.
     assert run(cli, "dtype-engine", ["inspect", str(folder), "--preset", "bf16"]) in (0, 2)
-    assert run(cli, "dtype-engine", ["export", str(folder), "--cast", "*.mlp=bf16", "-o", str(tmp_path / "out")]) in (
-        0,
-        2,
-    )
+    export = ["export", str(folder), "--cast", "*.mlp=bf16", "-o", str(tmp_path / "out")]
+    assert run(cli, "dtype-engine", export) in (0, 2)
     assert "Traceback" not in capsys.readouterr().err
 
 
@@ -203,12 +201,10 @@ def test_kernels_named_by_parts_of_a_composite_model_are_not_downloaded(tmp_path
     config = json.loads((folder / "config.json").read_text())
     config["text_config"]["_attn_implementation"] = "evil/text"
     config["vision_config"]["attn_implementation"] = "evil/pictures"
-    (folder / "config.json").write_text(json.dumps(config))
+    changed(folder, **config)
     _, said = notices(folder)
     assert reached == []
-    assert {name for name in ("evil/text", "evil/pictures") if any(name in line for line in said)} == {
-        "evil/text", "evil/pictures",
-    }  # fmt: skip
+    assert all(any(name in line for line in said) for name in ("evil/text", "evil/pictures"))
 
 
 def test_backbone_on_a_hub_is_not_downloaded(make_llama: Make, reached: list[str]) -> None:

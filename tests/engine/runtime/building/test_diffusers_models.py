@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests.helpers.pipelines import COMPONENTS, FAMILIES, save_pipeline
 
 import dtype_engine as de
@@ -27,10 +28,6 @@ def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("pipelines")
 
 
-def saved(pipelines: Path, family: str) -> Path:
-    return pipelines / family if (pipelines / family).is_dir() else save_pipeline(family, pipelines)
-
-
 def in_diffusers(folder: Path, calls: list[dict[str, Any]], dtype: torch.dtype) -> torch.Tensor:
     """What diffusers itself gives when all tensors of the file and all inputs are of this dtype."""
     import diffusers
@@ -42,8 +39,6 @@ def in_diffusers(folder: Path, calls: list[dict[str, Any]], dtype: torch.dtype) 
 
     name = json.loads((folder / "config.json").read_text())["_class_name"]
     module = getattr(diffusers, name).from_config(json.loads((folder / "config.json").read_text()))
-    from safetensors.torch import load_file
-
     module.load_state_dict(load_file(folder / "diffusion_pytorch_model.safetensors"))
     module.eval()
     for tensor in module.state_dict(keep_vars=True).values():
@@ -55,7 +50,7 @@ def in_diffusers(folder: Path, calls: list[dict[str, Any]], dtype: torch.dtype) 
 
 @pytest.mark.parametrize(("family", "component"), COMPONENTS)
 def test_component_equals_what_diffusers_runs(pipelines: Path, family: str, component: str) -> None:
-    folder = saved(pipelines, family) / component
+    folder = save_pipeline(family, pipelines) / component
     session = de.open(str(folder), options=de.Options(settings=de.RunSettings(float_inputs="model")))
     session.cast("*", "bfloat16")
     report = session.drift()
@@ -73,7 +68,7 @@ def test_component_equals_what_diffusers_runs(pipelines: Path, family: str, comp
 def test_stored_dtypes_are_kept_and_mapped(pipelines: Path, tmp_path: Path) -> None:
     import diffusers
 
-    unet = diffusers.UNet2DConditionModel.from_pretrained(saved(pipelines, "sdxl") / "unet")
+    unet = diffusers.UNet2DConditionModel.from_pretrained(save_pipeline("sdxl", pipelines) / "unet")
     unet.to(torch.bfloat16)
     unet.conv_in.float()
     unet.save_pretrained(tmp_path / "unet")
@@ -85,8 +80,6 @@ def test_stored_dtypes_are_kept_and_mapped(pipelines: Path, tmp_path: Path) -> N
     session.cast("conv_out", "float16")
     session.export(tmp_path / "out")
     held = diffusers.UNet2DConditionModel.from_config(json.loads((tmp_path / "out" / "config.json").read_text()))
-    from safetensors.torch import load_file
-
     held.load_state_dict(load_file(tmp_path / "out" / "diffusion_pytorch_model.safetensors"), assign=True)
     assert (held.conv_out.weight.dtype, held.conv_in.weight.dtype) == (torch.float16, torch.float32)
 
@@ -95,7 +88,7 @@ def test_float16_vae_overflow_is_named_and_fixed(pipelines: Path, tmp_path: Path
     """A residual block whose output exceeds the largest float16, as that of SDXL's VAE does."""
     import diffusers
 
-    vae = diffusers.AutoencoderKL.from_pretrained(saved(pipelines, "sdxl") / "vae")
+    vae = diffusers.AutoencoderKL.from_pretrained(save_pipeline("sdxl", pipelines) / "vae")
     with torch.no_grad():
         vae.decoder.up_blocks[0].resnets[1].conv2.weight *= 3e5
     vae.save_pretrained(tmp_path / "vae")
@@ -114,7 +107,7 @@ def test_float16_vae_overflow_is_named_and_fixed(pipelines: Path, tmp_path: Path
 
 
 def test_component_option_and_its_errors(pipelines: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = saved(pipelines, "sdxl")
+    folder = save_pipeline("sdxl", pipelines)
     assert run(cli, "dtype-engine", ["drift", str(folder), "--component", "vae", "--cast", "*=bf16", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["model"], found["inputs"]) == ("vae", "2 calls of random latents of a picture")
@@ -168,15 +161,12 @@ def test_unknown_class_runs_on_the_inputs_of_its_pipeline(
     monkeypatch.setattr("dtype_engine.runtime.inputs.diffusers_inputs._MAKERS", {})
     monkeypatch.setattr("dtype_engine.runtime.inputs.diffusers_inputs._PICTURE", 32)
     monkeypatch.setattr("dtype_engine.runtime.inputs.diffusers_inputs._VIDEO", 32)
-    folder = saved(pipelines, family) / component
+    folder = save_pipeline(family, pipelines) / component
     session = de.open(str(folder), options=de.Options(settings=de.RunSettings(float_inputs="model")))
     run_with = {"prompt": "a photograph of a cat", "height": 32, "width": 32}
-    if family in ("wan", "ltx"):
-        run_with["num_frames"] = 9
-    if family in ("sd3", "flux", "wan", "ltx"):
-        run_with["max_sequence_length"] = 64
-    prompt = {"class_labels": [1]} if family == "dit" else run_with
-    calls = what_the_pipeline_passes(family, component, prompt)
+    if family == "wan":
+        run_with |= {"num_frames": 9, "max_sequence_length": 64}
+    calls = what_the_pipeline_passes(family, component, run_with)
     recorded = [batch.kwargs for batch in session.need_inputs().batches]
     for call, passed in zip(recorded, calls, strict=True):
         torch.testing.assert_close(call, {name: passed[name] for name in call}, atol=1e-4, rtol=1e-4)
@@ -205,12 +195,11 @@ def test_component_of_an_unconditional_or_broken_pipeline(tmp_path: Path) -> Non
     session.cast("*", "bfloat16")
     assert session.drift().output.rel_l2 < 0.1
     shutil.rmtree(tmp_path / "ddpm" / "scheduler")
-    with pytest.raises(
-        NoForward, match=r"nothing says what to run a UNet2DModel on.*; nor can the pipeline around it: ddpm"
-    ):
+    unknown = "nothing says what to run a UNet2DModel on"
+    with pytest.raises(NoForward, match=f"{unknown}.*; nor can the pipeline around it: ddpm"):
         de.open(str(tmp_path / "ddpm" / "unet")).drift()
     (tmp_path / "ddpm" / "model_index.json").unlink()
-    with pytest.raises(NoForward, match="nothing says what to run a UNet2DModel on"):
+    with pytest.raises(NoForward, match=unknown):
         de.open(str(tmp_path / "ddpm" / "unet")).drift()
 
 
@@ -218,7 +207,7 @@ def test_float32_parameters_are_those_that_diffusers_keeps(pipelines: Path) -> N
     """`WanTransformer3DModel` declares modules and a parameter: what has one of the words among the parts of its name."""
     import diffusers
 
-    tree = de.open(str(saved(pipelines, "wan") / "transformer")).tree
+    tree = de.open(str(save_pipeline("wan", pipelines) / "transformer")).tree
     words = set(diffusers.WanTransformer3DModel._keep_in_fp32_modules)
     attribute = "(_keep_in_fp32_modules)"
     declared = {name for name, module in tree.modules.items() if attribute in (module.keep_in_fp32 or "")}

@@ -27,10 +27,6 @@ def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("pipelines")
 
 
-def saved(pipelines: Path, family: str) -> Path:
-    return pipelines / family if (pipelines / family).is_dir() else save_pipeline(family, pipelines)
-
-
 def opened(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> de.Session:
     monkeypatch.setattr("dtype_engine.runtime.inputs.diffusers_inputs._PICTURE", 32)
     monkeypatch.setattr("dtype_engine.runtime.inputs.diffusers_inputs._VIDEO", 32)
@@ -58,7 +54,7 @@ def in_diffusers(family: str, session: de.Session, dtypes: dict[str, torch.dtype
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_pipeline_equals_what_diffusers_runs(pipelines: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    session = opened(saved(pipelines, family), monkeypatch)
+    session = opened(save_pipeline(family, pipelines), monkeypatch)
     parts = {name for name in session.tree.modules if name and "." not in name}
     reference, candidate = (
         in_diffusers(family, session, dict.fromkeys(parts, dtype)) for dtype in (torch.float32, torch.bfloat16)
@@ -79,7 +75,7 @@ def test_pipeline_equals_what_diffusers_runs(pipelines: Path, family: str, monke
 
 
 def test_vae_converted_by_the_pipeline_is_noted_and_restored(pipelines: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    session = opened(saved(pipelines, "sdxl"), monkeypatch)
+    session = opened(save_pipeline("sdxl", pipelines), monkeypatch)
     session.cast("vae", "float16")
     session.cast("vae.encoder", "bfloat16")
     held = {name: weight.tensor.dtype for name, weight in session.model.weights.items()}
@@ -116,21 +112,20 @@ def test_vae_behind_a_black_picture_is_named_and_fixed(pipelines: Path, monkeypa
 def test_exported_pipeline_opens_as_a_pipeline(
     pipelines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    session = opened(saved(pipelines, "sdxl"), monkeypatch)
+    session = opened(save_pipeline("sdxl", pipelines), monkeypatch)
     session.cast("{unet,text_encoder*}", "bfloat16")
     wanted = session.drift().output
     session.export(tmp_path / "out")
     again = opened(tmp_path / "out", monkeypatch)
     assert {weight.dtype for name, weight in again.model.weights.items() if name.startswith("unet.")} == {"bfloat16"}
     assert {weight.dtype for name, weight in again.model.weights.items() if name.startswith("vae.")} == {"float32"}
-    monkeypatch.setattr("dtype_engine.runtime.inputs.diffusers_inputs._PICTURE", 32)
-    stored = de.open(str(tmp_path / "out"), options=de.Options(reference="stored"))
+    stored = opened(tmp_path / "out", monkeypatch, reference="stored")
     assert stored.drift().output.max_abs == 0
     assert wanted.max_abs > 0
 
 
 def test_pipeline_prompts_and_refused_inputs(pipelines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = saved(pipelines, "sd15")
+    folder = save_pipeline("sd15", pipelines)
     session = opened(folder, monkeypatch, prompts=("a cat", "a dog"))
     assert session.need_inputs().description == "2 prompts, 2 steps, 32 x 32 pixels"
     assert [batch.kwargs["prompt"] for batch in session.need_inputs().batches] == ["a cat", "a dog"]
@@ -163,7 +158,7 @@ def test_pictures_of_both_sides_are_saved(
 ) -> None:
     from PIL import Image
 
-    session = opened(saved(pipelines, "dit"), monkeypatch)
+    session = opened(save_pipeline("dit", pipelines), monkeypatch)
     cast = dict.fromkeys(("transformer", "vae"), torch.bfloat16)
     reference, candidate = in_diffusers("dit", session, {}), in_diffusers("dit", session, cast)
     arguments = ["drift", str(pipelines / "dit"), "--cast", "*=bf16", "--save-pictures", str(tmp_path / "out")]

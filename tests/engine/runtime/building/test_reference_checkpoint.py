@@ -15,6 +15,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tests.helpers.checkpoint_folders import tokenizer
+from tests.helpers.file_edits import change_tensors, store_in_fp8, write_gguf
 from tests.helpers.measured_on import DEVICE, placed
 
 import dtype_engine as de
@@ -110,33 +111,16 @@ def test_own_float8_export_as_candidate_and_as_reference(make_llama: Make, tmp_p
 
 def test_foreign_float8_blocks_as_candidate(make_llama: Make, tmp_path: Path) -> None:
     a = make_llama(dtype="bfloat16")
-    b = tmp_path / "b"
-    stored, values = {}, {}
-    for name, tensor in load_file(a / "model.safetensors").items():
-        stored[name] = values[name] = tensor
-        if ".mlp." in name:
-            scale = tensor.float().abs().amax().reshape(1, 1) / 448
-            stored[name] = (tensor.float() / scale).to(torch.float8_e4m3fn)
-            stored[f"{name}_scale_inv"] = scale
-            values[name] = (stored[name].float() * scale).bfloat16()
-    b.mkdir()
-    config = json.loads((a / "config.json").read_text())
-    described = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]}
-    (b / "config.json").write_text(json.dumps(config | {"quantization_config": described}))
-    save_file(stored, b / "model.safetensors", {"format": "pt"})
-    decoded = rewritten(a, tmp_path / "values", lambda name, tensor: (name, values[name]))
+    values = store_in_fp8(b := make_llama("b", dtype="bfloat16"))
+    decoded = rewritten(a, tmp_path / "values", lambda name, tensor: (name, values[name].bfloat16()))
     assert_figures(opened(a, b), plain(a, "float32"), plain(decoded))
 
 
 def test_drift_from_a_gguf_copy(make_llama: Make, tmp_path: Path) -> None:
     """In Q8_0, with the rows of queries and keys as llama.cpp has them. Its header has the settings in float32."""
     a = make_llama(num_attention_heads=4, num_key_value_heads=2)
-    writer = gguf.GGUFWriter(tmp_path / "b.gguf", "llama")
-    for name, value in (("block_count", 2), ("embedding_length", 32), ("feed_forward_length", 48), ("head_count", 4),
-                        ("head_count_kv", 2), ("vocab_size", 64), ("layer_norm_rms_eps", 1e-6)):  # fmt: skip
-        getattr(writer, f"add_{name}")(value)
     names, kind = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2), gguf.GGMLQuantizationType.Q8_0
-    rounded = {}
+    rounded, written = {}, dict[str, Any]()
     for name, tensor in load_file(a / "model.safetensors").items():
         values = rounded[name] = tensor.numpy()
         new = names.get_name(name, (".weight",))
@@ -146,13 +130,13 @@ def test_drift_from_a_gguf_copy(make_llama: Make, tmp_path: Path) -> None:
                 values = values.reshape(heads, 2, len(values) // heads // 2, -1).swapaxes(1, 2).reshape(values.shape)
         if values.ndim == 2 and values.shape[1] % 32 == 0:
             rounded[name] = gguf.quants.dequantize(gguf.quants.quantize(rounded[name], kind), kind)
-            writer.add_tensor(new, gguf.quants.quantize(values, kind), raw_dtype=kind)
+            written[new] = gguf.quants.quantize(values, kind), kind
         else:
-            writer.add_tensor(new, values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+            written[new] = values
+    write_gguf(
+        tmp_path / "b.gguf", written, block_count=2, embedding_length=32, feed_forward_length=48, head_count=4,
+        head_count_kv=2, vocab_size=64, layer_norm_rms_eps=1e-6,
+    )  # fmt: skip
     b = rewritten(a, tmp_path / "values", lambda name, tensor: (name, torch.from_numpy(rounded[name])))
     assert_figures(opened(a, tmp_path / "b.gguf"), plain(a), plain(b))
 
@@ -363,7 +347,6 @@ def test_worker_finds_the_reference_from_any_folder(make_llama: Make, monkeypatc
 
 def test_reference_notices_are_shown(make_llama: Make) -> None:
     a, b = make_llama(), make_llama("other")
-    tensors = load_file(a / "model.safetensors")
-    save_file(tensors | {"extra.weight": torch.ones(2)}, a / "model.safetensors", {"format": "pt"})
+    change_tensors(a, lambda tensors: tensors.update({"extra.weight": torch.ones(2)}))
     notices = opened(a, b).drift().notices
     assert "of the reference: 1 tensor of the checkpoint not used by LlamaForCausalLM, first extra.weight" in notices

@@ -13,6 +13,7 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import load_file, save_file
 from tests.helpers import architectures
+from tests.helpers.file_edits import change_config
 
 from dtype_engine.checkpoint import open_checkpoint
 from dtype_engine.cli import cli
@@ -55,8 +56,7 @@ def change(folder: Path, tensors: dict[str, torch.Tensor | None] | None = None, 
     held = load_file(folder / "model.safetensors") | (tensors or {})
     kept = {name: value.contiguous() for name, value in held.items() if value is not None}
     save_file(kept, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | entries))
+    change_config(folder, **entries)
 
 
 WRONG: dict[str, tuple[str, Config]] = {
@@ -211,14 +211,9 @@ def test_quantized_weight_of_another_shape_is_named(
     assert run(cli, "dtype-engine", ["export", str(folder), "--cast", "*.mlp=fp8", "-o", str(out)]) == 0
     capsys.readouterr()
     assert checked(out, capsys)[0] == 0
-    change_only_config(out, intermediate_size=80)
+    change_config(out, intermediate_size=80)
     shapes = open_checkpoint(out).weights
     found = of_kind(checked(out, capsys)[1], "tensor-shape")
     assert found.keys() == {name for name in shapes if ".mlp." in name}
-    change_only_config(folder, intermediate_size=80)
+    change_config(folder, intermediate_size=80)
     assert found.keys() == differing(folder).keys()
-
-
-def change_only_config(folder: Path, **entries: Any) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | entries))

@@ -37,11 +37,7 @@ CONFIG = transformers.LlamaConfig(
         (conversion_mapping, "get_model_conversion_mapping", "tensors that are renamed or packed find no place"),
         (core_model_loading, "rename_source_key", "tensors that are renamed or packed find no place"),
         (core_model_loading, "WeightConverter", "tensors that are renamed or packed find no place"),
-        (
-            dynamic_module_utils,
-            "TIME_OUT_REMOTE_CODE",
-            "a model of custom code that loads another may ask on standard input",
-        ),
+        (dynamic_module_utils, "TIME_OUT_REMOTE_CODE", "code that loads other code may ask on standard input"),
         (core_model_loading, "WeightRenaming", "tensors that are renamed or packed find no place"),
     ],
     ids=lambda value: value if isinstance(value, str) and " " not in value else "",

@@ -16,14 +16,18 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tests.helpers.exporting import export_checkpoint
+from tests.helpers.file_edits import change_config
 from tests.helpers.measured_on import placed
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dtype_engine as de
+from dtype_engine.checkpoint import open_checkpoint
 from dtype_engine.cli import cli
 from dtype_engine.cli.program import run
 from dtype_engine.runtime.formats import schemes
 
+Make = Callable[[], transformers.PreTrainedModel]
 BLOCK = 32
 _SMALL: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
@@ -60,7 +64,7 @@ def _encoded(weight: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.nda
     return codes, scale, values
 
 
-def quantised(make: Callable[[], transformers.PreTrainedModel], folder: Path) -> dict[str, torch.Tensor]:
+def quantised(make: Make, folder: Path) -> dict[str, torch.Tensor]:
     """Write a model with its linear layers in float8 with block scales. Returns the float32 values of all its weights."""
     torch.manual_seed(0)
     make().to(torch.bfloat16).save_pretrained(folder)
@@ -72,9 +76,7 @@ def quantised(make: Callable[[], transformers.PreTrainedModel], folder: Path) ->
             tensors[name] = torch.from_numpy(codes.view(np.uint8)).view(torch.float8_e4m3fn)
             tensors[f"{name}_scale_inv"], values[name] = torch.from_numpy(scale), torch.from_numpy(decoded)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}
-    (folder / "config.json").write_text(json.dumps(config))
+    change_config(folder, quantization_config={"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]})
     return values
 
 
@@ -100,7 +102,7 @@ def _session(folder: Path, tmp_path: Path) -> tuple[de.Session, torch.Tensor]:
 
 
 @pytest.mark.parametrize("make", MODELS)
-def test_cast_starts_from_the_decoded_values(make: Callable[[], transformers.PreTrainedModel], tmp_path: Path) -> None:
+def test_cast_starts_from_the_decoded_values(make: Make, tmp_path: Path) -> None:
     values = quantised(make, folder := tmp_path / "fp8")
     wide, narrow = plain(folder, values, tmp_path / "plain")
     session, ids = _session(folder, tmp_path)
@@ -116,9 +118,7 @@ def test_cast_starts_from_the_decoded_values(make: Callable[[], transformers.Pre
 
 
 @pytest.mark.parametrize("make", MODELS)
-def test_model_takes_the_memory_of_the_packed_weights(
-    make: Callable[[], transformers.PreTrainedModel], tmp_path: Path
-) -> None:
+def test_model_takes_the_memory_of_the_packed_weights(make: Make, tmp_path: Path) -> None:
     quantised(make, folder := tmp_path / "fp8")
     session, _ = _session(folder, tmp_path)
     model = session.model
@@ -136,7 +136,7 @@ def test_model_takes_the_memory_of_the_packed_weights(
 
 @pytest.mark.parametrize("make", MODELS)
 def test_decoded_values_are_freed_after_their_operation(
-    make: Callable[[], transformers.PreTrainedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quantised(make, folder := tmp_path / "fp8")
     session, _ = _session(folder, tmp_path)
@@ -211,9 +211,7 @@ def _export(folder: Path, out: Path, *rules: str) -> None:
 
 
 @pytest.mark.parametrize("make", MODELS)
-def test_export_without_rules_equals_the_source(
-    make: Callable[[], transformers.PreTrainedModel], tmp_path: Path
-) -> None:
+def test_export_without_rules_equals_the_source(make: Make, tmp_path: Path) -> None:
     quantised(make, folder := tmp_path / "fp8")
     _export(folder, tmp_path / "out")
     before, after = (load_file(each / "model.safetensors") for each in (folder, tmp_path / "out"))
@@ -231,7 +229,7 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 @pytest.mark.parametrize("make", MODELS)
 @pytest.mark.parametrize("rules", [("*=bf16",), ("*.experts=bf16", "*.0.mlp.up_proj=nvfp4")])
 def test_export_has_decoded_values_and_no_quantization_config(
-    make: Callable[[], transformers.PreTrainedModel],
+    make: Make,
     rules: tuple[str, ...],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -302,10 +300,5 @@ def test_large_weight_is_decoded_in_pieces(tmp_path: Path) -> None:
         nonlocal most
         most = max(most, process.memory_full_info().uss - before)
 
-    from dtype_engine.checkpoint import open_checkpoint
-    from dtype_engine.runtime.export import export
-    from dtype_engine.runtime.export.plan import of_checkpoint
-
-    contents = of_checkpoint(open_checkpoint(tmp_path), "big", _recipe("*=bf16"))
-    export(contents, tmp_path / "out", on_bytes=note)
+    export_checkpoint(open_checkpoint(tmp_path), "big", _recipe("*=bf16"), tmp_path / "out", on_bytes=note)
     assert most < 64 << 20

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tests.helpers.file_edits import change_tensors
 
 import dtype_engine as de
 from dtype_engine.cli import cli, run
@@ -91,9 +92,7 @@ def test_export_has_the_values_of_the_codes(quantized: tuple[Path, Path], tmp_pa
 def test_codes_without_scales_are_found(quantized: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     codes, _ = quantized
     name = "model.layers.0.mlp.down_proj.weight"
-    tensors = load_file(codes / "model.safetensors")
-    del tensors[f"{name}.absmax"]
-    save_file(tensors, codes / "model.safetensors", {"format": "pt"})
+    change_tensors(codes, lambda tensors: tensors.pop(f"{name}.absmax"))
     assert run(cli, "dtype-engine", ["check", str(codes), "--no-modules"]) == 1
     assert f"{name}.absmax" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"not one model|no forward pass"):
@@ -103,8 +102,6 @@ def test_codes_without_scales_are_found(quantized: tuple[Path, Path], capsys: py
 def test_codes_with_too_few_scales_are_found(quantized: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     codes, _ = quantized
     name = "model.layers.0.mlp.down_proj.weight.absmax"
-    tensors = load_file(codes / "model.safetensors")
-    tensors[name] = tensors[name][:-1].clone()
-    save_file(tensors, codes / "model.safetensors", {"format": "pt"})
+    change_tensors(codes, lambda tensors: tensors.update({name: tensors[name][:-1].clone()}))
     assert run(cli, "dtype-engine", ["check", str(codes), "--no-modules"]) == 1
     assert f"{name} is [127], where the codes" in capsys.readouterr().out.replace("  ", " ")

@@ -70,7 +70,7 @@ def test_invalid_device_map_is_refused_in_one_sentence(text: str, words: str, tm
     file = tmp_path / "map.json"
     file.write_text(text)
     with pytest.raises(de.UserError, match=words):
-        places_of(Layered(), str(file), FIRST, {})
+        places_of(Layered(), FIRST, de.Options(device_map=str(file)))
 
 
 def test_model_without_a_part_that_fits_an_accelerator_is_reported() -> None:

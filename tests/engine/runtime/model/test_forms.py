@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.helpers.file_edits import write_gguf
 from tests.helpers.hub_server import hub_of
 from torch import nn
 
@@ -114,18 +115,6 @@ def test_folder_of_pickles_runs(make_llama: Make) -> None:
     assert same(values(opened(folder)), tensors)
 
 
-class Doubler(nn.Module):
-    """A module that only exists here."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        doubled: torch.Tensor = 2 * self.layer(x)
-        return doubled
-
-
 def test_whole_module_needs_trust(tmp_path: Path) -> None:
     path = tmp_path / "whole.pt"
     torch.save(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), path)
@@ -224,19 +213,10 @@ def test_diffusers_folder_is_opened(tmp_path: Path) -> None:
 def test_gguf_file_is_opened(tmp_path: Path) -> None:
     import gguf
 
-    path = tmp_path / "x.gguf"
-    writer = gguf.GGUFWriter(path, "llama")
-    plain = np.arange(6, dtype=np.float32).reshape(2, 3)
-    writer.add_tensor("blk.0.attn_norm.weight", plain)
-    writer.add_tensor("blk.0.ffn_up.weight", plain.astype(np.float16))
-    blocks = gguf.quants.quantize(
-        np.random.default_rng(0).normal(size=(4, 64)).astype(np.float32), gguf.GGMLQuantizationType.Q8_0
-    )
-    writer.add_tensor("blk.0.ffn_down.weight", blocks, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    plain, kind = np.arange(6, dtype=np.float32).reshape(2, 3), gguf.GGMLQuantizationType.Q8_0
+    blocks = gguf.quants.quantize(np.random.default_rng(0).normal(size=(4, 64)).astype(np.float32), kind)
+    tensors = {"attn_norm": plain, "ffn_up": plain.astype(np.float16), "ffn_down": (blocks, kind)}
+    path = write_gguf(tmp_path / "x.gguf", {f"blk.0.{name}.weight": held for name, held in tensors.items()})
     checkpoint = opened(path)
     tree = checkpoint.tree()
     assert {name: tensor.dtype for name, tensor in tree.tensors.items()} == {
@@ -245,7 +225,7 @@ def test_gguf_file_is_opened(tmp_path: Path) -> None:
     down = tree.tensors["blk.0.ffn_down.weight"]
     assert (down.shape, down.nbytes, down.castable) == ((4, 64), 4 * 2 * 34, True)
     assert torch.equal(source_of(checkpoint, "blk.0.attn_norm.weight").read(), torch.from_numpy(plain))
-    values = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType.Q8_0)
+    values = gguf.quants.dequantize(blocks, kind)
     assert torch.equal(source_of(checkpoint, "blk.0.ffn_down.weight").read(), torch.from_numpy(values))
     assert "the architecture of this GGUF file is not known" in why_not_run(path)
 

@@ -2,38 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from tests.helpers.file_edits import Tensors, change_config, change_tensors
 
 from dtype_engine.cli import cli
 from dtype_engine.cli.program import run
 
-Tensors = dict[str, torch.Tensor]
 LAYER = "model.layers.0.mlp.up_proj"
 IN, OUT = 32, 64
-
-
-def _mlx(weight: torch.Tensor) -> Tensors:
-    words = torch.randint(0, 2**31, (OUT, IN * 4 // 32), dtype=torch.int64).to(torch.uint32)
-    return {"weight": words, "scales": torch.rand(OUT, 1)}  # the biases are not there
-
-
-def _unknown(weight: torch.Tensor) -> Tensors:
-    return {"weight": weight.char(), "row_scale": torch.rand(OUT)}
-
-
-def _integers(weight: torch.Tensor) -> Tensors:
-    return {"weight": weight.char()}
-
-
-def _quanto(weight: torch.Tensor) -> Tensors:
-    return {"weight._data": weight.char()}  # the scale is not there
 
 
 @pytest.fixture
@@ -42,21 +24,31 @@ def quantised(make_llama: Callable[..., Path]) -> Callable[..., Path]:
 
     def make(parts: Callable[[torch.Tensor], Tensors], method: dict[str, Any] | None) -> Path:
         folder = make_llama(intermediate_size=OUT, num_hidden_layers=1)
-        tensors = load_file(folder / "model.safetensors")
-        made = parts(tensors.pop(f"{LAYER}.weight") * 50)
-        save_file(tensors | {f"{LAYER}.{name}": part for name, part in made.items()}, folder / "model.safetensors")
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(config | ({"quantization_config": method} if method else {})))
-        return folder
+
+        def pack(tensors: Tensors) -> None:
+            made = parts(tensors.pop(f"{LAYER}.weight") * 50)
+            tensors.update({f"{LAYER}.{name}": part for name, part in made.items()})
+
+        return change_config(change_tensors(folder, pack), **({"quantization_config": method} if method else {}))
 
     return make
 
 
-CASES = {
-    "MLX": (_mlx, {"bits": 4, "group_size": 32}, "packed by MLX"),
-    "quanto": (_quanto, None, "optimum-quanto"),
-    "unknown": (_unknown, None, "row_scale"),
-    "integers": (_integers, None, "holds int8, where LlamaForCausalLM has floating-point values"),
+def _mlx(weight: torch.Tensor) -> Tensors:
+    words = torch.randint(0, 2**31, (OUT, IN * 4 // 32), dtype=torch.int64).to(torch.uint32)
+    return {"weight": words, "scales": torch.rand(OUT, 1)}  # the biases are not there
+
+
+MLX = {"bits": 4, "group_size": 32}
+CASES: dict[str, tuple[Callable[[torch.Tensor], Tensors], dict[str, Any] | None, str]] = {
+    "MLX": (_mlx, MLX, "packed by MLX"),
+    "quanto": (lambda weight: {"weight._data": weight.char()}, None, "optimum-quanto"),  # the scale is not there
+    "unknown": (lambda weight: {"weight": weight.char(), "row_scale": torch.rand(OUT)}, None, "row_scale"),
+    "integers": (
+        lambda weight: {"weight": weight.char()},
+        None,
+        "holds int8, where LlamaForCausalLM has floating-point values",
+    ),
 }
 
 
@@ -86,7 +78,7 @@ def test_packed_codes_are_kept_and_a_pass_is_refused(
 def test_rule_that_matches_only_codes_is_refused_by_name(
     quantised: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = quantised(_mlx, {"bits": 4, "group_size": 32})
+    folder = quantised(_mlx, MLX)
     for command in ("weights", "inspect"):
         assert run(cli, "dtype-engine", [command, str(folder), "--cast", f"{LAYER}=bf16"]) == 2
         assert f"{LAYER}." in (said := capsys.readouterr().err)
@@ -126,10 +118,12 @@ def test_missing_part_is_named_before_anything_is_written_or_run(
 ) -> None:
     declared = {"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic"}
     folder, other = quantised(parts, declared), "model.layers.0.mlp.gate_proj"
-    tensors = load_file(folder / "model.safetensors")
-    tensors[f"{other}.weight"] = tensors[f"{other}.weight"].to(torch.float8_e4m3fn)
-    tensors[f"{other}.weight_scale_inv"] = torch.rand(2, 1)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+    def scale(tensors: Tensors) -> None:
+        tensors[f"{other}.weight"] = tensors[f"{other}.weight"].to(torch.float8_e4m3fn)
+        tensors[f"{other}.weight_scale_inv"] = torch.rand(2, 1)
+
+    change_tensors(folder, scale)
     said = f"{LAYER}.{said.format(LAYER)}"
     assert run(cli, "dtype-engine", ["inspect", str(folder)]) == 0
     assert said in capsys.readouterr().out.splitlines()[0]

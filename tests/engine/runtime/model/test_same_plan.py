@@ -12,6 +12,7 @@ import safetensors.torch
 import torch
 import transformers
 from tests.helpers import checkpoint_folders
+from tests.helpers.file_edits import Tensors, change_config, change_tensors
 
 from dtype_engine.cli import cli
 from dtype_engine.cli.program import run
@@ -73,44 +74,21 @@ def bytes_in(folder: Path) -> int:
     )
 
 
-def saved_in_two_dtypes(folder: Path) -> Path:
-    file = folder / "model.safetensors"
-    tensors = safetensors.torch.load_file(file)
-    mixed = {name: tensor.half() if "mlp" in name else tensor.bfloat16() for name, tensor in tensors.items()}
-    safetensors.torch.save_file(mixed, file, metadata={"format": "pt"})
-    return folder
-
-
-def as_a_pickle(folder: Path) -> Path:
+def as_a_pickle(folder: Path) -> None:
     """As torch.save of a tied model's state dict has it: both names over one storage."""
     module = transformers.LlamaForCausalLM.from_pretrained(folder)
     assert module.lm_head.weight is module.model.embed_tokens.weight
     torch.save(module.state_dict(), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
-    return folder
 
 
-def with_tensors_nobody_uses(folder: Path) -> Path:
-    file = folder / "model.safetensors"
-    tensors = safetensors.torch.load_file(file)
-    tensors["model.layers.9.mlp.up_proj.weight"] = torch.ones(8, 8)
-    safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
-    return folder
-
-
-def stored_twice(folder: Path) -> Path:
-    file = folder / "model.safetensors"
-    tensors = safetensors.torch.load_file(file)
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-    safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
-    return folder
-
-
-def headless(folder: Path) -> Path:
-    """A base model's class over the files of one with a head: other names, and a tensor that it has no place for."""
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaModel"]}))
-    return folder
+CHANGES: dict[str, Callable[[Tensors], object]] = {
+    "mixed": lambda tensors: tensors.update(
+        {name: tensor.half() if "mlp" in name else tensor.bfloat16() for name, tensor in tensors.items()}
+    ),
+    "more tensors": lambda tensors: tensors.update({"model.layers.9.mlp.up_proj.weight": torch.ones(8, 8)}),
+    "stored twice": lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}),
+}
 
 
 def models(make_llama: Callable[..., Path], tmp_path: Path, name: str) -> str:
@@ -121,15 +99,14 @@ def models(make_llama: Callable[..., Path], tmp_path: Path, name: str) -> str:
         return f"{tmp_path / 'net.py'}:Net"
     if name == "bf16 llama":
         return str(make_llama(dtype="bfloat16", tie_word_embeddings=False))
-    change = {
-        "tied llama": lambda folder: folder,
-        "mixed": saved_in_two_dtypes,
-        "pickle": as_a_pickle,
-        "more tensors": with_tensors_nobody_uses,
-        "stored twice": stored_twice,
-        "base model": headless,
-    }[name]
-    return str(change(make_llama(tie_word_embeddings=name != "base model")))
+    folder = make_llama(tie_word_embeddings=name != "base model")
+    if name == "pickle":
+        as_a_pickle(folder)
+    elif name == "base model":  # its class over the files of one with a head: other names, and a tensor without a place
+        change_config(folder, architectures=["LlamaModel"])
+    elif name != "tied llama":
+        change_tensors(folder, CHANGES[name])
+    return str(folder)
 
 
 PLANNED = {
@@ -158,7 +135,7 @@ def test_every_command_plans_what_export_writes(
     head = {"bert": "*decoder.weight", "blip": "*predictions.decoder", "python file": "lm_head"}.get(name, "lm_head")
     for what in PLANNED[name]:
         rules = [text.replace("{head}", head).replace("{preset}", preset) for text in RECIPES[what]]
-        if what in ("several",) and name == "python file":
+        if what == "several" and name == "python file":
             rules = ["--cast", "*=f16", "--cast", "layers.0=f32"]
         inspected = answer(capsys, "inspect", model, *rules, "--json")
         drift = answer(capsys, "drift", model, *rules, "--json")

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tests.helpers.exporting import export_checkpoint
+from tests.helpers.file_edits import change_tensors
 from torch import nn
 
 import dtype_engine as de
@@ -43,12 +44,9 @@ def model() -> nn.Module:
 def turned(model: nn.Module, folder: Path, *names: str) -> Path:
     """The model's checkpoint with some weights turned."""
     model.save_pretrained(folder)  # type: ignore[operator]
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
-    for name in names:
-        tensors[name] = tensors[name].transpose(-2, -1).contiguous()
-    save_file(tensors, file, {"format": "pt"})
-    return folder
+    return change_tensors(
+        folder, lambda tensors: tensors.update({name: tensors[name].transpose(-2, -1) for name in names})
+    )
 
 
 @pytest.fixture(scope="module")

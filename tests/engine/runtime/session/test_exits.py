@@ -110,10 +110,11 @@ def test_app_names_the_module_that_exits(tmp_path: Path) -> None:
         recorded.wait_for(events.Idle)
 
 
-def test_engine_thread_survives_an_exit_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    def leave(*arguments: object, **named: object) -> None:
-        raise SystemExit(0)
+def leave(*arguments: object, **named: object) -> None:
+    raise SystemExit(0)
 
+
+def test_engine_thread_survives_an_exit_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Session, "speed", leave)
     with RecordedWorker() as recorded:
         recorded.wait_for(events.Idle)
@@ -125,9 +126,6 @@ def test_engine_thread_survives_an_exit_anywhere(monkeypatch: pytest.MonkeyPatch
 
 
 def test_model_that_exits_while_opening_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    def leave(*arguments: object) -> None:
-        raise SystemExit(0)
-
     monkeypatch.setattr(worker_opening, "_opened", leave)
     with RecordedWorker() as recorded:
         assert "the code called sys.exit(0)" in recorded.wait_for(events.OpenFailed, seconds=60).message

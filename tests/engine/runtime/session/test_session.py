@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.helpers.file_edits import change_config, change_tensors
 from tests.helpers.paths import TINYNET
 from torch import nn
 
@@ -90,13 +91,7 @@ def test_tied_names_are_one_tensor(make_llama: Callable[..., Path]) -> None:
 
 
 def test_missing_weights_are_random_only_on_request(make_llama: Callable[..., Path]) -> None:
-    from safetensors.torch import load_file, save_file
-
-    folder = make_llama()
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
-    del tensors["model.norm.weight"]
-    save_file(tensors, file, metadata={"format": "pt"})
+    folder = change_tensors(make_llama(), lambda tensors: tensors.pop("model.norm.weight"))
     with pytest.raises(
         de.NoForward, match=r"19 of 20 tensors found: 1 weight would be made at random, first model\.norm\.weight"
     ):
@@ -109,9 +104,7 @@ def test_missing_weights_are_random_only_on_request(make_llama: Callable[..., Pa
 
 
 def test_unknown_architecture_is_reported(make_llama: Callable[..., Path]) -> None:
-    folder = make_llama()
-    config = folder / "config.json"
-    config.write_text(config.read_text().replace("LlamaForCausalLM", "Nonesuch").replace('"llama"', '"nonesuch"'))
+    folder = change_config(make_llama(), architectures=["Nonesuch"], model_type="nonesuch")
     with pytest.raises(de.NoForward, match="does not know the architecture"):
         de.open(str(folder))
 

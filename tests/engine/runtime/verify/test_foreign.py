@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.helpers.file_edits import change_config, change_tensors, write_gguf
 from tests.helpers.paths import TINYNET
 
 from dtype_engine.cli import cli
@@ -43,10 +44,14 @@ def saved_in(dtype: torch.dtype, source: Path, out: Path) -> Path:
     return out
 
 
-def changed(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+def pack(folder: Path, parts: dict[str, torch.Tensor]) -> None:
+    """Store these parts in place of a weight."""
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors[f"{UP}.weight"]
+        tensors.update({f"{UP}.{name}": part for name, part in parts.items()})
+
+    change_tensors(folder, change)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -82,7 +87,7 @@ def test_value_that_is_not_a_cast_is_named_with_its_distance(
         tensors["model.layers.1.mlp.up_proj.weight"] = tensors["model.layers.1.mlp.up_proj.weight"][:-1].clone()
         tensors["new.bias"] = tensors.pop("model.layers.1.input_layernorm.weight")
 
-    changed(other, spoil)
+    change_tensors(other, spoil)
     found = verified(other, source)
     off = {tensor["name"]: tensor for tensor in found["tensors"] if tensor["differing"]}
     assert {name: tensor["differing"] for name, tensor in off.items()} == {"model.norm.weight": 3, f"{UP}.weight": 2}
@@ -104,14 +109,8 @@ def test_undecoded_weights_are_named(
     make_llama: Callable[..., Path], tmp_path: Path, verified: Callable[..., dict[str, Any]]
 ) -> None:
     source, other = make_llama(), make_llama("other")
-
-    def pack(tensors: dict[str, torch.Tensor]) -> None:
-        del tensors[f"{UP}.weight"]
-        tensors[f"{UP}.qweight"] = torch.ones(4, 48, dtype=torch.int32)
-        tensors[f"{UP}.qzeros"] = torch.ones(1, 6, dtype=torch.int32)
-        tensors[f"{UP}.scales"] = torch.ones(1, 48, dtype=torch.float16)
-
-    changed(other, pack)
+    words, zeros = torch.ones(4, 48, dtype=torch.int32), torch.ones(1, 6, dtype=torch.int32)
+    pack(other, {"qweight": words, "qzeros": zeros, "scales": torch.ones(1, 48, dtype=torch.float16)})
     (other / "recipe.yaml").write_text("quant_stage:\n  quant_modifiers: {}\n")  # as other programs leave one
     for one, against, where in ((other, source, ""), (source, other, " in the source")):
         found = verified(one, against)
@@ -158,9 +157,8 @@ def _int8_with_zero_points(weight: torch.Tensor) -> Parts:
 def _bitsandbytes(weight: torch.Tensor) -> Parts:
     largest = weight.abs().amax(1)
     codes = (weight / largest[:, None] * 127).round().to(torch.int8)
-    return {"weight": codes, "SCB": largest, "weight_format": torch.tensor(0, dtype=torch.uint8)}, (
-        codes.float() * largest[:, None] / 127
-    )
+    parts = {"weight": codes, "SCB": largest, "weight_format": torch.tensor(0, dtype=torch.uint8)}
+    return parts, codes.float() * largest[:, None] / 127
 
 
 def _compressed(**weights: Any) -> dict[str, Any]:
@@ -192,14 +190,8 @@ def test_eight_bit_codes_of_other_programs_are_decoded(
     source, other = make_llama(initializer_range=0.2), make_llama("other", initializer_range=0.2)
     weight = load_file(source / "model.safetensors")[f"{UP}.weight"]
     parts, values = make(weight)
-
-    def pack(tensors: dict[str, torch.Tensor]) -> None:
-        del tensors[f"{UP}.weight"]
-        tensors.update({f"{UP}.{name}": part for name, part in parts.items()})
-
-    changed(other, pack)
-    config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps(config | {"quantization_config": declared}))
+    pack(other, parts)
+    change_config(other, quantization_config=declared)
     found = verified(other, source)
     assert (found["differences"], found["uncompared"]) == ([], [])
     (decoded,) = [tensor for tensor in found["tensors"] if tensor["differing"] is None]
@@ -212,13 +204,8 @@ def test_tensor_core_scale_order_is_not_decoded(
     make_llama: Callable[..., Path], verified: Callable[..., dict[str, Any]]
 ) -> None:
     source, other = make_llama(), make_llama("other")
-
-    def pack(tensors: dict[str, torch.Tensor]) -> None:
-        weight = tensors.pop(f"{UP}.weight")
-        tensors[f"{UP}._weight_qdata"] = weight.to(torch.float8_e4m3fn)
-        tensors[f"{UP}._weight_scale"] = torch.ones(48, 1).to(torch.float8_e8m0fnu)
-
-    changed(other, pack)
+    codes, scales = torch.ones(48, 32).to(torch.float8_e4m3fn), torch.ones(48, 1).to(torch.float8_e8m0fnu)
+    pack(other, {"_weight_qdata": codes, "_weight_scale": scales})
     assert [each["name"] for each in verified(other, source)["uncompared"]] == [f"{UP}.weight"]
 
 
@@ -226,10 +213,12 @@ def test_tied_weight_may_be_stored_once_or_twice(
     make_llama: Callable[..., Path], verified: Callable[..., dict[str, Any]]
 ) -> None:
     once, twice = make_llama(), make_llama("twice")
-    changed(twice, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))
+    change_tensors(
+        twice, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()})
+    )
     assert verified(twice, once)["same"]
     assert verified(once, twice)["same"]
-    changed(twice, lambda tensors: tensors["lm_head.weight"].mul_(2))
+    change_tensors(twice, lambda tensors: tensors["lm_head.weight"].mul_(2))
     found = verified(once, twice)
     assert found["differences"] == [{"name": "lm_head.weight", "what": "is in the source alone"}]
 
@@ -240,15 +229,8 @@ def test_gguf_blocks_are_decoded(tmp_path: Path, verified: Callable[..., dict[st
     values = np.random.default_rng(0).normal(size=(16, 64)).astype(np.float32)
     kind = gguf.GGMLQuantizationType.Q8_0
     blocks = gguf.quants.quantize(values, kind)
-    for name in ("f32", "q8_0"):
-        writer = gguf.GGUFWriter(tmp_path / f"{name}.gguf", "llama")
-        writer.add_tensor("norm", values[0])
-        raw = {"raw_dtype": kind} if name == "q8_0" else {}
-        writer.add_tensor("output.weight", blocks if raw else values, **raw)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+    write_gguf(tmp_path / "f32.gguf", {"norm": values[0], "output.weight": values})
+    write_gguf(tmp_path / "q8_0.gguf", {"norm": values[0], "output.weight": (blocks, kind)})
     found = verified(tmp_path / "q8_0.gguf", tmp_path / "f32.gguf")
     assert not found["same"]
     decoded = {tensor["name"]: tensor for tensor in found["tensors"]}
@@ -274,16 +256,15 @@ def test_invalid_arguments_are_one_line(make_llama: Callable[..., Path], tmp_pat
     save_file({"x.weight": torch.ones(2)}, tmp_path / "x.safetensors")
     (tmp_path / "cut.safetensors").write_bytes(b"\x00")
     cases = {
-        (
-            "x.safetensors",
-        ): "no tensor's name in common, so there is nothing to compare; the first names are x.weight and ",
-        ("cut.safetensors",): "cut.safetensors",
-        ("nowhere",): "there is no folder",
-        ("x.safetensors", "--drift"): "is no export of this program: --drift is only for these",
-        ("x.safetensors", "--workers", "2"): "is no export of this program: --workers is only for these",
+        "x.safetensors": "no tensor's name in common, so there is nothing to compare; the first names are x.weight and ",
+        "cut.safetensors": "cut.safetensors",
+        "nowhere": "there is no folder",
+        "x.safetensors --drift": "is no export of this program: --drift is only for these",
+        "x.safetensors --workers 2": "is no export of this program: --workers is only for these",
     }
     capsys.readouterr()
-    for (name, *more), said in cases.items():
+    for given, said in cases.items():
+        name, *more = given.split()
         assert run(cli, "dtype-engine", ["verify", str(tmp_path / name), "--against", str(source), *more]) == 2
         error = capsys.readouterr().err
         assert said in error
@@ -291,22 +272,12 @@ def test_invalid_arguments_are_one_line(make_llama: Callable[..., Path], tmp_pat
 
 
 def test_llama_cpp_names_are_not_mapped_yet(make_llama: Callable[..., Path], tmp_path: Path, capsys: Any) -> None:
-    import gguf
-
-    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
-    writer.add_tensor("token_embd.weight", np.ones((4, 32), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    named = str(write_gguf(tmp_path / "x.gguf", {"token_embd.weight": np.ones((4, 32), np.float32)}))
     source = str(make_llama())
     capsys.readouterr()
-    for one, other in ((str(tmp_path / "x.gguf"), source), (source, str(tmp_path / "x.gguf"))):
+    for one, other in ((named, source), (source, named)):
         assert run(cli, "dtype-engine", ["verify", one, "--against", other]) == 2
         error = capsys.readouterr().err
-        assert (
-            "no tensor's name in common: GGUF has llama.cpp's names, which are not mapped to those of transform"
-            in error
-        )
+        assert "in common: GGUF has llama.cpp's names, which are not mapped to those of transformers yet" in error
         assert "token_embd.weight" in error
         assert error.count("\n") == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ def change(folder: Path, name: str, make: Any) -> None:
     with safe_open(file, framework="pt") as opened:
         metadata = opened.metadata()
     tensors = load_file(file)
-    made = make(tensors.pop(name).clone())
+    made = make(tensors.pop(name, torch.empty(0)).clone())
     if made is not None:
         tensors[name] = made
     save_file(tensors, file, metadata)
@@ -102,22 +103,25 @@ def test_another_source_or_recipe_is_detected(
 
 def test_extra_tensor_is_a_difference(exported: tuple[Path, Path]) -> None:
     source, out = exported
-    change(out, "model.norm.weight", lambda tensor: tensor)
-    file = out / "model.safetensors"
-    with safe_open(file, framework="pt") as opened:
-        metadata = opened.metadata()
-    save_file({**load_file(file), "extra.weight": torch.zeros(2)}, file, metadata)
+    change(out, "extra.weight", lambda _: torch.zeros(2))
     report = verify(out, locate(str(source)))
     assert [(found.name, found.what) for found in report.differences] == [("extra.weight", "is not in the source")]
+
+
+def test_second_set_of_weights_is_a_difference(exported: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    """Loaders differ in which of the two they read."""
+    source, out = exported
+    shutil.copy(out / "model.safetensors", out / "model-00001-of-00001.safetensors")
+    assert run(cli, "dtype-engine", ["verify", str(out), "--against", str(source)]) == 1
+    assert "is in model-00001-of-00001.safetensors and again in model.safetensors" in capsys.readouterr().out
 
 
 def test_export_of_a_python_model_is_verified_with_its_drift(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, out = f"{TINYNET}:TinyNet", tmp_path / "out"
-    assert (
-        run(cli, "dtype-engine", ["export", model, "--cast", "linear_*=fp8", "--cast", "head=f16", "-o", str(out)]) == 0
-    )
+    export = ["export", model, "--cast", "linear_*=fp8", "--cast", "head=f16", "-o", str(out)]
+    assert run(cli, "dtype-engine", export) == 0
     assert run(cli, "dtype-engine", ["verify", str(out), "--against", model, "--drift"]) == 0
     assert "the same, bit for bit" in capsys.readouterr().out
     change(out, "head.bias", bit_flipped)
@@ -142,9 +146,8 @@ def test_verify_accepts_the_options_of_a_run(tmp_path: Path, capsys: pytest.Capt
     assert run(cli, "dtype-engine", arguments) == 0
     verified = json.loads(capsys.readouterr().out)
     assert verified["same"]
-    assert (
-        run(cli, "dtype-engine", ["drift", demo, "--preset", "fp8-linears", "--json", "--device", "cpu", *run_so]) == 0
-    )
+    arguments = ["drift", demo, "--preset", "fp8-linears", "--json", "--device", "cpu", *run_so]
+    assert run(cli, "dtype-engine", arguments) == 0
     drift = json.loads(capsys.readouterr().out)
     assert verified["rules"] == drift["rules"]
     assert verified["drift_after"] == verified["drift_before"] == drift["output"]
