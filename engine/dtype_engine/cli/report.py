@@ -129,7 +129,7 @@ def _losses(known: Planned) -> tuple[ValueLoss, ...] | None:
     """
     if known.checkpoint is None:
         return None
-    from dtype_engine.runtime.measure.stored_losses import losses_in_files
+    from dtype_engine.runtime.measure.planned_casts import losses_in_files
 
     def progress(done: int, total: int) -> None:
         say_share("looking for values that the casts lose", done, total)

@@ -26,7 +26,7 @@ from dtype_engine.recipe.file import read_recipe_file, write_recipe
 from dtype_engine.reports.text_losses import headline, loss_sentence, loss_sentences
 from dtype_engine.results.losses import ValueLoss, severe
 from dtype_engine.runtime.formats import row_blocks
-from dtype_engine.runtime.measure.stored_losses import losses_in_files
+from dtype_engine.runtime.measure.planned_casts import losses_in_files
 from dtype_engine.runtime.numerics import overflow_underflow as value_loss
 from dtype_engine.runtime.numerics.overflow_underflow import count_losses
 from dtype_engine.runtime.numerics.quantization_error import round_trip
