@@ -97,9 +97,7 @@ class _Base:
     cache: OutputCache | None
     """The outputs of modules that later passes may reuse."""
     uses: Mapping[str, int]
-    """For each module, how many module calls had finished before the module first used a weight whose cast changes the results. A
-    pass in which only this module uses cast weights can reuse the outputs of these calls.
-    """
+    """By module, how many module calls had ended before it used a weight whose cast changes results: its pass can reuse these."""
     masks: KeptPositions | None
 
     @property
@@ -226,9 +224,7 @@ class Attribution:
         return _Base(batch, output, kept, ran.cache, uses, masks)
 
     def _contributions(self, run: MeasureParts, whole: float, on_part: _OnPart) -> list[Contribution]:
-        """Return the contribution of each module to the drift. If there are too many modules, measure subtrees instead, and split
-        those that drift most. whole: the drift of the whole recipe. on_part: called after each measurement.
-        """
+        """Return the contribution of each module or, of too many, of subtrees, of which those that drift most are split."""
         modules = list(dict.fromkeys(name for base in self._bases for name in base.uses))
         if len(modules) <= MOST_PASSES:
             parts = [Part(name, (name,)) for name in modules]
@@ -260,9 +256,7 @@ class Attribution:
         total: int,
         others: Sequence[Contribution] = (),
     ) -> list[Contribution]:
-        """Measure `parts` with the function `run`, and return their contributions in this order. total: the number of measurements
-        that the progress counts. others: contributions found before, which `on_part` gets together with the new ones.
-        """
+        """Measure `parts`, and return their contributions. total: for the progress. others: found before, for `on_part`."""
         found: dict[int, Contribution] = {}
 
         def add(index: int, measured: PartDrift) -> None:

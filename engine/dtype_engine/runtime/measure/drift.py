@@ -238,9 +238,7 @@ class DriftMeter:
         totals: RunningTotals | None,
         listener: MeasurementListener,
     ) -> None:
-        """Tell the progress report over which sequences the reference and the candidate still have to run: those of `group` and all
-        later ones. totals: the results until now, from which the number of needed sequences is estimated.
-        """
+        """Tell the progress over which sequences reference and candidate still have to run: those of `group` and all later ones."""
         every = (listener.all_modules or never)()
         steps = {step.number: step.compares_modules for step in group}
         added = () if totals is None else totals.numbers
@@ -338,7 +336,7 @@ def _precision(listener: MeasurementListener) -> float | None:
 
 
 def _fast_path_notices(module: nn.Module) -> tuple[str, ...]:
-    """Return a notice if the model contains torch's own encoders, whose fast path no torch-function mode intercepts."""
+    """Return a notice if the model contains torch's own encoders, whose fast path is off while a mode intercepts calls."""
     found = next((type(each).__name__ for each in module.modules() if isinstance(each, _WITH_FAST_PATH)), None)
     if found is None:
         return ()

@@ -6,7 +6,7 @@ Such rules are searched even if the output is finite. For example, a BatchNorm w
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 
 from dtype_engine.core import dtypes
@@ -94,7 +94,12 @@ def covering_rules(tree: Tree, wanted: Mapping[str, str]) -> list[Rule]:
     for dtype in dict.fromkeys(wanted.values()):
         names = [name for name, target in wanted.items() if target == dtype]
         left = set(names)
-        patterns = {pattern: taken for name in names for pattern, taken in _patterns(tree, name, set(names))}
+        patterns = {}
+        for name in names:
+            for pattern in generalisations(name):  # one is the name itself
+                taken = set(select(tree, pattern).tensors)
+                if name in taken and taken <= left:
+                    patterns[pattern] = taken
         while left:
             covered = {pattern: len(taken & left) for pattern, taken in patterns.items()}
             most = max(covered.values())
@@ -103,14 +108,6 @@ def covering_rules(tree: Tree, wanted: Mapping[str, str]) -> list[Rule]:
             rules.append(Rule.make(best, dtype))
             left -= patterns[best]
     return rules
-
-
-def _patterns(tree: Tree, name: str, wanted: set[str]) -> Iterable[tuple[str, set[str]]]:
-    """Yield (pattern, matched tensors) for patterns that match `name` and no tensor outside `wanted`. One is `name` itself."""
-    for pattern in generalisations(name):
-        taken = set(select(tree, pattern).tensors)
-        if name in taken and taken <= wanted:
-            yield pattern, taken
 
 
 def _remedy(tree: Tree, plan: Plan, wanted: Mapping[str, str], reason: str) -> LossRemedy:

@@ -283,9 +283,7 @@ def _find_origin(runner: ForwardRunner, inputs: Inputs, first: str, reference_ba
 def _finite_output_under(
     meter: DriftMeter, tree: Tree, recipe: Recipe, what: Literal["output", "modules"], cancelled: IsCancelled
 ) -> OutputDrift | None:
-    """Cast the model by a recipe, and measure the drift of the main output. Returns None if the model can't be run, or if its main
-    output is not finite or, if `what` is "modules", that of any module.
-    """
+    """Return the drift under a recipe, or None if the model can't run or an output is not finite: the main or, by `what`, any."""
     plan = make_plan(tree, recipe)
     meter.model.apply(plan.dtypes, cancelled=cancelled, caches=plan.caches)
     try:

@@ -48,9 +48,7 @@ _OTHERS = frozenset(
         "scaled_dot_product_attention",
     }
 )  # fmt: skip
-"""Names of operations that contain matrix products, but whose inputs are not rounded. No runtime quantizes these inputs, or a
-torch-function mode can't reach them.
-"""
+"""Operations with matrix products whose inputs no runtime quantizes, or which a torch-function mode can't reach."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +77,7 @@ class ActivationRounding:
         }
 
     def follow(self, output: Any, tensors: list[torch.Tensor], formats: Mapping[int, InputFormat]) -> None:
-        """If all float arguments of an operation are quantized weights of one format, let its float results count as such weights,
-        too. output: what the operation returned. tensors, formats: its arguments, and what `formats` returned for them.
-        """
+        """If all float arguments are quantized weights of one format, let the float results of the operation count as such, too."""
         floats = [id(tensor) for tensor in tensors if tensor.is_floating_point() or id(tensor) in formats]
         kinds = {formats.get(key) for key in floats}
         if len(kinds) == 1 and (form := kinds.pop()) is not None:
@@ -92,9 +88,7 @@ class ActivationRounding:
     def wanted(
         self, name: str, args: Arguments, kwargs: Mapping[str, Any], formats: Mapping[int, InputFormat]
     ) -> Rounds | None:
-        """Return which operand of a torch call has to be rounded, and how, or None. args, kwargs: the arguments as the model's code
-        passes them, in which weights are not yet replaced by values. formats: what `formats` returned for them.
-        """
+        """Return which operand of a torch call, before weights are replaced by values, has to be rounded, and how, or None."""
         if name == "einsum":
             return _of_einsum(args, formats)
         if name not in _PRODUCTS:
@@ -116,9 +110,7 @@ class ActivationRounding:
         rounds: Rounds,
         dtype: torch.dtype | None = None,
     ) -> tuple[Arguments, dict[str, Any], torch.Tensor]:
-        """Round one operand of a torch call. Returns the new positional and keyword arguments, and the operand before rounding.
-        dtype: the dtype to which the operand is cast before rounding; if None, it keeps its dtype.
-        """
+        """Round one operand, after a cast to `dtype` if it is given. Returns the new arguments, and the operand before rounding."""
         operand = (rounds.operand + 1, "", 0) if name == "einsum" else _PRODUCTS[name][rounds.operand]
         before: torch.Tensor = _operand(args, kwargs, operand)
         values = before.movedim(rounds.dim, -1).to(dtype or before.dtype)

@@ -57,9 +57,7 @@ class CallSite(Protocol):
 
 
 def call_torch(func: Callable[..., Any], name: str, args: Arguments, kwargs: dict[str, Any], site: CallSite) -> Any:
-    """Call a torch function and return its result. Raises KernelError, which names the operation and the dtype, if torch has no
-    kernel, and otherwise what torch raises.
-    """
+    """Return what a torch function returns. Raises KernelError, with the operation and the dtype, if torch has no kernel."""
     try:
         return func(*args, **kwargs)
     except RuntimeError as error:
@@ -116,9 +114,7 @@ def _kernel_error(
 
 
 def _grouped_mm(rows: torch.Tensor, weights: torch.Tensor, offs: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-    """Multiply each group of rows [tokens, k] by its own matrix of weights [groups, k, n], for dtypes that torch's grouped kernel
-    does not support. offs [groups]: the end of each group's rows.
-    """
+    """Multiply each group of rows by its own matrix, for dtypes without a grouped kernel. offs: where each group's rows end."""
     result = rows.new_zeros(rows.shape[0], weights.shape[-1])
     start = 0
     for group, end in enumerate(offs.tolist()):

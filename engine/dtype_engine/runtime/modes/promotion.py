@@ -153,9 +153,7 @@ def _common_dtype(
 def _note_promotions(
     name: str, floats: Sequence[torch.Tensor], args: Arguments, kwargs: dict[str, Any], result: Any, site: MixedCallSite
 ) -> None:
-    """Record the casts that torch itself made in an operation: to the dtype in which it computed, or to that of the tensor to which
-    the operation wrote. floats: the float tensors among the arguments.
-    """
+    """Record the casts that torch made: to the dtype in which it computed, or to that of the tensor to which it wrote."""
     assert site.record is not None
     destination = _destination(name, args, kwargs)
     sized = [tensor for tensor in floats if tensor.ndim]

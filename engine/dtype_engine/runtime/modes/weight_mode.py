@@ -315,9 +315,7 @@ class WeightMode(TorchFunctionMode):
         return self._dtype_of(key, self.weights[key])
 
     def _run(self, func: Any, name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
-        """Call a torch function for which `run` needs more than an unchanged call: there is a weight to replace, dtypes differ, or
-        implicit casts or quantized weights are tracked.
-        """
+        """Call a torch function if a weight has to be replaced, dtypes differ, or casts or quantized weights are tracked."""
         args, kwargs = self.revealed(name, args, kwargs)
         tensors = tensors_in(args, kwargs)
         for tensor in tensors:
@@ -383,9 +381,7 @@ class WeightMode(TorchFunctionMode):
         found: Mapping[int, Weight],
         rounds: Rounds | None,
     ) -> Any:
-        """Call a torch function with values instead of the weights in `found`, which is keyed by `id`, and with one operand rounded
-        if `rounds` is given. tensors: all tensors among the arguments.
-        """
+        """Call a torch function with values instead of the weights in `found`, and with one operand rounded by `rounds`."""
         if found:
             self.added = True
             table = id(args[1]) if name == "embedding" and takes_rows(args, kwargs) else 0

@@ -109,9 +109,7 @@ class ModuleCalls:
         return call
 
     def _arguments_of(self, run: ForwardPass, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Return the positional arguments with which to call a module: `args`, unless the mode replaces those of an RNN. The
-        padding mask of torch's attention is recorded in `run.attended`.
-        """
+        """Return the arguments for a module, which the mode changes for an RNN, and record the masks of torch's attention."""
         if isinstance(module, nn.RNNBase):
             with WithoutModes():
                 return run.mode.arguments_of(module, args)

@@ -20,9 +20,7 @@ from dtype_engine.runtime.passes.side_effects import SideEffects
 
 
 class ModuleObserver:
-    """Receives module outputs during a forward pass. The methods of this base class do nothing. call: the number of the call among
-    the calls of the module, from 0.
-    """
+    """Receives module outputs during a forward pass. This base class does nothing. call: the number of the module's call."""
 
     def __call__(self, module: str, call: int, output: torch.Tensor) -> Any:
         """Receive the first float tensor of a module's output, of any shape. The return value is cached with the output."""

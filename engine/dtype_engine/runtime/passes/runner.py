@@ -114,7 +114,7 @@ class ForwardRunner:
         return resume
 
     def enter_block(self, name: str) -> None:
-        """Begin to use the weights of a block of a model over memory. If passes take turns, wait for that of the current one."""
+        """Begin to use the weights of a block of a model over memory: if passes take turns, in the turn of the current one."""
         run = self._calls.under_way
         if self._together is None:
             self.model.memory.enter(name)
@@ -174,9 +174,7 @@ class ForwardRunner:
     def partial_amax(
         self, batches: Iterable[Batch], drifting: frozenset[int], inside: Callable[[str], bool]
     ) -> dict[str, torch.Tensor] | None:
-        """Return `PassOptions.amax` for `partial` runs over all batches, or None if no cache that they round has a format with
-        calibrated scales. drifting, inside: as for `partial`.
-        """
+        """Return `PassOptions.amax` for `partial` runs over all batches, or None if they round no cache by calibrated scales."""
         rounded = (form for name, form in self.model.cache_formats.items() if inside(name))
         if not any(KV_FORMATS[form].calibrated for form in rounded):
             return None
@@ -187,9 +185,7 @@ class ForwardRunner:
         return self._amax_of(batches, self.reference_call, run)
 
     def amax_of(self, run: Run) -> Mapping[str, torch.Tensor]:
-        """Return the largest |value| of each head in the KV caches of a run, float32 [heads], keyed by the name of the cache
-        tensor. It is empty if this run was not calibrated in the model's current state.
-        """
+        """Return `PassOptions.amax` of a run, which is empty if the run was not calibrated in the model's current state."""
         return self._calibrated(run) or {}
 
     def _calibrated(self, run: Run) -> Mapping[str, torch.Tensor] | None:

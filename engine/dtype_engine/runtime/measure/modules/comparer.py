@@ -20,7 +20,7 @@ _REPORT_EVERY = 10
 
 @dataclass
 class ModuleComparer(ModuleObserver):
-    """Compares each module output of a candidate's pass at once, because the model may overwrite it later."""
+    """Compares each module output of a candidate's pass as soon as it is returned, because the model may overwrite it later."""
 
     reference: Mapping[tuple[str, int], torch.Tensor]
     """The outputs that a `ModuleRecorder` recorded."""

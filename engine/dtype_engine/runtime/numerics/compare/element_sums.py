@@ -15,9 +15,7 @@ import torch
 from dtype_engine.runtime.formats.row_blocks import parallel_map, single_intraop_thread
 
 _CHUNK_ELEMENTS = 1 << 16
-"""Number of elements of an output that are compared at once. Their float64 buffers fit in one core's cache. With half as many
-elements, torch's overhead per call would be significant.
-"""
+"""Number of elements of an output that are compared at once, so that their float64 buffers fit in one core's cache."""
 _GPU_CHUNK_ELEMENTS = 1 << 22
 """Number of elements of an output that are compared at once on a GPU. Their float64 copies need 100 MB."""
 
@@ -117,9 +115,7 @@ def sum_chunks(
 
 
 def widen(values: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
-    """Write values into a float64 buffer and return it. float16 is first cast to float32, because torch vectorizes only these two
-    steps.
-    """
+    """Write values into a float64 buffer: float16 through float32, because torch vectorizes only these two steps."""
     return into.copy_(values.float() if values.dtype == torch.float16 else values)
 
 

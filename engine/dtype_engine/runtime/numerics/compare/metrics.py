@@ -148,11 +148,14 @@ def _of_distributions(kl: torch.Tensor, same: torch.Tensor) -> dict[str, float |
 def _of_next_tokens(log_p: torch.Tensor, log_q: torch.Tensor) -> dict[str, float | None]:
     """Return the metrics of the correct next tokens by name. log_p, log_q: as in `PositionFigures`."""
     dp = log_q.exp() - log_p.exp()
+    squares = dp.square()
+    rms, error = float(squares.mean().sqrt()), _standard_error(squares)
     return {
         "scored_tokens": len(dp),
         "dp_mean": float(dp.mean()),
         "dp_mean_se": _standard_error(dp),
-        **_root_mean_square(dp),
+        "dp_rms": rms,
+        "dp_rms_se": None if error is None else 0.5 * error / rms if rms else 0.0,
         **_spread("dp", dp, _DP_PERCENTILES),
         "log_ratio": float((log_p - log_q).mean()),
         "log_ratio_se": _standard_error(log_p - log_q),
@@ -219,13 +222,6 @@ def _spread(prefix: str, values: torch.Tensor, percentiles: dict[str, float]) ->
         f"{prefix}_max": float(values.max()),
         **{f"{prefix}_{name}": _quantile(ordered, q) if enough else None for name, q in percentiles.items()},
     }
-
-
-def _root_mean_square(dp: torch.Tensor) -> dict[str, float | None]:
-    squares = dp.square()
-    rms = float(squares.mean().sqrt())
-    error = _standard_error(squares)
-    return {"dp_rms": rms, "dp_rms_se": None if error is None else 0.5 * error / rms if rms else 0.0}
 
 
 def _perplexities(log_p: torch.Tensor, log_q: torch.Tensor) -> dict[str, float | None]:
