@@ -174,7 +174,7 @@ def meter_without_reuse(meter: DriftMeter) -> DriftMeter:
     import copy
 
     other = copy.copy(meter)
-    other.reuse, other._caches = False, {}
+    other.budget, other._caches = 0, {}
     return other
 
 

@@ -109,7 +109,7 @@ def main() -> None:
         given = [torch.randint(0, VOCABULARY, (batch, length), generator=numbers).to(name) for _ in range(SEQUENCES)]
         session = de.open(module, inputs=[{"input_ids": ids, "use_cache": False} for ids in given])
         inputs, device = session.need_inputs(), session.model.device
-        meter = DriftMeter(session.model, inputs, budget=0, reuse=False)
+        meter = DriftMeter(session.model, inputs, budget=0)
         plain = [milliseconds(partial(plainly, each, inputs), device) for each in (wide, module)]
         under = [
             milliseconds(partial(under_the_mode, session, inputs, which), device)

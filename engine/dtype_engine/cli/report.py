@@ -117,7 +117,7 @@ def _losses(known: Planned) -> tuple[ValueLoss, ...] | None:
     """Return the values that the planned casts make infinite or zero, or None if there are no files or they can't be read."""
     if known.checkpoint is None:
         return None
-    from dtype_engine.runtime.measure.stored_losses import losses_in_files
+    from dtype_engine.runtime.measure.planned_casts import losses_in_files
 
     on_progress = partial(say_share, "looking for values that the casts lose")
     try:

@@ -57,7 +57,7 @@ class PlannedLosses:
             emit(events.CastDone(recipe, None, words))
             return
         from dtype_engine.runtime.measure.loss_remedy import untried_remedy
-        from dtype_engine.runtime.measure.stored_losses import losses_in_files
+        from dtype_engine.runtime.measure.planned_casts import losses_in_files
         from dtype_engine.runtime.numerics.overflow_underflow import count_losses
         from dtype_engine.runtime.weights.checkpoint_weights import source_of
 

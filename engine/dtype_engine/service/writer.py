@@ -100,7 +100,7 @@ def _losses(context: SaveContext, max_bytes: int = MAX_AUTOMATIC_BYTES) -> tuple
         return model.session.lost_values(context.cancelled, context.plan(model.session.tree))
     if model.checkpoint is None:
         return None
-    from dtype_engine.runtime.measure.stored_losses import losses_in_files
+    from dtype_engine.runtime.measure.planned_casts import losses_in_files
 
     tree, counting = model.tree(), context.planned_losses
     plan = context.plan(tree)

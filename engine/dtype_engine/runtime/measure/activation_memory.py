@@ -16,7 +16,7 @@ import os
 import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,18 +37,17 @@ from dtype_engine.runtime.libraries.torch_private import SAFE_SOFTMAX, FakeTenso
 from dtype_engine.runtime.modes.kv_cache import CACHE_FIELDS
 
 _LOOPED = (64, 128, 256)
-"""Context lengths in tokens. If a model loops over tokens, as Mamba does without its kernels, only these lengths are estimated by
-following a pass, and estimates for longer contexts are extrapolated from them. Following such a loop takes milliseconds per token.
+"""Context lengths in tokens. If a model loops over tokens, as Mamba does without its kernels, estimates for longer contexts are
+extrapolated from these, because following such a loop takes milliseconds per token.
 """
 _MODULE = "dtype_engine.module:"
 """The prefix of the marks in a record of allocations that say which module begins to run."""
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the live bytes of the storages that operations create under this mode, and remembers their peak."""
+    """Counts the live bytes of the storages that operations create, except those of tensors that are `known`, and their peak."""
 
     def __init__(self, known: Iterable[torch.Tensor]) -> None:
-        """known: tensors that exist already, such as weights and inputs. Their bytes are not counted."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._counted = {storage_id(tensor): 0 for tensor in known}
         self._now = self.peak = self.operations = 0
@@ -89,39 +88,27 @@ def _safe_softmax(scores: torch.Tensor, dim: int, dtype: torch.dtype | None = No
 @contextmanager
 def _naming_modules(module: nn.Module, on_module: Callable[[str], None]) -> Iterator[None]:
     """While the block runs, call `on_module` with the name of each submodule of `module` that begins to run."""
-
-    def hook_for(name: str) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
-            on_module(name)
-
-        return hook
-
-    handles = [child.register_forward_pre_hook(hook_for(name)) for name, child in module.named_modules()]
-    try:
+    with ExitStack() as hooks:
+        for name, child in module.named_modules():
+            hooks.enter_context(child.register_forward_pre_hook(lambda *_, name=name: on_module(name)))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def measured(module: nn.Module, context: int, batch: int) -> ActivationMemory:
-    """Run the model over `batch` sequences of `context` random tokens, as it is cast now, and return the peak of the memory that
+    """Run the model, as it is cast now, over `batch` sequences of `context` random tokens, and return the peak of the memory that
     this needs. Raises NoForward if it is not known which inputs have this size, or if the pass fails.
     """
     return _pass(module, _inputs(module, context, batch), context, batch, estimated=False)[0]
 
 
 class ActivationEstimator:
-    """Estimates the peak of the memory of forward passes of any size, without computing anything or taking that memory.
+    """Estimates the peak of the memory of forward passes of any size, without computing anything or taking that memory. It is an
+    upper bound: a real pass may leave out work that depends on values, such as applying a mask that masks nothing.
 
-    The estimate is an upper bound: a real pass may leave out work that depends on values, such as applying a mask that masks
-    nothing.
+    module: a model without data, on the meta device, which this object changes. dtype: the dtype in which the passes compute.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
-        """module: a model without data, on the meta device, which this object changes. dtype: the dtype in which the passes
-        compute.
-        """
         self._module = module.eval()
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._width = 1
@@ -190,9 +177,7 @@ def estimator_of(checkpoint: Checkpoint, options: ModelOptions, dtype: str) -> A
 def _pass(
     module: nn.Module, inputs: Mapping[str, Any], context: int, batch: int, estimated: bool
 ) -> tuple[ActivationMemory, int]:
-    """Return (the memory that a pass needs, the number of its operations). The number is 0 if the memory is measured, because only
-    an estimate follows the operations one by one.
-    """
+    """Return (the memory that a pass needs, the number of its operations, which is 0 if only the profiler follows them)."""
     operations = 0
     known = [*module.parameters(), *module.buffers(), *filter(torch.is_tensor, inputs.values())]
     what = f"the memory of a pass over {context:,} tokens can't be {'estimated' if estimated else 'measured'}"
@@ -224,19 +209,15 @@ def _mark(module: str) -> None:
 
 
 def _peak_of(profiler: profile) -> tuple[int, str]:
-    """Return (the peak of the bytes that torch's allocators handed out, the name of the module that ran at the peak).
-
-    They are read from the profiler's trace file, because no other public interface reports every allocation, including the
-    workspace inside kernels.
+    """Return (the peak of the bytes that torch's allocators handed out, the name of the module that ran at the peak), from the
+    profiler's trace file: no other public interface reports every allocation, including the workspace inside kernels.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_bytes())["traceEvents"]
     held: dict[tuple[int, int], int] = {}
-    """The bytes allocated at each address, keyed by (number of the device type, address). Memory that was allocated before the pass
-    has no entry, also when the pass frees it.
-    """
+    """The bytes that the pass has allocated, keyed by (number of the device type, address)."""
     now = peak = 0
     running = at_peak = ""
     for event in sorted(events, key=lambda event: event.get("ts", 0.0)):
@@ -277,9 +258,7 @@ def _cache_tensors(output: Any) -> list[torch.Tensor]:
 
 
 def _inputs(module: nn.Module, context: int, batch: int) -> dict[str, Any]:
-    """Return arguments for one pass of a transformers model: `batch` sequences of `context` random tokens, or a zero spectrogram or
-    picture. Raises NoForward for other models.
-    """
+    """Return arguments for one pass of a transformers model. Raises NoForward for others."""
     config: Any = getattr(module, "config", None)
     like = next((tensor for tensor in module.parameters() if tensor.is_floating_point()), torch.empty(0))
     names = inspect.signature(module.forward).parameters

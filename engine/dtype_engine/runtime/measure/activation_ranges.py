@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -28,9 +29,9 @@ def input_ranges(
     cancelled: IsCancelled,
     behavior: ModelBehavior,
 ) -> dict[str, float]:
-    """Run the model over all inputs, and return for each weight in `weights` the largest finite |value| of its layer's input.
+    """Run the model as currently cast over all inputs, and return for each weight in `weights` the largest finite |value| of its
+    layer's input, before activations are quantized.
 
-    The model runs as currently cast, under `settings`. If `settings` quantize activations, the values are taken before quantizing.
     Positions that a mask of the inputs leaves out do not count. Layers that are not called are omitted. behavior: what earlier
     passes have shown about the model. Raises NoForward, KernelError, Cancelled.
     """
@@ -51,18 +52,13 @@ def input_ranges(
 
         return hook
 
-    handles = []
-    with ForwardRunner(model, settings, cancelled, watch=False, behavior=behavior) as runner:
+    with ForwardRunner(model, settings, cancelled, watch=False, behavior=behavior) as runner, ExitStack() as hooks:
         runner.calibrate_caches(inputs.batches)
-        try:
-            for weight in weights:
-                layer = model.module.get_submodule(weight.rpartition(".")[0])
-                handles.append(layer.register_forward_pre_hook(look(weight), with_kwargs=True))
-            for batch in inputs.batches:
-                masks = KeptPositions.of(model.module, batch, model.device, AttendedPositions())
-                calls.clear()
-                runner.candidate(runner.candidate_call(batch))
-        finally:
-            for handle in handles:
-                handle.remove()
+        for weight in weights:
+            layer = model.module.get_submodule(weight.rpartition(".")[0])
+            hooks.enter_context(layer.register_forward_pre_hook(look(weight), with_kwargs=True))
+        for batch in inputs.batches:
+            masks = KeptPositions.of(model.module, batch, model.device, AttendedPositions())
+            calls.clear()
+            runner.candidate(runner.candidate_call(batch))
     return found

@@ -45,14 +45,13 @@ from dtype_engine.runtime.passes.runner import ForwardRunner
 from dtype_engine.search.sensitivity import scalar_drift
 
 MOST_PASSES = 160
-"""Maximum number of passes per batch, each of which measures one module. In a model with more modules, subtrees are measured first,
-and then only the children of the subtrees that cause the most drift.
+"""Maximum number of passes per batch. In a model with more modules, subtrees are measured first, and then only the children of the
+subtrees that cause the most drift.
 """
 ENOUGH_POSITIONS = 256
 """The attribution runs over as many batches as it needs to compare this many output rows, such as tokens."""
 _BUDGET = 1 << 30
 """Maximum number of bytes of the reference run's outputs to keep: half for reuse in later passes, and half for comparison."""
-
 _SIDE_BY_SIDE = 32
 """If the model is larger than memory, how many passes run side by side, so that each weight is read once for all of them."""
 
@@ -62,64 +61,54 @@ OnCauses = Callable[[PartialAttribution], None]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of the model whose contribution to the drift is measured: a single module, or a subtree.
-
-    name: the module, or the root of the subtree. modules: the modules in it that themselves run operations with weights, such as
-    `layers.0.mlp.up_proj` and `layers.0.mlp.down_proj` for `layers.0.mlp`.
-    """
+    """A part of the model whose contribution to the drift is measured: a single module, or a subtree."""
 
     name: str
+    """The module, or the root of the subtree."""
     modules: tuple[str, ...]
+    """The modules in it that themselves run operations with weights, such as `layers.0.mlp.up_proj` for `layers.0.mlp`."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartDrift:
-    """The measured drift of one module or subtree.
-
-    drift: how far its casts alone make the main output drift, in the unit of the attribution report, such as nats per token.
-    local_sqnr_db: the signal-to-quantization-noise ratio of the module's own output in dB, or None if it is unknown.
-    """
+    """The measured drift of a `Part`."""
 
     drift: float
+    """How far its casts alone make the main output drift, in the unit of the attribution report, such as nats per token."""
     local_sqnr_db: float | None
+    """The SQNR of the module's own output in dB, or None if it is unknown."""
 
 
 MeasureParts = Callable[[Sequence[Part]], Iterator[tuple[int, PartDrift]]]
-"""A function that measures the given modules or subtrees in any order, and yields (its index in the argument, result) for each."""
+"""A function that measures the given parts in any order, and yields (its index in the argument, result) for each."""
 _OnPart = Callable[[Iterable[Contribution], int, int], None]
-"""A callback with three arguments: the contributions found so far, the number of finished measurements, the number of all
-measurements.
-"""
+"""A callback `(contributions found so far, number of finished measurements, number of all measurements)`."""
 
 
 @dataclass(slots=True)
 class _Base:
-    """What the reference run produced for one batch: the main output, the outputs of modules, and outputs to reuse in later passes.
-
-    uses: for each module, how many module calls had finished before the module first used a weight whose cast changes the results.
-    A pass in which only this module uses cast weights can reuse the outputs of these calls.
-    """
+    """What the reference run produced for one batch."""
 
     batch: Batch
-    name: str
     output: torch.Tensor
+    """The main output."""
     modules: dict[tuple[str, int], torch.Tensor]
+    """The outputs of modules, to compare with."""
     cache: OutputCache | None
+    """The outputs of modules that later passes may reuse."""
     uses: Mapping[str, int]
+    """By module, how many module calls had ended before it used a weight whose cast changes results: its pass can reuse these."""
     masks: KeptPositions | None
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes of all outputs of modules that this object holds."""
         cached = self.cache.nbytes if self.cache is not None else 0
         return cached + sum({id(each): each.nbytes for each in self.modules.values()}.values())
 
 
 @dataclass
 class Attribution:
-    """Finds how much of the drift of the currently cast model each of its modules causes. `report` measures all modules. `measure`
-    measures a single one, so that workers can share the measurements of a `report`.
-    """
+    """Finds how much of the drift of the currently cast model each of its modules causes."""
 
     model: LiveModel
     inputs: Inputs
@@ -128,9 +117,7 @@ class Attribution:
     behavior: ModelBehavior = field(default_factory=ModelBehavior)
     """Facts about the model that were observed during its passes, such as which modules have side effects."""
     known: dict[Part, PartDrift] = field(default_factory=dict)
-    """The measured drift of each module or subtree, kept from a `report` that was cancelled and had the same casts, settings and
-    inputs. The next `report` does not repeat these measurements. A complete `report` empties the mapping.
-    """
+    """The measurements of a cancelled `report` of the same casts, settings and inputs, which the next does not repeat."""
     _bases: list[_Base] = field(default_factory=list)
     _passes: int = 0
     _done: int = 0
@@ -142,13 +129,11 @@ class Attribution:
         elsewhere: MeasureParts | None = None,
         on_causes: OnCauses = ignore,
     ) -> AttributionReport:
-        """Measure every module or subtree, and return a report. elsewhere: measures them in other processes; if None, this process
-        does it.
+        """Measure every module or subtree, and return a report. elsewhere: measures them in other processes.
 
-        `on_progress(done, total)` is called with the numbers of finished measurements and of all measurements. `on_causes` is
-        called after each measurement with the contributions found so far. Once a subtree is split, its measured children replace it
-        among them. Raises NoForward, KernelError and Cancelled, and UserError under `torch.autocast`, whose casts belong to no
-        weight.
+        `on_progress(done, total)` is called with the numbers of finished and of all measurements, and `on_causes` after each
+        measurement with the contributions found so far. Once a subtree is split, its measured children replace it among them.
+        Raises NoForward, KernelError and Cancelled, and UserError under `torch.autocast`, whose casts belong to no weight.
         """
         if self.settings.autocast is not None:
             raise UserError(f"causes can only be found in the weights' dtypes: {hint('no-autocast')}")
@@ -189,9 +174,7 @@ class Attribution:
             return complete
 
     def measure(self, part: Part, cancelled: IsCancelled = never) -> PartDrift:
-        """Measure one module or subtree, and return its drift. The first call also does the reference run. Raises NoForward,
-        KernelError, Cancelled.
-        """
+        """Measure one module or subtree. The first call also does the reference run. Raises NoForward, KernelError, Cancelled."""
         with self._runner(cancelled) as runner:
             if not self._bases:
                 self._run_reference(runner)
@@ -202,9 +185,7 @@ class Attribution:
 
     @property
     def _drifting(self) -> frozenset[int]:
-        """The `id`s of the weights whose casts change results, because the weight itself or the activations multiplied by it are
-        rounded.
-        """
+        """The `id`s of the weights whose casts change results: the weight or the activations that it multiplies are rounded."""
         rounds = self.settings.quantize_activations == "weights"
         return frozenset(
             key
@@ -237,18 +218,13 @@ class Attribution:
         options = PassOptions(learns=True, cache_bytes=budget // 2)
         call = runner.reference_call(batch)
         ran, uses = runner.partial(call, self._drifting, lambda name: False, options, recorder)
-        name, tensor = main_output(ran.output)
+        output = main_output(ran.output)[1].detach().clone()
         kept = {key: output for key, output in recorder.outputs.items() if key[0] in uses}
         masks = KeptPositions.of(self.model.module, batch, self.model.device, ran.attended)
-        return _Base(batch, name, tensor.detach().clone(), kept, ran.cache, uses, masks)
+        return _Base(batch, output, kept, ran.cache, uses, masks)
 
     def _contributions(self, run: MeasureParts, whole: float, on_part: _OnPart) -> list[Contribution]:
-        """Return the contribution of each module to the drift. If there are too many modules, measure subtrees instead, and split
-        those that drift most.
-
-        run: a function that measures some modules or subtrees. whole: the drift of the whole recipe. on_part: called after each
-        measurement.
-        """
+        """Return the contribution of each module or, of too many, of subtrees, of which those that drift most are split."""
         modules = list(dict.fromkeys(name for base in self._bases for name in base.uses))
         if len(modules) <= MOST_PASSES:
             parts = [Part(name, (name,)) for name in modules]
@@ -280,11 +256,7 @@ class Attribution:
         total: int,
         others: Sequence[Contribution] = (),
     ) -> list[Contribution]:
-        """Measure modules or subtrees (`parts`) with the function `run`, and return their contributions in the order of `parts`.
-
-        whole: the drift of the whole recipe. total: the number of measurements that the progress counts. others: contributions
-        found before, which are passed to `on_part` together with the new ones.
-        """
+        """Measure `parts`, and return their contributions. total: for the progress. others: found before, for `on_part`."""
         found: dict[int, Contribution] = {}
 
         def add(index: int, measured: PartDrift) -> None:
@@ -294,16 +266,19 @@ class Attribution:
             self._passes += len(self._bases)
             self._done += 1
 
+        def report() -> None:
+            on_part((*others, *found.values()), min(total, self._done), total)
+
         for index, part in enumerate(parts):
             if part in self.known:
                 add(index, self.known[part])
         if found:
-            on_part((*others, *found.values()), min(total, self._done), total)
+            report()
         missing = [index for index in range(len(parts)) if index not in found]
         for at, measured in run([parts[index] for index in missing]) if missing else ():
             self.known[parts[missing[at]]] = measured
             add(missing[at], measured)
-            on_part((*others, *found.values()), min(total, self._done), total)
+            report()
         return [found[index] for index in range(len(parts))]
 
     def _part(self, runner: ForwardRunner, part: Part) -> PartDrift:
@@ -311,9 +286,8 @@ class Attribution:
         return PartDrift(drift, local)
 
     def _alone(self, runner: ForwardRunner, part: Part | None = None) -> tuple[str, float, float | None]:
-        """Run the model with cast weights only in the modules of `part`, or in all modules if it is None. Returns three values: the
-        unit of the drift, such as nats per token; the drift of the main output; and the SQNR in dB of the part's own output, if it
-        is a single module.
+        """Run the model with cast weights only in the modules of `part`, or in all if it is None. Returns the unit of the drift,
+        the drift of the main output, and the SQNR in dB of the part's own output, if it is a single module.
         """
         comparison: OutputMetrics | None = None
         inside: Callable[[str], bool] = (lambda name: True) if part is None else frozenset(part.modules).__contains__
@@ -354,9 +328,7 @@ class _LocalError(ModuleObserver):
 
     @property
     def sqnr_db(self) -> float | None:
-        """The signal-to-quantization-noise ratio in dB over all calls of the module whose outputs could be compared, or None
-        without such calls.
-        """
+        """The SQNR in dB over all calls of the module whose outputs could be compared, or None without such calls."""
         return None if self._sums is None else sqnr_db(self._sums.sums.energy, self._sums.sums.noise)
 
     def __call__(self, module: str, call: int, output: torch.Tensor) -> None:
@@ -370,11 +342,7 @@ class _LocalError(ModuleObserver):
 
 
 def _children_of(name: str, modules: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Split the subtree `name` into its children. Returns (name of the child, its modules among `modules`) for each child. If there
-    is only one child, this child is split instead.
-
-    modules: the modules of the subtree that run operations with weights.
-    """
+    """Return (name of the child, its modules) for each child of the subtree `name`, or of its only child if it has one."""
     parts: dict[str, list[str]] = {}
     for module in modules:
         rest = module[len(name) + 1 :] if name else module

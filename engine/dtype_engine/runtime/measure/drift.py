@@ -1,6 +1,4 @@
-"""Measures drift: runs the reference and the candidate model over the inputs, one sequence at a time, and compares their
-outputs.
-"""
+"""Measures drift: runs the reference and the candidate over the inputs, one sequence at a time, and compares their outputs."""
 
 from __future__ import annotations
 
@@ -48,34 +46,24 @@ from dtype_engine.runtime.passes.outputs import main_output
 from dtype_engine.runtime.passes.runner import ForwardRunner
 
 MOST_KEPT = 2 << 30
-"""Default limit on the bytes of outputs kept between measurements: enough for some hundred tokens of a model with 1 B
-parameters.
-"""
+"""Limit on the bytes of outputs kept between measurements: some hundred tokens of a model with 1 B parameters."""
 
 MOST_UNSAVED = 8
-"""The maximum number of sequences that run side by side if the measurement is saved. An interrupt loses the results of the
-sequences that are running.
-"""
+"""The maximum number of sequences that run side by side, and are lost by an interrupt, if the measurement is saved."""
 _BYTES_SIDE_BY_SIDE = 12
-"""How many bytes each element of an output needs while sequences run side by side: the float32 outputs of the reference and the
-candidate run, and temporary tensors.
-"""
+"""How many bytes each element of an output needs while sequences run side by side: float32 outputs, and temporary tensors."""
 _WITH_FAST_PATH = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
 
 
 def budget_for(model: LiveModel, asked: int | None = None) -> int:
-    """Return how many bytes of outputs may be kept between measurements: `asked` if it is given, otherwise a quarter of the free
-    memory, at most `MOST_KEPT`.
-    """
+    """Return how many bytes of outputs to keep: `asked`, or a quarter of the free memory, at most `MOST_KEPT`."""
     return min(MOST_KEPT, model.cache_budget) if asked is None else asked
 
 
 @dataclass
 class DriftMeter:
-    """Measures how far the outputs of a candidate (the model under a recipe) drift from those of the reference over the inputs.
-
-    For each sequence, the reference runs first and then the candidate. The shortest sequence is the first, so that a result is
-    available soon. `MeasurementPlan` decides the order of the others, and in which sequences modules are compared.
+    """Measures how far the outputs of a candidate (the model under a recipe) drift from those of the reference over the inputs. For
+    each sequence, in the order of a `MeasurementPlan`, the reference runs first and then the candidate.
 
     Up to `budget` bytes of outputs are kept between measurements: the reference's, and those of the candidate that the next recipe
     may leave unchanged. If the reference's outputs for a sequence do not fit, the reference runs again in each measurement, right
@@ -87,30 +75,20 @@ class DriftMeter:
     inputs: Inputs
     settings: RunSettings = field(default_factory=RunSettings)
     budget: int = MOST_KEPT
-    working: int | None = None
-    """Maximum number of bytes of the reference's outputs to hold while one sequence is compared. They may be more than `budget`
-    allows to keep for later measurements. If None, a quarter of the free memory.
-    """
-    reuse: bool = True
-    """Whether outputs of the candidate's last pass are reused if the new recipe can't have changed them."""
     behavior: ModelBehavior = field(default_factory=ModelBehavior)
     """Facts about `model` that were observed during its passes, such as which modules have side effects."""
     _caches: dict[int, tuple[OutputCache, bool]] = field(default_factory=dict)
-    """By the index of a sequence: (the outputs of the candidate's last pass over it, whether modules were compared in that
-    pass).
-    """
+    """By the index of a sequence: (outputs of the candidate's last pass over it, whether modules were compared in it)."""
     _records: dict[int, ReferenceRecord] = field(default_factory=dict)
     _calls: dict[bool, int] = field(default_factory=dict)
     """The number of module calls that a pass observes, by whether it observes all modules (True) or only some (False)."""
-    _routing: Routing | None = field(init=False)
-    _plan: MeasurementPlan = field(init=False)
-    _modules: int = field(init=False)
 
     def __post_init__(self) -> None:
         self._plan = MeasurementPlan(self.inputs.batches)
         self._modules = sum(1 for _ in self.model.module.modules()) - 1
         self._routing = Routing.of(self.model)
-        self._working = cache_budget(self.model.device) if self.working is None else self.working
+        self._working = cache_budget(self.model.device)
+        """Maximum number of bytes of the reference's outputs to hold while sequences are compared, even if not to keep."""
 
     def measure(
         self,
@@ -120,9 +98,8 @@ class DriftMeter:
     ) -> RunningTotals:
         """Measure until all inputs have been run, or until the metrics are as precise as the listener requires. Returns the totals.
 
-        cancelled: a function that returns True to stop the measurement; it is ignored if a listener is given. begun: the totals of
-        an earlier measurement that was interrupted; only the sequences that they lack are run, and are added to them. Raises
-        NoForward, KernelError, Cancelled.
+        cancelled: ignored if a listener is given. begun: the totals of an earlier measurement that was interrupted; only the
+        sequences that they lack are run, and are added to them. Raises NoForward, KernelError, Cancelled.
         """
         listener = MeasurementListener(cancelled=cancelled) if listener is None else listener
         totals = begun
@@ -147,10 +124,14 @@ class DriftMeter:
     def report(
         self, totals: RunningTotals, recipe: Recipe, memory: MemoryStats, lost: tuple[ValueLoss, ...] | None
     ) -> DriftReport:
-        """Return a report of a measurement: the `totals`, and the model, device, settings, inputs and notices. recipe: the recipe
-        of the measured casts. lost: the weights whose casts make values infinite or zero, or None if they were not counted.
-        """
+        """Return a report of a measurement. lost: what casts made infinite or zero, or None if it was not counted."""
         model, output = self.model, totals.output
+        selections = make_plan(model.tree, recipe).selections
+        # Whether runtimes would quantize activations in the format that a rule gives to weights.
+        quantizes_inputs = any(
+            quantizes_activations(rule.dtype) and taken.tensors
+            for rule, taken in zip(recipe.rules, selections, strict=True)
+        )
         return DriftReport(
             model=model.title,
             device=str(model.device),
@@ -161,20 +142,20 @@ class DriftMeter:
             output_name=totals.output_name,
             output=output,
             modules=totals.modules,
-            modules_sequences=totals.modules_sequences,
+            modules_sequences=len(totals.modules_numbers),
             memory=memory,
             seconds=totals.seconds,
             sequences=totals.extent,
             notices=(
                 *model.notices,
                 *totals.notices(output),
-                *_quantized_notices(model.tree, recipe),
+                *_quantized_notices(model.tree, {name for taken in selections for name in taken.uncastable}),
                 *_window_notices(model, self.inputs, totals.modules_numbers),
                 *_fast_path_notices(model.module),
             ),
             lost=lost,
             activations=self.settings.quantize_activations,
-            weights_only=self.settings.quantize_activations == "none" and _quantizes_inputs(model.tree, recipe),
+            weights_only=self.settings.quantize_activations == "none" and quantizes_inputs,
             coverage=model.coverage,
             pictures=totals.pictures,
         )
@@ -188,9 +169,7 @@ class DriftMeter:
         self, listener: MeasurementListener, begun: RunningTotals | None = None
     ) -> Generator[RunningTotals, None, None]:
         """Run the inputs one sequence at a time. After each sequence, yield the totals over all sequences run until then. begun: as
-        for `measure`.
-
-        Raises NoForward, KernelError, Cancelled.
+        for `measure`, which raises the same.
         """
         batches, totals = self.inputs.batches, begun
         progress = MeasurementProgress(listener.on_progress, batches, self._calls, self._modules)
@@ -207,17 +186,16 @@ class DriftMeter:
                 references = runner.side_by_side(
                     [partial(self._reference, runner, step, progress, sharing) for step in steps]
                 )
+                if totals is None:
+                    name, output = references[0].output_name, references[0].output
+                    classes_dim = classes_dimension(self.model.module, name, output, self.settings.classes_dim)
+                    pixels = picture_range(self.model.module)
+                    totals = RunningTotals(name, output, classes_dim, len(batches), self.routed, pixels)
                 comparers = []
                 for step, reference in zip(steps, references, strict=True):
-                    if totals is None:
-                        name, output = reference.output_name, reference.output
-                        classes_dim = classes_dimension(self.model.module, name, output, self.settings.classes_dim)
-                        pixels = picture_range(self.model.module)
-                        totals = RunningTotals(name, output, classes_dim, len(batches), self.routed, pixels)
                     batch, attended = batches[step.number], reference.attended
                     kept = KeptPositions.of(self.model.module, batch, self.model.device, attended)
                     comparers.append((kept, self._comparer(step, reference, totals, listener, kept)))
-                assert totals is not None
                 passes = runner.side_by_side(
                     [
                         partial(self._candidate, runner, step, progress, comparer)
@@ -237,7 +215,7 @@ class DriftMeter:
 
     def _groups(self, steps: Iterable[Step], most: int | None) -> Iterator[list[Step]]:
         """Yield each step alone or, if a model is larger than memory, groups of steps whose sequences run side by side. The outputs
-        of a group take at most `working` bytes, as estimated from the largest dimension of a weight. most: the maximum number of
+        of a group take at most `_working` bytes, as estimated from the largest dimension of a weight. most: the maximum number of
         steps in a group, or None if only the bytes limit it.
         """
         over_memory = self.model.memory.limited
@@ -260,20 +238,12 @@ class DriftMeter:
         totals: RunningTotals | None,
         listener: MeasurementListener,
     ) -> None:
-        """Tell the progress report over which sequences the reference and the candidate still have to run: those of `group` and all
-        later ones.
-
-        totals: the results until now, from which the number of needed sequences is estimated. listener: says how precise they must
-        be.
-        """
+        """Tell the progress over which sequences reference and candidate still have to run: those of `group` and all later ones."""
         every = (listener.all_modules or never)()
         steps = {step.number: step.compares_modules for step in group}
         added = () if totals is None else totals.numbers
-        left = {number: every or self._plan.compares(number) for number in group[-1].left if number not in added}
-        steps |= left
-        with_reference = [
-            number for number, with_modules in steps.items() if not self._has_record(number, with_modules)
-        ]
+        steps |= {number: every or self._plan.compares(number) for number in group[-1].left if number not in added}
+        with_reference = [number for number, compares in steps.items() if not self._has_record(number, compares)]
         rest = 1.0 if totals is None else totals.extent.rest_for(_precision(listener))
         progress.expect([*steps], with_reference, rest)
 
@@ -285,31 +255,26 @@ class DriftMeter:
         listener: MeasurementListener,
         kept: KeptPositions | None,
     ) -> ModuleComparer | None:
-        """Return the observer that compares module outputs during the candidate's pass, or None if modules are not compared in this
-        step's sequence. kept: the positions to compare; if None, all.
-        """
+        """Return the observer of the candidate's pass, or None if modules are not compared in this step's sequence."""
         if not step.compares_modules or reference.modules is None:
             return None
-        routing = RoutingComparer(self._routing, reference.choices)
-        if (on_modules := listener.on_modules) is None:
-            return ModuleComparer(reference.modules, None, kept, routing)
 
         def report(sums: Mapping[str, ModuleSums]) -> None:
-            on_modules(totals.modules_with(step.number, sums))
+            if listener.on_modules is not None:
+                listener.on_modules(totals.modules_with(step.number, sums))
 
-        return ModuleComparer(reference.modules, report, kept, routing)
+        routing = RoutingComparer(self._routing, reference.choices)
+        return ModuleComparer(reference.modules, routing, kept, report if listener.on_modules is not None else None)
 
     def _candidate(
         self, runner: ForwardRunner, step: Step, progress: MeasurementProgress, comparer: ModuleComparer | None
     ) -> PassResult[Any]:
-        """Return the result of running the candidate on a step's sequence, observed by `comparer`. Module outputs that can't have
-        changed since the last measurement are reused.
-        """
+        """Run the candidate on a step's sequence. Module outputs that can't have changed since the last measurement are reused."""
         observer = progress.begin_pass("candidate", step.number, step.compares_modules, comparer)
         earlier, compared = self._caches.pop(step.number, (None, False))
         options = PassOptions(
             watched=self._plan.watched(step),
-            cache_bytes=max(0, self.budget - self.kept_bytes) if self.reuse else 0,
+            cache_bytes=max(0, self.budget - self.kept_bytes),
             cached=self._plan.cached,
             earlier=earlier if compared or not step.compares_modules else None,
         )
@@ -326,7 +291,7 @@ class DriftMeter:
         self, runner: ForwardRunner, step: Step, progress: MeasurementProgress, sharing: int
     ) -> ReferenceRecord:
         """Return the reference's outputs for a step's sequence. If they are not kept, run the reference, and keep them if they fit.
-        sharing: how many of the sequences that run side by side keep the outputs of modules. Each gets an equal part of the memory.
+        sharing: among how many sequences that run side by side and keep the outputs of modules the memory is divided.
         """
         if self._has_record(step.number, step.compares_modules):
             return self._records[step.number]
@@ -341,12 +306,10 @@ class DriftMeter:
         if recorder is None:
             record = ReferenceRecord(name, output.detach().clone(), ran.seconds, ran.attended, None)
         else:
-            copied = recorder.copy_of(output)
+            copied, modules = recorder.copy_of(output), recorder.outputs
             left_out = frozenset(recorder.left_out)
-            record = ReferenceRecord(
-                name, copied, ran.seconds, ran.attended, recorder.outputs, left_out, recorder.choices
-            )
-            main = [module for (module, _), kept in recorder.outputs.items() if kept is copied]
+            record = ReferenceRecord(name, copied, ran.seconds, ran.attended, modules, left_out, recorder.choices)
+            main = [module for (module, _), kept in modules.items() if kept is copied]
             self._plan.add_calls(ran.finished, ran.spans, main)
         if record.nbytes <= left:
             while self._caches and self.kept_bytes + record.nbytes > self.budget:
@@ -358,9 +321,7 @@ class DriftMeter:
 
 
 def _comparable_output(ran: PassResult[Any], reference: ReferenceRecord) -> torch.Tensor:
-    """Return the main output of a candidate's pass. Raises NoForward unless it has the name and shape of the reference's main
-    output.
-    """
+    """Return the main output of a candidate's pass. Raises NoForward unless it has the name and shape of the reference's."""
     name, output = main_output(ran.output)
     if name != reference.output_name or output.shape != reference.output.shape:
         raise NoForward(
@@ -375,9 +336,7 @@ def _precision(listener: MeasurementListener) -> float | None:
 
 
 def _fast_path_notices(module: nn.Module) -> tuple[str, ...]:
-    """Return a notice for the user if the model contains torch's own encoders (`nn.TransformerEncoder`). torch's faster
-    implementation of them is not used while a torch-function mode intercepts calls.
-    """
+    """Return a notice if the model contains torch's own encoders, whose fast path is off while a mode intercepts calls."""
     found = next((type(each).__name__ for each in module.modules() if isinstance(each, _WITH_FAST_PATH)), None)
     if found is None:
         return ()
@@ -388,8 +347,8 @@ def _fast_path_notices(module: nn.Module) -> tuple[str, ...]:
 
 
 def _window_notices(model: LiveModel, inputs: Inputs, compared: Collection[int]) -> tuple[str, ...]:
-    """Return a notice for the user if KIVI, which keeps a window of the newest tokens unrounded, rounds nothing. This happens if
-    all inputs, or all inputs over which modules were compared (with the indexes `compared`), are shorter than the window.
+    """Return a notice if KIVI, which keeps a window of the newest tokens unrounded, rounds nothing, because all inputs, or all over
+    which modules were compared (with the indexes `compared`), are shorter than the window.
     """
     kivi = sorted({name for name in model.cache_formats.values() if KV_FORMATS[name].scales == "kivi"})
     ids = (batch.kwargs.get("input_ids") for batch in inputs.batches)
@@ -404,18 +363,8 @@ def _window_notices(model: LiveModel, inputs: Inputs, compared: Collection[int])
     return ()
 
 
-def _quantizes_inputs(tree: Tree, recipe: Recipe) -> bool:
-    """Return whether runtimes would quantize activations in the format that a rule gives to weights."""
-    selections = make_plan(tree, recipe).selections
-    return any(
-        quantizes_activations(rule.dtype) and taken.tensors
-        for rule, taken in zip(recipe.rules, selections, strict=True)
-    )
-
-
-def _quantized_notices(tree: Tree, recipe: Recipe) -> tuple[str, ...]:
-    """Return a notice for the user if rules match weights that stay as stored, because another program has quantized them."""
-    matched = {name for taken in make_plan(tree, recipe).selections for name in taken.uncastable}
+def _quantized_notices(tree: Tree, matched: Collection[str]) -> tuple[str, ...]:
+    """Return a notice if rules match weights that stay as stored, because another program has quantized them."""
     left = [
         tensor
         for name, tensor in tree.tensors.items()

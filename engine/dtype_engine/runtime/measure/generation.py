@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -13,22 +13,19 @@ import torch
 from dtype_engine.core.errors import Cancelled, NoForward
 from dtype_engine.results.runs import Generation, Written
 from dtype_engine.runtime.inputs import Batch, Inputs, running, tokenizer_of
-from dtype_engine.runtime.measure.job_part import part_of
+from dtype_engine.runtime.measure.progress import part_of
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.numerics.compare.pictures import picture_range
 from dtype_engine.runtime.passes.runner import ForwardRunner
 
 PROMPT_TOKENS = 32
 OnTokens = Callable[[str, int, int], None]
-"""A callback `on_tokens("reference" or "candidate", done, most)`, called after every token with the name of the run.
-
-done: the number of tokens generated so far by both runs, for all prompts. If a text ends early, its missing tokens count as
-generated. most: the largest number that `done` can reach.
+"""A callback `on_tokens("reference" or "candidate", done, most)`, called after every token with the name of the run, the number of
+tokens generated so far by both runs, for all prompts, and the largest number that `done` can reach. If a text ends early, its
+missing tokens count as generated.
 """
 OnText = Callable[[Callable[[], Generation]], None]
-"""A callback that is called after every token with a function, which returns the texts generated so far. Call this function only to
-show the texts, because it decodes all tokens.
-"""
+"""A callback, called after every token with a function that decodes all tokens, and returns the texts generated so far."""
 
 
 def generate(
@@ -39,7 +36,6 @@ def generate(
     on_text: OnText = lambda read: None,
 ) -> tuple[Generation, ...]:
     """Let the reference and the candidate each continue every prompt of the user by up to `tokens` tokens, with greedy decoding.
-    Returns both continuations of each prompt.
 
     If the user gave no prompts, only the first input is continued: a calibration text, cut to `PROMPT_TOKENS` tokens, or an image,
     for which a caption is generated. Raises NoForward if the model can't generate or can't be run, KernelError and Cancelled.
@@ -56,14 +52,14 @@ def generate(
         of_candidate = part_of(on_tokens, "candidate", before + tokens, most)
         text = _prompt_text(prompt, tokenizer)
 
-        def reference_grows(written: _Growing, text: str = text) -> None:
-            on_text(lambda: Generation(text, written.read(), Written((), (), 0.0), finished=False))
+        def reference_grows(read: Callable[[], Written], text: str = text) -> None:
+            on_text(lambda: Generation(text, read(), Written((), (), 0.0), finished=False))
 
         first = runner.reference_batch(prompt)
         reference = _write(runner, "reference", first, tokenizer, tokens, of_reference, reference_grows)
 
-        def candidate_grows(written: _Growing, text: str = text, reference: Written = reference) -> None:
-            on_text(lambda: Generation(text, reference, written.read(), finished=False))
+        def candidate_grows(read: Callable[[], Written], text: str = text, reference: Written = reference) -> None:
+            on_text(lambda: Generation(text, reference, read(), finished=False))
 
         second = runner.candidate_batch(prompt)
         candidate = _write(runner, "candidate", second, tokenizer, tokens, of_candidate, candidate_grows)
@@ -72,7 +68,7 @@ def generate(
 
 
 def why_no_text(module: Any) -> str | None:
-    """Return a sentence for the user which says why a model can't generate text, or None if it can."""
+    """Return a sentence that says why a model can't generate text, or None if it can."""
     can = getattr(module, "can_generate", None)
     if hasattr(module, "generate") and (can is None or can() or _own_generate(module)):
         return None
@@ -106,19 +102,6 @@ def _prompt(batch: Batch, inputs: Inputs) -> Batch:
     return Batch(batch.args, kwargs)
 
 
-@dataclass(slots=True)
-class _Growing:
-    tokenizer: Any
-    ids: torch.Tensor
-    """The token ids generated so far, int64 [tokens]."""
-    started: float
-    """The time at which the generation began, from `time.perf_counter`."""
-
-    def read(self) -> Written:
-        ids = self.ids.tolist()
-        return Written(tuple(ids), pieces(self.tokenizer, ids), time.perf_counter() - self.started)
-
-
 def _write(
     runner: ForwardRunner,
     run: Literal["reference", "candidate"],
@@ -126,11 +109,9 @@ def _write(
     tokenizer: Any,
     tokens: int,
     on_tokens: Callable[[int], None],
-    on_text: Callable[[_Growing], None],
+    on_text: Callable[[Callable[[], Written]], None],
 ) -> Written:
-    """Generate a continuation of `prompt` with the reference or the candidate, as `run` says. After every token, `on_tokens` is
-    called with the number of generated tokens and `on_text` with the growing text. tokens: the maximum number of tokens.
-    """
+    """Generate a continuation of `prompt`. `on_tokens` gets the number of tokens after each, and `on_text` the growing text."""
     from transformers import StoppingCriteria, StoppingCriteriaList
 
     began: list[int] = []
@@ -145,7 +126,7 @@ def _write(
             if not began:
                 began.append(input_ids.shape[1] - 1)
             on_tokens(input_ids.shape[1] - began[0])
-            on_text(_Growing(tokenizer, input_ids[0, began[0] :], started))
+            on_text(partial(_written, tokenizer, input_ids[0, began[0] :], time.perf_counter() - started))
             return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
     module: Any = runner.model.module
@@ -161,14 +142,16 @@ def _write(
         return written
 
     ran = runner.reference(call) if run == "reference" else runner.candidate(call)
-    ids = ran.output[0, began[0] if began else 0 :].tolist()
-    return Written(tuple(ids), pieces(tokenizer, ids), ran.seconds)
+    return _written(tokenizer, ran.output[0, began[0] if began else 0 :], ran.seconds)
+
+
+def _written(tokenizer: Any, tokens: torch.Tensor, seconds: float) -> Written:
+    ids = tokens.tolist()
+    return Written(tuple(ids), pieces(tokenizer, ids), seconds)
 
 
 def _greedy(model: LiveModel, tokens: int) -> dict[str, Any]:
-    """Return arguments for `generate` with the model's own settings, except that decoding is greedy (no sampling, no beams).
-    tokens: the maximum number of tokens to generate.
-    """
+    """Return arguments for `generate` with the model's own settings, except that decoding is greedy (no sampling, no beams)."""
     own = getattr(model.module, "generation_config", None)
     if own is None or _own_generate(model.module):
         return {"max_new_tokens": tokens, "do_sample": False, "num_beams": 1}
@@ -188,9 +171,8 @@ def _greedy(model: LiveModel, tokens: int) -> dict[str, Any]:
 
 
 def pieces(tokenizer: Any, ids: list[int]) -> tuple[str, ...]:
-    """Return the text that each token adds or, without a tokenizer, each token's id as text.
-
-    A token that ends inside a multi-byte character adds nothing; the token that completes the character adds all of it.
+    """Return the text that each token adds or, without a tokenizer, its id. A token that ends inside a multi-byte character adds
+    nothing; the token that completes the character adds all of it.
     """
     if tokenizer is None:
         return tuple(f" {token}" for token in ids)

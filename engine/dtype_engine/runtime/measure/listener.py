@@ -13,9 +13,6 @@ if TYPE_CHECKING:
     from dtype_engine.runtime.measure.running_totals import RunningTotals
 
 OnProgress = Callable[[str, int, int], None]
-OnModules = Callable[[tuple["ModuleDrift", ...]], None]
-OnSequence = Callable[["RunningTotals"], None]
-OnMeasured = Callable[["DriftReport"], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,31 +25,28 @@ class MeasurementListener:
     """
 
     on_progress: OnProgress = lambda run, done, total: None
-    """A function that is called at most ten times a second as `on_progress(run, done, total)`. run: "reference" or "candidate".
-    done, total: the number of finished input elements and the number of all, counted over all passes of the measurement. For a
-    model that is larger than memory, run is "values that casts lose" at the end, and done and total are numbers of weights.
+    """Called at most ten times a second as `on_progress(run, done, total)`. run: "reference" or "candidate". done, total: the
+    number of finished input elements and the number of all, counted over all passes of the measurement. For a model that is larger
+    than memory, run is "values that casts lose" at the end, and done and total are numbers of weights.
     """
-    on_modules: OnModules | None = None
-    """A function that is called with the drift of the modules whose metrics have changed, at most once a second within a pass."""
-    on_sequence: OnSequence | None = None
-    """A function that is called after every sequence with the running totals. Later sequences change the same object."""
-    on_measured: OnMeasured | None = None
-    """A function that is called with the report when all passes have ended, before the last steps, which may take long: counting
-    the values that the casts of a model larger than memory lose, and the user's metrics. The report lacks these metrics, and its
-    `lost` is None if it takes long to find.
+    on_modules: Callable[[tuple[ModuleDrift, ...]], None] | None = None
+    """Called with the drift of the modules whose metrics have changed, at most once a second within a pass."""
+    on_sequence: Callable[[RunningTotals], None] | None = None
+    """Called after every sequence with the running totals. Later sequences change the same object."""
+    on_measured: Callable[[DriftReport], None] | None = None
+    """Called with the report when all passes have ended, before the last steps, which may take long: counting the values that the
+    casts of a model larger than memory lose, and the user's metrics. The report lacks these metrics, and its `lost` is None if it
+    takes long to find.
     """
     saves: bool = False
-    """Whether `on_sequence` saves the totals. If True, fewer sequences of a model that is larger than memory run side by side, so
-    that an interrupt loses fewer results.
-    """
+    """Whether `on_sequence` saves the totals. Fewer sequences then run side by side, so that an interrupt loses fewer results."""
     cancelled: IsCancelled = never
-    """A function that is called between module calls. If it returns True, the measurement raises Cancelled."""
+    """Called between module calls. If it returns True, the measurement raises Cancelled."""
     precision: Callable[[], float | None] | None = None
-    """A function that is called after every sequence and returns the relative standard error at which the measurement may stop, or
-    None to run all inputs. If it is not set, `Session.drift` uses the value in its options.
+    """Called after every sequence. Returns the relative standard error at which the measurement may stop, or None to run all
+    inputs. If it is not set, `Session.drift` uses the value in its options.
     """
     all_modules: Callable[[], bool] | None = None
-    """A function that returns whether to compare modules in every sequence (True) or only in some (False). It is called before each
-    pass and at the end. If it returns True at the end, the sequences without module comparison run again. If it is not set,
-    `Session.drift` uses its options.
+    """Called before each pass and at the end. Returns whether to compare modules in every sequence, or only in some. If it returns
+    True at the end, the sequences without module comparison run again. If it is not set, `Session.drift` uses its options.
     """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,10 @@ _BATCH = 8
 
 def lm_eval_function(task: str) -> Callable[[LiveModel, Inputs], Mapping[str, Examples]]:
     """Return a function that runs a task of lm-eval on a live model and returns its metrics by name, such as `arc_easy/acc`.
+    Datasets come from the local cache or from the files that the task names; nothing is downloaded. Raises UserError if lm-eval is
+    not installed or has no such task.
 
-    task: the name of a task or group that lm-eval has, or the path of a YAML file with a task. Datasets come from the local cache
-    or from the files that the task names; nothing is downloaded. Raises UserError if lm-eval is not installed or has no such task.
+    task: the name of a task or group that lm-eval has, or the path of a YAML file with a task.
     """
     try:
         with quiet():
@@ -42,13 +42,14 @@ def lm_eval_function(task: str) -> Callable[[LiveModel, Inputs], Mapping[str, Ex
         )
 
     def run(model: LiveModel, data: Inputs) -> Mapping[str, Examples]:
+        from datasets import config
         from lm_eval import simple_evaluate
         from lm_eval.models.huggingface import HFLM
 
         tokenizer = data.tokenizer or tokenizer_of(model)
         if tokenizer is None:
             raise UserError(f"lm-eval needs a tokenizer, and {model.title} has none")
-        with quiet(), no_stderr(), _offline():
+        with quiet(), no_stderr(), replaced(config, "HF_HUB_OFFLINE", True), offline():
             tasks = manager.load(task)["tasks"]
             wrapped = HFLM(pretrained=model.module, tokenizer=tokenizer, batch_size=_BATCH)
             found = simple_evaluate(wrapped, tasks=list(tasks.values()), task_manager=manager, bootstrap_iters=0)
@@ -58,9 +59,7 @@ def lm_eval_function(task: str) -> Callable[[LiveModel, Inputs], Mapping[str, Ex
 
 
 def _by_metric(tasks: Mapping[str, Any], samples: Mapping[str, list[dict[str, Any]]]) -> Iterator[tuple[str, Examples]]:
-    """Yield (name of the metric, its values for all examples) for each metric of each lm-eval task. tasks: the tasks by name.
-    samples: what lm-eval logged for the examples of each task, by the task's name.
-    """
+    """Yield (name of the metric, its values for all examples). samples: what lm-eval logged for them, by the task's name."""
     for name, logged in samples.items():
         aggregations = tasks[name].aggregation()
         ordered = sorted(logged, key=lambda sample: sample["doc_id"])
@@ -68,19 +67,7 @@ def _by_metric(tasks: Mapping[str, Any], samples: Mapping[str, list[dict[str, An
             of_filter = [sample for sample in ordered if sample["filter"] == filtered]
             for metric in of_filter[0]["metrics"]:
                 aggregate = aggregations[metric]
-                is_mean = getattr(aggregate, "__name__", "") == "mean"
                 values = [sample[metric] for sample in of_filter]
-                label = f"{name}/{metric}" if filtered == "none" else f"{name}/{metric},{filtered}"
-                yield (
-                    label,
-                    Examples([float(value) for value in values] if is_mean else values, None if is_mean else aggregate),
-                )
-
-
-@contextmanager
-def _offline() -> Iterator[None]:
-    """While the `with` block runs, make the packages datasets and huggingface_hub raise instead of accessing the network."""
-    from datasets import config
-
-    with replaced(config, "HF_HUB_OFFLINE", True), offline():
-        yield
+                is_mean = getattr(aggregate, "__name__", "") == "mean"
+                examples = Examples([*map(float, values)]) if is_mean else Examples(values, aggregate)
+                yield f"{name}/{metric}" if filtered == "none" else f"{name}/{metric},{filtered}", examples

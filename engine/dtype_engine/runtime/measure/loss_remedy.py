@@ -6,10 +6,11 @@ Such rules are searched even if the output is finite. For example, a BatchNorm w
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 
 from dtype_engine.core import dtypes
+from dtype_engine.core.callbacks import ignore
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import KernelError, NoForward
 from dtype_engine.core.tree import TensorInfo, Tree
@@ -21,18 +22,14 @@ from dtype_engine.runtime.measure.drift import DriftMeter
 from dtype_engine.runtime.measure.listener import MeasurementListener
 
 Count = Callable[[str, str], ValueLoss | None]
-"""A function `count(name, dtype)`. It returns how many values of the named tensor are lost (become infinite or zero, or saturate)
-in a cast to `dtype`, or None if the cast only rounds values.
-"""
-OnTrial = Callable[[int, int], None]
+"""A function `count(name, dtype)` that returns which values of a tensor are lost in a cast, or None if it only rounds values."""
 
 
 def untried_remedy(tree: Tree, plan: Plan, losses: Sequence[ValueLoss], count: Count, reason: str) -> LossRemedy | None:
-    """Return rules that keep the values which casts make infinite or zero, or None if casts only round values. How the rules affect
-    the drift is not measured.
+    """Return rules that keep the values which casts make infinite or zero, or None if casts only round values. reason: a sentence
+    which says why the drift under these rules is not measured.
 
-    losses: for each weight, the values that its cast under `plan` makes infinite or zero. count: finds what a different cast would
-    lose. reason: a sentence which says why the effect is not measured.
+    losses: for each weight, the values that its cast under `plan` makes infinite or zero. count: finds what another cast loses.
     """
     wanted = {
         loss.tensor: holding_dtype(tree.tensors[loss.tensor], loss.dtype, count)
@@ -48,15 +45,13 @@ def tried_remedy(
     plan: Plan,
     report: DriftReport,
     count: Count,
-    on_trial: OnTrial = lambda done, total: None,
+    on_trial: Callable[[int, int], None] = ignore,
     cancelled: IsCancelled = never,
 ) -> LossRemedy | None:
-    """Return rules that keep the values which casts made infinite or zero, or None if casts only rounded values. The drift under
-    these rules is measured over the same sequences as in `report` and returned, too.
+    """Like `untried_remedy` for the losses of `report`, with the drift under the rules over the same sequences. If the nearest
+    dtypes that hold the values do not reduce the drift, the stored dtypes are tried, too, and the better rules are returned.
 
-    If the nearest dtypes that hold the values do not reduce the drift, the stored dtypes are tried, too, and the better rules are
-    returned. The model stays cast as in the last trial, so the caller has to apply its recipe again. count: finds how many values a
-    cast would lose. `on_trial(done, total)` is called before each trial. Raises Cancelled.
+    The model stays cast as in the last trial. `on_trial(done, total)` is called before each trial. Raises Cancelled.
     """
     first = untried_remedy(tree, plan, report.lost or (), count, "")
     if first is None:
@@ -76,8 +71,8 @@ def tried_remedy(
 
 
 def holding_dtype(tensor: TensorInfo, dtype: str, count: Count) -> str:
-    """Return the nearest dtype that holds a tensor's values, so that a cast to it only rounds them. A cast to `dtype` loses some.
-    Returns `STORED` if no dtype with fewer bits than the stored one holds them. count: finds how many values a cast would lose.
+    """Return the nearest dtype that holds a tensor's values, of which a cast to `dtype` loses some, so that a cast only rounds
+    them. Returns `STORED` if no dtype with fewer bits than the stored one holds them.
     """
     nearest = []
     if dtypes.BY_NAME[dtype].per_tensor:
@@ -99,7 +94,12 @@ def covering_rules(tree: Tree, wanted: Mapping[str, str]) -> list[Rule]:
     for dtype in dict.fromkeys(wanted.values()):
         names = [name for name, target in wanted.items() if target == dtype]
         left = set(names)
-        patterns = {pattern: taken for name in names for pattern, taken in _patterns(tree, name, set(names))}
+        patterns = {}
+        for name in names:
+            for pattern in generalisations(name):  # one is the name itself
+                taken = set(select(tree, pattern).tensors)
+                if name in taken and taken <= left:
+                    patterns[pattern] = taken
         while left:
             covered = {pattern: len(taken & left) for pattern, taken in patterns.items()}
             most = max(covered.values())
@@ -108,14 +108,6 @@ def covering_rules(tree: Tree, wanted: Mapping[str, str]) -> list[Rule]:
             rules.append(Rule.make(best, dtype))
             left -= patterns[best]
     return rules
-
-
-def _patterns(tree: Tree, name: str, wanted: set[str]) -> Iterable[tuple[str, set[str]]]:
-    """Yield (pattern, matched tensors) for patterns that match `name` and no tensor outside `wanted`. One is `name` itself."""
-    for pattern in generalisations(name):
-        taken = set(select(tree, pattern).tensors)
-        if name in taken and taken <= wanted:
-            yield pattern, taken
 
 
 def _remedy(tree: Tree, plan: Plan, wanted: Mapping[str, str], reason: str) -> LossRemedy:

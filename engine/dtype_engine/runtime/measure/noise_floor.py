@@ -18,14 +18,15 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import ClassesDim, RunSettings
 from dtype_engine.results.attribution import NoiseFloor
 from dtype_engine.results.drift import OutputDrift
+from dtype_engine.results.figures import FIGURES
 from dtype_engine.runtime.inputs import Batch, Inputs
 from dtype_engine.runtime.libraries.hf_private import other_attention
+from dtype_engine.runtime.model.containers import with_tensors
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.numerics.compare.metrics import OutputMetrics, compared_rows
 from dtype_engine.runtime.passes.class_dimensions import classes_dimension
 from dtype_engine.runtime.passes.kept_positions import KeptPositions
 from dtype_engine.runtime.passes.model_behavior import ModelBehavior
-from dtype_engine.runtime.passes.one_pass import PassResult
 from dtype_engine.runtime.passes.outputs import main_output
 from dtype_engine.runtime.passes.runner import ForwardRunner
 
@@ -35,9 +36,7 @@ _SAME_ROWS = 1e-2
 _MORE_THAN_ROUNDING = 1e-3
 """A relative difference of a row (60 dB) that is larger than those that the order of float32 sums makes in most rows."""
 _RUNS = 4
-"""How many runs the progress counts for each batch: one reference run, one with a different attention kernel, and two for a batch
-of twice the size.
-"""
+"""How many runs the progress counts for each batch: the reference, another attention, and two for a batch of two."""
 
 
 def measure_noise_floor(
@@ -51,9 +50,8 @@ def measure_noise_floor(
     """Return the noise floor: the largest differences between the reference run and two variants of it, one with a different
     attention implementation and one with each input twice in a batch. Variants that the model does not support are skipped.
 
-    behavior: what earlier passes have shown about the model. classes_dim: the output dimension along which logits lie.
-    `on_progress(done, total)` is called with the numbers of finished runs and of all runs, each on one input; `total` is an
-    estimate. Raises NoForward if the reference run fails.
+    behavior: what earlier passes have shown about the model. `on_progress(done, total)` is called with the numbers of finished runs
+    and of all runs, each on one input; `total` is an estimate. Raises NoForward if the reference run fails.
     """
     comparisons: dict[str, OutputMetrics] = {}
     positions = 0
@@ -61,7 +59,7 @@ def measure_noise_floor(
         for number, batch in enumerate(inputs.batches):
             expected = _expected(number, positions, len(inputs.batches))
             on_progress(_RUNS * number, _RUNS * expected)
-            ran = _run(runner, batch)
+            ran = runner.reference(runner.reference_call(batch))
             name, reference = main_output(ran.output)
             reference = reference.detach().clone()
             dimension = classes_dimension(model.module, name, reference, classes_dim)
@@ -86,31 +84,19 @@ def _expected(done: int, positions: int, batches: int) -> int:
 
 
 def _worst(drifts: dict[str, OutputDrift], positions: int) -> NoiseFloor:
-    if not drifts:
-        return NoiseFloor((), positions, 0.0, 0.0, 0.0)
-    kl = [drift.kl_mean for drift in drifts.values() if drift.kl_mean is not None]
-    top = [drift.top1_agreement for drift in drifts.values() if drift.top1_agreement is not None]
-    return NoiseFloor(
-        ways=tuple(drifts),
-        positions=positions,
-        sqnr_db=min(drift.sqnr_db for drift in drifts.values()),
-        max_abs=max(drift.max_abs for drift in drifts.values()),
-        rel_l2=max(drift.rel_l2 for drift in drifts.values()),
-        kl_mean=max(max(kl), 0.0) if kl else None,  # rounding in the sum over classes can make it negative
-        top1_agreement=min(top) if top else None,
-    )
-
-
-def _run(runner: ForwardRunner, batch: Batch) -> PassResult[Any]:
-    return runner.reference(runner.reference_call(batch))
+    worst = {"sqnr_db": 0.0, "max_abs": 0.0, "rel_l2": 0.0}
+    for name in (*worst, "kl_mean", "top1_agreement"):
+        figure = FIGURES[name]
+        values = [value for drift in drifts.values() if (value := figure.of(drift)) is not None]
+        if values:
+            worst[name] = max(values) if figure.better == "less" else min(values)
+    return NoiseFloor(tuple(drifts), positions, **worst)
 
 
 def _variants(
     runner: ForwardRunner, batch: Batch, reference: torch.Tensor
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Rerun the reference with a different attention kernel, and with each input twice in a batch. Yields (the variant's name, its
-    main output or None if the variant fails). reference: the main output of the reference run.
-    """
+    """Rerun the reference in variants. Yields (a variant's name, its main output or None if it fails)."""
     with other_attention(runner.model.module) as attention:
         yield f"{attention} attention", _attempt(runner, batch, reference, 1) if attention else None
     yield "batch of two", _attempt(runner, Batch(_twice(batch.args), _twice(batch.kwargs)), reference, 2)
@@ -118,12 +104,10 @@ def _variants(
 
 def _attempt(runner: ForwardRunner, batch: Batch, reference: torch.Tensor, times: int) -> torch.Tensor | None:
     """Run the reference on a batch in which each input occurs `times` times. Returns the main output for the first copy, or None if
-    the run fails or the copies have different outputs.
-
-    reference: the main output for the inputs without repetition, which has the shape that the output for each copy must have.
+    the run fails or the copies have different outputs. reference: the main output for the inputs without repetition.
     """
     try:
-        output = main_output(_run(runner, batch).output)[1]
+        output = main_output(runner.reference(runner.reference_call(batch)).output)[1]
     except (UserError, RuntimeError, ValueError, TypeError, IndexError):
         return None
     if reference.ndim == 0 or output.shape != (times * reference.shape[0], *reference.shape[1:]):
@@ -145,10 +129,4 @@ def _is_other_arithmetic(reference: torch.Tensor, again: torch.Tensor) -> bool:
 
 
 def _twice(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return torch.cat([value, value]) if value.ndim else value
-    if isinstance(value, dict):
-        return {key: _twice(item) for key, item in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(_twice(item) for item in value)
-    return value
+    return with_tensors(value, lambda tensor: torch.cat([tensor, tensor]) if tensor.ndim else tensor)

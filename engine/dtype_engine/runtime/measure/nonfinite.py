@@ -3,11 +3,8 @@ helps.
 
 One more pass runs inside a mode that sees every operation in its actual dtype. An operation is the culprit if it returns non-finite
 values for finite arguments but finite values in the reference run. (A mask of -infinity is no error, because the reference run has
-it, too.)
-
-Rules are tried out: sets of weights around the culprit, from small to large, are cast to bfloat16, which has float32's range in two
-bytes, until the output is finite (`nonfinite_scopes.py`). The output may be finite from the start, because the model's code clamps
-or saturates. The search then ends when all modules are finite.
+it, too.) Then the sets of rules of `nonfinite_scopes.py` are tried until the output is finite or, if it is from the start because
+the model's code clamps or saturates, until all modules are.
 """
 
 from __future__ import annotations
@@ -22,6 +19,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from dtype_engine.core import dtypes
+from dtype_engine.core.callbacks import ignore
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import KernelError, NoForward
 from dtype_engine.core.tree import Tree
@@ -39,48 +37,42 @@ from dtype_engine.runtime.passes.forward_pass import ModuleObserver
 from dtype_engine.runtime.passes.one_pass import PassOptions
 from dtype_engine.runtime.passes.runner import ForwardRunner
 
-OnTrial = Callable[[int, int], None]
 _MOST_WEIGHTS = 8
 
 
 @dataclass(slots=True)
 class _NonFiniteOp:
-    """An operation in which non-finite values arise: its arguments are finite but its result is not, or its weight is not
-    finite.
-    """
+    """An operation in which non-finite values arise: its result or its weight is not finite, but its other arguments are."""
 
     module: str
     operation: str
     dtype: str
     largest: float
+    """The largest |value| of its weights or, if these are finite, of its arguments."""
     weights: tuple[str, ...]
+    """Its weights that are not finite."""
     constant: float | None = None
-    """A number in the model's code that becomes infinite or zero in the operation's dtype, or None."""
+    """A number in the model's code that becomes infinite or zero in the operation's dtype."""
 
 
 class _OpObserver(TorchFunctionMode):
-    """A torch-function mode that checks the result of every operation in a pass. It must be entered before the pass's own mode.
-
-    Attributes:
-        observed: the mode under which the pass runs its operations (reference or candidate). It knows the running module.
-        events: the non-finite operations and the names of the finished modules, in the order of the pass.
-        largest: the largest finite |value| of the results, by (module, operation).
-        reached: by weight name, the largest finite |value| of the activations that the weight was multiplied with or added to.
-    """
+    """A torch-function mode that checks the result of every operation in a pass. It must be entered before the pass's own mode."""
 
     def __init__(self, weights: Mapping[int, Weight]) -> None:
         super().__init__()
         self.weights = weights
         self.observed: WeightMode | None = None
+        """The mode under which the pass runs its operations, which knows the running module."""
         self.events: list[_NonFiniteOp | str] = []
+        """The non-finite operations and the names of the finished modules, in the order of the pass."""
         self.largest: dict[tuple[str, str], float] = {}
+        """The largest finite |value| of the results, by (module, operation)."""
         self.reached: dict[str, float] = {}
+        """By weight name, the largest finite |value| of the activations that the weight was multiplied with or added to."""
         self._vanished: dict[str, float] = {}
 
     def observing(self, mode: WeightMode) -> _OpObserver:
-        """Remember the torch-function mode of the pass to observe, and return this observer, to be entered before that mode.
-        Callers pass this method as `PassOptions.around`.
-        """
+        """Return this observer for the pass of `mode`, as `PassOptions.around`."""
         self.observed = mode
         return self
 
@@ -91,9 +83,8 @@ class _OpObserver(TorchFunctionMode):
         if operation in METADATA or operation.startswith(("__get__", "__set__", "is_", "empty", "new_empty")):
             return func(*args, **kwargs)
         given = [tensor for tensor in tensors_in(args, kwargs) if tensor.is_floating_point() and tensor.numel()]
-        bad_weights = tuple(
-            weight.info.name for tensor in given if (weight := self._nonfinite_weight(tensor)) is not None
-        )
+        weights = [(weight, tensor) for tensor in given if (weight := self.weights.get(id(tensor))) is not None]
+        bad_weights = [weight for weight, tensor in weights if not _finite(tensor.data)]
         others = [tensor for tensor in given if id(tensor) not in self.weights]
         sound = not bad_weights and all(map(_finite, others))
         before = max((_largest(tensor) for tensor in others), default=0.0) if sound else 0.0
@@ -104,13 +95,13 @@ class _OpObserver(TorchFunctionMode):
         key = module, operation
         for tensor in outputs:
             self.largest[key] = max(self.largest.get(key, 0.0), _largest(tensor))
-        for name in (self.weights[id(tensor)].info.name for tensor in given if id(tensor) in self.weights):
+        for weight, _ in weights:
+            name = weight.info.name
             self.reached[name] = max(self.reached.get(name, 0.0), before, *map(_largest, outputs))
         if bad_weights:
-            largest = max(
-                _largest(weight.reference.read()) for weight in self.weights.values() if weight.info.name in bad_weights
-            )
-            self.events.append(_NonFiniteOp(module, operation, dtype_name(_dtype(given)), largest, bad_weights))
+            largest = max(_largest(weight.reference.read()) for weight in bad_weights)
+            names = tuple(weight.info.name for weight in bad_weights)
+            self.events.append(_NonFiniteOp(module, operation, dtype_name(given[-1].dtype), largest, names))
         elif sound and not _constant(args, kwargs):
             for tensor in outputs:
                 constant = self._unheld_constant(module, tensor.dtype, _numbers(func, args, kwargs))
@@ -127,11 +118,9 @@ class _OpObserver(TorchFunctionMode):
         return Magnitudes(self.reached, modules)
 
     def _unheld_constant(self, module: str, dtype: torch.dtype, numbers: Iterable[float]) -> float | None:
-        """Return a number in the model's code that `dtype` can't represent, or None. For example, an epsilon of 1e-12 is zero in
-        float16.
-
-        numbers: the float arguments of the running operation. The first of them that becomes infinite in `dtype` is returned. If
-        there is none, the last number that became zero in an operation of `module`, in this call or an earlier one, is returned.
+        """Return a number in the model's code that `dtype` can't represent, or None: the first of `numbers` that becomes infinite,
+        or the last that became zero in an operation of `module`, now or earlier, such as an epsilon of 1e-12 in float16. numbers:
+        the float arguments of the running operation.
         """
         for number in numbers:
             held = torch.tensor(number, dtype=torch.float64).to(dtype)
@@ -141,19 +130,10 @@ class _OpObserver(TorchFunctionMode):
                 self._vanished[module] = number
         return self._vanished.get(module)
 
-    def _nonfinite_weight(self, tensor: torch.Tensor) -> Weight | None:
-        """Return the weight whose tensor is `tensor`, if it has non-finite values. In all other cases, return None."""
-        weight = self.weights.get(id(tensor))
-        if weight is None:
-            return None
-        return None if _finite(tensor.data) else weight
-
 
 @dataclass
 class _FinishedModules(ModuleObserver):
-    """An observer that records which modules finish in a pass. It appends their names to `operations.events`, among the non-finite
-    operations there, and adds the names of modules with non-finite outputs to `names`.
-    """
+    """Appends the modules that finish in a pass to `operations.events`, and adds those with non-finite outputs to `names`."""
 
     operations: _OpObserver
     names: set[str] = field(default_factory=set)
@@ -170,14 +150,14 @@ def diagnose_nonfinite(
     recipe: Recipe,
     modules: Iterable[ModuleDrift],
     output: OutputDrift,
-    on_trial: OnTrial = lambda done, total: None,
+    on_trial: Callable[[int, int], None] = ignore,
     cancelled: IsCancelled = never,
 ) -> NonFiniteDiagnosis:
     """Find the operation that causes non-finite values in a model measured under `recipe`, and rules that avoid them.
 
     modules, output: the results of that measurement, with modules in the order of the pass. If the output is finite but modules are
     not, the rules make every module finite. `on_trial(done, total)` is called before each trial of rules. The model stays cast as
-    in the last trial, so the caller has to apply its recipe again. Raises NoForward, KernelError, Cancelled.
+    in the last trial. Raises NoForward, KernelError, Cancelled.
     """
     reference_bad = bool(output.nonfinite_reference and not output.nonfinite)
     modules = list(modules)
@@ -199,7 +179,8 @@ def diagnose_nonfinite(
         return dataclasses.replace(diagnosis, weights=stored[:_MOST_WEIGHTS])
     remedy: Scope = ()
     reason, after = "", None
-    tried = _scopes(tree, recipe, origin)
+    culprit = origin.culprit or _NonFiniteOp("", "", "", 0.0, ())
+    tried = scopes(tree, recipe, culprit.module, culprit.weights, culprit.largest, culprit.dtype, origin.reached)
     what: Literal["output", "modules"] = "output" if output.nonfinite else "modules"
     for done, make_rules in enumerate(tried):
         on_trial(done, len(tried))
@@ -220,16 +201,6 @@ def diagnose_nonfinite(
         kind = "weight" if origin.culprit.weights else "activation"
     diagnosis = _diagnosis(kind, origin, remedy, reason)
     return dataclasses.replace(diagnosis, before=output, after=after)
-
-
-def _scopes(tree: Tree, recipe: Recipe, origin: _Origin) -> list[Callable[[], Scope]]:
-    """Return the sets of rules to try against the non-finite values that arise at `origin`, those for the fewest weights first.
-    Each element is a function that makes a set of rules when it is called.
-    """
-    culprit = origin.culprit
-    if culprit is None:
-        return scopes(tree, recipe, "", (), 0.0, "", origin.reached)
-    return scopes(tree, recipe, culprit.module, culprit.weights, culprit.largest, culprit.dtype, origin.reached)
 
 
 def _diagnosis(
@@ -274,9 +245,7 @@ class _Origin:
 
 
 def _find_origin(runner: ForwardRunner, inputs: Inputs, first: str, reference_bad: bool) -> _Origin:
-    """Find the operation in which non-finite values arise. first: the first module with a non-finite output in the measurement, or
-    "". reference_bad: whether the output of the reference run itself is not finite.
-    """
+    """Find where non-finite values arise. first: the first module in whose output the measurement found some, or ""."""
     for batch in inputs.batches:
         plain = _OpObserver(runner.model.by_id)
         came_out = _FinishedModules(plain)
@@ -314,9 +283,7 @@ def _find_origin(runner: ForwardRunner, inputs: Inputs, first: str, reference_ba
 def _finite_output_under(
     meter: DriftMeter, tree: Tree, recipe: Recipe, what: Literal["output", "modules"], cancelled: IsCancelled
 ) -> OutputDrift | None:
-    """Cast the model by a recipe, and measure the drift of the main output. Returns None if the model can't be run or its main
-    output is not finite. If `what` is "modules", the outputs of all modules must be finite, too.
-    """
+    """Return the drift under a recipe, or None if the model can't run or an output is not finite: the main or, by `what`, any."""
     plan = make_plan(tree, recipe)
     meter.model.apply(plan.dtypes, cancelled=cancelled, caches=plan.caches)
     try:
@@ -330,11 +297,7 @@ def _finite_output_under(
 def _better_in_float32(
     meter: DriftMeter, tree: Tree, recipe: Recipe, rules: Scope, output: OutputDrift, cancelled: IsCancelled
 ) -> tuple[Scope, OutputDrift]:
-    """Try the rules that were found against non-finite values with float32 instead of bfloat16. Returns the rules with the lower
-    drift, and this drift.
-
-    recipe: the user's rules, which come first. rules, output: the rules found, in bfloat16, and the drift under them.
-    """
+    """Try float32 instead of bfloat16. Returns the better rules, and the drift under them. output: that under `rules`."""
     wider = tuple(Rule.make(rule.pattern, "float32") for rule in rules)
     after = _finite_output_under(meter, tree, recipe.then(*wider), "modules", cancelled)
     return (wider, after) if after is not None and drifts_less(after, output) else (rules, output)
@@ -357,9 +320,7 @@ def _largest(tensor: torch.Tensor) -> float:
 
 
 def _constant(args: Arguments, kwargs: dict[str, Any]) -> bool:
-    """Return whether an argument of a torch call is infinity or NaN. The model's code then intends non-finite values, so they are
-    no error.
-    """
+    """Return whether an argument of a torch call is infinity or NaN, so that the model's code intends non-finite values."""
     return any(isinstance(value, float) and not math.isfinite(value) for value in (*args, *kwargs.values()))
 
 
@@ -375,15 +336,9 @@ def _numbers(func: Any, args: Arguments, kwargs: Mapping[str, Any]) -> Iterator[
 
 
 def _masks(result: torch.Tensor, smallest_given: float) -> bool:
-    """Return whether the non-finite values of a result are an attention mask, which is no error. They are if all of them are
-    -infinity, and an argument of the operation was already close to the dtype's lowest value.
-
-    smallest_given: the smallest number among the arguments.
+    """Return whether the non-finite values of a result are an attention mask, which is no error: all are -infinity, and the
+    smallest number among the arguments was already close to the dtype's lowest value.
     """
     lowest = torch.finfo(result.dtype).min
     odd = result[~torch.isfinite(result)]
     return smallest_given <= 0.99 * lowest and bool(torch.isneginf(odd).all())
-
-
-def _dtype(tensors: list[torch.Tensor]) -> torch.dtype:
-    return tensors[-1].dtype

@@ -1,6 +1,4 @@
-"""Chooses the rules to try against infinite and NaN values: for sets of weights near the operation where they arise, smallest
-first.
-"""
+"""Chooses the rules to try against infinite and NaN values: for sets of weights near where they arise, smallest first."""
 
 from __future__ import annotations
 
@@ -41,14 +39,14 @@ def scopes(
     """Return functions that make the sets of rules to try, from narrow to wide. Some take seconds for a large model, so a function
     should be called only when all before it have failed.
 
-    First come the weight and the module of the operation where the values arise (the culprit). Then come all weights of the
-    culprit's dtype whose operations have values beyond the dtype's range in the reference run. Then come the modules above the
-    culprit; in a list of numbered layers, the culprit's layer is followed by this layer with all later ones. Then come all weights
-    of the culprit's dtype, and last the whole model, in bfloat16 and in float32.
+    First come the weight and the module of the operation where the values arise (the culprit), cast to bfloat16, which has
+    float32's range in two bytes. Then come all weights of the culprit's dtype whose operations have values beyond the dtype's range
+    in the reference run. Then come the modules above the culprit; in a list of numbered layers, the culprit's layer is followed by
+    this layer with all later ones. Then come all weights of the culprit's dtype, and last the whole model, in bfloat16 and in
+    float32.
 
-    recipe: the rules under which the values arise. module, weights, dtype: those of the culprit; "", () and "" if it is unknown.
-    largest: the largest |value| of the culprit's weights, or of its arguments if its weights are finite. reached: the largest
-    |values| in the reference run.
+    recipe: the rules under which the values arise. module, weights, largest, dtype: those of the culprit, or empty. reached: the
+    largest |values| in the reference run.
     """
     own = [_rule(weights[0], "bfloat16")] if len(weights) == 1 else []
     if own and largest > torch.finfo(torch.float32).max:
@@ -74,22 +72,17 @@ def _rule(pattern: str, dtype: str) -> Callable[[], Scope]:
 
 
 def _in_bfloat16(tree: Tree, recipe: Recipe, names: list[str]) -> Scope:
-    """Return rules that cast the weights `names` to bfloat16 and leave all others as `recipe` casts them."""
     return minimize(tree, dict.fromkeys(names, "bfloat16"), recipe).rules
 
 
 def _beyond(names: list[str], limit: float, reached: Magnitudes) -> list[str]:
-    """Return those of the weights `names` near which the reference run has values beyond `limit`: in the weight's operations, or in
-    the code of a module around it. reached: the largest |values| in the reference run.
-    """
+    """Return the weights near which the reference run has values beyond `limit`: in their operations, or in code around them."""
     modules = tuple(f"{module}." for module, largest in reached.modules.items() if module and largest > limit)
     return [name for name in names if reached.weights.get(name, 0.0) > limit or name.startswith(modules)]
 
 
 def _around(tree: Tree, module: str) -> Iterator[str]:
-    """Yield patterns for a module and the modules above it, from narrow to wide. For a numbered layer, one more pattern matches
-    this layer and all later ones.
-    """
+    """Yield patterns for a module and those above it, and after a numbered layer one for this layer and all later ones."""
     name = module
     while name:
         yield name

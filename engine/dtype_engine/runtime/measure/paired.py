@@ -15,9 +15,7 @@ from dtype_engine.results.metrics import MetricChange
 
 Aggregate = Callable[[list[Any]], float]
 DRAWS = 200
-"""How many resamples of the examples estimate the error of a metric that is not a mean. This estimate has a standard error of 5
-%.
-"""
+"""How many resamples of the examples estimate the error of a metric that is not a mean, with a standard error of 5 %."""
 
 
 @dataclass(slots=True)
@@ -26,9 +24,7 @@ class Examples:
 
     values: list[Any] = field(default_factory=list)
     aggregate: Aggregate | None = None
-    """A function that computes the metric from the values of all examples. None if each value is a number, and the metric is their
-    mean.
-    """
+    """Computes the metric from the values of all examples. None if each value is a number, and the metric is their mean."""
 
     def figure(self, name: str) -> float:
         """Return the metric `name`, aggregated over all examples. Raises UserError if the user's `aggregate` returns no number."""
@@ -57,12 +53,12 @@ def compare(name: str, reference: Examples, candidate: Examples) -> MetricChange
             "for every example on both"
         )
     before, after = reference.figure(name), candidate.figure(name)
-    changed = sum(not _same(one, other) for one, other in zip(reference.values, candidate.values, strict=True))
+    pairs = list(zip(reference.values, candidate.values, strict=True))
+    changed = sum(not _same(one, other) for one, other in pairs)
     aggregate = candidate.aggregate
     error = None
     if count > 1 and aggregate is None:
-        differences = [other - one for one, other in zip(reference.values, candidate.values, strict=True)]
-        error = _deviation(differences) / math.sqrt(count)
+        error = _deviation([other - one for one, other in pairs]) / math.sqrt(count)
     elif count > 1 and aggregate is not None:
         draw = random.Random(0)
         drawn = []

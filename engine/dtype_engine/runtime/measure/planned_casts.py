@@ -1,13 +1,17 @@
-"""The weights that a plan casts, with the sources of their stored values: those of a checkpoint's files or of an open model."""
+"""The weights that a plan casts, of a checkpoint's files or of an open model, and the values that casts lose in files."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from dtype_engine.checkpoint import Checkpoint
-from dtype_engine.core.tree import TensorInfo
+from dtype_engine.core.cancellation import IsCancelled, never
+from dtype_engine.core.errors import Cancelled
+from dtype_engine.core.tree import TensorInfo, Tree
+from dtype_engine.results.losses import ValueLoss
 from dtype_engine.runtime.model.live import LiveModel
+from dtype_engine.runtime.numerics.overflow_underflow import Counted, count_losses
 from dtype_engine.runtime.weights.checkpoint_weights import source_of
 from dtype_engine.runtime.weights.source import WeightSource
 
@@ -17,9 +21,7 @@ class PlannedCast:
     """A weight that a plan casts."""
 
     name: str
-    """The weight's name in the model. If the files store a tensor of the model in several pieces, each has an entry, under its name
-    in the files.
-    """
+    """The weight's name in the model. If the files store it in several pieces, each is a cast under its name in the files."""
     stored: str
     """The stored dtype."""
     dtype: str
@@ -30,10 +32,7 @@ class PlannedCast:
 def casts_in_files(
     checkpoint: Checkpoint, tensors: Iterable[TensorInfo], planned: Mapping[str, str]
 ) -> list[PlannedCast]:
-    """Return the weights of a checkpoint that a plan casts, in the order of `tensors`. Those that the files lack are left out.
-
-    tensors: the tensors of the tree. planned: the dtype of each tensor, by name.
-    """
+    """Return those of `tensors` that a plan casts and the files have. planned: the dtype of each tensor, by name."""
     return [
         PlannedCast(
             tensor.name if len(names) == 1 else name,
@@ -55,3 +54,33 @@ def casts_of_model(model: LiveModel, planned: Mapping[str, str]) -> list[Planned
         for name, weight in model.weights.items()
         if planned[name] != weight.info.dtype
     ]
+
+
+def losses_in_files(
+    checkpoint: Checkpoint,
+    tree: Tree,
+    planned: Mapping[str, str],
+    counted: Counted | None = None,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    cancelled: IsCancelled = never,
+) -> tuple[ValueLoss, ...]:
+    """Count the values that casts make infinite or zero, or that saturate. The result has an entry for each of `casts_in_files`
+    with such values, in the order of the tree. Tensors are read from the files one at a time.
+
+    counted: a cache of earlier results, to which new results are added. `on_progress(done, total)` is called with the numbers of
+    finished tensors and of all tensors. Raises UserError if a file can't be read, and Cancelled.
+    """
+    counted = {} if counted is None else counted
+    casts = casts_in_files(checkpoint, tree.tensors.values(), planned)
+    losses = []
+    for done, cast in enumerate(casts):
+        key = cast.name, cast.dtype
+        if key not in counted:
+            if cancelled():
+                raise Cancelled
+            on_progress(done, len(casts))
+            counted[key] = count_losses(cast.name, cast.source.read(), cast.dtype, cancelled=cancelled)
+        loss = counted[key]
+        if loss is not None:
+            losses.append(loss)
+    return tuple(losses)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,8 +20,8 @@ class MeasurementProgress:
     """Reports how many input elements a measurement has finished, counted over all passes. The finished fraction of a running pass
     is estimated from its module calls.
 
-    calls: the number of module calls in a pass, by whether the pass observes all modules (True) or only some (False); it is updated
-    after each pass. modules: the number of the model's modules, which serves as an estimate before the first pass.
+    calls: the number of module calls in a pass, by whether it observes all modules, which is updated after each pass. modules: the
+    number of the model's modules, which serves as an estimate before the first pass.
     """
 
     def __init__(self, on_progress: OnProgress, batches: Sequence[Batch], calls: dict[bool, int], modules: int) -> None:
@@ -35,12 +36,9 @@ class MeasurementProgress:
         self._throttle = Throttle()
 
     def expect(self, numbers: Sequence[int], with_reference: Collection[int], rest: float) -> None:
-        """Set the sequences that are still to be run, beginning with the next one. Only they and what is done count for the
-        reported total.
-
-        numbers: the indexes of these sequences among the inputs. with_reference: the indexes of those over which the reference also
-        has to run. rest: the estimated fraction of them that the requested precision needs; 1 if all are needed. While `rest` is
-        below 1, the reported total may fall, but it does not rise.
+        """Set the indexes of the sequences that are still to be run, beginning with the next one, and of those over which the
+        reference also has to run. rest: the estimated fraction of them that the requested precision needs. While it is below 1, the
+        reported total may fall, but it does not rise.
         """
         self._end_passes()
         left = [self._sizes[number] * (2 if number in with_reference else 1) for number in numbers]
@@ -48,10 +46,9 @@ class MeasurementProgress:
         self._total = max(self._done + left[0], min(total, self._total)) if rest < 1 and self._total else total
 
     def begin_pass(self, run: str, number: int, every_module: bool, observer: ModuleObserver | None) -> ModuleObserver:
-        """Begin to count a pass of `run` ("reference" or "candidate") over the sequence with the index `number`. The first pass of
-        one run ends all passes of the other. every_module: whether the pass observes the outputs of all modules.
-
-        Returns an observer for the pass. It counts module calls, and passes all outputs on to `observer`.
+        """Begin to count a pass of `run` ("reference" or "candidate") over a sequence. The first pass of one run ends all passes of
+        the other. Returns an observer for the pass, which counts module calls and passes all outputs on to `observer`.
+        every_module: whether the pass observes the outputs of all modules.
         """
         if run != self._run:
             self._end_passes()
@@ -76,31 +73,36 @@ class MeasurementProgress:
         self._running.clear()
 
 
+@dataclass
 class _PassProgress(ModuleObserver):
-    """Counts the finished module calls of one pass, and passes on what it observes. size: the number of input elements of the
-    pass.
-    """
+    """Counts the finished module calls of one pass, and passes on what it observes."""
 
-    def __init__(self, report: Callable[[], None], size: int, every_module: bool, observer: ModuleObserver) -> None:
-        self.size = size
-        self.every_module = every_module
-        self.finished = 0
-        self._report = report
-        self._observer = observer
+    report: Callable[[], None]
+    size: int
+    """The number of input elements of the pass."""
+    every_module: bool
+    observer: ModuleObserver
+    finished: int = 0
 
     def __call__(self, module: str, call: int, output: torch.Tensor) -> Any:
-        observed = self._observer(module, call, output)
+        observed = self.observer(module, call, output)
         self._call_finished()
         return observed
 
     def take_choice(self, module: str, call: int, chosen: torch.Tensor) -> None:
-        self._observer.take_choice(module, call, chosen)
+        self.observer.take_choice(module, call, chosen)
 
     def replay(self, module: str, observed: Any) -> None:
-        """Count a skipped module call as finished, and pass the result of an earlier pass on to the observer."""
-        self._observer.replay(module, observed)
+        self.observer.replay(module, observed)
         self._call_finished()
 
     def _call_finished(self) -> None:
         self.finished += 1
-        self._report()
+        self.report()
+
+
+def part_of(on_progress: OnProgress, what: str, before: int, total: int) -> Callable[[int], None]:
+    """Return a callback `on_done(done)` for one stage of a job, which calls `on_progress(what, done, total)` with the amounts of
+    work in the whole job. before: the amount in earlier stages.
+    """
+    return lambda done: on_progress(what, before + done, total)

@@ -33,9 +33,7 @@ class ReferenceRecord:
     attended: AttendedPositions
     """The padding masks that the model passed to torch's attention modules (`nn.MultiheadAttention`)."""
     modules: dict[tuple[str, int], torch.Tensor] | None
-    """The outputs of modules by (module, number of its call), or None if modules are not compared. One of them may be `output`
-    itself.
-    """
+    """The outputs of modules by (module, number of its call), or None if modules are not compared. One may be `output` itself."""
     left_out: frozenset[str] = frozenset()
     """The names of modules with an output that was not recorded, because it did not fit into memory."""
     choices: Mapping[tuple[str, int], torch.Tensor] = field(default_factory=dict)
@@ -43,22 +41,17 @@ class ReferenceRecord:
     nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        held = {
-            id(tensor): tensor.nbytes
-            for tensor in (self.output, *(self.modules or {}).values(), *self.choices.values())
-        }
-        self.nbytes = sum(held.values())
+        held = (self.output, *(self.modules or {}).values(), *self.choices.values())
+        self.nbytes = sum({id(tensor): tensor.nbytes for tensor in held}.values())
 
 
 class SavedSequence(msgspec.Struct):
-    """The results of one sequence, in the form in which they are written to a file."""
+    """The results of one sequence, as they are written to a file. `SequenceFigures` describes the fields."""
 
     number: int
     """The index of the sequence among the inputs."""
     rows: int
-    """How many positions of the output were compared."""
     left_out: int
-    """How many positions were left out as padding."""
     sums: ElementSums
     positions: tuple[list[float], list[bool], list[float], list[float]] | None
     """The fields `kl`, `same_top`, `log_p` and `log_q` of `PositionFigures` as lists, or None if the output is no distribution."""
@@ -66,7 +59,7 @@ class SavedSequence(msgspec.Struct):
 
 
 class SavedTotals(msgspec.Struct):
-    """The content of a `RunningTotals`, in the form in which it is written to a file. Pictures are not included."""
+    """The content of a `RunningTotals`, as it is written to a file, without pictures."""
 
     output_name: str
     dimensions: int
@@ -85,9 +78,8 @@ class RunningTotals:
 
     output_name, output: the name of the main output, and its value for the first sequence. classes_dim: the dimension of this
     output with the logits of a distribution, or None. total: the number of all sequences. routed: whether the model routes tokens
-    to experts. If so, no sampling error is given before all sequences are done: a rerouted token changes the output a hundred times
-    as much as other tokens, and the sequences added so far may not contain any. picture_range: if the output is a picture, its
-    values for black and for full brightness.
+    to experts. If so, no sampling error is given before all sequences are done (`sampling_error`). picture_range: if the output is
+    a picture, its values for black and for full brightness.
     """
 
     def __init__(
@@ -107,7 +99,6 @@ class RunningTotals:
         self._total = total
         self._routed = routed
         self._comparison = OutputMetrics(classes_dim, picture_range)
-        self._picture_range = picture_range
         self._pictures: dict[int, PicturePair] = {}
         self._kl_means: list[float] = []
         self._kl_within = 0.0
@@ -128,11 +119,11 @@ class RunningTotals:
         output: torch.Tensor,
         kept: torch.Tensor | None = None,
     ) -> None:
-        """Add the results of one sequence, except those of its modules, which `set_modules` adds.
+        """Add the results of one sequence, except those of its modules, which `set_modules` adds. If the sequence was added before,
+        its main output is not added again.
 
-        number: the index of the sequence among the inputs. batch: the sequence. reference: the outputs of the reference run. ran,
-        output: the candidate's pass, and its main output. kept: a mask of the positions to compare, bool [batch, positions]; if
-        None, all. If the sequence was added before, its main output is not added again.
+        number: the index of the sequence among the inputs. ran, output: the candidate's pass, and its main output. kept: a mask of
+        the positions to compare, bool [batch, positions]; if None, all.
         """
         self._left_wide |= ran.left_wide
         self._left_out |= reference.left_out
@@ -141,8 +132,8 @@ class RunningTotals:
             return
         self._comparison.add(reference.output, output, batch.next_tokens, number, kept)
         self._count(number)
-        if self._picture_range is not None and output.ndim >= 4 and number < MOST_PICTURES:
-            low, high = self._picture_range
+        if self._comparison.picture_range is not None and output.ndim >= 4 and number < MOST_PICTURES:
+            low, high = self._comparison.picture_range
             self._pictures[number] = PicturePair(
                 *(small_picture(each, low, high) for each in (reference.output, output))
             )
@@ -158,20 +149,17 @@ class RunningTotals:
             self._kl_means.append(float(positions.kl.mean()))
 
     def has(self, number: int, with_modules: bool) -> bool:
-        """Return whether the results of the sequence with the index `number` were added. with_modules: whether the results of its
-        modules must have been added, too.
-        """
+        """Return whether the results of a sequence were added. with_modules: whether those of its modules must have been, too."""
         return number in self.numbers and (not with_modules or number in self._modules)
 
     def saved(self) -> SavedTotals:
         """Return the results until now as plain data, from which `restored` makes equal totals."""
         sequences = []
         for number in self.numbers:
-            one = self._comparison.sequences[number]
-            at = one.positions
-            figures = None if at is None else [each.tolist() for each in (at.kl, at.same_top, at.log_p, at.log_q)]
-            positions = None if figures is None else (figures[0], figures[1], figures[2], figures[3])
-            modules = self._modules.get(number)
+            one, modules = self._comparison.sequences[number], self._modules.get(number)
+            at, positions = one.positions, None
+            if at is not None:
+                positions = at.kl.tolist(), at.same_top.tolist(), at.log_p.tolist(), at.log_q.tolist()
             sequences.append(SavedSequence(number, one.rows, one.left_out, one.sums, positions, modules))
         return SavedTotals(
             self.output_name,
@@ -194,9 +182,8 @@ class RunningTotals:
         for one in saved.sequences:
             positions = None
             if one.positions is not None:
-                kl, same, *logs = one.positions
-                log_p, log_q = (torch.tensor(values, dtype=torch.float64) for values in logs)
-                positions = PositionFigures(torch.tensor(kl, dtype=torch.float64), torch.tensor(same), log_p, log_q)
+                kl, same, log_p, log_q = (torch.tensor(values, dtype=torch.float64) for values in one.positions)
+                positions = PositionFigures(kl, same.bool(), log_p, log_q)
             totals._comparison.sequences[one.number] = SequenceFigures(one.rows, one.sums, positions, one.left_out)
             totals._count(one.number)
             if one.modules is not None:
@@ -204,9 +191,7 @@ class RunningTotals:
         return totals
 
     def set_modules(self, number: int, modules: dict[str, ModuleSums]) -> None:
-        """Store the results of the modules for the sequence with the index `number`, which must have been added before. modules: by
-        module name, the sums (such as the squared error) from which the module's drift is computed.
-        """
+        """Store the results of the modules, by name, for a sequence, which must have been added before."""
         self._modules[number] = modules
 
     @property
@@ -215,22 +200,13 @@ class RunningTotals:
         return self._modules.keys()
 
     @property
-    def modules_sequences(self) -> int:
-        """The number of sequences in which modules were compared."""
-        return len(self._modules)
-
-    @property
     def modules(self) -> tuple[ModuleDrift, ...]:
-        """The drift of every module, in the order in which they were first called. Modules whose outputs did not fit into memory
-        are left out.
-        """
+        """The drift of every module whose outputs fitted into memory, in the order in which they were first called."""
         names = dict.fromkeys(name for number in sorted(self._modules) for name in self._modules[number])
         return tuple(self._module(name, self._modules) for name in names if name not in self._left_out)
 
     def modules_with(self, number: int, modules: Mapping[str, ModuleSums]) -> tuple[ModuleDrift, ...]:
-        """Return the drifts of the modules in `modules` over all sequences, including the one with the index `number`, which is
-        still running. modules: by module name, the sums (such as the squared error) in the running sequence.
-        """
+        """Return the drifts of `modules` over all sequences. modules: the results of the sequence `number`, which still runs."""
         sequences = {**self._modules, number: modules}
         return tuple(self._module(name, sequences) for name in modules)
 
@@ -272,11 +248,7 @@ class RunningTotals:
         )
 
     def _errors(self, sequences: Sequence[SequenceFigures]) -> tuple[float | None, float | None]:
-        """Return the relative standard errors of (the relative L2 error, the mean KL) over the sequences run so far. An error says
-        how far the metric may be from its value over all sequences. It is None if it is unknown.
-
-        sequences: the comparisons of the sequences run so far.
-        """
+        """Return the relative standard errors of (the relative L2 error, the mean KL) over the sequences run so far, or None."""
         # The squared relative L2 error is also a mean: that of each sequence's squared error, weighted by its energy.
         energies = [sequence.sums.energy for sequence in sequences]
         squares = [each.sums.noise / each.sums.energy if each.sums.energy else 0.0 for each in sequences]
@@ -293,13 +265,11 @@ class RunningTotals:
         return Seconds(self._reference_seconds, self._candidate_seconds, self._reused)
 
     def partial(self) -> PartialDrift:
-        """Return an intermediate result: the drift of the main output over the sequences added so far, and how many they are."""
+        """Return the drift of the main output over the sequences added so far."""
         return PartialDrift(self.output, self.extent)
 
     def notices(self, output: OutputDrift) -> tuple[str, ...]:
-        """Return notices for the user about the metrics, such as modules that could not be compared. output: the metrics of the
-        main output.
-        """
+        """Return notices about the metrics, such as modules that could not be compared. output: the metrics of the main output."""
         notices = list[str]()
         if output.nonfinite_reference:
             of_others = "the metrics cover the other values" + (

@@ -19,24 +19,19 @@ _KIND = "dtype-engine weights"
 """The value of the entry `kind`, which marks a file as a saved comparison."""
 _LARGEST = 1 << 30
 _EVERY = 300
-"""The minimum time, in tenths of a second, between two writes of the saved comparison. Each write replaces the whole file, so
-frequent writes would be slow.
-"""
+"""The minimum time, in tenths of a second, between two writes, each of which replaces the whole file."""
 
 
 class _File(msgspec.Struct):
     kind: str
-    """Must be `_KIND`, which shows that this is a saved comparison."""
     files: list[tuple[str, int, int]]
     """(name, size in bytes, modification time in nanoseconds) of each file of both checkpoints."""
     weights: list[WeightDifference]
 
 
 class SavedDifferences:
-    """The differences between the weights of two checkpoints that are known so far, saved in the file `path`. If this file exists,
-    the differences that earlier runs computed are read from it.
-
-    Raises UserError if the file is not a saved comparison, or if it compares other checkpoint files.
+    """The differences between the weights of two checkpoints that are known so far, saved in the file `path`, from which those of
+    earlier runs are read. Raises UserError if the file is not a saved comparison, or if it compares other checkpoint files.
     """
 
     def __init__(self, path: Path, reference: Checkpoint, candidate: Checkpoint) -> None:
@@ -51,7 +46,7 @@ class SavedDifferences:
                 self.add(weight)
 
     def add(self, weight: WeightDifference) -> None:
-        """Add the difference of one weight. All are saved to the file if the last write was long enough ago."""
+        """Add the difference of one weight, and save all if the last write was long enough ago."""
         self.found[weight.reference_name, weight.name] = weight
         if self._throttle.due():
             self.write()

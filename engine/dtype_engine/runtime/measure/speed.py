@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 import torch
 
 from dtype_engine.core import dtypes
+from dtype_engine.core.options import RunSettings
 from dtype_engine.core.system_memory import free_memory
 from dtype_engine.recipe import Plan, tensor_bytes
 from dtype_engine.results.runs import SpeedReport, SpeedRow
 from dtype_engine.runtime.device import free_bytes
 from dtype_engine.runtime.inputs import Batch, Inputs
-from dtype_engine.runtime.measure.job_part import part_of
+from dtype_engine.runtime.measure.progress import part_of
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.passes.runner import ForwardRunner
 
 REPEATS = 5
 _LONG_ENOUGH_S = 30.0
 OnPasses = Callable[[str, int, int], None]
-"""A callback `on_passes(variant, done, total)`. variant: the variant of the model that is being timed, such as "as stored". done,
-total: the number of finished passes and of all planned passes. If a variant needs fewer passes than planned, those that it does not
-need count as finished.
+"""A callback `on_passes(variant, done, total)` with the variant of the model that is being timed, such as "as stored", and the
+number of finished and of all planned passes. If a variant needs fewer passes than planned, those that it does not need count as
+finished.
 """
 
 
@@ -31,12 +33,12 @@ def measure_speed(
     runner: ForwardRunner, inputs: Inputs, plan: Plan, on_passes: OnPasses, repeats: int = REPEATS
 ) -> SpeedReport:
     """Return the times of forward passes over all inputs for each variant of the model: in float32, as stored, and as cast. After
-    one warm-up pass there are `repeats` timed passes, or at least 3 if passes take long. The report has the median, the fastest and
-    the slowest. A notice names each variant that does not fit into memory.
+    one warm-up pass there are `repeats` timed passes, or at least 3 if passes take long. A notice names each variant that does not
+    fit into memory.
 
     For the float32 variant, the model is really cast to float32, as a user would run it. (Measurements of drift instead widen each
-    weight when it is used.) Afterwards, the model is cast according to `plan`. on_passes: called with the progress. `runner` must
-    have been created with `watch=False`. Raises NoForward, KernelError, Cancelled.
+    weight when it is used.) Afterwards, the model is cast according to `plan`. `runner` must have been created with `watch=False`.
+    Raises NoForward, KernelError, Cancelled.
     """
     model, planned = runner.model, plan.dtypes
     reference = _reference_dtypes(model)
@@ -54,7 +56,7 @@ def measure_speed(
                 continue
             model.apply(casts, cancelled=runner.cancelled, caches={})
             on_row_passes = part_of(on_passes, label, number * (repeats + 1), len(wanted) * (repeats + 1))
-            rows.append(_timed(runner, inputs, label, _mix(model, casts), label == "candidate", on_row_passes, repeats))
+            rows.append(_timed(runner, inputs, label, _mix(model, casts), on_row_passes, repeats))
     finally:
         model.apply(planned, caches=plan.caches)
     if plan.caches:
@@ -71,21 +73,14 @@ def measure_speed(
 
 
 def _timed(
-    runner: ForwardRunner,
-    inputs: Inputs,
-    label: str,
-    mix: str,
-    candidate: bool,
-    on_passes: Callable[[int], None],
-    repeats: int,
+    runner: ForwardRunner, inputs: Inputs, label: str, mix: str, on_passes: Callable[[int], None], repeats: int
 ) -> SpeedRow:
-    """Time passes over all inputs with the model as currently cast, and return the row of the report for this variant.
-
-    label: the variant's name. mix: the dtypes of its weights, for the report. candidate: whether the run settings apply; if False,
-    the default settings are used. on_passes: called with the number of passes begun.
-    """
-    timed = runner if candidate else runner.without_settings()
-    make_call = timed.candidate_call if candidate else runner.reference_call
+    """Time passes over all inputs with the model as currently cast to `mix`. on_passes: called with the number begun."""
+    candidate = label == "candidate"  # the run settings apply to it alone
+    timed, make_call = runner, runner.candidate_call
+    if not candidate:
+        timed = ForwardRunner(runner.model, RunSettings(), runner.cancelled, watch=False, behavior=runner.behavior)
+        make_call = runner.reference_call
     calls = [make_call(batch) for batch in inputs.batches]
 
     def all_inputs() -> tuple[float, bool]:
@@ -124,9 +119,7 @@ def _tokens(batch: Batch) -> int:
 
 
 def _reference_dtypes(model: LiveModel) -> dict[str, str]:
-    """Return the dtype that each weight has when the model is timed in float32. Weights that are stored in float64 or can't be cast
-    keep their dtype; all others are in float32.
-    """
+    """Return the dtype that each weight has when the model is timed in float32."""
     return {
         name: "float32" if weight.info.castable and weight.info.dtype != "float64" else weight.info.dtype
         for name, weight in model.weights.items()
@@ -134,9 +127,7 @@ def _reference_dtypes(model: LiveModel) -> dict[str, str]:
 
 
 def _missing_bytes(model: LiveModel, casts: Mapping[str, str]) -> int:
-    """Return how many bytes of memory are missing for casting the model. casts: the dtype of each weight after the cast, by the
-    weight's name. The memory of current casts counts as free.
-    """
+    """Return how many bytes of memory are missing for casting the model. The memory of current casts counts as free."""
     needed = sum(
         tensor_bytes(weight.info, casts[name])
         for name, weight in model.weights.items()
@@ -148,11 +139,9 @@ def _missing_bytes(model: LiveModel, casts: Mapping[str, str]) -> int:
 
 
 def _mix(model: LiveModel, casts: Mapping[str, str]) -> str:
-    """Return the short names of the dtypes in `casts`, such as "bf16 + fp8", those with the most bytes first. casts: the dtype of
-    each weight, by the weight's name.
-    """
-    sizes: dict[str, int] = {}
+    """Return the short names of the dtypes in `casts`, such as "bf16 + fp8", those with the most bytes first."""
+    sizes = Counter[str]()
     for name, weight in model.weights.items():
         if weight.info.castable and weight.info.persistent:
-            sizes[casts[name]] = sizes.get(casts[name], 0) + tensor_bytes(weight.info, casts[name])
-    return " + ".join(dtypes.short_name(name) for name in sorted(sizes, key=lambda name: -sizes[name]))
+            sizes[casts[name]] += tensor_bytes(weight.info, casts[name])
+    return " + ".join(dtypes.short_name(name) for name, _ in sizes.most_common())

@@ -25,7 +25,7 @@ def per_example(metric: Any) -> tuple[Callable[[Any, dict[str, Any]], list[Any]]
     model's output and its inputs. The second computes the metric from these states.
 
     The metric is updated with the main output and the labels among the inputs. If both have positions, the classes are moved to the
-    second dimension, where torchmetrics expects them. Raises UserError for inputs without labels.
+    second dimension, where torchmetrics expects them. The first function raises UserError for inputs without labels.
     """
 
     def states(output: Any, inputs: dict[str, Any]) -> list[Any]:

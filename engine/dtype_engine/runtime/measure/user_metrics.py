@@ -35,7 +35,7 @@ class OutputMetric:
 
     name: str
     function: Callable[[Any, dict[str, Any]], Any]
-    """A function that returns a list or a tensor with one value for each example, or the value of a single example."""
+    """Returns a list or a tensor with one value for each example, or the value of a single example."""
     aggregate: Aggregate | None
     file: str | None = None
     """The Python file of the function, for errors. None if it is the code of a package."""
@@ -43,15 +43,13 @@ class OutputMetric:
 
 @dataclass(frozen=True, slots=True)
 class ModelMetric:
-    """Metrics that are measured by calling the model, such as those of an evaluation harness. `function` calls it as often as it
-    needs.
-    """
+    """Metrics that are measured by calling the model as often as `function` needs, such as those of an evaluation harness."""
 
     name: str
     function: Callable[[LiveModel, Inputs], Mapping[str, Examples]]
-    """A function that returns the values of all examples by metric name."""
+    """Returns the values of all examples by metric name."""
     file: str | None = None
-    """The Python file of the function, for errors. None if it is the code of a package."""
+    """As for an `OutputMetric`."""
 
 
 def load_metrics(texts: Sequence[str]) -> tuple[OutputMetric | ModelMetric, ...]:
@@ -132,14 +130,15 @@ class MetricMeter:
         return tuple(changes)
 
     def _run(self, runner: ForwardRunner, side: str, on_progress: OnProgress) -> dict[str, Examples]:
-        """Return the metrics' values for all examples, by metric name. side: "reference" or "candidate", the run to measure."""
-        run = runner.reference if side == "reference" else runner.candidate
+        """Return the metrics' values for all examples in one run, "reference" or "candidate", by metric name."""
+        run, call_of = runner.reference, runner.reference_call
+        if side == "candidate":
+            run, call_of = runner.candidate, runner.candidate_call
         found: dict[str, Examples] = {}
         of_outputs = [metric for metric in self.metrics if isinstance(metric, OutputMetric)]
         for number, batch in enumerate(self.data.batches if of_outputs else ()):
             on_progress(f"{side}, {', '.join(metric.name for metric in of_outputs)}", number, len(self.data.batches))
-            call = runner.reference_call(batch) if side == "reference" else runner.candidate_call(batch)
-            output, given = _for_users(run(call).output), _for_users(batch.named(self.model.module))
+            output, given = _for_users(run(call_of(batch)).output), _for_users(batch.named(self.model.module))
             for metric in of_outputs:
                 with failures_as(UserError, f"{metric.name} failed", with_line(metric.file)):
                     values = _values(metric.name, metric.function(output, given), metric.aggregate)
@@ -157,7 +156,7 @@ def _guarded(metric: ModelMetric, model: LiveModel, data: Inputs) -> Mapping[str
 
 
 def _for_users(value: Any) -> Any:
-    """Move the tensors in a value to the CPU, and widen floating-point tensors to float32 or float64, which NumPy knows, too."""
+    """Move the tensors in a value to the CPU, and widen floats to float32 or float64, which NumPy knows, too."""
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
         wide = tensor.float() if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
@@ -167,10 +166,9 @@ def _for_users(value: Any) -> Any:
 
 
 def _values(name: str, returned: Any, aggregate: Aggregate | None) -> list[Any]:
-    """Convert what a metric returned to a list of plain Python values, one for each example.
-
-    A list, or the first dimension of a tensor or an array, has an entry for each example. Anything else is the value of a single
-    example. aggregate: the metric's function for all examples; without it, values must be numbers. Raises UserError.
+    """Convert what a metric returned to a list of plain Python values, one for each example: for each entry of a list, or of the
+    first dimension of a tensor or an array. Anything else is the value of a single example. Raises UserError if they are not
+    numbers and there is no `aggregate`.
     """
     plain = _plain(returned)
     values = plain if isinstance(plain, list) else [plain]

@@ -17,7 +17,7 @@ from dtype_engine.results.weights import DifferentShape, WeightDifference
 from dtype_engine.runtime.building.pairing import Pair, Pairing, pair_weights
 from dtype_engine.runtime.formats.row_blocks import parallel_map
 from dtype_engine.runtime.numerics.compare.element_sums import ElementSums, element_sums
-from dtype_engine.runtime.numerics.compare.metrics import sqnr_db
+from dtype_engine.runtime.numerics.compare.metrics import relative_l2, sqnr_db
 from dtype_engine.runtime.weights.checkpoint_weights import source_of
 from dtype_engine.runtime.weights.pieces import Rows, as_matrix
 
@@ -26,13 +26,9 @@ _VALUES_AT_ONCE = 1 << 20
 _BYTES_AT_ONCE = 1 << 22
 """How many bytes of a file are read and compared at once."""
 _UNLIKE_DB = 3.0
-"""If the SQNR of two weights, in dB, is lower than this, their values have nothing in common. Their rows may then be in different
-orders, so other orders are tried. For comparison, weights rounded to 4 bits have over 15 dB.
-"""
+"""If the SQNR in dB is lower, other orders of the rows are tried. Weights rounded to 4 bits have over 15 dB."""
 _LIKE_DB = 10.0
-"""If the SQNR of two weights, in dB, is higher than this after reordering their rows, they are the same weight, possibly
-rounded.
-"""
+"""If the SQNR in dB is higher, they are the same weight, possibly rounded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +65,12 @@ class TwoCheckpoints:
         known: Mapping[tuple[str, str], WeightDifference],
         on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> Iterator[WeightDifference | DifferentShape]:
-        """Compare each weight that both checkpoints have, and yield the difference, in the order of the reference's weights. The
-        weights are read in pieces, so memory use does not grow with their size.
+        """Compare each weight that both checkpoints have, in pieces, and yield the difference, in the order of the reference's
+        weights.
 
-        known: differences of earlier runs, by (name of the weight in the reference checkpoint, its name in the candidate). They are
-        yielded without being computed again. `on_progress(done, total)` is called with the number of bytes compared so far and the
-        number of all bytes. Raises UserError if a file can't be read or has changed since it was opened.
+        known: differences of earlier runs, by (name of the weight in the reference checkpoint, its name in the candidate), which
+        are not computed again. `on_progress(done, total)` is called with numbers of compared bytes. Raises UserError if a file
+        can't be read or has changed since it was opened.
         """
         sizes = [self.candidate.weights[pair.candidate].nbytes for pair in self.pairing.pairs]
         done, total = 0, sum(sizes)
@@ -115,9 +111,8 @@ class TwoCheckpoints:
         return self._report(pair, tuple(shapes[0]), sums, order)
 
     def _in_another_order(self, left: _Rows, right: _Rows, sums: ElementSums) -> tuple[ElementSums, str]:
-        """Check whether the candidate has the reference's rows in a different order. If so, return the errors summed over matching
-        rows, and a phrase that says how the candidate orders them. Otherwise, return `sums`, which compares the rows in their
-        stored order, and "".
+        """If the candidate has the reference's rows in a different order, return the errors summed over matching rows, and a phrase
+        that says how the candidate orders them. Otherwise, return `sums`, which compares them in their stored order, and "".
         """
         for heads in self._heads:
             if left.count % (2 * heads) == 0 and left.count > 2 * heads:
@@ -129,9 +124,7 @@ class TwoCheckpoints:
         return sums, ""
 
     def _same_bytes(self, pair: Pair) -> bool:
-        """Return whether both checkpoints store a weight in the same format with the same bytes. Its values are then equal, and
-        need not be decoded and compared.
-        """
+        """Return whether both checkpoints store a weight in the same format with the same bytes, so that its values are equal."""
         left, right = _stored(self.reference, pair.reference), _stored(self.candidate, pair.candidate)
         if left is None or right is None or left[0] != right[0] or len(left[1]) != len(right[1]):
             return False
@@ -149,7 +142,7 @@ class TwoCheckpoints:
             sqnr_db=_sqnr(sums),
             max_abs=sums.max_abs,
             mean_abs=sums.sum_abs / elements,
-            rel_l2=0.0 if sums.noise == 0 else math.sqrt(sums.noise / sums.energy) if sums.energy else math.inf,
+            rel_l2=relative_l2(sums.energy, sums.noise),
             nonfinite=sums.nonfinite,
             rows=order,
         )
@@ -162,12 +155,11 @@ def _stored(checkpoint: Checkpoint, name: str) -> tuple[object, list[ByteRange]]
     coded = checkpoint.coded.get(name)
     if coded is not None:
         form: object = coded.format, coded.shape, sorted(coded.parts), dict(coded.settings)
-        tensors = tuple(coded.parts[role] for role in sorted(coded.parts))
+        tensors = [coded.parts[role] for role in sorted(coded.parts)]
     else:
-        form, tensors = "values", (checkpoint.weights[name],)
-    ranges = [tensor.bytes for tensor in tensors]
-    known = [each for each in ranges if each is not None]
-    return ((form, [tensor.dtype for tensor in tensors]), known) if len(known) == len(ranges) else None
+        form, tensors = "values", [checkpoint.weights[name]]
+    ranges = [tensor.bytes for tensor in tensors if tensor.bytes is not None]
+    return ((form, [tensor.dtype for tensor in tensors]), ranges) if len(ranges) == len(tensors) else None
 
 
 def _equal_ranges(one: ByteRange, other: ByteRange) -> bool:
@@ -186,9 +178,7 @@ def _equal_ranges(one: ByteRange, other: ByteRange) -> bool:
 
 
 def _heads(configs: Sequence[Mapping[str, Any] | None]) -> list[int]:
-    """Return the different numbers of attention heads in the configurations, such as [32, 8] for 32 query heads and 8 key and value
-    heads.
-    """
+    """Return the numbers of attention heads in the configurations, such as [32, 8] for 32 query heads and 8 key and value heads."""
     found = dict[int, None]()
     for config in configs:
         for part in (config or {}, *(each for each in (config or {}).values() if isinstance(each, dict))):
@@ -199,11 +189,9 @@ def _heads(configs: Sequence[Mapping[str, Any] | None]) -> list[int]:
 
 
 def _sums(left: _Rows, right: _Rows, heads: int | None = None) -> ElementSums:
-    """Compare two weights element by element, and return sums such as the squared error, from which the metrics are computed.
-
-    heads: if given, the rows of `right` are in llama.cpp's order of the rows of queries and keys, and are first put into the order
-    of `left`. In llama.cpp's order, row i of the first half of each head is followed by row i of the second half.
-    (`LlamaModel.permute` of convert_hf_to_gguf.py.)
+    """Compare two weights element by element. heads: if given, the rows of `right` are in llama.cpp's order of the rows of queries
+    and keys, in which row i of the first half of each head is followed by row i of the second half, and are first put into the
+    order of `left`. (`LlamaModel.permute` of convert_hf_to_gguf.py.)
     """
     unit = max(left.unit, right.unit, left.count // heads if heads else 1)
     step = max(1, _VALUES_AT_ONCE // max(1, left.columns) // unit) * unit
@@ -227,9 +215,7 @@ def _sums(left: _Rows, right: _Rows, heads: int | None = None) -> ElementSums:
 
 
 def _numbers(values: torch.Tensor) -> torch.Tensor:
-    """Return values as a tensor that torch can widen to float64. Complex numbers become pairs of real numbers, and packed float4
-    codes become the bytes that hold them.
-    """
+    """Return values as a tensor that torch can widen to float64: complex numbers as pairs, and packed float4 codes as bytes."""
     if values.is_complex():
         return torch.view_as_real(values)
     return values.view(torch.uint8) if values.dtype == torch.float4_e2m1fn_x2 else values
@@ -240,14 +226,12 @@ def _sqnr(sums: ElementSums) -> float:
 
 
 def _hashes(rows: _Rows) -> torch.Tensor:
-    """Return a hash of the float32 values of each row: int64 [rows]. Rows with equal values have equal hashes, and 0.0 and -0.0
-    count as equal. The hash multiplies the bits of each value by a random odd number, and adds up the products modulo 2^64.
-    """
+    """Return a hash of each row: int64 [rows], the sum modulo 2^64 of the bits of its float32 values times random odd numbers."""
     factors = torch.randint(-(1 << 62), 1 << 62, (rows.columns,), generator=torch.Generator().manual_seed(7))
     step = max(1, _VALUES_AT_ONCE // max(1, rows.columns))
     found = []
     for first in range(0, rows.count, step):
-        values = _numbers(rows.read(first, min(first + step, rows.count))).to(torch.float32) + 0.0
+        values = _numbers(rows.read(first, min(first + step, rows.count))).to(torch.float32) + 0.0  # -0.0 becomes 0.0
         found.append((values.view(torch.int32).to(torch.int64) * (2 * factors + 1)).sum(1))
     return torch.cat(found) if found else torch.empty(0, dtype=torch.int64)
 

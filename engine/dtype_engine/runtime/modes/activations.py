@@ -20,9 +20,7 @@ from dtype_engine.runtime.modes.op_tables import Arguments, tensors_in
 from dtype_engine.runtime.numerics.activations import InputFormat, quantize_activations
 
 _LEFT, _RIGHT = -1, -2
-"""The dimension over which a matrix product sums: the last one of the left matrix, and the second to last one of the
-right matrix.
-"""
+"""The dimension over which a matrix product sums: the last of the left matrix, the second to last of the right one."""
 
 _Operand = tuple[int, str, int]
 """One operand of a matrix product: the position of the argument, its keyword, and the dimension over which the product sums."""
@@ -50,9 +48,7 @@ _OTHERS = frozenset(
         "scaled_dot_product_attention",
     }
 )  # fmt: skip
-"""Names of operations that contain matrix products, but whose inputs are not rounded. No runtime quantizes these inputs, or a
-torch-function mode can't reach them.
-"""
+"""Operations with matrix products whose inputs no runtime quantizes, or which a torch-function mode can't reach."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +61,7 @@ class Rounds:
 
 
 class ActivationRounding:
-    """Rounds the activations that quantized weights multiply. It also recognizes tensors that were computed from one quantized
-    weight.
-    """
+    """Rounds the activations that quantized weights, and tensors computed from a single one, multiply."""
 
     def __init__(self) -> None:
         self.left_wide: set[str] = set()
@@ -75,25 +69,15 @@ class ActivationRounding:
         self._made: MutableMapping[torch.Tensor, InputFormat] = WeakIdKeyDictionary()
 
     def formats(self, tensors: list[torch.Tensor], stored: Mapping[int, InputFormat]) -> dict[int, InputFormat]:
-        """Return the format of each quantized weight among `tensors`, keyed by the tensor's `id`. A tensor that was computed from
-        one quantized weight counts as this weight.
-
-        tensors: all tensors among the arguments of a torch call. stored: the formats of the model's own weights, keyed by `id`.
-        """
-        found = {}
-        for tensor in tensors:
-            form = stored.get(id(tensor)) or self._made.get(tensor)
-            if form is not None:
-                found[id(tensor)] = form
-        return found
+        """Return the formats of `tensors` that are quantized weights (`stored`) or were computed from one, both keyed by `id`."""
+        return {
+            id(tensor): form
+            for tensor in tensors
+            if (form := stored.get(id(tensor)) or self._made.get(tensor)) is not None
+        }
 
     def follow(self, output: Any, tensors: list[torch.Tensor], formats: Mapping[int, InputFormat]) -> None:
-        """If all float arguments of an operation are quantized weights of one format, let its float results count as such weights,
-        too.
-
-        output: what the operation returned. tensors: all tensors among its arguments. formats: the formats of the quantized weights
-        among them, keyed by `id`.
-        """
+        """If all float arguments are quantized weights of one format, let the float results of the operation count as such, too."""
         floats = [id(tensor) for tensor in tensors if tensor.is_floating_point() or id(tensor) in formats]
         kinds = {formats.get(key) for key in floats}
         if len(kinds) == 1 and (form := kinds.pop()) is not None:
@@ -104,11 +88,7 @@ class ActivationRounding:
     def wanted(
         self, name: str, args: Arguments, kwargs: Mapping[str, Any], formats: Mapping[int, InputFormat]
     ) -> Rounds | None:
-        """Decide which operand of a torch call has to be rounded. Returns how to round it, or None if no operand has to be rounded.
-
-        name: the operation, such as "linear". args, kwargs: the arguments as the model's code passes them, in which weights are not
-        yet replaced by values. formats: the formats of the quantized weights among the arguments, keyed by `id`.
-        """
+        """Return which operand of a torch call, before weights are replaced by values, has to be rounded, and how, or None."""
         if name == "einsum":
             return _of_einsum(args, formats)
         if name not in _PRODUCTS:
@@ -130,11 +110,7 @@ class ActivationRounding:
         rounds: Rounds,
         dtype: torch.dtype | None = None,
     ) -> tuple[Arguments, dict[str, Any], torch.Tensor]:
-        """Round one operand of a torch call. Returns the new positional and keyword arguments, and the operand before rounding.
-
-        name: the operation, such as "linear". rounds: which operand to round, and how. dtype: the dtype to which the operand is
-        cast before rounding; if None, it keeps its dtype.
-        """
+        """Round one operand, after a cast to `dtype` if it is given. Returns the new arguments, and the operand before rounding."""
         operand = (rounds.operand + 1, "", 0) if name == "einsum" else _PRODUCTS[name][rounds.operand]
         before: torch.Tensor = _operand(args, kwargs, operand)
         values = before.movedim(rounds.dim, -1).to(dtype or before.dtype)
@@ -148,8 +124,6 @@ class ActivationRounding:
 def _weight_among(operands: Sequence[Any], formats: Mapping[int, InputFormat]) -> tuple[int, InputFormat] | None:
     """Return (index, format) of the operand that is a quantized weight, or None if no operand is one. If both operands are weights,
     the right one is returned, since the left one then acts as the input, such as a learned token.
-
-    formats: the formats of the quantized weights, keyed by `id`.
     """
     known = [formats.get(id(operand)) for operand in operands]
     index = 1 if known[1] is not None else 0
@@ -163,11 +137,7 @@ def _operand(args: Arguments, kwargs: Mapping[str, Any], operand: _Operand) -> A
 
 
 def _of_einsum(args: Arguments, formats: Mapping[int, InputFormat]) -> Rounds | None:
-    """Decide which operand of an einsum has to be rounded. Returns how to round it, or None. An operand is rounded only if the
-    einsum has two operands and sums over one letter that they have in common.
-
-    formats: the formats of the quantized weights, keyed by `id`.
-    """
+    """Return how to round an operand of an einsum of two that sums over one letter that they have in common, or None."""
     if len(args) != 3 or not isinstance(args[0], str) or "." in args[0] or "->" not in args[0]:
         return None
     inputs, output = args[0].replace(" ", "").split("->")

@@ -42,10 +42,20 @@ class CandidateMode(WeightMode):
         return candidate_value(weight, dtype or self.compute)
 
     def rows_of(self, weight: Weight, ids: torch.Tensor) -> torch.Tensor:
-        return candidate_rows(weight, ids, self.compute)
+        if weight.decoded:
+            return weight.stored.gather(ids).to(self.dtype_of(weight))
+        data, scale = weight.current()
+        if scale is None:
+            return functional.embedding(ids, data)
+        return dequantized_rows(data, scale, weight.dtype, ids, self.compute)
 
     def part_of(self, weight: Weight, index: int) -> torch.Tensor | None:
-        return candidate_part(weight, index, self.compute)
+        if weight.decoded:
+            part = weight.stored.part(index, weight.tensor.device)
+            return None if part is None else part.to(self.dtype_of(weight))
+        if not (weight.cast and weight.in_parts(weight.dtype) and 0 <= index < weight.stored.shape[0]):
+            return None
+        return _dequantized(weight, *weight.current_part(index), self.compute)[0]
 
     def is_quantized(self, weight: Weight) -> bool:
         return weight.has_scales
@@ -55,39 +65,16 @@ class CandidateMode(WeightMode):
 
 
 def candidate_dtype(weight: Weight, compute: torch.dtype) -> torch.dtype:
-    """Return the dtype that the model's code sees if it reads the `dtype` of a weight in a candidate run. compute: the dtype that
-    it sees for a weight in a format with scales.
-    """
+    """Return the dtype of a weight in a candidate run. compute: the dtype of a weight in a format with scales."""
     return compute if weight.has_scales else weight.tensor.dtype
 
 
 def candidate_value(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
-    """Return the values of a weight as it is currently cast. dtype: the dtype of the values if the weight is in a format with
-    scales, such as float8. Any other weight keeps its own dtype.
-    """
+    """Return the values of a weight as it is currently cast: in `dtype` if it has scales, otherwise in its own dtype."""
     if weight.decoded:
         return weight.stored.read_in(candidate_dtype(weight, dtype), weight.tensor.device)
-    data, scale = weight.current()
+    return _dequantized(weight, *weight.current(), dtype)
+
+
+def _dequantized(weight: Weight, data: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     return data if scale is None else dequantize(data, scale, dtype, dtypes.BY_NAME[weight.dtype].blocks)
-
-
-def candidate_part(weight: Weight, index: int, dtype: torch.dtype) -> torch.Tensor | None:
-    """Return the values of a weight as it is currently cast at one index of its first dimension, such as those of one expert.
-    Returns None if they can't be made without the others. dtype: as for `candidate_value`.
-    """
-    if weight.cast and not weight.decoded and weight.in_parts(weight.dtype) and 0 <= index < weight.stored.shape[0]:
-        data, scale = weight.current_part(index)
-        values = data if scale is None else dequantize(data, scale, dtype, dtypes.BY_NAME[weight.dtype].blocks)
-        return values[0]
-    part = weight.stored.part(index, weight.tensor.device) if weight.decoded else None
-    return None if part is None else part.to(candidate_dtype(weight, dtype))
-
-
-def candidate_rows(weight: Weight, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return rows of an embedding table [rows, width] as it is currently cast: [*ids.shape, width]. ids: the indexes of the rows.
-    dtype: the dtype of the result if the table is in a format with scales. Any other table keeps its own dtype.
-    """
-    if weight.decoded:
-        return weight.stored.gather(ids).to(candidate_dtype(weight, dtype))
-    data, scale = weight.current()
-    return functional.embedding(ids, data) if scale is None else dequantized_rows(data, scale, weight.dtype, ids, dtype)

@@ -23,9 +23,7 @@ from dtype_engine.runtime.modes.weight_mode import WeightMode
 from dtype_engine.runtime.numerics.kv_rounding import head_amax, round_cache
 
 CACHE_FIELDS = ("cache", "past_key_values", "cache_params")
-"""The names by which transformers' models take a cache, and return it: the first from transformers 5.24 on, before that one of the
-others.
-"""
+"""The names by which transformers' models take and return a cache: the first from 5.24 on, before that one of the others."""
 CacheNames = Mapping[str, tuple[str, ...]]
 """Maps the name of each attention module to the names of its cache tensors, such as `model.layers.0.self_attn.kv_cache.k` and
 `….v`, in the order of the arguments of `Cache.update`.
@@ -34,21 +32,15 @@ CacheNames = Mapping[str, tuple[str, ...]]
 
 class CacheWatcher:
     """Intercepts what a forward pass writes into KV caches, and what it reads from them. This base class returns everything
-    unchanged.
+    unchanged. module: the name of the attention module. part: 0 for keys, 1 for values.
     """
 
     def written(self, module: str, part: int, states: torch.Tensor, finished: int) -> torch.Tensor:
-        """Return the tensor to store in the cache instead of `states`, [batch, heads, tokens, width].
-
-        module: the name of the attention module that writes. part: 0 for keys, 1 for values. finished: how many module calls of the
-        forward pass have ended.
-        """
+        """Return what to store instead of `states`, [batch, heads, tokens, width]. finished: how many module calls have ended."""
         return states
 
     def read(self, module: str, part: int, states: torch.Tensor) -> torch.Tensor:
-        """Return the tensor that attention uses instead of `states`, the cached keys (`part` 0) or values (`part` 1) of all tokens
-        until now. module: the name of the attention module.
-        """
+        """Return the tensor that attention uses instead of `states`, the cached keys or values of all tokens until now."""
         return states
 
 
@@ -94,17 +86,14 @@ class CacheAmax(CacheWatcher):
     found: dict[str, torch.Tensor] = field(default_factory=dict)
     """The largest |value| of each head until now, float32 [heads], keyed by the name of the cache tensor."""
     kept_of: Callable[[str, torch.Tensor], torch.Tensor | None] = lambda name, states: None
-    """A function that is called with the name of a cache tensor and what is written into it. It returns a bool mask [batch, tokens]
-    that is True at the tokens that count, or None if all of them do.
-    """
+    """Returns which tokens of what is written into a cache tensor count, bool [batch, tokens], or None if all do."""
 
     def written(self, module: str, part: int, states: torch.Tensor, finished: int) -> torch.Tensor:
         for name in self.names.get(module, ())[part : part + 1]:
             kept = self.kept_of(name, states)
-            amax = head_amax(
-                states if kept is None else states.masked_fill(~kept.to(states.device)[:, None, :, None], 0)
-            )
-            self.found[name] = torch.maximum(self.found[name], amax) if name in self.found else amax
+            counted = states if kept is None else states.masked_fill(~kept.to(states.device)[:, None, :, None], 0)
+            amax = head_amax(counted)
+            self.found[name] = torch.maximum(self.found.get(name, amax), amax)
         return states
 
 
@@ -113,8 +102,8 @@ _watching: ContextVar[tuple[CacheWatcher, WeightMode] | None] = ContextVar("_wat
 
 @contextmanager
 def watching_caches(watcher: CacheWatcher, mode: WeightMode) -> Iterator[None]:
-    """Let a watcher intercept the KV caches that the current thread writes and reads during the `with` block, in a block of
-    `watched_caches`. mode: the torch-function mode of the forward pass, which knows the name of the running module.
+    """Let a watcher intercept the KV caches that the current thread writes and reads during the `with` block, inside a block of
+    `watched_caches`. mode: the mode of the forward pass, which knows the running module.
     """
     before = _watching.set((watcher, mode))
     try:
@@ -124,9 +113,7 @@ def watching_caches(watcher: CacheWatcher, mode: WeightMode) -> Iterator[None]:
 
 
 def watched_caches() -> AbstractContextManager[None]:
-    """Return a context manager. During its `with` block, what a thread writes into KV caches and reads from them goes through the
-    thread's watcher, if it has one.
-    """
+    """Return a context in which what a thread writes into KV caches and reads from them goes through its watcher, if it has one."""
     return cache_updates_by(_update)
 
 

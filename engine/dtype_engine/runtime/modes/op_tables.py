@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +19,6 @@ from dtype_engine.runtime.device import has_float64
 from dtype_engine.runtime.formats.dequantize import dtype_name
 
 Arguments = tuple[Any, ...]
-
 
 # Queries that do not depend on a tensor's values. The original tensor answers them.
 METADATA = frozenset(
@@ -50,18 +50,14 @@ large for the dtype of the result. The CPU's kernels round the number to an infi
 
 
 class CallSite(Protocol):
-    """Where a torch function is called, for error messages: the name of the running module, and the device."""
+    """Where a torch function is called: the name of the running module, and the device."""
 
     module: str
     device: torch.device
 
 
 def call_torch(func: Callable[..., Any], name: str, args: Arguments, kwargs: dict[str, Any], site: CallSite) -> Any:
-    """Call a torch function and return its result. Raises KernelError, which names the operation and the dtype, if torch has no
-    kernel. Otherwise, raises what torch raises.
-
-    name: the operation, such as "linear". site: where it is called.
-    """
+    """Return what a torch function returns. Raises KernelError, with the operation and the dtype, if torch has no kernel."""
     try:
         return func(*args, **kwargs)
     except RuntimeError as error:
@@ -109,21 +105,16 @@ def _kernel_error(
         if candidate == refused:
             continue
         cast_args, cast_kwargs = replace_tensors(args, kwargs, {id(tensor): tensor.to(candidate) for tensor in floats})
-        try:
+        with suppress(RuntimeError, TypeError):
             func(*cast_args, **cast_kwargs)
-        except (RuntimeError, NotImplementedError, TypeError):
-            continue
-        nearest = dtype_name(candidate)
-        break
+            nearest = dtype_name(candidate)
+            break
     reason = str(error).split("\n")[0]
     return KernelError(site.module, name, dtype_name(refused), str(site.device), nearest, reason)
 
 
 def _grouped_mm(rows: torch.Tensor, weights: torch.Tensor, offs: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-    """Multiply each group of rows by its own matrix, for dtypes that torch's grouped kernel does not support.
-
-    rows [tokens, k], weights [groups, k, n], offs [groups]: the end of each group's rows. Returns [tokens, n].
-    """
+    """Multiply each group of rows by its own matrix, for dtypes without a grouped kernel. offs: where each group's rows end."""
     result = rows.new_zeros(rows.shape[0], weights.shape[-1])
     start = 0
     for group, end in enumerate(offs.tolist()):
@@ -138,16 +129,12 @@ def promoted_dtype(tensors: Sequence[torch.Tensor]) -> torch.dtype:
 
 
 def takes_rows(args: Arguments, kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a call of `embedding(ids, table, ...)` only selects rows of the table. With `max_norm`, it also changes the
-    table.
-    """
+    """Return whether a call of `embedding(ids, table, ...)` only selects rows. With `max_norm`, it also changes the table."""
     return 2 <= len(args) < 4 and kwargs.get("max_norm") is None
 
 
 def is_in_place(name: str) -> bool:
-    """Return whether an operation writes to its first argument, a tensor or a list of tensors. name: the operation,
-    such as "add_".
-    """
+    """Return whether an operation such as "add_" writes to its first argument, a tensor or a list of tensors."""
     if name.startswith("__"):
         return (name.startswith("__i") and name not in ("__invert__", "__int__", "__index__")) or name == "__setitem__"
     return name.endswith("_") and (not name.startswith("_") or name.startswith("_foreach_"))
@@ -170,9 +157,7 @@ def tensors_in(args: Arguments, kwargs: Mapping[str, Any]) -> list[torch.Tensor]
 def replace_tensors(
     args: Arguments, kwargs: dict[str, Any], new: Mapping[int, torch.Tensor]
 ) -> tuple[Arguments, dict[str, Any]]:
-    """Return the positional and keyword arguments of a torch call with some tensors replaced. new: the replacements, keyed by the
-    `id` of the original tensor.
-    """
+    """Return the arguments of a torch call with some tensors replaced by `new`, which is keyed by the `id` of the original."""
     if not new:
         return args, kwargs
     return tuple(_swap(value, new) for value in args), {key: _swap(value, new) for key, value in kwargs.items()}

@@ -10,16 +10,9 @@ import torch
 from dtype_engine.runtime.libraries.torch_private import base_of
 from dtype_engine.runtime.model.live import Weight
 from dtype_engine.runtime.modes.activations import ActivationRounding
-from dtype_engine.runtime.modes.candidate import candidate_dtype, candidate_part, candidate_rows, candidate_value
+from dtype_engine.runtime.modes.candidate import CandidateMode
 from dtype_engine.runtime.modes.op_tables import Arguments, tensors_in
-from dtype_engine.runtime.modes.reference import (
-    holds_reference,
-    is_coded,
-    reference_dtype,
-    reference_part,
-    reference_rows,
-    reference_value,
-)
+from dtype_engine.runtime.modes.reference import ReferenceMode
 from dtype_engine.runtime.modes.weight_mode import WeightMode
 from dtype_engine.runtime.numerics.activations import InputFormat
 
@@ -40,47 +33,39 @@ class PartialCastMode(WeightMode):
         inside: Callable[[str], bool],
         rounding: ActivationRounding | None = None,
     ) -> None:
-        replaced = (
-            key
-            for key, weight in weights.items()
-            if weight.scale is not None or weight.decoded or not holds_reference(weight)
-        )
-        super().__init__(weights, device, replaced, compute, rounding)
+        self._reference = ReferenceMode(weights, device, compute=compute)
+        self._candidate = CandidateMode(weights, compute, device)
+        super().__init__(weights, device, self._reference.replaced | self._candidate.replaced, compute, rounding)
         self.drifting = drifting
         self.inside = inside
         self.uses: dict[str, int] = {}
-        """How many module calls had ended before a module first used one of the `drifting` weights or read its dtype, keyed by the
-        module's name.
-        """
+        """By module, how many calls had ended before it first used one of the `drifting` weights or read its dtype."""
 
     def like_reference(self, module: str) -> bool:
         return not self.inside(module)
 
+    @property
+    def _run_of_module(self) -> WeightMode:
+        """The mode that answers for the weights in the running module."""
+        return self._candidate if self.inside(self.module) else self._reference
+
     def dtype_of(self, weight: Weight) -> torch.dtype:
-        if not self.inside(self.module):
-            return self.compute if is_coded(weight) else reference_dtype(weight)
-        return candidate_dtype(weight, self.compute)
+        return self._run_of_module.dtype_of(weight)
 
     def value_of(self, weight: Weight, dtype: torch.dtype | None) -> torch.Tensor:
-        if not self.inside(self.module):
-            return reference_value(weight, weight.tensor.device, dtype or self.compute)
-        return candidate_value(weight, dtype or self.compute)
+        return self._run_of_module.value_of(weight, dtype)
 
     def rows_of(self, weight: Weight, ids: torch.Tensor) -> torch.Tensor:
-        if not self.inside(self.module):
-            return reference_rows(weight, ids, weight.tensor.device, self.compute)
-        return candidate_rows(weight, ids, self.compute)
+        return self._run_of_module.rows_of(weight, ids)
 
     def part_of(self, weight: Weight, index: int) -> torch.Tensor | None:
-        if not self.inside(self.module):
-            return reference_part(weight, index)
-        return candidate_part(weight, index, self.compute)
+        return self._run_of_module.part_of(weight, index)
 
     def is_quantized(self, weight: Weight) -> bool:
-        return weight.has_scales if self.inside(self.module) else is_coded(weight)
+        return self._run_of_module.is_quantized(weight)
 
     def input_format(self, weight: Weight) -> InputFormat | None:
-        return weight.input_format if self.inside(self.module) else super().input_format(weight)
+        return self._run_of_module.input_format(weight)
 
     def note_use(self, key: int) -> None:
         super().note_use(key)

@@ -33,11 +33,9 @@ _KEEP_DTYPES = frozenset({"to", "type", "type_as", "view_as", "expand_as", "resh
 """Operations without promotion: they use their second tensor only for its dtype or shape, or they return a dtype."""
 _NO_CONTEXT = nullcontext()
 _accepted: set[Any] = set()
-"""Descriptions of the calls with several dtypes that torch accepts. A description consists of the function and of properties of the
-arguments such as their dtypes (see `_form`).
-"""
+"""The calls with several dtypes that torch accepts: the function, and a `_form` of the arguments."""
 _refused: set[Any] = set()
-"""Descriptions, as in `_accepted`, of the calls that torch refuses with several dtypes and runs with one."""
+"""The calls, as in `_accepted`, that torch refuses with several dtypes and runs with one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +43,6 @@ class ImplicitCast:
     """The cast of one tensor that an operation makes without a request in the model's code."""
 
     module: str
-    """The dotted name of the module that called the operation."""
     operation: str
     source: str
     target: str
@@ -56,28 +53,19 @@ class ImplicitCast:
 
 
 class MixedCallSite(CallSite, Protocol):
-    """Where a torch function is called (the running module and the device), which tensors are weights, and how to record casts."""
+    """Where a torch function is called, which tensors are weights, and how to record casts. `WeightMode` describes all this."""
 
     record: Callable[[ImplicitCast], None] | None
-    """A function that is called with every implicit cast, or None if casts are not recorded."""
     operation: str
-    """The name of the running operation, with which casts inside it are recorded. It is "" if the model's code passed a `dtype`,
-    because casts inside the operation are then explicit and not recorded.
-    """
     added: bool
-    """Whether a torch call has had other arguments than in plain torch: a dequantized weight, or a cast that torch does
-    not make.
-    """
 
-    def is_weight(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor is a weight or a view of one."""
+    def is_weight(self, tensor: torch.Tensor) -> bool: ...
 
 
 def call_mixed(func: Any, name: str, args: Arguments, kwargs: dict[str, Any], site: MixedCallSite) -> Any:
     """Call a torch function whose float arguments may have several dtypes, and return its result. If torch refuses them, they are
-    first cast to one dtype.
-
-    Raises KernelError if torch has no kernel for the call, and torch's own error if the reason is not a difference in dtypes.
+    first cast to one dtype. Raises KernelError if torch has no kernel for the call, and torch's own error if the reason is not a
+    difference in dtypes.
     """
     floats = [tensor for tensor in tensors_in(args, kwargs) if tensor.is_floating_point()]
     if len({tensor.dtype for tensor in floats}) < 2:
@@ -123,9 +111,7 @@ def call_mixed(func: Any, name: str, args: Arguments, kwargs: dict[str, Any], si
 def cast_of(
     tensor: torch.Tensor, target: torch.dtype, operation: str, site: CallSite, torch_raises: bool
 ) -> ImplicitCast:
-    """Describe the cast of `tensor` to `target` in an operation. torch_raises: whether torch refuses the operation without this
-    cast.
-    """
+    """Describe the cast of `tensor` to `target` in an operation."""
     source = dtype_name(tensor.dtype)
     return ImplicitCast(site.module, operation, source, dtype_name(target), tensor.numel(), torch_raises)
 
@@ -167,11 +153,7 @@ def _common_dtype(
 def _note_promotions(
     name: str, floats: Sequence[torch.Tensor], args: Arguments, kwargs: dict[str, Any], result: Any, site: MixedCallSite
 ) -> None:
-    """Record the casts that torch itself made in an operation. They are to the dtype in which torch computed, or to the dtype of
-    the tensor to which the operation wrote.
-
-    floats: the float tensors among the arguments. result: what the operation returned.
-    """
+    """Record the casts that torch made: to the dtype in which it computed, or to that of the tensor to which it wrote."""
     assert site.record is not None
     destination = _destination(name, args, kwargs)
     sized = [tensor for tensor in floats if tensor.ndim]
@@ -190,9 +172,7 @@ def _note_promotions(
 
 
 class _BeforeCall:
-    """Saves what a torch call may change before it fails, to restore it: the tensor to which it writes, and random number
-    generators.
-    """
+    """Restores what a torch call may have changed before it failed: the tensor to which it writes, and random number generators."""
 
     def __init__(self, name: str, args: Arguments, kwargs: dict[str, Any], device: torch.device) -> None:
         self._destination = _destination(name, args, kwargs)

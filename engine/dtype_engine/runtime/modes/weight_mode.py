@@ -50,7 +50,7 @@ _FLOATS = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16
 
 
 class _Kind(Enum):
-    """What a torch function does with its first argument. This decides how `WeightMode` handles the call."""
+    """What a torch function does with its first argument."""
 
     CALL = "an operation"
     WRITE = "an operation that writes to its first argument"
@@ -60,30 +60,25 @@ class _Kind(Enum):
     IS_FLOAT = "the question whether a tensor is of a float dtype"
 
 
+_BY_NAME = {
+    **dict.fromkeys(METADATA, _Kind.METADATA),
+    "__get__": _Kind.PROPERTY,
+    "__set__": _Kind.SET,
+    "is_floating_point": _Kind.IS_FLOAT,
+}
 _kinds: dict[Any, _Kind] = {}
 
 
 def _kind_of(func: Any) -> _Kind:
     name: str = func.__name__
-    if name == "__get__":
-        kind = _Kind.PROPERTY
-    elif name == "__set__":
-        kind = _Kind.SET
-    elif name in METADATA:
-        kind = _Kind.METADATA
-    elif name == "is_floating_point":
-        kind = _Kind.IS_FLOAT
-    else:
-        kind = _Kind.WRITE if is_in_place(name) else _Kind.CALL
-    _kinds[func] = kind
+    _kinds[func] = kind = _BY_NAME.get(name) or (_Kind.WRITE if is_in_place(name) else _Kind.CALL)
     return kind
 
 
 class WeightMode(TorchFunctionMode):
-    """A torch-function mode that intercepts every torch call of a forward pass and replaces weights by other values.
+    """A torch-function mode that intercepts every torch call of a forward pass and replaces weights by the values of a subclass.
 
-    weights: all weights, keyed by the `id` of the tensor in the module. replaced: the `id`s of the weights to replace. A subclass
-    provides the values, by `value_of`, `values_of`, `dtype_of` and `rows_of`.
+    weights: all weights, keyed by the `id` of the tensor in the module. replaced: the `id`s of the weights to replace.
     """
 
     def __init__(
@@ -107,37 +102,30 @@ class WeightMode(TorchFunctionMode):
         self.added = False
         """Whether the forward pass did more than plain torch would: it dequantized a weight, or cast the arguments of a call."""
         self.module = ""
-        """The dotted name of the running module. The code that runs the pass keeps it current."""
+        """The dotted name of the running module, which the code that runs the pass sets."""
         self.finished = 0
-        """The number of module calls that have ended. The code that runs the pass keeps it current."""
+        """The number of module calls that have ended, which the code that runs the pass sets."""
         self.kept: Sequence[torch.Tensor] = ()
         """Tensors of the model, except weights, whose values are restored after the forward pass if it changes them."""
         self.first_use: dict[int, int] = {}
         """How many module calls had ended before a weight was first used, keyed by the `id` of the weight's tensor."""
         self.operation = ""
-        """The name of the running operation, with which casts inside it are recorded. It is "" if the model's code passed a
-        `dtype`, because casts inside the operation are then explicit and not recorded.
-        """
+        """The running operation, for casts inside it. "" if they are explicit, because the code passed a `dtype`."""
         self.replaced = set(replaced)
         self._narrow = frozenset(weights[key].tensor.dtype for key in self.replaced) - {torch.float32, torch.float64}
         """The dtypes, except float32 and float64, of the weights to replace. Another tensor in one of these dtypes may share the
         memory of such a weight, so `revealed` examines it.
         """
         self.written: dict[int, torch.Tensor] = {}
-        """The current values of the weights that the model's code has changed in this forward pass, keyed by the `id` of the
-        weight's tensor.
-        """
+        """The current values of the weights that the model's code has changed in this forward pass, keyed by `id`."""
         self.standing_for: MutableMapping[torch.Tensor, int] = WeakIdKeyDictionary()
         """Maps each tensor that replaces a weight, or is a view of such a replacement, to the `id` of this weight."""
         self.old_values: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """Weights, and tensors in `kept`, whose memory the forward pass has changed through a view: (tensor, copy of its old
-        values), keyed by the tensor's `id`. The old values are restored after the pass.
-        """
+        """By `id`: (weight or tensor in `kept` that the pass has changed through a view, copy of its old values to restore)."""
         self._addresses: list[tuple[int, int, torch.Tensor]] | None = None
         self._dtypes: dict[int, torch.dtype] = {}
-        """What a recurrent module (`nn.RNN`, `nn.LSTM`, `nn.GRU`) sees as the `dtype` of its first weight, keyed by the `id` of
-        this weight. It is the dtype to which `arguments_of` has cast the module's inputs, since the module raises if the two
-        differ.
+        """What a recurrent module sees as the `dtype` of its first weight, keyed by the weight's `id`: the dtype to which
+        `arguments_of` has cast the module's inputs, since the module raises if the two differ.
         """
 
     @property
@@ -184,9 +172,7 @@ class WeightMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _renormalized(self, types: Iterable[type], args: Arguments, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Rescale rows of the embedding table of a look-up with `max_norm`, in a call of its own that writes to the table. Returns
-        the look-up's keyword arguments without `max_norm`.
-        """
+        """Rescale rows of a look-up's table by a call that writes to it. Returns the keyword arguments without `max_norm`."""
         ids, table = args[:2]
         if table.requires_grad:
             with WithoutModes():
@@ -197,9 +183,7 @@ class WeightMode(TorchFunctionMode):
 
     def run(self, func: Any, name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
         """Call a torch function and return its result, after replacing weights among the arguments and making dtypes equal where
-        needed.
-
-        A forward pass makes thousands of these calls. Nearly all have arguments of one dtype and no weight to replace, and run
+        needed. Nearly all of the thousands of calls of a pass have arguments of one dtype and no weight to replace, and run
         unchanged. name: the function's `__name__`, such as "linear".
         """
         as_given, dtype = self.rounding is None and self.record is None, None
@@ -234,9 +218,7 @@ class WeightMode(TorchFunctionMode):
         self.first_use.setdefault(key, self.finished)
 
     def read_property(self, func: Any, args: Arguments) -> Any:
-        """Return a property such as `tensor.dtype` or `tensor.T`. For a replaced weight, it is the replacement's property. func:
-        the getter of the property. args: its arguments, first the tensor.
-        """
+        """Return a property such as `tensor.dtype` or `tensor.T`. For a replaced weight, it is the replacement's property."""
         key = id(args[0])
         weight = self.weights.get(key)
         if weight is not None:
@@ -259,9 +241,7 @@ class WeightMode(TorchFunctionMode):
         return self.written[key].dtype if key in self.written else self.dtype_of(weight)
 
     def like_reference(self, module: str) -> bool:
-        """Return whether a module runs with the settings of the reference model, such as its `eps`, in this pass, and not with
-        those of the candidate. module: the module's name, or "" for the whole model.
-        """
+        """Return whether a module ("" for the model) runs with the settings of the reference in this pass, such as its `eps`."""
         return False
 
     def dtype_of(self, weight: Weight) -> torch.dtype:
@@ -269,46 +249,32 @@ class WeightMode(TorchFunctionMode):
         return self.compute
 
     def value_of(self, weight: Weight, dtype: torch.dtype | None) -> torch.Tensor:
-        """Return the values that replace a weight, in its shape, on the device of the forward pass. dtype: the dtype of the
-        activation in the same operation, or None if there is none.
-        """
+        """Return the values that replace a weight. dtype: the dtype of the activation in the same operation, or None."""
         raise NotImplementedError
 
     def values_of(self, weights: Sequence[Weight], dtype: torch.dtype | None, name: str) -> list[torch.Tensor]:
-        """Return the values that replace `weights` in one operation. dtype: the dtype of its activation, or None if there is none.
-        name: the operation, such as "linear".
-        """
+        """Return the `value_of` each of the weights of one operation. name: the operation, such as "linear"."""
         return [self.value_of(weight, dtype) for weight in weights]
 
     def rows_of(self, weight: Weight, ids: torch.Tensor) -> torch.Tensor:
-        """Return rows of the values that replace an embedding table [rows, width], without computing the other rows: [*ids.shape,
-        width]. ids: the indexes of the rows.
-        """
+        """Return rows of the values that replace an embedding table, without computing the others: [*ids.shape, width]."""
         raise NotImplementedError
 
     def part_of(self, weight: Weight, index: int) -> torch.Tensor | None:
-        """Return the values that replace a weight at one index of its first dimension, such as those of one expert. Returns None if
-        they can't be read without the others.
-        """
+        """Return `value_of` a weight at one index of its first dimension, or None if it can't be made without the others."""
         return None
 
     def is_quantized(self, weight: Weight) -> bool:
-        """Return whether a weight is currently in a format with scales, such as float8. Its activations may then have to be
-        rounded.
-        """
+        """Return whether a weight is in a format with scales in this pass, such as float8."""
         return False
 
     def input_format(self, weight: Weight) -> InputFormat | None:
-        """Return how activations that this weight multiplies are rounded if the run settings request it, or None if they are
-        not.
-        """
+        """Return how activations that this weight multiplies are rounded if the run settings request it, or None."""
         return InputFormat(weight.dtype) if self.is_quantized(weight) else None
 
     def is_weight(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor is a weight, replaces a weight, or is a view of one of these, also inside `torch.vmap`.
-
-        What shares a weight's memory counts, too. torch does not take `weight.data`, `weight.detach()` and the tensors of
-        `state_dict()` for views.
+        """Return whether a tensor is a weight, replaces a weight, is a view of one of these, also inside `torch.vmap`, or shares a
+        weight's memory: torch does not take `weight.data`, `weight.detach()` and the tensors of `state_dict()` for views.
         """
         tensor, _ = unwrapped(tensor)
         if isinstance(tensor, nn.Parameter):
@@ -318,13 +284,11 @@ class WeightMode(TorchFunctionMode):
             return True
         return any(id(each) in self.weights for each in self.sharing_memory(tensor))
 
-    def arguments_of(self, module: nn.Module, args: Arguments) -> Arguments:
-        """Return the positional arguments with which to call a module.
-
-        `nn.RNN`, `nn.LSTM` and `nn.GRU` compare dtypes in Python and raise before they call torch. Float arguments of these modules
-        are therefore cast to the promoted dtype of the module's weights.
+    def arguments_of(self, module: nn.RNNBase, args: Arguments) -> Arguments:
+        """Return the positional arguments with which to call `nn.RNN`, `nn.LSTM` or `nn.GRU`. These compare dtypes in Python and
+        raise before they call torch, so float arguments are cast to the promoted dtype of the module's weights.
         """
-        if not isinstance(module, nn.RNNBase) or torch.is_autocast_enabled(self.device.type):
+        if torch.is_autocast_enabled(self.device.type):
             return args
         floats = [tensor for tensor in tensors_in(args, {}) if tensor.is_floating_point()]
         if not floats:
@@ -333,9 +297,10 @@ class WeightMode(TorchFunctionMode):
         dtypes = [self._dtype_beside(tensor, floats[0].dtype) for tensor in weights]
         target = functools.reduce(torch.promote_types, dtypes)
         self._dtypes = {id(weights[0]): target}
-        casts = {id(tensor): tensor.to(target) for tensor in floats if tensor.dtype != target}
+        casts = {}
         for tensor in floats:
             if tensor.dtype != target:
+                casts[id(tensor)] = tensor.to(target)
                 self.added = True
                 if self.record is not None:
                     self.record(cast_of(tensor, target, type(module).__name__.lower(), self, torch_raises=True))
@@ -350,9 +315,7 @@ class WeightMode(TorchFunctionMode):
         return self._dtype_of(key, self.weights[key])
 
     def _run(self, func: Any, name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
-        """Call a torch function for which `run` needs more than an unchanged call, and return its result. The reason may be a
-        weight to replace, a difference in dtypes, or that implicit casts or quantized weights are tracked.
-        """
+        """Call a torch function if a weight has to be replaced, dtypes differ, or casts or quantized weights are tracked."""
         args, kwargs = self.revealed(name, args, kwargs)
         tensors = tensors_in(args, kwargs)
         for tensor in tensors:
@@ -371,11 +334,11 @@ class WeightMode(TorchFunctionMode):
         return output
 
     def revealed(self, name: str, args: Arguments, kwargs: dict[str, Any]) -> tuple[Arguments, dict[str, Any]]:
-        """Return the positional and keyword arguments of a torch call with hidden weights replaced by values.
+        """Return the arguments of a torch call with hidden weights replaced by values.
 
-        A hidden weight is a tensor that shares the memory of a weight to replace, but whose origin the mode did not see.
-        `torch.vmap` or `nn.Parameter(weight)`, for example, makes such tensors. Raises NoForward if a hidden weight is only a part
-        of the weight, or is wrapped by a transform other than `torch.vmap`, such as `torch.func.grad`. name: the operation.
+        A hidden weight shares the memory of a weight to replace, but the mode did not see its origin, for example `torch.vmap` or
+        `nn.Parameter(weight)`. Raises NoForward if it is only a part of the weight, or is wrapped by a transform other than
+        `torch.vmap`, such as `torch.func.grad`.
         """
         if not self._narrow:
             return args, kwargs
@@ -418,11 +381,7 @@ class WeightMode(TorchFunctionMode):
         found: Mapping[int, Weight],
         rounds: Rounds | None,
     ) -> Any:
-        """Call a torch function with values instead of the weights in `found`, and return its result. If `rounds` is given, one
-        operand is rounded.
-
-        tensors: all tensors among the arguments. found: the weights to replace among them, keyed by the `id` of the tensor.
-        """
+        """Call a torch function with values instead of the weights in `found`, and with one operand rounded by `rounds`."""
         if found:
             self.added = True
             table = id(args[1]) if name == "embedding" and takes_rows(args, kwargs) else 0
@@ -463,11 +422,8 @@ class WeightMode(TorchFunctionMode):
     def current_values(
         self, found: Mapping[int, Weight], dtype: torch.dtype | None, name: str
     ) -> dict[int, torch.Tensor]:
-        """Return the values with which one operation computes instead of weights, keyed by the `id` of the weight's tensor. If the
-        model's code has written to a weight in this forward pass, these are the values that it wrote.
-
-        found: the weights that the operation uses, keyed in the same way. dtype: the dtype of the operation's activation, to which
-        quantized weights are dequantized, or None if there is no activation. name: the operation, such as "linear".
+        """Return the values with which one operation computes instead of the weights in `found`, both keyed by `id`. If the model's
+        code has written to a weight in this forward pass, these are the values that it wrote. dtype, name: as for `values_of`.
         """
         held = {key: weight for key, weight in found.items() if key not in self.written}
         values = dict(zip(held, self.values_of(list(held.values()), dtype, name), strict=True))
@@ -496,10 +452,9 @@ class WeightMode(TorchFunctionMode):
         return args, kwargs
 
     def _before_write(self, args: Arguments, kwargs: dict[str, Any]) -> tuple[Arguments, dict[str, Any]]:
-        """Prepare a torch call that writes to its first argument or to `out`, and return its new arguments.
-
-        If the call writes to a weight, it gets a copy instead, which replaces the weight for the rest of the forward pass. If it
-        writes to a tensor that shares memory with a weight, the weight's values are saved and restored after the pass.
+        """Return new arguments for a torch call that writes to its first argument or to `out`. Instead of a weight, it gets a copy,
+        which replaces the weight for the rest of the forward pass. If it writes to a tensor that shares memory with a weight, the
+        weight's values are saved and restored after the pass.
         """
         destination = kwargs.get("out", args[0] if args else None)
         new: dict[int, torch.Tensor] = {}
@@ -536,9 +491,7 @@ class WeightMode(TorchFunctionMode):
                 self.old_values[id(shared)] = shared.data, shared.data.clone()
 
     def _set_data(self, key: int, value: torch.Tensor) -> None:
-        """Replace a weight by `value` for the rest of the forward pass, because the model's code has assigned to the weight's
-        `data`. key: the `id` of its tensor.
-        """
+        """Replace a weight by `value` for the rest of the forward pass, because the model's code has assigned to its `data`."""
         if id(value) in self.replaced:
             value = self._value(id(value))
         value = value.detach()

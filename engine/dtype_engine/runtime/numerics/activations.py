@@ -40,9 +40,7 @@ class InputFormat:
 
 
 def quantize_activations(values: torch.Tensor, dtype: str, scale: float | None = None) -> torch.Tensor:
-    """Return activations [..., channels] after quantizing and dequantizing them, in the dtype and shape of `values`. dtype: the
-    format of the weight that multiplies them, such as "int8". scale: the static scale (see `InputFormat`), or None.
-    """
+    """Return activations [..., channels] after rounding, in their dtype and shape. dtype, scale: as in `InputFormat`."""
     if not values.numel():
         return values
     rows = values.detach().reshape(-1, values.shape[-1])

@@ -27,8 +27,8 @@ from dtype_engine.runtime.numerics.quantize import amax_to_scale, values_in
 def round_cache(values: torch.Tensor, name: str, keys: bool, amax: torch.Tensor | None = None) -> torch.Tensor:
     """Return keys or values [batch, heads, tokens, width] after rounding to a format of a KV cache, in their own dtype.
 
-    name: the format, a key of `KV_FORMATS`. keys: True for keys, False for values. amax: for formats with calibrated scales, the
-    largest |value| of each head, float32 [heads]; if None, it is computed from `values`.
+    name: the format, a key of `KV_FORMATS`. amax: for formats with calibrated scales, the largest |value| of each head, float32
+    [heads]; if None, it is computed from `values`.
     """
     if not values.numel():
         return values

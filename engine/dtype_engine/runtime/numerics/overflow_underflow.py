@@ -31,15 +31,11 @@ _BIT_COUNTS = np.array([byte.bit_count() for byte in range(256)], dtype=np.uint8
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Counted = MutableMapping[tuple[str, str], ValueLoss | None]
-"""Caches how many values each cast loses (they become infinite or zero, or saturate), keyed by the names of the tensor and of the
-dtype. The value is None if the cast only rounds values.
-"""
+"""How many values each cast loses, keyed by the names of the tensor and of the dtype. None if the cast only rounds values."""
 
 
 class _Counts(NamedTuple):
-    """How many values a cast loses (they become infinite or zero, or saturate) among some elements of a tensor. `ValueLoss` has
-    fields of the same names for the whole tensor, and describes them.
-    """
+    """How many values a cast loses among some elements of a tensor. `ValueLoss` describes the fields."""
 
     overflowed: int = 0
     vanished: int = 0
@@ -51,9 +47,7 @@ class _Counts(NamedTuple):
 
 
 class LossCounter:
-    """Counts the values of a tensor that a cast makes infinite or zero, or that saturate. It receives some elements at a time while
-    they are cast, in any order and from several threads.
-    """
+    """Counts the values that a cast loses, from some elements of a tensor at a time, in any order and from several threads."""
 
     def __init__(self, name: str, original: torch.Tensor | Values, dtype: str) -> None:
         self.name = name
@@ -64,11 +58,9 @@ class LossCounter:
         self._parts: list[_Counts] = []
 
     def see(self, start: int, after: torch.Tensor, before: torch.Tensor | None = None) -> None:
-        """Count the values that become infinite or zero, or saturate, among some successive elements of the flattened tensor.
-        start: the index of the first of them. after: the elements after the cast, flat. For a dtype with scales, these are the
-        codes of whole rows.
-
-        before: the elements before the cast, flat; if None, they are read from the original tensor.
+        """Count the lost values among some successive elements of the flattened tensor. start: the index of the first. after: the
+        elements after the cast or, for a dtype with scales, the codes of whole rows, flat. before: the elements before the cast,
+        flat; if None, they are read from the original tensor.
         """
         before = self._flat[start : start + len(after)] if before is None else before
         quantized = self.dtype in dtypes.STORAGE_DTYPES
@@ -77,13 +69,11 @@ class LossCounter:
         )
 
     def result(self, cancelled: IsCancelled = never) -> ValueLoss | None:
-        """Return how many values of the whole tensor become infinite or zero, or saturate, or None if the cast only rounds. All
-        elements must have been counted. Raises Cancelled.
-        """
+        """Return how many values are lost, or None if the cast only rounds. All must have been counted. Raises Cancelled."""
         return _listed(self.counted(cancelled))
 
     def counted(self, cancelled: IsCancelled = never) -> ValueLoss:
-        """Return the counts that `result` returns, also where `result` returns None because the cast only rounds."""
+        """Like `result`, but returns the counts also if the cast only rounds."""
         total = _Counts(*map(sum, zip(*self._parts, strict=True))) if self._parts else _Counts()
         channels = total.channels
         if self.dtype not in dtypes.STORAGE_DTYPES and total.vanished and 2 * total.zeros > self._width:
@@ -104,10 +94,8 @@ def count_losses(
     name: str, original: torch.Tensor, dtype: str, cast: torch.Tensor | None = None, cancelled: IsCancelled = never
 ) -> ValueLoss | None:
     """Return how many values of `original` become infinite, saturate or become zero in a cast to `dtype`, or None if the cast only
-    rounds values.
-
-    name: the name of the tensor. cast: the result of the cast, or the codes for a dtype with scales; if None, this function does
-    the cast. Raises Cancelled.
+    rounds values. cast: the result of the cast, or the codes for a dtype with scales; if None, this function does the cast. Raises
+    Cancelled.
     """
     return _listed(all_losses(name, original, dtype, cast, cancelled))
 
@@ -145,9 +133,7 @@ def _listed(loss: ValueLoss) -> ValueLoss | None:
 
 
 def _rows(original: torch.Tensor | Values, dtype: str) -> Rows:
-    """Return a view of a tensor as a matrix [rows, width] for quantizing it. In a block format, the matrix is divided into blocks.
-    In any other format, each row has one scale.
-    """
+    """Return a view of a tensor as a matrix [rows, width], whose blocks or else rows have a scale each."""
     blocks = dtypes.BY_NAME[dtype].blocks
     if blocks is None:
         return as_rows(original)
@@ -169,11 +155,7 @@ def _quantize(original: torch.Tensor, dtype: str, on_rows: Callable[[int, torch.
 
 
 def _count_cast(before: torch.Tensor, after: torch.Tensor) -> _Counts:
-    """Return how many values become infinite or zero among some elements that are cast to a dtype without scales, such as float16.
-    `channels` is not counted.
-
-    before, after: the elements before and after the cast, flat; `after` may be on a GPU.
-    """
+    """Return the counts, except `channels`, for a cast to a dtype without scales. `after` may be on a GPU."""
     zeros = count_zeros(after)
     vanished = zeros - count_zeros(before) if zeros else 0
     if _is_finite(after):  # a value that is not finite before the cast is not finite after it
@@ -185,11 +167,7 @@ def _count_cast(before: torch.Tensor, after: torch.Tensor) -> _Counts:
 
 
 def _count_codes(before: torch.Tensor, codes: torch.Tensor, width: int, dtype: str) -> _Counts:
-    """Return how many values saturate or become zero in some rows of a tensor that are quantized to `dtype`. They can't become
-    infinite.
-
-    before: the values of these rows, flat. codes: their codes, flat. width: the number of values in a row.
-    """
+    """Return the counts for some rows of `width` values that are quantized to `dtype`. None can become infinite."""
     zeros = count_zeros(codes)
     vanished = zeros - count_zeros(before) if zeros else 0
     channels = saturated = nonfinite = 0
@@ -210,16 +188,12 @@ def _count_codes(before: torch.Tensor, codes: torch.Tensor, width: int, dtype: s
 
 
 def _is_finite(values: torch.Tensor) -> bool:
-    """Return True only if all values are finite. If it returns False, the values have to be checked one by one, since the sum of
-    finite values may overflow.
-    """
+    """Return True only if all values are finite. False may be wrong, since the sum of finite values may overflow."""
     return math.isfinite(float(values.sum(dtype=torch.float32)))
 
 
 def _is_within(values: torch.Tensor, limit: float) -> bool:
-    """Return True only if no |value| exceeds the limit and none is NaN. If it returns False, the values have to be checked one by
-    one.
-    """
+    """Return True only if no |value| exceeds the limit and none is NaN. False may be wrong."""
     if limit == FLOAT32_MAX:
         return _is_finite(values)
     if values.numel() == 0:
@@ -228,7 +202,7 @@ def _is_within(values: torch.Tensor, limit: float) -> bool:
 
 
 def count_zeroed_nan(before: torch.Tensor, dtype: str) -> int:
-    """Return how many NaNs become zeros because a dtype with scales has no code for NaN. before: the values before the cast."""
+    """Return how many NaNs become zeros because a dtype with scales has no code for NaN."""
     row = dtypes.BY_NAME[dtype]
     return int(torch.isnan(before).sum()) if row.kind == "int" or row.bits < 8 else 0
 
@@ -249,9 +223,7 @@ def magnitude_bits(values: torch.Tensor) -> npt.NDArray[Any]:
 
 
 def _lost_channels(nonzero: torch.Tensor, zero_after: torch.Tensor) -> int:
-    """Return the number of rows in which more than half of the nonzero values become zero. nonzero: where values were not zero
-    before the cast. zero_after: where they are zero after it. Both are bool [rows, width].
-    """
+    """Return the number of rows in which more than half of the nonzero values become zero. Both masks are bool [rows, width]."""
     return int((2 * (nonzero & zero_after).sum(dim=1) > nonzero.sum(dim=1)).sum())
 
 

@@ -8,6 +8,7 @@ each output channel has its own scale, whole rows are read at once.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -30,15 +31,13 @@ from dtype_engine.runtime.formats.row_blocks import (
     row_slices,
     single_intraop_thread,
 )
-from dtype_engine.runtime.numerics.compare.metrics import sqnr_db
+from dtype_engine.runtime.numerics.compare.metrics import relative_l2, sqnr_db
 from dtype_engine.runtime.numerics.overflow_underflow import count_zeroed_nan, count_zeros, magnitude_bits
 from dtype_engine.runtime.numerics.quantize import amax_to_scale, quantize_block, saturates_beyond
 
 
 def round_trip(name: str, tensor: torch.Tensor, dtype: str, cancelled: IsCancelled = never) -> WeightError:
-    """Return the error of casting a tensor to `dtype` and back: the SQNR, and how many values overflow, saturate or underflow.
-    name: the tensor's name, for the result. Raises Cancelled.
-    """
+    """Return the error of casting a tensor to `dtype` and back. Raises Cancelled."""
     found: list[tuple[int, _Sums]] = []  # appended to from several threads
 
     def add(first: int, x: torch.Tensor, cast: torch.Tensor, delta: torch.Tensor) -> None:
@@ -57,7 +56,7 @@ def round_trip(name: str, tensor: torch.Tensor, dtype: str, cancelled: IsCancell
         elements=tensor.numel(),
         mean_abs=sums.total / max(1, tensor.numel()),
         max_abs=sums.largest,
-        rel_l2=0.0 if sums.noise == 0 else math.sqrt(sums.noise / sums.energy) if sums.energy else math.inf,
+        rel_l2=relative_l2(sums.energy, sums.noise),
         sqnr_db=_reported(sqnr_db(sums.energy, sums.noise), sums),
         overflowed=sums.overflowed,
         saturated=sums.saturated,
@@ -68,23 +67,19 @@ def round_trip(name: str, tensor: torch.Tensor, dtype: str, cancelled: IsCancell
 
 
 _BEST_DB = 200.0
-"""An SQNR in dB that rounding can't reach: rounding to float32 gives 146 dB (6.02 for each of 24 bits, plus 1.76). If the SQNR of a
-tensor is higher, nearly all of the error comes from values that became zero.
-"""
+"""An SQNR in dB that rounding can't reach: rounding to float32 gives 146 dB (6.02 for each of 24 bits, plus 1.76)."""
 
 
 def _reported(sqnr: float, sums: _Sums) -> float | None:
-    """Return a tensor's SQNR in dB, or None if it would make the cast look better than it is. This is so if some stored values are
-    not finite, or if tiny values that became zero cause nearly all of the error.
+    """Return a tensor's SQNR in dB, or None if it would make the cast look better than it is, because some stored values are not
+    finite, or tiny values that became zero cause nearly all of the error.
     """
     flattering = sums.nonfinite or (sums.underflowed and sqnr > _BEST_DB)
     return None if flattering and sqnr > -math.inf else sqnr
 
 
 class _Sums(NamedTuple):
-    """Sums and counts over some elements of a tensor, from which its round-trip error is computed, and the largest error among
-    them. `WeightError` describes the counts.
-    """
+    """Sums and counts over some elements of a tensor, as in `WeightError`, and the largest error among them."""
 
     noise: float = 0.0
     energy: float = 0.0
@@ -98,9 +93,9 @@ class _Sums(NamedTuple):
 
 
 OnPiece = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""A function that is called with some successive rows or elements of a tensor, in several threads. Its arguments are the index of
-the first of them; their values (float32 or float64); the values after the cast, or the codes for a dtype with scales; and the
-errors. The tensors are only valid during the call.
+"""Called with some successive rows or elements of a tensor, in several threads: the index of the first; their values (float32 or
+float64); the values after the cast, or the codes for a dtype with scales; and the errors. The tensors are only valid during the
+call.
 """
 
 
@@ -146,9 +141,7 @@ def _in_blocks(tensor: torch.Tensor, dtype: str, on_piece: OnPiece) -> None:
 
 
 def _sums(x: torch.Tensor, cast: torch.Tensor, delta: torch.Tensor, dtype: str) -> _Sums:
-    """Return the sums and counts over some elements of a tensor. x: their values. cast: the values after the cast to `dtype` or,
-    for a dtype with scales, the codes. delta: the errors, which this function overwrites. All three are flat.
-    """
+    """Return the sums over some elements of a tensor. x, cast, delta: as for `OnPiece`, but flat. delta is overwritten."""
     noise, energy = float(torch.dot(delta, delta)), float(torch.dot(x, x))
     overflowed = saturated = nonfinite = zeroed_nan = 0
     limit = saturates_beyond(dtype) if dtype in dtypes.STORAGE_DTYPES else math.inf
@@ -181,12 +174,8 @@ def _sums(x: torch.Tensor, cast: torch.Tensor, delta: torch.Tensor, dtype: str) 
 
 @single_intraop_thread()
 def exponents(name: str, tensor: torch.Tensor, cancelled: IsCancelled = never) -> ExponentHistogram:
-    """Return how many values of a tensor have each exponent floor(log2 |x|). Zeros and values that are not finite are counted
-    separately.
-
-    name: the tensor's name, for the result. Raises Cancelled.
-    """
-    counts: dict[int, int] = {}
+    """Return how many values have each exponent floor(log2 |x|), are zero, or are not finite. Raises Cancelled."""
+    counts = Counter[int]()
     zeros = nonfinite = 0
     flat = tensor.reshape(-1)
     for piece in row_slices(flat):
@@ -205,5 +194,5 @@ def exponents(name: str, tensor: torch.Tensor, cancelled: IsCancelled = never) -
         low = int(powers.min())
         for power, count in enumerate(torch.bincount(powers - low).tolist(), low):
             if count:
-                counts[power] = counts.get(power, 0) + count
+                counts[power] += count
     return ExponentHistogram(name, tuple(sorted(counts.items())), zeros, nonfinite)

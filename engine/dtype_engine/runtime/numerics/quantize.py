@@ -22,14 +22,7 @@ from dtype_engine.runtime.device import divide
 from dtype_engine.runtime.formats import mx
 from dtype_engine.runtime.formats.dequantize import Workspace, dequantize, torch_dtype
 from dtype_engine.runtime.formats.quantize_blocks import quantize_blocks
-from dtype_engine.runtime.formats.row_blocks import (
-    Values,
-    as_rows,
-    finite_amax,
-    parallel_map,
-    row_amax,
-    row_slices,
-)
+from dtype_engine.runtime.formats.row_blocks import Values, as_rows, finite_amax, parallel_map, row_amax, row_slices
 from dtype_engine.runtime.formats.scales import FLOAT32_MAX, largest_scale
 
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
@@ -63,10 +56,7 @@ def cast_or_quantize(
 
 
 def values_in(tensor: torch.Tensor, dtype: str, compute: torch.dtype, amax: float | None = None) -> torch.Tensor:
-    """Return a copy of the values of `tensor` after a cast to `dtype`. If this is a format with scales such as float8 or int8, they
-    are dequantized to `compute`. amax: the |value| from which the tensor scale of a block format is computed; by default, the
-    largest finite |value| of this tensor.
-    """
+    """Return a copy of `tensor` after a cast to `dtype`, in `compute` if that has scales. amax: as for `cast_or_quantize`."""
     data, scale = cast_or_quantize(tensor, dtype, amax)
     if scale is not None:
         return dequantize(data, scale, compute, dtypes.BY_NAME[dtype].blocks)
@@ -81,9 +71,9 @@ def quantize_in_blocks(
 ) -> torch.Tensor:
     """Quantize a tensor, a few rows at a time, to a dtype that has no block scales. Returns its scales, float32 [channels] or [1].
 
-    on_block: called as `on_block(start, codes)` in several threads and in no particular order. codes: the codes of some rows, flat,
-    in a buffer that is reused. start: the index of their first element in the flattened tensor. amax: the |value| from which one
-    scale for all channels is computed; by default, a scale per channel is computed from its own values.
+    on_block: called as `on_block(start, codes)` in several threads and in no particular order, with the codes of some rows, flat,
+    in a buffer that is reused, and the index of the first in the flattened tensor. amax: the |value| from which one scale for all
+    channels is computed.
     """
     rows = as_rows(tensor)
     top = dtypes.BY_NAME[dtype].max
@@ -119,9 +109,8 @@ def amax_to_scale(amax: torch.Tensor, top: float) -> torch.Tensor:
 
 
 def saturates_beyond(dtype: str) -> float:
-    """Return the |value| above which a cast to `dtype`, a format with scales, saturates even with the largest possible scale.
-
-    It is float32's largest value or, for power-of-two scales, the limit in `formats.mx`.
+    """Return the |value| above which a cast to `dtype`, a format with scales, saturates even with the largest possible scale:
+    float32's largest value or, for power-of-two scales, the limit in `formats.mx`.
     """
     row = dtypes.BY_NAME[dtype]
     return (
@@ -132,8 +121,8 @@ def saturates_beyond(dtype: str) -> float:
 def quantize_block(
     values: torch.Tensor, scale: torch.Tensor, dtype: str, workspace: Workspace | None = None
 ) -> torch.Tensor:
-    """Divide float32 values by a scale, which is broadcast, and round to `dtype`. Returns the codes. NaN becomes 0 in an integer
-    dtype. workspace: buffers to use instead of new memory.
+    """Return the codes of float32 values divided by a scale, which is broadcast, and rounded to `dtype`. NaN becomes 0 in an
+    integer dtype. workspace: buffers to use instead of new memory.
     """
     top = dtypes.BY_NAME[dtype].max
     scaled = torch.div(values, scale, out=workspace.values if workspace is not None else None).clamp_(-top, top)

@@ -24,9 +24,6 @@ Call = Callable[..., Any]
 class ModuleCalls:
     """Intercepts the calls of all submodules of `module` in forward passes.
 
-    `watch` begins to report the calls to the current pass. `only_stop` begins to check only whether the pass is cancelled. `remove`
-    ends both.
-
     When the model's code calls a submodule, torch calls a function of this class instead. This function then calls the submodule
     with its hooks, and reports the output after the hooks. A forward hook would cost 25 µs for a call after a large matrix product
     (Intel Xeon with AMX). Direct calls of a submodule's `forward` are not intercepted.
@@ -35,8 +32,8 @@ class ModuleCalls:
         under_way: the forward pass to which calls are reported, or None between passes.
         modules: the module and all its submodules.
 
-    cancelled: called before each submodule call; if it returns True, the pass is cancelled. autocast_on: the device type for which
-    passes enable torch.autocast, or None. blocks: the names of modules before whose calls `on_block(name)` is called.
+    cancelled: called before each submodule call. autocast_on: the device type for which passes enable torch.autocast, or None.
+    blocks: the names of modules before whose calls `on_block(name)` is called.
     """
 
     def __init__(
@@ -56,13 +53,10 @@ class ModuleCalls:
         self._on_block = on_block
         self._undo: list[Callable[[], None]] = []
 
-    def watch(self) -> None:
-        """Report all submodule calls to the current forward pass from now on."""
-        self._put_everywhere(self._reporting)
-
-    def only_stop(self) -> None:
-        """Check for cancellation before each submodule call from now on, without reporting the calls."""
-        self._put_everywhere(self._stopping)
+    def intercept(self, reports: bool) -> None:
+        """Check for cancellation before each submodule call from now on, and report the calls to the current pass if `reports`."""
+        made = self._reporting if reports else self._stopping
+        self._undo = [call_instead(module, made(name)) for name, module in self._modules.items()]
 
     def remove(self) -> None:
         """Stop intercepting calls, and restore the modules."""
@@ -73,9 +67,6 @@ class ModuleCalls:
     def with_hooks(self) -> frozenset[str]:
         """Return the names of submodules with forward hooks, such as those with which transformers collects hidden states."""
         return frozenset(name for name, module in self._modules.items() if has_forward_hooks(module, MovesInputs))
-
-    def _put_everywhere(self, made: Callable[[str], Call]) -> None:
-        self._undo = [call_instead(module, made(name)) for name, module in self._modules.items()]
 
     def _stopping(self, name: str) -> Call:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -118,9 +109,7 @@ class ModuleCalls:
         return call
 
     def _arguments_of(self, run: ForwardPass, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Return the positional arguments with which to call a module. `args` are returned unless the mode replaces those of an
-        RNN. If the module is torch's attention, its padding mask is recorded in `run.attended`.
-        """
+        """Return the arguments for a module, which the mode changes for an RNN, and record the masks of torch's attention."""
         if isinstance(module, nn.RNNBase):
             with WithoutModes():
                 return run.mode.arguments_of(module, args)
@@ -130,9 +119,8 @@ class ModuleCalls:
         return args
 
     def _apart(self) -> AbstractContextManager[object]:
-        """Return a context manager for the arithmetic of observers, which is not part of the forward pass. In its `with` block, no
-        torch-function mode intercepts calls, autocast is off, and so is the model's own `torch.inference_mode`. (Tensors created in
-        inference mode could not be written to after the pass.)
+        """Return a context for the arithmetic of observers, in which no torch-function mode intercepts calls, and autocast and the
+        model's own `torch.inference_mode` are off. (Tensors created in inference mode could not be written to after the pass.)
         """
         return self._with_defaults() if self._autocast_on or torch.is_inference_mode_enabled() else WithoutModes()
 

@@ -42,8 +42,8 @@ _BY_CLASS: tuple[tuple[str, int | None], ...] = (
     # SigLIP compares each image and text independently; CLIP computes a softmax over the texts.
     ("Siglip*Model", None),
 )
-"""Pairs (name pattern of a model class, dimension of its main output that holds the classes of a distribution). For example, 1 for
-[batch, classes, height, width]; None if the output is no distribution. The first pair whose pattern matches is used.
+"""Pairs (name pattern of a model class, dimension of its main output that holds the classes, or None if it is no distribution). The
+first pair whose pattern matches is used.
 """
 _OUTPUTS = ("logits", "logits_per_image", "start_logits", "prediction_logits", "class_queries_logits")
 """Names of outputs that hold class scores along their last dimension, for model classes that `_BY_CLASS` does not match."""
@@ -53,15 +53,13 @@ _NOT_EXCLUSIVE = ("regression", "multi_label_classification")
 
 def classes_dimension(module: nn.Module, name: str, output: torch.Tensor, setting: ClassesDim = "auto") -> int | None:
     """Return the dimension (from 0) of the main output that holds class or token logits, or None if there is none. name: the
-    output's name, such as "logits". setting: the user's choice: "auto", "none" or a dimension.
-
-    Raises UserError if `setting` names a dimension that the output does not have, or one with fewer than two values.
+    output's name, such as "logits". Raises UserError if `setting` names a dimension that the output does not have, or one with
+    fewer than two values.
     """
     if setting == "none":
         return None
     dimension = _known_dimension(module, name, output) if setting == "auto" else setting
-    exists = dimension is not None and -output.ndim <= dimension < output.ndim
-    if dimension is not None and exists and output.shape[dimension] >= 2:
+    if dimension is not None and -output.ndim <= dimension < output.ndim and output.shape[dimension] >= 2:
         return dimension % output.ndim
     if setting != "auto":
         raise UserError(

@@ -1,12 +1,11 @@
-"""Keeps the state of a running forward pass: which modules are running, which calls have ended, and which outputs of an earlier
-pass are reused.
-"""
+"""The state of a running forward pass: which modules are running, which calls have ended, and which are not repeated."""
 
 from __future__ import annotations
 
 import threading
 from collections import defaultdict
 from collections.abc import Container
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,79 +14,61 @@ from torch import nn
 from dtype_engine.runtime.libraries.torch_private import is_wrapped, own_tensors
 from dtype_engine.runtime.modes.weight_mode import WeightMode
 from dtype_engine.runtime.passes.kept_positions import AttendedPositions
-from dtype_engine.runtime.passes.output_cache import ModuleCall, OutputCache, record_call
+from dtype_engine.runtime.passes.output_cache import ModuleCall, OutputCache
 from dtype_engine.runtime.passes.outputs import first_tensor
 from dtype_engine.runtime.passes.side_effects import SideEffects
 
 
 class ModuleObserver:
-    """Receives module outputs during a forward pass. The methods of this base class do nothing; subclasses override
-    some of them.
-    """
+    """Receives module outputs during a forward pass. This base class does nothing. call: the number of the module's call."""
 
     def __call__(self, module: str, call: int, output: torch.Tensor) -> Any:
-        """Receive the first float tensor of a module's output, of any shape. module: the name of the module. call: the number of
-        the call among the calls of this module, from 0. The return value is cached together with the output.
-        """
+        """Receive the first float tensor of a module's output, of any shape. The return value is cached with the output."""
 
     def take_choice(self, module: str, call: int, chosen: torch.Tensor) -> None:
-        """Receive the experts that a router chose, [tokens, ...]. If a module returns an integer tensor together with float
-        tensors, it counts as a router. This method is called before `__call__`, which receives the float tensor of the same call.
-
-        module: the name of the module. call: the number of the call among the calls of this module, from 0.
+        """Receive the experts that a router chose, [tokens, ...], before `__call__` receives the float tensor of the same call. If
+        a module returns an integer tensor together with float tensors, it counts as a router.
         """
 
     def replay(self, module: str, observed: Any) -> None:
-        """Receive again what `__call__` returned in an earlier pass, because the module's output is reused from that pass. module:
-        the name of the module. observed: the return value.
-        """
+        """Receive again what `__call__` returned in an earlier pass, because the module's output is reused from that pass."""
 
 
+@dataclass
 class ForwardPass:
-    """The state of one running forward pass.
+    """The state of one running forward pass."""
 
-    observer: receives outputs of the modules in `watched`, or of all modules if that is None. cache: keeps outputs for later
-    passes. earlier: the outputs of an earlier pass, or None. reusable_calls: the calls to skip, as a mapping from (module, number
-    of its call) to an index in `earlier.calls`. weights: the `id`s of the model's weights.
+    mode: WeightMode
+    observer: ModuleObserver
+    """Receives outputs of the modules in `watched`."""
+    cache: OutputCache | None
+    """Keeps outputs for later passes."""
+    reusable_calls: dict[tuple[str, int], int]
+    """The calls to skip: maps (module, number of its call) to an index in `earlier.calls`."""
+    earlier: OutputCache | None
+    """The outputs of an earlier pass."""
+    weights: Container[int]
+    """The `id`s of the model's weights."""
+    watched: Container[str] | None = None
+    """If None, all modules."""
+    effects: SideEffects | None = None
+    attended: AttendedPositions = field(default_factory=AttendedPositions)
+    calls: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
+    """The number of ended calls of each watched module."""
+    inside: list[str] = field(default_factory=list)
+    """The running modules, innermost last. After an exception, the last one is the module that raised it."""
+    began: list[int] = field(default_factory=list)
+    """For each running module, the number of calls that had ended when it began."""
+    spans: list[int] = field(default_factory=list)
+    """As in `PassResult`."""
+    observing_seconds: float = 0.0
+    """Time spent on observers in seconds, which is not counted as time of the pass."""
+    refused: str = ""
+    """Why the pass can't be measured, or "" if it can."""
 
-    Attributes:
-        calls: the number of ended calls of each watched module.
-        inside: the names of the running modules, innermost last. After an exception, the last one is the module that raised it.
-        began: for each running module, the number of calls that had ended when it began.
-        finished: the module names of all ended calls, in order.
-        spans: for each entry of `finished`, the number of calls that had ended when it began, if all modules are watched.
-        effects: detects side effects, or None.
-        attended: the padding masks that the model passes to torch's attention modules.
-        observing_seconds: time spent on observers in seconds, which is not counted as time of the pass.
-        refused: why the pass can't be measured, or "" if it can.
-    """
-
-    def __init__(
-        self,
-        mode: WeightMode,
-        observer: ModuleObserver,
-        cache: OutputCache | None,
-        reusable_calls: dict[tuple[str, int], int],
-        earlier: OutputCache | None,
-        weights: Container[int],
-        watched: Container[str] | None = None,
-    ) -> None:
-        self.mode = mode
-        self.observer = observer
-        self.cache = cache
-        self.reusable_calls = reusable_calls
-        self.earlier = earlier
-        self.weights = weights
-        self.watched = watched
-        self.effects: SideEffects | None = None
-        self.attended = AttendedPositions()
-        self.calls: defaultdict[str, int] = defaultdict(int)
-        self.inside: list[str] = []
-        self.began: list[int] = []
-        self.finished: list[str] = [] if cache is None else cache.names
-        self.spans: list[int] = []
-        self.observing_seconds = 0.0
-        self.refused = ""
+    def __post_init__(self) -> None:
+        self.finished: list[str] = [] if self.cache is None else self.cache.names
+        """As in `PassResult`."""
         self._thread = threading.get_ident()
 
     def begin(self, name: str, args: Any, kwargs: Any) -> None:
@@ -99,8 +80,8 @@ class ForwardPass:
         self.mode.module = name
 
     def is_elsewhere(self, name: str, module: nn.Module) -> bool:
-        """Return whether a module is called in another thread than that of the forward pass, which no torch-function mode of the
-        pass intercepts. If the module `name` has weights, the reason is kept in `refused`, and the other thread ends.
+        """Return whether a module is called in another thread than that of the forward pass, where its mode intercepts nothing. If
+        the module has weights, the reason is kept in `refused`, and the other thread ends.
         """
         if threading.get_ident() == self._thread:
             return False
@@ -117,16 +98,12 @@ class ForwardPass:
         return self.watched is None or name in self.watched
 
     def earlier_call(self, name: str) -> ModuleCall | None:
-        """Return the record of an earlier pass whose output replaces the next call of the module `name`. Returns None if the module
-        must be called.
-        """
+        """Return the record of an earlier pass whose output replaces the next call of a module, or None if it must be called."""
         index = self.reusable_calls.get((name, self.calls[name])) if self.reusable_calls else None
         return None if index is None or self.earlier is None else self.earlier.calls[index]
 
     def finish(self, name: str, output: Any) -> None:
-        """Record that a call of the module `name` has ended, or was skipped. output: what the module returned or, for a skipped
-        call, the output of an earlier pass.
-        """
+        """Record that a call of the module `name` has ended, or was skipped, with the output of an earlier pass."""
         while self.inside.pop() != name:
             self.began.pop()  # this module raised an exception that its caller handled
         began = self.began.pop()
@@ -140,10 +117,8 @@ class ForwardPass:
         self.mode.finished = len(self.finished)
 
     def _observe(self, name: str, output: Any, began: int) -> None:
-        """Give a module's output to the observer and the cache.
-
-        If the output is reused from an earlier pass, the module and the calls inside it did not run. The observer and the cache
-        then get the earlier pass's records of all these calls. began: the number of calls that had ended when the module began.
+        """Give a module's output to the observer and the cache. If it is reused from an earlier pass, they get that pass's records
+        of the module and the calls inside it, which did not run. began: the number of calls that had ended when the module began.
         """
         call = self.calls[name]
         index = self.reusable_calls.get((name, call)) if self.reusable_calls else None
@@ -152,13 +127,8 @@ class ForwardPass:
             if type(output) is tuple and (chosen := _integers(output)) is not None:
                 self.observer.take_choice(name, call, chosen)
             observed = self.observer(name, call, tensor) if tensor is not None else None
-            cache = self.cache
-            if cache is not None:
-                span = began, len(self.finished)
-                if cache.only is None or name in cache.only:
-                    cache.add(record_call(name, call, span, output, observed, self.weights))
-                else:
-                    cache.count(name, call, span, observed)
+            if self.cache is not None:
+                self.cache.add(name, call, (began, len(self.finished)), output, observed, self.weights)
             self.calls[name] = call + 1
             self.finished.append(name)
             self.spans.append(began)
@@ -168,15 +138,13 @@ class ForwardPass:
             self.observer.replay(same.module, same.observed)
             self.calls[same.module] += 1
             if self.cache is not None:
-                self.cache.add(same)
+                self.cache.append(same)
         whole = self.earlier.calls[index]
         self.finished += self.earlier.names[whole.began_after : whole.ended_after + 1]
 
 
 def _integers(outputs: tuple[Any, ...]) -> torch.Tensor | None:
-    """Return the first integer tensor with at least two dimensions among a module's outputs, or None. If the module is a router,
-    this tensor holds the chosen experts.
-    """
+    """Return a router's chosen experts: the first integer tensor of two or more dimensions among the outputs, or None."""
     for each in outputs:
         if isinstance(each, torch.Tensor) and each.dtype in (torch.int64, torch.int32) and each.ndim >= 2:
             return None if is_wrapped(each) else each

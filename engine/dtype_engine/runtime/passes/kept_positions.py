@@ -1,11 +1,7 @@
 """Finds the positions of a batch that are compared: all except those that a mask marks as padding.
 
 A mask has the shape [batch, positions], with 1 for each position to compare. In an encoder-decoder model, the decoder has its own
-positions. Some of them are left out by the decoder's mask, and by labels of -100. A mask that leaves out no position is replaced by
-None. Outputs are then compared without copying the positions to compare.
-
-If the inputs contain no mask, the masks are used that the model passes to torch's own attention (`nn.MultiheadAttention`) in the
-reference run. `AttendedPositions` collects these.
+positions. A mask that leaves out no position is replaced by None, so that outputs are compared without copying positions.
 """
 
 from __future__ import annotations
@@ -24,7 +20,6 @@ from dtype_engine.runtime.libraries.torch_private import is_wrapped
 
 _POSITION_OUTPUTS = ("start_logits",)
 """Names of outputs with one number for each position, [batch, positions]."""
-_DECODER = re.compile("decoder")
 _CROSS_ATTENTION = re.compile(
     r"(EncDecAttention|encoder_attn|cross_attn|crossattention)\b.*\b(k|v|k_proj|v_proj|key|value)$"
 )
@@ -32,16 +27,14 @@ _CROSS_ATTENTION = re.compile(
 
 
 class AttendedPositions:
-    """Collects the `key_padding_mask` of each call of `nn.MultiheadAttention` that is self-attention, during one forward pass.
-
-    Attributes:
-        masks: bool masks that are True at the positions that are not padding, keyed by shape. If two calls had different masks of
-            one shape, the entry is None. With `batch_first=False`, each mask is included as [batch, positions] and as
-            [positions, batch], because the model's output may have either order.
-    """
+    """Collects the `key_padding_mask` of each call of `nn.MultiheadAttention` that is self-attention, during one forward pass."""
 
     def __init__(self) -> None:
         self.masks: dict[tuple[int, ...], torch.Tensor | None] = {}
+        """Bool masks that are True at the positions that are not padding, keyed by shape. If two calls had different masks of one
+        shape, the entry is None. With `batch_first=False`, each mask is included as [batch, positions] and as [positions, batch],
+        because the model's output may have either order.
+        """
 
     def add(
         self,
@@ -53,9 +46,7 @@ class AttendedPositions:
         *_: object,
         **__: object,
     ) -> None:
-        """Add one call of an attention module, with the arguments of its `forward`. A boolean mask is True at padding; a mask of
-        floats, which is added to the attention scores, is -inf there.
-        """
+        """Add a call with the arguments of `forward`. A boolean mask is True at padding, and a mask of floats -inf."""
         if query is not key or query.ndim != 3 or is_wrapped(query):
             return
         if key_padding_mask is None:
@@ -71,16 +62,12 @@ class AttendedPositions:
 
 @dataclass(frozen=True, slots=True)
 class KeptPositions:
-    """Masks that are True at the positions of a batch to compare: bool [batch, positions] on the model's device. At least one is
-    present.
-    """
+    """Masks of the positions of a batch to compare, bool [batch, positions], on the model's device. At least one is present."""
 
     encoder: torch.Tensor | None
-    """The mask of the encoder's positions in an encoder-decoder model, and of all positions in other models. None if all are
-    compared.
-    """
+    """The mask of the encoder's positions in an encoder-decoder model, and of all positions in other models."""
     decoder: torch.Tensor | None
-    """The mask of the decoder's positions in an encoder-decoder model, or None if all are compared. None in other models."""
+    """The mask of the decoder's positions in an encoder-decoder model."""
     has_decoder: bool
     attended: Mapping[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
     """Masks that the model passed to torch's attention, keyed by shape. They are used if the batch contains no mask."""
@@ -89,12 +76,11 @@ class KeptPositions:
     def of(
         cls, module: nn.Module, batch: Batch, device: torch.device, attended: AttendedPositions
     ) -> KeptPositions | None:
-        """Return the positions to compare according to the masks in `batch`. If it has none, the masks that the model passed to
-        torch's attention are used. Returns None if all positions are to be compared.
+        """Return the positions to compare according to the masks in `batch` or, if it has none, to those that the model passed to
+        torch's attention (`attended`). Returns None if all positions are to be compared.
 
         The masks are the attention mask and, in an encoder-decoder model, the decoder's attention mask and the labels: a label of
-        -100 leaves out its position. module: the model, whose signature names the batch's positional arguments. attended: the masks
-        that the model passed to torch's attention in the reference run of the batch.
+        -100 leaves out its position. module: the model, whose signature names the batch's positional arguments.
         """
         given = _arguments(module, batch)
         has_decoder = bool(getattr(getattr(module, "config", None), "is_encoder_decoder", False))
@@ -102,9 +88,8 @@ class KeptPositions:
         if has_decoder:
             decoder, labels = _ones(given.get("decoder_attention_mask")), given.get("labels")
             if isinstance(labels, torch.Tensor) and labels.ndim == 2:
-                decoder = (
-                    labels != -100 if decoder is None or decoder.shape != labels.shape else decoder & (labels != -100)
-                )
+                named = labels != -100
+                decoder = named & decoder if decoder is not None and decoder.shape == labels.shape else named
         encoder, decoder = _on(device, encoder), _on(device, decoder)
         if encoder is not None or decoder is not None:
             return cls(encoder, decoder, has_decoder)
@@ -119,10 +104,8 @@ class KeptPositions:
 
     def of_module(self, name: str, call: int, output: torch.Tensor) -> torch.Tensor | None:
         """Return the mask for a module's output, or None if all its rows are compared, for example because they are not positions.
-
-        The mask is [batch, positions] for an output [batch, positions, ...], and [batch x positions] for an output in which these
-        two dimensions are flattened into one. name: the name of the module. call: the number of its call in the forward pass, from
-        0.
+        It is [batch, positions] for an output [batch, positions, ...], and [batch x positions] for one in which these two
+        dimensions are flattened into one. call: the number of the module's call in the forward pass, from 0.
         """
         mask = self._mask(self.has_decoder and _is_of_decoder(name, call), output)
         if mask is None or output.ndim < 2:
@@ -132,8 +115,8 @@ class KeptPositions:
         return mask.reshape(-1) if len(output) == mask.numel() else None
 
     def of_cache(self, of_decoder: bool, states: torch.Tensor) -> torch.Tensor | None:
-        """Return the mask [batch, tokens] for what is written into a KV cache, [batch, heads, tokens, width], or None if all of its
-        tokens are kept. of_decoder: whether they are tokens of the decoder of an encoder-decoder model, and not of its encoder.
+        """Return the mask [batch, tokens] for what is written into a KV cache, [batch, heads, tokens, width], or None for all.
+        of_decoder: whether they are tokens of the decoder of an encoder-decoder model, and not of its encoder.
         """
         mask = self.decoder if self.has_decoder and of_decoder else self.encoder
         return mask if mask is not None and (len(states), states.shape[-2]) == mask.shape else None
@@ -143,15 +126,10 @@ class KeptPositions:
 
 
 def _is_of_decoder(name: str, call: int) -> bool:
-    """Return whether the rows of a module's output are positions of the decoder (and not of the encoder). name: the name of the
-    module.
-
-    call: the number of the module's call in the forward pass, from 0. If encoder and decoder share an embedding, its first call is
-    the encoder's.
-    """
-    if _DECODER.search(name) or "encoder" in name:
-        return _DECODER.search(name) is not None and _CROSS_ATTENTION.search(name) is None
-    return call > 0 or name == "lm_head"
+    """Return whether the rows of a module's output are positions of the decoder (and not of the encoder)."""
+    if "decoder" in name or "encoder" in name:
+        return "decoder" in name and _CROSS_ATTENTION.search(name) is None
+    return call > 0 or name == "lm_head"  # the first call of an embedding that both share is the encoder's
 
 
 def _arguments(module: nn.Module, batch: Batch) -> dict[str, Any]:
@@ -164,16 +142,12 @@ def _arguments(module: nn.Module, batch: Batch) -> dict[str, Any]:
 
 
 def _ones(mask: object) -> torch.Tensor | None:
-    """Return a bool tensor that is True where a mask [batch, positions] is 1. Returns None if `mask` is no tensor of zeros and ones
-    with this shape.
-    """
+    """Return where a mask [batch, positions] is 1, or None if `mask` is no tensor of zeros and ones with this shape."""
     if not isinstance(mask, torch.Tensor) or mask.ndim != 2 or not bool(((mask == 0) | (mask == 1)).all()):
         return None
     return mask == 1
 
 
 def _on(device: torch.device, mask: torch.Tensor | None) -> torch.Tensor | None:
-    """Move a mask to a device. Returns None if the mask is True everywhere, and also if it is True nowhere, since then all
-    positions are compared.
-    """
+    """Move a mask to a device. Returns None if it is True everywhere or nowhere, since then all positions are compared."""
     return None if mask is None or bool(mask.all()) or not bool(mask.any()) else mask.to(device)

@@ -1,4 +1,4 @@
-"""Remembers what forward passes have shown about a model, such as which modules change their arguments."""
+"""Remembers what forward passes have shown about a model."""
 
 from __future__ import annotations
 
@@ -25,11 +25,7 @@ class Calibration:
 
 @dataclass
 class ModelBehavior:
-    """What forward passes have shown about one model, such as which modules change their arguments. Each fact is determined only
-    once.
-
-    All measurements of a session share one instance. A new instance is always valid; it only contains fewer facts.
-    """
+    """What forward passes have shown about one model. All measurements of a session share it; an empty one is always valid."""
 
     observed: bool = False
     """Whether a forward pass was checked for side effects. Before, `writers` and `stateful` have no meaning."""
@@ -37,21 +33,11 @@ class ModelBehavior:
     """Names of modules that change their arguments. Their calls must not be skipped, because the changes would be missing."""
     stateful: bool = False
     """Whether module outputs depend on more than the arguments, such as on tensors that the model updates or on random numbers."""
-
     calibrations: dict[Run, Calibration] = field(default_factory=dict)
-    """The last calibration of KV caches by each of the two runs. It is empty until a format with calibrated scales needs it, and
-    after the inputs have changed.
-    """
+    """The last calibration of KV caches by each run, if a format with calibrated scales has needed one for these inputs."""
 
     def add_effects(self, effects: SideEffects) -> None:
         """Add the side effects that were detected in one forward pass."""
         self.observed = True
         self.writers |= effects.writers
         self.stateful |= effects.drew_numbers()
-
-
-def earliest(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
-    """Merge two mappings from names of weights to the number of module calls before their first use. A weight in both mappings gets
-    the smaller number.
-    """
-    return {**one, **{name: min(count, one.get(name, count)) for name, count in other.items()}}

@@ -19,7 +19,7 @@ Output = TypeVar("Output")
 
 @dataclass(frozen=True, slots=True)
 class PassOptions:
-    """What a forward pass does in addition to running the model. By default, this is nothing."""
+    """What a forward pass does in addition to running the model: by default, nothing."""
 
     watched: frozenset[str] | None = None
     """Names of the modules whose outputs the observer receives. If None, all modules."""
@@ -30,17 +30,11 @@ class PassOptions:
     cached: frozenset[str] | None = None
     """Names of the modules whose outputs are kept for a later pass. If None, those of all watched modules."""
     earlier: OutputCache | None = None
-    """Module outputs of an earlier pass over the same input, which are reused if they can't have changed. If none can be reused,
-    all are released.
-    """
-    prefix: int | None = None
-    """How many calls at the start of the earlier pass have outputs that can't have changed. Later calls run again. Only
-    `ForwardRunner.partial` uses this.
-    """
+    """Module outputs of an earlier pass over the same input, which are reused where possible. If none can be, all are released."""
+    prefix: int = 0
+    """For `ForwardRunner.partial`: how many calls at the start of the earlier pass have outputs that can't have changed."""
     around: Callable[[WeightMode], AbstractContextManager[object]] | None = None
-    """A function that gets the torch-function mode of the forward pass and returns a context manager. The pass runs inside this
-    context, which is entered before the mode. None if there is none.
-    """
+    """Returns a context that is entered before the mode of the forward pass, which is the argument."""
     caches: CacheWatcher | None = None
     """Receives all keys and values that the pass writes into KV caches, for example to calibrate scales. The pass does not round
     them then. If None, a pass with cast weights rounds its caches as the recipe says.
@@ -61,7 +55,7 @@ class PassResult(Generic[Output]):
     finished: list[str]
     """The module names of all module calls, in the order in which the calls ended."""
     spans: list[int]
-    """For each entry of `finished`, how many calls had ended when that call began. Incomplete if some modules are unwatched."""
+    """For each entry of `finished`, how many calls had ended when it began. Incomplete if some modules are unwatched."""
     first_use: dict[str, int]
     """How many module calls had ended before a weight was first used, keyed by the name of the weight."""
     attended: AttendedPositions
@@ -71,10 +65,10 @@ class PassResult(Generic[Output]):
     reused: bool = False
     """Whether outputs of an earlier pass replaced some module calls."""
     cache: OutputCache | None = None
-    """The module outputs kept for a later pass, or None."""
+    """The module outputs kept for a later pass."""
     unseen: frozenset[str] = frozenset()
-    """Names of cast weights that a candidate run used in no intercepted call (see `unseen_weights`)."""
-    left_wide: frozenset[str] = frozenset()
-    """Names of operations that multiplied a quantized weight by an activation that could not be rounded. Empty if activations are
-    not quantized.
+    """Names of cast weights that a candidate run used in no intercepted call: it does not reach them, or uses them in another
+    thread or in a function of TorchScript.
     """
+    left_wide: frozenset[str] = frozenset()
+    """Names of operations that multiplied a quantized weight by an activation that should, but could not be rounded."""

@@ -23,53 +23,45 @@ from dtype_engine.runtime.libraries.torch_private import base_of, is_wrapped, ve
 
 @dataclass(slots=True)
 class ModuleCall:
-    """An ended call of a module: how many calls had ended when it began and when it ended, its output, and what the observer
-    returned for it.
-    """
+    """An ended call of a module."""
 
     module: str
     call: int
+    """The number of the call among the calls of the module."""
     began_after: int
+    """How many calls had ended when it began."""
     ended_after: int
+    """How many calls had ended when it ended."""
     output: Any
     observed: Any
-    versions: tuple[tuple[torch.Tensor, int], ...] = ()
+    """What the observer returned for it."""
+    versions: tuple[tuple[torch.Tensor, int], ...]
 
     @property
     def usable(self) -> bool:
-        """True if the output can be reused: it has only ordinary tensors and plain values, and nothing has written to
-        the tensors.
-        """
+        """Whether the output was kept, and nothing has written to its tensors."""
         return self.output is not _OPAQUE and all(version_of(tensor) == version for tensor, version in self.versions)
 
 
 _OPAQUE = object()
+"""Stands for an output that can't be reused, or was not kept."""
 
 
-def record_call(
-    module: str, call: int, span: tuple[int, int], output: Any, observed: Any, weights: Container[int] = ()
-) -> ModuleCall:
-    """Return the record of an ended module call. call: the number of the call among the calls of the module. span: how many calls
-    had ended when it began, and when it ended. observed: what the observer returned for it. weights: the `id`s of the model's
-    weights.
-
-    The record holds the output for reuse only if the output consists of tensors and plain values, without other objects such as a
-    key-value cache. It does not hold an output with one of these tensors:
+def _reusable(output: Any, weights: Container[int]) -> tuple[Any, tuple[tuple[torch.Tensor, int], ...]]:
+    """Return a module's output for reuse, with its tensors and their versions. It is `_OPAQUE` if it has other objects than tensors
+    and plain values, such as a key-value cache, or one of these tensors:
 
     - a weight or a view of a weight, whose dtype may change the dtype of later operations;
     - a tensor with an autograd graph, or without a version counter;
     - a nested tensor, or a tensor that `torch.vmap` wraps.
+
+    weights: the `id`s of the model's weights.
     """
-    if isinstance(output, torch.Tensor):
-        if not _can_be_reused(output, weights):
-            return ModuleCall(module, call, *span, _OPAQUE, observed)
-        return ModuleCall(module, call, *span, output, observed, ((output, version_of(output)),))
     tensors: list[torch.Tensor] = []
     if not _tensors_of(output, tensors) or not all(_can_be_reused(tensor, weights) for tensor in tensors):
-        return ModuleCall(module, call, *span, _OPAQUE, observed)
+        return _OPAQUE, ()
     # In new containers, because models write to outputs of their submodules (CLIP adds the projected text).
-    kept = _rebuilt(output, lambda tensor: tensor)
-    return ModuleCall(module, call, *span, kept, observed, tuple((t, version_of(t)) for t in tensors))
+    return _rebuilt(output, lambda tensor: tensor), tuple((tensor, version_of(tensor)) for tensor in tensors)
 
 
 def _can_be_reused(tensor: torch.Tensor, weights: Container[int]) -> bool:
@@ -85,8 +77,7 @@ def _can_be_reused(tensor: torch.Tensor, weights: Container[int]) -> bool:
 
 @dataclass(slots=True)
 class OutputCache:
-    """The module outputs of one forward pass: records of its calls, in the order in which they ended, and the dtypes of the
-    weights.
+    """The module outputs of one forward pass: records of its calls, in the order in which they ended.
 
     dtypes: the dtype of each weight, keyed by name. only: names of the modules whose outputs are kept; if None, those of all
     modules. names: the called module's name for each call, in order. first_use: how many calls had ended before a weight's first
@@ -105,7 +96,20 @@ class OutputCache:
     nbytes: int = 0
     _storages: set[int] = field(default_factory=set)
 
-    def add(self, call: ModuleCall) -> None:
+    def add(
+        self, module: str, call: int, span: tuple[int, int], output: Any, observed: Any, weights: Container[int] = ()
+    ) -> None:
+        """Record an ended module call. call, observed: as in `ModuleCall`. span: how many calls had ended when it began, and when
+        it ended. weights: the `id`s of the model's weights.
+
+        Without its output, a call can only be skipped together with a call that contains it.
+        """
+        if self.budget >= 0:
+            kept = self.only is None or module in self.only
+            reusable, versions = _reusable(output, weights) if kept else (_OPAQUE, ())
+            self.append(ModuleCall(module, call, *span, reusable, observed, versions))
+
+    def append(self, call: ModuleCall) -> None:
         """Append the record of an ended module call."""
         if self.budget < 0:
             return
@@ -119,14 +123,6 @@ class OutputCache:
             self.budget = -1
             self.release()
 
-    def count(self, module: str, call: int, span: tuple[int, int], observed: Any) -> None:
-        """Record a module call without its output. It can only be skipped together with a call that contains it. call: the number
-        of the call among the calls of the module. span: how many calls had ended when it began, and when it ended. observed: what
-        the observer returned.
-        """
-        if self.budget >= 0:
-            self.calls.append(ModuleCall(module, call, *span, _OPAQUE, observed))
-
     def release(self) -> None:
         """Release all outputs. The next pass can then use their memory, which is still in the CPU's cache."""
         self.calls.clear()
@@ -139,20 +135,14 @@ class OutputCache:
         first = bisect_left(self.calls, began_after, 0, index, key=lambda call: call.ended_after)
         return self.calls[first : index + 1]
 
-    def changed(self, dtypes: Mapping[str, str]) -> set[str]:
-        """Return the names of the weights that have another dtype in `dtypes` than in the cached pass."""
-        return {name for name, dtype in dtypes.items() if self.dtypes[name] != dtype}
-
     def reusable_calls(
         self, prefix: int, hooked: Set[str] = frozenset(), writers: Set[str] = frozenset()
     ) -> dict[tuple[str, int], int]:
-        """Return which of the first `prefix` module calls in `calls` can be skipped in the next pass. The result maps (module,
-        number of its call) to the index of the call in `calls`, for example ("layers.0", 0) to 11. Calls inside a skipped call are
-        not listed.
+        """Return which of the first `prefix` module calls can be skipped in the next pass: maps (module, number of its call) to the
+        index of the call in `calls`, for example ("layers.0", 0) to 11. Calls inside a skipped call are not listed.
 
-        A call can't be skipped in three cases: its output was not kept; it calls one of the modules in `writers`, which change
-        their arguments; or it calls one of the modules in `hooked`, whose hooks must see the output. The calls inside a call that
-        can't be skipped are examined in the same way.
+        A call can't be skipped if its output was not kept, if it is of one of the modules in `writers`, which change their
+        arguments, or if it calls one of the modules in `hooked`, whose hooks must see the output. The calls inside it may.
         """
         before = [0]  # number of calls of hooked modules before each call
         for name in self.names[:prefix]:
@@ -188,9 +178,7 @@ def _rebuilt(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any
 
 
 def _tensors_of(output: Any, tensors: list[torch.Tensor]) -> bool:
-    """Append all tensors in a module's output to `tensors`. Returns False if the output also contains something other than plain
-    values.
-    """
+    """Append all tensors in a module's output to `tensors`. Returns False if it has anything else than tensors and plain values."""
     if isinstance(output, torch.Tensor):
         tensors.append(output)
         return True

@@ -30,18 +30,16 @@ _MAIN_OUTPUTS = ("logits", "logits_per_image", "start_logits", "prediction_logit
 
 def main_output(output: Any) -> tuple[str, torch.Tensor]:
     """Return the name and the tensor on which drift is measured: the logits, or else the last hidden state, or else the first float
-    tensor of the model's output.
-
-    Raises NoForward if the model returned no float tensor, or one without elements.
+    tensor of the model's output. Raises NoForward if there is no float tensor, or one without elements.
     """
     name, tensor = _main_output(output)
-    if tensor is not None and not tensor.numel():
-        raise NoForward(
-            f"the model's output ({name}, {tuple(tensor.shape)}) has no values, so there is nothing to compare"
-        )
     if tensor is None:
         raise NoForward(
             f"the model returned a {type(output).__name__} without any float tensor in it, so there is nothing to compare"
+        )
+    if not tensor.numel():
+        raise NoForward(
+            f"the model's output ({name}, {tuple(tensor.shape)}) has no values, so there is nothing to compare"
         )
     return name, tensor
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -10,10 +11,11 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from dtype_engine.core.cancellation import IsCancelled
 from dtype_engine.core.errors import Cancelled, NoForward, UserError
-from dtype_engine.core.foreign_code import foreign_code
+from dtype_engine.core.foreign_code import foreign_code, with_type
 from dtype_engine.core.kv_formats import KV_FORMATS
 from dtype_engine.core.options import STORED, RunSettings
 from dtype_engine.runtime.device import enough_memory, exact_float32, random_states, set_random_states, synchronize
@@ -21,22 +23,20 @@ from dtype_engine.runtime.formats.dequantize import torch_dtype
 from dtype_engine.runtime.inputs import Batch
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.modes.activations import ActivationRounding
-from dtype_engine.runtime.modes.candidate import CandidateMode
+from dtype_engine.runtime.modes.candidate import CandidateMode, candidate_dtype
 from dtype_engine.runtime.modes.kv_cache import CacheAmax, CacheRounding, CacheWatcher, watched_caches, watching_caches
 from dtype_engine.runtime.modes.partial import PartialCastMode
-from dtype_engine.runtime.modes.reference import ReferenceMode, reference_dtype
+from dtype_engine.runtime.modes.reference import ReferenceMode, WidenedWeights
 from dtype_engine.runtime.modes.weight_mode import WeightMode
-from dtype_engine.runtime.modes.widening_buffer import WidenedWeights
 from dtype_engine.runtime.passes.call_interception import ModuleCalls
 from dtype_engine.runtime.passes.forward_pass import ForwardPass, ModuleObserver
 from dtype_engine.runtime.passes.kept_positions import AttendedPositions, KeptPositions
-from dtype_engine.runtime.passes.model_behavior import Calibration, ModelBehavior, Run, earliest
+from dtype_engine.runtime.passes.model_behavior import Calibration, ModelBehavior, Run
 from dtype_engine.runtime.passes.one_pass import PassOptions, PassResult
 from dtype_engine.runtime.passes.output_cache import OutputCache
 from dtype_engine.runtime.passes.side_by_side import NotIndependent, SideBySide
 from dtype_engine.runtime.passes.side_effects import SideEffects
 from dtype_engine.runtime.passes.state_restore import SavedState, as_every_pass, stored_values
-from dtype_engine.runtime.passes.unseen_weights import unseen_casts
 
 Output = TypeVar("Output")
 T = TypeVar("T")
@@ -49,11 +49,10 @@ class ForwardRunner:
     block.
 
     Each method that runs a pass takes a function that calls the model on one batch, as returned by `reference_call` or
-    `candidate_call`. The method also accepts `PassOptions` and an observer, returns a `PassResult`, and raises NoForward,
-    KernelError and Cancelled.
+    `candidate_call`, and raises NoForward, KernelError and Cancelled.
 
-    cancelled: returns True if the pass is to stop. watch: if False, passes can be cancelled but are not observed. behavior: what
-    earlier passes have shown about the model, shared by all its runners; if None, nothing is known yet.
+    watch: if False, passes can be cancelled but are not observed. behavior: what earlier passes have shown about the model, shared
+    by all its runners; if None, nothing is known yet.
     """
 
     def __init__(
@@ -67,25 +66,19 @@ class ForwardRunner:
         self.model = model
         self.settings = settings
         self.cancelled = cancelled
-        self.watch = watch
+        self._watch = watch
         self.behavior = ModelBehavior() if behavior is None else behavior
         self._compute = torch_dtype(settings.compute)
         self._autocast = torch_dtype(settings.autocast) if settings.autocast else None
         self._together: SideBySide | None = None
         self._state: SavedState | None = None
         """The state of the model that was saved before the last pass."""
-        self.attended = AttendedPositions()
-        """The padding masks that the model passed to torch's attention in the last pass by `under`."""
-        self.last_seconds = 0.0
-        """The duration in seconds of the last pass by `under`, without the time in which it waited for passes that ran side by side
-        with it.
-        """
         model.memory.cancelled = cancelled
         autocast_on = model.device.type if settings.autocast else None
         self._calls = ModuleCalls(model.module, cancelled, autocast_on, model.memory.blocks, self.enter_block)
 
     def __enter__(self) -> ForwardRunner:
-        (self._calls.watch if self.watch else self._calls.only_stop)()
+        self._calls.intercept(reports=self._watch)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -94,9 +87,9 @@ class ForwardRunner:
     def side_by_side(self, works: Sequence[Callable[[], T]]) -> list[T]:
         """Call all functions in `works`, each of which runs one forward pass by this runner, and return their results.
 
-        If the model is larger than memory, the passes take turns, so that each block of weights is read once for all of them. If
-        one pass changes state on which another depends, or if reference and candidate have different settings
-        (`LiveModel.side_settings`), all passes run one after the other instead. Raises what the functions raise.
+        If the model is larger than memory, the passes take turns, so that each block of weights is read once for all of them,
+        unless one pass changes state on which another depends, or reference and candidate have different settings
+        (`LiveModel.side_settings`).
         """
         one = len(works) < 2 or self.behavior.stateful or self._together is not None or bool(self.model.side_settings)
         if one or not self.model.memory.limited:
@@ -111,9 +104,7 @@ class ForwardRunner:
         return [work() for work in works] if self.behavior.stateful else results
 
     def _suspended(self) -> Callable[[], None]:
-        """Return a function that resumes the currently running pass after other passes have run. It directs the reports of module
-        calls to this pass again, and restores the random number generators.
-        """
+        """Return a function that resumes the currently running pass after other passes have run."""
         run, states = self._calls.under_way, random_states(self.model.device)
 
         def resume() -> None:
@@ -123,9 +114,7 @@ class ForwardRunner:
         return resume
 
     def enter_block(self, name: str) -> None:
-        """Begin to use the weights of the block `name`, a module of a model that is larger than memory. If passes take turns, this
-        waits for the turn of the current pass.
-        """
+        """Begin to use the weights of a block of a model over memory: if passes take turns, in the turn of the current one."""
         run = self._calls.under_way
         if self._together is None:
             self.model.memory.enter(name)
@@ -133,10 +122,6 @@ class ForwardRunner:
         waited = self._together.enter(name)
         if run is not None:
             run.observing_seconds += waited
-
-    def without_settings(self) -> ForwardRunner:
-        """Return a runner of the same model with default settings. It can be used only inside this runner's `with` block."""
-        return ForwardRunner(self.model, RunSettings(), self.cancelled, self.watch, self.behavior)
 
     def reference_call(self, batch: Batch) -> Callable[[], Any]:
         """Return a function that runs the model on a batch, with inputs in the dtypes of a reference run."""
@@ -152,19 +137,21 @@ class ForwardRunner:
         """
         if self.model.reference == STORED:
             return self.candidate_batch(batch)
-        dtype = torch.float64 if self._stored_dtypes() == {"float64"} else torch.float32
-        with enough_memory("the inputs", self.model.device):
-            return self._with_cache(batch.on(self.model.device, dtype))
+        stored = {weight.info.dtype for weight in self.model.weights.values() if weight.info.castable}
+        return self._batch(batch, torch.float64 if stored == {"float64"} else torch.float32)
 
     def candidate_batch(self, batch: Batch) -> Batch:
-        """Return a batch for a candidate run: float inputs keep their dtype or are cast, depending on the run setting
-        `float_inputs`.
-        """
-        with enough_memory("the inputs", self.model.device):
-            return self._with_cache(batch.on(self.model.device, self._input_dtype()))
+        """Return a batch for a candidate run, with float inputs as the run setting `float_inputs` says."""
+        dtype = None
+        if self.settings.float_inputs != "given":
+            first = next((weight for weight in self.model.weights.values() if weight.info.castable), None)
+            dtype = torch.float32 if first is None else candidate_dtype(first, self._compute)
+        return self._batch(batch, dtype)
 
-    def _with_cache(self, batch: Batch) -> Batch:
-        return keeping_cache(batch) if self.model.cache_formats else batch
+    def _batch(self, batch: Batch, dtype: torch.dtype | None) -> Batch:
+        with enough_memory("the inputs", self.model.device):
+            moved = batch.on(self.model.device, dtype)
+            return keeping_cache(moved) if self.model.cache_formats else moved
 
     def calibrate_caches(
         self, batches: Iterable[Batch], formats: Collection[str] | None = None, run: Run = "candidate"
@@ -173,8 +160,7 @@ class ForwardRunner:
         runs round their caches by those of the candidate, `partial` runs without `PassOptions.amax` by those of the reference.
 
         This runs the model on all batches, unless the values are known. Raises NoForward, KernelError and Cancelled. formats: names
-        in `KV_FORMATS`; if None, the formats of the recipe. run: which run; the candidate is the model as it is currently cast, so
-        the one that a runtime serves.
+        in `KV_FORMATS`; if None, the formats of the recipe.
         """
         wanted = self.model.cache_formats.values() if formats is None else formats
         if self._calibrated(run) is not None or not any(KV_FORMATS[form].calibrated for form in wanted):
@@ -188,9 +174,7 @@ class ForwardRunner:
     def partial_amax(
         self, batches: Iterable[Batch], drifting: frozenset[int], inside: Callable[[str], bool]
     ) -> dict[str, torch.Tensor] | None:
-        """Return the largest |value| of each head in the KV caches of `partial` runs over all batches, as for `PassOptions.amax`.
-        Returns None if no cache that these runs round has a format with calibrated scales. The arguments are those of `partial`.
-        """
+        """Return `PassOptions.amax` for `partial` runs over all batches, or None if they round no cache by calibrated scales."""
         rounded = (form for name, form in self.model.cache_formats.items() if inside(name))
         if not any(KV_FORMATS[form].calibrated for form in rounded):
             return None
@@ -201,9 +185,7 @@ class ForwardRunner:
         return self._amax_of(batches, self.reference_call, run)
 
     def amax_of(self, run: Run) -> Mapping[str, torch.Tensor]:
-        """Return what `calibrate_caches` found: the largest |value| of each head in the KV caches of a run, float32 [heads], keyed
-        by the name of the cache tensor. It is empty if this run was not calibrated in the model's current state.
-        """
+        """Return `PassOptions.amax` of a run, which is empty if the run was not calibrated in the model's current state."""
         return self._calibrated(run) or {}
 
     def _calibrated(self, run: Run) -> Mapping[str, torch.Tensor] | None:
@@ -217,7 +199,7 @@ class ForwardRunner:
         return {name: weight.form for name, weight in self.model.weights.items()}
 
     def _form_of_cache(self, name: str, amax: Mapping[str, torch.Tensor]) -> str:
-        """Return a string that identifies how a cache tensor is rounded: its format and, if they are calibrated, its scales."""
+        """Identify how a cache tensor is rounded: by its format and, if they are calibrated, its scales."""
         form = self.model.cache_formats.get(name, "")
         calibrated = form and KV_FORMATS[form].calibrated and name in amax
         return f"{form} {amax[name].tolist()}" if calibrated else form
@@ -228,10 +210,7 @@ class ForwardRunner:
         call_of: Callable[[Batch], Callable[[], Any]],
         run: Callable[[Callable[[], Any], PassOptions], object],
     ) -> dict[str, torch.Tensor]:
-        """Return the largest |value| of each head in the unrounded KV caches of runs over all batches. Padding does not count.
-
-        call_of: returns the call of the model on a batch. run: runs such a call with `PassOptions`.
-        """
+        """Return the largest |value| of each head in the unrounded KV caches of runs over all batches. Padding does not count."""
         of_decoder = {tensor.name: tensor.source == "decoder" for tensor in self.model.tree.kv_cache.tensors}
 
         def observe(batch: Batch) -> dict[str, torch.Tensor]:
@@ -250,13 +229,9 @@ class ForwardRunner:
     def reference(
         self, call: Callable[[], Output], options: PassOptions = _NOTHING, observer: ModuleObserver = _IGNORES
     ) -> PassResult[Output]:
-        """Do a reference run: the stored weights in float32 (or float64, if they are stored in it), without a second copy of all
-        weights.
-
-        call: calls the model on one batch.
-        """
+        """Do a reference run: the stored weights in float32 (or float64, if so stored), without a second copy of all weights."""
         # A mode around this one may keep tensors that it sees, so every widened weight then needs its own memory.
-        new = WidenedWeights(reference_dtype) if options.around is None else None
+        new = WidenedWeights() if options.around is None else None
         on_cpu = self.model.device.type == "cpu"  # another device may lack memory for all of them
         stored = self._for_all("stored", partial(stored_values, self.model)) if on_cpu else nullcontext()
         with stored, self._for_all("widened", lambda: nullcontext(new)) as widened:
@@ -267,9 +242,7 @@ class ForwardRunner:
         self, call: Callable[[], Output], options: PassOptions = _NOTHING, observer: ModuleObserver = _IGNORES
     ) -> PassResult[Output]:
         """Do a candidate run: the model as it is currently cast. Module outputs of `options.earlier` that can't have changed are
-        reused.
-
-        call: calls the model on one batch. Raises NoForward if the model does not write to a KV cache that has a format.
+        reused. Raises NoForward if the model does not write to a KV cache that has a format.
         """
         forms, amax = self._forms(), self.amax_of("candidate")
         for names in self.model.cache_names.values():
@@ -277,7 +250,8 @@ class ForwardRunner:
         cache, earlier = _new_cache(forms, options), options.earlier
         prefix, reused = 0, dict[tuple[str, int], int]()
         if earlier is not None and earlier.only == options.cached:
-            prefix = min((earlier.first_use.get(name, 0) for name in earlier.changed(forms)), default=0)
+            changed = (name for name, form in forms.items() if earlier.dtypes[name] != form)
+            prefix = min((earlier.first_use.get(name, 0) for name in changed), default=0)
             reused = self._reusable(earlier, prefix)
         if earlier is not None and not reused:
             earlier.release()
@@ -286,10 +260,14 @@ class ForwardRunner:
         result = self._run(call, mode, options, observer, cache, reused, self._autocast, caches)
         # Reused calls recorded no first uses, so those of the earlier pass still hold.
         known = earlier.first_use if earlier is not None and reused else {}
-        result.first_use = earliest(known, result.first_use)
-        if self.model.cache_formats and options.caches is None:
-            self._refuse_unwritten(result.first_use)
-        result.unseen = unseen_casts(self.model, result.first_use, result.finished)
+        result.first_use |= {name: min(count, result.first_use.get(name, count)) for name, count in known.items()}
+        missing = [name for name in self.model.cache_formats if name not in result.first_use]
+        if missing and options.caches is None:
+            raise NoForward(
+                f"{missing[0]} was not written in the pass, so its format can't be measured: the model does not keep it in "
+                "transformers' Cache"
+            )
+        result.unseen = _unseen_casts(self.model, result.first_use, result.finished)
         if cache is not None:
             cache.first_use = result.first_use
         return result
@@ -302,32 +280,26 @@ class ForwardRunner:
         options: PassOptions = _NOTHING,
         observer: ModuleObserver = _IGNORES,
     ) -> tuple[PassResult[Output], dict[str, int]]:
-        """Do a reference run, but with cast weights in the modules for which `inside(name)` is True.
-
-        call: calls the model on one batch. drifting: the `id`s of the weights whose casts change results. The second result maps
-        the name of each module that uses one of these weights to the number of module calls that had ended before its first such
-        use.
+        """Do a reference run, but with cast weights in the modules for which `inside(name)` is True. drifting: the `id`s of the
+        weights whose casts change results. The second result maps the name of each module that uses one of these weights to the
+        number of module calls that had ended before its first such use.
         """
         mode = PartialCastMode(self.model.by_id, self.model.device, self._compute, drifting, inside, self._rounding())
         cache = _new_cache({}, options)
         earlier = options.earlier
-        reused = self._reusable(earlier, options.prefix or 0) if earlier is not None else {}
+        reused = self._reusable(earlier, options.prefix) if earlier is not None else {}
         rounding = self._cache_rounding(self.amax_of("reference") if options.amax is None else options.amax, inside)
         result = self._run(call, mode, options, observer, cache, reused, caches=options.caches or rounding)
         return result, mode.uses | ({} if rounding is None else rounding.first_use)
 
-    def under(self, mode: WeightMode, call: Callable[[], Output], caches: CacheWatcher | None = None) -> Output:
-        """Run the model under any torch-function mode, and return what `call` returns. call: calls the model; it may enable
-        gradients. caches: intercepts the KV caches that the model writes.
-        """
-        result = self._run(call, mode, _NOTHING, _IGNORES, caches=caches)
-        self.last_seconds, self.attended = result.seconds, result.attended
-        return result.output
+    def under(
+        self, mode: WeightMode, call: Callable[[], Output], caches: CacheWatcher | None = None
+    ) -> PassResult[Output]:
+        """Run the model under any mode. `call` may enable gradients. caches: intercepts the KV caches that the model writes."""
+        return self._run(call, mode, _NOTHING, _IGNORES, caches=caches)
 
     def _for_all(self, name: str, context: Callable[[], AbstractContextManager[T]]) -> AbstractContextManager[T]:
-        """Return a context for a pass. If passes take turns, the first pass enters it for all of them, and it ends with the last
-        one. name: identifies the context among the passes.
-        """
+        """Return a context for a pass. If passes take turns, the first to ask for `name` enters it, and it ends with the last."""
         return context() if self._together is None else nullcontext(self._together.share(name, context))
 
     def _reusable(self, earlier: OutputCache, prefix: int) -> dict[tuple[str, int], int]:
@@ -342,30 +314,9 @@ class ForwardRunner:
         model = self.model
         return CacheRounding(model.cache_names, model.cache_formats, amax, inside) if model.cache_formats else None
 
-    def _refuse_unwritten(self, used: Collection[str]) -> None:
-        missing = [name for name in self.model.cache_formats if name not in used]
-        if missing:
-            raise NoForward(
-                f"{missing[0]} was not written in the pass, so its format can't be measured: the model does not keep it in "
-                "transformers' Cache"
-            )
-
-    def _input_dtype(self) -> torch.dtype | None:
-        if self.settings.float_inputs == "given":
-            return None
-        first = next((weight for weight in self.model.weights.values() if weight.info.castable), None)
-        if first is None:
-            return torch.float32
-        return self._compute if first.has_scales else first.tensor.dtype
-
-    def _stored_dtypes(self) -> set[str]:
-        return {weight.info.dtype for weight in self.model.weights.values() if weight.info.castable}
-
     @contextmanager
     def _same_state(self, mode: WeightMode) -> Iterator[None]:
-        """Return a context for a pass in which the model has the state from which every pass starts. If passes take turns, it waits
-        for the first turn of this pass.
-        """
+        """Return a context for a pass in which the model has the state from which every pass starts."""
         model, together = self.model, self._together
         for settings in model.side_settings:
             settings.use(mode.like_reference(settings.module))
@@ -383,7 +334,7 @@ class ForwardRunner:
     def _under(
         self, mode: WeightMode, options: PassOptions, autocast: torch.dtype | None, caches: CacheWatcher | None
     ) -> Iterator[None]:
-        """Return the context in which the model's code runs. The arguments are those of `_run`."""
+        """Return the context in which the model's code runs."""
         device = self.model.device
         with ExitStack() as contexts:
             contexts.enter_context(torch.no_grad())
@@ -410,12 +361,9 @@ class ForwardRunner:
         autocast: torch.dtype | None = None,
         caches: CacheWatcher | None = None,
     ) -> PassResult[Output]:
-        """Run one forward pass under a torch-function mode. Returns its output and what was observed.
-
-        call: runs the model. observer: receives the output of each module. cache: keeps outputs of modules for later passes.
-        reused: the calls that are skipped, since their outputs are in `options.earlier`. It maps (module, number of its call) to
-        the index of the call in `options.earlier.calls`. autocast: the dtype of torch's autocast, or None without autocast. caches:
-        intercepts the KV caches that the pass writes, or None.
+        """Run one forward pass under a torch-function mode. cache: keeps outputs of modules for later passes. reused: as for
+        `ForwardPass`. autocast: the dtype of torch's autocast, or None without autocast. caches: intercepts the KV caches that the
+        pass writes, or None.
         """
         model = self.model
         run = ForwardPass(mode, observer, cache, reused or {}, options.earlier, model.by_id, options.watched)
@@ -456,9 +404,7 @@ class ForwardRunner:
 
 @contextmanager
 def _failures_as_no_forward(run: ForwardPass, device: torch.device) -> Iterator[None]:
-    """Return a context for a forward pass in which any error of the model's code, and a lack of memory, raises NoForward. Its
-    message names the module that was running.
-    """
+    """Let any error of the model's code, and a lack of memory, raise NoForward, which names the module that was running."""
     try:
         yield
     except (Cancelled, UserError):
@@ -469,23 +415,39 @@ def _failures_as_no_forward(run: ForwardPass, device: torch.device) -> Iterator[
     except Exception as error:
         if run.refused:
             raise NoForward(run.refused) from None
-        raise NoForward(f"the forward pass failed in {_where(run.inside)}: {_one_line(error)}") from error
+        raise NoForward(f"the forward pass failed in {_where(run.inside)}: {with_type(error)}") from error
 
 
 def keeping_cache(batch: Batch) -> Batch:
-    """Return a copy of a batch with `use_cache=True`, so that the model keeps a KV cache."""
+    """Return a copy of a batch with which the model keeps a KV cache."""
     return dataclasses.replace(batch, kwargs=batch.kwargs | {"use_cache": True})
 
 
 def _new_cache(forms: dict[str, str], options: PassOptions) -> OutputCache | None:
-    if not options.cache_bytes:
-        return None
-    return OutputCache(forms, options.cache_bytes, options.cached)
+    return OutputCache(forms, options.cache_bytes, options.cached) if options.cache_bytes else None
 
 
 def _where(inside: list[str]) -> str:
     return inside[-1] if inside else "the model"
 
 
-def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+def _unseen_casts(model: LiveModel, used: Collection[str], called: Collection[str]) -> frozenset[str]:
+    """Return the names of the cast weights that a forward pass did not use in an intercepted call. called: the names of the
+    submodules that it called. Raises NoForward if the model has functions of TorchScript, and a called module has an unseen weight.
+    """
+    unseen = frozenset(name for name, weight in model.weights.items() if weight.cast and name not in used)
+    owned = [name for name in sorted(unseen) if "." not in name or name.rpartition(".")[0] in called]
+    if owned and (function := _scripted(model.module)) is not None:
+        raise NoForward(
+            f"casts have no effect in functions of TorchScript such as {function}, and the pass uses {owned[0]} in no other call: "
+            f"leave {owned[0]} as stored, or let the model call {function} as a plain Python function"
+        )
+    return unseen
+
+
+def _scripted(module: nn.Module) -> str | None:
+    """Return the name of a function of TorchScript that a module, or the Python module that defines its class, holds, or None."""
+    parts = list(module.modules())
+    namespaces = {name: vars(sys.modules[name]) for part in parts if (name := type(part).__module__) in sys.modules}
+    held = (value for holder in (*map(vars, parts), *namespaces.values()) for value in list(holder.values()))
+    return next((str(value.name) for value in held if isinstance(value, torch.jit.ScriptFunction)), None)

@@ -26,17 +26,13 @@ _ALWAYS = Fixed("always", True)
 
 
 class NotIndependent(Cancelled):
-    """Raised in a forward pass that changes the model's state, since passes that run side by side would see each
-    other's changes.
-    """
+    """A forward pass changes the model's state, so passes that run side by side would see each other's changes."""
 
 
 class SideBySide:
-    """Runs several forward passes that take turns. Before each block (a module, such as a layer), the running pass stops and
-    another one is resumed.
+    """Runs several forward passes that take turns: before each block, the running pass stops and another one is resumed.
 
-    memory: is told which block begins. suspend: called when a pass stops before a block. It returns a function, which is called
-    when this pass is resumed.
+    suspend: called when a pass stops before a block. It returns a function, which is called when this pass is resumed.
 
     Attributes:
         changed: returns whether the running pass has changed the model's state.
@@ -53,9 +49,7 @@ class SideBySide:
         self._modes: dict[int, WeightMode] = {}
         self._turns: list[threading.Semaphore] = []
         self._waiting: dict[int, tuple[int, int, str]] = {}
-        """Describes where each waiting pass stopped, keyed by its number: how often it has entered the next block, the order of
-        this block among all, and its name.
-        """
+        """Where each waiting pass stopped: how often it has entered the next block, the order of this block among all, its name."""
         self._calls: list[dict[str, int]] = []
         self._order: dict[str, int] = {}
         self._running = -1
@@ -72,17 +66,13 @@ class SideBySide:
         mode.kept = self.kept
 
     def share(self, name: str, context: Callable[[], AbstractContextManager[T]]) -> T:
-        """Return what a context manager yields, which is entered once for all passes. The first pass that asks for `name` enters
-        it, and it ends when all passes have ended.
-        """
+        """Return what a context manager yields. The first pass that asks for `name` enters it, and it ends when all have ended."""
         if name not in self._entered:
             self._entered[name] = self._shared.enter_context(context())
         return self._entered[name]  # type: ignore[no-any-return]
 
     def run(self, works: Sequence[Callable[[], T]]) -> list[T]:
-        """Call all functions in `works`, each of which runs one forward pass, and return their results. Raises the first error of
-        any of them.
-        """
+        """Call all functions in `works`, each of which runs one forward pass, and return their results. Raises the first error."""
         results: list[Any] = [None] * len(works)
         self._turns = [threading.Semaphore(0) for _ in works]
         self._calls = [{} for _ in works]
@@ -116,9 +106,7 @@ class SideBySide:
         return results
 
     def enter(self, block: str) -> float:
-        """Wait until it is the running pass's turn to run a block. Returns how many seconds it waited. Raises Cancelled if another
-        pass has failed, and NotIndependent if the pass has changed the model's state.
-        """
+        """Wait for the pass's turn to run a block. Returns the seconds. Raises Cancelled if another failed, and NotIndependent."""
         number, started = self._running, time.perf_counter()
         if number == 0 and self.changed():  # one pass is enough to know
             raise NotIndependent
@@ -135,9 +123,7 @@ class SideBySide:
         return time.perf_counter() - started
 
     def _hand_over(self) -> None:
-        """Resume one of the waiting passes: one that waits for the current block or, if there is none, the pass that has entered
-        its next block the fewest times.
-        """
+        """Resume a waiting pass: one before the current block, or else the one that has entered its next block the fewest times."""
         if not self._waiting:
             return
         inside = self._memory.inside

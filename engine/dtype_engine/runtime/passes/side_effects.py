@@ -19,15 +19,11 @@ Found = list[tuple[Any, Any]]
 
 
 class SideEffects:
-    """Detects the side effects of module calls during one forward pass, such as writes to arguments. Create it before the pass
-    begins.
-
-    Attributes:
-        writers: names of the modules that changed their arguments, by writing to a tensor or adding to a list or dict.
-    """
+    """Detects the side effects of module calls during one forward pass. Create it before the pass begins."""
 
     def __init__(self, device: torch.device) -> None:
         self.writers: set[str] = set()
+        """Names of the modules that changed their arguments, by writing to a tensor or adding to a list or dict."""
         self._device = device
         self._given: list[tuple[Any, Any, Found]] = []
         self._drawn = random_states(device)
@@ -38,12 +34,8 @@ class SideEffects:
             self._given.append((args, kwargs, _found_in((args, kwargs))))
 
     def finish(self, name: str, depth: int) -> None:
-        """Record whether a module has changed its arguments, when its call ends. name: the name of the module. depth: the number of
-        modules around it that are still running.
-
-        If calls inside it ended with an exception, what `begin` recorded for them is dropped.
-        """
-        del self._given[depth + 1 :]
+        """Record whether a module has changed its arguments. depth: the number of modules around it that still run."""
+        del self._given[depth + 1 :]  # of calls inside it that ended with an exception
         args, kwargs, before = self._given.pop()
         if not _is_same(before, _found_in((args, kwargs))):
             self.writers.add(name)
@@ -62,9 +54,7 @@ def _found_in(value: Any) -> Found:
 
 def _collect(value: Any, found: Found, seen: set[int], depth: int) -> None:
     """Append a pair (object, version) to `found` for `value` and for everything in it, including attributes of objects other than
-    modules. The version changes if the object does (see `Found`).
-
-    seen: the `id`s of the objects that were visited. depth: how many levels of nesting to inspect.
+    modules. seen: the `id`s of the objects that were visited. depth: how many levels of nesting to inspect.
     """
     if isinstance(value, torch.Tensor):
         found.append((value, version_of(value)))

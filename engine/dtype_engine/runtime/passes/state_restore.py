@@ -14,14 +14,16 @@ from itertools import chain
 from numbers import Number
 from operator import is_
 from types import CellType, FunctionType, MethodType, ModuleType
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from dtype_engine.runtime.device import same_random_numbers
 from dtype_engine.runtime.model.live import LiveModel
+from dtype_engine.runtime.modes.weight_mode import WeightMode
 from dtype_engine.runtime.passes.model_behavior import ModelBehavior
+from dtype_engine.runtime.passes.side_by_side import SideBySide
 
 _CONTAINERS = (list, dict, set, deque, tuple)
 _LruCache = type(functools.cache(int))
@@ -37,9 +39,7 @@ _WITH_TENSORS = ("_parameters", "_buffers", "_modules")
 
 @contextmanager
 def stored_values(model: LiveModel) -> Iterator[None]:
-    """During the `with` block, let the parameters of `model` hold their stored values instead of the cast ones. On the CPU, this
-    copies no data.
-    """
+    """Let the parameters of `model` hold their stored values in the `with` block. On the CPU, this copies no data."""
     changed = [weight for weight in model.weights.values() if weight.differs]
     try:
         for weight in changed:
@@ -52,90 +52,64 @@ def stored_values(model: LiveModel) -> Iterator[None]:
                 weight.tensor.data, weight.stashed = weight.stashed, None
 
 
-class Watching(Protocol):
-    """The interface of objects that watch a model's tensors during forward passes: a `WeightMode`, or the modes of
-    several passes.
-    """
-
-    kept: Sequence[torch.Tensor]
-    """Tensors of the model, except weights, that are watched for changes."""
-
-    @property
-    def wrote(self) -> bool:
-        """Whether a pass has changed a weight or one of the tensors in `kept`."""
-
-
 @contextmanager
 def as_every_pass(
     model: LiveModel,
     behavior: ModelBehavior,
     modules: Collection[nn.Module],
-    watching: Watching,
+    watching: WeightMode | SideBySide,
     earlier: SavedState | None = None,
 ) -> Iterator[tuple[SavedState, Callable[[], bool]]]:
     """Make a forward pass in the `with` block reproducible: it starts with the same state and random numbers as every other pass,
-    and compiled code runs uncompiled. The model's state is restored after the block. Yields the saved state, and a function that
-    restores it immediately and returns whether it had changed.
+    and code compiled by `torch.compile` runs uncompiled, because it would bypass the interception of module calls and
+    torch-function modes. The state is restored after the block, so that values that a model computes from its weights at the first
+    call are computed again from the currently cast weights. Yields the saved state, and a function that restores it immediately and
+    returns whether the model is `stateful`.
 
-    behavior: records whether anything had to be restored. modules: the modules whose state is restored. watching: tells which
-    tensors the pass changed. earlier: the state that was saved before an earlier pass. It is used again if it still holds.
+    behavior: records as `stateful` whether anything had to be restored. modules: the modules whose state is restored. watching:
+    tells whether the pass has changed tensors. earlier: the state that was saved before an earlier pass. It is used again if it
+    still holds.
     """
     state = earlier if earlier is not None and earlier.still_holds() else SavedState(modules)
-    found = left_as_found(behavior, state, watching)
-    with same_random_numbers(model.device), found as restore, uncompiled():
-        yield state, restore
-
-
-def uncompiled() -> AbstractContextManager[None]:
-    """Return a context manager that makes code compiled by `torch.compile` run uncompiled. Compiled code would bypass the
-    interception of module calls, and torch-function modes.
-    """
-    if "torch._dynamo" not in sys.modules:
-        return nullcontext()  # nothing is compiled, and importing torch._dynamo takes a second
-    return cast(AbstractContextManager[None], torch.compiler.set_stance("force_eager"))
-
-
-@contextmanager
-def left_as_found(behavior: ModelBehavior, state: SavedState, watching: Watching) -> Iterator[Callable[[], bool]]:
-    """Restore a saved state after the `with` block.
-
-    Each forward pass therefore starts like the first one: values that a model computes from its weights at the first call are
-    computed again from the currently cast weights. A model whose state had to be restored is marked as `stateful` in `behavior`.
-    Yields a function that restores the state immediately, and returns whether the model is stateful.
-    """
     watching.kept = state.tensors
 
     def restore() -> bool:
         behavior.stateful |= state.restore(watching.wrote) or watching.wrote
         return behavior.stateful
 
-    try:
-        yield restore
-    finally:
-        restore()
+    with same_random_numbers(model.device):
+        try:
+            with _uncompiled():
+                yield state, restore
+        finally:
+            restore()
+
+
+def _uncompiled() -> AbstractContextManager[None]:
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()  # nothing is compiled, and importing torch._dynamo takes a second
+    return cast(AbstractContextManager[None], torch.compiler.set_stance("force_eager"))
 
 
 class SavedState:
-    """The saved state of some modules: their tensors, numbers, containers and objects. It includes the tensors in attributes of the
-    modules' classes, in global variables of the Python modules that define these classes, and in what functions there keep, for
-    example in a `functools.lru_cache`.
+    """The saved state of some modules: their tensors, numbers, containers and objects, and the tensors in attributes of their
+    classes, in global variables of the Python modules that define these classes, and in what functions there keep, for example in a
+    `functools.lru_cache`.
     """
 
     def __init__(self, modules: Collection[nn.Module]) -> None:
         self.tensors: list[torch.Tensor] = []
         """The tensors in attributes of modules."""
         self._named: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        """Pairs (attribute dict of a module or object, copy of it from when the state was saved)."""
+        """Pairs (attribute dict of a module or object, its saved copy)."""
         self._containers: list[tuple[Any, Any]] = []
-        """Pairs (container, copy of it from when the state was saved)."""
-        self._shared: list[tuple[type | ModuleType, dict[str, Any], dict[str, Any]]] = []
-        """Tuples (class or Python module, copy of its attributes, copies of those attributes that are containers), from when the
-        state was saved.
-        """
+        """Pairs (container, its saved copy)."""
+        self._shared: list[tuple[type | ModuleType, dict[str, Any]]] = []
+        """Pairs (class or Python module, saved copy of its attributes)."""
         self._caches: list[Any] = []
         """Functions that are decorated with a cache of `functools`."""
-        self._of_functions: list[tuple[Any, Any]] = []
-        """Pairs (container that a function keeps, copy of it from when the state was saved)."""
+        self._kept: list[tuple[Any, Any]] = []
+        """Pairs (container that a class, a Python module or a function keeps, its saved copy)."""
         self._seen: set[int] = set()
         for module in modules:
             self._add_module(module)
@@ -147,9 +121,8 @@ class SavedState:
         return (
             not any(map(_caches_tensors, self._caches))
             and self._of_modules.holds()
-            and all(_has_same(*each) for each in self._of_functions)
-            and all(_has_same(dict(vars(holder)), had) for holder, had, _ in self._shared)
-            and all(_has_same(had[name], before) for _, had, held in self._shared for name, before in held.items())
+            and all(_has_same(*each) for each in self._kept)
+            and all(_has_same(dict(vars(holder)), had) for holder, had in self._shared)
         )
 
     def _add_module(self, module: nn.Module) -> None:
@@ -161,9 +134,7 @@ class SavedState:
                 self._add(value, _DEPTH)
 
     def _add_shared(self, kinds: Collection[type]) -> None:
-        """Save the attributes of classes and their bases, and the global variables of the Python modules that define them. Tensors
-        there may have been computed from weights by a forward pass.
-        """
+        """Save the attributes of classes and their bases, and the global variables of the Python modules that define them."""
         own = {base for kind in kinds for base in kind.__mro__ if base.__module__.partition(".")[0] not in _NOT_OWN}
         names = {base.__module__ for base in own}
         holders: list[type | ModuleType] = [*own, *(sys.modules[name] for name in names if name in sys.modules)]
@@ -171,10 +142,11 @@ class SavedState:
             had = dict(vars(holder))
             for value in had.values():
                 self._add_function(value)
-            self._shared.append(
-                (holder, had, {name: copy(value) for name, value in had.items() if type(value) in _CONTAINERS})
-            )
-            self.tensors += [value for value in had.values() if isinstance(value, torch.Tensor)]
+                if type(value) in _CONTAINERS:
+                    self._kept.append((value, copy(value)))
+                elif isinstance(value, torch.Tensor):
+                    self.tensors.append(value)
+            self._shared.append((holder, had))
 
     def _add_function(self, value: Any) -> None:
         """Save the containers in which a function may keep tensors: its closure, defaults and attributes. A cache of `functools`
@@ -201,24 +173,20 @@ class SavedState:
         for kept in (*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), vars(value)):
             if type(kept) in _CONTAINERS and type(kept) is not tuple and id(kept) not in self._seen:
                 self._seen.add(id(kept))
-                self._of_functions.append((kept, copy(kept)))
+                self._kept.append((kept, copy(kept)))
             elif isinstance(kept, _LruCache):
                 self._add_function(kept)
 
     def _restore_shared(self) -> bool:
         """Restore those shared attributes and containers in which a tensor was added, replaced or removed, and clear the caches of
-        functions that hold tensors. Returns whether anything was restored or cleared.
+        functions that hold tensors. Returns whether there were any.
         """
         restored = False
         for cached in self._caches:
             if _caches_tensors(cached):
                 cached.cache_clear()
                 restored = True
-        for kept, before in self._of_functions:
-            if not _has_same(kept, before) and (_has_tensor(kept) or _has_tensor(before)):
-                _refill(kept, before)
-                restored = True
-        for holder, had, contents in self._shared:
+        for holder, had in self._shared:
             now = vars(holder)
             for name in [name for name in now.keys() | had.keys() if now.get(name) is not had.get(name)]:
                 if _has_tensor(now.get(name)) or _has_tensor(had.get(name)):
@@ -227,10 +195,10 @@ class SavedState:
                     else:
                         delattr(holder, name)
                     restored = True
-            for name, before in contents.items():
-                if not _has_same(had[name], before) and (_has_tensor(had[name]) or _has_tensor(before)):
-                    _refill(had[name], before)
-                    restored = True
+        for kept, before in self._kept:
+            if not _has_same(kept, before) and (_has_tensor(kept) or _has_tensor(before)):
+                _refill(kept, before)
+                restored = True
         return restored
 
     def _add(self, value: Any, depth: int) -> None:
@@ -278,11 +246,7 @@ class SavedState:
 
 
 class _Unchanged:
-    """Tells whether any of many containers has changed since they were copied. This takes a fifth of the time of calling
-    `_has_same` for each container.
-
-    pairs: pairs (container, its copy).
-    """
+    """Tells whether any of many containers differs from its copy, in a fifth of the time of `_has_same` for each pair."""
 
     def __init__(self, pairs: Sequence[tuple[Any, Any]]) -> None:
         self._sets = [pair for pair in pairs if isinstance(pair[0], set)]
@@ -295,7 +259,6 @@ class _Unchanged:
         return chain(chain.from_iterable(self._others), chain.from_iterable(map(dict.values, self._dicts)))
 
     def holds(self) -> bool:
-        """Return whether all containers hold the same objects as when this was created."""
         same_sizes = list(map(len, self._others)) == self._sizes
         return (
             same_sizes and all(map(is_, self._contents(), self._had)) and all(_has_same(*each) for each in self._sets)
@@ -340,9 +303,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _has_same(container: Any, had: Any) -> bool:
-    """Return whether a container holds the same objects as its saved copy `had`. They are compared by identity, since `==` on
-    tensors is elementwise.
-    """
+    """Return whether a container holds the same objects as its copy. `==` on tensors is elementwise, so identity is compared."""
     if isinstance(container, set):
         return bool(container == had)
     same = len(container) == len(had) and all(map(is_, container, had))

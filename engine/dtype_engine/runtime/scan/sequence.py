@@ -20,6 +20,7 @@ from dtype_engine.runtime.modes.reference import ReferenceMode
 from dtype_engine.runtime.numerics.compare.metrics import compared_rows
 from dtype_engine.runtime.passes.class_dimensions import classes_dimension
 from dtype_engine.runtime.passes.kept_positions import KeptPositions
+from dtype_engine.runtime.passes.one_pass import PassResult
 from dtype_engine.runtime.passes.outputs import main_output
 from dtype_engine.runtime.passes.runner import ForwardRunner
 from dtype_engine.runtime.scan.backward import BackwardPasses
@@ -73,11 +74,11 @@ class SequenceScan:
 
     def _run(self, batch: Batch, index: int, sequences: int) -> SequenceScores:
         model, backward = self.runner.model, self.backward
-        output, mode, writes = self._forward(batch)
+        ran, mode, writes = self._forward(batch)
         backward.operations = [*mode.operations, *writes]
         self.graph_bytes = round(_OF_HELD * mode.held_bytes) if backward.file is None else backward.file.nbytes
-        name, main = main_output(output)
-        del output  # it may hold keys and values of all layers
+        (name, main), attended = main_output(ran.output), ran.attended
+        del ran  # its output may hold keys and values of all layers
         if not main.requires_grad:
             raise NoForward(
                 "the output does not depend on any weight through operations that have a gradient; "
@@ -87,7 +88,7 @@ class SequenceScan:
         module, shape = model.module, main.shape
         classes_dim = classes_dimension(module, name, main, self.runner.settings.classes_dim)
         distribution = classes_dim is not None
-        masks = KeptPositions.of(module, batch, main.device, self.runner.attended)
+        masks = KeptPositions.of(module, batch, main.device, attended)
         kept = None if masks is None else masks.of_main(name, main)
         main = compared_rows(main, classes_dim, kept)
         probes = OutputProbes(main.detach(), distribution, self.num_probes, seed=index)
@@ -102,7 +103,7 @@ class SequenceScan:
         def drift(mode: ReferenceMode) -> float:
             if self.runner.cancelled():
                 raise Cancelled
-            output = main_output(self.runner.under(mode, partial(batch.run, module)))[1]
+            output = main_output(self.runner.under(mode, partial(batch.run, module)).output)[1]
             return _drift(reference, compared_rows(output, classes_dim, kept), distribution)
 
         by_id, device = model.by_id, model.device
@@ -155,8 +156,8 @@ class SequenceScan:
                     sample.independent[key] = each
         return SequenceScores(probes.normalizer, of_keys, independent, probes.complete, samples, measured)
 
-    def _forward(self, batch: Batch) -> tuple[Any, WeightOpRecorder, list[CacheWrite]]:
-        """Run the reference with an autograd graph. Returns (its output, the recorder of its operations, what it has written into
+    def _forward(self, batch: Batch) -> tuple[PassResult[Any], WeightOpRecorder, list[CacheWrite]]:
+        """Run the reference with an autograd graph. Returns (its result, the recorder of its operations, what it has written into
         KV caches that are scanned). If recorded tensors are overwritten later, it runs again and records copies of them.
         """
         model, file = self.runner.model, self.backward.file
@@ -172,19 +173,19 @@ class SequenceScan:
             call = torch.enable_grad()(partial(batch.run, model.module))
             try:
                 with memory.saving(), differentiable_recurrence(model.module, model.device):
-                    output = self.runner.under(mode, call, caches)
+                    ran = self.runner.under(mode, call, caches)
             except NoForward:
                 if not self.rereads or model.memory.limited:
                     raise
                 self.rereads = False  # torch.func.grad, for example, does not allow hooks on what a graph keeps
                 continue
-            self.forward_seconds = self.runner.last_seconds
+            self.forward_seconds = ran.seconds
             mode.release()
             if file is not None:
                 file.write()
             overwritten = mode.overwritten
             if overwritten <= copies:  # copies do not change
-                return output, mode, [] if caches is None else caches.writes
+                return ran, mode, [] if caches is None else caches.writes
             copies |= overwritten
             if file is not None:
                 file.clear()

@@ -23,11 +23,15 @@ def planted(plant: Callable[[nn.Module], None], dtype: str = "float16", **settin
     module, inputs = architectures.make("llama")
     with torch.no_grad():
         plant(module)
+    return diagnosed(module, inputs, dtype, **settings)
+
+
+def diagnosed(module: nn.Module, inputs: Any, dtype: str = "float16", **settings: Any) -> tuple[Any, Any]:
+    """A session on a module, all of it cast, and what is found."""
     session = de.open(module, inputs=inputs)
     session.settings = de.RunSettings(**settings)
     session.cast("*", dtype)
-    report = session.drift()
-    return session, session.nonfinite(report)
+    return session, session.nonfinite(session.drift())
 
 
 def mended(session: Any, found: NonFiniteDiagnosis) -> bool:
@@ -176,24 +180,23 @@ def test_vanishing_epsilon_is_named() -> None:
     x = torch.randn(3, 8)
     x[1] = 0
     for own, operation, epsilon in ((False, "normalize", 1e-12), (True, "div", 1e-9)):
-        session = de.open(Net(own), inputs=(x,))
-        session.cast("*", "float16")
-        session.settings = de.RunSettings(float_inputs="model")
         with torch.no_grad():
             assert bool(Net(own).half()(x.half()).isnan().any())
-        found = session.nonfinite(session.drift())
+        session, found = diagnosed(Net(own), (x,), float_inputs="model")
         assert (found.operation, found.module, found.dtype, found.constant) == (operation, "", "float16", epsilon)
         assert f"the epsilon {epsilon:g} is zero in float16, so that it divides by zero" in nonfinite_lines(found)[1]
         assert mended(session, found)
 
 
-def test_mask_beyond_the_dtype_is_named() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.query, self.value = nn.Linear(8, 8), nn.Linear(8, 8)
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.query, self.value = nn.Linear(8, 8), nn.Linear(8, 8)
 
+
+def test_mask_beyond_the_dtype_is_named() -> None:
+    class Net(Attends):
         def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
             scores = self.query(x) @ x.transpose(-1, -2)
             scores = scores + (1.0 - mask.to(scores.dtype)[:, None]) * -1e9
@@ -202,10 +205,7 @@ def test_mask_beyond_the_dtype_is_named() -> None:
     x, mask = torch.randn(2, 4, 8), torch.tensor([[1, 1, 0, 0], [0, 0, 0, 0]])
     with torch.no_grad():
         assert bool(Net().half()(x.half(), mask).isnan().any())
-    session = de.open(Net(), inputs={"x": x, "mask": mask})
-    session.settings = de.RunSettings(float_inputs="model")
-    session.cast("*", "float16")
-    found = session.nonfinite(session.drift())
+    session, found = diagnosed(Net(), {"x": x, "mask": mask}, float_inputs="model")
     assert (found.module, found.dtype, found.constant) == ("", "float16", -1e9)
     line = "           the constant -1e+09, as masks have, is beyond the range of float16, which holds up to 65504"
     assert nonfinite_lines(found)[1] == line
@@ -213,12 +213,7 @@ def test_mask_beyond_the_dtype_is_named() -> None:
 
 
 def test_mask_of_minus_infinity_is_not_blamed() -> None:
-    class Masked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.query, self.value = nn.Linear(8, 8), nn.Linear(8, 8)
-
+    class Masked(Attends):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             scores = self.query(x) @ x.transpose(-1, -2)
             mask = torch.full_like(scores, -math.inf).triu(1)
@@ -228,9 +223,7 @@ def test_mask_of_minus_infinity_is_not_blamed() -> None:
     net = Masked()
     with torch.no_grad():
         net.value.weight[0, 0] = 7e4
-    session = de.open(net, inputs=(torch.randn(1, 4, 8),))
-    session.cast("*", "float16")
-    found = session.nonfinite(session.drift())
+    session, found = diagnosed(net, (torch.randn(1, 4, 8),))
     assert (found.kind, found.module, found.weights) == ("weight", "value", ("value.weight",))
     assert mended(session, found)
 
@@ -286,10 +279,7 @@ class Squares(nn.Module):
 
 def test_operation_of_the_models_code_is_not_attributed_to_a_module() -> None:
     torch.manual_seed(0)
-    session = de.open(Squares(), inputs=torch.linspace(-1, 1, 32).reshape(4, 8))
-    session.cast("*", "float16")
-    found = session.nonfinite(session.drift())
-    assert found is not None
+    _, found = diagnosed(Squares(), torch.linspace(-1, 1, 32).reshape(4, 8))
     assert (found.module, found.operation, found.first_module) == ("", "mul", "b")
     assert nonfinite_lines(found)[0] == "not finite first in the model itself: mul in float16"
 
@@ -304,10 +294,7 @@ class OverflowsAnyway(Squares):
 
 def test_remedy_restores_the_values_that_are_finite_in_the_reference() -> None:
     torch.manual_seed(0)
-    session = de.open(OverflowsAnyway(), inputs=torch.linspace(0.5, 1, 32).reshape(4, 8))
-    session.cast("*", "float16")
-    found = session.nonfinite(session.drift())
-    assert found is not None
+    _, found = diagnosed(OverflowsAnyway(), torch.linspace(0.5, 1, 32).reshape(4, 8))
     assert found.remedy
     assert nonfinite_lines(found)[-1].endswith("tried, the output is finite where the reference is")
 
@@ -367,9 +354,7 @@ def test_weight_beyond_float32_is_diagnosed(dtype: str) -> None:
         net[0].weight[0, 0] = 1e39
     x = torch.randn(2, 32, dtype=torch.float64) * 1e-3
     x[:, 0] = 0
-    session = de.open(net, inputs=(x,))
-    session.cast("*", dtype)
-    found = session.nonfinite(session.drift())
+    session, found = diagnosed(net, (x,), dtype)
     assert (found.kind, found.module, found.weights, found.largest) == ("weight", "0", ("0.weight",), 1e39)
     assert found.remedy == ("0.weight=float64",)
     assert mended(session, found)

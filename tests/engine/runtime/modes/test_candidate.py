@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.modes import promotion
 from dtype_engine.runtime.modes.candidate import CandidateMode
 from dtype_engine.runtime.modes.promotion import ImplicitCast
+from dtype_engine.runtime.modes.reference import ReferenceMode
 from dtype_engine.runtime.numerics.quantize import cast_or_quantize
 from dtype_engine.runtime.passes.outputs import main_output
 
@@ -168,9 +170,7 @@ def test_norm_in_two_dtypes_lists_no_cast() -> None:
     assert casts == []
 
 
-def test_other_failures_are_raised_unchanged(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_other_failures_are_raised_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(promotion, "_refused", set())
     given, source = torch.zeros(3).bfloat16(), torch.ones(2)
 
@@ -303,14 +303,10 @@ def test_missing_kernel_messages_of_torch_are_recognized(name: str, function: An
         session.drift()
 
 
-def test_reference_makes_no_second_set_of_weights() -> None:
+def test_reference_makes_no_second_set_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """The widened weights live one at a time: the largest number alive at once is counted by a hook on allocation."""
-    from dtype_engine.runtime.modes.reference import ReferenceMode
-
     model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(8))).bfloat16()
     live = LiveModel.wrap(model, "test", torch.device("cpu"))
-    import weakref
-
     alive: list[weakref.ref[torch.Tensor]] = []
     most = 0
     widen = ReferenceMode.value_of
@@ -322,12 +318,9 @@ def test_reference_makes_no_second_set_of_weights() -> None:
         most = max(most, sum(ref() is not None for ref in alive))
         return made
 
-    ReferenceMode.value_of = counted  # type: ignore[method-assign]
-    try:
-        with torch.no_grad(), ReferenceMode(live.by_id, torch.device("cpu")):
-            out = model(torch.randn(1, 256))
-    finally:
-        ReferenceMode.value_of = widen  # type: ignore[method-assign]
+    monkeypatch.setattr(ReferenceMode, "value_of", counted)
+    with torch.no_grad(), ReferenceMode(live.by_id, torch.device("cpu")):
+        out = model(torch.randn(1, 256))
     assert out.dtype == torch.float32
     assert len(alive) == 8
     assert most <= 2
@@ -357,8 +350,6 @@ def test_only_looked_up_rows_of_a_table_are_dequantized(
 
 
 def test_only_looked_up_rows_of_an_embedding_are_widened() -> None:
-    from dtype_engine.runtime.modes.reference import ReferenceMode
-
     model = nn.Embedding(100, 4).bfloat16()
     live = LiveModel.wrap(model, "test", torch.device("cpu"))
     ids = torch.tensor([1, 5])

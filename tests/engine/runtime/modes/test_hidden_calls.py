@@ -77,12 +77,14 @@ class MapsItsWeight(nn.Module):
         )
 
 
-class WrapsItsWeight(nn.Module):
-    """Makes other tensors of the same memory, with calls that no mode sees."""
-
+class Vectors(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.one, self.two = nn.Parameter(torch.randn(8)), nn.Parameter(torch.randn(8))
+
+
+class WrapsItsWeight(Vectors):
+    """Makes other tensors of the same memory, with calls that no mode sees."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         empty = torch.empty(0, dtype=self.two.dtype)
@@ -90,12 +92,8 @@ class WrapsItsWeight(nn.Module):
         return x * nn.Parameter(self.one, requires_grad=False) + stored
 
 
-class WritesToAList(nn.Module):
+class WritesToAList(Vectors):
     """Writes to several weights with one call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Parameter(torch.randn(8)), nn.Parameter(torch.randn(8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         torch._foreach_mul_([self.one, self.two], 0.5)

@@ -11,8 +11,7 @@ from torch import nn
 
 import dtype_engine as de
 from dtype_engine.core.cancellation import never
-from dtype_engine.runtime.modes.reference import ReferenceMode, reference_dtype
-from dtype_engine.runtime.modes.widening_buffer import WidenedWeights
+from dtype_engine.runtime.modes.reference import ReferenceMode, WidenedWeights
 from dtype_engine.runtime.passes.outputs import main_output
 from dtype_engine.runtime.passes.runner import ForwardRunner
 
@@ -102,7 +101,7 @@ def test_gradients_give_every_weight_its_own_memory(session: de.Session) -> None
     """The backward pass needs them."""
     model = session.model
     (ids,) = session.need_inputs().batches[0].args
-    with ReferenceMode(model.by_id, model.device, WidenedWeights(reference_dtype)):
+    with ReferenceMode(model.by_id, model.device, WidenedWeights()):
         hidden = model.module.table(ids).requires_grad_()
         (model.module.second(model.module.first(hidden)).sum()).backward()
     first, second = (layer.weight.detach().float() for layer in (model.module.first, model.module.second))

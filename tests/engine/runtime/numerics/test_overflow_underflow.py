@@ -26,7 +26,7 @@ from dtype_engine.recipe.file import read_recipe_file, write_recipe
 from dtype_engine.reports.text_losses import headline, loss_sentence, loss_sentences
 from dtype_engine.results.losses import ValueLoss, severe
 from dtype_engine.runtime.formats import row_blocks
-from dtype_engine.runtime.measure.stored_losses import losses_in_files
+from dtype_engine.runtime.measure.planned_casts import losses_in_files
 from dtype_engine.runtime.numerics import overflow_underflow as value_loss
 from dtype_engine.runtime.numerics.overflow_underflow import count_losses
 from dtype_engine.runtime.numerics.quantization_error import round_trip
@@ -74,6 +74,11 @@ def by_hand(tensors: dict[str, torch.Tensor], target: torch.dtype) -> dict[str, 
             if overflowed or vanished:
                 found[name] = overflowed, vanished
     return found
+
+
+HALF = Recipe((Rule("*", "float16"),))
+EXPECTED = by_hand(Net().state_dict(), torch.float16)
+"""What the recipe `HALF` loses of the model."""
 
 
 def counts(losses: Any) -> dict[str, tuple[int, int]]:
@@ -260,13 +265,12 @@ def opened(dtype: str = "float16") -> Any:
 
 
 def test_session_reports_losses_of_a_finite_output() -> None:
-    expected = by_hand(Net().state_dict(), torch.float16)
-    assert set(expected) == {"bn.running_var", "head.weight", "tiny"}
+    assert set(EXPECTED) == {"bn.running_var", "head.weight", "tiny"}
     session = opened()
-    assert counts(session.lost_values()) == expected
+    assert counts(session.lost_values()) == EXPECTED
     session.cast("*", "float32")
     assert session.lost_values() == ()
-    assert counts(session.lost_values(plan=make_plan(session.tree, Recipe((Rule("*", "float16"),))))) == expected
+    assert counts(session.lost_values(plan=make_plan(session.tree, HALF))) == EXPECTED
 
 
 def test_report_lists_losses_and_each_tensor_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,7 +284,7 @@ def test_report_lists_losses_and_each_tensor_is_counted_once(monkeypatch: pytest
 
     monkeypatch.setattr(value_loss, "LossCounter", Noting)
     session = opened()
-    assert counts(session.drift().lost) == by_hand(Net().state_dict(), torch.float16)
+    assert counts(session.drift().lost) == EXPECTED
     first = list(counted)
     assert len(first) == len(set(first))
     session.undo()
@@ -377,10 +381,9 @@ def test_recipe_files_record_losses(tmp_path: Path) -> None:
     file = tmp_path / "r.yaml"
     file.write_text(recipe_text(session.tree, session.plan, "net", None, report))
     read = read_recipe_file(file)
-    expected = by_hand(Net().state_dict(), torch.float16)
-    assert counts(read.lost) == expected
-    assert read.measured["overflowed"] == sum(overflowed for overflowed, _ in expected.values())
-    assert read.measured["vanished"] == sum(vanished for _, vanished in expected.values())
+    assert counts(read.lost) == EXPECTED
+    assert read.measured["overflowed"] == sum(overflowed for overflowed, _ in EXPECTED.values())
+    assert read.measured["vanished"] == sum(vanished for _, vanished in EXPECTED.values())
     assert "lost" not in read.measured
     for bad in (
         "lost: 3",
@@ -430,14 +433,13 @@ def test_drift_prints_losses_and_tries_remedies(tmp_path: Path, capsys: pytest.C
     )
     assert status == 0
     found = json.loads(out)
-    expected = by_hand(Net().state_dict(), torch.float16)
-    assert {loss["tensor"]: (loss["overflowed"], loss["vanished"]) for loss in found["lost"]} == expected
+    assert {loss["tensor"]: (loss["overflowed"], loss["vanished"]) for loss in found["lost"]} == EXPECTED
     assert all(loss["dtype"] == "float16" for loss in found["lost"])
     assert len(found["suggest"]["rules"]) == 3
     assert found["suggest"]["after"]["sqnr_db"] > 20
-    assert counts(read_recipe_file(tmp_path / "r").lost) == expected
+    assert counts(read_recipe_file(tmp_path / "r").lost) == EXPECTED
     status, out, _ = command(capsys, "drift", model, "--cast", "*=f16", "--suggest")
-    assert f"bn.running_var: {expected['bn.running_var'][0]} of 8 values became infinite in float16" in out
+    assert f"bn.running_var: {EXPECTED['bn.running_var'][0]} of 8 values became infinite in float16" in out
     assert "bn.running_var=bfloat16" in out
     assert "tried: " in out
     status, out, _ = command(capsys, "drift", model, "--cast", "*=bf16", "--suggest")
@@ -450,7 +452,7 @@ def test_report_lists_losses(tmp_path: Path, suffix: str, capsys: pytest.Capture
     file = tmp_path / f"report.{suffix}"
     status, out, _ = command(capsys, "report", f"{__file__}:Net", "--cast", "*=f16", "-o", str(file), "--json")
     assert status == 0
-    assert counts(ValueLoss(**loss) for loss in json.loads(out)["lost"]) == by_hand(Net().state_dict(), torch.float16)
+    assert counts(ValueLoss(**loss) for loss in json.loads(out)["lost"]) == EXPECTED
     text = file.read_text()
     assert "Values lost in the casts" in text
     assert "bn.running_var" in text
@@ -465,7 +467,7 @@ def test_losses_of_the_crepe_model() -> None:
     path = Path(found.origin).parent / "assets/full.pth"
     checkpoint = open_checkpoint(path)
     tree = checkpoint.tree()
-    lost = losses_in_files(checkpoint, tree, make_plan(tree, Recipe((Rule("*", "float16"),))).dtypes)
+    lost = losses_in_files(checkpoint, tree, make_plan(tree, HALF).dtypes)
     assert counts(lost) == by_hand(torch.load(path, map_location="cpu", weights_only=True), torch.float16)
     assert [loss_sentence(loss) for loss in severe(lost)] == [
         "conv2_BN.running_var: 64 of 128 values became infinite in float16"
@@ -475,7 +477,7 @@ def test_losses_of_the_crepe_model() -> None:
 def test_losses_are_reported_without_a_live_model(weights: Path, tmp_path: Path) -> None:
     recorded = RecordedWorker(str(weights), Options(device="cpu"))
     worker = recorded.worker
-    worker.request(SetRecipe(Recipe((Rule("*", "float16"),))))
+    worker.request(SetRecipe(HALF))
     worker.save(ReportRequest(tmp_path / "r.md"))
     worker.save(RecipeRequest(tmp_path / "r.yaml"))
     worker.save(ExportRequest(tmp_path / "out"))
@@ -497,7 +499,7 @@ def test_losses_are_reported_without_a_live_model(weights: Path, tmp_path: Path)
 
 
 def test_worker_reports_losses_first_and_the_remedy_later() -> None:
-    recipe = Recipe((Rule("*", "float16"),))
+    recipe = HALF
     recorded = RecordedWorker(f"{__file__}:Net", Options(device="cpu"))
     recorded.worker.request(SetRecipe(recipe))
     recorded.worker.start()
@@ -509,7 +511,7 @@ def test_worker_reports_losses_first_and_the_remedy_later() -> None:
     done = of_recipe[order[events.CastDone]]
     assert isinstance(done, events.CastDone)
     assert done.lost is not None
-    assert counts(done.lost) == by_hand(Net().state_dict(), torch.float16)
+    assert counts(done.lost) == EXPECTED
     (found,) = recorded.answers(LOSS_REMEDY)
     assert found.improves
 
@@ -519,7 +521,6 @@ def test_search_reports_the_losses_of_its_recipe() -> None:
     session.scan(("float16",), draws=2)
     found = session.search(budget=500)
     planned = make_plan(session.tree, Recipe.of(map(Rule.parse, found.rules))).dtypes
-    expected = by_hand(Net().state_dict(), torch.float16)
-    assert counts(found.lost) == {name: lost for name, lost in expected.items() if planned[name] == "float16"}
+    assert counts(found.lost) == {name: lost for name, lost in EXPECTED.items() if planned[name] == "float16"}
     assert counts(found.lost) == {"tiny": (0, 20)}  # what becomes infinite the scan leaves alone
     assert session.lost_values() == ()

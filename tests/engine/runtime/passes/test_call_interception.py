@@ -74,7 +74,7 @@ def run(
     calls, seen = ModuleCalls(model, cancelled), Seen()
     mode = WeightMode({}, torch.device("cpu"))
     under_way = ForwardPass(mode, seen, OutputCache({}, 0), {}, None, {}, watched)
-    calls.watch()
+    calls.intercept(reports=True)
     calls.under_way = under_way
     try:
         model(torch.zeros(()))
@@ -172,7 +172,7 @@ def test_compiled_module_stays_compiled() -> None:
 def test_two_observers_may_watch_the_same_modules() -> None:
     model = Model()
     other = ModuleCalls(model, lambda: False)
-    other.watch()
+    other.intercept(reports=True)
     assert run(model)[0] == OUTPUTS
     assert float(model(torch.zeros(()))) == OUTPUTS[-1][2]
     other.remove()

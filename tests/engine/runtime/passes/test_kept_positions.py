@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import dtype_engine as de
+from dtype_engine.results.drift import DriftReport
 from dtype_engine.runtime.inputs import Batch
 from dtype_engine.runtime.measure.listener import MeasurementListener
 from dtype_engine.runtime.passes.kept_positions import AttendedPositions, KeptPositions
@@ -81,6 +82,19 @@ def figures(reference: torch.Tensor, candidate: torch.Tensor, kept: torch.Tensor
     }
 
 
+def check_modules(
+    report: DriftReport,
+    reference: dict[str, torch.Tensor],
+    candidate: dict[str, torch.Tensor],
+    kept: dict[str, torch.Tensor],
+) -> None:
+    """The figures of modules are those over the positions `kept`, which are keyed by name."""
+    by_name = {each.name: each.sqnr_db for each in report.modules}
+    for name, positions in kept.items():
+        expected = figures(reference[name], candidate[name], positions)["sqnr_db"]
+        assert by_name[name] == pytest.approx(expected, abs=1e-6), name
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_is_excluded_from_every_figure(side: str) -> None:
     model, given = gemma(), padded(side)
@@ -93,11 +107,8 @@ def test_padding_is_excluded_from_every_figure(side: str) -> None:
     assert report.inputs_run.endswith("; 6 padding positions left out")
     for name, value in figures(reference[""], candidate[""], kept).items():
         assert getattr(report.output, name) == pytest.approx(value, rel=1e-6), name
-    by_name = {each.name: each.sqnr_db for each in report.modules}
-    for name in ("model.layers.0.mlp.down_proj", "model.layers.3.self_attn.o_proj", "model.layers.5", "model.norm"):
-        assert by_name[name] == pytest.approx(figures(reference[name], candidate[name], kept)["sqnr_db"], abs=1e-6), (
-            name
-        )
+    names = ("model.layers.0.mlp.down_proj", "model.layers.3.self_attn.o_proj", "model.layers.5", "model.norm")
+    check_modules(report, reference, candidate, dict.fromkeys(names, kept))
 
 
 def test_both_scans_exclude_padding() -> None:
@@ -156,17 +167,14 @@ def test_decoder_has_its_own_kept_positions() -> None:
     decoder = labels != -100
     assert (report.sequences.positions, report.sequences.left_out) == (9, 3)
     assert report.output.kl_mean == pytest.approx(figures(reference[""], candidate[""], decoder)["kl_mean"], rel=1e-6)
-    by_name = {each.name: each.sqnr_db for each in report.modules}
-    for name, kept in (
-        ("encoder.block.1.layer.1.DenseReluDense.wo", mask.bool()),
-        ("decoder.block.1.layer.2.DenseReluDense.wo", decoder),
-        ("decoder.block.0.layer.1.EncDecAttention.k", mask.bool()),
-        ("decoder.block.0.layer.1.EncDecAttention.q", decoder),
-        ("lm_head", decoder),
-    ):
-        assert by_name[name] == pytest.approx(figures(reference[name], candidate[name], kept)["sqnr_db"], abs=1e-6), (
-            name
-        )
+    kept = {
+        "encoder.block.1.layer.1.DenseReluDense.wo": mask.bool(),
+        "decoder.block.1.layer.2.DenseReluDense.wo": decoder,
+        "decoder.block.0.layer.1.EncDecAttention.k": mask.bool(),
+        "decoder.block.0.layer.1.EncDecAttention.q": decoder,
+        "lm_head": decoder,
+    }
+    check_modules(report, reference, candidate, kept)
 
 
 def test_distribution_over_positions_gives_padding_no_probability() -> None:

@@ -16,13 +16,27 @@ import dtype_engine as de
 from dtype_engine import Recipe, Rule
 from dtype_engine.core.cancellation import never
 from dtype_engine.runtime.measure.drift import DriftMeter
+from dtype_engine.runtime.measure.running_totals import RunningTotals
 from dtype_engine.runtime.numerics.compare.metrics import OutputMetrics
+from dtype_engine.runtime.passes.forward_pass import ModuleObserver
 from dtype_engine.runtime.passes.one_pass import PassOptions
 from dtype_engine.runtime.passes.runner import ForwardRunner
 
 
-def meter(session: Any, reuse: bool) -> DriftMeter:
-    return DriftMeter(session.model, session.inputs, reuse=reuse)
+def meter(session: Any) -> DriftMeter:
+    return DriftMeter(session.model, session.inputs)
+
+
+def in_full(meter: DriftMeter) -> RunningTotals:
+    """Measure without reuse of what the candidate's last pass returned."""
+    meter._caches.clear()
+    return meter.measure()
+
+
+def check_reuse(quick: DriftMeter, full: DriftMeter, case: object = None) -> None:
+    reusing, anew = quick.measure(), in_full(full)
+    assert reusing.output == anew.output, case
+    assert {m.name: m for m in reusing.modules} == {m.name: m for m in anew.modules}, case
 
 
 @pytest.fixture
@@ -66,16 +80,14 @@ def test_reuse_gives_the_figures_of_a_full_measurement(place: int, name: str, co
     """Architectures of a family follow each other, and have uniform recipes and others in turn."""
     module, inputs = architectures.make(name)
     session = de.open(module, inputs=inputs)
-    quick, full = meter(session, reuse=True), meter(session, reuse=False)
+    quick, full = meter(session), meter(session)
     for recipe in steps(session, place % 2 == 0):
         session.apply(recipe)
-        with_stand_ins, in_full = quick.measure(), full.measure()
+        check_reuse(quick, full)
         assert torch.equal(compared[-2], compared[-1])
-        assert with_stand_ins.output == in_full.output
-        assert {m.name: m for m in with_stand_ins.modules} == {m.name: m for m in in_full.modules}
     # Both meters ran the reference once for all steps: another one, with what is left of the casts, gives the same.
     session.apply(Recipe((Rule("*", "bfloat16"),)))
-    assert meter(session, reuse=False).measure().output == full.measure().output == quick.measure().output
+    assert meter(session).measure().output == in_full(full).output == quick.measure().output
 
 
 class Counting(nn.Linear):
@@ -130,11 +142,11 @@ def routed() -> Any:
 
 def test_other_tokens_may_call_other_modules() -> None:
     session = routed()
-    quick, full = meter(session, reuse=True), meter(session, reuse=False)
+    quick, full = meter(session), meter(session)
     for pattern in ("layers.2", "layers.1", "layers.0", "experts.3", "experts.1", "late", "layers.2"):
         session.apply(Recipe((Rule(pattern, "bfloat16"),)))
         with_stand_ins = quick.measure()
-        assert with_stand_ins.output == full.measure().output
+        assert with_stand_ins.output == in_full(full).output
     assert with_stand_ins.seconds.reused
 
 
@@ -158,34 +170,33 @@ def test_causes_with_changed_routes() -> None:
     }
     for name, drift in found.items():
         session.apply(Recipe((Rule(name, "bfloat16"),)))
-        assert drift == pytest.approx(meter(session, reuse=False).measure().output.rel_l2 ** 2, rel=1e-6), name
+        assert drift == pytest.approx(meter(session).measure().output.rel_l2 ** 2, rel=1e-6), name
 
 
-class OtherOrder(nn.Module):
-    """Which of its first two layers comes first depends on the example."""
+class Layers(nn.Module):
+    """Three layers; a subclass says how they are called."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.a, self.b, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.first, self.middle, self.last = (nn.Linear(8, 8) for _ in range(3))
+
+
+class OtherOrder(Layers):
+    """Which of its first two layers comes first depends on the example."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        order = (self.a, self.b) if x[0, 0] > 0 else (self.b, self.a)
+        order = (self.first, self.middle) if x[0, 0] > 0 else (self.middle, self.first)
         for layer in (*order, self.last):
             x = layer(x)
         return x
 
 
-class Again(nn.Module):
+class Again(Layers):
     """Calls one layer before and after another."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.shared, self.middle, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.shared(self.middle(self.shared(x))))
+        return self.last(self.first(self.middle(self.first(x))))
 
 
 class TiedOtherOrder(nn.Module):
@@ -232,13 +243,8 @@ class Gated(nn.Module):
         return x
 
 
-class Peeks(nn.Module):
+class Peeks(Layers):
     """Takes values of its last layer's weight before that is called, for some examples."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.middle, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         given, x = x, self.first(x.to(self.first.weight.dtype))
@@ -246,13 +252,8 @@ class Peeks(nn.Module):
         return self.last(self.middle(x))
 
 
-class Reads(nn.Module):
+class Reads(Layers):
     """Looks at a later module's weight before that module is called, as T5 and CLIP do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.middle, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
@@ -277,13 +278,11 @@ def test_first_use_of_a_cast_weight_is_counted_in_each_pass(
     inputs = [{"x": sign * torch.rand(2, 8, generator=chance)} for sign in signs]
     module = model().to(stored)
     session = de.open(module, inputs=inputs)
-    quick, full = meter(session, reuse=True), meter(session, reuse=False)
+    quick, full = meter(session), meter(session)
     for names in permutations(dict(module.named_children()), 2):
         for count in range(3):
             session.apply(Recipe(tuple(Rule(name, "bfloat16") for name in names[:count])))
-            with_stand_ins, in_full = quick.measure(), full.measure()
-            assert with_stand_ins.output == in_full.output, names[:count]
-            assert {m.name: m for m in with_stand_ins.modules} == {m.name: m for m in in_full.modules}, names[:count]
+            check_reuse(quick, full, names[:count])
 
 
 def test_pass_on_another_route_than_the_reference_is_reused() -> None:
@@ -294,7 +293,7 @@ def test_pass_on_another_route_than_the_reference_is_reused() -> None:
     Counting.runs = 0
     output = session.drift().output
     assert Counting.runs == 0
-    assert output == meter(session, reuse=False).measure().output
+    assert output == meter(session).measure().output
 
 
 class Scaled(nn.Module):
@@ -327,15 +326,10 @@ def test_layers_before_the_first_use_of_a_cast_weight_are_reused(last: bool, cas
     Counting.runs = 0
     output = session.drift().output
     assert Counting.runs == runs
-    assert output == meter(session, reuse=False).measure().output
+    assert output == meter(session).measure().output
 
 
-class WritesLater(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
-
+class WritesLater(Layers):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.first(x)
         hidden += 1
@@ -347,11 +341,9 @@ class Named(ModelOutput):
     hidden: torch.Tensor  # no default: a class that can't be called without it
 
 
-class GivesNamed(nn.Module):
+class GivesNamed(Layers):
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
         self.inner = Wraps()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -369,7 +361,7 @@ def test_outputs_of_custom_classes_are_reused() -> None:
     session.cast("last", "bfloat16")
     found = session.drift()
     assert found.seconds.reused
-    assert found.output == meter(session, reuse=False).measure().output
+    assert found.output == meter(session).measure().output
 
 
 def test_overwritten_output_is_not_reused() -> None:
@@ -377,7 +369,7 @@ def test_overwritten_output_is_not_reused() -> None:
     session.drift()
     session.cast("last", "bfloat16")
     quick = session.drift().output
-    assert quick == meter(session, reuse=False).measure().output
+    assert quick == meter(session).measure().output
 
 
 def test_modules_are_restored_after_a_reusing_pass() -> None:
@@ -411,13 +403,11 @@ class Listened(nn.Module):
 
 def test_hooks_of_the_model_are_called_once_in_every_pass() -> None:
     session = de.open(Listened(), inputs=[{"x": torch.randn(rows, 8)} for rows in (2, 3)])
-    quick, full = meter(session, reuse=True), meter(session, reuse=False)
+    quick, full = meter(session), meter(session)
     for name in ("first", "last", "first", "block"):
         for rules in ((), (Rule(name, "bfloat16"),), (Rule(name, "bfloat16"), Rule("last", "float16"))):
             session.apply(Recipe(rules))
-            with_stand_ins, in_full = quick.measure(), full.measure()
-            assert with_stand_ins.output == in_full.output, rules
-            assert {m.name: m for m in with_stand_ins.modules} == {m.name: m for m in in_full.modules}, rules
+            check_reuse(quick, full, rules)
 
 
 def test_modules_with_foreign_hooks_are_run_again() -> None:
@@ -444,7 +434,7 @@ def test_cache_keeps_the_outputs_of_selected_modules_only() -> None:
     session = de.open(module, inputs=(torch.randn(2, 8),))
     (batch,) = session.need_inputs().batches
 
-    class Reads:
+    class Reads(ModuleObserver):
         def __init__(self) -> None:
             self.found: list[tuple[str, object]] = []
 
@@ -454,9 +444,6 @@ def test_cache_keeps_the_outputs_of_selected_modules_only() -> None:
 
         def replay(self, module: str, observed: object) -> None:
             self.found.append((module, observed))
-
-        def restart(self) -> None:
-            raise AssertionError("nothing fails")
 
     with ForwardRunner(session.model, session.settings, never) as runner:
         call, options = runner.candidate_call(batch), PassOptions(cached=frozenset({"0"}), cache_bytes=1 << 20)

@@ -1,6 +1,4 @@
-"""Computes the sums over the elements of a module's outputs, such as the squared error, from which the module's drift is
-computed.
-"""
+"""Computes the sums over the elements of a module's outputs from which the module's drift is computed."""
 
 from __future__ import annotations
 
@@ -26,20 +24,16 @@ _ROW_ELEMENTS = 256
 
 @dataclass(slots=True)
 class ModuleSums:
-    """Sums over the elements of a module's outputs in one or more calls, from which the module's drift is computed."""
+    """Sums over the elements of a module's outputs in one or more calls."""
 
     sums: ElementSums = field(default_factory=ElementSums)
     comparable: bool = True
-    """Whether the outputs could be compared element by element. This requires equal shapes. In an expert, each row must also belong
-    to the same token as in the reference run.
-    """
+    """Whether the outputs could be compared: shapes are equal, and each row of an expert belongs to the same token."""
     rerouted: int = 0
-    """For a router that chose other experts for at least one token than in the reference run: the number of all tokens in that
-    call. Otherwise 0.
-    """
+    """For a router that chose other experts for at least one token: the number of all tokens in that call. Otherwise 0."""
 
     def add(self, other: ModuleSums) -> None:
-        """Add `other`, the sums from other calls of the same module, to these sums."""
+        """Add the sums of other calls of the same module."""
         self.sums.add(other.sums)
         self.comparable = self.comparable and other.comparable
         self.rerouted = self.rerouted or other.rerouted
@@ -53,18 +47,15 @@ class ModuleSums:
 
     @classmethod
     def not_comparable(cls, reference: torch.Tensor, candidate: torch.Tensor) -> ModuleSums:
-        """Return sums for outputs that can't be compared element by element. They only hold how many more non-finite values the
-        candidate's output has than the reference's.
-        """
+        """Return sums that only hold how many more non-finite values the candidate's output has than the reference's."""
         counts = [int((~torch.isfinite(output)).sum()) for output in (reference, candidate)]
         return cls(ElementSums(nonfinite=max(0, counts[1] - counts[0])), comparable=False)
 
 
 def compare_outputs(reference: torch.Tensor, candidate: torch.Tensor, kept: torch.Tensor | None = None) -> ModuleSums:
-    """Return the sums over all elements of two outputs of a module, such as the squared error, in float64. Sums that only the main
-    output's metrics need are left out, since they would double the time.
-
-    kept: a bool mask of the output's first dimensions; only these positions are compared. If None, all are compared.
+    """Return the sums over all elements of two outputs of a module, in float64, without those that only the main output's metrics
+    need, since they would double the time. kept: the positions to compare, a bool mask of the output's first dimensions; if None,
+    all.
     """
     if reference.shape != candidate.shape:
         return ModuleSums.not_comparable(reference, candidate)
@@ -90,11 +81,9 @@ def compare_outputs(reference: torch.Tensor, candidate: torch.Tensor, kept: torc
 
 
 def _sums_on_accelerator(reference: torch.Tensor, candidate: torch.Tensor) -> ElementSums:
-    """Return the sums over two flat outputs, such as the squared error. Their elements have at most 32 bits.
-
-    On an accelerator, memory traffic limits the speed of a comparison. This function needs a quarter of the traffic of float64
-    copies: it rounds differences to float32, sums each row of `_ROW_ELEMENTS` elements in float32, and adds these sums in float64.
-    The relative error of a sum is about 1e-7.
+    """Return the sums over two flat outputs, whose elements have at most 32 bits, with a quarter of the memory traffic of float64
+    copies, which limits the speed: rounds differences to float32, sums each row of `_ROW_ELEMENTS` elements in float32, and adds
+    these sums in float64. The relative error of a sum is about 1e-7.
     """
     if not len(reference):
         return ElementSums()

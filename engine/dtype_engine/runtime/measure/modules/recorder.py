@@ -1,29 +1,52 @@
-"""Records the module outputs of a reference run, for comparison with those of a candidate.
-
-An output is the first float tensor that a module call returned, of any shape. The calls of each module are counted from 0.
-"""
+"""Records the module outputs of a reference run, for comparison with those of a candidate."""
 
 from __future__ import annotations
 
+from typing import Generic, TypeVar
+
 import torch
 
+from dtype_engine.runtime.libraries.torch_private import version_of
 from dtype_engine.runtime.measure.modules.routing import is_router
-from dtype_engine.runtime.measure.modules.seen_output import SeenOutput
 from dtype_engine.runtime.passes.forward_pass import ModuleObserver
+
+T = TypeVar("T")
+
+
+class SeenOutput(Generic[T]):
+    """A module's output with a result computed from it, which is used again if the next module returns the same output: a parent
+    often returns its last child's output, or a view of all of it. This object keeps the output alive, so that its memory is not
+    used for another tensor.
+    """
+
+    def __init__(self, output: torch.Tensor, result: T) -> None:
+        self.output = output
+        self.result = result
+        self.version = version_of(output)
+
+    def is_same(self, output: torch.Tensor) -> bool:
+        """Return whether `output` is this object's output or a view of all of it, and nothing has written to its memory since."""
+        if self.version != version_of(self.output):
+            return False
+        return self.output is output or (
+            self.output.data_ptr() == output.data_ptr()
+            and self.output.shape == output.shape
+            and self.output.stride() == output.stride()
+            and self.output.dtype == output.dtype
+            and self.version == version_of(output)
+        )
 
 
 class ModuleRecorder(ModuleObserver):
-    """Keeps a copy of every module output during a reference pass, up to `budget` bytes in total.
-
-    Outputs are copied at once, because the model may overwrite them later. Modules that return the same tensor, such as a parent
-    and the last child it calls, share one copy.
+    """Keeps a copy of every module output during a reference pass, up to `budget` bytes in total. Outputs are copied at once,
+    because the model may overwrite them later. Modules that return the same tensor share one copy.
     """
 
     def __init__(self, budget: int) -> None:
         self.outputs: dict[tuple[str, int], torch.Tensor] = {}
-        """The recorded outputs, keyed by the name of the module and the number of its call."""
+        """The recorded outputs, keyed by the name of the module and the number of its call, from 0."""
         self.left_out: set[str] = set()
-        """Names of modules that had an output which exceeded the memory budget and was not recorded."""
+        """Names of modules with an output that exceeded the budget."""
         self.choices: dict[tuple[str, int], torch.Tensor] = {}
         """The experts that routers chose, as integers, keyed by the name of the router and the number of its call."""
         self._budget = self._left = budget
@@ -47,9 +70,7 @@ class ModuleRecorder(ModuleObserver):
             self.choices[module, call] = chosen.clone()
 
     def copy_of(self, output: torch.Tensor) -> torch.Tensor:
-        """Return a copy of the main output. If the last module returned the same tensor, its recorded copy is shared: this is usual
-        for logits, the largest output in a model with a large vocabulary.
-        """
+        """Return a copy of the main output: the recorded one if the last module returned it, as is usual for logits."""
         if self._last is not None and self._last.result is not None and self._last.is_same(output):
             return self._last.result
         return output.detach().clone()

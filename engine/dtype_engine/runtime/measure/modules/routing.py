@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -20,23 +20,17 @@ _ROUTER = re.compile(r"(^|[._])(gate|router|wg)$")
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "top_k_experts")
 """Keys in the configurations of models whose value is the number of experts per token."""
 _BIASED = ("n_group", "e_score_correction_bias", "use_expert_bias", "moe_router_enable_expert_bias")
-"""Keys in the configurations of models for settings that affect which experts a router chooses. With them, the scores alone do not
-decide.
-"""
+"""Keys in the configurations of models for settings that affect which experts a router chooses, beside the scores."""
 
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """What a model's configuration says about its mixture of experts: how many experts there are, and to how many each token is
-    sent.
-    """
+    """What a model's configuration says about its mixture of experts."""
 
     experts: frozenset[int]
     """All numbers of experts in the configuration. A module that outputs this many values for each token may be a router."""
     chosen: int | None
-    """The number of experts to which a token is sent, if these are the experts with the largest scores. None if the number is
-    unknown or other settings also affect the choice.
-    """
+    """The number of experts to which a token is sent. None if it is unknown, or if they are not those with the largest scores."""
 
     @classmethod
     def of(cls, model: LiveModel) -> Routing | None:
@@ -50,57 +44,44 @@ class Routing:
         return cls(frozenset(counts), None if any(described.get(name) for name in _BIASED) else chosen)
 
 
+@dataclass(slots=True)
 class RoutingComparer:
     """Compares, during a candidate's pass, the experts that its routers choose with those chosen in the reference run."""
 
-    def __init__(self, routing: Routing | None, choices: Mapping[tuple[str, int], torch.Tensor]) -> None:
-        """Prepare for one pass. choices: the experts that the routers chose in the reference run, by (router's name, number of its
-        call).
-        """
-        self._routing = routing
-        self._choices = choices
-        self._changed: dict[str, int] = {}
+    routing: Routing | None
+    choices: Mapping[tuple[str, int], torch.Tensor]
+    """The experts chosen in the reference run, by (router's name, number of its call)."""
+    _changed: dict[str, int] = field(default_factory=dict)
 
     def take_choice(self, module: str, call: int, chosen: torch.Tensor) -> None:
-        """Receive the indexes of the experts (`chosen`) that a router chose for each token in its call number `call`. If the
-        reference run chose other experts, the router is recorded.
-        """
-        kept = self._choices.get((module, call))
+        """Receive the experts that a router chose for each token, and record the router if the reference run chose others."""
+        kept = self.choices.get((module, call))
         if kept is not None and not torch.equal(kept, chosen):
             self.mark(module, len(chosen.reshape(-1, chosen.shape[-1])))
 
     def take_scores(self, module: str, call: int, reference: torch.Tensor, candidate: torch.Tensor) -> None:
-        """Receive the values [..., experts] of a router that returns one score for each expert, in the reference run and in the
-        candidate's pass.
-
-        For each token, the experts with the largest scores are chosen. If they, or their order, differ from those of the reference
-        run for any token, the router is recorded.
+        """Receive the values [..., experts] of a router that returns one score for each expert, in both runs. If the experts with
+        the largest scores, or their order, differ for any token, the router is recorded.
         """
         width = candidate.shape[-1] if candidate.ndim else 0
-        if self._routing is None or (module, call) in self._choices or not _ROUTER.search(module):
+        if self.routing is None or (module, call) in self.choices or not _ROUTER.search(module):
             return
-        if width in self._routing.experts and reference.shape == candidate.shape:
-            count = min(width, self._routing.chosen or width)
+        if width in self.routing.experts and reference.shape == candidate.shape:
+            count = min(width, self.routing.chosen or width)
             orders = [scores.float().argsort(-1, descending=True)[..., :count] for scores in (reference, candidate)]
             if not torch.equal(*orders):
                 self.mark(module, candidate.numel() // width)
 
     def mark(self, module: str, tokens: int) -> None:
-        """Record that a router chose other experts for at least one token than in the reference run. tokens: the number of all
-        tokens in this call.
-        """
+        """Record that a router chose other experts for at least one token. tokens: the number of all tokens in this call."""
         self._changed[module.rpartition(".")[0]] = tokens
 
     def rerouted_by(self, module: str) -> int:
-        """If the router `module` chose other experts for any token than in the reference run, return the number of all tokens in
-        its call. Otherwise, return 0.
-        """
+        """Return the number of all tokens in the call of a router that chose other experts for any token, and else 0."""
         return self._changed.get(module.rpartition(".")[0], 0) if _ROUTER.search(module) else 0
 
     def is_shifted(self, module: str, output: torch.Tensor) -> bool:
-        """Return whether the rows of an output may belong to other tokens than in the reference run, because a router chose other
-        experts.
-        """
+        """Return whether the rows of an output may belong to other tokens than in the reference run."""
         for block, tokens in self._changed.items():
             if module.startswith(f"{block}." if block else "") and not _ROUTER.search(module):
                 inside = module[len(block) :].split(".")[:-1]

@@ -15,9 +15,7 @@ import torch
 from dtype_engine.runtime.formats.row_blocks import parallel_map, single_intraop_thread
 
 _CHUNK_ELEMENTS = 1 << 16
-"""Number of elements of an output that are compared at once. Their float64 buffers fit in one core's cache. With half as many
-elements, torch's overhead per call would be significant.
-"""
+"""Number of elements of an output that are compared at once, so that their float64 buffers fit in one core's cache."""
 _GPU_CHUNK_ELEMENTS = 1 << 22
 """Number of elements of an output that are compared at once on a GPU. Their float64 copies need 100 MB."""
 
@@ -32,20 +30,20 @@ class ElementSums:
     nonfinite_reference: int = 0
     """Number of elements that are NaN or plus infinity in the reference. Minus infinity is a mask and is not counted."""
     sum_abs: float = 0.0
-    """The sum of |Δ| with Δ = candidate - reference."""
+    """Σ|Δ|"""
     max_abs: float = 0.0
-    """The largest |Δ| with Δ = candidate - reference."""
+    """max |Δ|"""
     noise: float = 0.0
-    """The energy ΣΔ² of the difference Δ = candidate - reference."""
+    """ΣΔ²"""
     energy: float = 0.0
-    """The energy Σr² of the reference."""
+    """Σr²"""
     energy_candidate: float = 0.0
-    """The energy Σc² of the candidate."""
+    """Σc²"""
     product: float = 0.0
-    """The scalar product Σrc of reference and candidate."""
+    """Σrc"""
 
     def add(self, other: ElementSums) -> None:
-        """Add `other`, the sums over further elements, to these sums."""
+        """Add the sums over further elements."""
         self.elements += other.elements
         self.nonfinite += other.nonfinite
         self.nonfinite_reference += other.nonfinite_reference
@@ -58,12 +56,10 @@ class ElementSums:
 
 
 def element_sums(reference: torch.Tensor, candidate: torch.Tensor, parallel: bool = False) -> ElementSums:
-    """Return the sums over all elements of two outputs of one shape and any floating dtypes, computed on the candidate's device.
+    """Return the sums over all elements of two outputs of any floating dtypes, computed on the candidate's device. Raises
+    ValueError if their shapes differ.
 
     parallel: whether several threads share the work on the CPU. This is faster only if there are several million elements or more.
-
-    Raises:
-        ValueError: The shapes differ.
     """
     if reference.shape != candidate.shape:
         raise ValueError(f"reference {tuple(reference.shape)} and candidate {tuple(candidate.shape)} differ in shape")
@@ -87,14 +83,14 @@ def sum_chunks(
     buffers: int,
     parallel: bool = False,
 ) -> ElementSums:
-    """Call `sums_of` for successive slices of an output, and return the sum of the results, added up in order. A slice has `step`
-    rows or, if the output is flat, `step` elements.
+    """Call `sums_of` for successive slices of an output, of `step` rows or, if it is flat, elements, and return the sum of the
+    results, added up in order.
 
     `sums_of` also gets `buffers` float64 buffers of the slice's shape on the output's device. They are reused for the next slice,
     because touching new memory takes longer than computing the sums.
 
-    parallel: whether several threads share the work on the CPU, each with its own buffers. This helps only if a slice takes a
-    millisecond or more, since handing over Python's lock at every torch operation takes longer than an operation on a small slice.
+    parallel: whether several threads share the work on the CPU. This helps only if a slice takes a millisecond or more, since
+    handing over Python's lock at every torch operation takes longer than an operation on a small slice.
     """
     count = len(output)
     step = min(step, count)
@@ -119,18 +115,14 @@ def sum_chunks(
 
 
 def widen(values: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
-    """Write values into a float64 buffer and return it. float16 is first cast to float32, because torch vectorizes only these two
-    steps.
-    """
+    """Write values into a float64 buffer: float16 through float32, because torch vectorizes only these two steps."""
     return into.copy_(values.float() if values.dtype == torch.float16 else values)
 
 
 def sums_of_small(r: torch.Tensor, delta: torch.Tensor) -> ElementSums | None:
-    """Return the sums over some elements of the outputs if the differences Δ = candidate - reference are small. This is faster than
-    `sums_of_any`.
-
-    r: the reference. delta: Δ, which is overwritten. Both are float64 and contiguous. Returns None if Δ is not finite, or so large
-    that computing the candidate's sums from r and Δ would lose digits.
+    """Return the sums over some elements of the outputs in less time than `sums_of_any`, or None if Δ is not finite, or so large
+    that computing the candidate's sums from r and Δ would lose digits. delta: Δ, which is overwritten. Both are float64 and
+    contiguous.
     """
     r, delta = r.view(-1), delta.view(-1)
     sums = [torch.dot(delta, delta), torch.dot(r, r), torch.dot(r, delta)]
@@ -143,9 +135,7 @@ def sums_of_small(r: torch.Tensor, delta: torch.Tensor) -> ElementSums | None:
 
 
 def sums_of_any(r: torch.Tensor, c: torch.Tensor) -> ElementSums:
-    """Return the sums over some elements of the outputs, which may differ by any amount, and may be infinite or NaN. r: the
-    reference. c: the candidate. Both are float64. `sums_of_small` is faster where it applies.
-    """
+    """Return the sums over some float64 elements of the outputs, which may differ by any amount, and may be infinite or NaN."""
     r, c = r.view(-1), c.view(-1)
     finite = torch.isfinite(r) & torch.isfinite(c)
     same = (r == c) | (torch.isnan(r) & torch.isnan(c))

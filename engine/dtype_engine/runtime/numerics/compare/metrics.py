@@ -25,6 +25,7 @@ If some values of the reference are NaN or infinite, the metrics of Δ cover the
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 
 import torch
 
@@ -40,22 +41,19 @@ _KL_PERCENTILES = {
 _DP_PERCENTILES = {**_KL_PERCENTILES, "p75": 0.75, "p25": 0.25}
 
 
+@dataclass
 class OutputMetrics:
     """Compares the main outputs of the reference and the candidate, one sequence at a time, and computes metrics over all
-    sequences.
-
-    Sequences may be added in any order: sums are always computed in the order of the sequence numbers.
+    sequences. These may be added in any order: sums are always computed in the order of the sequence numbers.
     """
 
-    def __init__(self, classes_dim: int | None, picture_range: tuple[float, float] | None = None) -> None:
-        """Start without sequences. classes_dim: the output dimension along which logits lie, or None if the output is no
-        distribution. picture_range: if the output is a picture, the pixel values of black and of full brightness.
-        """
-        self.classes_dim = classes_dim
-        self._picture_range = picture_range
-        self._pictures: dict[int, PictureSums] = {}
-        self.sequences: dict[int, SequenceFigures] = {}
-        """The comparison of the two outputs on each sequence, keyed by sequence number."""
+    classes_dim: int | None
+    """The output dimension along which logits lie, or None if the output is no distribution."""
+    picture_range: tuple[float, float] | None = None
+    """If the output is a picture, the pixel values of black and of full brightness."""
+    sequences: dict[int, SequenceFigures] = field(default_factory=dict)
+    """The comparison of the two outputs on each sequence, keyed by sequence number."""
+    _pictures: dict[int, PictureSums] = field(default_factory=dict)
 
     def add(
         self,
@@ -65,14 +63,11 @@ class OutputMetrics:
         number: int | None = None,
         kept: torch.Tensor | None = None,
     ) -> None:
-        """Compare the reference's and the candidate's output for one sequence, which must have the same shape.
+        """Compare the reference's and the candidate's output for one sequence. Raises ValueError if their shapes differ.
 
         next_tokens: the id of the correct next token at each position, int64 [batch, positions], or -100 if there is none. number:
         the number of this sequence; if None, the number of sequences added before. kept: a mask that is True at the positions to
         compare, bool [batch, positions]; if None, all are compared.
-
-        Raises:
-            ValueError: The shapes differ.
         """
         if reference.shape != candidate.shape:
             raise ValueError(
@@ -89,8 +84,8 @@ class OutputMetrics:
             figures.sums.elements = reference.numel() // kept.numel() * int(kept.sum())
         place = len(self.sequences) if number is None else number
         self.sequences[place] = figures
-        if self._picture_range is not None and reference.ndim >= 3:
-            self._pictures[place] = picture_sums(reference, candidate, *self._picture_range)
+        if self.picture_range is not None and reference.ndim >= 3:
+            self._pictures[place] = picture_sums(reference, candidate, *self.picture_range)
 
     def result(self) -> OutputDrift:
         """Return the metrics over all sequences that were added."""
@@ -128,7 +123,7 @@ def _of_elements(sums: ElementSums) -> dict[str, float | None]:
         "elements": sums.elements,
         "mean_abs": sums.sum_abs / max(1, sums.elements - sums.nonfinite_reference),
         "max_abs": sums.max_abs,
-        "rel_l2": _relative(sums.noise, sums.energy),
+        "rel_l2": relative_l2(sums.energy, sums.noise),
         "sqnr_db": sqnr_db(sums.energy, sums.noise),
         "cosine": 1.0 if sums.noise == 0.0 else cosine,
         **counts,
@@ -136,8 +131,8 @@ def _of_elements(sums: ElementSums) -> dict[str, float | None]:
 
 
 def _of_distributions(kl: torch.Tensor, same: torch.Tensor) -> dict[str, float | None]:
-    """Return the metrics of distributions by name. kl: the divergence at each position. same: 1 where both outputs have the same
-    most likely class, otherwise 0. Both are float64 [positions].
+    """Return the metrics of distributions by name. kl, same: the divergence at each position, and 1 where both outputs have the
+    same most likely class, otherwise 0; float64 [positions].
     """
     agreement = float(same.mean())
     return {
@@ -151,15 +146,16 @@ def _of_distributions(kl: torch.Tensor, same: torch.Tensor) -> dict[str, float |
 
 
 def _of_next_tokens(log_p: torch.Tensor, log_q: torch.Tensor) -> dict[str, float | None]:
-    """Return the metrics of the correct next tokens by name. log_p, log_q: their log-probabilities under the reference and the
-    candidate, float64 [scored positions].
-    """
+    """Return the metrics of the correct next tokens by name. log_p, log_q: as in `PositionFigures`."""
     dp = log_q.exp() - log_p.exp()
+    squares = dp.square()
+    rms, error = float(squares.mean().sqrt()), _standard_error(squares)
     return {
         "scored_tokens": len(dp),
         "dp_mean": float(dp.mean()),
         "dp_mean_se": _standard_error(dp),
-        **_root_mean_square(dp),
+        "dp_rms": rms,
+        "dp_rms_se": None if error is None else 0.5 * error / rms if rms else 0.0,
         **_spread("dp", dp, _DP_PERCENTILES),
         "log_ratio": float((log_p - log_q).mean()),
         "log_ratio_se": _standard_error(log_p - log_q),
@@ -171,10 +167,9 @@ def compared_rows(output: torch.Tensor, classes_dim: int | None, kept: torch.Ten
     """Return an output of any shape as a matrix: [positions, classes] if it holds logits of distributions, otherwise [rows, width].
     If `kept` is None and the classes are the last dimension, it is a view.
 
-    classes_dim: the dimension of the classes (from 0), or None if the output has no distributions. kept: a mask that is True at the
-    positions to compare, bool [batch, positions], for the first two dimensions of the output; if None, all are compared. In a model
-    that finds an answer in a text, the classes are the positions at which the answer may start. Masked positions then get the logit
-    minus infinity.
+    classes_dim: the dimension of the classes (from 0), or None. kept: a mask that is True at the positions to compare, for the
+    first two dimensions of the output; if None, all are compared. In a model that finds an answer in a text, the classes are the
+    positions at which the answer may start. Masked positions then get the logit minus infinity.
     """
     if kept is not None and classes_dim in (0, 1):
         output = output.masked_fill(~kept.reshape(*kept.shape, *[1] * (output.ndim - 2)), -math.inf)
@@ -187,19 +182,16 @@ def compared_rows(output: torch.Tensor, classes_dim: int | None, kept: torch.Ten
 
 
 def sqnr_db(energy: float, noise: float) -> float:
-    """Return 10 log10(energy / noise) in dB. It is infinite if the noise is 0, and minus infinity if the noise is not finite or the
-    energy is 0.
-    """
+    """Return 10 log10(energy / noise) in dB: infinity without noise, minus infinity without energy or with infinite noise."""
     if noise == 0.0:
         return math.inf
-    if math.isnan(noise) or math.isinf(noise):
-        return -math.inf
-    if energy == 0.0:
+    if not math.isfinite(noise) or energy == 0.0:
         return -math.inf
     return 10.0 * (math.log10(energy) - math.log10(noise))
 
 
-def _relative(noise: float, energy: float) -> float:
+def relative_l2(energy: float, noise: float) -> float:
+    """Return sqrt(noise / energy), or 0 if both are 0."""
     if noise == 0.0:
         return 0.0
     return math.sqrt(noise / energy) if energy else math.inf
@@ -219,10 +211,8 @@ def _quantile(ordered: torch.Tensor, q: float) -> float:
 
 
 def _spread(prefix: str, values: torch.Tensor, percentiles: dict[str, float]) -> dict[str, float | None]:
-    """Return the minimum, median, maximum and percentiles of values. prefix: the start of the keys, such as "kl" for `kl_max`.
-
-    percentiles: the quantile (0 to 1) of each percentile, keyed by name, such as "p999". With fewer than 100 values, percentiles
-    are None.
+    """Return the minimum, median, maximum and percentiles of values, by names that begin with `prefix`, such as "kl_max".
+    percentiles: the quantiles (0 to 1) by name, such as "p999"; None with fewer than 100 values.
     """
     ordered = values.sort().values
     enough = len(ordered) >= FEWEST_FOR_PERCENTILES
@@ -232,13 +222,6 @@ def _spread(prefix: str, values: torch.Tensor, percentiles: dict[str, float]) ->
         f"{prefix}_max": float(values.max()),
         **{f"{prefix}_{name}": _quantile(ordered, q) if enough else None for name, q in percentiles.items()},
     }
-
-
-def _root_mean_square(dp: torch.Tensor) -> dict[str, float | None]:
-    squares = dp.square()
-    rms = float(squares.mean().sqrt())
-    error = _standard_error(squares)
-    return {"dp_rms": rms, "dp_rms_se": None if error is None else 0.5 * error / rms if rms else 0.0}
 
 
 def _perplexities(log_p: torch.Tensor, log_q: torch.Tensor) -> dict[str, float | None]:

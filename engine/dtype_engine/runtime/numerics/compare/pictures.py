@@ -39,7 +39,7 @@ class PictureSums:
     """The sum of the structural similarity (SSIM) of all windows."""
 
     def add(self, other: PictureSums) -> None:
-        """Add `other`, the sums over further pictures, to these sums."""
+        """Add the sums over further pictures."""
         self.pixels += other.pixels
         self.squares += other.squares
         self.windows += other.windows
@@ -59,9 +59,7 @@ class PictureSums:
 
 
 def picture_range(module: nn.Module) -> tuple[float, float] | None:
-    """Return the values of black and of full brightness in a module's output, or None unless it says that the output is
-    pictures, by an attribute such as `picture_range = (0.0, 1.0)`.
-    """
+    """Return the values of black and of full brightness in a module's output, if its attribute `picture_range` has them."""
     match getattr(module, "picture_range", None):
         case (int() | float() as low, int() | float() as high) if low < high:
             return float(low), float(high)

@@ -28,9 +28,7 @@ from dtype_engine.runtime.numerics.compare.element_sums import (
 
 _LOG2_E = 1 / math.log(2)
 _CHUNK_ELEMENTS = 1 << 17
-"""Number of logits that are compared at once. Their float64 buffers (4 MB) fit in a cache that cores share. With fewer logits, more
-torch calls would be needed.
-"""
+"""Number of logits that are compared at once. Their float64 buffers (4 MB) fit in a cache that cores share."""
 _GPU_CHUNK_ELEMENTS = 1 << 22
 """Number of logits that are compared at once on a GPU, where their float64 buffers need 100 MB."""
 _RESULTS = 9
@@ -44,13 +42,11 @@ class PositionFigures:
     kl: torch.Tensor
     """The KL divergence in nats. It is NaN at positions where the reference has NaN or plus infinity."""
     same_top: torch.Tensor
-    """Whether the class with the largest logit is the same in both outputs: bool [positions]. Of equally large logits, the first
-    counts.
-    """
+    """Whether the class with the largest logit, the first of equal ones, is the same in both outputs: bool [positions]."""
     log_p: torch.Tensor
     """The reference's log-probability of the correct next token, at the positions that have one: float64 [scored positions]."""
     log_q: torch.Tensor
-    """The candidate's log-probability of the correct next token, at the same positions as `log_p`."""
+    """The candidate's log-probability of the correct next token, at the same positions."""
 
 
 @dataclass(slots=True)
@@ -68,11 +64,9 @@ class SequenceFigures:
 def sequence_figures(
     reference: torch.Tensor, candidate: torch.Tensor, distribution: bool, labels: torch.Tensor | None = None
 ) -> SequenceFigures:
-    """Compare two outputs [rows, width] of any floating dtypes. The computation runs on the candidate's device, or on the CPU if
-    that device does not support float64.
-
-    distribution: whether the outputs are logits over classes. labels: the id of the correct next token for each row, int64 [rows],
-    or -100 for none.
+    """Compare two outputs [rows, width] of any floating dtypes, on the candidate's device, or on the CPU if that does not support
+    float64. distribution: whether the outputs are logits over classes. labels: the id of the correct next token for each row, int64
+    [rows], or -100 for none.
     """
     reference, candidate = for_sums(reference), for_sums(candidate)
     count, width = candidate.shape
@@ -115,11 +109,9 @@ def sequence_figures(
 
 
 def _softmax(x: torch.Tensor, scored: torch.Tensor, exponentials: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Write e^(x - m) into the buffer `exponentials`, which may be `x` itself. x: logits [rows, classes]. m: the largest logit of
-    each row.
-
-    scored: the index of one class in each row, [rows, 1]. Returns four tensors [rows]: Σ e^(x - m); m; the index of the first class
-    whose logit is m; and x - m of the class in `scored`.
+    """Write e^(x - m) into the buffer `exponentials`, which may be `x` itself. x: logits [rows, classes], with the largest m of
+    each row. scored: the index of one class in each row, [rows, 1]. Returns four tensors [rows]: Σ e^(x - m); m; the index of the
+    first class whose logit is m; and x - m of the class in `scored`.
     """
     # On the CPU numpy's argmax takes a sixth of the time of torch's.
     top = torch.from_numpy(x.numpy().argmax(-1)) if x.device.type == "cpu" else x.argmax(-1)

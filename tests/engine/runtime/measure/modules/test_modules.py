@@ -24,6 +24,7 @@ from dtype_engine.runtime.measure.listener import MeasurementListener
 from dtype_engine.runtime.measure.modules.comparer import ModuleComparer
 from dtype_engine.runtime.measure.modules.module_sums import compare_outputs
 from dtype_engine.runtime.measure.modules.recorder import ModuleRecorder
+from dtype_engine.runtime.measure.modules.routing import RoutingComparer
 from dtype_engine.runtime.measure.plan import running_order
 
 ALL = MeasurementListener(all_modules=lambda: True)
@@ -208,7 +209,7 @@ def test_first_sequence_has_module_figures() -> None:
     session = de.open(architectures.make("llama")[0], inputs=inputs_of("llama"))
     session.cast("*", "bfloat16")
     found = DriftMeter(session.model, session.need_inputs()).measure(MeasurementListener(precision=lambda: 9.0))
-    assert (found.extent.done, found.modules_sequences) == (1, 1)
+    assert (found.extent.done, len(found.modules_numbers)) == (1, 1)
     assert len(found.modules) > 10
 
 
@@ -249,7 +250,7 @@ def test_observers_are_released_after_their_pass() -> None:
     try:
         recorder = ModuleRecorder(1 << 20)
         recorder("module", 0, output)
-        comparer = ModuleComparer(recorder.outputs)
+        comparer = ModuleComparer(recorder.outputs, RoutingComparer(None, {}))
         comparer("module", 0, output)
         observers = weakref.ref(recorder), weakref.ref(comparer)
         del recorder, comparer
@@ -330,7 +331,7 @@ def test_repeated_casts_give_the_figures_of_a_full_measurement(kept: int) -> Non
             [Rule("*", "float16"), Rule(names[len(names) // 2], "float32")], [Rule("*", "float16")], [],
         ):  # fmt: skip
             session.apply(Recipe(tuple(rules)))
-            found, full = quick.measure(), DriftMeter(session.model, session.need_inputs(), reuse=False).measure()
+            found, full = quick.measure(), DriftMeter(session.model, session.need_inputs()).measure()
             assert found.output == full.output
             assert found.modules == full.modules
 
@@ -358,7 +359,7 @@ def test_model_changes_by_a_longer_input_are_reverted() -> None:
     session = de.open(Grows().eval(), inputs=[{"x": torch.randn(rows, 8)} for rows in (3, 5, 3, 3)])
     meter = DriftMeter(session.model, session.need_inputs())
     session.cast("*", "bfloat16")
-    assert meter.measure().modules_sequences == 1
+    assert len(meter.measure().modules_numbers) == 1
     assert len(session.model.module.table) == 4  # type: ignore[arg-type]
     session.undo()
     assert meter.measure().output.max_abs == 0

@@ -11,8 +11,7 @@ import dtype_engine as de
 from dtype_engine import Recipe, Rule
 from dtype_engine.runtime.inputs import Batch
 from dtype_engine.runtime.measure.drift import DriftMeter
-from dtype_engine.runtime.measure.modules.compared_sequences import compared_sequences, outline
-from dtype_engine.runtime.measure.plan import MeasurementPlan
+from dtype_engine.runtime.measure.plan import MeasurementPlan, compared_sequences, outline
 
 
 @pytest.mark.parametrize(
@@ -92,5 +91,5 @@ def test_main_output_is_not_kept_for_the_next_pass() -> None:
         assert all(tensor.shape[-1] != classes for versions in kept.values() for tensor, _ in versions)
     session.cast("model.layers.1.mlp.down_proj.weight", "float16")
     assert meter.measure().seconds.reused
-    fresh = DriftMeter(session.model, session.need_inputs(), reuse=False).measure()
+    fresh = DriftMeter(session.model, session.need_inputs()).measure()
     assert meter.measure().output == fresh.output
