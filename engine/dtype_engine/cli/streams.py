@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout, suppress
 from typing import Any, TextIO
 
 from dtype_engine.core.errors import UserError
@@ -88,12 +87,11 @@ def own_output() -> Iterator[None]:
     ours = io.TextIOWrapper(
         io.BufferedWriter(_StandardOutput()), before.encoding, "backslashreplace", line_buffering=before.line_buffering
     )
-    sys.stdout = ours
     try:
-        yield
+        with redirect_stdout(ours):
+            yield
     finally:
-        sys.stdout = before
-        with contextlib.suppress(ReaderGone, UserError, OSError):
+        with suppress(ReaderGone, UserError, OSError):
             ours.close()
 
 
@@ -108,11 +106,10 @@ def answers_alone() -> Iterator[None]:
     if isinstance(getattr(getattr(before, "buffer", None), "raw", None), _StandardOutput):
         os.dup2(2, 1)
     _answers.append(before)
-    sys.stdout = sys.stderr
     try:
-        yield
+        with redirect_stdout(sys.stderr):
+            yield
     finally:
-        sys.stdout = before
         _answers.pop()
 
 
