@@ -76,8 +76,7 @@ def own_output() -> Iterator[None]:
     """Replace `sys.stdout`, unless it was replaced already, with a copy that raises ReaderGone or UserError if a write fails. The
     block must flush it, because errors of the flush at its end are ignored.
 
-    Characters that the encoding of standard output lacks are written as escapes, such as `\\u0394`, as Python does on standard
-    error.
+    Characters that the encoding lacks are written as escapes, such as `\\u0394`, as Python does on standard error.
     """
     before = sys.__stdout__
     if before is None or sys.stdout is not before or before.fileno() != 1:
