@@ -54,11 +54,9 @@ REFUSED_SCHEMES: dict[str, dict[str, str]] = {
 
 REFUSED: dict[str, dict[str, str]] = {
     "safetensors file": _NO_CONFIG,
-    "folder": _NO_PICTURES,
-    "folder, bf16": _NO_PICTURES,
-    "folder, sharded": _NO_PICTURES,
-    "folder, mixed dtypes": _NO_PICTURES,
-    "folder, tied": _NO_PICTURES,
+    **dict.fromkeys(
+        ("folder", "folder, bf16", "folder, sharded", "folder, mixed dtypes", "folder, tied"), _NO_PICTURES
+    ),
     "folder, encoder": _NO_TEXT,
     "folder, BLIP": _NO_PICTURES,
     "folder, experts": _NO_PICTURES,
@@ -68,16 +66,9 @@ REFUSED: dict[str, dict[str, str]] = {
     ),
     "folder, .bin": _NO_PICTURES | _IN_MEMORY,
     "folder, .bin shards": _NO_PICTURES | _IN_MEMORY,
-    ".pth zip": _NO_CONFIG,
-    ".pth deflated": _NO_CONFIG,
-    ".pth legacy": _NO_CONFIG,
-    ".pth nested": _NO_CONFIG,
-    ".pth.tar": _NO_CONFIG,
-    ".pth views": _NO_CONFIG,
+    **dict.fromkeys((".pth zip", ".pth deflated", ".pth legacy", ".pth nested", ".pth.tar", ".pth views"), _NO_CONFIG),
     "whole module": _NO_TEXT | _IN_MEMORY,
-    "GGUF F16": _GGUF,
-    "GGUF Q8_0": _GGUF,
-    "GGUF Q4_K": _GGUF,
+    **dict.fromkeys(("GGUF F16", "GGUF Q8_0", "GGUF Q4_K"), _GGUF),
     "diffusers": _no_pass("a pipeline has several models")
     | {"export .pth": "a folder for each component"}
     | _IN_MEMORY,
@@ -92,15 +83,9 @@ REFUSED: dict[str, dict[str, str]] = {
         "export .pth": "a folder for each component",
     },
     "adapter": _no_pass("an adapter alone is no model"),
-    "GPTQ": _NO_PICTURES,
-    "AWQ": _NO_PICTURES,
-    "bitsandbytes": _NO_PICTURES,
-    "fp8 blocks": _NO_PICTURES,
-    "compressed-tensors": _NO_PICTURES,
+    **dict.fromkeys(("GPTQ", "AWQ", "bitsandbytes", "fp8 blocks", "compressed-tensors"), _NO_PICTURES),
     "own fp8 export": _NO_PICTURES | {"export .pth": "have scales"},
-    "file.py:Class": _CODE,
-    "file.py:function": _CODE,
-    "file.py, compiled": _CODE,
+    **dict.fromkeys(("file.py:Class", "file.py:function", "file.py, compiled"), _CODE),
     "file.py --weights": _CODE | {"drift --against": "--weights goes with one model"},
     "file.py, no inputs": _no_pass("example_inputs()")
     | _CODE

@@ -94,11 +94,9 @@ _pace = JobPace()
 
 
 def say_share(what: str, done: int, total: int, text: str = "", job: str = "") -> None:
-    """Show how much of a piece of work is done: a text, the percentage, a bar, and the remaining time once it can be estimated. If
-    `total` is 0, only the text is shown.
+    """Show how much of a piece of work is done, and the remaining time once it can be estimated; without a total, only the text.
 
-    what: the work, such as "exporting". text: what to show in place of `what`. job: the longer job that `done` and `total` count,
-    if the work is one of its stages.
+    what: the work, such as "exporting". text: what to show in its place. job: the longer job that `done` and `total` count, if any.
     """
     if not total:
         say(text or what)

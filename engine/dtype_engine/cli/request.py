@@ -44,9 +44,7 @@ class RunRequest(msgspec.Struct, frozen=True):
     """The model that the command-line argument MODEL names, the rules for it, and the options for opening and running it."""
 
     model: str | None
-    """The model that is opened, cast and run, as the user typed it: MODEL, or None if it was left out. With --against OTHER, this
-    is OTHER, and MODEL is the reference.
-    """
+    """MODEL as the user typed it, or None. With --against OTHER, this is OTHER, and MODEL is the reference."""
     options: Options
     """They include the settings of the recipe file, unless the command line sets them, too."""
     recipe: Recipe = msgspec.field(default_factory=Recipe)

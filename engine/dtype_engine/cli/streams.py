@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout, suppress
 from typing import Any, TextIO
 
 from dtype_engine.core.errors import UserError
@@ -77,8 +76,7 @@ def own_output() -> Iterator[None]:
     """Replace `sys.stdout`, unless it was replaced already, with a copy that raises ReaderGone or UserError if a write fails. The
     block must flush it, because errors of the flush at its end are ignored.
 
-    Characters that the encoding of standard output lacks are written as escapes, such as `\\u0394`, as Python does on standard
-    error.
+    Characters that the encoding lacks are written as escapes, such as `\\u0394`, as Python does on standard error.
     """
     before = sys.__stdout__
     if before is None or sys.stdout is not before or before.fileno() != 1:
@@ -88,12 +86,11 @@ def own_output() -> Iterator[None]:
     ours = io.TextIOWrapper(
         io.BufferedWriter(_StandardOutput()), before.encoding, "backslashreplace", line_buffering=before.line_buffering
     )
-    sys.stdout = ours
     try:
-        yield
+        with redirect_stdout(ours):
+            yield
     finally:
-        sys.stdout = before
-        with contextlib.suppress(ReaderGone, UserError, OSError):
+        with suppress(ReaderGone, UserError, OSError):
             ours.close()
 
 
@@ -108,11 +105,10 @@ def answers_alone() -> Iterator[None]:
     if isinstance(getattr(getattr(before, "buffer", None), "raw", None), _StandardOutput):
         os.dup2(2, 1)
     _answers.append(before)
-    sys.stdout = sys.stderr
     try:
-        yield
+        with redirect_stdout(sys.stderr):
+            yield
     finally:
-        sys.stdout = before
         _answers.pop()
 
 

@@ -81,11 +81,9 @@ def weights(request: RunRequest, against: str | None, save: Path | None, as_obje
 
 
 def _compare(request: RunRequest, against: str, save: Path | None, as_object: bool) -> int:
-    """Compare each weight of MODEL, the reference, with the same weight of the checkpoint `against`, print the result, and return
-    the exit status. Raises UserError.
+    """Compare each weight of MODEL, the reference, with that of `against`, print the result, and return the exit status.
 
-    save: the file to which the comparison is saved, and from which it continues. If the user interrupts the command, the weights
-    compared so far are printed and saved.
+    save: the file from which the comparison continues. If it is interrupted, what is done is printed, and saved there.
     """
     from dtype_engine.checkpoint.source import locate
     from dtype_engine.reports.text_weights import comparison_text

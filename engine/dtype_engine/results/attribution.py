@@ -71,7 +71,6 @@ class AttributionReport:
     together: float
     """The sum of all contributions. It may differ from `whole`, because drifts can cancel or reinforce each other."""
     positions: int
-    """How many positions of the main output (its rows, such as tokens) were compared."""
     passes: int
     """How many forward passes were run. Some were partial: they began at the first module that the cast affects."""
     seconds: float
