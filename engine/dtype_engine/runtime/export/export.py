@@ -77,9 +77,7 @@ def export(
         notices = (*contents.notices, *contents.incomplete, *_write_other_files(stage, contents, configs, progress))
         counted = _write_weights(stage, contents, files, progress, lost is None)
         losses = counted if lost is None else tuple(lost)
-        settings = contents.settings if contents.settings.quantize_activations != "none" else None
-        recipe = write_recipe(contents.recipe, contents.title, settings, lost=losses)
-        (stage / "recipe.yaml").write_text(recipe, encoding="utf-8")
+        _write_recipe_of(contents, stage, losses)
         (stage / "README.md").write_text(readme(contents, target.name, sums, losses), encoding="utf-8")
         # If another program has changed the source meanwhile, the export mixes two models.
         refuse_changed(contents.identities)
@@ -147,6 +145,12 @@ def _write_weights(
             (folder / f"{part.stem}.safetensors.index.json").write_text(_index(by_file), encoding="utf-8")
     order = {item.name: index for index, item in enumerate(contents.items)}  # files are written in parallel
     return tuple(sorted(counted, key=lambda loss: order[loss.tensor]))
+
+
+def _write_recipe_of(contents: Contents, stage: Path, losses: tuple[ValueLoss, ...]) -> None:
+    settings = contents.settings if contents.settings.quantize_activations != "none" else None
+    recipe = write_recipe(contents.recipe, contents.title, settings, lost=losses)
+    (stage / "recipe.yaml").write_text(recipe, encoding="utf-8")
 
 
 def _metadata(part: Part, items: tuple[ExportTensor, ...], tied: Mapping[str, str]) -> dict[str, str]:

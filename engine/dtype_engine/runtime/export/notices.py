@@ -73,7 +73,7 @@ def _tensors(names: Sized) -> str:
 
 
 def tied_notice(tied: Mapping[str, str]) -> tuple[str, ...]:
-    """Return a notice that each tied weight is written under one name only. tied: the written one by each other name."""
+    """Return a notice that each tied weight is written under one name. tied: the written name for each one that is left out."""
     if not tied:
         return ()
     name, first = next(iter(tied.items()))

@@ -33,7 +33,7 @@ def by_dtype(contents: Contents) -> dict[str, ExportedDtype]:
 
 def readme(contents: Contents, name: str, sums: Mapping[str, ExportedDtype], lost: Sequence[ValueLoss] = ()) -> str:
     """Return the text of the README. name: of the export's folder. lost: weights in which a cast makes values infinite or zero."""
-    losses = [f"- {code_span(line)}" for line in loss_sentences(lost, most=40)] if lost else []
+    losses = [f"- {code_span(line)}" for line in loss_sentences(lost, most=40)]
     rows = [f"| {dtype} | {row.tensors} | {human_bytes(row.nbytes)} |" for dtype, row in sums.items()]
     lines = [
         f"# {escaped(name)}",

@@ -47,7 +47,7 @@ def is_diffusers_module(module: nn.Module) -> bool:
 
 
 def diffusers_inputs(model: LiveModel, options: InputOptions) -> Inputs:
-    """Return one call of the model for each of a few time steps. Raises NoDefaultInputs for an unknown class, and UserError."""
+    """Return one call of the model for each of a few time steps. Raises NoDefaultInputs, and UserError for texts or pictures."""
     if options.prompts or options.texts or options.images or options.audio:
         raise UserError(f"{model.title} takes latents, and no text, picture or audio; {hint('tensors')}")
     name = type(model.module).__name__

@@ -177,7 +177,7 @@ def _by_processor(
 
 
 def _image_mark(model: LiveModel, processor: Any) -> str:
-    """Return the text for a picture in a prompt, such as `<|vision_start|><|image_pad|><|vision_end|>`, for the processor."""
+    """Return the placeholder of a picture in a prompt, such as `<|vision_start|><|image_pad|><|vision_end|>`."""
     mark = getattr(processor, "boi_token", None) or getattr(processor, "image_token", "")
     ids = [getattr(model.module.config, f"vision_{side}_token_id", None) for side in ("start", "end")]
     before, after = (processor.tokenizer.convert_ids_to_tokens(id) if isinstance(id, int) else "" for id in ids)

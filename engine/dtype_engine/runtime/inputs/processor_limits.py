@@ -55,7 +55,9 @@ def made_values(processor: Any, width: int, height: int) -> int:
 
 
 def made_features(extractor: Any, samples: int) -> int:
-    """Return about how many values a feature extractor makes: as many for each window as samples or, if more, bins."""
+    """Return the approximate number of values that a feature extractor computes for audio: for each window, its samples or its
+    frequency bins, whichever are more.
+    """
     padded = max(samples, _setting(extractor, "n_samples", 0))
     hop, window, bins = (_setting(extractor, name, 1) for name in ("hop_length", "n_fft", "feature_size"))
     return max(padded, padded // hop * max(window, bins))

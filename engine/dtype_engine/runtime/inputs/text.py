@@ -212,7 +212,7 @@ def encoded(
 
 
 def _conversation(sample: TextSample) -> Conversation:
-    """Return a user's text as a conversation. The model's answer follows a plain text, which becomes a message of the "user"."""
+    """Return a user's text as a conversation. Plain text becomes a message of the "user", which the model is to answer."""
     messages = list(sample.messages) or [{"role": "user", "content": sample.text}]
     return sample.where, messages, not sample.messages
 

@@ -156,7 +156,7 @@ class ExactScan(SavableScan):
         self.unit = part.unit
         self.forward_seconds = self.forward_seconds or part.forward_seconds
         self.scan_seconds += part.scan_seconds
-        self._save_if_wanted()
+        self.save_if_wanted()
 
     def report(self) -> ScanReport:
         """Return the scores measured so far. Casts that round nothing have the score 0."""
@@ -166,7 +166,7 @@ class ExactScan(SavableScan):
             for key in self._keys
             if key in self.done or key not in costly
         }
-        return self._report(0, len(self.inputs.batches), known)
+        return self.report_of(0, len(self.inputs.batches), known)
 
     def saved(self) -> SavedScan:
         return SavedScan(

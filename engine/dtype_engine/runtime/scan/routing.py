@@ -60,7 +60,7 @@ class TopKSample:
 
     index: int
     share: float
-    """For how many of the sequence's `topk` calls this sample stands."""
+    """For how many of the sequence's `topk` calls this sample stands: all calls, divided by the sampled ones."""
     margins: list[float]
     cost: float = 0.0
     """The drift caused by swapping the k-th and the next expert of one token, summed over all positions of the sequence."""
@@ -82,7 +82,7 @@ def sample_calls(calls: Sequence[TopKCall], sequence: int, sequences: int) -> li
 
 
 def record_topk(index: int, args: Arguments, kwargs: Mapping[str, Any]) -> TopKCall | None:
-    """Return a record of a `topk` call (`index`: of the pass), or None if it selects all scores or no weight influences them."""
+    """Return a record of a pass's `topk` call number `index`, or None if it selects all scores or no weight influences them."""
     arguments = _topk_arguments(args, kwargs)
     if arguments is None or not arguments[0].requires_grad:
         return None

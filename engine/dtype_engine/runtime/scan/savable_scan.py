@@ -59,7 +59,8 @@ class SavableScan(ABC):
         """Save all results. Raises UserError if the file can't be written."""
         self._seen = scan_file.write_joined(path, self.saved(), self._seen)
 
-    def _save_if_wanted(self) -> None:
+    def save_if_wanted(self) -> None:
+        """Save all results if the scan has a file."""
         if self.save is None:
             return
         try:
@@ -70,7 +71,7 @@ class SavableScan(ABC):
             self.save = None
             self.on_unsaved(str(error))
 
-    def _report(self, draws: int, sequences: int, scores: Mapping[Key, tuple[float, float | None]]) -> ScanReport:
+    def report_of(self, draws: int, sequences: int, scores: Mapping[Key, tuple[float, float | None]]) -> ScanReport:
         """Return the report. draws: 0 for an exact scan. scores: (score, standard error) by (weight, dtype)."""
         return ScanReport(
             model=self.model.title,

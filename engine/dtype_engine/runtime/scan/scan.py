@@ -138,7 +138,7 @@ class Scan(SavableScan):
         self.unit = part.unit
         self.forward_seconds += part.forward_seconds
         self.scan_seconds += part.scan_seconds
-        self._save_if_wanted()
+        self.save_if_wanted()
 
     def report(self) -> ScanReport:
         """Return the estimate from the sequences scanned so far. Raises UserError if no sequence is finished."""
@@ -149,7 +149,7 @@ class Scan(SavableScan):
         scores = combine_scores(
             in_order, self.wanted, self.backward_passes, lambda name, dtype: dtype not in costly[name]
         )
-        return self._report(self.backward_passes, len(self.done), scores)
+        return self.report_of(self.backward_passes, len(self.done), scores)
 
     def saved(self) -> SavedScan:
         return SavedScan(

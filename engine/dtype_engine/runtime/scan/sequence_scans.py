@@ -61,7 +61,7 @@ class SequenceScans:
             name: tuple(dtype for dtype in targets if not is_free(model, name, dtype, settings))
             for name, targets in wanted.items()
         }
-        """Those dtypes of `wanted` in which a cast causes drift."""
+        """By weight name: those dtypes of `wanted` in which a cast causes drift."""
         self.cached = {dtype.removeprefix(SCANNED) for name in model.tree.caches for dtype in wanted.get(name, ())}
         """The formats in which KV caches are scanned."""
         self.behavior = ModelBehavior()
