@@ -22,6 +22,7 @@ from dtype_engine.checkpoint.source import locate
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.text import without_controls
 from dtype_engine.core.tree import TensorInfo, Tree, from_tensors
+from dtype_engine.results.losses import ValueLoss
 from dtype_engine.service import commands, control, events, frames, messages, save_requests
 from dtype_engine.service.frames import FrameReader, FrameWriter, WireError
 from dtype_engine.service.jobs import (
@@ -393,6 +394,24 @@ def test_lists_that_the_app_shows_are_limited(name: str, path: str) -> None:
     assert decode(with_entries(event, fields, 100)) is not None
     with pytest.raises(WireError, match="3,000 entries in a list of at most 1"):
         decode(with_entries(event, fields, 3000))
+
+
+def with_losses(*losses: ValueLoss) -> list[events.Event]:
+    """Every event that lists the values that casts lose."""
+    told = dataclasses.replace(report(Recipe()), lost=losses)
+    return [
+        events.CastDone(Recipe(), losses),
+        events.Measured(Recipe(), told),
+        events.RecipeMeasured(told, RunSettings()),
+        events.ExportPlanned(Recipe(), save_requests.ExportPlan(1, 1, (), "", lost=losses)),
+    ]
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_empty_tensor_loses_no_values(index: int) -> None:
+    messages.check_event(with_losses(ValueLoss("w", "float16", overflowed=1, vanished=0, elements=1))[index])
+    with pytest.raises(ValueError, match="w loses values and has none"):
+        messages.check_event(with_losses(ValueLoss("w", "float16", overflowed=1, vanished=0, elements=0))[index])
 
 
 def test_recipe_arrives_unchanged_whatever_its_patterns() -> None:
