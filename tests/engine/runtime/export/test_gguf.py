@@ -169,8 +169,7 @@ def test_app_shows_and_exports_gguf_blocks(tmp_path: Path) -> None:
         worker, wait = recorded.worker, recorded.wait_for
         wait(events.OpenFailed)  # no forward pass: everything but that works
         worker.plan_export()
-        refused = wait(events.ExportPlanned)
-        assert "is stored as gguf:q8_0" in str(refused)
+        assert "is stored as gguf:q8_0" in str(wait(events.ExportPlanned))
         worker.request(SetRecipe(Recipe((Rule("*", "bfloat16"),))))
         worker.plan_export()
         assert wait(events.ExportPlanned, lambda event: event.plan is not None).plan.nbytes == 2 * (32 + 3 * 512)

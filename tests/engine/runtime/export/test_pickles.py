@@ -376,10 +376,9 @@ def test_truncated_pickle_archive_is_reported_as_cut(zipped: bool, share: float,
     torch.save({"x": torch.randn(64, 64)}, path, _use_new_zipfile_serialization=zipped)
     whole = path.read_bytes()
     path.write_bytes(whole[: int(len(whole) * share)])
-    with pytest.raises(UserError, match=r"half\.pt is cut short: "):
-        open_checkpoint(path)
-    with pytest.raises(UserError, match=r"half\.pt is cut short: "):
-        read_tensors(path)
+    for read in (open_checkpoint, read_tensors):
+        with pytest.raises(UserError, match=r"half\.pt is cut short: "):
+            read(path)
 
 
 @pytest.mark.parametrize("trust", [False, True])
