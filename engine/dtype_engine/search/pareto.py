@@ -85,7 +85,7 @@ class Solution:
 def make_items(
     tree: Tree, scores: Mapping[tuple[str, str], float], constraints: Constraints = Constraints()
 ) -> list[Item]:
-    """Return the items of a search. scores: the drift by (weight, dtype). Raises UserError if a pattern matches nothing."""
+    """Return the items. scores: the drift by (weight, dtype). Raises UserError for unmatched patterns or unscanned dtypes."""
     weights = [name for name, tensor in tree.tensors.items() if tensor.castable and tensor.counted]
     scanned = {dtype for _, dtype in scores}
     weights_of_model = frozenset(weights)
@@ -261,7 +261,6 @@ class ParetoFront:
             self.points.append(FrontPoint(size, max(0.0, total)))
 
     def solution_at(self, index: int) -> Solution:
-        """Return the solution at the point of the front with the given index."""
         return self.solution(self._chosen(index))
 
     def best_within(self, budget: int) -> Solution | None:

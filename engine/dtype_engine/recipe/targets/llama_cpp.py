@@ -138,7 +138,6 @@ def _add(
 
 
 def _quantisable(name: str, infos: list[TensorInfo]) -> bool:
-    """Return whether llama-quantize can quantize the GGUF tensor `name`, into which the tensors `infos` are packed."""
     matrix = all(any(size > 1 for size in info.shape[:-1]) for info in infos)
     return matrix and name.endswith(".weight") and not _KEPT.search(name)
 
