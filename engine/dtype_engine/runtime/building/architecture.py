@@ -285,19 +285,16 @@ def refuse_misfit(module: nn.Module, checkpoint: Checkpoint, placements: Mapping
     packed = quantized_parts(checkpoint.tensors, checkpoint.config) or "quantization_config" in config
     prefix = foreign_prefix(checkpoint.weights, checkpoint.config)
     coverage = Coverage(sum(info.persistent for info in infos), tuple(empty), tuple(strange))
+    spare = sum(tensors[info.name].nbytes for info in infos if not filled.intersection(info.names))
     if 2 * len(strange) > len(checkpoint.weights) and 2 * len(empty) > len(infos) and (prefix or not packed):
         under = f"all names in the files begin with {printable(prefix)}, " if prefix else ""
-        raise Misfit(
-            f"{folder}: these are not the weights of a {name}: {coverage}, {under}{len(strange)} of {len(checkpoint.weights)} "
-            f"tensors have no place in it, first {printable(strange[0])}; --architecture names another class",
-            name,
-            coverage,
+        why = (
+            f"these are not the weights of a {name}: {coverage}, {under}{len(strange)} of {len(checkpoint.weights)} tensors have "
+            f"no place in it, first {printable(strange[0])}; --architecture names another class"
         )
-    spare = sum(tensors[info.name].nbytes for info in infos if not filled.intersection(info.names))
-    if spare > _SPARE_ALWAYS + _SPARE_PER_BYTE * checkpoint.stored_bytes:
-        raise Misfit(
-            f"{folder}: a {name} by its config.json has {human_bytes(spare)} of tensors that the files do not hold: "
-            "these are not one model",
-            name,
-            coverage,
-        )
+    elif spare > _SPARE_ALWAYS + _SPARE_PER_BYTE * checkpoint.stored_bytes:
+        held = f"{human_bytes(spare)} of tensors that the files do not hold"
+        why = f"a {name} by its config.json has {held}: these are not one model"
+    else:
+        return
+    raise Misfit(f"{folder}: {why}", name, coverage)
