@@ -224,7 +224,7 @@ async def _generate(app: DtypeApp, pilot: Pilot[None], made: Made) -> str:
     await until(pilot, lambda: ("tokens, " in shown(app) and ready(app)) or _refusal_of(app), "nothing is generated")
     if refusal := _refusal_of(app):
         raise Refused(refusal)
-    (made_by, *_) = app.main._windows._generation.texts
+    (made_by, *_) = app.main.generation.texts
     ids = list(made_by.reference.ids)
     assert ids, made_by
     assert outside.generated(made, 4)[-len(ids) :] == ids

@@ -25,7 +25,7 @@ from dtype_tui.config.questions import QUESTIONS, Question
 if TYPE_CHECKING:
     from textual.screen import Screen
 
-    from dtype_tui.state.answer import Answer
+    from dtype_tui.screens.overlay import Answer
 
 MAY_END = threading.Event()
 

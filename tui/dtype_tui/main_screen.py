@@ -17,19 +17,17 @@ from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.containers import Container, Horizontal, Vertical
 from textual.geometry import Size
-from textual.screen import Screen
 from textual.widgets import Static
 
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 from dtype_engine.service import events
 from dtype_engine.service.commands import Download, OpenOverMemory
-from dtype_engine.service.jobs import GENERATE, Ask
+from dtype_engine.service.jobs import GENERATE, VALUES, Ask, InspectTensor
 from dtype_tui.config.bindings import MAIN_KEYS
 from dtype_tui.process.gc_policy import resume_gc
 from dtype_tui.rendering.hint_keys import with_keys
 from dtype_tui.screens.engine_event import EngineEvent
-from dtype_tui.state.awaited import AwaitedResults, inspect
 from dtype_tui.state.controller import Controller
 from dtype_tui.state.engine_life import STOP_WAIT_S, Severity
 from dtype_tui.state.read_only import HIDDEN, READ_ONLY
@@ -39,13 +37,12 @@ from dtype_tui.widgets.module_tree import ModuleTree
 from dtype_tui.widgets.panes.side import SidePanes
 from dtype_tui.widgets.status import key_line, next_keys, status_line
 from dtype_tui.widgets.tree_rows import ORDERS
-from dtype_tui.windows import Windows
+from dtype_tui.windows import OpensWindows
 
 # Importing these would delay the first paint. They are imported in `MainScreen.complete`, or where they are used.
 if TYPE_CHECKING:
     from dtype_tui.main_commands import CommandWords
     from dtype_tui.state.commands import Command
-    from dtype_tui.state.experiment import Experiment
     from dtype_tui.widgets.bottom_prompt import BottomPrompt
     from dtype_tui.widgets.panes.base import Pane
     from dtype_tui.widgets.panes.depth import DepthPane
@@ -72,7 +69,7 @@ def message_text(sentence: str) -> str:
     return printable(with_keys(sentence), 500)
 
 
-class MainScreen(Screen[None]):
+class MainScreen(OpensWindows):
     """Shows the module tree, drift, memory and rules.
 
     chosen_keys: the user's own keys, by binding id, such as {"measure": "f5"}. cursor: the node to start at. next_event: returns
@@ -92,22 +89,17 @@ class MainScreen(Screen[None]):
         cursor: str | None,
         next_event: Callable[[], events.Event | None],
     ) -> None:
-        super().__init__()
+        super().__init__(controller, chosen_keys)
         self._next_event = next_event
-        self.controller = controller
-        self._chosen_keys = chosen_keys
         self._wanted_cursor = cursor
         """The node of the resumed session's cursor, until the cursor has reached it or the user has moved it."""
         self._worst = ""
         """The module to which the action `worst` last moved the cursor."""
-        self.tree_view = ModuleTree(self.experiment, id="tree")
         self.side = SidePanes(controller)
         self.depth: DepthPane
         self.trade_off: TradeOffPane
         self._too_small = Static(id="too-small", markup=False)
         self._message = Static(id="message", markup=False)
-        self._windows = Windows(controller, self.tree_view, lambda *window: self.app.push_screen(*window))
-        self._awaited = AwaitedResults(controller)
         self._completing = asyncio.Lock()
         self._has_panes = False
         """Whether the panes and prompts exist. They may still be mounting, unlike when `_is_complete`."""
@@ -115,10 +107,6 @@ class MainScreen(Screen[None]):
         self.draw_is_due = False
         """Whether a redraw is scheduled for what the engine has told."""
         self._drawn_at = 0.0
-
-    @property
-    def experiment(self) -> Experiment:
-        return self.controller.experiment
 
     # -- layout --------------------------------------------------------------------------------------------------
 
@@ -226,7 +214,7 @@ class MainScreen(Screen[None]):
     def _show_status(self) -> None:
         experiment, life, width = self.experiment, self.controller.life, self.app.size.width
         idle = life.idle_words(self.controller.open_error is not None)
-        chosen = self._chosen_keys
+        chosen = self.chosen_keys
         header, status, keys = (self.query_one(id, Line) for id in ("#header", "#status", "#keys"))
         header.show(header_line(experiment, width))
         status.show(status_line(experiment, life.current_activity(), life.activity, idle, width, chosen))
@@ -268,7 +256,6 @@ class MainScreen(Screen[None]):
             return  # a newer event has replaced it, or the app is ending
         if events.is_opened(event):
             resume_gc()
-        self._awaited.take(event)
         if not self.controller.handle(event):
             return
         match event:
@@ -280,9 +267,9 @@ class MainScreen(Screen[None]):
             case events.Measured() if self.tree_view.order == "drift":
                 self.tree_view.rebuild()
             case events.JobDone() if (texts := events.result_of(event, GENERATE)) is not None:
-                self._windows.keep_texts(texts)
+                self.keep_texts(texts)
             case events.JobDone() if len(self.app.screen_stack) < MOST_WINDOWS:
-                self._windows.open_result(event, self.app.size.width)
+                self.open_result(event)
         for window in self.app.screen_stack[1:]:
             window.post_message(EngineEvent(event))
         self._draw_soon()
@@ -359,12 +346,6 @@ class MainScreen(Screen[None]):
     def action_remedy(self) -> None:
         self.controller.apply_remedy()
 
-    def action_presets(self) -> None:
-        self._windows.presets()
-
-    def action_history(self) -> None:
-        self._windows.history()
-
     # -- measuring -----------------------------------------------------------------------------------------------
 
     def action_measure(self) -> None:
@@ -372,57 +353,28 @@ class MainScreen(Screen[None]):
 
     def action_ask(self, job: str) -> None:
         """Ask for a job without parameters. Its result opens a window."""
-        self._awaited.ask(Ask(job))
-
-    def action_generate(self) -> None:
-        self._windows.generation()
+        self.controller.ask_once(Ask(job))
 
     def action_download_model(self) -> None:
-        self._awaited.ask(Download())
+        self.controller.ask_once(Download())
 
     def action_over_memory(self) -> None:
         memory = self.experiment.memory
         if memory is not None and memory.read_bytes is not None:
             self.say("the model runs from the disk already", "information")  # the engine would say so after its jobs
             return
-        self._awaited.ask(OpenOverMemory())
-
-    def action_causes(self) -> None:
-        self._windows.causes()
-
-    def action_inputs(self, line: str = "") -> None:
-        """Run the model on the inputs that `line` names. Without a line, open the window with the current inputs."""
-        if not self.experiment.model.live:
-            self.say(self.controller.open_error or "the inputs are known when the model is loaded", "information")
-        elif line:
-            self._set_inputs(line)
-        else:
-            self._windows.inputs(self._set_inputs)
-
-    def _set_inputs(self, line: str) -> None:
-        self._awaited.reset()
-        self.controller.set_inputs(line)
-
-    def action_settings(self) -> None:
-        self._windows.settings()
+        self.controller.ask_once(OpenOverMemory())
 
     def action_values(self) -> None:
         tensor = self.tree_view.current.tensor
         if tensor is None:
             self.say("only tensors have values: go to one", "information")
-        else:
-            self._awaited.ask(inspect(tensor.name))
+            return
+        from dtype_tui.screens.weight_values import CAST_TO
 
-    def action_scan(self) -> None:
-        self._windows.scan()
+        self.controller.ask_once(VALUES.ask(InspectTensor(tensor.name, CAST_TO)))
 
-    def action_optimise(self) -> None:
-        self._windows.optimise()
-
-    # -- saving and copying --------------------------------------------------------------------------------------
-
-    def action_leave_with(self) -> None:
-        self._windows.save()
+    # -- copying --------------------------------------------------------------------------------------
 
     def action_copy_name(self) -> None:
         self._copy(self.tree_view.current.name or "*", "the name")
@@ -448,7 +400,6 @@ class MainScreen(Screen[None]):
             self.tree_view.set_filter("")
             self.show_all()
         else:
-            self._awaited.reset()
             self.controller.stop()
             self.set_timer(STOP_WAIT_S, self.controller.life.check_stopped)
 
@@ -458,11 +409,7 @@ class MainScreen(Screen[None]):
 
         return next((prompt for prompt in self.query(BottomPrompt) if prompt.is_open), None)
 
-    def action_jobs(self) -> None:
-        self._windows.jobs(self._awaited.reset)
-
     def action_restart_engine(self) -> None:
-        self._awaited.reset()
         self.controller.restart_engine()
 
     def action_filter(self) -> None:
@@ -515,7 +462,9 @@ class MainScreen(Screen[None]):
                 self.tree_view.go_to_row(rows[index - len(panes)][0])
 
         if panes or rows:
-            self._windows.jump([place for _, place in (*panes, *rows)], go)
+            from dtype_tui.screens.jump import JumpScreen
+
+            self.app.push_screen(JumpScreen([place for _, place in (*panes, *rows)]), go)
 
     def _go_to_pane(self, pane: Pane) -> None:
         if pane in self.side.panes:
@@ -553,12 +502,15 @@ class MainScreen(Screen[None]):
         if self.has_class("zoomed"):
             self.action_zoom()
 
-    def action_details(self) -> None:
-        self._windows.details()
-
     def action_help(self) -> None:
+        from dtype_tui.screens.help import HelpScreen, keys_for_node
+
+        experiment, node, node_keys = self.experiment, "", []
+        if self.tree_view.rows:
+            node, node_keys = self.tree_view.current.name, keys_for_node(experiment, self.tree_view.current)
+        words = [(pane.title, pane.HELP) for pane in (*self.side.panes, self.depth, self.trade_off)]
         hidden = HIDDEN if self.controller.read_only else frozenset()
-        self._windows.help(self._chosen_keys, (*self.side.panes, self.depth, self.trade_off), hidden)
+        self.app.push_screen(HelpScreen(node or experiment.model.title, node_keys, self.chosen_keys, words, hidden))
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Return whether an action is available. A read-only session hides the actions in `HIDDEN`."""

@@ -1,30 +1,28 @@
-"""Opens the windows over the main screen, and acts on the user's choice in them.
+"""The part of the main screen that opens windows for keys and results, and acts on the user's choice in them.
 
 A window's module is imported when it opens, so that the first paint does not wait for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 import msgspec
-from textual.geometry import Offset
+from textual.screen import Screen, ScreenResultType
 
 from dtype_engine.core.options import RunSettings
 from dtype_engine.recipe import Recipe
 from dtype_engine.service import events
 from dtype_engine.service.jobs import CAUSES, GENERATE, GenerateText
-from dtype_tui.config.questions import window_of
-from dtype_tui.state.answer import Answer
+from dtype_tui.config.questions import row_of
 from dtype_tui.state.controller import Controller
 from dtype_tui.widgets.module_tree import ModuleTree
 
 if TYPE_CHECKING:
     from dtype_engine.results.inputs import InputsSummary
     from dtype_engine.results.runs import Generation
-    from dtype_tui.widgets.panes.base import Pane
 
 
 class _LastGeneration(msgspec.Struct):
@@ -37,41 +35,55 @@ class _LastGeneration(msgspec.Struct):
     """With what `texts` were generated."""
 
 
-class Windows:
-    """Opens windows. push: a function that shows a screen, and calls a given function with the screen's result when it closes."""
+class OpensWindows(Screen[None]):
+    """A screen whose keys open windows. chosen_keys: the user's own keys, by binding id, such as {"measure": "f5"}."""
 
-    def __init__(self, controller: Controller, tree: ModuleTree, push: Callable[..., object]) -> None:
-        self._controller = controller
-        self._experiment = controller.experiment
-        self._tree = tree
-        self._push = push
-        self._generation = _LastGeneration()
+    def __init__(self, controller: Controller, chosen_keys: Mapping[str, str]) -> None:
+        super().__init__()
+        self.controller = controller
+        self.experiment = controller.experiment
+        self.chosen_keys = chosen_keys
+        self.tree_view = ModuleTree(self.experiment, id="tree")
+        self.generation = _LastGeneration()
+
+    def _open(self, window: Screen[ScreenResultType], use: Callable[[ScreenResultType], object]) -> None:
+        """Open a window. use: called with its result, unless that is None."""
+
+        def closed(result: ScreenResultType | None) -> None:
+            if result is not None:
+                use(result)
+
+        self.app.push_screen(window, closed)
+
+    def open_result(self, done: events.JobDone) -> None:
+        """Open the window for the result of a job, if it has one."""
+        module, _, function = row_of(done.ask.job).window.rpartition(".")
+        if module:
+            from dtype_tui.screens.overlay import Answer
+
+            answer = Answer(done.result, done.ask.parameters, self.experiment, self.app.size.width)
+            self.app.push_screen(getattr(import_module(module), function)(answer))
+
+    def _inputs_of_texts(self) -> tuple[Recipe, RunSettings, InputsSummary | None]:
+        experiment = self.experiment
+        return experiment.recipe, experiment.settings, experiment.model.inputs_summary
 
     def keep_texts(self, texts: tuple[Generation, ...]) -> None:
         """Store generated texts for the next opening of their window."""
-        experiment = self._experiment
-        self._generation.texts = texts
-        self._generation.made_with = experiment.recipe, experiment.settings, experiment.model.inputs_summary
+        self.generation.texts, self.generation.made_with = texts, self._inputs_of_texts()
 
-    def open_result(self, done: events.JobDone, width: int) -> None:
-        """Open the window for the result of a job, if it has one. width: of the screen, in cells."""
-        module, _, function = window_of(done.ask.job).rpartition(".")
-        if module:
-            screen_of = getattr(import_module(module), function)
-            self._push(screen_of(Answer(done.result, done.ask.parameters, self._experiment, width)))
-
-    def generation(self) -> None:
+    def action_generate(self) -> None:
         """Open the window that generates text, with the last request and, if nothing has changed, its texts. If the model makes
         pictures, open the window with these.
         """
-        controller, last = self._controller, self._generation
-        report = self._experiment.results.report
+        controller, last, model = self.controller, self.generation, self.experiment.model
+        report = self.experiment.results.report
         if report is not None and report.pictures:
             from dtype_tui.screens.pictures import PicturesScreen
 
-            self._push(PicturesScreen(self._experiment))
+            self.app.push_screen(PicturesScreen(self.experiment))
             return
-        if why := self._experiment.model.no_forward or self._experiment.model.no_text:
+        if why := model.no_forward or model.no_text:
             controller.notify(why, "warning")
             return
         from dtype_tui.screens.generation import GenerationScreen
@@ -81,100 +93,84 @@ class Windows:
             controller.ask(GENERATE.ask(wanted))
             return controller.activity.busy
 
-        experiment = self._experiment
-        same = (experiment.recipe, experiment.settings, experiment.model.inputs_summary) == last.made_with
-        texts = last.texts if same else ()
-        self._push(GenerationScreen(last.wanted, texts, start, lambda: controller.life.stop(GENERATE.name)))
+        texts = last.texts if self._inputs_of_texts() == last.made_with else ()
+        self.app.push_screen(GenerationScreen(last.wanted, texts, start, lambda: controller.life.stop(GENERATE.name)))
 
-    def presets(self) -> None:
-        """Open the list of presets. The chosen preset replaces all rules."""
-        if not self._experiment.model.has_tree:
-            return
-        from dtype_tui.screens.presets import PresetsScreen
+    def action_presets(self) -> None:
+        if self.experiment.model.has_tree:
+            from dtype_tui.screens.presets import PresetsScreen
 
-        replace = self._controller.replace_rules
-        self._push(PresetsScreen(self._experiment), lambda recipe: recipe is not None and replace(recipe))
+            self._open(PresetsScreen(self.experiment), self.controller.replace_rules)
 
-    def history(self) -> None:
-        """Open the list of measured recipes, from which the user can return to one."""
-        if not self._experiment.measured:
-            self._controller.notify("nothing has been measured yet", "information")
+    def action_history(self) -> None:
+        if not self.experiment.measured:
+            self.controller.notify("nothing has been measured yet", "information")
             return
         from dtype_tui.screens.history import MeasurementsScreen
 
-        go_back_to = self._controller.go_back_to
-        screen = MeasurementsScreen(self._experiment, self._controller.measure_recipes)
-        self._push(screen, lambda measured: measured is not None and go_back_to(measured))
+        self._open(MeasurementsScreen(self.controller), self.controller.go_back_to)
 
-    def causes(self) -> None:
+    def action_causes(self) -> None:
         """Open the plot of drift over depth. If the causes are unknown, measure them."""
-        controller, experiment = self._controller, self._experiment
-        if experiment.results.report is None:
-            why = experiment.model.no_forward or "causes need a complete measurement: m measures"
-            controller.notify(why, "information")
+        results = self.experiment.results
+        if results.report is None:
+            why = self.experiment.model.no_forward or "causes need a complete measurement: m measures"
+            self.controller.notify(why, "information")
             return
-        if experiment.results.causes is None:
-            controller.ask(CAUSES.ask(None))
+        if results.causes is None:
+            self.controller.ask(CAUSES.ask(None))
         from dtype_tui.screens.causes import CausesScreen
 
-        go_to = self._tree.go_to
-        self._push(CausesScreen(controller), lambda module: module is not None and go_to(module))
+        self._open(CausesScreen(self.controller), self.tree_view.go_to)
 
-    def inputs(self, set_inputs: Callable[[str], None]) -> None:
-        """Open the window of the model's inputs. set_inputs: called with the line that names others."""
-        experiment = self._experiment
-        from dtype_tui.screens.inputs import InputsScreen
+    def action_inputs(self, line: str = "") -> None:
+        """Run the model on the inputs that `line` names. Without a line, open the window with the current inputs."""
+        if not self.experiment.model.live:
+            why = self.controller.open_error or "the inputs are known when the model is loaded"
+            self.controller.notify(why, "information")
+        elif line:
+            self.controller.set_inputs(line)
+        else:
+            from dtype_tui.screens.inputs import InputsScreen
 
-        compared = experiment.results.report.output.positions if experiment.results.report is not None else None
-        ask = None if self._controller.read_only else set_inputs
-        self._push(InputsScreen(experiment.model.inputs_summary, experiment.model.no_forward, compared, ask))
+            self.app.push_screen(InputsScreen(self.controller))
 
-    def settings(self) -> None:
-        """Open the settings of a run. After a change, the engine measures with the chosen settings."""
+    def action_settings(self) -> None:
         from dtype_tui.screens.settings import SettingsScreen
 
-        set_settings = self._controller.set_settings
-        self._push(
-            SettingsScreen(self._experiment.settings), lambda settings: settings is not None and set_settings(settings)
-        )
+        self._open(SettingsScreen(self.experiment.settings), self.controller.set_settings)
 
-    def scan(self) -> None:
+    def action_scan(self) -> None:
         """Open the results of the scan, or the choice of a new one's dtypes, or nothing while there are no results."""
-        match self._controller.next_of_scan():
+        match self.controller.next_of_scan():
             case "choose":
                 self._choose_scan()
             case "show":
-                self._show_scan()
+                from dtype_tui.screens.scan import ScanScreen
+
+                self._open(ScanScreen(self.controller), self._leave_scan)
 
     def _choose_scan(self) -> None:
         from dtype_tui.screens.scan_setup import ScanSetup
 
-        self._push(
-            ScanSetup(bool(self._experiment.tree.caches)),
-            lambda dtypes: self._controller.start_scan(dtypes) if dtypes else None,
-        )
+        self._open(ScanSetup(bool(self.experiment.tree.caches)), self.controller.start_scan)
 
-    def _show_scan(self) -> None:
+    def _leave_scan(self, where: str) -> None:
         from dtype_tui.screens.scan import ScanScreen
 
-        def left(where: str | None) -> None:
-            if where == ScanScreen.AGAIN:
-                if not self._controller.resume_scan():
-                    self._choose_scan()
-            elif where is not None:
-                self._tree.go_to(where)
+        if where != ScanScreen.AGAIN:
+            self.tree_view.go_to(where)
+        elif not self.controller.resume_scan():
+            self._choose_scan()
 
-        self._push(ScanScreen(self._experiment, self._controller.pause_scan), left)
-
-    def optimise(self) -> None:
+    def action_optimise(self) -> None:
         """Open the Pareto front, if a scan of the current inputs and settings exists."""
-        controller, experiment = self._controller, self._experiment
-        if experiment.scan.report is None and experiment.model.no_forward:
+        controller, experiment, scan = self.controller, self.experiment, self.experiment.scan
+        if scan.report is None and experiment.model.no_forward:
             words = f"the Pareto front comes from a scan, and none can be made: {experiment.model.no_forward}"
             controller.notify(words, "warning")
             return
-        if experiment.scan.report is None or experiment.why_scan_is_stale:
-            scan = experiment.scan
+        if scan.report is None or experiment.why_scan_is_stale:
             words = "s starts one"
             if scan.running:
                 words = "the running scan has no estimates yet"
@@ -186,60 +182,22 @@ class Windows:
             return
         from dtype_tui.screens.optimise import OptimiseScreen
 
-        self._push(OptimiseScreen(experiment, controller.apply_recipe, controller.measure_recipes, controller.undo))
+        self.app.push_screen(OptimiseScreen(controller))
 
-    def save(self) -> None:
+    def action_leave_with(self) -> None:
         """Open the window that saves files. The engine writes the files."""
-        controller, experiment = self._controller, self._experiment
-        if not experiment.model.has_tree:
-            return
-        from dtype_tui.screens.save import SaveScreen
+        if self.experiment.model.has_tree:
+            from dtype_tui.screens.save import SaveScreen
 
-        self._push(
-            SaveScreen(
-                experiment.model.title,
-                len(experiment.recipe),
-                experiment.results,
-                lambda: experiment.results.losses.values,
-                controller.engine.host,
-                controller.engine.check_path,
-                experiment.model.path,
-            ),
-            lambda request: controller.save(request) if request is not None else None,
-        )
-        controller.engine.plan_export()
+            self._open(SaveScreen(self.controller), self.controller.save)
+            self.controller.engine.plan_export()
 
-    def details(self) -> None:
-        """Open the details of the node under the cursor."""
+    def action_details(self) -> None:
         from dtype_tui.screens.details import details_screen
 
-        self._push(details_screen(self._experiment, self._tree.current.name))
+        self.app.push_screen(details_screen(self.experiment, self.tree_view.current.name))
 
-    def jobs(self, stopped: Callable[[], None]) -> None:
-        """Open the list of jobs. stopped: called before a job is stopped."""
+    def action_jobs(self) -> None:
         from dtype_tui.screens.jobs import JobsScreen
 
-        def stop(job: str) -> None:
-            stopped()
-            self._controller.stop_job(job)
-
-        self._push(JobsScreen(self._controller.activity, stop))
-
-    def jump(self, places: Sequence[Offset], go: Callable[[int | None], None]) -> None:
-        """Put labels on places of the screen. go: called with the index of the one whose label is typed, or None."""
-        from dtype_tui.screens.jump import JumpScreen
-
-        self._push(JumpScreen(places), go)
-
-    def help(self, chosen_keys: Mapping[str, str], panes: Sequence[Pane], hidden: Set[str]) -> None:
-        """Open the help. chosen_keys: by binding id. panes: those whose terms it explains. hidden: ids of bindings to leave out."""
-        from dtype_tui.screens.help import HelpScreen, keys_for_node
-
-        words = [(pane.title, pane.HELP) for pane in panes]
-        experiment = self._experiment
-        if self._tree.rows:
-            row = self._tree.current
-            node, node_keys = row.name or experiment.model.title, keys_for_node(experiment, row)
-        else:
-            node, node_keys = experiment.model.title, []
-        self._push(HelpScreen(node, node_keys, chosen_keys, words, hidden))
+        self.app.push_screen(JobsScreen(self.controller))

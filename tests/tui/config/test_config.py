@@ -19,8 +19,7 @@ from dtype_tui.config.config import Config, config_path, read_config
 from dtype_tui.config.themes import HIGH_CONTRAST
 from dtype_tui.rendering.cells import wrap_dotted
 from dtype_tui.screens.flow import flow_screen
-from dtype_tui.screens.overlay import Overlay
-from dtype_tui.state.answer import Answer
+from dtype_tui.screens.overlay import Answer, Overlay
 from dtype_tui.widgets.module_tree import ModuleTree
 
 KNOWN = (["cast", "undo", "measure"], ["nord", "high-contrast"], ["device", "text"])

@@ -10,15 +10,14 @@ import pytest
 from dtype_engine.service.commands import OWN_NAMES
 from dtype_engine.service.jobs import JOBS
 from dtype_engine.service.messages import job_types
-from dtype_tui.config.questions import QUESTIONS, Question
-from dtype_tui.state.answer import Answer
-from dtype_tui.state.job_names import WORDS
+from dtype_tui.config.questions import COMMANDS, QUESTIONS, Question
+from dtype_tui.screens.overlay import Answer
 
 
 def test_every_job_has_a_row_with_words() -> None:
     assert [*JOBS] == sorted((row.job for row in QUESTIONS), key=[*JOBS].index)
-    assert WORDS.keys() == {*JOBS, *OWN_NAMES}
-    assert all(all(words) for words in WORDS.values())
+    assert {row.job for row in (*QUESTIONS, *COMMANDS)} == {*JOBS, *OWN_NAMES}
+    assert all(row.running and row.waiting and row.again for row in (*QUESTIONS, *COMMANDS))
 
 
 def test_the_engine_runs_by_itself_what_has_neither_key_nor_command() -> None:

@@ -12,7 +12,7 @@ from dtype_engine.results.drift import ImplicitCastStats
 from dtype_engine.service import events
 from dtype_engine.service.jobs import FLOW
 from dtype_tui.screens.flow import MOST_ROWS, flow_screen
-from dtype_tui.state.answer import Answer
+from dtype_tui.screens.overlay import Answer
 
 
 def _shown(casts: int, text: str = "linear") -> str:

@@ -28,7 +28,7 @@ async def test_keys_of_the_main_screen_fit_a_few_help_pages(size: tuple[int, int
             shown += screen(app)
             await pilot.press("pagedown")
             await pilot.pause()
-        for title, entries in GROUPS:
+        for title, entries in GROUPS.items():
             assert title in shown
             for words, _ in entries:
                 assert words in shown, f"{words} is cut or not there"
@@ -117,7 +117,7 @@ async def test_every_text_of_the_help_can_be_searched() -> None:
         await pilot.pause()
         help_screen = app.screen
         assert isinstance(help_screen, HelpScreen)
-        described = [words for _, entries in GROUPS for words, _ in entries]
+        described = [words for entries in GROUPS.values() for words, _ in entries]
         for words in (*described, "worst", "copy its name"):
             found = search(help_screen._searched(), help_screen._words, words, 200).plain
             assert words in found, words

@@ -22,7 +22,6 @@ from dtype_engine.service import events
 from dtype_tui.app import DtypeApp
 from dtype_tui.screens.engine_event import EngineEvent
 from dtype_tui.screens.save import SaveScreen
-from dtype_tui.state.results import Results
 
 WINDOW_KEYS = ("question_mark", "enter", "comma", "p", "e", "s", "H", "d", "i", "ctrl+p")
 
@@ -86,7 +85,7 @@ async def test_pending_work_of_a_closed_window_raises_no_error() -> None:
 async def test_plan_that_arrives_before_the_window_is_shown() -> None:
     app = make_app()
     async with running(app) as pilot:
-        window = SaveScreen("demo", 0, Results())
+        window = SaveScreen(app.controller)
         app.push_screen(window)
         window.post_message(EngineEvent(events.ExportPlanned(Recipe(), None, "it can not be exported")))
         await until(pilot, lambda: "it can not be exported" in screen(app))

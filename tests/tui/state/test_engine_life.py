@@ -98,7 +98,7 @@ def test_ending_a_stuck_engine_is_offered_once(measuring: Told, end: events.Idle
 @pytest.mark.usefixtures("_at_once")
 def test_next_measurement_is_not_the_cancelled_one(measuring: Told) -> None:
     measuring.stop()
-    measuring.note_stopped("measure")
+    measuring.note_stopped(events.Stopped(Recipe(), "measure"))
     measuring.check_stopped()
     assert not measuring.must_end
     assert measuring.current_activity()[2] == "Esc stops"
@@ -107,7 +107,7 @@ def test_next_measurement_is_not_the_cancelled_one(measuring: Told) -> None:
 @pytest.mark.usefixtures("_at_once")
 def test_cancelling_while_opening_does_not_stop_opening(life: Told) -> None:
     life.stop()
-    life.note_stopped(None)
+    life.note_stopped(events.Stopped(Recipe(), None))
     life.follow(events.Jobs("", ()))
     life.check_stopped()
     assert life.must_end

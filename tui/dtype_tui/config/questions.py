@@ -9,12 +9,10 @@ from textual.binding import Binding
 
 
 class Question(msgspec.Struct, frozen=True):
-    """A job of the engine (a row of `dtype_engine.service.jobs.JOBS`), as the app shows it. Most jobs answer a question of the
-    user, which has a key or a `:` command. The engine runs the others itself.
-    """
+    """A job of the engine, as the app shows it. Most answer a question of the user, which has a key or a `:` command."""
 
     job: str
-    """The job's name. A question without a key is asked by the `:` command of this name."""
+    """The name of the job, or of a command of the engine. A question without a key is asked by the `:` command of this name."""
     running: str
     """The words for the job while it runs."""
     waiting: str
@@ -87,6 +85,19 @@ def questions_without_keys() -> Iterator[Question]:
     return (row for row in QUESTIONS if row.meaning and not row.key)
 
 
-def window_of(job: str) -> str:
-    """Return the function that makes a window for the job's result, or "" if the result opens none."""
-    return next((row.window for row in QUESTIONS if row.job == job), "")
+COMMANDS = [
+    Question("measure", "measuring", "measuring", "m measures again"),
+    Question("inputs", "preparing the inputs", "inputs", "the previous inputs stay in use"),
+    Question("recipe", "applying the rules", "rules", "they are applied"),
+    Question("download", "downloading", "download", ":download goes on with it"),
+    Question("over-memory", "opening", "opening", "O opens it again"),
+    Question("scan", "scan", "scan", "s resumes it"),
+    Question("recipes", "measuring recipes", "recipes", "the measured ones are in the history"),
+    Question("write", "writing", "writing", "e writes"),
+]
+"""The words for commands of the engine that are not jobs."""
+
+
+def row_of(job: str) -> Question:
+    """Return the words for a job or a command of the engine."""
+    return next(row for row in (*QUESTIONS, *COMMANDS) if row.job == job)

@@ -9,8 +9,7 @@ from dtype_engine.core.units import plural
 from dtype_engine.results.check import KINDS, CheckReport
 from dtype_tui.rendering.cells import wrap_dotted
 from dtype_tui.rendering.plain_table import PlainTable
-from dtype_tui.screens.overlay import Overlay
-from dtype_tui.state.answer import Answer
+from dtype_tui.screens.overlay import Answer, Overlay
 
 _SHOWN = 50
 """Maximum number of findings of one kind that are shown."""

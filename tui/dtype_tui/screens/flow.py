@@ -10,8 +10,7 @@ from dtype_engine.core.units import human_count
 from dtype_engine.results.drift import ImplicitCastStats
 from dtype_tui.rendering.cells import truncate, wrap_dotted
 from dtype_tui.rendering.plain_table import PlainTable
-from dtype_tui.screens.overlay import Overlay
-from dtype_tui.state.answer import Answer
+from dtype_tui.screens.overlay import Answer, Overlay
 
 MOST_ROWS = 200
 """Maximum number of casts that are shown. Drawing a thousand takes two seconds, in which no key is handled."""

@@ -231,7 +231,7 @@ def key_blocks(chosen: Mapping[str, str], hidden: Set[str] = frozenset()) -> lis
 def _groups(chosen: Mapping[str, str], hidden: Set[str]) -> list[Section]:
     return [
         (title, [_row_of(entry, chosen) for entry in entries if hidden.isdisjoint(entry[1])])
-        for title, entries in GROUPS
+        for title, entries in GROUPS.items()
     ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from rich.text import Text
@@ -15,7 +15,6 @@ from dtype_engine.core.dtypes import BY_NAME
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import seconds_text
-from dtype_engine.recipe import Recipe
 from dtype_engine.results.figures import About, figures_in
 from dtype_engine.results.meaning import Meaning, meaning
 from dtype_tui.rendering.canvas import Series, axes_around, linear_axes, plot
@@ -24,7 +23,7 @@ from dtype_tui.rendering.loss_text import loss_mark
 from dtype_tui.rendering.palette import ramp
 from dtype_tui.screens.comparison import comparison_screen, side_of
 from dtype_tui.screens.modal import ModalScreen
-from dtype_tui.state.experiment import Experiment
+from dtype_tui.state.controller import Controller
 from dtype_tui.state.measurement_log import MeasuredRecipe, mark, metric_names, toggle_pin, without_figures
 
 _RULES = "rules"
@@ -59,11 +58,10 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
         Binding("escape,q,H", "leave", "Close"),
     ]
 
-    def __init__(self, experiment: Experiment, measure: Callable[[Sequence[Recipe]], None]) -> None:
-        """measure: measures recipes without making them current."""
+    def __init__(self, controller: Controller) -> None:
         super().__init__()
-        self._experiment = experiment
-        self._measure = measure
+        self._controller = controller
+        self._experiment = controller.experiment
         self._seen: tuple[MeasuredRecipe, ...] = ()
         self._chosen: int | None = None
         self._order: list[int] = []
@@ -212,7 +210,7 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
         recipes = without_figures(self._entries, self._experiment.settings, self._experiment.model.inputs)
         if not recipes:
             self.notify("all are already measured on these inputs with these settings", severity="information")
-        self._measure(recipes)
+        self._controller.measure_recipes(recipes)
 
     def action_pin(self) -> None:
         at = self._at

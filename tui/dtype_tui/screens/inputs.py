@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import ClassVar
 
 from rich.table import Table
@@ -20,17 +18,14 @@ from dtype_engine.service import events
 from dtype_tui.rendering.plain_table import PlainTable
 from dtype_tui.screens.engine_event import EngineEvent
 from dtype_tui.screens.modal import SCROLLING, ModalScreen
+from dtype_tui.state.controller import Controller
 from dtype_tui.widgets.line_input import LineInput
 
 MOST_ROWS = 200
 
 
 class InputsScreen(ModalScreen[None]):
-    """Shows the current inputs, and a line in which the user names others, which are shown once the engine has prepared them.
-
-    compared: the positions of the output, such as tokens, at which the models were compared. ask: called with the text of the line,
-    or None to have no line.
-    """
+    """Shows the current inputs, and a line in which the user names others, which are shown once the engine has prepared them."""
 
     HELP = (
         "A prompt, or the path of a file: text (.txt, .jsonl), an image, audio, or tensors by argument (.safetensors, .npz, .pt). "
@@ -53,52 +48,45 @@ class InputsScreen(ModalScreen[None]):
         *SCROLLING,
     ]
 
-    def __init__(
-        self,
-        summary: InputsSummary | None,
-        no_forward: str | None,
-        compared: int | None,
-        ask: Callable[[str], None] | None,
-    ) -> None:
+    def __init__(self, controller: Controller) -> None:
         super().__init__()
-        self._summary = summary
-        self._no_forward = no_forward
-        self._compared = compared
-        self._ask = ask
+        self._controller = controller
+        self._experiment = controller.experiment
 
     def compose(self) -> ComposeResult:
         with Vertical() as box:
             box.border_title = "Inputs"
-            box.border_subtitle = f"{'Enter applies  ' if self._ask is not None else ''}↑↓ scroll  Esc closes"
+            box.border_subtitle = f"{'' if self._controller.read_only else 'Enter applies  '}↑↓ scroll  Esc closes"
             with VerticalScroll(can_focus=False):
                 yield Static(id="inputs-rows", markup=False)
             with Vertical(id="inputs-ask"):
-                if self._ask is not None:
+                if not self._controller.read_only:
                     yield Static(Text("a prompt, or a file: text, image, audio, tensors; empty: defaults", style="dim"))
-                    yield LineInput("inputs-line", partial(self._enter, self._ask))
+                    yield LineInput("inputs-line", self._enter)
                 yield Static(id="inputs-status", markup=False)
 
     def on_mount(self) -> None:
         self._draw()
-        self.set_focus(self.query(LineInput).first() if self._ask is not None else None)
+        self.set_focus(None if self._controller.read_only else self.query_one(LineInput))
 
     def on_resize(self) -> None:
         # The list is as high as its rows, but never pushes the line below it out of the box.
         self.query_one(VerticalScroll).styles.max_height = max(3, int(self.size.height * 0.9) - 8)
 
     def _draw(self) -> None:
-        none = Text(printable(self._no_forward or "Not known yet.", 500))
-        shown = inputs_table(self._summary, self._compared) if self._summary else none
+        model, report = self._experiment.model, self._experiment.results.report
+        shown: Table | Text = Text(printable(model.no_forward or "Not known yet.", 500))
+        if model.inputs_summary is not None:
+            shown = inputs_table(model.inputs_summary, report.output.positions if report is not None else None)
         self.query_one("#inputs-rows", Static).update(shown)
 
-    def _enter(self, ask: Callable[[str], None], line: str) -> None:
+    def _enter(self, line: str) -> None:
         self._show_status("preparing…")
-        ask(line)
+        self._controller.set_inputs(line)
 
     def on_engine_event(self, message: EngineEvent) -> None:
         match message.event:
-            case events.InputsReady(summary=summary):
-                self._summary, self._compared = summary, None
+            case events.InputsReady():
                 self._draw()
                 self.query_one(VerticalScroll).scroll_home(animate=False)
                 for line in self.query(LineInput):
@@ -107,8 +95,7 @@ class InputsScreen(ModalScreen[None]):
             case events.InputsRefused() | events.Refused(job="inputs"):
                 # The message line shows the reason; the typed line stays, so that the user can correct it.
                 self._show_status("Refused: the inputs above stay in use.", style="bold")
-            case events.Measured(report=report):
-                self._compared = report.output.positions
+            case events.Measured():
                 self._draw()
                 self._show_status("")
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import ClassVar
 
 from rich.text import Text
 from textual.binding import Binding, BindingType
 
+from dtype_tui.config.questions import row_of
 from dtype_tui.screens.choice import ChoiceScreen
-from dtype_tui.state.activity import Activity
-from dtype_tui.state.job_names import WORDS
+from dtype_tui.state.controller import Controller
 
 
 class JobsScreen(ChoiceScreen[None]):
-    """Lists the jobs in their order. stop: called with the name of the job to stop."""
+    """Lists the jobs in their order."""
 
     HEADING = "Jobs of the engine"
     KEYS = "↑↓ choose  x stops it  Esc closes"
@@ -26,9 +25,9 @@ class JobsScreen(ChoiceScreen[None]):
         Binding("escape,q,enter,J", "leave", "Close"),
     ]
 
-    def __init__(self, activity: Activity, stop: Callable[[str], None]) -> None:
-        self._activity = activity
-        self._stop = stop
+    def __init__(self, controller: Controller) -> None:
+        self._controller = controller
+        self._activity = controller.activity
         super().__init__(len(self._jobs()))
 
     def _jobs(self) -> list[str]:
@@ -48,7 +47,7 @@ class JobsScreen(ChoiceScreen[None]):
             if index == 0:
                 text.append(f"{self._activity.what}  {self._activity.progress_words(20)}\n", style="bold")
             else:
-                text.append(f"next: {WORDS[name][0]}\n")
+                text.append(f"next: {row_of(name).running}\n")
         if not jobs:
             text.append("No job is running or waiting.\n")
         text.right_crop(1)
@@ -57,5 +56,5 @@ class JobsScreen(ChoiceScreen[None]):
     def action_stop(self) -> None:
         jobs = self._jobs()
         if jobs:
-            self._stop(jobs[self.index])
+            self._controller.stop_job(jobs[self.index])
             self.redraw()

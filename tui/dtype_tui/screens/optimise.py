@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from rich.text import Text
@@ -30,7 +30,7 @@ from dtype_tui.rendering.canvas import Series, axes_around, plot
 from dtype_tui.rendering.cells import truncate
 from dtype_tui.rendering.palette import ACCENT, colour
 from dtype_tui.screens.modal import ModalScreen
-from dtype_tui.state.experiment import Experiment
+from dtype_tui.state.controller import Controller
 from dtype_tui.state.scan import Point, figure
 from dtype_tui.widgets.line_input import LineInput
 
@@ -59,22 +59,11 @@ class OptimiseScreen(ModalScreen[None]):
     AUTO_FOCUS = ""  # the line to type limits in would take the arrows
     BINDINGS: ClassVar[list[BindingType]] = FRONT_KEYS
 
-    def __init__(
-        self,
-        experiment: Experiment,
-        apply_recipe: Callable[[Recipe], bool],
-        measure: Callable[[Sequence[Recipe]], None],
-        undo: Callable[[], None],
-    ) -> None:
-        """apply_recipe: makes a recipe the current one; returns False if it already is. measure: measures recipes without making
-        them current. undo: restores the previous recipe.
-        """
+    def __init__(self, controller: Controller) -> None:
         super().__init__()
-        self.experiment = experiment
-        self._apply_recipe = apply_recipe
-        self._measure = measure
-        self._undo = undo
-        self.view = experiment.scan
+        self._controller = controller
+        self.experiment = controller.experiment
+        self.view = self.experiment.scan
         self.front: ParetoFront | None = None
         self.index = 0
         self.within: Solution | None = None
@@ -321,7 +310,7 @@ class OptimiseScreen(ModalScreen[None]):
         recipe = self.recipe
         if recipe is None:
             return
-        if not self._apply_recipe(recipe):
+        if not self._controller.apply_recipe(recipe):
             self._warn("this point is already applied")
         self._draw()
 
@@ -350,12 +339,12 @@ class OptimiseScreen(ModalScreen[None]):
 
         def find() -> None:
             recipes = [minimize(self.experiment.tree, solution.dtypes) for solution in solutions]
-            self.app.call_from_thread(self._measure, recipes)
+            self.app.call_from_thread(self._controller.measure_recipes, recipes)
 
         self.run_worker(find, thread=True)
 
     def action_undo(self) -> None:
-        self._undo()
+        self._controller.undo()
 
     def action_type(self) -> None:
         field = self.query_one(LineInput)

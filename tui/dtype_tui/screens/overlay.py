@@ -1,9 +1,10 @@
-"""A window that shows a text in a box over the main screen."""
+"""A window that shows a text, such as the result of a job, in a box over the main screen."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
+import msgspec
 from rich.table import Table
 from rich.text import Text
 from textual.app import ComposeResult
@@ -12,6 +13,23 @@ from textual.containers import VerticalScroll
 from textual.widgets import Static
 
 from dtype_tui.screens.modal import ModalScreen
+
+if TYPE_CHECKING:
+    from dtype_tui.state.experiment import Experiment
+
+Parameters = TypeVar("Parameters")
+Result = TypeVar("Result")
+
+
+class Answer(msgspec.Struct, Generic[Parameters, Result], frozen=True):
+    """The result of a job for the current recipe, of which a function makes a window."""
+
+    result: Result
+    parameters: Parameters
+    """What the job was asked with; None for a job without parameters."""
+    experiment: Experiment
+    width: int
+    """The width of the screen in cells."""
 
 
 class Overlay(ModalScreen[None]):

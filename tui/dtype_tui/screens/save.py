@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
@@ -20,7 +19,6 @@ from dtype_engine.core.text import printable, without_controls
 from dtype_engine.core.units import human_bytes, plural
 from dtype_engine.recipe.targets import TARGET_SUFFIXES
 from dtype_engine.reports.text_losses import severe_sentences
-from dtype_engine.results.losses import ValueLoss
 from dtype_engine.service import events
 from dtype_engine.service.save_requests import (
     ConvertRequest,
@@ -32,10 +30,10 @@ from dtype_engine.service.save_requests import (
 from dtype_tui.rendering.hint_keys import with_keys
 from dtype_tui.screens.choice import ChoiceScreen
 from dtype_tui.screens.engine_event import EngineEvent
+from dtype_tui.state.controller import Controller
 from dtype_tui.state.results import Results
 from dtype_tui.widgets.line_input import LineInput
 
-Losses = tuple[ValueLoss, ...]
 TOOLS = {
     "torchao": "the recipe as torchao's configuration in config.json",
     "llama.cpp": "the recipe as types of tensors for llama-quantize",
@@ -73,30 +71,15 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
         Binding("escape", "leave", "Close, and write nothing", priority=True),
     ]
 
-    def __init__(
-        self,
-        title: str,
-        rules: int,
-        results: Results,
-        lost: Callable[[], Losses | None] = lambda: None,
-        host: str = "",
-        check_path: Callable[[str, bool], None] = lambda path, for_export: None,
-        source: Path | None = None,
-    ) -> None:
-        """title: the name of the model. rules: the number of rules. lost: returns the weights in which casts lose values, or None
-        while these are unknown. host: the machine on which the engine writes, or "" for this one. check_path: asks the engine
-        whether a path exists there. source: the model's path on this machine.
-        """
+    def __init__(self, controller: Controller) -> None:
         super().__init__(len(KINDS))
-        self._base = re.sub(r"[^A-Za-z0-9._-]+", "-", title.rpartition("/")[2]).strip(".-") or "model"
-        self._rules = rules
-        self._results = results
+        self._experiment = controller.experiment
+        self._engine = controller.engine
+        title = self._experiment.model.title.rpartition("/")[2]
+        self._base = re.sub(r"[^A-Za-z0-9._-]+", "-", title).strip(".-") or "model"
         self._planned: events.ExportPlanned | None = None
         self._warned: str | None = None
-        self._lost = lost
-        self._host = host
-        self._check_path = check_path
-        self._source = source
+        """The existing path that the user was warned about."""
         self._checking: str | None = None
         """The path that an engine on another machine is checking."""
 
@@ -131,7 +114,7 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
     @property
     def _is_remote(self) -> bool:
         """Whether the chosen kind of file is written on another machine."""
-        return bool(self._host) and self._kind in WRITTEN_THERE
+        return bool(self._engine.host) and self._kind in WRITTEN_THERE
 
     @property
     def _thing(self) -> str:
@@ -156,7 +139,7 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
             text.append(*self.marker(index))
             text.append(f"{name:<15}", style="bold" if chosen else "")
             text.append(f"{meaning}\n", style="" if chosen else "dim")
-        place = f" on {self._host}" if self._is_remote else " here" if self._host else ""
+        place = f" on {self._engine.host}" if self._is_remote else " here" if self._engine.host else ""
         one_file = "; a name in .pth or .safetensors makes one file" if self._kind == "checkpoint" else ""
         text.append(f"\nto a {self._thing}{place}{one_file}", style="dim")
         return text
@@ -172,7 +155,7 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
 
     def _about(self) -> list[tuple[str, str]]:
         if self._checking is not None:
-            return [(f"checking whether {self._checking} exists on {self._host}…", "")]
+            return [(f"checking whether {self._checking} exists on {self._engine.host}…", "")]
         if self._warned is not None:
             return [(f"{self._warned} already exists: Enter again replaces it.", "bold")]
         if self._kind == "checkpoint":
@@ -180,15 +163,15 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
         if self._kind == "recipe":
             measured = (
                 "with the figures on the screen"
-                if self._results.report
+                if self._experiment.results.report
                 else "not measured yet, so it will hold no drift"
             )
-            return [(f"{plural(self._rules, 'rule').capitalize()}, {measured}.", "")]
+            return [(f"{plural(len(self._experiment.recipe), 'rule').capitalize()}, {measured}.", "")]
         if self._kind == "report":
             return [
                 (
                     "With the figures on the screen."
-                    if self._results.report
+                    if self._experiment.results.report
                     else "The recipe is measured first, which takes a forward pass.",
                     "",
                 )
@@ -209,9 +192,9 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
             return [(f"One file of weights can't hold this: {plan.no_one_file}. Name a folder instead.", "bold")]
         files = "1 file" if one_file or plan.files == 1 else f"{plan.files} files"
         lines = [(f"{human_bytes(plan.nbytes)} in {files}, {tensors:,} tensors: {mix}", "bold")]
-        if not self._rules:
+        if not self._experiment.recipe.rules:
             lines.append(("There are no rules: this is a copy.", ""))
-        lost = plan.lost if plan.lost is not None else self._lost()
+        lost = plan.lost if plan.lost is not None else self._experiment.results.losses.values
         if lost is None:
             lines.append(("The export checks whether the casts lose values.", ""))
         else:
@@ -241,11 +224,11 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
             return
         if self._is_remote:
             self._checking = typed
-            self._check_path(typed, self._kind == "checkpoint")
+            self._engine.check_path(typed, self._kind == "checkpoint")
             self.redraw()
             return
         try:
-            taken = check_typed_path(typed, self._kind == "checkpoint", self._source)
+            taken = check_typed_path(typed, self._kind == "checkpoint", self._experiment.model.path)
         except UserError as error:
             self.notify(str(error), severity="error", markup=False)
         else:
@@ -257,7 +240,7 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
             self._warned = typed
             self.redraw()
             return
-        self.dismiss(save_request(self._kind, path, taken, self._results))
+        self.dismiss(save_request(self._kind, path, taken, self._experiment.results))
 
 
 def _loading_one_file(typed: str) -> str:

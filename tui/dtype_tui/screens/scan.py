@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import ClassVar
 
 from rich.style import Style
@@ -21,7 +20,7 @@ from dtype_engine.search.sensitivity import layer_map, ranking
 from dtype_tui.rendering.cells import meter, short_bytes, truncate
 from dtype_tui.rendering.palette import colour, heat
 from dtype_tui.screens.modal import ModalScreen
-from dtype_tui.state.experiment import Experiment
+from dtype_tui.state.controller import Controller
 from dtype_tui.state.scan import figure
 
 MOST_ROWS = 1000
@@ -64,12 +63,11 @@ class ScanScreen(ModalScreen[str | None]):
         Binding("escape,q", "leave", "Close; the scan continues"),
     ]
 
-    def __init__(self, experiment: Experiment, pause: Callable[[], None]) -> None:
-        """pause: pauses the scan, or continues a paused one."""
+    def __init__(self, controller: Controller) -> None:
         super().__init__()
-        self._pause = pause
-        self.experiment = experiment
-        self.view = experiment.scan
+        self._controller = controller
+        self.experiment = controller.experiment
+        self.view = self.experiment.scan
         self._all = self._per_byte = False
         self._names: list[str] = []
         self._seen = -1
@@ -230,7 +228,7 @@ class ScanScreen(ModalScreen[str | None]):
             self.query_one(DataTable).action_cursor_up()
 
     def action_pause(self) -> None:
-        self._pause()
+        self._controller.pause_scan()
         self._draw()
 
     def action_again(self) -> None:

@@ -8,8 +8,7 @@ from dtype_engine.core.text import printable
 from dtype_engine.core.units import seconds_text
 from dtype_engine.results.runs import SpeedReport
 from dtype_tui.rendering.plain_table import PlainTable
-from dtype_tui.screens.overlay import Overlay
-from dtype_tui.state.answer import Answer
+from dtype_tui.screens.overlay import Answer, Overlay
 
 
 def speed_screen(answer: Answer[None, SpeedReport]) -> Overlay:

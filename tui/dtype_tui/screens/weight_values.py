@@ -13,8 +13,12 @@ from dtype_engine.results.weights import WeightStats
 from dtype_engine.service.jobs import InspectTensor
 from dtype_tui.rendering.cells import bar
 from dtype_tui.rendering.plain_table import PlainTable
-from dtype_tui.screens.overlay import Overlay
-from dtype_tui.state.answer import Answer
+from dtype_tui.screens.overlay import Answer, Overlay
+
+CAST_TO = (
+    "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8", "mxfp8", "mxfp4", "nvfp4", "int4@g128",
+)  # fmt: skip
+"""The dtypes of which the window shows the error of a cast."""
 
 
 def weight_screen(answer: Answer[InspectTensor, WeightStats]) -> Overlay:

@@ -9,8 +9,8 @@ from dtype_engine.core.job_pace import JobPace
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import time_left
 from dtype_engine.service import events
+from dtype_tui.config.questions import row_of
 from dtype_tui.rendering.cells import bar
-from dtype_tui.state.job_names import WORDS, queue_words
 
 Progress = (
     events.LoadingProgress
@@ -63,13 +63,14 @@ class Activity:
 
     @property
     def queue(self) -> str:
-        """The names of the waiting jobs, in order, as one text, such as "scan, writing"."""
-        return queue_words(self.running, self.waiting)
+        """The words for the waiting jobs, such as "scan, writing". One measurement behind another is not worth a word."""
+        shown = (name for name in self.waiting if not (name == self.running == "measure"))
+        return ", ".join(row_of(name).waiting for name in shown)
 
     def expect(self, job: str) -> None:
         """Show a job that was just requested, before the engine reports that it has begun."""
         if not self.busy:
-            self.begin(WORDS[job][0])
+            self.begin(row_of(job).running)
         elif job not in self.waiting:
             self.waiting += (job,)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -15,9 +16,11 @@ from dtype_engine.recipe import History, Recipe, Rule, explain_no_match, make_pl
 from dtype_engine.service import events
 from dtype_engine.service.commands import (
     Command,
+    Download,
     FollowRecipe,
     Measure,
     MeasureRecipes,
+    OpenOverMemory,
     Pause,
     Scan,
     SetInputs,
@@ -30,8 +33,8 @@ from dtype_tui.rendering.hint_keys import with_keys
 from dtype_tui.state.activity import Progress
 from dtype_tui.state.engine_life import EngineLife, Severity
 from dtype_tui.state.folds import patterns_for
-from dtype_tui.state.job_names import stopped_sentence
 from dtype_tui.state.node_rules import not_kept_in_float32, reference_rule, rules_within
+from dtype_tui.state.rule_list import RuleList
 
 if TYPE_CHECKING:
     from dtype_engine.core.options import RunSettings
@@ -39,7 +42,6 @@ if TYPE_CHECKING:
     from dtype_tui.state.experiment import Experiment
     from dtype_tui.state.launch import Launch
     from dtype_tui.state.measurement_log import MeasuredRecipe
-    from dtype_tui.state.rule_list import RuleList
 
 
 class Controller:
@@ -77,6 +79,10 @@ class Controller:
         """The rules from the command line, which follow those of `_preset`."""
         self._notified: set[str] = set()
         """The notices that the user has already been shown."""
+        self._told = Recipe()
+        """The recipe that the engine knows."""
+        self._pending: set[tuple[Command, Recipe, RunSettings]] = set()
+        """The requests of `ask_once` that the engine has yet to answer, and for what they are."""
 
     @property
     def unsaved_rules(self) -> int:
@@ -89,6 +95,7 @@ class Controller:
         """Update the state from an event of the engine. The caller has to redraw the screen. Returns False, and changes nothing, if
         the event belongs to another recipe or other settings than the current ones.
         """
+        self._note_answered(event)
         if self.experiment.is_stale(event):
             return False
         match event:
@@ -102,8 +109,19 @@ class Controller:
                 self.experiment.take(event)
             case events.Noticed():
                 self.notify(event.message, "warning")
-            case events.InputsRefused() | events.Saved() | events.Failed() | events.Refused() | events.Stopped():
-                self._handle_end(event)
+            case events.InputsRefused() | events.Refused():
+                self.notify(event.message, "error")
+            case events.Saved():
+                self.activity.saving = False
+                self.life.forget_warning()
+                if not event.done:
+                    self._saved_recipe = Recipe()
+                self._notify_all((event.sentence, *event.notices), "information" if event.done else "warning")
+            case events.Failed():
+                self.experiment.take(event)
+                self.notify("the run failed: the Drift pane says why", "error")
+            case events.Stopped():
+                self.life.note_stopped(event)
             case _:
                 self.experiment.take(event)
                 if isinstance(event, events.CastDone) and event.lost:
@@ -139,24 +157,15 @@ class Controller:
                 if not event.classes_follow:
                     self._start_with_preset()
 
-    def _handle_end(
-        self, event: events.InputsRefused | events.Saved | events.Failed | events.Refused | events.Stopped
-    ) -> None:
+    def _note_answered(self, event: events.Event) -> None:
+        """Forget the requests that an event answers, or all if no answers will come."""
         match event:
-            case events.InputsRefused() | events.Refused():
-                self.notify(event.message, "error")
-            case events.Saved():
-                self.activity.saving = False
-                self.life.forget_warning()
-                if not event.done:
-                    self._saved_recipe = Recipe()
-                self._notify_all((event.sentence, *event.notices), "information" if event.done else "warning")
-            case events.Failed():
-                self.experiment.take(event)
-                self.notify("the run failed: the Drift pane says why", "error")
-            case events.Stopped():
-                self.life.note_stopped(event.job)
-                self.notify(stopped_sentence(event.job, event.dropped), "information")
+            case events.JobDone():
+                self._pending = {key for key in self._pending if key[0] != event.ask}
+            case events.ModelReady():
+                self._pending = {key for key in self._pending if not isinstance(key[0], Download | OpenOverMemory)}
+            case events.Idle() | events.EngineEnded() | events.Failed() | events.Refused() | events.Stopped():
+                self._pending.clear()
 
     def _notify_all(self, sentences: Sequence[str], severity: Severity) -> None:
         self._notified.update(sentences)  # so that the next measurement does not repeat them
@@ -179,10 +188,10 @@ class Controller:
             served.context = launch.context or saved.context
             served.batch = launch.batch if launch.batch > 1 else saved.batch
             served.budget = launch.budget or saved.budget
-            self.engine.request(SetRecipe(self.experiment.recipe))
+            self._tell_recipe()
             recipe = Recipe.of((*saved.recipe.rules, *recipe.rules))
         if self.experiment.push(recipe):
-            self.engine.request(SetRecipe(recipe))
+            self._tell_recipe()
         self._preset, self._after_preset = launch.preset, recipe
         if self._preset is None:
             return
@@ -207,38 +216,35 @@ class Controller:
         if self.experiment.push(Recipe((*made.rules, *self._after_preset.rules))):
             if from_command_line:
                 self._saved_recipe = self.experiment.recipe
-            self.engine.request(SetRecipe(self.experiment.recipe))
+            self._tell_recipe()
 
     # -- recipes -------------------------------------------------------------------------------------------------
 
     def apply_recipe(self, recipe: Recipe) -> bool:
         """Make a recipe the current one. Returns False if it already is."""
-        return self._change(lambda: self.experiment.push(recipe))
+        return self._follow(self.experiment.push(recipe))
 
     def apply_rules(self, rules: RuleList) -> bool:
         """Make a list of rules the current one. Returns False if it already is."""
-        return self._change(lambda: self.experiment.push_rules(rules))
+        return self._follow(self.experiment.push_rules(rules))
 
-    def _change(self, change: Callable[[], bool]) -> bool:
-        """Call `change`, which changes the rules and returns whether it did. If the recipe has changed, too, send it to the engine.
-        Then redraw the screen. Returns False if nothing changed.
-        """
-        before = self.experiment.recipe
-        if not change():
-            return False
-        if self.experiment.recipe != before:
-            self._send_recipe()
+    def _follow(self, changed: bool) -> bool:
+        """Send the recipe to the engine if it is another one, and redraw. changed: whether the rules have, which is returned."""
+        if self.experiment.recipe != self._told:
+            if self.experiment.same_plan and not self.activity.busy:
+                self._tell_recipe(FollowRecipe)
+            else:
+                self._tell_recipe()
+                if self.open_error is None:
+                    self.life.begin("casting")
             self.life.forget_warning()
-        self._changed()
-        return True
+        if changed:
+            self._changed()
+        return changed
 
-    def _send_recipe(self) -> None:
-        if self.experiment.same_plan and not self.activity.busy:
-            self.engine.request(FollowRecipe(self.experiment.recipe))
-        else:
-            self.engine.request(SetRecipe(self.experiment.recipe))
-            if self.open_error is None:
-                self.life.begin("casting")
+    def _tell_recipe(self, command: type[SetRecipe | FollowRecipe] = SetRecipe) -> None:
+        self._told = self.experiment.recipe
+        self.engine.request(command(self._told))
 
     def add_rule(self, rule: Rule) -> None:
         """Add a rule, unless it matches nothing. Warn if it casts a module that the model declares to need float32."""
@@ -284,11 +290,11 @@ class Controller:
             self.notify(f"rule {index + 1}: {reason}", "warning")
 
     def undo(self) -> None:
-        if not self._change(self.experiment.undo):
+        if not self._follow(self.experiment.undo()):
             self.notify("nothing left to undo", "information")
 
     def redo(self) -> None:
-        if not self._change(self.experiment.redo):
+        if not self._follow(self.experiment.redo()):
             self.notify("nothing to redo", "information")
 
     def drop_rules(self, node: str) -> None:
@@ -297,10 +303,8 @@ class Controller:
         if inside:
             self.apply_rules(self.experiment.rules.without(inside))
         elif beyond:
-            self.notify(
-                f"rule {beyond[-1] + 1} also matches tensors beyond this node; go to a node above, or cast this one (8: as stored)",
-                "warning",
-            )
+            go = "go to a node above, or cast this one (8: as stored)"
+            self.notify(f"rule {beyond[-1] + 1} also matches tensors beyond this node; {go}", "warning")
         else:
             self.notify("no rule matches this node", "information")
 
@@ -322,11 +326,8 @@ class Controller:
         self.apply_rules(rules)
         after = experiment.plan.planned_bytes
         change = after - before.planned_bytes
-        cost = (
-            f": {human_bytes(abs(change))} {'more' if change > 0 else 'less'}, {human_bytes(after)} in all"
-            if change
-            else ""
-        )
+        more = f"{human_bytes(abs(change))} {'more' if change > 0 else 'less'}"
+        cost = f": {more}, {human_bytes(after)} in all" if change else ""
         dtype = "as stored" if rule.dtype == dtypes.STORED else f"in {rule.dtype}"
         self.notify(f"{name} is {dtype} again{cost}; u undoes this", "information")
 
@@ -337,20 +338,17 @@ class Controller:
         if not rules and losses is not None:
             rules = losses.rules
         if rules:
-            listed = self.experiment.rules
-            for rule in rules:
-                listed = listed.then(Rule.parse(rule))
-            self.apply_rules(listed)
-        else:
-            none = (
-                "no rules are known that make the run work: the Drift pane says why it failed"
-                if self.experiment.results.failure is not None
-                else "nothing needs a remedy"
-            )
-            self.notify(nonfinite.reason if nonfinite is not None else none, "information")
+            self.apply_rules(functools.reduce(RuleList.then, map(Rule.parse, rules), self.experiment.rules))
+            return
+        words = "nothing needs a remedy"
+        if nonfinite is not None:
+            words = nonfinite.reason
+        elif self.experiment.results.failure is not None:
+            words = "no rules are known that make the run work: the Drift pane says why it failed"
+        self.notify(words, "information")
 
     def replace_rules(self, recipe: Recipe) -> None:
-        """Replace all rules by those of a recipe, which comes from a preset."""
+        """Replace all rules by those of a preset."""
         if not self.apply_recipe(recipe):
             self.notify("this preset is already applied", "information")
 
@@ -410,6 +408,7 @@ class Controller:
 
     def set_inputs(self, line: str) -> None:
         """Run the model, from now on, on the inputs that `line` names: a prompt or the paths of files."""
+        self._pending.clear()
         self.engine.request(SetInputs(line))
         self._expect("inputs")
 
@@ -421,20 +420,27 @@ class Controller:
         self.engine.request(command)
         self._expect(command.name)
 
+    def ask_once(self, command: Command) -> None:
+        """Request a job, unless the engine has yet to answer the same request for the same recipe and settings."""
+        request = command, self.experiment.recipe, self.experiment.settings
+        if request not in self._pending:
+            self.ask(command)
+            if self.activity.busy:  # otherwise there is no engine, or the request was refused
+                self._pending.add(request)
+
     def save(self, request: SaveRequest) -> None:
         from dtype_engine.checkpoint.export_folder import is_one_file
         from dtype_engine.service.save_requests import ExportRequest, RecipeRequest
 
-        in_file = isinstance(request, RecipeRequest) or (
-            isinstance(request, ExportRequest) and not is_one_file(request.folder)
-        )
-        if in_file:
+        writes_folder = isinstance(request, ExportRequest) and not is_one_file(request.folder)
+        if writes_folder or isinstance(request, RecipeRequest):  # which keep the recipe
             self._saved_recipe = self.experiment.recipe
         self.engine.save(request)
         self._expect("write")
 
     def stop(self) -> None:
         """Stop the engine's jobs. If one still runs after an earlier call, restart the engine."""
+        self._pending.clear()
         if self.life.must_end:
             self.restart_engine()
         else:
@@ -442,12 +448,14 @@ class Controller:
 
     def stop_job(self, job: str) -> None:
         """Stop a single job, whether it is running or waiting."""
+        self._pending.clear()
         self.life.stop(job)
         if job == "scan" and self.activity.running != "scan":
             self.experiment.scan.stopped()  # the engine sends no event for a scan that had not begun
 
     def restart_engine(self) -> None:
         """End the engine, whatever it is doing, and start another one with the same recipe."""
+        self._pending.clear()
         if self.life.restart():
             self.open_error = self.experiment.memory = None
             self._changed()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from dtype_engine.core.units import plural
 from dtype_engine.service import events
 from dtype_engine.service.commands import Cancel
+from dtype_tui.config.questions import row_of
 from dtype_tui.state.activity import Activity, Progress
 
 if TYPE_CHECKING:
@@ -69,10 +70,15 @@ class EngineLife:
             self._withdraw(self._offer)
             self._offer = ""
 
-    def note_stopped(self, job: str | None) -> None:
-        """Record that the engine has stopped `job` or, if it is None, has only dropped waiting jobs."""
-        if job is not None:
-            self._stop_ended()
+    def note_stopped(self, event: events.Stopped) -> None:
+        """Tell the user which job has stopped and which waiting ones were dropped, such as `stopped: timing; t times again`."""
+        rest = ", ".join(row_of(name).waiting for name in event.dropped)
+        if event.job is None:
+            self._notify(f"stopped before it began: {rest}", "information")
+            return
+        self._stop_ended()
+        row = row_of(event.job)
+        self._notify(f"stopped: {row.running}; {row.again}" + (f". Not begun: {rest}" if rest else ""), "information")
 
     def follow_connection(self, event: events.EngineEnded | events.EngineLost | events.EngineBack) -> None:
         """Record that the engine ended, or that its connection was lost or restored."""

@@ -4,7 +4,7 @@ torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -247,19 +247,17 @@ class Experiment:
 
     def push_rules(self, rules: RuleList) -> bool:
         """Make a list of rules the current one. Returns False if it already is."""
-        return self._change(lambda: self.history.push(rules))
+        return self._follow(self.history.push(rules))
 
     def undo(self) -> bool:
-        return self._change(self.history.undo)
+        return self._follow(self.history.undo())
 
     def redo(self) -> bool:
-        return self._change(self.history.redo)
+        return self._follow(self.history.redo())
 
-    def _change(self, change: Callable[[], bool]) -> bool:
-        """Call `change`, which changes the history and returns whether it did. If enabled rules have changed, plan again."""
-        before = self.recipe
-        changed = change()
-        if self.recipe != before:
+    def _follow(self, changed: bool) -> bool:
+        """Plan again if enabled rules have changed. changed: whether any rules have, which is returned."""
+        if self.recipe != self.plan.recipe:
             self._replan(self.plan)
         return changed
 
