@@ -6,7 +6,6 @@ import os
 import sys
 
 from dtype_tui.process.early_engine import start_early
-from dtype_tui.process.ending import exit_at_once
 from dtype_tui.process.gc_policy import pause_gc
 
 _SWITCH_S = 0.001
@@ -16,7 +15,6 @@ _FRAMES_A_SECOND = 120
 
 
 def main() -> None:
-    """Run the `dtype-tui` program."""
     os.environ.setdefault("TEXTUAL_FPS", str(_FRAMES_A_SECOND))  # Textual reads this when it is imported
     sys.setswitchinterval(_SWITCH_S)
     pause_gc()
@@ -26,7 +24,19 @@ def main() -> None:
     try:
         run()
     except SystemExit as end:
-        exit_at_once(end.code)
+        _exit(end.code)
+
+
+def _exit(status: str | int | None) -> None:
+    """End the process. If torch was imported, skip the interpreter's shutdown, which would abort the process if a thread that used
+    torch is still ending. status: as for `sys.exit`.
+    """
+    if "torch" not in sys.modules or isinstance(status, str):
+        sys.exit(status)
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    os._exit(status or 0)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -24,6 +25,7 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.tree import Tree
 from dtype_engine.core.units import plural
 from dtype_engine.service import events
+from dtype_engine.service.commands import READ_ONLY
 from dtype_engine.service.engine import CLOSE_WAIT_S, Engine
 from dtype_tui.base_app import BaseApp
 from dtype_tui.config.bindings import APP_KEYS, KEYS
@@ -37,7 +39,7 @@ from dtype_tui.state.controller import Controller
 from dtype_tui.state.event_queue import EventQueue
 from dtype_tui.state.experiment import Experiment, ModelFacts
 from dtype_tui.state.launch import Launch
-from dtype_tui.state.read_only import READ_ONLY, refuses
+from dtype_tui.state.read_only import refuses
 from dtype_tui.state.served import Served
 
 # Importing these would delay the first paint, so they are imported where they are used.
@@ -266,9 +268,16 @@ class DtypeApp(BaseApp[None]):
         return not (self.launch.read_only and refuses(action)) and super().check_action(action, parameters)
 
     def action_messages(self) -> None:
-        from dtype_tui.screens.messages import messages_screen
+        from dtype_tui.rendering.plain_table import PlainTable
+        from dtype_tui.screens.overlay import Overlay
 
-        self.push_screen(messages_screen(self.messages))
+        grid = PlainTable.labelled()
+        for each in reversed(self.messages):
+            style = "" if each.severity == "information" else "bold"
+            grid.add_row(time.strftime("%H:%M:%S", time.localtime(each.raised_at)), Text(each.message, style=style))
+        if not grid.row_count:
+            grid.add_row("", "No messages yet.")
+        self.push_screen(Overlay("Messages", grid))
 
     # -- the palette ---------------------------------------------------------------------------------------------
 

@@ -72,7 +72,6 @@ class BaseApp(App[ReturnType]):
         """The last message that the user has read."""
 
     def get_driver_class(self) -> type[Driver]:
-        """Return the driver for this platform, made to write frames in fewer bytes."""
         return with_short_frames(super().get_driver_class())
 
     def get_css_variables(self) -> dict[str, str]:
@@ -136,7 +135,6 @@ class BaseApp(App[ReturnType]):
             self.screen.refresh()
 
     def action_repaint(self) -> None:
-        """Draw the whole screen again, and not only the cells that change."""
         self.screen.refresh()
 
     @property
@@ -148,7 +146,6 @@ class BaseApp(App[ReturnType]):
         self.notify(self.quit_words, markup=False)
 
     def pop_screen(self) -> AwaitComplete:
-        """Close the topmost window, and let Textual forget its drawings."""
         closed = super().pop_screen()
         forget_drawings()
         return closed

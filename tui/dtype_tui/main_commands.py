@@ -64,7 +64,6 @@ class CommandWords:
         self._controller.notify(f"children in order of {'the model' if order == 'model' else order}", "information")
 
     def use_context(self, tokens: str, sequences: str = "1") -> None:
-        """Show the bytes of KV caches for this number of tokens and sequences."""
         numbers = [text.replace(",", "").replace("_", "") for text in (tokens, sequences)]
         if not all(text.isdecimal() and 0 < len(text) < 9 and int(text) for text in numbers):
             raise UserError("write the number of tokens and, if you like, of sequences, such as context 8192 4")

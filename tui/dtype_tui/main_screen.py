@@ -22,7 +22,7 @@ from textual.widgets import Static
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 from dtype_engine.service import events
-from dtype_engine.service.commands import Download, OpenOverMemory
+from dtype_engine.service.commands import READ_ONLY, Download, OpenOverMemory
 from dtype_engine.service.jobs import GENERATE, VALUES, Ask, InspectTensor
 from dtype_tui.config.bindings import MAIN_KEYS
 from dtype_tui.process.gc_policy import resume_gc
@@ -30,7 +30,7 @@ from dtype_tui.rendering.hint_keys import with_keys
 from dtype_tui.screens.engine_event import EngineEvent
 from dtype_tui.state.controller import Controller
 from dtype_tui.state.engine_life import STOP_WAIT_S, Severity
-from dtype_tui.state.read_only import HIDDEN, READ_ONLY
+from dtype_tui.state.read_only import HIDDEN
 from dtype_tui.widgets.header import header_line
 from dtype_tui.widgets.line import Line
 from dtype_tui.widgets.module_tree import ModuleTree
@@ -173,7 +173,6 @@ class MainScreen(OpensWindows):
         return CommandWords(self.controller, self.tree_view)
 
     def lay_out(self, size: Size) -> None:
-        """Arrange the tree and the panes to fit a terminal of this size."""
         self.set_class(size.width < SMALLEST[0] or size.height < SMALLEST[1], "small")
         narrow = size.width < NARROW_BELOW
         self.set_class(narrow, "narrow")
@@ -244,7 +243,6 @@ class MainScreen(OpensWindows):
             window.refresh()  # a window below another caches a picture of what is below it
 
     def say(self, text: str, severity: Severity) -> None:
-        """Show a sentence until the user has read it."""
         self.notify(message_text(text), severity=severity, markup=False)
 
     # -- events of the engine ------------------------------------------------------------------------------------
@@ -494,7 +492,6 @@ class MainScreen(OpensWindows):
         self.set_focus(self.side.active if zoomed else self.tree_view)
 
     def action_to_tree(self) -> None:
-        """Return from a pane to the tree."""
         self._leave_zoom()
         self.set_focus(self.tree_view)
 

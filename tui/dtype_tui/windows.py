@@ -185,7 +185,6 @@ class OpensWindows(Screen[None]):
         self.app.push_screen(OptimiseScreen(controller))
 
     def action_leave_with(self) -> None:
-        """Open the window that saves files. The engine writes the files."""
         if self.experiment.model.has_tree:
             from dtype_tui.screens.save import SaveScreen
 

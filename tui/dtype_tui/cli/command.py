@@ -27,30 +27,12 @@ from dtype_engine.service.events import Event
 from dtype_tui.state.addresses import is_address
 
 if TYPE_CHECKING:
-    from dtype_engine.core.tree import Tree
     from dtype_engine.service.connection import Connection
     from dtype_engine.service.engine import Engine
+    from dtype_tui.app import StartEngine
     from dtype_tui.config.config import Config
+    from dtype_tui.state.launch import Launch
     from dtype_tui.state.session_saver import SessionSaver
-
-
-class _Opening(msgspec.Struct, frozen=True):
-    """A model that was found but not opened yet."""
-
-    title: str
-    reference: str | None
-    """MODEL as typed, which identifies the saved session for `--resume`, or None."""
-    make_engine: Callable[[Callable[[Event], None], Callable[[], None]], Engine]
-    """Creates the engine, given a function to call with each event, and one that waits until the app has handled all events."""
-    path: Path | None = None
-    """The model's files, or None if they are not on this machine."""
-    tree: Tree | None = None
-    """The module tree from the headers that have been read, or None if it can't be built from headers."""
-    partial: bool = False
-    """Whether `tree` covers only some of the checkpoint's headers."""
-    is_kept: bool = True
-    """Whether to save the session for `--resume`."""
-    is_demo: bool = False
 
 
 @click.command(
@@ -122,9 +104,8 @@ def command(
     if begins_tour:
         model = "demo"
     if read_only and (begins_tour or (model is None and engine_command is None and not resume)):
-        raise UserError(
-            f"--read-only: {'the tour writes a recipe' if begins_tour else 'name a MODEL, which viewers can not choose'}"
-        )
+        why = "the tour writes a recipe" if begins_tour else "name a MODEL, which viewers can not choose"
+        raise UserError(f"--read-only: {why}")
     if resume:
         if engine_command is not None:
             raise UserError("--resume: sessions that use --engine-command are not saved")
@@ -149,26 +130,28 @@ def command(
         sys.__stderr__ = sys.stderr = open(os.dup(2), "w", encoding=sys.stderr.encoding, errors="backslashreplace")  # type: ignore[misc]  # noqa: SIM115
         faulthandler.enable(sys.__stderr__)
     if engine_command is None and not is_address(model):
-        opening = _open_here(request, in_process)
+        launch, start_engine = _open_here(request, in_process)
     elif in_process:
         raise UserError("--in-process runs the engine in this program: it can't be combined with an engine elsewhere")
     else:
-        opening = _open_there(request, engine_command)
+        from dtype_tui.cli.remote import connect
+        from dtype_tui.process.early_engine import take
+
+        _need_a_terminal()
+        if (unneeded := take()) is not None:
+            unneeded.kill()
+        launch, start_engine = connect(model, engine_command, options, request.recipe)
     from dtype_tui.app import DtypeApp
     from dtype_tui.process.terminal import exit_on_terminal_loss
     from dtype_tui.state.first_start import is_first_start
-    from dtype_tui.state.launch import Launch
 
     def session_saver() -> SessionSaver:
         from dtype_tui.state.session_saver import SessionSaver
 
-        return SessionSaver(opening.reference, opening.title, opening.path, options)
+        return SessionSaver(request.model, launch.title, launch.path, options)
 
-    launch = Launch(
-        opening.title,
-        opening.tree,
-        path=opening.path,
-        partial=opening.partial,
+    launch = msgspec.structs.replace(
+        launch,
         settings=options.settings,
         thresholds=all_limits(limits, options.metrics),
         context=context,
@@ -177,23 +160,23 @@ def command(
         recipe=request.recipe,
         preset=request.preset,
         saved=saved,
-        saver=session_saver if opening.is_kept and not read_only else None,
+        saver=session_saver if engine_command is None and not read_only else None,
         config=config,
         read_only=read_only,
-        is_demo=opening.is_demo,
         begins_tour=begins_tour,
         offers_tour=not begins_tour and not read_only and is_first_start(),
     )
-    app = DtypeApp(launch, opening.make_engine)
+    app = DtypeApp(launch, start_engine)
     exit_on_terminal_loss(app.on_unmount)
     app.run()
     # Textual returns 1 for an error in the program, and the app 128 and more for a signal that ended it.
     return BAD_INPUT if app.return_code == 1 else app.return_code or 0
 
 
-def _open_here(request: RunRequest, in_process: bool) -> _Opening:
+def _open_here(request: RunRequest, in_process: bool) -> tuple[Launch, StartEngine]:
     """Find a model on this machine, and read its headers. Raises UserError."""
     from dtype_engine.checkpoint.source import DEMO
+    from dtype_tui.state.launch import Launch
 
     options = request.options
     source = request.locate()
@@ -224,24 +207,11 @@ def _open_here(request: RunRequest, in_process: bool) -> _Opening:
         from dtype_tui.process.early_engine import take
 
         process = take() if connection is None else None
-        return EngineProcess(
-            EngineCommand(),
-            Open(request.model, options, read_headers=not whole),
-            emit,
-            process=process,
-            connection=connection,
-            wait=wait,
-        )
+        message = Open(request.model, options, read_headers=not whole)
+        return EngineProcess(EngineCommand(), message, emit, process=process, connection=connection, wait=wait)
 
-    return _Opening(
-        source.title,
-        request.model,
-        make_engine,
-        source.path if source.hub is None else None,
-        tree,
-        not whole,
-        is_demo=source.path == DEMO,
-    )
+    path = source.path if source.hub is None else None
+    return Launch(source.title, tree, path, partial=not whole, is_demo=path == DEMO), make_engine
 
 
 def _opened_by_engine(request: RunRequest) -> Connection:
@@ -257,33 +227,6 @@ def _opened_by_engine(request: RunRequest) -> Connection:
     connection.handshake()
     connection.open_model(Open(request.model, request.options, False, request.recipe))
     return connection
-
-
-def _open_there(request: RunRequest, engine_command: str | None) -> _Opening:
-    """Connect to an engine on another machine and let it find the model. Raises UserError. engine_command: starts the engine; if
-    None, MODEL is an `ssh://` address.
-    """
-    from dtype_engine.service.control import Open
-    from dtype_engine.service.process import EngineProcess
-    from dtype_tui.cli.remote import connect
-    from dtype_tui.process.early_engine import take
-
-    _need_a_terminal()
-    if (unneeded := take()) is not None:
-        unneeded.kill()
-    far = connect(request.model, engine_command, request.options, request.recipe)
-
-    def make_engine(emit: Callable[[Event], None], wait: Callable[[], None]) -> Engine:
-        return EngineProcess(
-            far.command,
-            Open(far.model, request.options, read_headers=True),
-            emit,
-            connection=far.connection,
-            session=far.session,
-            wait=wait,
-        )
-
-    return _Opening(far.title, request.model, make_engine, is_kept=engine_command is None)
 
 
 def _need_a_terminal() -> None:
@@ -311,9 +254,7 @@ def _chosen(config: Config) -> str | None:
 
     offers = [Offer(found.model, found.place, found.nbytes, found.modified) for found in find_models(Path())]
     recent = [
-        Offer(found.model, "opened recently", None, found.saved.timestamp())
-        for found in recent_models()
-        if found.model is not None
+        Offer(each.model, "opened recently", None, each.saved.timestamp()) for each in recent_models() if each.model
     ]
     if not offers and not recent:
         return DEMO.model
@@ -344,16 +285,8 @@ def configured() -> Config:
     from dtype_tui.widgets.module_tree import ModuleTree
 
     bindings = [binding for binding in (*KEYS, *ModuleTree.BINDINGS) if isinstance(binding, Binding)]
-    return read_config(
-        [binding.id for binding in bindings if binding.id],
-        [*BUILTIN_THEMES, *(theme.name for theme in (*THEMES, HIGH_CONTRAST))],
-        _options(),
-    )
-
-
-def _options() -> dict[str, str]:
-    """Map each option's name without dashes, such as `keep`, to its parameter's name in click, such as `reference_bytes`."""
-    return {name: option.name for name, option in click_options().items() if option.name}
+    themes = [*BUILTIN_THEMES, *(theme.name for theme in (*THEMES, HIGH_CONTRAST))]
+    return read_config([binding.id for binding in bindings if binding.id], themes, click_options())
 
 
 def click_options() -> dict[str, click.Option]:

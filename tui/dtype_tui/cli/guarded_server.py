@@ -59,13 +59,11 @@ class GuardedServer(Server):
         shown = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{shown}:{self.port}/{self.token}/"
 
-    def initialize_logging(self) -> None:
-        """Log warnings and errors only. The paths of requests contain the token."""
-        logging.basicConfig(level=logging.WARNING, format="dtype-tui serve: %(message)s")
-
     def serve(self, debug: bool = False) -> None:
         """Serve the app until the process receives SIGINT or SIGTERM. Raises OSError if the address can't be listened on."""
-        self.initialize_logging()
+        logging.basicConfig(
+            level=logging.WARNING, format="dtype-tui serve: %(message)s"
+        )  # no paths: they have the token
         asyncio.run(self._serve())
 
     async def _serve(self) -> None:
@@ -142,7 +140,8 @@ class GuardedServer(Server):
                 case ["stdin", str(keys)]:
                     await app_service.send_bytes(keys.encode(errors="replace"))
                 case ["resize", {"width": int(width), "height": int(height)}]:
-                    await app_service.set_terminal_size(*map(_within, (width, height), _LARGEST))
+                    columns, rows = (max(1, min(pair)) for pair in zip((width, height), _LARGEST, strict=True))
+                    await app_service.set_terminal_size(columns, rows)
                 case ["ping", str() | int() | float() as sign]:
                     await websocket.send_json(["pong", sign])
                 case ["blur", *_]:
@@ -164,11 +163,8 @@ class GuardedServer(Server):
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if not self._is_meant(request.host):
             raise web.HTTPForbidden(text="this server does not go by that name\n")
-        origin = request.headers.get("Origin")
-        if origin is not None and origin.lower() not in (
-            f"http://{request.host}".lower(),
-            f"https://{request.host}".lower(),
-        ):
+        own = f"http://{request.host}".lower(), f"https://{request.host}".lower()
+        if request.headers.get("Origin", own[0]).lower() not in own:
             raise web.HTTPForbidden(text="other pages may not use this server\n")
         first, _, rest = request.path.removeprefix("/").partition("/")
         if hmac.compare_digest(first.encode(), self.token.encode()):
@@ -210,10 +206,6 @@ class GuardedServer(Server):
             "config": {"static": {"url": f"{base}/static/"}},
             "application": {"name": self.title},
         }
-
-
-def _within(size: int, largest: int) -> int:
-    return max(1, min(size, largest))
 
 
 def _most_strangers() -> int:

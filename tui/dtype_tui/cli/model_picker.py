@@ -16,6 +16,7 @@ from textual.widgets.option_list import Option
 
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
+from dtype_engine.core.units import plural
 from dtype_tui.base_app import BaseApp
 from dtype_tui.config.config import Config
 from dtype_tui.process.gc_policy import resume_gc
@@ -31,7 +32,6 @@ class Offer:
     """A model that the user can choose."""
 
     model: str
-    """The model as MODEL."""
     origin: str
     """Where the model comes from, such as "opened recently"."""
     nbytes: int | None = None
@@ -71,7 +71,6 @@ class ModelPicker(BaseApp[str]):
         self.offers = list(offers[:MOST_SHOWN])
         self._check = check
         self._shown: list[Offer] = []
-        """The models in the list."""
 
     def compose(self) -> ComposeResult:
         title = Text.assemble(("dtype-tui", "bold"), "  what happens if these layers are in another dtype?")
@@ -168,6 +167,5 @@ def offer_line(offer: Offer, width: int, origin_width: int = 0) -> Text:
 def _age(seconds: float) -> str:
     for unit, length in (("day", 86400), ("hour", 3600), ("minute", 60)):
         if seconds >= length:
-            count = int(seconds // length)
-            return f"{count} {unit}{'s' if count != 1 else ''} ago"
+            return f"{plural(int(seconds // length), unit)} ago"
     return "just now"

@@ -14,8 +14,14 @@ from dtype_engine.service.connection import SESSION, Connection, EngineCommand, 
 from dtype_tui.state.addresses import is_address
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from dtype_engine.core.options import Options
     from dtype_engine.recipe import Recipe
+    from dtype_engine.service.engine import Engine
+    from dtype_engine.service.events import Event
+    from dtype_tui.app import StartEngine
+    from dtype_tui.state.launch import Launch
 
 _ADDRESS = re.compile(
     r"ssh://(?:(?P<user>[A-Za-z0-9_][\w.+-]*)@)?(?P<host>[A-Za-z0-9_][\w.-]*|\[[0-9A-Fa-f:.]+(?:%[\w.-]+)?\])"
@@ -40,18 +46,6 @@ class Address:
     port: str | None
     model: str | None
     """The path on the other machine, or None for the demo."""
-
-
-@dataclass(frozen=True)
-class FarEngine:
-    """A connection to an engine, usually on another machine, that has found the model."""
-
-    command: EngineCommand
-    model: str | None
-    title: str
-    session: str
-    """The token by which the app reconnects to this engine."""
-    connection: Connection
 
 
 def address_of(model: str) -> Address:
@@ -109,9 +103,11 @@ def command_from(line: str) -> EngineCommand:
     return EngineCommand(tuple(words), name=PurePath(words[0]).name, compressed="--compressed" in line)
 
 
-def connect(model: str | None, engine_command: str | None, options: Options, recipe: Recipe) -> FarEngine:
+def connect(
+    model: str | None, engine_command: str | None, options: Options, recipe: Recipe
+) -> tuple[Launch, StartEngine]:
     """Start an engine by ssh or by `engine_command`, and let it open the model. This happens before the screen opens, so that ssh
-    can ask for a password.
+    can ask for a password. Returns what the app needs to go on with this engine.
 
     Raises UserError if the engine can't be reached, the model can't be found, or a rule matches nothing.
     """
@@ -126,6 +122,8 @@ def connect(model: str | None, engine_command: str | None, options: Options, rec
     else:
         command = command_from(engine_command)
     from dtype_engine.service.control import Open
+    from dtype_engine.service.process import EngineProcess
+    from dtype_tui.state.launch import Launch
 
     session = new_session()
     connection = Connection(command, command.start(session, attended=True))
@@ -137,7 +135,12 @@ def connect(model: str | None, engine_command: str | None, options: Options, rec
     except BaseException:
         connection.kill()
         raise
-    return FarEngine(command, model, title, session, connection)
+
+    def start_engine(emit: Callable[[Event], None], wait: Callable[[], None]) -> Engine:
+        message = Open(model, options, read_headers=True)
+        return EngineProcess(command, message, emit, connection=connection, session=session, wait=wait)
+
+    return Launch(title), start_engine
 
 
 def _why_not(error: NoAnswer, command: EngineCommand, by_ssh: bool) -> str:

@@ -69,7 +69,6 @@ def read_config(actions: Iterable[str], themes: Iterable[str], options: Iterable
 
 
 def _checked(found: object, actions: list[str], themes: list[str], options: list[str]) -> Config:
-    """Convert parsed YAML to a Config."""
     from dtype_engine.core.typed_data import refuse_unknown
 
     given = _mapping("this file", found)

@@ -76,4 +76,3 @@ GROUPS: dict[str, tuple[Entry, ...]] = {
         ("quit", ("quit",)),
     ),
 }
-"""The groups of keys in the help, by title."""

@@ -14,9 +14,7 @@ class Question(msgspec.Struct, frozen=True):
     job: str
     """The name of the job, or of a command of the engine. A question without a key is asked by the `:` command of this name."""
     running: str
-    """The words for the job while it runs."""
     waiting: str
-    """The words for the job while it waits."""
     again: str
     """What to tell the user after the job was stopped."""
     key: str = ""

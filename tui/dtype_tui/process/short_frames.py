@@ -39,7 +39,6 @@ _RESET = _Style()
 _BOLD_AND_DIM = {"1", "2"}
 """The parameters for bold and dim text, both of which `ESC [ 22 m` switches off."""
 _UNSEEN_ON_BLANKS = {"1", "2", "3"}
-"""The parameters for bold, dim and italic text."""
 
 
 def with_short_frames(driver: type[Driver]) -> type[Driver]:
@@ -159,7 +158,6 @@ class _Pen:
             self._adrift = part[-1] in _AMBIGUOUS
 
     def end(self) -> str:
-        """Return all that was written, which ends in the terminal's own style."""
         return "".join([*self.written, _between(self._style, _RESET)])
 
 
@@ -192,7 +190,6 @@ def _on_blank(style: _Style) -> _Style:
 
 @lru_cache(4096)
 def _after(style: _Style, parameters: str) -> _Style:
-    """Return the style after a control sequence with these parameters."""
     colour, background, attributes = style.colour, style.background, set(style.attributes)
     each = iter(parameters.split(";"))
     for code in each:

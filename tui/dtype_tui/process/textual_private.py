@@ -35,12 +35,10 @@ def add_filters(app: App[Any], *filters: LineFilter) -> None:
 
 
 def messages_of(app: App[Any]) -> list[Notification]:
-    """Return all messages of an app, the oldest first."""
     return list(app._notifications)
 
 
 def forget_message(app: App[Any], message: Notification) -> None:
-    """Remove a message of an app without drawing anything."""
     app._unnotify(message, refresh=False)
 
 
@@ -57,12 +55,10 @@ async def run_bound(app: App[Any], key: Key, priority: bool = False) -> bool:
 
 
 async def type_into(field: Input, key: Key) -> None:
-    """Let an input field handle a key."""
     await field._on_key(key)
 
 
 def paste_into(field: Input, paste: Paste) -> None:
-    """Let an input field handle a paste."""
     field._on_paste(paste)
 
 
@@ -72,17 +68,14 @@ def choose_in(palette: CommandPalette, event: Input.Submitted) -> None:
 
 
 def is_ending(app: App[Any]) -> bool:
-    """Return whether an app was told to exit."""
     return app._exit
 
 
 def has_windows(app: App[Any]) -> bool:
-    """Return whether an app has a window left."""
     return any(app._screen_stacks.values())
 
 
 def error_of(app: App[Any]) -> Exception | None:
-    """Return the error that ends an app, or None."""
     return app._exception
 
 

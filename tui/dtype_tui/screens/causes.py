@@ -76,7 +76,6 @@ class CausesScreen(ChoiceScreen[str]):
         self._chosen: str | None = None
         """The module under the cursor, or None while the cursor, not moved yet, stays at the top."""
         self._drawn: tuple[AttributionReport, Recipe] | None = None
-        """What the list was last drawn for."""
 
     def compose(self) -> ComposeResult:
         with Vertical():
@@ -114,7 +113,6 @@ class CausesScreen(ChoiceScreen[str]):
         return self._experiment.results.causes is None and not self._ended and self._controller.activity.busy
 
     def show_figures(self) -> None:
-        """Show the causes found so far, and the progress of their measurement."""
         self._show_title()
         report = self._report
         if report is None:

@@ -30,11 +30,9 @@ class ChoiceScreen(ModalScreen[Result]):
     """
 
     def __init__(self, count: int) -> None:
-        """count: the number of lines."""
         super().__init__()
         self._count = count
         self.index = 0
-        """Index of the chosen line."""
 
     def compose(self) -> ComposeResult:
         with VerticalScroll(can_focus=False) as box:

@@ -34,7 +34,6 @@ class Side:
     """The short name of the recipe for headings."""
     recipe: Recipe
     entry: MeasuredRecipe | None
-    """The measurement of the recipe, or None."""
     modules: Mapping[str, ModuleDrift] | None
     """The drift of the modules by name, or None if it is not stored any more."""
 

@@ -12,7 +12,7 @@ class EventWaits(Message, bubble=False):
 
 
 class EngineEvent(Message, bubble=False):
-    """An event of the engine, which the main screen passes on to every open window."""
+    """An event of the engine, passed on to every open window."""
 
     def __init__(self, event: events.Event) -> None:
         super().__init__()

@@ -24,11 +24,9 @@ from dtype_tui.widgets.line_input import LineInput
 
 MOST_TOKENS = 4096
 MOST_TEXTS = 100
-"""Maximum number of texts that are shown."""
 _MOST_CHARACTERS = 100_000
 """Maximum number of characters of a text, of which a line break counts as 80. One of 4,096 tokens has about half."""
 _MOST_OF_A_PIECE = 1000
-"""Maximum number of characters of a token."""
 
 
 class GenerationScreen(ModalScreen[None]):

@@ -17,7 +17,7 @@ from textual.widgets import Static
 from dtype_engine.core import dtypes
 from dtype_engine.core.text import printable
 from dtype_tui.config.bindings import DIGITS, FRONT_KEYS, KEYS
-from dtype_tui.config.key_groups import GROUPS, Entry
+from dtype_tui.config.key_groups import GROUPS
 from dtype_tui.config.key_names import described, keys_of, on_keyboard
 from dtype_tui.rendering.columns import in_columns
 from dtype_tui.screens.causes import CausesScreen
@@ -181,7 +181,9 @@ def sections(
     )
     if hidden:
         places = tuple(
-            (title, _shown(bindings, hidden)) for title, bindings in places if bindings is not SaveScreen.BINDINGS
+            (title, [each for each in bindings if not (isinstance(each, Binding) and each.id in hidden)])
+            for title, bindings in places
+            if bindings is not SaveScreen.BINDINGS
         )
     explained = [*words, ("Inputs", InputsScreen.HELP), ("Sensitivity", ScanScreen.HELP)]
     return [
@@ -219,10 +221,6 @@ def node_lines(node: str, node_keys: Sequence[tuple[str, str]], chosen: Mapping[
     return text
 
 
-def _shown(bindings: Iterable[BindingType], hidden: Set[str]) -> list[BindingType]:
-    return [binding for binding in bindings if not (isinstance(binding, Binding) and binding.id in hidden)]
-
-
 def key_blocks(chosen: Mapping[str, str], hidden: Set[str] = frozenset()) -> list[list[Text]]:
     """Return the groups of keys, each as a heading and one line per entry."""
     return [_block(title, rows) for title, rows in _groups(chosen, hidden)]
@@ -230,7 +228,7 @@ def key_blocks(chosen: Mapping[str, str], hidden: Set[str] = frozenset()) -> lis
 
 def _groups(chosen: Mapping[str, str], hidden: Set[str]) -> list[Section]:
     return [
-        (title, [_row_of(entry, chosen) for entry in entries if hidden.isdisjoint(entry[1])])
+        (title, [(_keys(names, chosen), words) for words, names in entries if hidden.isdisjoint(names)])
         for title, entries in GROUPS.items()
     ]
 
@@ -254,11 +252,6 @@ def _row(keys: str, words: str, column: int, width: int) -> list[Text]:
     wrapped = textwrap.wrap(words, width, initial_indent=" " * len(keys), subsequent_indent=" " * column)
     first, *more = wrapped or [keys]
     return [Text.assemble(keys, (first[len(keys) :], "dim")), *(Text(line, style="dim") for line in more)]
-
-
-def _row_of(entry: Entry, chosen: Mapping[str, str]) -> tuple[str, str]:
-    words, names = entry
-    return _keys(names, chosen), words
 
 
 def _keys(names: Sequence[str], chosen: Mapping[str, str]) -> str:

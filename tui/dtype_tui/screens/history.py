@@ -66,7 +66,6 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
         self._chosen: int | None = None
         self._order: list[int] = []
         self._filled_for = 0
-        """The width for which the table's columns were chosen."""
 
     def compose(self) -> ComposeResult:
         with Vertical() as box:
@@ -141,7 +140,6 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
 
     @property
     def _at(self) -> int:
-        """Index of the measurement under the cursor."""
         return self._order[self.query_one(DataTable).cursor_row]
 
     def on_data_table_row_highlighted(self, event: DataTable.RowHighlighted) -> None:

@@ -71,10 +71,8 @@ class OptimiseScreen(ModalScreen[None]):
         self._rules: tuple[Solution, Recipe] | None = None
         """The plan for which a recipe was computed last, and this recipe."""
         self._measured_caches: dict[Recipe, int] = {}
-        """Bytes of the KV caches under each measured recipe."""
         self._timer: Timer | None = None
         self._seen = -1
-        """The `ScanState.version` that was last drawn."""
         self.zoom = 1
         """The width of the whole front divided by that of its visible part."""
 
@@ -95,7 +93,6 @@ class OptimiseScreen(ModalScreen[None]):
         self.call_after_refresh(self._draw)
 
     def show_figures(self) -> None:
-        """Redraw if the scan's estimates have changed, or a recipe was measured."""
         if self._seen != self.view.version:
             self._make(self.view.limits)
 
@@ -290,7 +287,6 @@ class OptimiseScreen(ModalScreen[None]):
         return text
 
     def point_measurement(self) -> Point | None:
-        """Return the measurement of the recipe under the cursor, or None."""
         recipe = self.recipe
         return next((point for point in self.view.measured if recipe is not None and point.recipe == recipe), None)
 

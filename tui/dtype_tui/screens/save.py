@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
+from itertools import chain, count
 from pathlib import Path
 from typing import ClassVar
 
@@ -113,7 +114,6 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
 
     @property
     def _is_remote(self) -> bool:
-        """Whether the chosen kind of file is written on another machine."""
         return bool(self._engine.host) and self._kind in WRITTEN_THERE
 
     @property
@@ -125,12 +125,9 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
         ending = {"checkpoint": "-cast", "recipe": ".recipe.yaml", "report": "-report.html"}
         end = ending.get(self._kind) or f".{self._kind}{TARGET_SUFFIXES[self._kind]}"
         word, dot, suffix = end.partition(".")
-        number = 1
-        while True:
-            name = f"{self._base}{end}" if number == 1 else f"{self._base}{word}-{number}{dot}{suffix}"
-            if self._is_remote or not Path(name).exists():
-                return name
-            number += 1
+        further = (f"{self._base}{word}-{number}{dot}{suffix}" for number in count(2))
+        names = chain([f"{self._base}{end}"], further)
+        return next(name for name in names if self._is_remote or not Path(name).exists())
 
     def draw(self) -> Text:
         text = Text()
@@ -160,23 +157,15 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
             return [(f"{self._warned} already exists: Enter again replaces it.", "bold")]
         if self._kind == "checkpoint":
             return self._about_export()
+        measured = self._experiment.results.report is not None
+        words = "What the tool can't express is reported when the file is written."
         if self._kind == "recipe":
-            measured = (
-                "with the figures on the screen"
-                if self._experiment.results.report
-                else "not measured yet, so it will hold no drift"
-            )
-            return [(f"{plural(len(self._experiment.recipe), 'rule').capitalize()}, {measured}.", "")]
-        if self._kind == "report":
-            return [
-                (
-                    "With the figures on the screen."
-                    if self._experiment.results.report
-                    else "The recipe is measured first, which takes a forward pass.",
-                    "",
-                )
-            ]
-        return [("What the tool can't express is reported when the file is written.", "")]
+            with_drift = "with the figures on the screen" if measured else "not measured yet, so it will hold no drift"
+            words = f"{plural(len(self._experiment.recipe), 'rule').capitalize()}, {with_drift}."
+        elif self._kind == "report":
+            first = "The recipe is measured first, which takes a forward pass."
+            words = "With the figures on the screen." if measured else first
+        return [(words, "")]
 
     def _about_export(self) -> list[tuple[str, str]]:
         planned = self._planned

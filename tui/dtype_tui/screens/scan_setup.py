@@ -36,7 +36,6 @@ class ScanSetup(ChoiceScreen[tuple[str, ...] | None]):
     ]
 
     def __init__(self, has_caches: bool = False) -> None:
-        """has_caches: whether the model has KV caches that can be scanned."""
         self._offered = (*SCANNED, *OF_CACHES) if has_caches else SCANNED
         super().__init__(len(self._offered))
         self._chosen = set(PRESET)

@@ -31,18 +31,14 @@ class Activity:
         self.reset()
 
     def reset(self) -> None:
-        """Reset all fields for a newly started engine."""
         self.busy = True
         self.what = "opening"
         """What the engine is doing, if it is `busy`."""
         self.share: float | None = None
         """The fraction of the running job that is done, or None if it is unknown."""
         self.running = ""
-        """The name of the running job, or ""."""
         self.waiting: tuple[str, ...] = ()
-        """The names of the waiting jobs, in order."""
         self.saving = False
-        """Whether the engine is writing files."""
         self._pace = JobPace(self._clock)
 
     def now(self) -> tuple[str, float | None]:
@@ -83,7 +79,6 @@ class Activity:
         self.busy, self.what, self.share = True, printable(what), share  # an engine elsewhere may send anything
 
     def follow(self, event: Progress) -> None:
-        """Update the fields from a progress event of the engine."""
         match event:
             case events.LoadingProgress():
                 self.begin(event.step, _share(event.done, event.total), "opening")

@@ -27,8 +27,6 @@ WITH_PATHS = (*PATHS, "line")
 
 @dataclass(frozen=True)
 class Command:
-    """A command of the `:` line, such as `cast` or `go`."""
-
     name: str
     action: str
     """The app's action, which receives the arguments as strings."""
@@ -109,7 +107,6 @@ class Completer:
 
     commands: dict[str, Command]
     names: Callable[[], Sequence[str]]
-    """Returns the names of the tree's nodes."""
     patterns: Callable[[], Sequence[str]]
     """Returns patterns that match the node under the cursor."""
     choices: Callable[[str], Sequence[str]]

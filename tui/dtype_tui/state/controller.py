@@ -78,7 +78,6 @@ class Controller:
         self._after_preset = Recipe()
         """The rules from the command line, which follow those of `_preset`."""
         self._notified: set[str] = set()
-        """The notices that the user has already been shown."""
         self._told = Recipe()
         """The recipe that the engine knows."""
         self._pending: set[tuple[Command, Recipe, RunSettings]] = set()
@@ -348,12 +347,10 @@ class Controller:
         self.notify(words, "information")
 
     def replace_rules(self, recipe: Recipe) -> None:
-        """Replace all rules by those of a preset."""
         if not self.apply_recipe(recipe):
             self.notify("this preset is already applied", "information")
 
     def set_context(self, context: int, batch: int) -> None:
-        """Show the bytes of KV caches for `batch` sequences of `context` tokens each."""
         self.experiment.served.context, self.experiment.served.batch = context, batch
         self._changed()
 
@@ -447,7 +444,6 @@ class Controller:
             self.life.stop()
 
     def stop_job(self, job: str) -> None:
-        """Stop a single job, whether it is running or waiting."""
         self._pending.clear()
         self.life.stop(job)
         if job == "scan" and self.activity.running != "scan":
@@ -505,7 +501,6 @@ class Controller:
         self.ask(Scan(dtypes, keep=not self.read_only))
 
     def pause_scan(self) -> None:
-        """Pause the scan, or continue it if it is paused."""
         scan = self.experiment.scan
         if scan.running or scan.paused:
             scan.paused = not scan.paused

@@ -47,13 +47,11 @@ class EngineLife:
         self.error: str | None = None
         """Why there is no engine, or None while there is one."""
         self.lost = False
-        """Whether the connection to the engine is lost."""
         self._warned_about: tuple[bool, int] | None = None
         """What the user was warned about when quitting: whether files are being written, and how many rules would be lost."""
         self._stopping: str | None = None
         """The running job that was asked to stop."""
         self._stopping_since = 0.0
-        """When it was asked, by `time.monotonic`."""
         self.must_end = False
         """Whether the running job has not stopped within `STOP_WAIT_S`, so that only ending the engine stops it."""
         self._offer = ""

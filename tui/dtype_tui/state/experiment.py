@@ -54,15 +54,12 @@ _MOST_KNOWN = 10
 
 
 class ModelFacts(msgspec.Struct, frozen=True):
-    """Facts about the model that do not depend on the recipe."""
-
     title: str
     class_name: str = ""
     device: str = ""
     host: str = ""
     """The machine that holds the model, or "" for this one."""
     inputs: str = ""
-    """A description of the inputs."""
     inputs_summary: InputsSummary | None = None
     """None until the engine has prepared the inputs."""
     no_forward: str | None = None
@@ -137,7 +134,6 @@ class Experiment:
         return f"{self.tokens:,} tokens" + (f" × {self.served.batch}" if self.served.batch > 1 else "")
 
     def cache_totals(self, tensors: Iterable[KVCacheTensor]) -> Totals:
-        """Return the bytes of tensors of KV caches by format, at the current context."""
         found, compute = Totals(), serving_dtype(self.totals[""], self.tree.kv_cache)
         for tensor in tensors:
             form = self.plan.caches.get(tensor.name, compute)
@@ -218,7 +214,6 @@ class Experiment:
         assert tree.names  # computes the cached list of names, which the first frame of a filter needs
 
     def replace_tree(self, tree: Tree) -> None:
-        """Replace the tree by a complete one, and plan the current recipe again."""
         self.tree, self.model = tree, replace(self.model, has_tree=True, partial=False)
         self.served.caches = add_cache_nodes(tree)
         self._replan()

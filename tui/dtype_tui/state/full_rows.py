@@ -73,7 +73,6 @@ def _baseline(base: MeasuredRecipe | None, figure: Figure) -> str:
 
 
 def _run(report: DriftReport) -> Iterator[tuple[str, str]]:
-    """Yield rows (label, text) about the measurement itself."""
     if report.sequences.left_out:
         yield "padding", f"{plural(report.sequences.left_out, 'position')} left out"
     if report.settings != str(RunSettings()):
@@ -104,7 +103,6 @@ def memory_rows(experiment: Experiment) -> Rows:
 
 
 def _serving(experiment: Experiment) -> Iterator[tuple[str, str]]:
-    """Yield rows (label, text) about the memory that serving takes in addition to the weights."""
     memory = experiment.serving()
     if memory.kv_dtypes:
         yield "KV cache", f"{human_bytes(memory.kv_bytes)}  {cache_words(memory)}; {size_words(memory)}"
@@ -125,18 +123,15 @@ def _measured_memory(experiment: Experiment) -> Iterator[tuple[str, str]]:
     elif memory.resident_bytes is not None:
         devices = ", ".join(f"{name} {human_bytes(size)}" for name, size in memory.resident_by_device if size)
         yield "resident", devices or human_bytes(memory.resident_bytes)
-    if memory.rss_bytes is not None:
-        yield "process", human_bytes(memory.rss_bytes)
-        if memory.peak_rss_bytes is not None:
-            yield "peak", human_bytes(memory.peak_rss_bytes)
-        if memory.anonymous_bytes is not None:
-            yield "anonymous", human_bytes(memory.anonymous_bytes)
-        if memory.mapped_bytes is not None:
-            yield "mapped", f"{human_bytes(memory.mapped_bytes)} of the checkpoint"
-    if memory.kept_bytes is not None:
-        most = f" of {human_bytes(memory.kept_budget_bytes)}" if memory.kept_budget_bytes is not None else ""
-        yield "cache", f"{human_bytes(memory.kept_bytes)}{most}"
-    if memory.device_allocated_bytes is not None:
-        yield "allocated", f"{human_bytes(memory.device_allocated_bytes)} on the device"
-        yield "reserved", human_bytes(memory.device_reserved_bytes or 0)
-        yield "device peak", human_bytes(memory.device_peak_bytes or 0)
+    most = f" of {human_bytes(memory.kept_budget_bytes)}" if memory.kept_budget_bytes is not None else ""
+    sizes = (
+        ("process", memory.rss_bytes, ""),
+        ("peak", memory.peak_rss_bytes, ""),
+        ("anonymous", memory.anonymous_bytes, ""),
+        ("mapped", memory.mapped_bytes, " of the checkpoint"),
+        ("cache", memory.kept_bytes, most),
+        ("allocated", memory.device_allocated_bytes, " on the device"),
+        ("reserved", memory.device_reserved_bytes, ""),
+        ("device peak", memory.device_peak_bytes, ""),
+    )
+    yield from ((label, f"{human_bytes(size)}{words}") for label, size, words in sizes if size is not None)

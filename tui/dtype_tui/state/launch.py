@@ -47,7 +47,6 @@ class Launch(msgspec.Struct, frozen=True):
     read_only: bool = False
     """Whether viewers may only look and cast (see `read_only.py`)."""
     is_demo: bool = False
-    """Whether the model is the built-in one, on which the tour runs."""
     begins_tour: bool = False
     offers_tour: bool = False
     """Whether the app shows, at its start, a panel that offers the tour."""

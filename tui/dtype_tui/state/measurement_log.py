@@ -27,7 +27,6 @@ class MeasuredRecipe(msgspec.Struct, frozen=True):
     recipe: Recipe
     settings: RunSettings
     inputs: str
-    """A description of the inputs."""
     planned_bytes: int
     output: OutputDrift
     extent: Extent
@@ -40,7 +39,6 @@ class MeasuredRecipe(msgspec.Struct, frozen=True):
     """Number of nonzero weight values that the casts made zero, without rounding (`ValueLoss.is_rounding`), or None."""
     pinned: bool = False
     metrics: tuple[MetricChange, ...] = ()
-    """The values of the user's own metrics."""
 
     @property
     def in_part(self) -> bool:
@@ -56,7 +54,6 @@ class MeasuredRecipe(msgspec.Struct, frozen=True):
         return None if self.output.nonfinite or value is None or math.isnan(value) else max(0.0, value)
 
     def metric(self, name: str) -> MetricChange | None:
-        """Return the metric of the user with this name, or None if it was not measured."""
         return next((change for change in self.metrics if change.name == name), None)
 
     def height(self, axis: str, distribution: bool) -> float | None:
@@ -123,7 +120,6 @@ def lost_counts(losses: Sequence[ValueLoss] | None) -> tuple[int | None, int | N
 
 
 def metric_names(entries: Iterable[MeasuredRecipe]) -> tuple[str, ...]:
-    """Return the names of the user's metrics in these measurements, each once."""
     return tuple(dict.fromkeys(change.name for entry in entries for change in entry.metrics))
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from dtype_engine.service.commands import READ_ONLY
 from dtype_tui.config.key_names import name_of
-
-__all__ = ["HIDDEN", "READ_ONLY", "refuses"]
 
 HIDDEN = frozenset({"leave-with", "suspend-process", "tour"})
 """The ids of key bindings that a read-only session neither runs nor shows. Suspending the app would give viewers a shell."""

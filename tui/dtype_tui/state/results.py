@@ -54,9 +54,7 @@ class Results(msgspec.Struct, frozen=True, dict=True):
     partial_causes: PartialAttribution | None = None
     """The causes found so far. None once `causes` is known."""
     speed: SpeedReport | None = None
-    """The times of forward passes."""
     failure: str | None = None
-    """Why the measurement failed."""
     failed_module: str | None = None
 
     def worst_modules(self, count: int | None = None) -> list[ModuleDrift]:

@@ -25,12 +25,10 @@ class RuleList(msgspec.Struct, frozen=True, dict=True):
 
     @classmethod
     def of(cls, rules: Iterable[Rule]) -> RuleList:
-        """Return a `RuleList` of these rules, all enabled."""
         return cls(tuple(map(ListedRule, rules)))
 
     @cached_property
     def recipe(self) -> Recipe:
-        """The enabled rules."""
         return Recipe(tuple(row.rule for row in self.rows if row.enabled))
 
     @cached_property
@@ -50,7 +48,6 @@ class RuleList(msgspec.Struct, frozen=True, dict=True):
         return RuleList(tuple(row for row, at in zip(self.rows, self.indices, strict=True) if at not in dropped))
 
     def with_rule(self, row: int, rule: Rule) -> RuleList:
-        """Return this list with the rule at index `row` replaced by `rule`."""
         return self._with_row(row, replace(self.rows[row], rule=rule))
 
     def toggled(self, row: int) -> RuleList:

@@ -41,8 +41,6 @@ class Point(msgspec.Struct, frozen=True):
 
 
 class ScanState(msgspec.Struct, dict=True):
-    """The latest scan of the model, and what the screen shows of it."""
-
     report: ScanReport | None = None
     requested: tuple[str, ...] = ()
     """The dtypes of the scan, or () if none was requested."""
@@ -78,7 +76,6 @@ class ScanState(msgspec.Struct, dict=True):
 
     @property
     def has_caches(self) -> bool:
-        """Whether the scan has scores of KV caches."""
         return self.report is not None and any(each.startswith(SCANNED) for each in self.report.dtypes)
 
     @property
@@ -96,7 +93,6 @@ class ScanState(msgspec.Struct, dict=True):
         self.version += 1
 
     def begin(self, dtypes: tuple[str, ...]) -> None:
-        """Record that a scan was requested or resumed."""
         self.requested, self.running, self.finished, self.lost = dtypes, True, False, False
 
     def lose(self) -> bool:
@@ -108,7 +104,6 @@ class ScanState(msgspec.Struct, dict=True):
         return news
 
     def stopped(self) -> None:
-        """Record that the engine has stopped scanning."""
         self.running = self.paused = False
         self.version += 1
 
@@ -192,7 +187,6 @@ class ScanState(msgspec.Struct, dict=True):
 
     @property
     def heading(self) -> str:
-        """The heading of the tree's column that shows the scan's scores."""
         return (
             f"nats {dtypes.short_name(self.dtype)}"
             if self.report and "nats" in self.report.unit

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
 
 class Served(msgspec.Struct):
-    """How the model is to be served."""
-
     context: int | None = None
     """The tokens in each sequence, or None for `default_context` of the model."""
     batch: int = 1

@@ -48,7 +48,6 @@ class SessionSaver:
 
     @property
     def works(self) -> bool:
-        """Whether no attempt to write the session has failed."""
         return self._trouble is None
 
     def update(self, experiment: Experiment, cursor: str) -> None:
@@ -78,7 +77,6 @@ class SessionSaver:
         self._wake.put(False)
 
     def close(self) -> None:
-        """Write the last changes, and end the thread."""
         self._wake.put(True)
         self._thread.join(_CLOSE_WAIT_S)
 

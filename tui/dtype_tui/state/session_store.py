@@ -70,14 +70,12 @@ class SavedSession:
     at: int = 0
     """Index in `rule_lists` of the current rules."""
     cursor: str = ""
-    """Name of the node under the cursor."""
     measured: tuple[MeasuredRecipe, ...] = ()
     scanned: tuple[str, ...] = ()
     """The dtypes of the last scan, finished or not. Empty if there was none."""
     context: int | None = None
     """The tokens of a sequence for which the bytes of KV caches were shown, or None for the default."""
     batch: int = 1
-    """The number of such sequences."""
     budget: int | None = None
     """The bytes into which the served model was to fit, or None."""
     saved: datetime = field(default_factory=lambda: datetime.now(UTC))
@@ -86,7 +84,6 @@ class SavedSession:
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe that was current when the session was saved."""
         return self.rule_lists[self.at].recipe
 
     @property
@@ -284,26 +281,22 @@ class _File(msgspec.Struct):
     budget: Annotated[int, _COUNT] | None = None
 
 
+_ALIKE = ("model", "title", "path", "folder", "saved", "options", "cursor", "context", "batch")
+"""The fields that are the same in a `SavedSession` and in a `_File`."""
+
+
 def _encoded(session: SavedSession) -> dict[str, Any]:
     first = max(0, session.at - MOST_STEPS)
     kept = session.rule_lists[first : session.at + MOST_STEPS + 1]
     options = as_plain(session.options)
     file = _File(
-        model=session.model,
-        title=session.title,
-        path=session.path,
-        folder=session.folder,
-        saved=session.saved,
-        options=session.options,
+        **{name: getattr(session, name) for name in _ALIKE},
         settings=session.options.settings,
-        recipes=[_rules(rules.recipe) for rules in kept],
+        recipes=[list(map(str, rules.recipe.rules)) for rules in kept],
         disabled=[[(at, str(row.rule)) for at, row in enumerate(rules.rows) if not row.enabled] for rules in kept],
         at=session.at - first,
-        cursor=session.cursor,
         measured=[_measurement(each) for each in session.measured],
         scanned=session.scanned,
-        context=session.context,
-        batch=session.batch,
         budget=None if session.budget is None else min(session.budget, _LARGEST_COUNT),
     )
     plain = as_plain(file)
@@ -334,20 +327,11 @@ def _decoded(data: Mapping[str, Any]) -> SavedSession:
         raise UserError(f"there are {len(file.recipes)} recipes, and disabled rules of {len(file.disabled)}")
     rule_lists = tuple(map(_rule_list, file.recipes, file.disabled or [[] for _ in file.recipes]))
     return SavedSession(
-        model=file.model,
-        title=file.title,
-        path=file.path,
-        folder=file.folder,
-        options=dataclasses.replace(file.options, settings=file.settings),
+        **{name: getattr(file, name) for name in (*_ALIKE, "at", "budget")}
+        | {"options": dataclasses.replace(file.options, settings=file.settings)},
         rule_lists=rule_lists,
-        at=file.at,
-        cursor=file.cursor,
         measured=tuple(map(_measured_recipe, file.measured)),
         scanned=tuple(map(parse_scanned, file.scanned)),
-        context=file.context,
-        batch=file.batch,
-        budget=file.budget,
-        saved=file.saved,
     )
 
 
@@ -375,19 +359,8 @@ def _refuse_options(options: Options, settings: RunSettings) -> None:
         raise UserError(f"compute: {settings.compute} is none of {', '.join(COMPUTE_DTYPES)}")
 
 
-def _rules(recipe: Recipe) -> list[str]:
-    return [str(rule) for rule in recipe.rules]
-
-
-def _recipe(rules: list[str]) -> Recipe:
-    """Return the recipe with these rules, written as `PATTERN=DTYPE`. Raises UserError for a rule that can't be parsed."""
-    return Recipe.of(map(Rule.parse, rules))
-
-
 def _rule_list(enabled: list[str], disabled: list[tuple[int, str]]) -> RuleList:
-    """Return a `RuleList` with these rules, written as `PATTERN=DTYPE`. disabled: pairs (index among all rules, rule). Raises
-    UserError for a rule that can't be parsed.
-    """
+    """Return a `RuleList` with these rules. Raises UserError for one that can't be parsed."""
     rows = list(RuleList.of(map(Rule.parse, enabled)).rows)
     for place, rule in disabled:
         rows.insert(place, ListedRule(Rule.parse(rule), enabled=False))
@@ -396,9 +369,9 @@ def _rule_list(enabled: list[str], disabled: list[tuple[int, str]]) -> RuleList:
 
 def _measurement(entry: MeasuredRecipe) -> _Measurement:
     fields = msgspec.structs.asdict(entry)
-    return _Measurement(rules=_rules(fields.pop("recipe")), **fields)
+    return _Measurement(rules=list(map(str, fields.pop("recipe").rules)), **fields)
 
 
 def _measured_recipe(entry: _Measurement) -> MeasuredRecipe:
     fields = msgspec.structs.asdict(entry)
-    return MeasuredRecipe(recipe=_recipe(fields.pop("rules")), **fields)
+    return MeasuredRecipe(recipe=Recipe.of(map(Rule.parse, fields.pop("rules"))), **fields)

@@ -37,28 +37,8 @@ class Step:
     """Whether the step is to be skipped."""
 
 
-def _is_cast(experiment: Experiment) -> bool:
-    return bool(experiment.recipe.rules)
-
-
 def _is_measured(experiment: Experiment) -> bool:
     return experiment.results.report is not None or experiment.results.failure is not None
-
-
-def _is_cast_by_pattern(experiment: Experiment) -> bool:
-    return any("*" in rule.pattern for rule in experiment.recipe.rules)
-
-
-def _is_put_back(experiment: Experiment) -> bool:
-    return bool(experiment.recipe.rules) and experiment.recipe.rules[-1].dtype == "float32"
-
-
-def _is_applied(experiment: Experiment) -> bool:
-    return not _is_measured(experiment)  # since the recipe has just changed
-
-
-def _has_causes(experiment: Experiment) -> bool:
-    return experiment.results.causes is not None
 
 
 def _is_scanned(experiment: Experiment) -> bool:
@@ -71,7 +51,7 @@ STEPS = (
         "A line is a module or a tensor, or several layers that are alike. Go to the layers with {move-next}; "
         "{cast-node-bfloat16} casts them to bfloat16: half the bytes.",
         ("cast-node-bfloat16", "cast-node-float16"),
-        done=_is_cast,
+        done=lambda now: bool(now.recipe.rules),
         until=_is_measured,
         meanwhile=_RUNS,
     ),
@@ -81,7 +61,7 @@ STEPS = (
         ("submit",),
         through=("CastPrompt",),
         leaves="",
-        done=_is_cast_by_pattern,
+        done=lambda now: any("*" in rule.pattern for rule in now.recipe.rules),
         until=_is_measured,
         meanwhile=_RUNS,
     ),
@@ -89,14 +69,14 @@ STEPS = (
         "{causes} finds the modules that the drift comes from: each runs as cast, all others as in the reference.",
         ("causes",),
         leaves="CausesScreen",
-        until=_has_causes,
+        until=lambda now: now.results.causes is not None,
         meanwhile="Each module appears when it has been measured, the one with the most drift first.",
     ),
     Step(
         "x puts the module under the cursor back to float32, and says how many bytes that costs. Up and Down choose another.",
         ("put-back",),
         window="CausesScreen",
-        done=_is_put_back,
+        done=lambda now: bool(now.recipe.rules) and now.recipe.rules[-1].dtype == "float32",
         until=_is_measured,
         meanwhile="The recipe now has a rule for this module. The model is measured again.",
     ),
@@ -119,7 +99,7 @@ STEPS = (
         "{optimise} opens the Pareto front: the least predicted drift for each size. Left and Right walk, Enter applies the point.",
         ("apply",),
         leaves="OptimiseScreen",
-        done=_is_applied,
+        done=lambda now: not _is_measured(now),  # since the recipe has just changed
         until=_is_measured,
         meanwhile="Measured and predicted drift will stand side by side.",
     ),
@@ -143,7 +123,6 @@ class Tour:
         self._acted = False
         self._window = ""
         self.index = 0
-        """Index of the current step in `STEPS`."""
 
     @property
     def heading(self) -> str:
