@@ -18,12 +18,11 @@ from textual.widgets import Input
 import dtype_tui
 from dtype_engine.service.commands import READ_ONLY
 from dtype_tui.app import DtypeApp
-from dtype_tui.config.bindings import KEYS
+from dtype_tui.config.bindings import HIDDEN, KEYS
 from dtype_tui.config.key_names import name_of
 from dtype_tui.config.questions import questions_without_keys
 from dtype_tui.screens.help import key_blocks, sections
 from dtype_tui.state.commands import WITH_ARGUMENTS, all_commands
-from dtype_tui.state.read_only import HIDDEN
 from dtype_tui.widgets.command_line import CommandLine
 from dtype_tui.widgets.module_tree import ModuleTree
 

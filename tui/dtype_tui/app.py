@@ -28,7 +28,7 @@ from dtype_engine.service import events
 from dtype_engine.service.commands import READ_ONLY
 from dtype_engine.service.engine import CLOSE_WAIT_S, Engine
 from dtype_tui.base_app import BaseApp
-from dtype_tui.config.bindings import APP_KEYS, KEYS
+from dtype_tui.config.bindings import APP_KEYS, KEYS, refuses
 from dtype_tui.config.key_names import keys_of, on_keyboard
 from dtype_tui.config.questions import questions_without_keys
 from dtype_tui.main_screen import PAUSE_S, MainScreen, message_text
@@ -39,7 +39,6 @@ from dtype_tui.state.controller import Controller
 from dtype_tui.state.event_queue import EventQueue
 from dtype_tui.state.experiment import Experiment, ModelFacts
 from dtype_tui.state.launch import Launch
-from dtype_tui.state.read_only import refuses
 from dtype_tui.state.served import Served
 
 # Importing these would delay the first paint, so they are imported where they are used.

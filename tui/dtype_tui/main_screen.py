@@ -24,13 +24,12 @@ from dtype_engine.core.text import printable
 from dtype_engine.service import events
 from dtype_engine.service.commands import READ_ONLY, Download, OpenOverMemory
 from dtype_engine.service.jobs import GENERATE, VALUES, Ask, InspectTensor
-from dtype_tui.config.bindings import MAIN_KEYS
+from dtype_tui.config.bindings import HIDDEN, MAIN_KEYS
 from dtype_tui.process.gc_policy import resume_gc
 from dtype_tui.rendering.hint_keys import with_keys
 from dtype_tui.screens.engine_event import EngineEvent
 from dtype_tui.state.controller import Controller
 from dtype_tui.state.engine_life import STOP_WAIT_S, Severity
-from dtype_tui.state.read_only import HIDDEN
 from dtype_tui.widgets.header import header_line
 from dtype_tui.widgets.line import Line
 from dtype_tui.widgets.module_tree import ModuleTree

@@ -24,14 +24,13 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.input_args import check_files
 from dtype_engine.recipe import rules_in_doubt
 from dtype_engine.service.events import Event
-from dtype_tui.state.addresses import is_address
+from dtype_tui.state.launch import Launch, is_address
 
 if TYPE_CHECKING:
     from dtype_engine.service.connection import Connection
     from dtype_engine.service.engine import Engine
     from dtype_tui.app import StartEngine
     from dtype_tui.config.config import Config
-    from dtype_tui.state.launch import Launch
     from dtype_tui.state.session_saver import SessionSaver
 
 
@@ -176,7 +175,6 @@ def command(
 def _open_here(request: RunRequest, in_process: bool) -> tuple[Launch, StartEngine]:
     """Find a model on this machine, and read its headers. Raises UserError."""
     from dtype_engine.checkpoint.source import DEMO
-    from dtype_tui.state.launch import Launch
 
     options = request.options
     source = request.locate()

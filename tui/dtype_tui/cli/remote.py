@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 from dtype_engine.service.connection import SESSION, Connection, EngineCommand, NoAnswer, new_session
-from dtype_tui.state.addresses import is_address
+from dtype_tui.state.launch import Launch, is_address
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from dtype_engine.service.engine import Engine
     from dtype_engine.service.events import Event
     from dtype_tui.app import StartEngine
-    from dtype_tui.state.launch import Launch
 
 _ADDRESS = re.compile(
     r"ssh://(?:(?P<user>[A-Za-z0-9_][\w.+-]*)@)?(?P<host>[A-Za-z0-9_][\w.-]*|\[[0-9A-Fa-f:.]+(?:%[\w.-]+)?\])"
@@ -123,7 +122,6 @@ def connect(
         command = command_from(engine_command)
     from dtype_engine.service.control import Open
     from dtype_engine.service.process import EngineProcess
-    from dtype_tui.state.launch import Launch
 
     session = new_session()
     connection = Connection(command, command.start(session, attended=True))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from textual.binding import Binding, BindingType
 
 from dtype_engine.core import dtypes
-from dtype_tui.config.key_names import with_ids
+from dtype_tui.config.key_names import name_of, with_ids
 from dtype_tui.config.questions import bindings_in
 
 DIGITS = ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2", "int8", dtypes.STORED)
@@ -66,6 +66,13 @@ APP_KEYS: list[BindingType] = with_ids(
     ]
 )
 KEYS = [*MAIN_KEYS, *APP_KEYS]
+HIDDEN = frozenset({"leave-with", "suspend-process", "tour"})
+"""The ids of key bindings that a read-only session neither runs nor shows. Suspending the app would give viewers a shell."""
+
+
+def refuses(action: str) -> bool:
+    """Return whether a read-only session, whose viewers neither read nor write files, refuses an action, such as `leave_with`."""
+    return name_of(action) in HIDDEN or action == "download_model"
 
 
 FRONT_KEYS: list[BindingType] = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from dtype_engine.core.text import printable
@@ -26,8 +27,7 @@ def check_screen(answer: Answer[None, CheckReport]) -> Overlay:
     words.append(f"{report.coverage}; {read}" if report.coverage is not None else read, style="dim")
     for sentence in report.unchecked:
         words.append(f"\nNot checked: {printable(sentence, 1000)}", style="dim")
-    whole = PlainTable.grid()
-    whole.add_row(words)
+    parts: list[RenderableType] = [words]
     for kind, row in KINDS.items():
         found = [finding for finding in report.findings if finding.kind == kind]
         if not found:
@@ -36,14 +36,13 @@ def check_screen(answer: Answer[None, CheckReport]) -> Overlay:
         title.append(f"\n{row.why}", style="dim")
         if row.seen:
             title.append(f"\nSeen in {', '.join(row.seen)}", style="dim")
-        whole.add_row(title)
         grid = PlainTable.grid(padding=(0, 2))
         grid.add_column(overflow="fold")
         grid.add_column(overflow="fold")
         for finding in found[:_SHOWN]:
             name = wrap_dotted(printable(finding.tensor, 500), Overlay.content_width(answer.width) // 2)
             grid.add_row(name, printable(finding.what, 1000))
-        whole.add_row(grid)
+        parts += [title, grid]
         if len(found) > _SHOWN:
-            whole.add_row(Text(f"and {len(found) - _SHOWN:,} more", style="dim"))
-    return Overlay("Check of the model's files", whole)
+            parts.append(Text(f"and {len(found) - _SHOWN:,} more", style="dim"))
+    return Overlay("Check of the model's files", Group(*parts))

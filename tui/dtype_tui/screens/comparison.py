@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -55,12 +56,9 @@ def side_of_recipe(experiment: Experiment, recipe: Recipe, title: str) -> Side:
 def comparison_screen(experiment: Experiment, one: Side, other: Side) -> Overlay:
     """Return a window that compares the metrics, rules, tensors and modules of two recipes. Differences are bold."""
     plans = make_plan(experiment.tree, one.recipe), make_plan(experiment.tree, other.recipe)
-    page = PlainTable.grid()
-    page.add_row(_figures(one, other, plans))
-    page.add_row(_heading("rules"))
-    page.add_row(_rules(one, other))
-    page.add_row(_tensors(experiment, plans, one.title, other.title))
-    page.add_row(_modules(one, other))
+    tensors = _tensors(experiment, plans, one.title, other.title)
+    rules = Group(_heading("rules"), _rules(one, other))
+    page = Group(_figures(one, other, plans), rules, tensors, _modules(one, other))
     return Overlay("Two recipes side by side", page)
 
 
@@ -146,15 +144,13 @@ def _rules(one: Side, other: Side) -> Table:
     return table
 
 
-def _tensors(experiment: Experiment, plans: tuple[Plan, Plan], left: str, right: str) -> Table | Text:
+def _tensors(experiment: Experiment, plans: tuple[Plan, Plan], left: str, right: str) -> RenderableType:
     """Return a table of the tensors that have different dtypes under the plans of two recipes. left, right: their short names."""
     first, second = plans
     differ = [tensor for tensor in experiment.tree.order if first.dtypes[tensor.name] != second.dtypes[tensor.name]]
     caches = [name for name in experiment.tree.caches if first.caches.get(name) != second.caches.get(name)]
     if not differ and not caches:
         return _heading("tensors: all have the same dtype in both")
-    page = PlainTable.grid()
-    page.add_row(_heading(f"{plural(len(differ) + len(caches), 'tensor')} of another dtype"))
     table = _columns("", left, right, f"bytes in {left}", f"in {right}")
     for tensor in differ[:MOST_ROWS]:
         names = [plan.dtypes[tensor.name] for plan in plans]
@@ -165,11 +161,10 @@ def _tensors(experiment: Experiment, plans: tuple[Plan, Plan], left: str, right:
         table.add_row(printable(name, 300), *forms, "", "")
     if len(differ) + len(caches) > MOST_ROWS:
         table.add_row(f"and {len(differ) + len(caches) - MOST_ROWS:,} more", "", "", "", "")
-    page.add_row(table)
-    return page
+    return Group(_heading(f"{plural(len(differ) + len(caches), 'tensor')} of another dtype"), table)
 
 
-def _modules(one: Side, other: Side) -> Table | Text:
+def _modules(one: Side, other: Side) -> RenderableType:
     """Return a table of the modules whose drift differs between two recipes, largest difference first."""
     if one.modules is None or other.modules is None:
         return _heading("modules: not kept for both; going back to a recipe measures it again")
@@ -181,17 +176,10 @@ def _modules(one: Side, other: Side) -> Table | Text:
             rows.append((-abs(gain) if gain is not None else float("-inf"), name, drift.sqnr_db, against.sqnr_db, gain))
     if not rows:
         return _heading("modules: all drift alike")
-    page = PlainTable.grid()
-    page.add_row(_heading("SQNR of modules"))
     table = _columns("", one.title, other.title, "difference")
     for _, name, left, right, gain in sorted(rows, key=lambda row: row[0])[:MOST_ROWS]:
-        table.add_row(
-            printable(name, 300),
-            decibels(left),
-            decibels(right),
-            "" if gain is None else f"{signed(gain, 2)} dB",
-        )
+        difference = "" if gain is None else f"{signed(gain, 2)} dB"
+        table.add_row(printable(name, 300), decibels(left), decibels(right), difference)
     if len(rows) > MOST_ROWS:
         table.add_row(f"and {len(rows) - MOST_ROWS:,} more", "", "", "")
-    page.add_row(table)
-    return page
+    return Group(_heading("SQNR of modules"), table)

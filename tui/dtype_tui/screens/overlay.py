@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
 import msgspec
-from rich.table import Table
+from rich.console import RenderableType
 from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
@@ -50,7 +50,7 @@ class Overlay(ModalScreen[None]):
         Binding("G,greater_than_sign", "edge(True)", "Last line", show=False),
     ]
 
-    def __init__(self, title: str, body: Text | Table) -> None:
+    def __init__(self, title: str, body: RenderableType) -> None:
         super().__init__()
         self._title = title
         self._body = body

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from rich.console import Group
 from rich.text import Text
 
 from dtype_engine.core import dtypes
@@ -28,11 +29,10 @@ def weight_screen(answer: Answer[InspectTensor, WeightStats]) -> Overlay:
     table.add_column(no_wrap=True)
     for _ in range(6):
         table.add_column(no_wrap=True, justify="right")
-    whole = PlainTable.grid()
+    head: list[Text] = []
     if (found := stats.reference) is not None:
         words = f"SQNR {decibels(found.sqnr_db)}, max |Δ| {found.max_abs:.2e}"
-        whole.add_row(Text(f"from {printable(experiment.model.reference, 200)}: {words}", style="bold"))
-        whole.add_row(Text(""))
+        head = [Text(f"from {printable(experiment.model.reference, 200)}: {words}\n", style="bold")]
     table.add_row("cast to", "SQNR", "max |Δ|", "→ inf", "clipped", "→ 0", "subnormal", style="dim")
     for error in stats.errors:
         counts = (error.overflowed, error.saturated, error.underflowed, error.subnormal)
@@ -43,13 +43,10 @@ def weight_screen(answer: Answer[InspectTensor, WeightStats]) -> Overlay:
             f"{error.max_abs:.2e}",
             *cells,
         )
-    whole.add_row(table)
-    whole.add_row(Text("fp8 and int8 with their scales; shares are of the tensor's values", style="dim"))
-    whole.add_row(Text(""))
-    whole.add_row(exponent_histogram(stats))
+    footing = Text("fp8 and int8 with their scales; shares are of the tensor's values\n", style="dim")
     tensor = experiment.tree.canonical(name)
     stored = f", stored {dtypes.short_name(tensor.dtype)}" if tensor else ""
-    return Overlay(f"Values of {printable(name, 60)}{stored}", whole)
+    return Overlay(f"Values of {printable(name, 60)}{stored}", Group(*head, table, footing, exponent_histogram(stats)))
 
 
 _HISTOGRAM_DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")

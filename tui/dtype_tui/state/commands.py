@@ -14,9 +14,9 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.suggest import nearest
 from dtype_engine.core.text import is_printable, printable
+from dtype_tui.config.bindings import refuses
 from dtype_tui.config.key_names import name_of
 from dtype_tui.config.questions import questions_without_keys
-from dtype_tui.state.read_only import refuses
 
 MOST_COMPLETIONS = 200
 PATHS = ("folder", "file")
@@ -36,14 +36,19 @@ class Command:
     needs: int | None = None
     """Minimum number of arguments. If None, all arguments are required."""
 
+    @property
+    def least(self) -> int:
+        return len(self.arguments) if self.needs is None else self.needs
+
     def is_refused(self, arguments: Sequence[str]) -> bool:
         """Return whether a read-only session refuses the command with these arguments."""
         return refuses(self.action) or (bool(arguments) and any(kind in WITH_PATHS for kind in self.arguments))
 
     @property
     def usage(self) -> str:
-        least = len(self.arguments) if self.needs is None else self.needs
-        words = [kind.upper() if index < least else f"[{kind.upper()}]" for index, kind in enumerate(self.arguments)]
+        words = [
+            kind.upper() if index < self.least else f"[{kind.upper()}]" for index, kind in enumerate(self.arguments)
+        ]
         return " ".join((self.name, *words))
 
 
@@ -96,7 +101,7 @@ def parse(line: str, commands: dict[str, Command]) -> tuple[Command, tuple[str, 
     arguments = tuple(rest.split(None, len(command.arguments) - 1)) if rest else ()
     if command.name == "cast" and len(arguments) == 1 and "=" in arguments[0]:
         arguments = tuple(part.strip() for part in arguments[0].rpartition("=")[::2])
-    if len(arguments) < (len(command.arguments) if command.needs is None else command.needs):
+    if len(arguments) < command.least:
         raise UserError(f"write {command.usage}")
     return command, arguments
 

@@ -307,6 +307,7 @@ class Experiment:
 
     def take(self, event: events.Event) -> None:
         """Store the results that an event of the engine reports. Results that only a window shows are not stored."""
+        results = self.results
         match event:
             case events.InputsReady():
                 self.set_inputs(event.summary)
@@ -321,12 +322,6 @@ class Experiment:
                 self._keep(make_plan(self.tree, recipe), event.settings, event.report)
             case events.Idle() if self.scan.running:
                 self.scan.stopped()
-            case _:
-                self._take_result(event)
-
-    def _take_result(self, event: events.Event) -> None:
-        results = self.results
-        match event:
             case events.CastDone():
                 self.results = replace(results, losses=Losses(event.lost, with_keys(event.reason)))
             case events.ModulesMeasured():
@@ -341,9 +336,8 @@ class Experiment:
                 # The history shows these figures until the rest is measured, which may never happen.
                 about = self.recipe, self.settings, self.model.inputs, self.plan.planned_bytes
                 lost = lost_counts(results.losses.values)
-                self.measured = remember(
-                    self.measured, MeasuredRecipe(*about, partial.output, partial.extent, None, *lost)
-                )
+                entry = MeasuredRecipe(*about, partial.output, partial.extent, None, *lost)
+                self.measured = remember(self.measured, entry)
             case events.Measured():
                 self._set_report(event.report)
             case events.JobGrown():
@@ -352,9 +346,8 @@ class Experiment:
             case events.JobDone():
                 self._take_answer(event)
             case events.Failed():
-                self.results = replace(
-                    results, failure=with_keys(event.message[:_MOST_OF_A_FAILURE]), failed_module=event.module
-                )
+                words = with_keys(event.message[:_MOST_OF_A_FAILURE])
+                self.results = replace(results, failure=words, failed_module=event.module)
 
     def _take_answer(self, event: events.JobDone) -> None:
         """Store the result of a job if it is shown outside its window."""

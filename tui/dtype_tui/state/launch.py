@@ -45,8 +45,13 @@ class Launch(msgspec.Struct, frozen=True):
     """Creates the object that saves the session. Called after the first paint. None if the session is not saved."""
     config: Config = msgspec.field(default_factory=Config)
     read_only: bool = False
-    """Whether viewers may only look and cast (see `read_only.py`)."""
+    """Whether viewers may only look and cast, but neither read nor write files."""
     is_demo: bool = False
     begins_tour: bool = False
     offers_tour: bool = False
     """Whether the app shows, at its start, a panel that offers the tour."""
+
+
+def is_address(model: str | None) -> bool:
+    """Return whether the command-line argument MODEL is the `ssh://` address of a model on another machine."""
+    return model is not None and model.startswith("ssh://")
