@@ -29,6 +29,12 @@ def screen(app: App[Any]) -> str:
     return "\n".join(lines(app))
 
 
+def missing(app: App[Any], *words: str) -> list[str]:
+    """Which of these words are not on the screen."""
+    shown = screen(app)
+    return [each for each in words if each not in shown]
+
+
 def notices(app: App[Any]) -> list[str]:
     return [notification.message for notification in app._notifications]
 

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from tests.helpers.recording_engine import app_of, demo_tree, engine, make_app, report, running, say
 from tests.helpers.scenes import inputs
-from tests.helpers.screen_text import lines, notices, screen, until
+from tests.helpers.screen_text import lines, missing, notices, screen, until
 from textual.binding import Binding
 from textual.events import Key
 from textual.widgets import Input
@@ -63,10 +63,7 @@ def tree_of(app: DtypeApp) -> ModuleTree:
 
 async def test_tree_is_shown_before_the_engine_answers(app: DtypeApp) -> None:
     async with running(app):
-        text = screen(app)
-        assert "embed_tokens" in text
-        assert "707.8 k" in text
-        assert "2.70 MiB" in text
+        assert not missing(app, "embed_tokens", "707.8 k", "2.70 MiB")
         assert engine(app).commands == ["start"]
 
 
@@ -317,11 +314,7 @@ async def test_module_drift_appears_during_the_pass(app: DtypeApp) -> None:
             events.MeasuringProgress(recipe, "candidate", 30, 60),
             events.ModulesMeasured(recipe, modules),
         )
-        text = screen(app)
-        assert "45.6" in text
-        assert "inf/nan" in text
-        assert "50 %" in text
-        assert "measuring: candidate" in text
+        assert not missing(app, "45.6", "inf/nan", "50 %", "measuring: candidate")
         await pilot.press("w")
         assert tree_of(app).current.name == "model.layers.1"
 
@@ -331,15 +324,15 @@ async def test_drift_pane_has_every_figure_with_its_unit(app: DtypeApp) -> None:
         recipe = app.controller.experiment.recipe
         await say(app, pilot, ready(app), events.Measured(recipe, report(recipe)), events.Idle())
         text = screen(app)
-        for words in (
+        assert not missing(
+            app,
             "KL 2.50e-4 ± 1e-5 nats",
             "same top-1 98.0 %",
             "SQNR    40.00 dB",
             "cosine  0.999000",
             "KL p99     1.5e-3",
             "max |Δ| 0.5",
-        ):
-            assert words in text
+        )
         assert "ready" in text
         await pilot.press("enter")
         text = screen(app)
@@ -357,12 +350,9 @@ async def test_memory_pane_shows_planned_and_measured_bytes(app: DtypeApp) -> No
             mapped_bytes=2 << 30, peak_rss_bytes=4 << 30,
         )  # fmt: skip
         await say(app, pilot, events.Memory(app.controller.experiment.recipe, reading))
-        text = screen(app)
-        for words in ("2.00 MiB cpu", "3.0 GiB, peak 4.0 GiB"):
-            assert words in text
+        assert not missing(app, "2.00 MiB cpu", "3.0 GiB, peak 4.0 GiB")
         await pilot.press("enter")
-        for words in ("cpu 2.00 MiB", "1.00 GiB", "2.00 GiB of the"):
-            assert words in screen(app)
+        assert not missing(app, "cpu 2.00 MiB", "1.00 GiB", "2.00 GiB of the")
 
 
 async def test_deciding_and_overridden_rules_of_a_node_are_shown(app: DtypeApp) -> None:
@@ -490,9 +480,7 @@ async def test_details_of_a_tensor_are_shown(app: DtypeApp) -> None:
         tree_of(app).go_to("model.embed_tokens.weight")
         await pilot.press("2", "enter")
         await pilot.pause()
-        text = screen(app)
-        for words in ("1024 × 96", "float32, 384.00 KiB", "bfloat16, 192.00 KiB", "rule 1", "decides"):
-            assert words in text
+        assert not missing(app, "1024 × 96", "float32, 384.00 KiB", "bfloat16, 192.00 KiB", "rule 1", "decides")
 
 
 @pytest.mark.slow
@@ -655,9 +643,7 @@ async def test_implicit_casts_have_a_screen(app: DtypeApp) -> None:
         assert engine(app).commands[-1] == "flow"
         cast = ImplicitCastStats("model.layers.1.mlp.up_proj", "linear", "float32", "float64", 12288, 1, True)
         await say(app, pilot, ready(app), events.JobDone(app.controller.experiment.recipe, FLOW.ask(None), (cast,)))
-        text = screen(app)
-        for words in ("model.layers.1.mlp.up_proj", "linear", "f32 → f64", "12.3 k", "raises"):
-            assert words in text
+        assert not missing(app, "model.layers.1.mlp.up_proj", "linear", "f32 → f64", "12.3 k", "raises")
         await pilot.press("escape")
         await say(app, pilot, events.JobDone(Recipe((Rule("*", "float64"),)), FLOW.ask(None), (cast,)))
         assert not isinstance(app.screen, Overlay), "that was another recipe's"
@@ -693,8 +679,9 @@ async def test_generated_texts_are_side_by_side_with_the_difference_marked(
         await say(app, pilot, events.JobDone(recipe, GENERATE.ask(GenerateText(24)), (whole,)))
         await until(pilot, lambda: "22/s" in screen(app))
         text = screen(app)
-        for words in ("reference", "candidate", "def r⟦u⟧n", "def r⟦a⟧t", "the first 5 tokens are the same", "22/s"):
-            assert words in text
+        assert not missing(
+            app, "reference", "candidate", "def r⟦u⟧n", "def r⟦a⟧t", "the first 5 tokens are the same", "22/s"
+        )
         assert "\x1b[2J" not in text
         await pilot.press("escape")
         assert not isinstance(app.screen, GenerationScreen)
@@ -725,9 +712,9 @@ async def test_check_has_a_screen(app: DtypeApp) -> None:
         report = CheckReport("demo", 56, 1, 3, None, 0.1, (finding,), ("values",), coverage=Coverage(56))
         recipe = app.controller.experiment.recipe
         await say(app, pilot, ready(app), events.JobDone(recipe, CHECK.ask(None), report))
-        text = screen(app)
-        for words in ("1 finding.", "56 of 56 tensors found", "holds codes and has no scale", "unslothai/unsloth#6200"):
-            assert words in text
+        assert not missing(
+            app, "1 finding.", "56 of 56 tensors found", "holds codes and has no scale", "unslothai/unsloth#6200"
+        )
         await pilot.press("escape")
         await say(app, pilot, events.JobDone(recipe, CHECK.ask(None), dataclasses.replace(report, findings=())))
         assert "No problems were found." in screen(app)
@@ -743,16 +730,15 @@ async def test_speed_has_a_screen(app: DtypeApp) -> None:
         )
         report = SpeedReport("demo", "cpu", 2, (), "6 default prompts", rows)
         await say(app, pilot, ready(app), events.JobDone(app.controller.experiment.recipe, SPEED.ask(None), report))
-        text = screen(app)
-        for words in (
+        assert not missing(
+            app,
             "500.0 ms",
             "400.0 ms to 600.0 ms",
             "2,000",
             "0.25 x",
             "This mix does not run in plain torch",
             "2 threads",
-        ):
-            assert words in text
+        )
 
 
 async def test_model_that_cannot_run_sends_no_requests(app: DtypeApp) -> None:
@@ -771,8 +757,7 @@ async def test_requests_to_a_busy_engine_are_said_to_come_next(app: DtypeApp) ->
         assert re.search(r"● measuring: candidate  10 % .*  next: timing  Esc stops", screen(app))
         assert notices(app) == []
         await say(app, pilot, events.Jobs("measure", ("speed", "scan")))
-        assert "  next: timing, scan  Esc stops" in screen(app)
-        assert "J stop a job" in screen(app)
+        assert not missing(app, "  next: timing, scan  Esc stops", "J stop a job")
 
 
 async def test_settings_are_chosen_by_keys_and_measured(app: DtypeApp) -> None:
@@ -835,9 +820,7 @@ async def test_values_of_a_tensor_have_a_screen(app: DtypeApp, size: tuple[int, 
         await say(
             app, pilot, events.JobDone(app.controller.experiment.recipe, VALUES.ask(InspectTensor(name, ())), reading)
         )
-        text = screen(app)
-        for words in ("60.00 dB", "20 2.0 %", "500 50.0 %"):
-            assert words in text
+        assert not missing(app, "60.00 dB", "20 2.0 %", "500 50.0 %")
         assert all(len(line.rstrip()) <= size[0] for line in lines(app))
 
 
@@ -868,8 +851,7 @@ async def test_pane_of_a_cancelled_measurement_does_not_look_running(app: DtypeA
             events.Stopped(recipe, "measure"),
             events.Idle(),
         )
-        assert "Stopped before the end: press m." in screen(app)
-        assert "worst 30.00" in screen(app)
+        assert not missing(app, "Stopped before the end: press m.", "worst 30.00")
 
 
 async def test_model_that_cannot_generate_says_so_before_the_prompt() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.helpers.observations import chosen, cursor, marked_line
 from tests.helpers.recording_engine import engine, make_app, report, running, say
-from tests.helpers.screen_text import notices, screen, until
+from tests.helpers.screen_text import missing, notices, screen, until
 from textual.pilot import Pilot
 
 from dtype_engine.checkpoint.source import locate
@@ -139,8 +139,7 @@ async def test_causes_appear_as_found_and_stay_when_cancelled(size: tuple[int, i
         assert engine(app).commands[-1] == "cancel causes"
         await say(app, pilot, events.Stopped(BF16, "causes"), events.Idle())
         assert isinstance(app.screen, CausesScreen)
-        assert "Drift over depth: stopped after 3 of 48" in screen(app)
-        assert "lm_head" in screen(app)
+        assert not missing(app, "Drift over depth: stopped after 3 of 48", "lm_head")
         await pilot.press("escape")
         assert not isinstance(app.screen, CausesScreen)
         await pilot.press("d")
@@ -225,14 +224,16 @@ async def test_drift_pane_shows_limits_and_noise_floor() -> None:
                     None, jobs.FLOOR.ask(None), NoiseFloor(("eager attention",), 256, 128.0, 1e-5, 1e-7, 9e-13, 1.0)
                 ),
             )
-            text = screen(app)
-            assert "FAIL" in text
-            assert "KL 0.00025 > 0.0001 nats" in text
-            assert "SQNR 40 ≥ 30 dB" in text
-            assert "same top-1 98 < 99 %" in text
-            assert "KL 9.0e-13 nats, 128.0 dB" in text
-            assert " small  no worse than llama.cpp Q8_0" in text
-            assert "● ready" in text
+            assert not missing(
+                app,
+                "FAIL",
+                "KL 0.00025 > 0.0001 nats",
+                "SQNR 40 ≥ 30 dB",
+                "same top-1 98 < 99 %",
+                "KL 9.0e-13 nats, 128.0 dB",
+                " small  no worse than llama.cpp Q8_0",
+                "● ready",
+            )
             await say(
                 app,
                 pilot,
@@ -284,8 +285,7 @@ async def test_history_pins_compares_and_goes_back(size: tuple[int, int]) -> Non
         await pilot.press("H")
         assert isinstance(app.screen, MeasurementsScreen)
         text = screen(app)
-        assert "*=float16, lm_head=float32" in text
-        assert "across: planned MiB, up: KL, nats" in text
+        assert not missing(app, "*=float16, lm_head=float32", "across: planned MiB, up: KL, nats")
         assert ("98.00 %" in text) == (size == WIDE), "at 80 columns it gives way to the rules"
         await pilot.press("j", "j", "p")
         assert [entry.pinned for entry in app.controller.experiment.measured] == [True, False, False]
@@ -293,10 +293,7 @@ async def test_history_pins_compares_and_goes_back(size: tuple[int, int]) -> Non
         await pilot.press("c", "j", "c")
         await pilot.pause()
         assert isinstance(app.screen, Overlay)
-        text = screen(app)
-        assert "only in 1" in text
-        assert "only in 3" in text
-        assert "lm_head=float32" in text
+        assert not missing(app, "only in 1", "only in 3", "lm_head=float32")
         await pilot.press("escape")
         await pilot.press("k", "enter")
         await pilot.pause()

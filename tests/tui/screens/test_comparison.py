@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 from tests.helpers.recording_engine import make_app, report, running, say
 from tests.helpers.scenes import ready
-from tests.helpers.screen_text import lines, screen
+from tests.helpers.screen_text import lines, missing, screen
 from textual.pilot import Pilot
 
 from dtype_engine.core.options import RunSettings
@@ -52,9 +52,7 @@ async def test_pinned_recipe_is_shown_until_released() -> None:
         assert row.split("│")[0].split()[-2:] == ["30.0", "-15.0"]
         (root,) = (line for line in lines(app) if line.strip(" ▌").startswith("▾ demo"))
         assert root.split("│")[0].split()[-2:] == ["31.5", "-8.5"]
-        text = screen(app)
-        assert "P KL 2.50e-4  40.00 dB  small" in text
-        assert "P 1.35 MiB" in text
+        assert not missing(app, "P KL 2.50e-4  40.00 dB  small", "P 1.35 MiB")
         await pilot.press("H", "j", "P", "escape")
         await pilot.pause()
         assert "P 1.35 MiB" not in screen(app)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.helpers.recording_engine import engine, make_app, running
-from tests.helpers.screen_text import screen
+from tests.helpers.screen_text import missing
 
 from dtype_engine.core.options import RunSettings
 
@@ -13,8 +13,7 @@ async def test_classes_dim_of_the_command_line_can_be_changed() -> None:
     app.controller.experiment.set_settings(RunSettings(classes_dim=2))
     async with running(app) as pilot:
         await pilot.press("comma", "up")
-        assert "[2]" in screen(app)
-        assert "last dim" in screen(app)
+        assert not missing(app, "[2]", "last dim")
         await pilot.press("left", "enter")
         await pilot.pause()
         assert engine(app).settings == [RunSettings(classes_dim=-1)]
