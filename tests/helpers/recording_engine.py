@@ -120,6 +120,16 @@ async def running(app: DtypeApp, size: tuple[int, int] = (120, 36)) -> AsyncIter
         yield pilot
 
 
+@asynccontextmanager
+async def launched(
+    *made: Any, size: tuple[int, int] = (120, 36), **more: Any
+) -> AsyncIterator[tuple[DtypeApp, Pilot[None]]]:
+    """An app as `make_app` makes it, in a terminal of this size, with all its panes."""
+    app = make_app(*made, **more)
+    async with running(app, size) as pilot:
+        yield app, pilot
+
+
 def engine(app: DtypeApp) -> RecordingEngine:
     assert isinstance(app.controller.engine, RecordingEngine)
     return app.controller.engine

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from tests.helpers.recording_engine import make_app, running, say
+from tests.helpers.recording_engine import launched, make_app, say
 from tests.helpers.screen_text import until
 from textual._styles_cache import StylesCache
 
@@ -63,8 +63,7 @@ async def test_drawings_of_a_closed_window_are_released(monkeypatch: pytest.Monk
 
 
 async def test_garbage_is_collected_if_the_engine_ends_early() -> None:
-    app = make_app()
-    async with running(app) as pilot:
+    async with launched() as (app, pilot):
         assert not gc.isenabled()
         await say(app, pilot, events.EngineEnded("it was killed"))
         assert gc.isenabled()
@@ -73,8 +72,7 @@ async def test_garbage_is_collected_if_the_engine_ends_early() -> None:
 @pytest.mark.slow
 async def test_garbage_is_collected_if_no_engine_gets_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dtype_tui.app, "LONGEST_WITHOUT_GC_S", 0.05)
-    app = make_app()
-    async with running(app) as pilot:
+    async with launched() as (_, pilot):
         await until(pilot, gc.isenabled)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 from tests.engine.hostile.test_further_attacks import full_disk
-from tests.helpers.recording_engine import demo_tree, engine, make_app, report, running, say
+from tests.helpers.recording_engine import demo_tree, engine, launched, make_app, report, running, say
 from tests.helpers.screen_text import screen, until
 from textual.pilot import Pilot
 
@@ -145,8 +145,7 @@ async def test_hostile_session_texts_are_drawn_escaped() -> None:
             measured=(entry,),
         ),
     )
-    app = make_app(saved=read_session(path))
-    async with running(app) as pilot:
+    async with launched(saved=read_session(path)) as (app, pilot):
         for key in ("H", "escape", "U", "M"):
             await pilot.press(key)
             await pilot.pause()
@@ -167,8 +166,7 @@ async def test_two_apps_resuming_one_session_save_separately() -> None:
     before = edited()
     content = before.read_bytes()
     for recipe in (MLP, BF16):
-        app = make_app(saved=read_session(before), saver=saver)
-        async with running(app) as pilot:
+        async with launched(saved=read_session(before), saver=saver) as (app, pilot):
             await cast(app, pilot, recipe)
     assert before.read_bytes() == content
     kept = [read_session(path).recipe for path in sessions_folder().glob("*.json") if path != before]
@@ -198,8 +196,7 @@ async def test_unsavable_session_is_a_notice_and_the_app_continues(
 
 
 async def _tells(says: str) -> None:
-    app = make_app(saver=saver)
-    async with running(app) as pilot:
+    async with launched(saver=saver) as (app, pilot):
         await cast(app, pilot, BF16)
         await until(pilot, lambda: app._saver is not None and app._saver._trouble is not None)
         app._save_session()

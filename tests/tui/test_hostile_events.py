@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import pytest
 from tests.helpers.random_events import KINDS, RandomEvents
-from tests.helpers.recording_engine import engine, make_app, running, say
+from tests.helpers.recording_engine import engine, launched, make_app, running, say
 from tests.helpers.scenes import SCENES
 from tests.helpers.screen_text import lines
 
@@ -132,8 +132,7 @@ async def test_failure_text_that_equals_a_module_name_is_escaped() -> None:
 
 
 async def test_endless_failure_text_is_cut() -> None:
-    app = make_app()
-    async with running(app) as pilot:
+    async with launched() as (app, pilot):
         await SCENES["as-stored"](app, pilot)
         await say(app, pilot, events.Failed(app.controller.experiment.recipe, "no kernel " * 1_000_000))
         assert 1000 < len(app.controller.experiment.results.failure or "") < 5000
@@ -142,8 +141,7 @@ async def test_endless_failure_text_is_cut() -> None:
 
 @pytest.mark.slow
 async def test_many_results_do_not_open_many_windows() -> None:
-    app = make_app()
-    async with running(app, SIZES[0]) as pilot:
+    async with launched(size=SIZES[0]) as (app, pilot):
         await SCENES["as-stored"](app, pilot)
         for _ in range(10):
             for _ in range(20):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from tests.helpers.observations import cursor, rules, top, typed, typing
-from tests.helpers.recording_engine import engine, make_app, report, running, say
+from tests.helpers.recording_engine import engine, launched, make_app, report, running, say
 from tests.helpers.screen_text import until
 from textual.events import Key
 from textual.pilot import Pilot
@@ -119,8 +119,7 @@ async def test_random_bursts_act_like_single_keys(tmp_path: Path, monkeypatch: p
 
 
 async def test_keys_right_after_a_cast_are_handled() -> None:
-    app = make_app()
-    async with running(app) as pilot:
+    async with launched() as (app, pilot):
         await begun(app, pilot)
         await burst(app, keys_of("c{ctrl+u}*.mlpx{backspace}=bf16{enter}2j"))
         assert rules(app) == ["*.mlp=bfloat16", "*=bfloat16"]
@@ -129,8 +128,7 @@ async def test_keys_right_after_a_cast_are_handled() -> None:
 
 
 async def test_keys_right_after_escape_are_handled() -> None:
-    app = make_app()
-    async with running(app) as pilot:
+    async with launched() as (app, pilot):
         await begun(app, pilot)
         await burst(app, keys_of("cabc{escape}2:abc{escape}j/abc{escape}e{escape}i{escape}?{escape}3"))
         assert len(engine(app).recipes) == 2
@@ -140,8 +138,7 @@ async def test_keys_right_after_escape_are_handled() -> None:
 
 async def test_letter_in_one_write_with_escape_comes_after_it() -> None:
     """Terminals of the old kind send for Escape and then q what they send for alt+q."""
-    app = make_app()
-    async with running(app) as pilot:
+    async with launched() as (app, pilot):
         await begun(app, pilot)
         await burst(app, [*keys_of("c"), Key("alt+z", "z")])
         assert app.query_one(ModuleTree).order != "model"
@@ -150,8 +147,7 @@ async def test_letter_in_one_write_with_escape_comes_after_it() -> None:
 
 async def test_save_window_keeps_text_typed_before_it_opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    app = make_app()
-    async with running(app) as pilot:
+    async with launched() as (app, pilot):
         await begun(app, pilot)
         await burst(app, keys_of("e{down}{up}{ctrl+u}casts{enter}j"))
         assert engine(app).saves == [ExportRequest(Path("casts"), False)]
@@ -165,8 +161,7 @@ async def test_export_is_replaced_only_by_a_second_enter(tmp_path: Path, monkeyp
     Path("there/README.md").write_text(
         "# there\n\n`demo`, cast by the rules in `recipe.yaml` and written by dtype-engine 0.2.0.\n"
     )
-    app = make_app()
-    async with running(app) as pilot:
+    async with launched() as (app, pilot):
         await begun(app, pilot)
         await burst(app, keys_of("e{ctrl+u}there{enter}x{backspace}{enter}"))
         assert engine(app).saves == []
@@ -176,8 +171,7 @@ async def test_export_is_replaced_only_by_a_second_enter(tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize(("key", "command"), [("f", "flow"), ("t", "speed")])
 async def test_repeated_key_sends_one_request(key: str, command: str) -> None:
-    app = make_app()
-    async with running(app) as pilot:
+    async with launched() as (app, pilot):
         await begun(app, pilot)
         await burst(app, keys_of(key * 3))
         assert engine(app).commands.count(command) == 1
@@ -195,8 +189,7 @@ async def test_repeated_key_sends_one_request(key: str, command: str) -> None:
 )
 async def test_reopened_model_can_be_opened_again(line: str, command: str) -> None:
     """Although the engine is still busy with measuring it."""
-    app = make_app()
-    async with running(app) as pilot:
+    async with launched() as (app, pilot):
         await begun(app, pilot)
         await burst(app, keys_of(line * 2))
         assert engine(app).commands.count(command) == 1
@@ -215,16 +208,14 @@ async def test_keys_before_the_first_paint_are_kept() -> None:
 
 
 async def test_keys_after_quitting_do_nothing() -> None:
-    app = make_app()
-    async with running(app) as pilot:
+    async with launched() as (app, pilot):
         await begun(app, pilot)
         await burst(app, keys_of("q2"))
         assert rules(app) == []
 
 
 async def test_palette_runs_the_complete_typed_text() -> None:
-    app = make_app()
-    async with running(app) as pilot:
+    async with launched() as (app, pilot):
         await begun(app, pilot)
         await burst(app, keys_of("{ctrl+p}history{enter}"))
         await until(pilot, lambda: top(app) == "MeasurementsScreen")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.helpers.recording_engine import app_of, demo_tree, engine, make_app, report, running, say
+from tests.helpers.recording_engine import app_of, demo_tree, engine, launched, make_app, report, running, say
 from tests.helpers.scenes import inputs
 from tests.helpers.screen_text import lines, missing, notices, screen, until
 from textual.binding import Binding
@@ -614,8 +614,7 @@ async def test_tree_of_90000_tensors_opens_filters_and_casts() -> None:
     parts = itertools.product(range(60), range(250), ("up", "gate", "down"))
     names = [f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight" for layer, expert, part in parts]
     names += [f"model.layers.{layer}.norm.weight" for layer in range(60)]
-    app = make_app(Tree(TensorInfo(name, (4, 4), "bfloat16") for name in names))
-    async with running(app) as pilot:
+    async with launched(Tree(TensorInfo(name, (4, 4), "bfloat16") for name in names)) as (app, pilot):
         tree = tree_of(app)
         assert len(tree.rows) < 100
         await pilot.press("slash", *"experts.249.up")
@@ -790,8 +789,7 @@ async def test_settings_are_chosen_by_keys_and_measured(app: DtypeApp) -> None:
 async def test_large_checkpoint_shows_its_first_shard_first() -> None:
     first = Tree([TensorInfo("model.layers.0.weight", (4, 4), "bfloat16")])
     whole = Tree([TensorInfo(f"model.layers.{number}.weight", (4, 4), "bfloat16") for number in range(3)])
-    app = make_app(first, "giant", partial=True)
-    async with running(app) as pilot:
+    async with launched(first, "giant", partial=True) as (app, pilot):
         assert "layers" in screen(app)
         assert "stored  32 B" not in screen(app), "sums of a part are not those of the model"
         await say(app, pilot, events.HeadersRead(whole, ("a notice",)))
@@ -855,8 +853,7 @@ async def test_pane_of_a_cancelled_measurement_does_not_look_running(app: DtypeA
 
 
 async def test_model_that_cannot_generate_says_so_before_the_prompt() -> None:
-    app = make_app()
-    async with running(app) as pilot:
+    async with launched() as (app, pilot):
         why = "a Net does not generate text; open a model with a language model head or a captioner"
         tree = app.controller.experiment.tree
         await say(app, pilot, events.ModelReady(tree, "Net", "cpu", 1.0, "prompts", (), None, why), events.Idle())
@@ -867,8 +864,7 @@ async def test_model_that_cannot_generate_says_so_before_the_prompt() -> None:
 
 async def test_late_stop_removes_its_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_life, "STOP_WAIT_S", 0.0)
-    app = make_app()
-    async with running(app, (80, 24)) as pilot:
+    async with launched(size=(80, 24)) as (app, pilot):
         recipe = app.controller.experiment.recipe
         await say(app, pilot, ready(app), events.Jobs("measure", ()))
         await say(app, pilot, events.MeasuringProgress(recipe, "candidate", 1, 4))
@@ -882,8 +878,7 @@ async def test_late_stop_removes_its_message(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("key", ["1", "8"])
 async def test_cast_that_changes_nothing_adds_no_rule(key: str) -> None:
-    app = make_app()
-    async with running(app) as pilot:
+    async with launched() as (app, pilot):
         tree_of(app).go_to("model.layers.3.mlp")
         await pilot.press(key)
         words = {"1": "float32", "8": "as stored"}[key]

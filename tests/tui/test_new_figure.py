@@ -6,7 +6,7 @@ import dataclasses
 import re
 
 import pytest
-from tests.helpers.recording_engine import make_app, report, running, say
+from tests.helpers.recording_engine import launched, report, say
 from tests.helpers.scenes import ready
 from tests.helpers.screen_text import screen
 from tests.helpers.toy_figure import TOY
@@ -20,8 +20,7 @@ from dtype_tui.state.full_rows import drift_rows
 @pytest.mark.parametrize("kl", [1e-3, None])
 async def test_the_app_shows_it(monkeypatch: pytest.MonkeyPatch, kl: float | None) -> None:
     monkeypatch.setitem(FIGURES, TOY.name, TOY)
-    app = make_app()
-    async with running(app, (200, 50)) as pilot:
+    async with launched(size=(200, 50)) as (app, pilot):
         await ready(app, pilot)
         for place, rule in enumerate(("*=bfloat16", "*=float16")):
             recipe = Recipe((Rule.parse(rule),))

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from tests.helpers.recorded_worker import make_engine
-from tests.helpers.recording_engine import demo_tree, make_app, report, running
+from tests.helpers.recording_engine import demo_tree, launched, report
 from tests.helpers.screen_text import notices, screen, until
 from tests.matrix.forms import made
 
@@ -41,8 +41,7 @@ async def test_over_memory_estimate_and_run(tmp_path: Path) -> None:
 
 
 async def test_running_from_disk_is_confirmed_at_once() -> None:
-    app = make_app()
-    async with running(app) as pilot:
+    async with launched() as (app, pilot):
         app.controller.handle(events.Memory(Recipe(), dataclasses.replace(report(Recipe()).memory, read_bytes=1 << 20)))
         app.controller.handle(events.MeasuringProgress(Recipe(), "reference", 1, 4))
         await pilot.press("O")

@@ -8,7 +8,7 @@ import pkgutil
 from pathlib import Path
 
 import pytest
-from tests.helpers.recording_engine import engine, make_app, running
+from tests.helpers.recording_engine import engine, launched
 from tests.helpers.scenes import ready
 from tests.helpers.screen_text import notices, screen
 from textual.binding import Binding
@@ -113,8 +113,7 @@ async def test_each_refusal_is_one_sentence(tmp_path: Path, monkeypatch: pytest.
     """By its key, from the command line and from the picture of the screen; nothing reaches the engine or the disk."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_DOWNLOAD_DIR", str(tmp_path))
-    app = make_app(read_only=True)
-    async with running(app, (80, 24)) as pilot:
+    async with launched(read_only=True, size=(80, 24)) as (app, pilot):
         await ready(app, pilot)
         before = list(engine(app).commands)
         for number, refused in enumerate(
@@ -141,8 +140,7 @@ async def test_each_refusal_is_one_sentence(tmp_path: Path, monkeypatch: pytest.
 
 
 async def test_refused_keys_are_not_offered() -> None:
-    app = make_app(read_only=True)
-    async with running(app, (120, 36)) as pilot:
+    async with launched(read_only=True, size=(120, 36)) as (app, pilot):
         await ready(app, pilot)
         hidden = {binding.description for binding in of_keys() if binding.id in HIDDEN}
         assert len(hidden) == 3
@@ -170,8 +168,7 @@ async def test_refused_keys_are_not_offered() -> None:
 async def test_read_only_scan_is_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
     for read_only in (True, False):
-        app = make_app(read_only=read_only)
-        async with running(app) as pilot:
+        async with launched(read_only=read_only) as (app, pilot):
             await ready(app, pilot)
             monkeypatch.setattr(engine(app), "request", asked.append)
             app.controller.start_scan(("int8",))

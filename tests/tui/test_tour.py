@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.helpers.observations import rules, top
-from tests.helpers.recording_engine import engine, make_app, report, running, say
+from tests.helpers.recording_engine import engine, launched, make_app, report, say
 from tests.helpers.scenes import DOWN, causes, ready, scanned
 from tests.helpers.screen_text import lines, notices, screen, until
 from textual.pilot import Pilot
@@ -45,8 +45,7 @@ async def came_to(app: DtypeApp, pilot: Pilot[None], number: int) -> None:
 
 async def test_tour_leads_from_the_first_look_to_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    app = make_app(begins_tour=True)
-    async with running(app, SMALL) as pilot:
+    async with launched(begins_tour=True, size=SMALL) as (app, pilot):
         await ready(app, pilot)
         await came_to(app, pilot, 1)
         await pilot.press(*["down"] * 4, "l", "down", "down", "2")
@@ -102,8 +101,7 @@ async def test_tour_leads_from_the_first_look_to_a_recipe(tmp_path: Path, monkey
 
 
 async def test_tour_step_waits_for_its_key() -> None:
-    app = make_app(begins_tour=True)
-    async with running(app, SMALL) as pilot:
+    async with launched(begins_tour=True, size=SMALL) as (app, pilot):
         await ready(app, pilot)
         await pilot.press("4", "question_mark")
         await pilot.pause()
@@ -118,8 +116,7 @@ async def test_tour_step_waits_for_its_key() -> None:
 
 
 async def test_tour_asks_again_for_a_window_closed_early() -> None:
-    app = make_app(begins_tour=True)
-    async with running(app, SMALL) as pilot:
+    async with launched(begins_tour=True, size=SMALL) as (app, pilot):
         await ready(app, pilot)
         assert app.guide.tour is not None
         app.guide.tour.index = 2
@@ -144,8 +141,7 @@ def test_tour_takes_two_minutes() -> None:
 
 
 async def test_tour_can_be_left_while_typing() -> None:
-    app = make_app(begins_tour=True)
-    async with running(app, SMALL) as pilot:
+    async with launched(begins_tour=True, size=SMALL) as (app, pilot):
         await ready(app, pilot)
         await pilot.press("colon", *"ca")
         assert "Ctrl+t leaves it" in screen(app)
@@ -156,8 +152,7 @@ async def test_tour_can_be_left_while_typing() -> None:
 
 async def test_tour_names_remapped_keys() -> None:
     keys = {"cast-node-bfloat16": "f6", "move-next": "f7", "tour": "f9"}
-    app = make_app(begins_tour=True, config=Config(keys=keys))
-    async with running(app, SMALL) as pilot:
+    async with launched(begins_tour=True, config=Config(keys=keys), size=SMALL) as (app, pilot):
         await ready(app, pilot)
         assert "Go to the layers with f7" in " ".join(screen(app).split())
         assert "f9 leaves it" in screen(app)
@@ -176,8 +171,7 @@ def _words_below(app: DtypeApp, row: int) -> list[str]:
 
 @pytest.mark.parametrize("size", [(60, 15), SMALL, (120, 36)])
 async def test_tour_panel_covers_neither_cursor_nor_keys(size: tuple[int, int]) -> None:
-    app = make_app(begins_tour=True)
-    async with running(app, size) as pilot:
+    async with launched(begins_tour=True, size=size) as (app, pilot):
         await ready(app, pilot)
         await pilot.press("G")
         tree = app.query_one(ModuleTree)
@@ -204,8 +198,7 @@ def test_tour_steps_name_existing_keys() -> None:
 
 @pytest.mark.parametrize(("is_demo", "said"), [(True, "Ctrl+t starts a tour"), (False, "dtype-tui tour")])
 async def test_first_start_offers_the_tour(is_demo: bool, said: str) -> None:
-    app = make_app(is_demo=is_demo, offers_tour=True)
-    async with running(app, SMALL) as pilot:
+    async with launched(is_demo=is_demo, offers_tour=True, size=SMALL) as (app, pilot):
         await ready(app, pilot)
         await until(pilot, lambda: said in " ".join(screen(app).split()))
         await pilot.press("j", "2")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from tests.helpers.recording_engine import demo_tree, engine, make_app, running, say
+from tests.helpers.recording_engine import demo_tree, engine, launched, say
 from tests.helpers.screen_text import lines, missing, screen, until
 from textual.widgets import Input, OptionList
 
@@ -141,8 +141,7 @@ def test_offer_lines_fit_their_width(width: int) -> None:
 )
 async def test_garbage_is_collected_once_nothing_is_loading(told: events.Event | None) -> None:
     """And not among what was loaded: a pass over torch and transformers would hold up a key."""
-    app = make_app()
-    async with running(app) as pilot:
+    async with launched() as (app, pilot):
         await until(pilot, lambda: engine(app).commands == ["start"])
         assert not gc.isenabled()
         before = gc.get_freeze_count()

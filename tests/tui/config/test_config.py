@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
-from tests.helpers.recording_engine import make_app, running
+from tests.helpers.recording_engine import launched, make_app
 from tests.helpers.screen_text import screen
 from textual.color import Color
 
@@ -223,8 +223,7 @@ def test_high_contrast_theme_has_high_contrast() -> None:
 @pytest.mark.parametrize("theme", ["dtype-dark", "dtype-light", "textual-light", "nord", "high-contrast"])
 async def test_tree_uses_the_colors_of_the_theme(theme: str) -> None:
     """On a terminal of whatever colours. In a theme of the terminal's own colours it has those."""
-    app = make_app(config=Config("ansi-dark"))
-    async with running(app) as pilot:
+    async with launched(config=Config("ansi-dark")) as (app, pilot):
         tree = app.query_one(ModuleTree)
         heading, below = 0, tree.size.height - 1
         for y in (heading, below):

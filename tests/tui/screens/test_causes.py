@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.helpers.observations import chosen, cursor, marked_line
-from tests.helpers.recording_engine import engine, make_app, report, running, say
+from tests.helpers.recording_engine import engine, launched, make_app, report, running, say
 from tests.helpers.screen_text import missing, notices, screen, until
 from textual.pilot import Pilot
 
@@ -69,8 +69,7 @@ CAUSES = AttributionReport(
 
 @pytest.mark.parametrize("size", [WIDE, SMALL])
 async def test_causes_are_requested_plotted_and_cancelled(size: tuple[int, int]) -> None:
-    app = make_app()
-    async with running(app, size) as pilot:
+    async with launched(size=size) as (app, pilot):
         await pilot.press("d")
         assert not isinstance(app.screen, CausesScreen)
         assert notices(app)[-1] == "causes need a complete measurement: m measures"
@@ -120,8 +119,7 @@ UP = "model.layers.2.mlp.up_proj"
 
 @pytest.mark.parametrize("size", [WIDE, SMALL])
 async def test_causes_appear_as_found_and_stay_when_cancelled(size: tuple[int, int]) -> None:
-    app = make_app()
-    async with running(app, size) as pilot:
+    async with launched(size=size) as (app, pilot):
         await measured(app, pilot)
         await pilot.press("d")
         await say(app, pilot, found_so_far(BF16, UP))
@@ -152,8 +150,7 @@ async def test_causes_appear_as_found_and_stay_when_cancelled(size: tuple[int, i
 
 
 async def test_enter_jumps_to_the_module() -> None:
-    app = make_app()
-    async with running(app, SMALL) as pilot:
+    async with launched(size=SMALL) as (app, pilot):
         await measured(app, pilot)
         await pilot.press("d", "enter")
         assert isinstance(app.screen, CausesScreen), "no module is found yet"
@@ -166,8 +163,7 @@ async def test_enter_jumps_to_the_module() -> None:
 
 @pytest.mark.parametrize("size", [WIDE, SMALL])
 async def test_restored_module_reruns_the_causes(size: tuple[int, int]) -> None:
-    app = make_app()
-    async with running(app, size) as pilot:
+    async with launched(size=size) as (app, pilot):
         await measured(app, pilot)
         await pilot.press("d")
         await say(app, pilot, events.JobDone(BF16, jobs.CAUSES.ask(None), CAUSES), events.Idle())
@@ -248,8 +244,7 @@ async def test_drift_pane_shows_limits_and_noise_floor() -> None:
 
 @pytest.mark.parametrize("size", [WIDE, SMALL])
 async def test_pane_names_the_remedy_for_a_nonfinite_output(size: tuple[int, int]) -> None:
-    app = make_app()
-    async with running(app, size) as pilot:
+    async with launched(size=size) as (app, pilot):
         await pilot.press("a")
         assert engine(app).recipes == []
         await measured(app, pilot)
@@ -273,8 +268,7 @@ async def test_pane_names_the_remedy_for_a_nonfinite_output(size: tuple[int, int
 
 @pytest.mark.parametrize("size", [WIDE, SMALL])
 async def test_history_pins_compares_and_goes_back(size: tuple[int, int]) -> None:
-    app = make_app()
-    async with running(app, size) as pilot:
+    async with launched(size=size) as (app, pilot):
         await pilot.press("H")
         assert not isinstance(app.screen, MeasurementsScreen)
         await measured(app, pilot)

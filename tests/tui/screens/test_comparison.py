@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import pytest
-from tests.helpers.recording_engine import make_app, report, running, say
+from tests.helpers.recording_engine import launched, make_app, report, running, say
 from tests.helpers.scenes import ready
 from tests.helpers.screen_text import lines, missing, screen
 from textual.pilot import Pilot
@@ -42,8 +42,7 @@ async def two_measured(app: DtypeApp, pilot: Pilot[None]) -> None:
 
 
 async def test_pinned_recipe_is_shown_until_released() -> None:
-    app = make_app()
-    async with running(app) as pilot:
+    async with launched() as (app, pilot):
         await two_measured(app, pilot)
         app.query_one(ModuleTree).go_to(MLP)
         await pilot.press("H", "j", "P", "escape")
@@ -60,8 +59,7 @@ async def test_pinned_recipe_is_shown_until_released() -> None:
 
 
 async def test_two_recipes_are_compared_by_rules_tensors_and_modules() -> None:
-    app = make_app()
-    async with running(app, (120, 50)) as pilot:
+    async with launched(size=(120, 50)) as (app, pilot):
         await two_measured(app, pilot)
         await pilot.press("H", "c", "j", "c")
         await pilot.pause()
@@ -95,8 +93,7 @@ async def test_comparison_does_not_call_uncounted_values_kept() -> None:
 
 
 async def test_modules_of_an_earlier_session_are_unknown() -> None:
-    app = make_app()
-    async with running(app, (120, 50)) as pilot:
+    async with launched(size=(120, 50)) as (app, pilot):
         await two_measured(app, pilot)
         app.controller.experiment.module_log = ModuleLog()
         await pilot.press("H", "c", "j", "c", "end")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from tests.helpers.recording_engine import make_app, running
+from tests.helpers.recording_engine import launched, make_app, running
 from tests.helpers.scenes import Scene, measured_in_part, mixed
 from tests.helpers.screen_text import lines, screen
 from textual.containers import VerticalScroll
@@ -48,8 +48,7 @@ async def test_details_of_the_model_have_every_figure(scene: Scene, rows: dict[s
 
 
 async def test_details_of_the_model_show_its_quantization() -> None:
-    app = make_app()
-    async with running(app) as pilot:
+    async with launched() as (app, pilot):
         await mixed(app, pilot)
         app.controller.experiment.model = msgspec.structs.replace(
             app.controller.experiment.model, provenance=("gptq; 4-bit", "by it")
@@ -62,8 +61,7 @@ async def test_details_of_the_model_show_its_quantization() -> None:
 
 
 async def test_details_of_the_model_show_bytes_by_layer_kind() -> None:
-    app = make_app()
-    async with running(app) as pilot:
+    async with launched() as (app, pilot):
         await mixed(app, pilot)
         await pilot.press("less_than_sign", "enter")
         await pilot.pause()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.helpers.recording_engine import engine, make_app, running, say
+from tests.helpers.recording_engine import engine, launched, say
 from tests.helpers.screen_text import screen, until
 
 from dtype_engine.recipe import Recipe
@@ -11,8 +11,7 @@ from dtype_engine.service import events
 
 async def test_progress_without_a_valid_total_has_no_percentage() -> None:
     """An engine elsewhere may say anything."""
-    app = make_app()
-    async with running(app) as pilot:
+    async with launched() as (app, pilot):
         for done, total in ((1, 0), (5, 2), (-3, 2)):
             await say(
                 app,
@@ -26,8 +25,7 @@ async def test_progress_without_a_valid_total_has_no_percentage() -> None:
 
 
 async def test_keys_and_drawing_continue_during_a_flood_of_events() -> None:
-    app = make_app()
-    async with running(app) as pilot:
+    async with launched() as (app, pilot):
         app.main.draw_every_s = 0.1
         drawn = 0
         show_all = app.main.show_all

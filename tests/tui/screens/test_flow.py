@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 from tests.helpers.observations import at_end, scrolled
-from tests.helpers.recording_engine import make_app, running, say
+from tests.helpers.recording_engine import launched, make_app, say
 from tests.helpers.scenes import ready
 from tests.helpers.screen_text import screen
 
@@ -37,8 +37,7 @@ def test_overlong_operation_and_dtype_names_are_cut() -> None:
 
 
 async def test_keys_for_the_first_and_last_line() -> None:
-    app = make_app()
-    async with running(app, (80, 24)) as pilot:
+    async with launched(size=(80, 24)) as (app, pilot):
         await ready(app, pilot)
         rows = tuple(ImplicitCastStats(f"layer.{at}", "linear", "float32", "bfloat16", 9, 1, False) for at in range(90))
         await say(app, pilot, events.JobDone(app.controller.experiment.recipe, FLOW.ask(None), rows), events.Idle())

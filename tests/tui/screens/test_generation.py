@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.helpers.recording_engine import make_app, running
+from tests.helpers.recording_engine import launched
 from tests.helpers.screen_text import screen, until
 from textual.containers import VerticalScroll
 
@@ -27,8 +27,7 @@ def _text(pieces: int, piece: str = "ab ") -> Generation:
     ids=["texts", "tokens", "lines"],
 )
 async def test_overlong_texts_are_cut(texts: tuple[Generation, ...], end: str) -> None:
-    app = make_app()
-    async with running(app) as pilot:
+    async with launched() as (app, pilot):
         await app.push_screen(GenerationScreen(None, texts, lambda wanted: True, lambda: None))
         await pilot.pause()
         rows = app.screen.query_one(VerticalScroll)
@@ -38,8 +37,7 @@ async def test_overlong_texts_are_cut(texts: tuple[Generation, ...], end: str) -
 
 
 async def test_slow_generation_is_shown_in_seconds_per_token() -> None:
-    app = make_app()
-    async with running(app) as pilot:
+    async with launched() as (app, pilot):
         slow, fast = Written((5,), ("ab ",), 52.77), Written((5,) * 30, ("ab ",) * 30, 1.5)
         text = Generation("the prompt", slow, fast)
         await app.push_screen(GenerationScreen(None, (text,), lambda wanted: True, lambda: None))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.helpers.recording_engine import make_app, running
+from tests.helpers.recording_engine import launched
 from tests.helpers.scenes import mixed, ready
 from tests.helpers.screen_text import lines, missing, screen
 from textual.binding import Binding
@@ -18,8 +18,7 @@ from dtype_tui.widgets.module_tree import ModuleTree
 
 @pytest.mark.parametrize(("size", "pages"), [((120, 36), 1), ((80, 24), 2)])
 async def test_keys_of_the_main_screen_fit_a_few_help_pages(size: tuple[int, int], pages: int) -> None:
-    app = make_app()
-    async with running(app, size) as pilot:
+    async with launched(size=size) as (app, pilot):
         await ready(app, pilot)
         await pilot.press("question_mark")
         await pilot.pause()
@@ -38,8 +37,7 @@ async def test_keys_of_the_main_screen_fit_a_few_help_pages(size: tuple[int, int
 
 @pytest.mark.slow
 async def test_help_shows_keys_for_the_current_node_first() -> None:
-    app = make_app()
-    async with running(app) as pilot:
+    async with launched() as (app, pilot):
         await mixed(app, pilot)
         app.query_one(ModuleTree).go_to("model.layers.4.mlp")
         await pilot.press("question_mark")
@@ -58,8 +56,7 @@ async def test_help_shows_keys_for_the_current_node_first() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("searched", [False, True])
 async def test_multiline_help_texts_are_aligned(searched: bool) -> None:
-    app = make_app()
-    async with running(app, (80, 24)) as pilot:
+    async with launched(size=(80, 24)) as (app, pilot):
         await ready(app, pilot)
         await pilot.press("question_mark", *(["slash", *"baseline", "enter"] if searched else []))
         await pilot.pause()
@@ -86,8 +83,7 @@ def test_wrapped_help_loses_no_words() -> None:
 
 @pytest.mark.slow
 async def test_help_search_finds_keys_of_every_window() -> None:
-    app = make_app()
-    async with running(app) as pilot:
+    async with launched() as (app, pilot):
         await ready(app, pilot)
         await pilot.press("question_mark", "slash", *"zoom")
         await pilot.pause()
@@ -110,8 +106,7 @@ def test_every_key_is_found_by_what_it_does() -> None:
 
 
 async def test_every_text_of_the_help_can_be_searched() -> None:
-    app = make_app()
-    async with running(app) as pilot:
+    async with launched() as (app, pilot):
         await pilot.press("question_mark")
         await pilot.pause()
         help_screen = app.screen
@@ -132,8 +127,7 @@ def test_every_line_of_the_help_begins_in_lower_case() -> None:
 
 @pytest.mark.slow
 async def test_remapped_keys_are_shown_in_the_help() -> None:
-    app = make_app(config=Config(keys={"measure": "f5"}))
-    async with running(app) as pilot:
+    async with launched(config=Config(keys={"measure": "f5"})) as (app, pilot):
         await ready(app, pilot)
         await pilot.press("question_mark")
         await pilot.pause()

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 from rich.text import Text
-from tests.helpers.recording_engine import make_app, report, running, say
+from tests.helpers.recording_engine import launched, report, say
 from tests.helpers.scenes import MIXED, measured_in_part, ready
 from tests.helpers.screen_text import lines, missing, screen
 from textual.pilot import Pilot
@@ -38,8 +38,7 @@ async def three_measured(app: DtypeApp, pilot: Pilot[None]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [(80, 24), (120, 36), (200, 50)])
 async def test_history_shows_rules_drift_time_and_sequences_at_every_width(size: tuple[int, int]) -> None:
-    app = make_app()
-    async with running(app, size) as pilot:
+    async with launched(size=size) as (app, pilot):
         await three_measured(app, pilot)
         at = next(place for place, line in enumerate(lines(app)) if "time" in line and "rules" in line)
         rows = lines(app)[at + 1 : at + 4]
@@ -59,8 +58,7 @@ async def test_history_shows_rules_drift_time_and_sequences_at_every_width(size:
 
 
 async def test_history_columns_follow_the_terminal_width() -> None:
-    app = make_app()
-    async with running(app, (120, 36)) as pilot:
+    async with launched(size=(120, 36)) as (app, pilot):
         await ready(app, pilot)
         app.controller.apply_recipe(MIXED)
         await say(app, pilot, events.Measured(MIXED, report(MIXED)), events.Idle())
@@ -86,8 +84,7 @@ def test_empty_columns_are_dropped_first() -> None:
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 36)])
 async def test_user_metrics_are_in_pane_history_and_comparison(size: tuple[int, int]) -> None:
-    app = make_app()
-    async with running(app, size) as pilot:
+    async with launched(size=size) as (app, pilot):
         for recipe, accuracy in ((Recipe((Rule("*", "bfloat16"),)), 0.9), (FP8, 0.75)):
             app.controller.apply_recipe(recipe)
             metric = MetricChange("accuracy", 0.92, accuracy, 0.0042, 400, 31)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.helpers.recording_engine import demo_tree, make_app, running
+from tests.helpers.recording_engine import demo_tree, launched
 from tests.helpers.scenes import mixed, ready
 from tests.helpers.screen_text import lines
 from textual.widgets import Static
@@ -32,8 +32,7 @@ def label_of(app: DtypeApp, words: str) -> str:
 @pytest.mark.parametrize("size", [(120, 36), (80, 24)])
 @pytest.mark.parametrize("read_only", [False, True])
 async def test_jump_label_leads_to_its_row_or_pane(size: tuple[int, int], read_only: bool) -> None:
-    app = make_app(read_only=read_only)
-    async with running(app, size) as pilot:
+    async with launched(read_only=read_only, size=size) as (app, pilot):
         await mixed(app, pilot)
         await pilot.press("home")
         tree = app.query_one(ModuleTree)
@@ -58,8 +57,7 @@ async def test_jump_label_leads_to_its_row_or_pane(size: tuple[int, int], read_o
 
 
 async def test_first_letter_filters_two_letter_labels() -> None:
-    app = make_app(demo_tree())
-    async with running(app, (110, 40)) as pilot:
+    async with launched(demo_tree(), size=(110, 40)) as (app, pilot):
         await ready(app, pilot)
         await pilot.press("F", "E", "semicolon")
         await pilot.pause()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from rich.segment import Segment
 from safetensors.torch import load_file, save_file
-from tests.helpers.recording_engine import engine, make_app, report, running, say
+from tests.helpers.recording_engine import engine, launched, report, running, say
 from tests.helpers.screen_text import screen, until
 
 from dtype_engine.checkpoint.source import locate
@@ -58,8 +58,7 @@ async def cast(app: DtypeApp, pilot: object, lost: tuple[ValueLoss, ...] | None,
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [WIDE, SMALL])
 async def test_losses_are_shown_in_pane_tree_and_status_line(size: tuple[int, int]) -> None:
-    app = make_app()
-    async with running(app, size) as pilot:
+    async with launched(size=size) as (app, pilot):
         await cast(app, pilot, LOST)
         app.clear_notifications()
         await pilot.pause()
@@ -84,8 +83,7 @@ async def test_losses_are_shown_in_pane_tree_and_status_line(size: tuple[int, in
 
 
 async def test_rounding_is_shown_only_in_the_details() -> None:
-    app = make_app()
-    async with running(app) as pilot:
+    async with launched() as (app, pilot):
         await cast(app, pilot, LOST[1:])
         assert "⚠" not in flat(app)
         app.query_one(ModuleTree).go_to("model.norm.weight")
@@ -94,8 +92,7 @@ async def test_rounding_is_shown_only_in_the_details() -> None:
 
 
 async def test_key_a_applies_loss_remedy_though_the_output_is_finite() -> None:
-    app = make_app()
-    async with running(app) as pilot:
+    async with launched() as (app, pilot):
         await pilot.press("a")
         assert app.controller.experiment.recipe == Recipe()
         await cast(app, pilot, LOST)
@@ -118,8 +115,7 @@ async def test_key_a_applies_loss_remedy_though_the_output_is_finite() -> None:
 
 
 async def test_save_screen_warns_of_losses_before_an_export() -> None:
-    app = make_app()
-    async with running(app) as pilot:
+    async with launched() as (app, pilot):
         await cast(app, pilot, LOST)
         await pilot.press("e")
         plan = ExportPlan(1000, 1, (("float16", 3, 1000),), "loads", (), LOST)
@@ -135,8 +131,7 @@ async def test_save_screen_warns_of_losses_before_an_export() -> None:
 
 
 async def test_unexamined_values_are_noted() -> None:
-    app = make_app()
-    async with running(app) as pilot:
+    async with launched() as (app, pilot):
         await say(app, pilot, events.OpenFailed("no forward pass"))
         await cast(app, pilot, None, "640 GiB of values are not read automatically: m looks")
         assert "640 GiB of values are not read automatically: m looks" in pane(app)

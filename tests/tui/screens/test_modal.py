@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from rich.color import Color
-from tests.helpers.recording_engine import make_app, report, running, say
+from tests.helpers.recording_engine import launched, make_app, report, running, say
 from tests.helpers.scenes import mixed
 from tests.helpers.screen_text import notices, screen, until
 from textual._context import active_message_pump
@@ -70,8 +70,7 @@ async def test_two_keys_in_one_burst_open_one_window(first: str) -> None:
 @pytest.mark.slow
 async def test_pending_work_of_a_closed_window_raises_no_error() -> None:
     """Opened and closed in one burst: its mounting, its workers and what the engine has for it come after it is gone."""
-    app = make_app()
-    async with running(app) as pilot:
+    async with launched() as (app, pilot):
         for window in ("p", "e", "ctrl+p", "i", "d", "s", "comma"):
             for _ in range(3):
                 app.post_message(Key(window, window if len(window) == 1 else None))
@@ -83,8 +82,7 @@ async def test_pending_work_of_a_closed_window_raises_no_error() -> None:
 
 
 async def test_plan_that_arrives_before_the_window_is_shown() -> None:
-    app = make_app()
-    async with running(app) as pilot:
+    async with launched() as (app, pilot):
         window = SaveScreen(app.controller)
         app.push_screen(window)
         window.post_message(EngineEvent(events.ExportPlanned(Recipe(), None, "it can not be exported")))
@@ -106,8 +104,7 @@ def cells(app: DtypeApp) -> list[list[tuple[str, float]]]:
 
 @pytest.mark.parametrize("key", ["p", "comma", "J"])
 async def test_background_of_a_window_is_dimmed(key: str) -> None:
-    app = make_app()
-    async with running(app, (120, 36)) as pilot:
+    async with launched(size=(120, 36)) as (app, pilot):
         await mixed(app, pilot)
         before = cells(app)
         await pilot.press(key)
@@ -126,8 +123,7 @@ async def test_background_of_a_window_is_dimmed(key: str) -> None:
 
 async def look_for_nothing(closed: bool) -> None:
     """Have the app look for what is not there in a window, which is closed by then or not."""
-    app = make_app()
-    async with running(app) as pilot:
+    async with launched() as (app, pilot):
         await pilot.press("p")
         window = app.screen
         if closed:
@@ -147,8 +143,7 @@ async def test_failed_query_is_an_error_only_in_an_open_window() -> None:
 async def test_error_in_the_palette_closes_only_the_palette(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
 
-    app = make_app()
-    async with running(app) as pilot:
+    async with launched() as (app, pilot):
         await pilot.press("ctrl+p")
         await until(pilot, lambda: app.screen.query(OptionList))
         listed = app.screen.query_one(OptionList)
@@ -166,8 +161,7 @@ async def test_error_in_the_palette_search_is_ignored(monkeypatch: pytest.Monkey
     """The search is a task of its own, whose error comes wrapped; a list that is gone by then ended the program."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
 
-    app = make_app()
-    async with running(app) as pilot:
+    async with launched() as (app, pilot):
         await pilot.press("ctrl+p")
         await until(pilot, lambda: app.screen.query(CommandList))
         palette = app.screen

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from PIL import ImageColor
-from tests.helpers.recording_engine import make_app, report, running, say
+from tests.helpers.recording_engine import launched, report, say
 from tests.helpers.scenes import ready
 from tests.helpers.screen_text import notices, screen
 from textual.strip import Strip
@@ -48,8 +48,7 @@ def test_each_cell_draws_two_pixels() -> None:
 
 
 async def test_pictures_of_both_sides_are_shown_for_each_input() -> None:
-    app = make_app()
-    async with running(app) as pilot:
+    async with launched() as (app, pilot):
         await ready(app, pilot)
         app.controller.apply_recipe(BF16)
         first, second = PicturePair(plain("#aa0000"), plain("#00aa00")), PicturePair(plain("#0000aa"), plain("#aaaaaa"))
@@ -70,8 +69,7 @@ async def test_pictures_of_both_sides_are_shown_for_each_input() -> None:
 
 
 async def test_model_without_pictures_generates_text() -> None:
-    app = make_app()
-    async with running(app) as pilot:
+    async with launched() as (app, pilot):
         await ready(app, pilot)
         await say(app, pilot, measured(app.controller.experiment.recipe), events.Idle())
         await pilot.press("g")

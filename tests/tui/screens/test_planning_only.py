@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-from tests.helpers.recording_engine import make_app, running, say
+from tests.helpers.recording_engine import launched, say
 from tests.helpers.screen_text import notices, screen, until
 from textual.pilot import Pilot
 
@@ -21,8 +21,7 @@ WHY = "no forward pass: nothing says which architecture these weights belong to"
 @asynccontextmanager
 async def planning() -> AsyncIterator[tuple[DtypeApp, Pilot[None]]]:
     tensors = (TensorInfo("a.weight", (8, 8), "float32"), TensorInfo("a.steps", (4,), "int64"))
-    app = make_app(Tree(tensors), "net.safetensors")
-    async with running(app, (80, 24)) as pilot:
+    async with launched(Tree(tensors), "net.safetensors", size=(80, 24)) as (app, pilot):
         await say(app, pilot, events.OpenFailed(WHY), events.Idle())
         yield app, pilot
 
@@ -37,8 +36,7 @@ async def test_planning_does_not_wait_for_classes() -> None:
 
 
 async def test_class_is_shown_as_pending_until_the_model_is_ready() -> None:
-    app = make_app()
-    async with running(app, (80, 24)) as pilot:
+    async with launched(size=(80, 24)) as (app, pilot):
         await pilot.press("enter")
         await pilot.pause()
         await until(pilot, lambda: "known when the model is loaded" in screen(app))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.helpers.recording_engine import RecordingEngine, demo_tree, engine, make_app, report, running, say
+from tests.helpers.recording_engine import RecordingEngine, demo_tree, engine, launched, make_app, report, running, say
 from tests.helpers.screen_text import missing, notices, screen, until
 from textual.pilot import Pilot
 from textual.widgets import Input
@@ -127,8 +127,7 @@ def test_preset_outcomes_equal_their_plans() -> None:
 async def test_command_line_preset_waits_for_classes() -> None:
     bare = demo_tree()
     casts = Recipe((Rule("lm_head", "float32"),))
-    app = make_app(bare, recipe=casts, preset="fp8-linears")
-    async with running(app) as pilot:
+    async with launched(bare, recipe=casts, preset="fp8-linears") as (app, pilot):
         assert app.controller.experiment.recipe == casts
         tree = Tree(bare.tensors.values(), {name: "Linear" if "proj" in name else "M" for name in bare.modules})
         await say(app, pilot, events.ModelReady(tree, "Llama", "cpu", 1.0, "prompts", ()))
@@ -286,8 +285,7 @@ async def test_invalid_export_target_is_refused_at_once(tmp_path: Path, path: st
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").touch()
     (tmp_path / "link").symlink_to(tmp_path / "other")
-    app = make_app(path=tmp_path / "model")
-    async with running(app) as pilot:
+    async with launched(path=tmp_path / "model") as (app, pilot):
         await pilot.press("e", *path, "enter")
         await pilot.pause()
         assert says in notices(app)[-1]
@@ -329,8 +327,7 @@ async def test_unreadable_path_is_reported(app: DtypeApp) -> None:
 
 
 async def test_session_is_saved_as_it_changes() -> None:
-    app = make_app(saver=lambda: SessionSaver(None, "demo", None, Options(prompts=("a",))))
-    async with running(app) as pilot:
+    async with launched(saver=lambda: SessionSaver(None, "demo", None, Options(prompts=("a",)))) as (app, pilot):
         await pilot.press("j", "j", "2", "j", "3")
 
         def kept() -> bool:
@@ -361,8 +358,7 @@ async def test_session_is_saved_as_it_changes() -> None:
 
 
 async def test_session_is_saved_when_the_terminal_closes_early() -> None:
-    app = make_app()
-    async with running(app) as pilot:
+    async with launched() as (app, pilot):
         await pilot.press("j", "j", "2")
         recipe = app.controller.experiment.recipe
         assert len(recipe) == 1
@@ -377,8 +373,7 @@ async def test_session_is_saved_when_the_terminal_closes_early() -> None:
 async def test_unwritable_session_is_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
-    app = make_app(saver=lambda: SessionSaver(None, "demo", None, Options()))
-    async with running(app) as pilot:
+    async with launched(saver=lambda: SessionSaver(None, "demo", None, Options())) as (app, pilot):
         await until(pilot, lambda: notices(app))
         await pilot.press("2", "j")
         await pilot.pause(0.5)
@@ -387,8 +382,7 @@ async def test_unwritable_session_is_reported_once(tmp_path: Path, monkeypatch: 
 
 
 async def test_missing_cursor_node_is_ignored() -> None:
-    app = make_app(saved=SavedSession(None, "demo", cursor="gone.since"))
-    async with running(app) as pilot:
+    async with launched(saved=SavedSession(None, "demo", cursor="gone.since")) as (app, pilot):
         await say(app, pilot, events.ModelReady(app.controller.experiment.tree, "Llama", "cpu", 1.0, "prompts", ()))
         await pilot.press("j")
         assert app.query_one(ModuleTree).cursor == 1

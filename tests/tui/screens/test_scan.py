@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
-from tests.helpers.recording_engine import demo_tree, engine, make_app, report, say
+from tests.helpers.recording_engine import demo_tree, engine, launched, make_app, report, say
 from tests.helpers.screen_text import missing, notices, screen, until
 from textual.pilot import Pilot
 from textual.widgets import DataTable, Input, Static
@@ -57,8 +57,7 @@ async def running(app: DtypeApp, size: tuple[int, int] = (120, 36)) -> AsyncIter
 
 
 async def test_s_key_asks_for_dtypes_and_scans() -> None:
-    app = make_app()
-    async with running(app) as pilot:
+    async with launched() as (app, pilot):
         await pilot.press("o")
         assert "s starts one" in notices(app)[-1]
         await pilot.press("s")
@@ -70,8 +69,7 @@ async def test_s_key_asks_for_dtypes_and_scans() -> None:
 
 @pytest.mark.slow
 async def test_cancelled_scan_resumes_and_space_pauses() -> None:
-    app = make_app()
-    async with running(app) as pilot:
+    async with launched() as (app, pilot):
         await pilot.press("s", "enter")
         asked = engine(app).commands[-1]
         await say(app, pilot, events.ScanUpdated(scan_report(1, 2), False))
@@ -146,8 +144,7 @@ async def test_ranking_sorts_switches_and_leads_to_the_tree(size: tuple[int, int
 
 @pytest.mark.parametrize("size", [(120, 36), (80, 24)])
 async def test_sensitivity_map_has_a_row_per_layer_and_a_column_per_kind(size: tuple[int, int]) -> None:
-    app = make_app()
-    async with running(app, size) as pilot:
+    async with launched(size=size) as (app, pilot):
         await say(app, pilot, events.ScanUpdated(scan_report(), True))
         await pilot.press("s", "m")
         lines = screen(app).splitlines()
@@ -159,8 +156,7 @@ async def test_sensitivity_map_has_a_row_per_layer_and_a_column_per_kind(size: t
 
 
 async def test_scan_of_other_inputs_predicts_nothing_and_is_repeated() -> None:
-    app = make_app()
-    async with running(app) as pilot:
+    async with launched() as (app, pilot):
         await say(app, pilot, events.ScanUpdated(scan_report(), True))
         await pilot.press("2")
         await until(pilot, lambda: "predicted" in screen(app))
@@ -206,8 +202,7 @@ async def test_prediction_is_shown_at_once_beside_the_measurement() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [(120, 36), (80, 24)])
 async def test_point_of_the_front_is_chosen_and_applied(size: tuple[int, int]) -> None:
-    app = make_app()
-    async with running(app, size) as pilot:
+    async with launched(size=size) as (app, pilot):
         await say(app, pilot, events.ScanUpdated(scan_report(), True))
         await pilot.press("o")
         view = app.screen
@@ -241,8 +236,7 @@ async def test_point_of_the_front_is_chosen_and_applied(size: tuple[int, int]) -
 
 @pytest.mark.slow
 async def test_front_includes_scanned_caches_at_the_context() -> None:
-    app = make_app()
-    async with running(app) as pilot:
+    async with launched() as (app, pilot):
         whole, experiment = scan_report(), app.controller.experiment
         form = "kv:int8@token"
         caches = tuple(WeightScore(name, form, 0, 1e-9, 1e-10) for name in experiment.tree.caches)
@@ -268,8 +262,7 @@ async def test_front_includes_scanned_caches_at_the_context() -> None:
 
 
 async def test_front_shows_measured_recipes_without_drift() -> None:
-    app = make_app()
-    async with running(app, (80, 24)) as pilot:
+    async with launched(size=(80, 24)) as (app, pilot):
         for rule, kl in (("*.mlp=bfloat16", 3e-5), ("*norm*=float32", 0.0)):
             recipe = Recipe((Rule.parse(rule),))
             app.controller.experiment.push(recipe)
@@ -287,8 +280,7 @@ async def test_front_shows_measured_recipes_without_drift() -> None:
 
 
 async def test_front_of_a_cancelled_scan_says_so() -> None:
-    app = make_app()
-    async with running(app) as pilot:
+    async with launched() as (app, pilot):
         await say(app, pilot, events.ScanUpdated(scan_report(6, 25), False))
         await pilot.press("o")
         await pilot.pause()
@@ -299,8 +291,7 @@ async def test_front_of_a_cancelled_scan_says_so() -> None:
 
 @pytest.mark.slow
 async def test_typed_limits_are_respected() -> None:
-    app = make_app()
-    async with running(app) as pilot:
+    async with launched() as (app, pilot):
         await say(app, pilot, events.ScanUpdated(scan_report(), True))
         await pilot.press("o")
         view = app.screen
