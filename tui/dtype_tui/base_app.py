@@ -75,18 +75,14 @@ class BaseApp(App[ReturnType]):
         return with_short_frames(super().get_driver_class())
 
     def get_css_variables(self) -> dict[str, str]:
-        """Return the variables of the style sheets. Unless the theme uses the terminal's own colors, the cursor of every list looks
-        like the tree's.
-        """
+        """Return the variables of the style sheets, by which the cursor of every list looks like the tree's."""
         theme = self.current_theme
         own = {} if theme.ansi else {**cursor_variables(theme.dark), **theme.variables}
         self.theme_variables = {**super().get_css_variables(), **own}
         return self.theme_variables
 
     def refresh_css(self, animate: bool = True) -> None:
-        """Apply the theme's colors. Before there is a screen, the style sheets are not parsed, because the first screen parses them
-        anyway.
-        """
+        """Apply the theme's colors. The first screen parses the style sheets, so this waits for it."""
         if self.screen_stack:
             super().refresh_css(animate)
         else:

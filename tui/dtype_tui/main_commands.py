@@ -34,7 +34,7 @@ class CommandWords:
             "sort_by": self.sort_by,
             "show_columns": self.show_columns,
             "use_context": self.use_context,
-            "use_budget": self.use_budget,
+            "use_budget": lambda size="": controller.set_budget(parse_bytes(size, 0) if size else None),
             "estimate_activations": controller.estimate_activations,
             "use_theme": self.use_theme,
             "use_preset": controller.use_preset,
@@ -47,9 +47,7 @@ class CommandWords:
     def filter_by(self, text: str = "") -> None:
         """Show only nodes whose names contain the text, and go to the first of them. Without a text, show all."""
         self._tree.set_filter(text)
-        if self._tree.matches:
-            self._tree.next_match(1)
-        elif text:
+        if not self._tree.next_match(1) and text:
             self._controller.notify(f"no name contains {text}", "information")
 
     def go_to(self, name: str) -> None:
@@ -69,10 +67,6 @@ class CommandWords:
             raise UserError("write the number of tokens and, if you like, of sequences, such as context 8192 4")
         context, batch = map(int, numbers)
         self._controller.set_context(context, batch)
-
-    def use_budget(self, size: str = "") -> None:
-        """Show the largest context at which the model fits in `size`, such as "24GiB". Without a size, show none."""
-        self._controller.set_budget(parse_bytes(size, 0) if size else None)
 
     def show_columns(self, words: str = "") -> None:
         """Show only these columns, separated by blanks or commas. Without any, show all of `COLUMNS`."""
@@ -111,13 +105,10 @@ class CommandWords:
         return Completer(
             all_commands(actions),
             lambda: experiment.tree.names[0],
-            self._patterns,
+            lambda: patterns_for(experiment.tree, self._tree.current.name),
             self._choices,
             self._controller.read_only,
         )
-
-    def _patterns(self) -> list[str]:
-        return patterns_for(self._controller.experiment.tree, self._tree.current.name)
 
     def _choices(self, kind: str) -> list[str]:
         if kind == "preset":

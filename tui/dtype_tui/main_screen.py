@@ -1,7 +1,4 @@
-"""The main screen: the tree, the panes, the prompts, and the keys.
-
-Keys that change the experiment call the controller; keys that open a window call `Windows`.
-"""
+"""The main screen: the tree, the panes, the prompts, and the keys. Keys that change the experiment call the controller."""
 
 from __future__ import annotations
 
@@ -58,8 +55,8 @@ PAUSE_S = 0.01
 effects of keys are drawn. A frame takes 8 ms.
 """
 MOST_WINDOWS = 6
-"""Maximum number of open screens above which no window opens for a result. Textual draws all screens, one over the other: for
-twenty windows of 200 rows, this takes eight seconds, in which no key is handled.
+"""Open screens from which on no window opens for a result. Textual draws all of them, one over the other: for twenty windows of 200
+rows, this takes eight seconds, in which no key is handled.
 """
 
 
@@ -77,9 +74,7 @@ class MainScreen(OpensWindows):
 
     BINDINGS: ClassVar[list[BindingType]] = MAIN_KEYS
     draw_every_s = 0.1
-    """Seconds between two redraws for events of the engine. Ten a second look smooth, and leave most of a connection of 50 kB/s to
-    the redraws after keys, which are not delayed.
-    """
+    """Seconds between two redraws for events. Ten a second look smooth, and leave a slow connection time for redraws after keys."""
 
     def __init__(
         self,
@@ -128,9 +123,7 @@ class MainScreen(OpensWindows):
         self.show_all()  # for the first paint, and after a window was closed, since some windows change the baseline
 
     async def complete(self) -> None:
-        """Mount the panes and the prompts, unless they are mounted. The first paint is without them, and keys of the tree need
-        none.
-        """
+        """Mount the panes and the prompts, unless they are. The first paint and the keys of the tree do without them."""
         async with self._completing:
             if self._is_complete:
                 return
@@ -156,7 +149,9 @@ class MainScreen(OpensWindows):
                     CastPrompt(self.experiment, self.controller.add_rule),
                     CommandLine(self.experiment, completer, self._run),
                     FilterPrompt(
-                        self.tree_view.set_filter, lambda: len(self.tree_view.matches), self._go_to_first_match
+                        self.tree_view.set_filter,
+                        lambda: len(self.tree_view.matches),
+                        lambda: self.tree_view.next_match(1),
                     ),
                 ),
             ]
@@ -414,10 +409,6 @@ class MainScreen(OpensWindows):
 
         self._leave_zoom()
         self.query_one(FilterPrompt).open(self.tree_view.filter_text)
-
-    def _go_to_first_match(self) -> None:
-        if self.tree_view.matches:
-            self.tree_view.next_match(1)
 
     def action_match(self, step: int) -> None:
         if not self.tree_view.next_match(step):

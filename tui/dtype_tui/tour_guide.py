@@ -59,9 +59,7 @@ class TourGuide:
         self._show()
 
     def closes_offer(self, action: str) -> bool:
-        """Close the offer of the tour if it is shown and `action` is `stop` (Esc). Returns whether it did; the key then has no
-        other effect.
-        """
+        """Close the offer of the tour on `stop` (Esc). Returns whether it was open; the key then has no other effect."""
         if not self._offers or action != "stop":
             return False
         self._offers = False

@@ -73,8 +73,8 @@ class OpensWindows(Screen[None]):
         self.generation.texts, self.generation.made_with = texts, self._inputs_of_texts()
 
     def action_generate(self) -> None:
-        """Open the window that generates text, with the last request and, if nothing has changed, its texts. If the model makes
-        pictures, open the window with these.
+        """Open the window of generated texts, with the last ones if nothing has changed, or of the pictures of a model that makes
+        these.
         """
         controller, last, model = self.controller, self.generation, self.experiment.model
         report = self.experiment.results.report

@@ -213,8 +213,8 @@ def _open_here(request: RunRequest, in_process: bool) -> tuple[Launch, StartEngi
 
 
 def _opened_by_engine(request: RunRequest) -> Connection:
-    """Let the engine on this machine open the model before the screen opens. Raises UserError if a rule matches nothing, which
-    depends on the model's architecture. Only the engine imports that.
+    """Let the engine here open the model before the screen opens. Raises UserError if a rule matches nothing, which depends on the
+    model's architecture: only the engine imports that.
     """
     from dtype_engine.service.connection import Connection, EngineCommand
     from dtype_engine.service.control import Open

@@ -177,9 +177,7 @@ class GuardedServer(Server):
         return response
 
     def _is_meant(self, host: str) -> bool:
-        """Return whether a Host header names this server, by a name or address that an attacker can't redirect to it. A tunnel may
-        use another port at its far end.
-        """
+        """Return whether a Host header, with any port, names this server in a way that an attacker can't redirect to it."""
         try:
             name = urlsplit(f"//{host}").hostname or ""
         except ValueError:
@@ -196,9 +194,7 @@ class GuardedServer(Server):
 
     @aiohttp_jinja2.template("app_index.html")
     async def handle_index(self, request: web.Request) -> dict[str, Any]:
-        """Return the values for the page's template. Its URLs use the requested host, since a tunnel's far end has a name and port
-        of its own.
-        """
+        """Return the values for the page's template. Its URLs use the requested host, which may be a tunnel's far end."""
         base = f"//{request.host}/{self.token}"
         return {
             "font_size": to_int(request.query.get("fontsize", "16"), 16),

@@ -78,9 +78,7 @@ def reference_there(model: str | None, options: Options) -> str:
 
 
 def command_of(address: Address) -> EngineCommand:
-    """Return the ssh command that starts the engine. The model's path is not part of it: the engine receives it as data, so that no
-    shell interprets it.
-    """
+    """Return the ssh command that starts the engine. The engine receives the model's path as data, so no shell interprets it."""
     port = ("-p", address.port) if address.port else ()
     end = (*port, "--", address.destination, _FAR_COMMAND)
     return EngineCommand(

@@ -19,9 +19,7 @@ def with_ids(bindings: Iterable[Binding]) -> list[BindingType]:
 
 
 def name_of(action: str) -> str:
-    """Return the binding id for an action: `cast-node-bfloat16` for `cast_node('bfloat16')`, `match-previous` for `match(-1)`,
-    `speed` for `ask('speed')`.
-    """
+    """Return the binding id for an action, such as `match-previous` for `match(-1)` and `speed` for `ask('speed')`."""
     words = action.removeprefix("app.").removeprefix("screen.").removeprefix("ask")
     words = words.replace("(-1)", "_previous").replace("(1)", "_next")
     return re.sub(r"[^A-Za-z0-9]+", "-", words).strip("-")

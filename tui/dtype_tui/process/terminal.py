@@ -77,9 +77,7 @@ def exit_on_terminal_loss(on_exit: Callable[[], None]) -> None:
 
 
 def server_disconnected() -> bool:
-    """Return whether the web server has closed its end of standard input. Textual does not check this, and an app that can't be
-    reached would keep its model in memory.
-    """
+    """Return whether the web server has closed standard input. Textual does not check this, and the app would run on."""
     poll = select.poll()
     poll.register(sys.stdin.fileno(), select.POLLHUP)
     return any(event & select.POLLHUP for _, event in poll.poll(0))

@@ -48,9 +48,7 @@ def forget_drawings() -> None:
 
 
 async def run_bound(app: App[Any], key: Key, priority: bool = False) -> bool:
-    """Run the action to which a key is bound, and return whether there is one. priority: consider only bindings that come before
-    the focused widget.
-    """
+    """Run the action to which a key is bound, if any. priority: only bindings that come before the focused widget."""
     return await app._check_bindings(key.key, priority=priority)
 
 

@@ -38,8 +38,8 @@ _STOPPED = "Stopped: close this and press d to go on."
 
 
 class CausesScreen(ChoiceScreen[str]):
-    """Plots the SQNR of every module's output in the order of the forward pass: under the whole recipe, and with only the module
-    itself cast. Lists the causes of the drift as they are found. The window's result is a cause to go to.
+    """Plots the SQNR of every module's output, under the whole recipe and with only the module itself cast. Lists the causes of the
+    drift as they are found. The window's result is a cause to go to.
     """
 
     HEADING = "Drift over depth"
@@ -160,14 +160,12 @@ class CausesScreen(ChoiceScreen[str]):
         table.add_column(no_wrap=True)
         table.add_column(no_wrap=True, justify="right")
         table.add_row("  alone as cast", "drift", "share", "", "own output", style="dim")
+        tree, reference = self._experiment.tree, self._experiment.model.reference
         added: set[Rule] = set()
         if self._before is not None and self._results is self._before[1]:
             added = set(self._experiment.recipe.rules[len(self._before[0]) :])
         for index, cause in enumerate(self._rows):
-            put_back = (
-                bool(added)
-                and reference_rule(self._experiment.tree, cause.name, self._experiment.model.reference) in added
-            )
+            put_back = bool(added) and reference_rule(tree, cause.name, reference) in added
             drawn = bar(cause.share, 6) if cause.share is not None and math.isfinite(cause.share) else ""
             drift = "not finite" if math.isinf(cause.drift) else f"{cause.drift:.2e}"
             local = "" if cause.local_sqnr_db is None else decibels(cause.local_sqnr_db)
@@ -189,8 +187,10 @@ class CausesScreen(ChoiceScreen[str]):
     def _plot(self) -> None:
         modules = self._results.modules
         local = {cause.name: cause.local_sqnr_db for cause in self._rows}
-        complete = self._results.causes is not None
-        names = [name for name in modules if name in local] if complete and local else self._modules_with_weights()
+        known = self._experiment.tree.modules
+        names = [name for name in modules if name in known and known[name].tensors]
+        if self._results.causes is not None and local:
+            names = [name for name in modules if name in local]
         legend = Text("SQNR in dB of every module with weights, in order:  ⠒ as measured", style="dim")
         if local:
             legend = Text("SQNR in dB, modules in order:  ⠒ as measured  o its own error alone", style="dim")
@@ -198,18 +198,10 @@ class CausesScreen(ChoiceScreen[str]):
         whole = [(float(index), _plot_y(modules[name].sqnr_db)) for index, name in enumerate(names)]
         own = [(float(index), _plot_y(local.get(name))) for index, name in enumerate(names)]
         labels = [depth_label(name) for name in names]
-        starts = [
-            (float(index), label)
-            for index, label in enumerate(labels)
-            if label not in labels[max(0, index - 1) : index]
-        ]
+        starts = [(float(at), label) for at, label in enumerate(labels) if label not in labels[max(0, at - 1) : at]]
         widget = self.query_one("#plot", Static)
         size = max(20, widget.size.width), max(4, widget.size.height)
         widget.update(plot((Series(whole), Series(own, "o", "bold")), linear_axes([*whole, *own]), *size, names=starts))
-
-    def _modules_with_weights(self) -> list[str]:
-        modules = self._experiment.tree.modules
-        return [name for name in self._results.modules if name in modules and modules[name].tensors]
 
     # -- keys and events -----------------------------------------------------------------------------------------
 

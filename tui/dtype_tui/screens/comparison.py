@@ -112,7 +112,7 @@ def _figures(one: Side, other: Side, plans: tuple[Plan, Plan]) -> Table:
         both("values lost", _values_lost)
     figures("distribution", "predictions")
     for name in metric_names((first, second)):
-        both(printable(name, 40), lambda entry, name=name: _metric(entry, name))  # type: ignore[misc]
+        both(printable(name, 40), lambda entry, name=name: (found := entry.metric(name)) and found.short)  # type: ignore[misc]
     both("time", lambda entry: None if entry.seconds is None else seconds_text(entry.seconds))
     both("inputs", lambda entry: printable(entry.inputs, 200))
     both("settings", lambda entry: printable(str(entry.settings), 200))
@@ -123,11 +123,6 @@ def _values_lost(entry: MeasuredRecipe) -> str:
     if entry.overflowed is None or entry.vanished is None:
         return "not counted"
     return loss_mark(entry.overflowed, entry.vanished) or "none"
-
-
-def _metric(entry: MeasuredRecipe, name: str) -> str | None:
-    change = entry.metric(name)
-    return None if change is None else change.short
 
 
 def _rules(one: Side, other: Side) -> Table:

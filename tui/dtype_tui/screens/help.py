@@ -54,7 +54,7 @@ _WINDOWS_KEYS_WIDTH = 20
 
 class HelpScreen(ModalScreen[None]):
     """node: the name of the node under the cursor. node_keys: (binding id, description) of its keys. chosen: the user's own keys,
-    by binding id. words: (title, text) of the explanations. hidden: the ids of bindings to leave out.
+    by binding id. words: (title, text) of explanations. hidden: the ids of bindings to leave out.
     """
 
     DEFAULT_CSS = """
@@ -236,9 +236,7 @@ def _groups(chosen: Mapping[str, str], hidden: Set[str]) -> list[Section]:
 def _block(
     title: str, rows: Iterable[tuple[str, str]], widest: int = _KEYS_WIDTH, width: int | None = None
 ) -> list[Text]:
-    """Return the lines of a heading and of its rows (keys, description). widest: of the column of keys. width: the page's; None
-    does not wrap.
-    """
+    """Return the lines of a heading and of its rows (keys, description). widest: of the keys. width: None does not wrap."""
     listed = list(rows)
     keys_width = min(widest, max(len(keys) for keys, _ in listed))
     lines = [Text(title, style="bold")]
@@ -263,9 +261,7 @@ def _keys(names: Sequence[str], chosen: Mapping[str, str]) -> str:
 
 
 def search(places: Iterable[Section], explained: Iterable[tuple[str, str]], wanted: str, width: int) -> Text:
-    """Return what the help says about `wanted`: the keys whose label, section or description contains it, and the sentences of
-    explanations that do. width: in cells.
-    """
+    """Return the keys whose label, section or description contains `wanted`, and the sentences of explanations that do."""
     wanted = wanted.strip().lower()
     page = Text()
     for title, rows in places:

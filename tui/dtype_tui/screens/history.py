@@ -110,9 +110,7 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
 
     @property
     def _width(self) -> int:
-        """The total width in cells of the columns, estimated before the layout is known, so that keys that are pressed while the
-        window opens find rows.
-        """
+        """The total width of the columns, estimated before the layout is known, for keys that are pressed meanwhile."""
         table = self.query_one(DataTable)
         return (table.size.width or min(116, self.app.size.width * 96 // 100) - 4) - 1  # a scrollbar may come
 

@@ -27,9 +27,7 @@ def labels(count: int) -> list[str]:
 
 
 class JumpScreen(ModalScreen[int]):
-    """Shows a label at each of the given places of the screen below, in cells. The window's result is the index of the one that the
-    user types.
-    """
+    """Shows a label at each place, in cells of the screen below. The window's result is the index of the one that is typed."""
 
     DEFAULT_CSS = """
     JumpScreen, JumpScreen:ansi { background: transparent; }

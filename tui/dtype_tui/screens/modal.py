@@ -32,8 +32,8 @@ Result = TypeVar("Result")
 
 
 def is_from_closed_window(error: Exception, app: App[Any]) -> bool:
-    """Return whether an error only means that a widget was not found because its window is closed or not yet built, or the app is
-    ending, as when keys open and close a window in quick succession.
+    """Return whether an error only means that a widget was not found in a window that is closed or not yet built, as when keys open
+    and close windows in quick succession, or that the app is ending.
     """
     if is_ending(app) and isinstance(error, (NoMatches, ScreenStackError)):
         return True
@@ -116,9 +116,7 @@ class CommandPalette(_CommandPalette):
 
     @on(Input.Submitted)
     async def choose_once_searched(self, event: Input.Submitted) -> None:
-        """Make Enter wait until the search for the whole text has finished. Textual would choose from the results of some keys
-        earlier.
-        """
+        """Make Enter wait for the search for the whole text. Textual would choose from the results of some keys earlier."""
         event.prevent_default()
         event.stop()
         for search in [worker for worker in self.workers if worker.node is self]:

@@ -228,18 +228,14 @@ class OptimiseScreen(ModalScreen[None]):
         return next(pair for pair in _UNITS if stored >= pair[0] or pair[0] == 1)
 
     def _in_view(self, x: float, points: Sequence[tuple[float, float]]) -> bool:
-        """Return whether the point at `x` is visible around the one under the cursor. points: the front's, in the units of the
-        plot.
-        """
+        """Return whether the point at `x` is visible around the one under the cursor. points: in the units of the plot."""
         if self.zoom == 1:
             return True
         width = (points[-1][0] - points[0][0]) / self.zoom
         return abs(x - points[self.index][0]) <= width / 2
 
     def _measured(self) -> list[tuple[int, float]]:
-        """Return (bytes, drift) of each recipe measured on the current inputs and settings. The drift is the metric that the scan
-        predicts.
-        """
+        """Return (bytes, drift) of each recipe measured on the current inputs and settings. The drift is what the scan predicts."""
         experiment = self.experiment
         distribution = self.view.report is not None and self.view.report.unit != SQUARED
         now = experiment.model.inputs, experiment.settings

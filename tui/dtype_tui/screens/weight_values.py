@@ -15,10 +15,9 @@ from dtype_engine.service.jobs import InspectTensor
 from dtype_tui.rendering.cells import bar
 from dtype_tui.rendering.plain_table import PlainTable
 from dtype_tui.screens.overlay import Answer, Overlay
+from dtype_tui.screens.scan_setup import SCANNED
 
-CAST_TO = (
-    "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8", "mxfp8", "mxfp4", "nvfp4", "int4@g128",
-)  # fmt: skip
+CAST_TO = ("float32", *(dtype for dtype in SCANNED if dtype != "int8@tensor"))
 """The dtypes of which the window shows the error of a cast."""
 
 

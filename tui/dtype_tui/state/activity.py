@@ -71,9 +71,8 @@ class Activity:
             self.waiting += (job,)
 
     def begin(self, what: str, share: float | None = None, job: str = "") -> None:
-        """Record what the engine is doing now. share: the fraction that is done. job: the name of the job of which this is a step;
-        by default the part of `what` before the colon, so that `measuring: reference` and `measuring: candidate` are steps of one
-        job.
+        """Record what the engine is doing. share: the fraction that is done. job: of which this is a step; by default the part of
+        `what` before the colon, as in `measuring: reference`.
         """
         self._pace.follow(job or what.partition(":")[0], share)
         self.busy, self.what, self.share = True, printable(what), share  # an engine elsewhere may send anything

@@ -104,9 +104,7 @@ class EngineLife:
         return True
 
     def _reset(self, error: str | None) -> list[str]:
-        """Record that no work is running. error: why there is no engine, or None if another is starting. Returns parts of a
-        sentence that say which work is lost.
-        """
+        """Record that no work is running, and return which is lost, as parts of a sentence. error: why no engine starts."""
         lost = ["the files that it was writing are lost"] if self.activity.saving else []
         if self._scan.lose():
             lost.append("s resumes the scan")

@@ -1,13 +1,11 @@
-"""The state of the app: the model, the history of recipes, and the results of the current recipe. It uses neither widgets nor
-torch.
-"""
+"""The state of the app: the model, the history of recipes, and the current one's results. It uses neither widgets nor torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec.structs import replace
@@ -51,6 +49,9 @@ _MOST_OF_A_FAILURE = 2000
 """Maximum number of characters of the reason why a measurement failed."""
 _MOST_KNOWN = 10
 """Maximum number of drift reports that are kept, for undo to show."""
+
+_FIELDS = {CAUSES.name: "causes", SPEED.name: "speed", NONFINITE.name: "nonfinite", LOSS_REMEDY.name: "loss_remedy"}
+"""The field of `Results` for the result of a job."""
 
 
 class ModelFacts(msgspec.Struct, frozen=True):
@@ -98,9 +99,7 @@ class Experiment:
     totals: NodeTotals = field(init=False)
     results: Results = field(default_factory=Results)
     before: DriftReport | None = None
-    """The drift report of an earlier recipe or settings on the same inputs, to show until the new drift is known, and to compare
-    with.
-    """
+    """The drift report that was shown before on the same inputs, to show until the new drift is known, and to compare with."""
     memory: MemoryStats | None = None
     served: Served = field(default_factory=Served)
     floor: NoiseFloor | None = None
@@ -351,17 +350,11 @@ class Experiment:
 
     def _take_answer(self, event: events.JobDone) -> None:
         """Store the result of a job if it is shown outside its window."""
-        results = self.results
-        if (causes := events.result_of(event, CAUSES)) is not None:
-            self.results = replace(results, causes=causes, partial_causes=None)
-            self._remember(causes=causes)
-        elif (speed := events.result_of(event, SPEED)) is not None:
-            self.results = replace(results, speed=speed)
-            self._remember(speed=speed)
-        elif (nonfinite := events.result_of(event, NONFINITE)) is not None:
-            self.results = replace(results, nonfinite=nonfinite)
-        elif (remedy := events.result_of(event, LOSS_REMEDY)) is not None:
-            self.results = replace(results, loss_remedy=remedy)
+        results, key = self.results, (self.recipe, self.settings)
+        if (field := _FIELDS.get(event.ask.job)) is not None:
+            self.results = replace(results, **{field: event.result})
+            if field in ("causes", "speed") and key in self._known:  # an undo shows them again
+                self._known[key] = replace(self._known[key], **{field: event.result})
         elif (weights := events.result_of(event, WEIGHTS)) is not None:
             self.results = replace(results, weights={weight.name: weight for weight in weights})
         elif (floor := events.result_of(event, FLOOR)) is not None:
@@ -379,12 +372,6 @@ class Experiment:
             self._known[key] = Results(report=report, modules=now.modules, causes=now.causes, speed=now.speed)
         for old in list(self._known)[:-_MOST_KNOWN]:
             del self._known[old]
-
-    def _remember(self, **further: Any) -> None:
-        """Add fields of `Results` to the stored results of the current recipe."""
-        key = self.recipe, self.settings
-        if key in self._known:
-            self._known[key] = replace(self._known[key], **further)
 
     def _keep(self, plan: Plan, settings: RunSettings, report: DriftReport) -> None:
         """Add a measurement to the history, also of other recipes and inputs than the current ones."""

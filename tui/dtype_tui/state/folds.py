@@ -20,9 +20,7 @@ if TYPE_CHECKING:
 FEWEST = 4
 """Minimum number of modules that are folded into one row."""
 NEAR_DB = 6.0
-"""Maximum difference in dB between the SQNRs of modules in one row, which shows the worst: a factor of two in the amplitude of the
-error.
-"""
+"""Maximum difference in dB between SQNRs in one row, which shows the worst: a factor of two in the amplitude of the error."""
 _INVISIBLE_DB = 80.0
 """An SQNR above this counts as equal to it, so that modules whose drift is invisible can share a row."""
 _LONGEST_NAME = 2000

@@ -58,9 +58,7 @@ def reference_rule(tree: Tree, node: str, reference: str = "float32") -> Rule:
 
 
 def never_cast_count(tree: Tree, node: str) -> int:
-    """Return how many tensors at or below a node can't be cast because they are parts of quantized weights or unused. Tensors of a
-    dtype that is never cast, such as integers, do not count.
-    """
+    """Return how many tensors at or below a node are parts of quantized weights or unused, and so never cast."""
     if modules := modules_at(tree, node):
         return tree.never_cast[modules[-1].end] - tree.never_cast[modules[0].first]
     found = tree.canonical(node)

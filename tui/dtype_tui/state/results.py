@@ -52,7 +52,7 @@ class Results(msgspec.Struct, frozen=True, dict=True):
     nonfinite: NonFiniteDiagnosis | None = None
     causes: AttributionReport | None = None
     partial_causes: PartialAttribution | None = None
-    """The causes found so far. None once `causes` is known."""
+    """The causes found so far, before `causes` is known."""
     speed: SpeedReport | None = None
     failure: str | None = None
     failed_module: str | None = None

@@ -109,9 +109,7 @@ def recent_models() -> tuple[SavedSession, ...]:
 
 
 def newest_session(model: str | None = None) -> SavedSession:
-    """Return the session that was saved last, of `model` if MODEL is given. Raises UserError if there is none, or if the newest one
-    can't be read and no model is given.
-    """
+    """Return the session that was saved last, of `model` if that is given. Raises UserError, also if it can't be read."""
     if model is None:
         files = _files()
         if not files:
@@ -208,9 +206,7 @@ def read_session(path: Path) -> SavedSession:
 
 
 def is_own(path: Path) -> bool:
-    """Return whether only this user can have written a file: it and its folder are the user's, and no one else may read or write
-    it, or write to the folder.
-    """
+    """Return whether only this user can have written a file: no one else may read or write it, or write to its folder."""
     file, folder = path.lstat(), path.parent.stat()
     return (
         stat.S_ISREG(file.st_mode)

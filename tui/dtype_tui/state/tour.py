@@ -145,8 +145,8 @@ class Tour:
         self.follow(window)
 
     def follow(self, window: str) -> None:
-        """Go to the next step if the current one is complete, or back to the one that opens the window which the current one needs.
-        window: the class name of the open window, or "".
+        """Go to the next step if this one is complete, or back if its window is closed. window: the class name of the open one, or
+        "".
         """
         self._window = window
         while self.index < len(STEPS) - 1:
