@@ -15,6 +15,7 @@ from textual.pilot import Pilot
 from textual.widget import Widget
 from textual.widgets import Static
 
+from dtype_tui.app import DtypeApp
 from dtype_tui.main_screen import MainScreen
 from dtype_tui.widgets.line import Line
 
@@ -59,6 +60,11 @@ def overflowing(app: App[Any]) -> Iterator[str]:
             continue  # completions, as many as there is room for
         if isinstance(words, Text) and words.cell_len > widget.region.width:
             yield f"{name}: {words.plain!r} is cut"
+
+
+def is_measured(app: DtypeApp) -> bool:
+    """Whether the current recipe is measured, and the engine idle."""
+    return app.controller.experiment.results.report is not None and not app.controller.activity.busy
 
 
 async def drawn(pilot: Pilot[Any]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,9 @@ import torch
 from tests.helpers import checkpoint_folders
 from tests.helpers.panicking_tokenizer import with_panicking_tokenizer
 from tests.helpers.recorded_worker import WAYS, Way, make_engine
-from tests.helpers.screen_text import notices, screen, until
+from tests.helpers.screen_text import is_measured, notices, screen, until
 from tests.helpers.slow_net import CODE, opened, slow
+from textual.pilot import Pilot
 
 from dtype_engine import Options
 from dtype_engine.checkpoint.source import locate
@@ -64,6 +67,16 @@ def app_on(way: Way, model: str, options: Options | None = None, **more: Any) ->
     tree, whole = source.peek()
     launch = Launch(source.title, tree, partial=not whole, **more)
     return DtypeApp(launch, lambda emit, _: make_engine(way, model, options, emit, read_headers=not whole))
+
+
+@asynccontextmanager
+async def measured(way: Way, net: Path) -> AsyncIterator[tuple[DtypeApp, Pilot[None]]]:
+    """The app on the model of `net`, cast and measured."""
+    app = app_on(way, f"{net}:Net")
+    async with opened(app) as pilot:
+        await pilot.press("2")
+        await until(pilot, lambda: is_measured(app))
+        yield app, pilot
 
 
 # -- a model that has no headers -----------------------------------------------------------------------------------
@@ -155,12 +168,7 @@ async def test_model_whose_processor_fails_opens_without_inputs(tmp_path: Path) 
 
 
 async def test_refused_key_is_a_notice_and_keeps_the_figures(net: Path, way: Way) -> None:
-    app = app_on(way, f"{net}:Net")
-    async with opened(app) as pilot:
-        await pilot.press("2")
-        await until(
-            pilot, lambda: app.controller.experiment.results.report is not None and not app.controller.activity.busy
-        )
+    async with measured(way, net) as (app, pilot):
         report = app.controller.experiment.results.report
         await until(pilot, lambda: screen(app).splitlines()[-1].startswith(" 1-8 dtype  c cast  u undo  w worst"))
         hints = screen(app).splitlines()[-1]
@@ -209,13 +217,8 @@ WINDOWS = ("e", "i", "comma", "p", "H", "question_mark", "enter", "s")
 
 
 async def test_closing_a_window_continues_the_measurement_behind_it(net: Path, way: Way) -> None:
-    app = app_on(way, f"{net}:Net")
-    async with opened(app) as pilot:
-        await pilot.press("2")
-        # A measurement that is under way would go on over all inputs, and keep the figures that it has.
-        await until(
-            pilot, lambda: app.controller.experiment.results.report is not None and not app.controller.activity.busy
-        )
+    # A measurement that is under way would go on over all inputs, and keep the figures that it has.
+    async with measured(way, net) as (app, pilot):
         for key in WINDOWS if way == "thread" else WINDOWS[:2]:  # which window it is makes no difference to an engine
             slow(net)
             await pilot.press("m")
@@ -231,20 +234,12 @@ async def test_closing_a_window_continues_the_measurement_behind_it(net: Path, w
             await pilot.press("escape")
             await until(pilot, lambda: len(app.screen_stack) == 1)
             slow(net, 0)
-            await until(
-                pilot,
-                lambda: app.controller.experiment.results.report is not None and not app.controller.activity.busy,
-            )
+            await until(pilot, lambda: is_measured(app))
             assert not any("stopped" in words for words in notices(app)), key
 
 
 async def test_d_and_esc_cancel_the_causes_only(net: Path, way: Way) -> None:
-    app = app_on(way, f"{net}:Net")
-    async with opened(app) as pilot:
-        await pilot.press("2")
-        await until(
-            pilot, lambda: app.controller.experiment.results.report is not None and not app.controller.activity.busy
-        )
+    async with measured(way, net) as (app, pilot):
         report = app.controller.experiment.results.report
         slow(net)
         await pilot.press("t")
@@ -271,12 +266,7 @@ async def test_d_and_esc_cancel_the_causes_only(net: Path, way: Way) -> None:
 
 
 async def test_esc_says_what_was_cancelled_and_what_did_not_begin(net: Path, way: Way) -> None:
-    app = app_on(way, f"{net}:Net")
-    async with opened(app) as pilot:
-        await pilot.press("2")
-        await until(
-            pilot, lambda: app.controller.experiment.results.report is not None and not app.controller.activity.busy
-        )
+    async with measured(way, net) as (app, pilot):
         for keys, said in (
             (("t",), "stopped: timing; t times again"),
             (("t", "f"), "stopped: timing; t times again. Not begun: dtype flow"),
@@ -294,12 +284,7 @@ async def test_esc_says_what_was_cancelled_and_what_did_not_begin(net: Path, way
 
 
 async def test_cancelled_timing_restores_the_casts_and_says_so(net: Path, way: Way) -> None:
-    app = app_on(way, f"{net}:Net")
-    async with opened(app) as pilot:
-        await pilot.press("2")
-        await until(
-            pilot, lambda: app.controller.experiment.results.report is not None and not app.controller.activity.busy
-        )
+    async with measured(way, net) as (app, pilot):
         assert app.controller.experiment.memory is not None
         before = app.controller.experiment.memory.resident_bytes
         slow(net)

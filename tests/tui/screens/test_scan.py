@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
-from tests.helpers.recording_engine import demo_tree, engine, launched, make_app, report, say
-from tests.helpers.screen_text import missing, notices, screen, until
+from tests.helpers.recording_engine import demo_tree, engine, launched, report, say
+from tests.helpers.screen_text import is_measured, missing, notices, screen, until
 from textual.pilot import Pilot
 from textual.widgets import DataTable, Input, Static
 
@@ -44,20 +44,15 @@ def scan_report(sequences: int = 2, of: int = 2) -> ScanReport:
 
 
 @asynccontextmanager
-async def running(app: DtypeApp, size: tuple[int, int] = (120, 36)) -> AsyncIterator[Pilot[None]]:
-    async with app.run_test(size=size) as pilot:
-        await pilot.pause()
-        await say(
-            app,
-            pilot,
-            events.ModelReady(app.controller.experiment.tree, "LlamaForCausalLM", "cpu", 1.0, "prompts", ()),
-            events.Idle(),
-        )
-        yield pilot
+async def model_ready(size: tuple[int, int] = (120, 36)) -> AsyncIterator[tuple[DtypeApp, Pilot[None]]]:
+    async with launched(size=size) as (app, pilot):
+        tree = app.controller.experiment.tree
+        await say(app, pilot, events.ModelReady(tree, "LlamaForCausalLM", "cpu", 1.0, "prompts", ()), events.Idle())
+        yield app, pilot
 
 
 async def test_s_key_asks_for_dtypes_and_scans() -> None:
-    async with launched() as (app, pilot):
+    async with model_ready() as (app, pilot):
         await pilot.press("o")
         assert "s starts one" in notices(app)[-1]
         await pilot.press("s")
@@ -69,7 +64,7 @@ async def test_s_key_asks_for_dtypes_and_scans() -> None:
 
 @pytest.mark.slow
 async def test_cancelled_scan_resumes_and_space_pauses() -> None:
-    async with launched() as (app, pilot):
+    async with model_ready() as (app, pilot):
         await pilot.press("s", "enter")
         asked = engine(app).commands[-1]
         await say(app, pilot, events.ScanUpdated(scan_report(1, 2), False))
@@ -91,9 +86,8 @@ async def test_cancelled_scan_resumes_and_space_pauses() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [(120, 36), (80, 24)])
 async def test_tree_shows_the_score_sum_of_a_node(size: tuple[int, int]) -> None:
-    app = make_app()
     found = scan_report()
-    async with running(app, size) as pilot:
+    async with model_ready(size) as (app, pilot):
         before = screen(app)
         assert "nats" not in before.splitlines()[1]
         await say(app, pilot, events.ScanUpdated(found, True))
@@ -113,9 +107,8 @@ async def test_tree_shows_the_score_sum_of_a_node(size: tuple[int, int]) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [(120, 36), (80, 24)])
 async def test_ranking_sorts_switches_and_leads_to_the_tree(size: tuple[int, int]) -> None:
-    app = make_app()
     found = scan_report()
-    async with running(app, size) as pilot:
+    async with model_ready(size) as (app, pilot):
         await say(app, pilot, events.ScanUpdated(found, True))
         await pilot.press("s")
         view = app.screen
@@ -144,7 +137,7 @@ async def test_ranking_sorts_switches_and_leads_to_the_tree(size: tuple[int, int
 
 @pytest.mark.parametrize("size", [(120, 36), (80, 24)])
 async def test_sensitivity_map_has_a_row_per_layer_and_a_column_per_kind(size: tuple[int, int]) -> None:
-    async with launched(size=size) as (app, pilot):
+    async with model_ready(size) as (app, pilot):
         await say(app, pilot, events.ScanUpdated(scan_report(), True))
         await pilot.press("s", "m")
         lines = screen(app).splitlines()
@@ -156,7 +149,7 @@ async def test_sensitivity_map_has_a_row_per_layer_and_a_column_per_kind(size: t
 
 
 async def test_scan_of_other_inputs_predicts_nothing_and_is_repeated() -> None:
-    async with launched() as (app, pilot):
+    async with model_ready() as (app, pilot):
         await say(app, pilot, events.ScanUpdated(scan_report(), True))
         await pilot.press("2")
         await until(pilot, lambda: "predicted" in screen(app))
@@ -180,16 +173,14 @@ def test_short_headings_of_kinds_are_distinct() -> None:
 
 
 async def test_prediction_is_shown_at_once_beside_the_measurement() -> None:
-    app = make_app()
     found = scan_report()
-    async with running(app) as pilot:
+    async with model_ready() as (app, pilot):
         await say(app, pilot, events.ScanUpdated(found, True))
         await pilot.press("2")
         whole = math.fsum(score.score for score in found.weights if score.dtype == "bfloat16")
         assert f"predicted {whole:.1e} nats per token" in screen(app)
-        await say(
-            app, pilot, events.Measured(app.controller.experiment.recipe, report(app.controller.experiment.recipe))
-        )
+        recipe = app.controller.experiment.recipe
+        await say(app, pilot, events.Measured(recipe, report(recipe)))
         text = screen(app)
         assert "KL 2.50e-4" in text  # measured
         assert f"predicted {whole:.1e}" in " ".join(text.split())
@@ -202,7 +193,7 @@ async def test_prediction_is_shown_at_once_beside_the_measurement() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [(120, 36), (80, 24)])
 async def test_point_of_the_front_is_chosen_and_applied(size: tuple[int, int]) -> None:
-    async with launched(size=size) as (app, pilot):
+    async with model_ready(size) as (app, pilot):
         await say(app, pilot, events.ScanUpdated(scan_report(), True))
         await pilot.press("o")
         view = app.screen
@@ -236,7 +227,7 @@ async def test_point_of_the_front_is_chosen_and_applied(size: tuple[int, int]) -
 
 @pytest.mark.slow
 async def test_front_includes_scanned_caches_at_the_context() -> None:
-    async with launched() as (app, pilot):
+    async with model_ready() as (app, pilot):
         whole, experiment = scan_report(), app.controller.experiment
         form = "kv:int8@token"
         caches = tuple(WeightScore(name, form, 0, 1e-9, 1e-10) for name in experiment.tree.caches)
@@ -262,7 +253,7 @@ async def test_front_includes_scanned_caches_at_the_context() -> None:
 
 
 async def test_front_shows_measured_recipes_without_drift() -> None:
-    async with launched(size=(80, 24)) as (app, pilot):
+    async with model_ready((80, 24)) as (app, pilot):
         for rule, kl in (("*.mlp=bfloat16", 3e-5), ("*norm*=float32", 0.0)):
             recipe = Recipe((Rule.parse(rule),))
             app.controller.experiment.push(recipe)
@@ -280,7 +271,7 @@ async def test_front_shows_measured_recipes_without_drift() -> None:
 
 
 async def test_front_of_a_cancelled_scan_says_so() -> None:
-    async with launched() as (app, pilot):
+    async with model_ready() as (app, pilot):
         await say(app, pilot, events.ScanUpdated(scan_report(6, 25), False))
         await pilot.press("o")
         await pilot.pause()
@@ -291,7 +282,7 @@ async def test_front_of_a_cancelled_scan_says_so() -> None:
 
 @pytest.mark.slow
 async def test_typed_limits_are_respected() -> None:
-    async with launched() as (app, pilot):
+    async with model_ready() as (app, pilot):
         await say(app, pilot, events.ScanUpdated(scan_report(), True))
         await pilot.press("o")
         view = app.screen
@@ -332,9 +323,7 @@ async def test_cast_interrupts_a_real_scan_which_then_continues() -> None:
     assert checkpoint is not None
     app = DtypeApp(Launch("demo", checkpoint.tree()), lambda emit, _: Worker(source, Options(), emit))
     async with app.run_test(size=(120, 36)) as pilot:
-        await until(
-            pilot, lambda: app.controller.experiment.results.report is not None and not app.controller.activity.busy
-        )
+        await until(pilot, lambda: is_measured(app))
         await pilot.press("s")
         assert isinstance(app.screen, ScanSetup)
         for _ in range(4):
@@ -344,9 +333,8 @@ async def test_cast_interrupts_a_real_scan_which_then_continues() -> None:
         app.controller.add_rule(Rule("*.mlp", "int8"))
         await until(pilot, lambda: app.controller.experiment.results.report is not None)
         await until(pilot, lambda: app.controller.experiment.scan.finished)
-        found = app.controller.experiment.scan.prediction(
-            app.controller.experiment.tree, app.controller.experiment.plan
-        )
+        experiment = app.controller.experiment
+        found = experiment.scan.prediction(experiment.tree, experiment.plan)
         assert found is not None
-        assert app.controller.experiment.results.report is not None
-        assert found.value == pytest.approx(app.controller.experiment.results.report.output.kl_mean, rel=0.5)
+        assert experiment.results.report is not None
+        assert found.value == pytest.approx(experiment.results.report.output.kl_mean, rel=0.5)
