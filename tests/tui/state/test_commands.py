@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.helpers.recording_engine import app_of, demo_tree, engine, make_app, report, say
+from tests.helpers.recording_engine import app_of, demo_tree, engine, launched, report, say
 from tests.helpers.scenes import ready
 from tests.helpers.screen_text import lines, notices, screen
 from textual.binding import Binding
@@ -148,9 +148,7 @@ async def enter(app: DtypeApp, pilot: Pilot[None], line: str) -> None:
 async def test_completed_path_is_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("casts", "of today").mkdir(parents=True)
-    app = make_app()
-    async with app.run_test(size=(80, 24)) as pilot:
-        await pilot.pause()
+    async with launched(size=(80, 24)) as (app, pilot):
         await ready(app, pilot)
         await pilot.press("colon", *"expo", "tab", *"ca", "tab", "tab")
         await pilot.pause()
@@ -163,9 +161,7 @@ async def test_completed_path_is_written_to(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.slow
 async def test_saved_files_contain_the_figures_on_the_screen(tmp_path: Path) -> None:
-    app = make_app()
-    async with app.run_test(size=(80, 24)) as pilot:
-        await pilot.pause()
+    async with launched(size=(80, 24)) as (app, pilot):
         await pilot.press("2")
         await enter(app, pilot, f"recipe {tmp_path}/a b.yaml")
         measured = report(app.controller.experiment.recipe)
@@ -191,9 +187,7 @@ async def test_saved_files_contain_the_figures_on_the_screen(tmp_path: Path) -> 
 async def test_existing_files_are_never_overwritten(tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").write_text("mine")
-    app = make_app()
-    async with app.run_test(size=(80, 24)) as pilot:
-        await pilot.pause()
+    async with launched(size=(80, 24)) as (app, pilot):
         for line in (
             f"export {tmp_path}/full", f"export {tmp_path}/full/mine", f"recipe {tmp_path}/full/mine",
             f"report {tmp_path}/full",
@@ -211,9 +205,7 @@ async def test_existing_files_are_never_overwritten(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 async def test_preset_command_applies_or_says_why_not() -> None:
-    app = make_app()
-    async with app.run_test(size=(80, 24)) as pilot:
-        await pilot.pause()
+    async with launched(size=(80, 24)) as (app, pilot):
         await pilot.press("3", "colon", *"preset all", "tab", "enter")
         await pilot.pause()
         assert app.controller.experiment.recipe == Recipe((Rule("*", "bfloat16"),)) == engine(app).recipes[-1]
@@ -229,9 +221,7 @@ async def test_preset_command_applies_or_says_why_not() -> None:
 
 
 async def test_inputs_command_requests_inputs() -> None:
-    app = make_app()
-    async with app.run_test(size=(80, 24)) as pilot:
-        await pilot.pause()
+    async with launched(size=(80, 24)) as (app, pilot):
         await enter(app, pilot, "inputs import os")
         assert "known when the model is loaded" in notices(app)[-1]
         await ready(app, pilot)
@@ -255,9 +245,7 @@ async def test_nothing_is_saved_before_there_is_a_model(tmp_path: Path) -> None:
 
 
 async def test_cast_is_typed_completed_previewed_and_applied() -> None:
-    app = make_app()
-    async with app.run_test(size=(80, 24)) as pilot:
-        await pilot.pause()
+    async with launched(size=(80, 24)) as (app, pilot):
         await pilot.press("colon", *"cast *.ml")
         await pilot.press(*"p bf", "tab")
         await pilot.pause()
@@ -272,9 +260,7 @@ async def test_cast_is_typed_completed_previewed_and_applied() -> None:
 
 
 async def test_command_history_and_leaving_the_line() -> None:
-    app = make_app()
-    async with app.run_test(size=(80, 24)) as pilot:
-        await pilot.pause()
+    async with launched(size=(80, 24)) as (app, pilot):
         for line in ("go model.layers.2", "sort bytes"):
             await enter(app, pilot, line)
         assert app.query_one(ModuleTree).order == "bytes"
@@ -291,9 +277,7 @@ async def test_command_history_and_leaving_the_line() -> None:
 
 
 async def test_tab_cycles_through_completions() -> None:
-    app = make_app()
-    async with app.run_test(size=(120, 36)) as pilot:
-        await pilot.pause()
+    async with launched() as (app, pilot):
         await pilot.press("colon", *"cast ", "tab")
         field = app.query_one(CommandLine).query_one(Input)
         assert field.value == "cast *"
@@ -304,9 +288,7 @@ async def test_tab_cycles_through_completions() -> None:
 
 
 async def test_invalid_command_stays_in_the_line_or_gives_a_notice() -> None:
-    app = make_app()
-    async with app.run_test(size=(80, 24)) as pilot:
-        await pilot.pause()
+    async with launched(size=(80, 24)) as (app, pilot):
         await enter(app, pilot, "cast *.mlp bfloat17")
         assert app.query_one(CommandLine).has_class("open")
         assert "did you mean bfloat16" in screen(app)
@@ -323,9 +305,7 @@ async def test_invalid_command_stays_in_the_line_or_gives_a_notice() -> None:
 
 @pytest.mark.slow
 async def test_columns_themes_filters_and_actions_are_commands() -> None:
-    app = make_app()
-    async with app.run_test(size=(120, 36)) as pilot:
-        await pilot.pause()
+    async with launched() as (app, pilot):
         await enter(app, pilot, "columns bytes")
         assert "SQNR" not in lines(app)[1]
         assert "bytes" in lines(app)[1]
@@ -343,9 +323,7 @@ async def test_columns_themes_filters_and_actions_are_commands() -> None:
 
 
 async def test_every_key_without_words_is_a_command() -> None:
-    app = make_app()
-    async with app.run_test() as pilot:
-        await pilot.pause()
+    async with launched(size=(80, 24)) as (app, _):
         known = app.query_one(CommandLine).completer.commands
         actions = {command.action for command in known.values()}
         words = CommandWords(app.controller, app.main.tree_view).actions

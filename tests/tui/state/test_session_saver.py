@@ -7,7 +7,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from tests.helpers.recording_engine import make_app, report
+from tests.helpers.recording_engine import launched, make_app, report
 from tests.helpers.screen_text import screen, until
 
 from dtype_engine.checkpoint.source import DEMO
@@ -24,9 +24,10 @@ MEASURED = measured(report(MLP), MLP, RunSettings(), 1_934_208)
 
 async def test_saved_measurements_are_restored_to_the_history() -> None:
     rules = (RuleList(), RuleList.of([Rule("*", "bfloat16")]))
-    app = make_app(saved=SavedSession(None, "demo", Path(DEMO), rule_lists=rules, at=1, measured=(MEASURED,)))
-    async with app.run_test(size=(120, 36)) as pilot:
-        await pilot.pause()
+    async with launched(saved=SavedSession(None, "demo", Path(DEMO), rule_lists=rules, at=1, measured=(MEASURED,))) as (
+        app,
+        pilot,
+    ):
         await pilot.press("H")
         await pilot.pause()
         await until(pilot, lambda: "*.mlp" in screen(app))
