@@ -135,6 +135,11 @@ def engine(app: DtypeApp) -> RecordingEngine:
     return app.controller.engine
 
 
+def model_ready(app: DtypeApp) -> events.ModelReady:
+    """The engine has opened the model, whose tree is the one that the app knows."""
+    return events.ModelReady(app.controller.experiment.tree, "LlamaForCausalLM", "cpu", 1.0, "prompts", ())
+
+
 async def say(app: DtypeApp, pilot: Pilot[None], *said: events.Event) -> None:
     """The engine says this, and the app takes it in and shows it."""
     for event in said:

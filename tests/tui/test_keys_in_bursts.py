@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from tests.helpers.observations import cursor, rules, top, typed, typing
-from tests.helpers.recording_engine import engine, launched, make_app, report, running, say
+from tests.helpers.recording_engine import engine, launched, make_app, model_ready, report, running, say
 from tests.helpers.screen_text import until
 from textual.events import Key
 from textual.pilot import Pilot
@@ -57,8 +57,7 @@ async def one_by_one(app: DtypeApp, keys: Sequence[Key]) -> None:
 async def begun(app: DtypeApp, pilot: Pilot[None]) -> None:
     """The model is there, and was measured."""
     recipe = app.controller.experiment.recipe
-    ready = events.ModelReady(app.controller.experiment.tree, "LlamaForCausalLM", "cpu", 1.0, "prompts", ())
-    await say(app, pilot, ready, events.Measured(recipe, report(recipe)), events.Idle())
+    await say(app, pilot, model_ready(app), events.Measured(recipe, report(recipe)), events.Idle())
 
 
 def state(app: DtypeApp) -> dict[str, Any]:
@@ -193,8 +192,7 @@ async def test_reopened_model_can_be_opened_again(line: str, command: str) -> No
         await begun(app, pilot)
         await burst(app, keys_of(line * 2))
         assert engine(app).commands.count(command) == 1
-        ready = events.ModelReady(app.controller.experiment.tree, "LlamaForCausalLM", "cpu", 1.0, "prompts", ())
-        await say(app, pilot, ready, events.Jobs("measure", ()))
+        await say(app, pilot, model_ready(app), events.Jobs("measure", ()))
         await burst(app, keys_of(line))
         assert engine(app).commands.count(command) == 2
 

@@ -8,7 +8,17 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.helpers.recording_engine import app_of, demo_tree, engine, launched, make_app, report, running, say
+from tests.helpers.recording_engine import (
+    app_of,
+    demo_tree,
+    engine,
+    launched,
+    make_app,
+    model_ready,
+    report,
+    running,
+    say,
+)
 from tests.helpers.scenes import inputs
 from tests.helpers.screen_text import lines, missing, notices, screen, until
 from textual.binding import Binding
@@ -51,10 +61,6 @@ WIDE, SMALL = (120, 36), (80, 24)
 @pytest.fixture
 def app() -> DtypeApp:
     return make_app()
-
-
-def ready(app: DtypeApp) -> events.ModelReady:
-    return events.ModelReady(app.controller.experiment.tree, "LlamaForCausalLM", "cpu", 1.0, "prompts", ())
 
 
 def tree_of(app: DtypeApp) -> ModuleTree:
@@ -235,7 +241,7 @@ async def test_rule_that_changes_no_dtype_keeps_the_measurement(app: DtypeApp) -
     async with running(app) as pilot:
         await pilot.press("2")
         recipe = app.controller.experiment.recipe
-        await say(app, pilot, ready(app), events.Measured(recipe, report(recipe)), events.Idle())
+        await say(app, pilot, model_ready(app), events.Measured(recipe, report(recipe)), events.Idle())
         before = app.controller.experiment.results.report
         assert before is not None
         asked = len(engine(app).recipes)
@@ -289,7 +295,7 @@ async def test_only_one_prompt_is_open_and_escape_closes_it(app: DtypeApp) -> No
 
 async def test_results_of_another_recipe_are_never_shown(app: DtypeApp) -> None:
     async with running(app) as pilot:
-        await say(app, pilot, ready(app))
+        await say(app, pilot, model_ready(app))
         await pilot.press("2")
         old, new = Recipe(), app.controller.experiment.recipe
         stale = (ModuleDrift("model.layers.0", 11.1, 9.0, 0),)
@@ -310,7 +316,7 @@ async def test_module_drift_appears_during_the_pass(app: DtypeApp) -> None:
         await say(
             app,
             pilot,
-            ready(app),
+            model_ready(app),
             events.MeasuringProgress(recipe, "candidate", 30, 60),
             events.ModulesMeasured(recipe, modules),
         )
@@ -322,7 +328,7 @@ async def test_module_drift_appears_during_the_pass(app: DtypeApp) -> None:
 async def test_drift_pane_has_every_figure_with_its_unit(app: DtypeApp) -> None:
     async with running(app) as pilot:
         recipe = app.controller.experiment.recipe
-        await say(app, pilot, ready(app), events.Measured(recipe, report(recipe)), events.Idle())
+        await say(app, pilot, model_ready(app), events.Measured(recipe, report(recipe)), events.Idle())
         text = screen(app)
         assert not missing(
             app,
@@ -406,7 +412,9 @@ async def test_live_tree_replaces_the_tree_of_headers(app: DtypeApp) -> None:
 async def test_failure_is_a_notice_and_marks_its_module(app: DtypeApp) -> None:
     async with running(app) as pilot:
         recipe = app.controller.experiment.recipe
-        await say(app, pilot, ready(app), events.Failed(recipe, "[bold]no kernel[/]", "model.layers.1"), events.Idle())
+        await say(
+            app, pilot, model_ready(app), events.Failed(recipe, "[bold]no kernel[/]", "model.layers.1"), events.Idle()
+        )
         assert screen(app).count("[bold]no kernel[/]") == 1, "an error is told once"
         assert "⚠ the run failed: the Drift pane says" in screen(app)
         assert any("failed here" in line for line in lines(app))
@@ -499,7 +507,7 @@ async def test_palette_offers_every_action(app: DtypeApp) -> None:
 async def test_esc_cancels_and_m_measures_again(app: DtypeApp) -> None:
     async with running(app) as pilot:
         recipe = app.controller.experiment.recipe
-        await say(app, pilot, ready(app), events.MeasuringProgress(recipe, "candidate", 1, 60))
+        await say(app, pilot, model_ready(app), events.MeasuringProgress(recipe, "candidate", 1, 60))
         await pilot.press("escape")
         assert engine(app).commands == ["start", "cancel"]
         await say(app, pilot, events.Stopped(recipe, "measure"), events.Idle())
@@ -579,7 +587,7 @@ async def test_leaving_closes_the_engine(app: DtypeApp) -> None:
 
 async def test_unsaved_rules_are_asked_about_once(app: DtypeApp) -> None:
     async with running(app) as pilot:
-        await say(app, pilot, ready(app), events.Idle())
+        await say(app, pilot, model_ready(app), events.Idle())
         await pilot.press("2", "q")
         assert not app._exit
         assert notices(app)[-1] == "1 rule would be lost: e saves the recipe, and q again quits without it"
@@ -641,7 +649,9 @@ async def test_implicit_casts_have_a_screen(app: DtypeApp) -> None:
         await pilot.press("f")
         assert engine(app).commands[-1] == "flow"
         cast = ImplicitCastStats("model.layers.1.mlp.up_proj", "linear", "float32", "float64", 12288, 1, True)
-        await say(app, pilot, ready(app), events.JobDone(app.controller.experiment.recipe, FLOW.ask(None), (cast,)))
+        await say(
+            app, pilot, model_ready(app), events.JobDone(app.controller.experiment.recipe, FLOW.ask(None), (cast,))
+        )
         assert not missing(app, "model.layers.1.mlp.up_proj", "linear", "f32 → f64", "12.3 k", "raises")
         await pilot.press("escape")
         await say(app, pilot, events.JobDone(Recipe((Rule("*", "float64"),)), FLOW.ask(None), (cast,)))
@@ -669,7 +679,7 @@ async def test_generated_texts_are_side_by_side_with_the_difference_marked(
         recipe = app.controller.experiment.recipe
         whole = generation("def run\x1b[2J", "def rat\x1b[2J", 5)
         part = dataclasses.replace(whole, candidate=Written((), (), 0.0), finished=False)
-        await say(app, pilot, ready(app), events.JobGrown(recipe, GENERATE.ask(GenerateText(24)), part))
+        await say(app, pilot, model_ready(app), events.JobGrown(recipe, GENERATE.ask(GenerateText(24)), part))
         await until(pilot, lambda: "generating: reference" in screen(app))
         assert "⟦" not in screen(app)
         part = dataclasses.replace(whole, candidate=Written((*map(ord, "def ra"),), (*"def ra",), 0.1), finished=False)
@@ -710,7 +720,7 @@ async def test_check_has_a_screen(app: DtypeApp) -> None:
         )
         report = CheckReport("demo", 56, 1, 3, None, 0.1, (finding,), ("values",), coverage=Coverage(56))
         recipe = app.controller.experiment.recipe
-        await say(app, pilot, ready(app), events.JobDone(recipe, CHECK.ask(None), report))
+        await say(app, pilot, model_ready(app), events.JobDone(recipe, CHECK.ask(None), report))
         assert not missing(
             app, "1 finding.", "56 of 56 tensors found", "holds codes and has no scale", "unslothai/unsloth#6200"
         )
@@ -728,7 +738,9 @@ async def test_speed_has_a_screen(app: DtypeApp) -> None:
             SpeedRow("candidate", "f32 + bf16", 2.0, 1.9, 2.1, 5, 500.0, True),
         )
         report = SpeedReport("demo", "cpu", 2, (), "6 default prompts", rows)
-        await say(app, pilot, ready(app), events.JobDone(app.controller.experiment.recipe, SPEED.ask(None), report))
+        await say(
+            app, pilot, model_ready(app), events.JobDone(app.controller.experiment.recipe, SPEED.ask(None), report)
+        )
         assert not missing(
             app,
             "500.0 ms",
@@ -742,7 +754,7 @@ async def test_speed_has_a_screen(app: DtypeApp) -> None:
 
 async def test_model_that_cannot_run_sends_no_requests(app: DtypeApp) -> None:
     async with running(app) as pilot:
-        await say(app, pilot, msgspec.structs.replace(ready(app), no_forward="no architecture"))
+        await say(app, pilot, msgspec.structs.replace(model_ready(app), no_forward="no architecture"))
         await pilot.press("g", "t", "f")
         assert engine(app).commands == ["start"]
 
@@ -750,7 +762,7 @@ async def test_model_that_cannot_run_sends_no_requests(app: DtypeApp) -> None:
 async def test_requests_to_a_busy_engine_are_said_to_come_next(app: DtypeApp) -> None:
     async with running(app) as pilot:
         await say(
-            app, pilot, ready(app), events.MeasuringProgress(app.controller.experiment.recipe, "candidate", 1, 10)
+            app, pilot, model_ready(app), events.MeasuringProgress(app.controller.experiment.recipe, "candidate", 1, 10)
         )
         await pilot.press("t")
         assert re.search(r"● measuring: candidate  10 % .*  next: timing  Esc stops", screen(app))
@@ -764,7 +776,7 @@ async def test_settings_are_chosen_by_keys_and_measured(app: DtypeApp) -> None:
         await say(
             app,
             pilot,
-            ready(app),
+            model_ready(app),
             events.Measured(app.controller.experiment.recipe, report(app.controller.experiment.recipe)),
         )
         await pilot.press("comma", "right", "down", "right")
@@ -844,7 +856,7 @@ async def test_pane_of_a_cancelled_measurement_does_not_look_running(app: DtypeA
         await say(
             app,
             pilot,
-            ready(app),
+            model_ready(app),
             events.ModulesMeasured(recipe, drifts),
             events.Stopped(recipe, "measure"),
             events.Idle(),
@@ -866,7 +878,7 @@ async def test_late_stop_removes_its_message(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(engine_life, "STOP_WAIT_S", 0.0)
     async with launched(size=(80, 24)) as (app, pilot):
         recipe = app.controller.experiment.recipe
-        await say(app, pilot, ready(app), events.Jobs("measure", ()))
+        await say(app, pilot, model_ready(app), events.Jobs("measure", ()))
         await say(app, pilot, events.MeasuringProgress(recipe, "candidate", 1, 4))
         app.controller.life.stop()
         app.controller.life.check_stopped()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from rich.color import Color
-from tests.helpers.recording_engine import launched, make_app, report, running, say
+from tests.helpers.recording_engine import launched, make_app, model_ready, report, running, say
 from tests.helpers.scenes import mixed
 from tests.helpers.screen_text import notices, screen, until
 from textual._context import active_message_pump
@@ -32,8 +32,7 @@ async def test_closing_a_window_twice_keeps_the_main_screen(key: str) -> None:
     app = make_app()
     recipe = app.controller.experiment.recipe
     async with running(app, (80, 24)) as pilot:
-        ready = events.ModelReady(app.controller.experiment.tree, "LlamaForCausalLM", "cpu", 1.0, "prompts", ())
-        await say(app, pilot, ready, events.Measured(recipe, report(recipe)))
+        await say(app, pilot, model_ready(app), events.Measured(recipe, report(recipe)))
         await pilot.press(key)
         await pilot.pause()
         window = app.screen
@@ -55,8 +54,7 @@ async def test_two_keys_in_one_burst_open_one_window(first: str) -> None:
     app = make_app()
     recipe = app.controller.experiment.recipe
     async with running(app, (80, 24)) as pilot:
-        ready = events.ModelReady(app.controller.experiment.tree, "LlamaForCausalLM", "cpu", 1.0, "prompts", ())
-        await say(app, pilot, ready, events.Measured(recipe, report(recipe)))
+        await say(app, pilot, model_ready(app), events.Measured(recipe, report(recipe)))
         for second in dict.fromkeys((first, "d", "e", "question_mark")):
             for key in (first, second):
                 app.post_message(Key(key, key if len(key) == 1 else None))

@@ -8,7 +8,17 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.helpers.recording_engine import RecordingEngine, demo_tree, engine, launched, make_app, report, running, say
+from tests.helpers.recording_engine import (
+    RecordingEngine,
+    demo_tree,
+    engine,
+    launched,
+    make_app,
+    model_ready,
+    report,
+    running,
+    say,
+)
 from tests.helpers.screen_text import missing, notices, screen, until
 from textual.pilot import Pilot
 from textual.widgets import Input
@@ -383,7 +393,7 @@ async def test_unwritable_session_is_reported_once(tmp_path: Path, monkeypatch: 
 
 async def test_missing_cursor_node_is_ignored() -> None:
     async with launched(saved=SavedSession(None, "demo", cursor="gone.since")) as (app, pilot):
-        await say(app, pilot, events.ModelReady(app.controller.experiment.tree, "Llama", "cpu", 1.0, "prompts", ()))
+        await say(app, pilot, model_ready(app))
         await pilot.press("j")
         assert app.query_one(ModuleTree).cursor == 1
 

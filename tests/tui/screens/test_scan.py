@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
-from tests.helpers.recording_engine import demo_tree, engine, launched, report, say
+from tests.helpers.recording_engine import demo_tree, engine, launched, model_ready, report, say
 from tests.helpers.screen_text import is_measured, missing, notices, screen, until
 from textual.pilot import Pilot
 from textual.widgets import DataTable, Input, Static
@@ -44,15 +44,14 @@ def scan_report(sequences: int = 2, of: int = 2) -> ScanReport:
 
 
 @asynccontextmanager
-async def model_ready(size: tuple[int, int] = (120, 36)) -> AsyncIterator[tuple[DtypeApp, Pilot[None]]]:
+async def opened(size: tuple[int, int] = (120, 36)) -> AsyncIterator[tuple[DtypeApp, Pilot[None]]]:
     async with launched(size=size) as (app, pilot):
-        tree = app.controller.experiment.tree
-        await say(app, pilot, events.ModelReady(tree, "LlamaForCausalLM", "cpu", 1.0, "prompts", ()), events.Idle())
+        await say(app, pilot, model_ready(app), events.Idle())
         yield app, pilot
 
 
 async def test_s_key_asks_for_dtypes_and_scans() -> None:
-    async with model_ready() as (app, pilot):
+    async with opened() as (app, pilot):
         await pilot.press("o")
         assert "s starts one" in notices(app)[-1]
         await pilot.press("s")
@@ -64,7 +63,7 @@ async def test_s_key_asks_for_dtypes_and_scans() -> None:
 
 @pytest.mark.slow
 async def test_cancelled_scan_resumes_and_space_pauses() -> None:
-    async with model_ready() as (app, pilot):
+    async with opened() as (app, pilot):
         await pilot.press("s", "enter")
         asked = engine(app).commands[-1]
         await say(app, pilot, events.ScanUpdated(scan_report(1, 2), False))
@@ -87,7 +86,7 @@ async def test_cancelled_scan_resumes_and_space_pauses() -> None:
 @pytest.mark.parametrize("size", [(120, 36), (80, 24)])
 async def test_tree_shows_the_score_sum_of_a_node(size: tuple[int, int]) -> None:
     found = scan_report()
-    async with model_ready(size) as (app, pilot):
+    async with opened(size) as (app, pilot):
         before = screen(app)
         assert "nats" not in before.splitlines()[1]
         await say(app, pilot, events.ScanUpdated(found, True))
@@ -108,7 +107,7 @@ async def test_tree_shows_the_score_sum_of_a_node(size: tuple[int, int]) -> None
 @pytest.mark.parametrize("size", [(120, 36), (80, 24)])
 async def test_ranking_sorts_switches_and_leads_to_the_tree(size: tuple[int, int]) -> None:
     found = scan_report()
-    async with model_ready(size) as (app, pilot):
+    async with opened(size) as (app, pilot):
         await say(app, pilot, events.ScanUpdated(found, True))
         await pilot.press("s")
         view = app.screen
@@ -137,7 +136,7 @@ async def test_ranking_sorts_switches_and_leads_to_the_tree(size: tuple[int, int
 
 @pytest.mark.parametrize("size", [(120, 36), (80, 24)])
 async def test_sensitivity_map_has_a_row_per_layer_and_a_column_per_kind(size: tuple[int, int]) -> None:
-    async with model_ready(size) as (app, pilot):
+    async with opened(size) as (app, pilot):
         await say(app, pilot, events.ScanUpdated(scan_report(), True))
         await pilot.press("s", "m")
         lines = screen(app).splitlines()
@@ -149,7 +148,7 @@ async def test_sensitivity_map_has_a_row_per_layer_and_a_column_per_kind(size: t
 
 
 async def test_scan_of_other_inputs_predicts_nothing_and_is_repeated() -> None:
-    async with model_ready() as (app, pilot):
+    async with opened() as (app, pilot):
         await say(app, pilot, events.ScanUpdated(scan_report(), True))
         await pilot.press("2")
         await until(pilot, lambda: "predicted" in screen(app))
@@ -174,7 +173,7 @@ def test_short_headings_of_kinds_are_distinct() -> None:
 
 async def test_prediction_is_shown_at_once_beside_the_measurement() -> None:
     found = scan_report()
-    async with model_ready() as (app, pilot):
+    async with opened() as (app, pilot):
         await say(app, pilot, events.ScanUpdated(found, True))
         await pilot.press("2")
         whole = math.fsum(score.score for score in found.weights if score.dtype == "bfloat16")
@@ -193,7 +192,7 @@ async def test_prediction_is_shown_at_once_beside_the_measurement() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [(120, 36), (80, 24)])
 async def test_point_of_the_front_is_chosen_and_applied(size: tuple[int, int]) -> None:
-    async with model_ready(size) as (app, pilot):
+    async with opened(size) as (app, pilot):
         await say(app, pilot, events.ScanUpdated(scan_report(), True))
         await pilot.press("o")
         view = app.screen
@@ -227,7 +226,7 @@ async def test_point_of_the_front_is_chosen_and_applied(size: tuple[int, int]) -
 
 @pytest.mark.slow
 async def test_front_includes_scanned_caches_at_the_context() -> None:
-    async with model_ready() as (app, pilot):
+    async with opened() as (app, pilot):
         whole, experiment = scan_report(), app.controller.experiment
         form = "kv:int8@token"
         caches = tuple(WeightScore(name, form, 0, 1e-9, 1e-10) for name in experiment.tree.caches)
@@ -253,7 +252,7 @@ async def test_front_includes_scanned_caches_at_the_context() -> None:
 
 
 async def test_front_shows_measured_recipes_without_drift() -> None:
-    async with model_ready((80, 24)) as (app, pilot):
+    async with opened((80, 24)) as (app, pilot):
         for rule, kl in (("*.mlp=bfloat16", 3e-5), ("*norm*=float32", 0.0)):
             recipe = Recipe((Rule.parse(rule),))
             app.controller.experiment.push(recipe)
@@ -271,7 +270,7 @@ async def test_front_shows_measured_recipes_without_drift() -> None:
 
 
 async def test_front_of_a_cancelled_scan_says_so() -> None:
-    async with model_ready() as (app, pilot):
+    async with opened() as (app, pilot):
         await say(app, pilot, events.ScanUpdated(scan_report(6, 25), False))
         await pilot.press("o")
         await pilot.pause()
@@ -282,7 +281,7 @@ async def test_front_of_a_cancelled_scan_says_so() -> None:
 
 @pytest.mark.slow
 async def test_typed_limits_are_respected() -> None:
-    async with model_ready() as (app, pilot):
+    async with opened() as (app, pilot):
         await say(app, pilot, events.ScanUpdated(scan_report(), True))
         await pilot.press("o")
         view = app.screen
