@@ -1,16 +1,20 @@
-"""A model of which every layer takes as long as a file beside it says, and the app on it."""
+"""A model of which every layer takes as long as a file beside it says, and apps on real engines."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
+from tests.helpers.recorded_worker import Way, make_engine
+from tests.helpers.screen_text import until
 from textual.pilot import Pilot
 
+from dtype_engine import Options
+from dtype_engine.checkpoint.source import locate
 from dtype_tui.app import DtypeApp
-
-from .screen_text import until
+from dtype_tui.state.launch import Launch
 
 LAYERS = 12
 # A model whose every layer takes as long as a file beside it says, so that a pass lasts as long as a test needs.
@@ -50,6 +54,15 @@ def slow(net: Path, seconds: float = 0.15) -> None:
     whole = net.with_name("seconds.new")
     whole.write_text(str(seconds))
     whole.replace(net.with_name("seconds"))
+
+
+def app_on(way: Way, model: str, options: Options | None = None, **more: Any) -> DtypeApp:
+    """As the command line opens it."""
+    options = options or Options()
+    source = locate(model, options.trust_pickle)
+    tree, whole = source.peek()
+    launch = Launch(source.title, tree, partial=not whole, **more)
+    return DtypeApp(launch, lambda emit, _: make_engine(way, model, options, emit, read_headers=not whole))
 
 
 @asynccontextmanager

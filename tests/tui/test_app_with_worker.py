@@ -14,20 +14,18 @@ import pytest
 import torch
 from tests.helpers import checkpoint_folders
 from tests.helpers.panicking_tokenizer import with_panicking_tokenizer
-from tests.helpers.recorded_worker import WAYS, Way, make_engine
+from tests.helpers.recorded_worker import WAYS, Way
 from tests.helpers.screen_text import is_measured, notices, screen, until
-from tests.helpers.slow_net import CODE, opened, slow
+from tests.helpers.slow_net import CODE, app_on, opened, slow
 from textual.pilot import Pilot
 
 from dtype_engine import Options
-from dtype_engine.checkpoint.source import locate
 from dtype_engine.core.units import human_count
 from dtype_engine.recipe import Recipe, Rule
 from dtype_engine.service import events
 from dtype_tui.app import DtypeApp
 from dtype_tui.screens.causes import CausesScreen
 from dtype_tui.screens.overlay import Overlay
-from dtype_tui.state.launch import Launch
 from dtype_tui.state.rule_list import RuleList
 from dtype_tui.state.session_store import SavedSession
 
@@ -58,15 +56,6 @@ def module_of(path: Path) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.Net
-
-
-def app_on(way: Way, model: str, options: Options | None = None, **more: Any) -> DtypeApp:
-    """As the command line opens it."""
-    options = options or Options()
-    source = locate(model, options.trust_pickle)
-    tree, whole = source.peek()
-    launch = Launch(source.title, tree, partial=not whole, **more)
-    return DtypeApp(launch, lambda emit, _: make_engine(way, model, options, emit, read_headers=not whole))
 
 
 @asynccontextmanager

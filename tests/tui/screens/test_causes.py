@@ -10,10 +10,9 @@ import pytest
 from tests.helpers.observations import chosen, cursor, marked_line
 from tests.helpers.recording_engine import engine, launched, make_app, report, running, say
 from tests.helpers.screen_text import missing, notices, screen, until
+from tests.helpers.slow_net import app_on
 from textual.pilot import Pilot
 
-from dtype_engine.checkpoint.source import locate
-from dtype_engine.core.options import Options
 from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.core.units import human_bytes
 from dtype_engine.recipe import Recipe, Rule
@@ -28,12 +27,10 @@ from dtype_engine.results.attribution import (
 from dtype_engine.results.drift import ModuleDrift
 from dtype_engine.results.thresholds import Limit
 from dtype_engine.service import events, jobs
-from dtype_engine.service.worker import Worker
 from dtype_tui.app import DtypeApp
 from dtype_tui.screens.causes import CausesScreen
 from dtype_tui.screens.history import MeasurementsScreen
 from dtype_tui.screens.overlay import Overlay
-from dtype_tui.state.launch import Launch
 from dtype_tui.state.node_rules import reference_rule
 from dtype_tui.widgets.module_tree import ModuleTree
 
@@ -314,10 +311,7 @@ def llama_with_a_large_weight(folder: Path) -> None:
 
 async def test_one_key_fixes_a_model_with_a_large_weight(tmp_path: Path) -> None:
     llama_with_a_large_weight(tmp_path / "llama")
-    source = locate(str(tmp_path / "llama"))
-    checkpoint = source.open()
-    assert checkpoint is not None
-    app = DtypeApp(Launch("llama", checkpoint.tree()), lambda emit, _: Worker(source, Options(), emit))
+    app = app_on("thread", str(tmp_path / "llama"))
     async with running(app, SMALL) as pilot:
         app.query_one(ModuleTree).focus()
         await pilot.press("3")

@@ -12,6 +12,7 @@ from rich.segment import Segment
 from safetensors.torch import load_file, save_file
 from tests.helpers.recording_engine import engine, launched, report, running, say
 from tests.helpers.screen_text import screen, until
+from tests.helpers.slow_net import app_on
 
 from dtype_engine.checkpoint.source import locate
 from dtype_engine.core.options import Options, RunSettings
@@ -145,11 +146,7 @@ async def test_planning_shows_what_the_files_lose(tmp_path: Path) -> None:
         "tiny": torch.full((4, 5), 1e-9),
     }
     save_file(state, path)
-    source = locate(str(path))
-    checkpoint = source.open()
-    assert checkpoint is not None
-    launch = Launch("net", checkpoint.tree(), recipe=F16)
-    app = DtypeApp(launch, lambda emit, _: Worker(source, Options(device="cpu"), emit))
+    app = app_on("thread", str(path), Options(device="cpu"), recipe=F16)
     async with running(app) as pilot:
         await until(pilot, lambda: app.controller.experiment.results.loss_remedy is not None)
         await pilot.pause()

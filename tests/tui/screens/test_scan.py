@@ -11,21 +11,18 @@ import msgspec
 import pytest
 from tests.helpers.recording_engine import demo_tree, engine, launched, model_ready, report, say
 from tests.helpers.screen_text import is_measured, missing, notices, screen, until
+from tests.helpers.slow_net import app_on
 from textual.pilot import Pilot
 from textual.widgets import DataTable, Input, Static
 
-from dtype_engine import Options
-from dtype_engine.checkpoint.source import locate
 from dtype_engine.recipe import Recipe, Rule, make_plan, tensor_bytes
 from dtype_engine.results.drift import NATS
 from dtype_engine.results.scan import ScanReport, WeightScore
 from dtype_engine.service import events
-from dtype_engine.service.worker import Worker
 from dtype_tui.app import DtypeApp
 from dtype_tui.screens.optimise import OptimiseScreen
 from dtype_tui.screens.scan import ScanScreen, short_kinds
 from dtype_tui.screens.scan_setup import PRESET, ScanSetup
-from dtype_tui.state.launch import Launch
 from dtype_tui.widgets.module_tree import ModuleTree
 
 DTYPES = ("bfloat16", "int8")
@@ -317,10 +314,7 @@ async def test_typed_limits_are_respected() -> None:
 
 @pytest.mark.slow
 async def test_cast_interrupts_a_real_scan_which_then_continues() -> None:
-    source = locate(None)
-    checkpoint = source.open()
-    assert checkpoint is not None
-    app = DtypeApp(Launch("demo", checkpoint.tree()), lambda emit, _: Worker(source, Options(), emit))
+    app = app_on("thread", "demo")
     async with app.run_test(size=(120, 36)) as pilot:
         await until(pilot, lambda: is_measured(app))
         await pilot.press("s")
