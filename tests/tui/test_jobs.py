@@ -11,15 +11,14 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from tests.helpers.recorded_worker import make_engine
 from tests.helpers.screen_text import lines, screen, until
+from tests.helpers.slow_net import app_on
 from textual.pilot import Pilot
 
 from dtype_engine import Options
-from dtype_engine.checkpoint.source import DEMO, locate
+from dtype_engine.checkpoint.source import DEMO
 from dtype_tui.app import DtypeApp
 from dtype_tui.screens.optimise import OptimiseScreen
-from dtype_tui.state.launch import Launch
 
 pytestmark = pytest.mark.slow
 MOST_KEYS = 12
@@ -54,8 +53,7 @@ class Keys:
 async def job() -> AsyncIterator[Keys]:
     """The app on the demo, one short text, from its first paint; at the end, no more keys than a job may take."""
     options = Options(prompts=("The keeper of the lighthouse counted the ships.",), device="cpu")
-    tree, _ = locate("demo").peek()
-    app = DtypeApp(Launch("demo", tree), lambda emit, _: make_engine("thread", "demo", options, emit))
+    app = app_on("thread", "demo", options)
     async with app.run_test(size=(120, 36)) as pilot:
         keys = Keys(app, pilot)
         yield keys

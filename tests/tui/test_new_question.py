@@ -105,16 +105,12 @@ def test_a_key_of_a_new_row_asks_the_engine_and_opens_its_window() -> None:
 
 async def ask_by_key() -> None:
     from tests.helpers.screen_text import lines, screen, until
+    from tests.helpers.slow_net import app_on
 
     from dtype_engine import Options
-    from dtype_engine.checkpoint.source import locate
-    from dtype_engine.service.worker import Worker
-    from dtype_tui.app import DtypeApp
-    from dtype_tui.state.launch import Launch
 
-    tree, _ = locate("demo").peek()
     options = Options(prompts=("import os\n",), device="cpu", floor="never")
-    app = DtypeApp(Launch("demo", tree), lambda emit, _: Worker(locate("demo"), options, emit))
+    app = app_on("thread", "demo", options)
     async with app.run_test(size=(120, 36)) as pilot:
         controller = app.controller
         await until(pilot, lambda: controller.experiment.results.report and not controller.activity.busy)

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 from tests.helpers.recorded_worker import make_engine
-from tests.helpers.screen_text import notices, screen, until
+from tests.helpers.screen_text import is_measured, notices, screen, until
 from tests.helpers.slow_net import CODE, opened, slow
 
 import dtype_engine as de
@@ -124,7 +124,7 @@ async def test_causes_and_front_points_are_measured_by_the_workers(net: Path) ->
     session = de.open(f"{net}:Net", options=Options(device="cpu", tensors=net.with_name("inputs.pt"), threads=1))
     async with opened(app) as pilot:
         await pilot.press("2")
-        await until(pilot, lambda: experiment.results.report is not None and not app.controller.activity.busy)
+        await until(pilot, lambda: is_measured(app))
         await pilot.press("d")
         assert isinstance(app.screen, CausesScreen)
         await until(pilot, lambda: experiment.results.causes is not None)
@@ -152,7 +152,7 @@ async def test_causes_and_front_points_are_measured_by_the_workers(net: Path) ->
         await pilot.press("escape")
         # Other settings: all of the history is measured with these.
         app.controller.set_settings(de.RunSettings(compute="bfloat16"))
-        await until(pilot, lambda: experiment.results.report is not None and not app.controller.activity.busy)
+        await until(pilot, lambda: is_measured(app))
         recipes = {entry.recipe for entry in experiment.measured}
         await pilot.press("H", "m")
 

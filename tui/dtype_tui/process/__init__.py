@@ -1,1 +1,1 @@
-"""Handles the app's process: early start of the engine, garbage collection, key parsing, lost terminals, crash logs, and exit."""
+"""Handles the app's process: early start of the engine, garbage collection, key parsing, lost terminals, and crash logs."""

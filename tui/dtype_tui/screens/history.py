@@ -34,7 +34,7 @@ _OMITTED: tuple[About, ...] = ("predictions", "values", "distribution")
 _PADDING = 2
 
 
-class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
+class MeasurementsScreen(ModalScreen[MeasuredRecipe]):
     """Lists the measured recipes. The window's result is the one to return to."""
 
     DEFAULT_CSS = """

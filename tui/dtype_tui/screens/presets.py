@@ -17,7 +17,7 @@ from dtype_tui.screens.choice import ChoiceScreen
 from dtype_tui.state.experiment import Experiment
 
 
-class PresetsScreen(ChoiceScreen[Recipe | None]):
+class PresetsScreen(ChoiceScreen[Recipe]):
     """The window in which the user chooses a preset. Its result is the preset's recipe."""
 
     HEADING = "Presets"

@@ -55,7 +55,7 @@ WRITTEN_THERE = ("checkpoint", "report")
 """The kinds of file that an engine on another machine writes there."""
 
 
-class SaveScreen(ChoiceScreen[SaveRequest | None]):
+class SaveScreen(ChoiceScreen[SaveRequest]):
     """The window in which the user chooses a kind of file and types its path. The result is the request to save it."""
 
     HEADING = "Save"

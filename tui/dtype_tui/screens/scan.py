@@ -27,7 +27,7 @@ MOST_ROWS = 1000
 _SHADES = " ·░▒▓█"
 
 
-class ScanScreen(ModalScreen[str | None]):
+class ScanScreen(ModalScreen[str]):
     """Shows the scan's current estimates. The window's result is a node to go to, or `AGAIN` to resume or start a scan."""
 
     AGAIN: ClassVar[str] = ":scan"

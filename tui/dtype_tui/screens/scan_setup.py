@@ -20,7 +20,7 @@ OF_CACHES = ("kv:float8_e4m3fn", "kv:int8@token", "kv:int4@token")
 PRESET = FAMILIES[TRANSFORMERS].dtypes
 
 
-class ScanSetup(ChoiceScreen[tuple[str, ...] | None]):
+class ScanSetup(ChoiceScreen[tuple[str, ...]]):
     """The window in which the user chooses the dtypes of a scan, which are its result."""
 
     HEADING = "Scan: how much does every weight matter?"

@@ -52,7 +52,7 @@ CHOICES: tuple[tuple[str, str, tuple[tuple[object, str], ...], str], ...] = (
 """The settings: (field of RunSettings, title, values as (value, label), explanation)."""
 
 
-class SettingsScreen(ChoiceScreen[RunSettings | None]):
+class SettingsScreen(ChoiceScreen[RunSettings]):
     """The window in which the user changes settings, which are its result."""
 
     HEADING = "Settings of a run"

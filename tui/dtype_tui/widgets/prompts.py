@@ -187,7 +187,7 @@ class FilterPrompt(BottomPrompt):
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "cancel", "Clear", priority=True, show=False)]
 
     def __init__(
-        self, filter_by: Callable[[str], None], count: Callable[[], int], go_to_first: Callable[[], None]
+        self, filter_by: Callable[[str], None], count: Callable[[], int], go_to_first: Callable[[], object]
     ) -> None:
         """filter_by: called with the text after each change. count: returns how many nodes match. go_to_first: called on Enter."""
         super().__init__("filter", "part of a name, or a glob")
