@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from rich.console import Group
+from rich.table import Table
 from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
@@ -75,7 +75,7 @@ class InputsScreen(ModalScreen[None]):
 
     def _draw(self) -> None:
         model, report = self._experiment.model, self._experiment.results.report
-        shown: Group | Text = Text(printable(model.no_forward or "Not known yet.", 500))
+        shown: Table | Text = Text(printable(model.no_forward or "Not known yet.", 500))
         if model.inputs_summary is not None:
             shown = inputs_table(model.inputs_summary, report.output.positions if report is not None else None)
         self.query_one("#inputs-rows", Static).update(shown)
@@ -103,7 +103,7 @@ class InputsScreen(ModalScreen[None]):
         self.query_one("#inputs-status", Static).update(Text(words, style=style))
 
 
-def inputs_table(summary: InputsSummary, compared: int | None = None) -> Group:
+def inputs_table(summary: InputsSummary, compared: int | None = None) -> Table:
     """Return a table of the inputs. compared: the positions of the output at which the models were compared."""
     head = PlainTable.labelled()
     for index, part in enumerate(summary.made_of):
@@ -121,7 +121,12 @@ def inputs_table(summary: InputsSummary, compared: int | None = None) -> Group:
         rows.add_row("", Text(_arguments(batch), style="dim"))
     if len(summary.batches) > MOST_ROWS:
         rows.add_row("", f"and {len(summary.batches) - MOST_ROWS:,} more")
-    return Group(Text(printable(summary.description, 200), style="bold"), head, "", rows)
+    whole = PlainTable.grid()
+    whole.add_row(Text(printable(summary.description, 200), style="bold"))
+    whole.add_row(head)
+    whole.add_row("")
+    whole.add_row(rows)
+    return whole
 
 
 def _arguments(batch: InputBatch) -> str:

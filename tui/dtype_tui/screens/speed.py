@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from rich.console import Group
 from rich.text import Text
 
 from dtype_engine.core.text import printable
@@ -35,4 +34,7 @@ def speed_screen(answer: Answer[None, SpeedReport]) -> Overlay:
         words.append("\nThis mix does not run in plain torch: its time includes the casts that make it run.")
     for notice in report.notices:
         words.append(f"\n{printable(notice, 1000)}")
-    return Overlay("Forward passes over all inputs, timed", Group(grid, words))
+    whole = PlainTable.grid()
+    whole.add_row(grid)
+    whole.add_row(words)
+    return Overlay("Forward passes over all inputs, timed", whole)

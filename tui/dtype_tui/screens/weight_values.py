@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-from rich.console import Group
 from rich.text import Text
 
 from dtype_engine.core import dtypes
@@ -28,10 +27,11 @@ def weight_screen(answer: Answer[InspectTensor, WeightStats]) -> Overlay:
     table.add_column(no_wrap=True)
     for _ in range(6):
         table.add_column(no_wrap=True, justify="right")
-    head: list[Text] = []
+    whole = PlainTable.grid()
     if (found := stats.reference) is not None:
         words = f"SQNR {decibels(found.sqnr_db)}, max |Δ| {found.max_abs:.2e}"
-        head = [Text(f"from {printable(experiment.model.reference, 200)}: {words}\n", style="bold")]
+        whole.add_row(Text(f"from {printable(experiment.model.reference, 200)}: {words}", style="bold"))
+        whole.add_row("")
     table.add_row("cast to", "SQNR", "max |Δ|", "→ inf", "clipped", "→ 0", "subnormal", style="dim")
     for error in stats.errors:
         counts = (error.overflowed, error.saturated, error.underflowed, error.subnormal)
@@ -42,10 +42,13 @@ def weight_screen(answer: Answer[InspectTensor, WeightStats]) -> Overlay:
             f"{error.max_abs:.2e}",
             *cells,
         )
-    footing = Text("fp8 and int8 with their scales; shares are of the tensor's values\n", style="dim")
+    whole.add_row(table)
+    whole.add_row(Text("fp8 and int8 with their scales; shares are of the tensor's values", style="dim"))
+    whole.add_row("")
+    whole.add_row(exponent_histogram(stats))
     tensor = experiment.tree.canonical(name)
     stored = f", stored {dtypes.short_name(tensor.dtype)}" if tensor else ""
-    return Overlay(f"Values of {printable(name, 60)}{stored}", Group(*head, table, footing, exponent_histogram(stats)))
+    return Overlay(f"Values of {printable(name, 60)}{stored}", whole)
 
 
 _HISTOGRAM_DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
