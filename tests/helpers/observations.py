@@ -221,9 +221,6 @@ async def much_text(app: DtypeApp, pilot: Pilot[None]) -> None:
     await pilot.press("g", "enter")
     lines = tuple(f"line {number}\n" for number in range(80))
     written = Written(tuple(range(80)), lines, 0.5)
-    await say(
-        app,
-        pilot,
-        events.JobDone(app.controller.experiment.recipe, GENERATE.ask(None), (Generation("", written, written),)),
-    )
+    found = Generation("", written, written)
+    await say(app, pilot, events.JobDone(app.controller.experiment.recipe, GENERATE.ask(None), (found,)))
     await pilot.pause()

@@ -37,13 +37,8 @@ def modules() -> tuple[ModuleDrift, ...]:
     """Drift that grows with depth, the MLPs ahead."""
     found = []
     for layer in range(6):
-        for part, less in (
-            ("self_attn", 0.0),
-            ("mlp", 4.0),
-            ("mlp.gate_proj", 1.0),
-            ("mlp.up_proj", 2.0),
-            ("mlp.down_proj", 4.5),
-        ):
+        parts = {"self_attn": 0.0, "mlp": 4.0, "mlp.gate_proj": 1.0, "mlp.up_proj": 2.0, "mlp.down_proj": 4.5}
+        for part, less in parts.items():
             found.append(ModuleDrift(f"model.layers.{layer}.{part}", 58.0 - 5 * layer - less, 1e-3 * (layer + 1), 0))
         found.append(ModuleDrift(f"model.layers.{layer}", 55.0 - 5 * layer, 2e-3 * (layer + 1), 0))
     return tuple(found)
@@ -70,11 +65,8 @@ async def mixed(app: DtypeApp, pilot: Pilot[None]) -> None:
     app.controller.apply_recipe(MIXED)
     await say(app, pilot, events.Memory(MIXED, memory()))
     await say(app, pilot, events.Measured(MIXED, report(MIXED, 1.64e-2, modules())), events.Idle())
-    await say(
-        app,
-        pilot,
-        events.JobDone(None, FLOOR.ask(None), NoiseFloor(("eager attention",), 256, 128.0, 1e-5, 1e-7, 9e-13, 1.0)),
-    )
+    floor = NoiseFloor(("eager attention",), 256, 128.0, 1e-5, 1e-7, 9e-13, 1.0)
+    await say(app, pilot, events.JobDone(None, FLOOR.ask(None), floor))
     app.query_one(ModuleTree).go_to("model.layers.4.mlp")
     await pilot.press("l")
 
@@ -82,12 +74,8 @@ async def mixed(app: DtypeApp, pilot: Pilot[None]) -> None:
 async def measuring(app: DtypeApp, pilot: Pilot[None]) -> None:
     await ready(app, pilot)
     app.controller.apply_recipe(MIXED)
-    await say(
-        app,
-        pilot,
-        events.MeasuringProgress(MIXED, "candidate", 150, 300),
-        events.ModulesMeasured(MIXED, modules()[:14]),
-    )
+    await say(app, pilot, events.MeasuringProgress(MIXED, "candidate", 150, 300))
+    await say(app, pilot, events.ModulesMeasured(MIXED, modules()[:14]))
 
 
 async def queued(app: DtypeApp, pilot: Pilot[None]) -> None:
@@ -161,9 +149,8 @@ def generated(app: DtypeApp) -> events.Event:
         "    def run(self):\n        pass\n\n    def stop(self):\n",
     )
     both = [Written(tuple(map(ord, text)), tuple(text), 0.5) for text in texts]
-    return events.JobDone(
-        app.controller.experiment.recipe, GENERATE.ask(GenerateText(48)), (Generation("class Worker:\n", *both),)
-    )
+    found = Generation("class Worker:\n", *both)
+    return events.JobDone(app.controller.experiment.recipe, GENERATE.ask(GenerateText(48)), (found,))
 
 
 async def generating(app: DtypeApp, pilot: Pilot[None]) -> None:
@@ -208,11 +195,8 @@ def values(app: DtypeApp) -> events.Event:
         WeightError(name, "float32", dtype, 98_304, error, 20 * error, 30 * error, decibels, 0, 0, 0, 12, 0)
         for dtype, error, decibels in (("bfloat16", 1e-4, 55.9), ("float16", 1e-5, 73.9), ("float8_e4m3fn", 1e-3, 31.5))
     )
-    return events.JobDone(
-        app.controller.experiment.recipe,
-        VALUES.ask(InspectTensor(name, ())),
-        WeightStats(ExponentHistogram(name, counts, 7, 0), errors),
-    )
+    found = WeightStats(ExponentHistogram(name, counts, 7, 0), errors)
+    return events.JobDone(app.controller.experiment.recipe, VALUES.ask(InspectTensor(name, ())), found)
 
 
 def inputs(app: DtypeApp) -> events.Event:
@@ -220,9 +204,8 @@ def inputs(app: DtypeApp) -> events.Event:
         InputBatch(f"{text}…", tokens, (InputTensor("input_ids", (1, tokens), "int64"),))
         for text, tokens in (("import os", 162), ("class Worker:", 170), ("def main() -> None:", 141))
     )
-    return events.InputsReady(
-        InputsSummary("3 default prompts, 473 tokens", ("text: the demo's own prompts",), 473, rows)
-    )
+    made_of = ("text: the demo's own prompts",)
+    return events.InputsReady(InputsSummary("3 default prompts, 473 tokens", made_of, 473, rows))
 
 
 def exported(app: DtypeApp) -> events.Event:
@@ -236,11 +219,8 @@ def causes(app: DtypeApp) -> events.Event:
         Contribution(DOWN, 1, 1.24e-4, 0.62, 41.0),
         Contribution("model.layers.2.mlp.up_proj", 1, 2.6e-5, 0.13, 52.0),
     )
-    return events.JobDone(
-        app.controller.experiment.recipe,
-        CAUSES.ask(None),
-        AttributionReport("demo", ("*=bfloat16",), "nats per token", 2e-4, 1.5e-4, 256, 60, 1.0, parts),
-    )
+    found = AttributionReport("demo", ("*=bfloat16",), "nats per token", 2e-4, 1.5e-4, 256, 60, 1.0, parts)
+    return events.JobDone(app.controller.experiment.recipe, CAUSES.ask(None), found)
 
 
 def scanned(app: DtypeApp) -> events.Event:
@@ -250,22 +230,8 @@ def scanned(app: DtypeApp) -> events.Event:
         for dtype, scale in (("float32", 0.0), ("bfloat16", 1e-7), ("float8_e4m3fn", 3e-5), ("int8", 1e-6)):
             score = (place * 37 % 41) * scale
             weights.append(WeightScore(name, dtype, tensor_bytes(tensor, dtype), score, score / 10))
-    found = ScanReport(
-        "demo",
-        "cpu",
-        "float32",
-        app.controller.experiment.model.inputs,
-        NATS,
-        False,
-        4,
-        6,
-        6,
-        dtypes,
-        1.0,
-        15.0,
-        tuple(weights),
-    )
-    return events.ScanUpdated(found, True)
+    about = "demo", "cpu", "float32", app.controller.experiment.model.inputs, NATS, False
+    return events.ScanUpdated(ScanReport(*about, 4, 6, 6, dtypes, 1.0, 15.0, tuple(weights)), True)
 
 
 SCENES: dict[str, Scene] = {

@@ -313,13 +313,8 @@ async def test_module_drift_appears_during_the_pass(app: DtypeApp) -> None:
     async with running(app) as pilot:
         recipe = app.controller.experiment.recipe
         modules = (ModuleDrift("model.layers.0", 45.6, 0.1, 0), ModuleDrift("model.layers.1", 1.0, 9.9, 4))
-        await say(
-            app,
-            pilot,
-            model_ready(app),
-            events.MeasuringProgress(recipe, "candidate", 30, 60),
-            events.ModulesMeasured(recipe, modules),
-        )
+        await say(app, pilot, model_ready(app), events.MeasuringProgress(recipe, "candidate", 30, 60))
+        await say(app, pilot, events.ModulesMeasured(recipe, modules))
         assert not missing(app, "45.6", "inf/nan", "50 %", "measuring: candidate")
         await pilot.press("w")
         assert tree_of(app).current.name == "model.layers.1"
@@ -393,13 +388,9 @@ async def test_live_tree_replaces_the_tree_of_headers(app: DtypeApp) -> None:
             TensorInfo(t.name, t.shape, t.dtype, t.kind, ("lm_head.weight",) if "embed" in t.name else ())
             for t in live.tensors.values()
         ]
-        classes = {name: "LlamaMLP" if name.endswith("mlp") else "Module" for name in live.modules} | {
-            "lm_head": "Linear"
-        }
-        event = events.ModelReady(
-            Tree(tensors, classes), "LlamaForCausalLM", "cpu", 1.0, "prompts", ("one weight is new",)
-        )
-        await say(app, pilot, event)
+        classes = {name: "LlamaMLP" if name.endswith("mlp") else "Module" for name in live.modules}
+        tree = Tree(tensors, {**classes, "lm_head": "Linear"})
+        await say(app, pilot, events.ModelReady(tree, "Llama", "cpu", 1.0, "prompts", ("one weight is new",)))
         assert tree_of(app).current.name == "model.layers.3.mlp"
         assert app.controller.experiment.recipe == Recipe((Rule("model.layers.3.mlp", "bfloat16"),))
         assert "LlamaMLP" in screen(app)
@@ -428,13 +419,7 @@ async def test_headers_can_be_planned_without_a_model(app: DtypeApp) -> None:
     async with running(app) as pilot:
         await say(app, pilot, events.OpenFailed("no config.json beside the weights"), events.Idle())
         await pilot.press("2")
-        text = screen(app)
-        assert (
-            "No drift: no config.json beside the weights" in " ".join(text.split()).replace("│ │", "")
-            or "No drift" in text
-        )
-        assert "50.0 % less" in text
-        assert "planning only" in text
+        assert not missing(app, "No drift", "50.0 % less", "planning only")
 
 
 async def test_message_is_centered_without_tree_and_model() -> None:
@@ -649,9 +634,8 @@ async def test_implicit_casts_have_a_screen(app: DtypeApp) -> None:
         await pilot.press("f")
         assert engine(app).commands[-1] == "flow"
         cast = ImplicitCastStats("model.layers.1.mlp.up_proj", "linear", "float32", "float64", 12288, 1, True)
-        await say(
-            app, pilot, model_ready(app), events.JobDone(app.controller.experiment.recipe, FLOW.ask(None), (cast,))
-        )
+        recipe = app.controller.experiment.recipe
+        await say(app, pilot, model_ready(app), events.JobDone(recipe, FLOW.ask(None), (cast,)))
         assert not missing(app, "model.layers.1.mlp.up_proj", "linear", "f32 → f64", "12.3 k", "raises")
         await pilot.press("escape")
         await say(app, pilot, events.JobDone(Recipe((Rule("*", "float64"),)), FLOW.ask(None), (cast,)))
@@ -738,9 +722,8 @@ async def test_speed_has_a_screen(app: DtypeApp) -> None:
             SpeedRow("candidate", "f32 + bf16", 2.0, 1.9, 2.1, 5, 500.0, True),
         )
         report = SpeedReport("demo", "cpu", 2, (), "6 default prompts", rows)
-        await say(
-            app, pilot, model_ready(app), events.JobDone(app.controller.experiment.recipe, SPEED.ask(None), report)
-        )
+        recipe = app.controller.experiment.recipe
+        await say(app, pilot, model_ready(app), events.JobDone(recipe, SPEED.ask(None), report))
         assert not missing(
             app,
             "500.0 ms",
@@ -761,9 +744,8 @@ async def test_model_that_cannot_run_sends_no_requests(app: DtypeApp) -> None:
 
 async def test_requests_to_a_busy_engine_are_said_to_come_next(app: DtypeApp) -> None:
     async with running(app) as pilot:
-        await say(
-            app, pilot, model_ready(app), events.MeasuringProgress(app.controller.experiment.recipe, "candidate", 1, 10)
-        )
+        recipe = app.controller.experiment.recipe
+        await say(app, pilot, model_ready(app), events.MeasuringProgress(recipe, "candidate", 1, 10))
         await pilot.press("t")
         assert re.search(r"● measuring: candidate  10 % .*  next: timing  Esc stops", screen(app))
         assert notices(app) == []
@@ -773,12 +755,8 @@ async def test_requests_to_a_busy_engine_are_said_to_come_next(app: DtypeApp) ->
 
 async def test_settings_are_chosen_by_keys_and_measured(app: DtypeApp) -> None:
     async with running(app, SMALL) as pilot:
-        await say(
-            app,
-            pilot,
-            model_ready(app),
-            events.Measured(app.controller.experiment.recipe, report(app.controller.experiment.recipe)),
-        )
+        recipe = app.controller.experiment.recipe
+        await say(app, pilot, model_ready(app), events.Measured(recipe, report(recipe)))
         await pilot.press("comma", "right", "down", "right")
         await pilot.pause()
         await until(pilot, lambda: "[bf16]" in screen(app))
@@ -788,10 +766,9 @@ async def test_settings_are_chosen_by_keys_and_measured(app: DtypeApp) -> None:
         chosen = RunSettings(autocast="bfloat16", float_inputs="model")
         assert engine(app).settings == [chosen]
         assert app.controller.experiment.results.report is None
-        late = events.Measured(app.controller.experiment.recipe, report(app.controller.experiment.recipe))
-        await say(app, pilot, late)
+        await say(app, pilot, events.Measured(recipe, report(recipe)))
         assert app.controller.experiment.results.report is None, "that was measured under other settings"
-        await say(app, pilot, events.Measured(late.recipe, report(late.recipe, settings=str(chosen)), chosen))
+        await say(app, pilot, events.Measured(recipe, report(recipe, settings=str(chosen)), chosen))
         assert app.controller.experiment.results.report is not None
         assert "autocast bfloat16" in screen(app)
         await pilot.press("comma", "right", "escape")
@@ -826,10 +803,8 @@ async def test_values_of_a_tensor_have_a_screen(app: DtypeApp, size: tuple[int, 
         lost = WeightError("w", "float32", "float16", 1000, 1e-5, 2e-4, 1e-3, 60.0, 3, 0, 20, 500, 0)
         histogram = ExponentHistogram("w", ((-30, 20), (-10, 900), (20, 3)), 7, 0)
         reading = WeightStats(histogram, (lost,))
-        name = "model.embed_tokens.weight"
-        await say(
-            app, pilot, events.JobDone(app.controller.experiment.recipe, VALUES.ask(InspectTensor(name, ())), reading)
-        )
+        ask, recipe = VALUES.ask(InspectTensor("model.embed_tokens.weight", ())), app.controller.experiment.recipe
+        await say(app, pilot, events.JobDone(recipe, ask, reading))
         assert not missing(app, "60.00 dB", "20 2.0 %", "500 50.0 %")
         assert all(len(line.rstrip()) <= size[0] for line in lines(app))
 
@@ -853,14 +828,8 @@ async def test_pane_of_a_cancelled_measurement_does_not_look_running(app: DtypeA
     async with running(app) as pilot:
         recipe = app.controller.experiment.recipe
         drifts = (ModuleDrift("model.layers.1.mlp", 30.0, 0.1, 0),)
-        await say(
-            app,
-            pilot,
-            model_ready(app),
-            events.ModulesMeasured(recipe, drifts),
-            events.Stopped(recipe, "measure"),
-            events.Idle(),
-        )
+        await say(app, pilot, model_ready(app), events.ModulesMeasured(recipe, drifts))
+        await say(app, pilot, events.Stopped(recipe, "measure"), events.Idle())
         assert not missing(app, "Stopped before the end: press m.", "worst 30.00")
 
 

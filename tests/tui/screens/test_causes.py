@@ -94,11 +94,8 @@ async def test_causes_are_requested_plotted_and_cancelled(size: tuple[int, int])
         await measured(app, pilot, Recipe((Rule("*", "float16"),)))
         assert app.controller.experiment.results.causes is None
         await pilot.press("d")
-        await say(
-            app,
-            pilot,
-            events.WorkingProgress(app.controller.experiment.recipe, "running each module as cast by itself", 1, 48),
-        )
+        recipe = app.controller.experiment.recipe
+        await say(app, pilot, events.WorkingProgress(recipe, "running each module as cast by itself", 1, 48))
         await pilot.press("escape")
         assert engine(app).commands[-2:] == ["causes", "cancel causes"]
         assert not isinstance(app.screen, CausesScreen)
@@ -210,13 +207,8 @@ async def test_drift_pane_shows_limits_and_noise_floor() -> None:
     for size in (WIDE, SMALL):
         async with running(app, size) as pilot:
             await measured(app, pilot)
-            await say(
-                app,
-                pilot,
-                events.JobDone(
-                    None, jobs.FLOOR.ask(None), NoiseFloor(("eager attention",), 256, 128.0, 1e-5, 1e-7, 9e-13, 1.0)
-                ),
-            )
+            floor = NoiseFloor(("eager attention",), 256, 128.0, 1e-5, 1e-7, 9e-13, 1.0)
+            await say(app, pilot, events.JobDone(None, jobs.FLOOR.ask(None), floor))
             assert not missing(
                 app,
                 "FAIL",
@@ -227,13 +219,8 @@ async def test_drift_pane_shows_limits_and_noise_floor() -> None:
                 " small  no worse than llama.cpp Q8_0",
                 "● ready",
             )
-            await say(
-                app,
-                pilot,
-                events.JobDone(
-                    None, jobs.FLOOR.ask(None), NoiseFloor(("eager attention",), 256, 30.0, 1e-5, 1e-7, 9e-4, 1.0)
-                ),
-            )
+            floor = dataclasses.replace(floor, sqnr_db=30.0, kl_mean=9e-4)
+            await say(app, pilot, events.JobDone(None, jobs.FLOOR.ask(None), floor))
             assert " under the floor  noise" in screen(app)
         app = make_app()
         app.controller.experiment.thresholds = LIMITS
