@@ -58,6 +58,11 @@ def module_of(path: Path) -> Any:
     return module.Net
 
 
+def jobs(app: DtypeApp) -> tuple[str, tuple[str, ...]]:
+    """The running job, and the waiting ones."""
+    return app.controller.activity.running, app.controller.activity.waiting
+
+
 @asynccontextmanager
 async def measured(way: Way, net: Path) -> AsyncIterator[tuple[DtypeApp, Pilot[None]]]:
     """The app on the model of `net`, cast and measured."""
@@ -237,7 +242,7 @@ async def test_d_and_esc_cancel_the_causes_only(net: Path, way: Way) -> None:
         assert isinstance(app.screen, CausesScreen)
         await until(pilot, lambda: "The causes follow, after: timing" in screen(app))
         await pilot.press("escape")
-        await until(pilot, lambda: app.controller.activity.running == "speed" and app.controller.activity.waiting == ())
+        await until(pilot, lambda: jobs(app) == ("speed", ()))
         slow(net, 0)
         await until(pilot, lambda: isinstance(app.screen, Overlay))  # the times, told to the end
         await pilot.press("escape")
@@ -306,12 +311,7 @@ async def test_requests_during_a_measurement_are_named_until_done(net: Path, way
         await until(pilot, lambda: "next: timing, dtype flow" in screen(app))
         # A newer recipe goes first; nothing that was asked for is lost.
         await pilot.press("3")
-        await until(
-            pilot,
-            lambda: (
-                app.controller.activity.running == "measure" and app.controller.activity.waiting == ("speed", "flow")
-            ),
-        )
+        await until(pilot, lambda: jobs(app) == ("measure", ("speed", "flow")))
         slow(net, 0)
         await until(pilot, lambda: len(app.screen_stack) == 3 and not app.controller.activity.busy)
         assert app.controller.activity.waiting == ()
@@ -324,10 +324,7 @@ async def test_timing_interrupted_by_a_cast_is_done_afterwards(net: Path, way: W
         await pilot.press("t")
         await until(pilot, lambda: app.controller.activity.running == "speed")
         await pilot.press("3")
-        await until(
-            pilot,
-            lambda: (now := app.controller.activity).running == "measure" and now.waiting == ("speed",),
-        )
+        await until(pilot, lambda: jobs(app) == ("measure", ("speed",)))
         slow(net, 0)
         await until(pilot, lambda: isinstance(app.screen, Overlay) and not app.controller.activity.busy)
         await until(pilot, lambda: "f16" in screen(app))

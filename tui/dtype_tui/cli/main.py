@@ -21,13 +21,11 @@ def configured_defaults() -> dict[str, Any]:
     for name, value in configured().defaults.items():
         option = known[name]
         values = value if isinstance(value, list) else [value]
-        if (isinstance(value, list) and not option.multiple) or not all(
-            isinstance(one, (str, int, float)) for one in values
-        ):
+        are_plain = all(isinstance(one, (str, int, float)) for one in values)
+        if not are_plain or (isinstance(value, list) and not option.multiple):
             takes = "a value or a list of them" if option.multiple else "one value"
-            raise UserError(
-                f"{config_path()}: defaults: {printable(name)} takes {takes}, not {printable(repr(value), 60)}"
-            )
+            shown = printable(repr(value), 60)
+            raise UserError(f"{config_path()}: defaults: {printable(name)} takes {takes}, not {shown}")
         texts = [one if isinstance(one, bool) else str(one) for one in values]
         found[option.name or name] = texts if option.multiple else texts[0]
         try:

@@ -140,9 +140,8 @@ class CausesScreen(ChoiceScreen[str]):
             stopped = "" if self._measuring else "stopped after "
             box.border_title = f"{self.HEADING}: {stopped}{found.done} of {found.total}"
         stops = self._measuring and self._before is None and self._report is not None
-        box.border_subtitle = (
-            f"↑↓ choose  Enter goes there  x puts back  u undoes  Esc {'stops' if stops else 'closes'}"
-        )
+        esc = "stops" if stops else "closes"
+        box.border_subtitle = f"↑↓ choose  Enter goes there  x puts back  u undoes  Esc {esc}"
 
     def _progress(self) -> str:
         activity = self._controller.activity

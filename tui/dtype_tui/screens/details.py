@@ -119,9 +119,8 @@ def _rule_rows(experiment: Experiment, node: str) -> Iterator[Row]:
     effects = effects_on(experiment.tree, experiment.plan, node)
     for effect in effects:
         won, taken = effect.decides, effect.matches
-        verdict = (
-            "decides" if won == taken else "loses to a later rule" if won == 0 else f"decides {won} of {taken} tensors"
-        )
+        verdict = "decides" if won == taken else f"decides {won} of {taken} tensors"
+        verdict = verdict if won else "loses to a later rule"
         yield f"rule {effect.index + 1}", f"{printable(str(effect.rule), 500)}  {verdict}"
     if not effects:
         yield "rules", "none: as stored"

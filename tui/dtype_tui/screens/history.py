@@ -188,9 +188,7 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe]):
     def action_axis(self) -> None:
         axes = ("", *metric_names(self._entries))
         if len(axes) == 1:
-            self.notify(
-                "there are no metrics of your own: --metric file.py:function measures one", severity="information"
-            )
+            self.notify("there are no metrics of your own: --metric file.py:function measures one")
         at = axes.index(self._experiment.axis) if self._experiment.axis in axes else 0
         self._experiment.axis = axes[(at + 1) % len(axes)]
         self._plot()

@@ -74,9 +74,8 @@ class PresetsScreen(ChoiceScreen[Recipe]):
         if experiment.served.budget:
             sentences += [f"Weights, KV cache and activations at {experiment.context_words} must fit in {room}."]
         elif experiment.room:
-            sentences += [
-                f"The weights must fit in the {room} of memory of {experiment.model.device or 'the machine'}."
-            ]
+            of = experiment.model.device or "the machine"
+            sentences += [f"The weights must fit in the {room} of memory of {of}."]
         return " ".join([*sentences, "A preset replaces all current rules."])
 
     def action_apply(self) -> None:

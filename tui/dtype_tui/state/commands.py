@@ -90,9 +90,8 @@ def parse(line: str, commands: dict[str, Command]) -> tuple[Command, tuple[str, 
     command = commands.get(name)
     if command is None:
         near = nearest(name, commands)
-        raise UserError(
-            f"no command {printable(name, 40)!r}" + (f"; did you mean {near}?" if near else "; Tab shows all")
-        )
+        hint = f"did you mean {near}?" if near else "Tab shows all"
+        raise UserError(f"no command {printable(name, 40)!r}; {hint}")
     rest = rest.strip()
     if not command.arguments:
         if rest:

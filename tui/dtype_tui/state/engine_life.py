@@ -181,13 +181,11 @@ class EngineLife:
 
     def check_stopped(self) -> None:
         """Offer to end the engine if a job still runs `STOP_WAIT_S` seconds after it was asked to stop."""
-        if self._stopping is None or self.must_end or not self.activity.busy or not self._engine.can_restart:
+        if self._stopping is None or self.must_end or not self.activity.busy:
             return
-        if self.lost:
+        if self.lost or not self._engine.can_restart:
             return
-        if (
-            time.monotonic() - self._stopping_since >= STOP_WAIT_S - 0.1
-        ):  # a later stop of another job has its own check
+        if time.monotonic() - self._stopping_since >= STOP_WAIT_S - 0.1:  # a later stop has its own check
             self.must_end = True
             offer = "Esc again ends the engine and starts another, with this recipe"
             self._offer = f"{self.activity.what} has not stopped: {offer}"

@@ -58,10 +58,8 @@ class Folds:
     def around(self, module: Module) -> Members | None:
         """Return the modules that are folded into one row with `module`, or None if it is not folded."""
         parent = self._tree.modules[module.name.rpartition(".")[0]]
-        return next(
-            (members for members in self.below(parent) if len(members) > 1 and any(each is module for each in members)),
-            None,
-        )
+        folds = (members for members in self.below(parent) if len(members) > 1)
+        return next((members for members in folds if any(each is module for each in members)), None)
 
     def _grouped(self, parent: Module) -> Iterator[Members]:
         children = list(parent.children.values())

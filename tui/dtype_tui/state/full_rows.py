@@ -29,7 +29,9 @@ def drift_rows(experiment: Experiment) -> Rows:
     """Return rows (label, text) about the drift of the model's output. Empty if nothing has been measured."""
     report, partial = experiment.results.report, experiment.results.partial_drift
     if report is not None:
-        rows = [("over", extent_text(report.sequences)), *_reference(experiment)]
+        rows = [("over", extent_text(report.sequences))]
+        if experiment.model.reference not in BY_NAME:
+            rows.append(("reference", printable(experiment.model.reference, 300)))
         rows.append(("meaning", str(meaning(report.output, experiment.floor, report.modules))))
         if experiment.floor is not None and experiment.floor.ways:
             rows.append(("floor", floor_text(experiment.floor)))
@@ -37,11 +39,6 @@ def drift_rows(experiment: Experiment) -> Rows:
     if partial is not None:
         return [("so far", extent_text(partial.extent)), *_figures(experiment, partial.output, partial.extent)]
     return []
-
-
-def _reference(experiment: Experiment) -> Iterator[tuple[str, str]]:
-    if experiment.model.reference not in BY_NAME:
-        yield "reference", printable(experiment.model.reference, 300)
 
 
 def _figures(experiment: Experiment, output: OutputDrift, extent: Extent) -> Iterator[tuple[str, str]]:

@@ -187,11 +187,8 @@ class ScanState(msgspec.Struct, dict=True):
 
     @property
     def heading(self) -> str:
-        return (
-            f"nats {dtypes.short_name(self.dtype)}"
-            if self.report and "nats" in self.report.unit
-            else dtypes.short_name(self.dtype)
-        )
+        in_nats = self.report is not None and "nats" in self.report.unit
+        return f"{'nats ' if in_nats else ''}{dtypes.short_name(self.dtype)}"
 
 
 def figure(value: float) -> str:

@@ -21,8 +21,7 @@ class Step:
     actions: tuple[str, ...]
     """One of these actions has to be performed."""
     window: str = ""
-    """The class name of the window in which the step begins, or "". If it is closed, the tour goes back to the step that opens it.
-    """
+    """The class name of the window in which the step begins, or "". Once it is closed, the tour goes back to what opens it."""
     through: tuple[str, ...] = ()
     """The class names of windows on the way to the action. In any other, the text begins by telling how to close it."""
     leaves: str | None = None
