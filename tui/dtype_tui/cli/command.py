@@ -15,7 +15,7 @@ import click
 import msgspec
 from textual.binding import Binding
 
-from dtype_engine.cli.options import MEASURING, ModelCommand, batch_option, byte_count, context_option
+from dtype_engine.cli.options import MEASURING, Bytes, ModelCommand, batch_option, context_option
 from dtype_engine.cli.parallel import workers_option
 from dtype_engine.cli.program import BAD_INPUT
 from dtype_engine.cli.request import RunRequest
@@ -24,7 +24,8 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.input_args import check_files
 from dtype_engine.recipe import rules_in_doubt
 from dtype_engine.service.events import Event
-from dtype_tui.state.launch import Launch, is_address
+from dtype_tui.state.addresses import is_address
+from dtype_tui.state.launch import Launch
 
 if TYPE_CHECKING:
     from dtype_engine.service.connection import Connection
@@ -66,7 +67,7 @@ if TYPE_CHECKING:
 @batch_option
 @click.option(
     "--budget",
-    type=byte_count,
+    type=Bytes(),
     metavar="BYTES",
     help="Show, in the Memory pane, the longest context that fits in this amount of memory, such as 24GiB.",
 )

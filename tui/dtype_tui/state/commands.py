@@ -1,6 +1,5 @@
-"""The commands of the `:` line, such as `cast *.mlp bf16` and `go model.layers.3`, and their completion.
-
-Every action of a key that needs no arguments is a command, too.
+"""The commands of the `:` line, such as `cast *.mlp bf16`, and their completion. Actions of keys without arguments are commands,
+too.
 """
 
 from __future__ import annotations

@@ -91,8 +91,8 @@ class Controller:
     # -- events of the engine ------------------------------------------------------------------------------------
 
     def handle(self, event: events.Event) -> bool:
-        """Update the state from an event of the engine. The caller has to redraw the screen. Returns False, and changes nothing, if
-        the event belongs to another recipe or other settings than the current ones.
+        """Update the state from an event of the engine. The caller has to redraw the screen. Returns False, and changes nothing,
+        for an event of another recipe or other settings than the current ones.
         """
         self._note_answered(event)
         if self.experiment.is_stale(event):
@@ -174,8 +174,8 @@ class Controller:
     # -- the start -----------------------------------------------------------------------------------------------
 
     def begin(self, launch: Launch) -> None:
-        """Restore the session to resume, if there is one. Then apply the recipe from the command line and, once the module classes
-        are known, the preset.
+        """Restore the session to resume. Then apply the recipe from the command line and, once module classes are known, the
+        preset.
         """
         recipe, saved = launch.recipe, launch.saved
         self._saved_recipe = recipe

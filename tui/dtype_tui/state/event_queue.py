@@ -11,9 +11,8 @@ from dtype_engine.service.outbox import add
 
 
 class EventQueue:
-    """A thread-safe queue of the engine's events. Of events that replace each other, such as progress, only the newest waits.
-
-    arrived: called each time that one more event waits. It must not wait for the app's thread.
+    """A thread-safe queue of the engine's events. Of those that replace each other, such as progress, only the newest waits.
+    arrived: called each time that one more waits. It must not wait for the app's thread.
     """
 
     def __init__(self, arrived: Callable[[], None]) -> None:

@@ -85,9 +85,8 @@ class ModelFacts(msgspec.Struct, frozen=True):
 
 @dataclass
 class Experiment:
-    """One model, its history of recipes, and the results of the current one.
-
-    Results of other recipes are kept only in `measured`, `module_log` and `scan`.
+    """One model, its history of recipes, and the results of the current one. Others' are only in `measured`, `module_log` and
+    `scan`.
     """
 
     model: ModelFacts
@@ -220,9 +219,8 @@ class Experiment:
     # -- the current recipe and settings -------------------------------------------------------------------------
 
     def refusal(self, rule: Rule) -> str | None:
-        """Return a sentence that explains why a rule is refused: it matches nothing in this model, or takes too long to match.
-
-        Returns None if the rule matches something, or if this is not known yet.
+        """Return why a rule is refused: it matches nothing in this model, or takes too long. None if it matches, or if that is not
+        known yet.
         """
         plan = make_plan(self.tree, self.recipe.then(rule))
         last = len(plan.recipe) - 1

@@ -1,6 +1,5 @@
-"""Folds neighboring modules that are alike, such as the layers of a transformer, into one row of the tree.
-
-The name of a fold is the pattern that matches its members, such as `model.layers.{2..9}`. It is used like the name of a node.
+"""Folds neighboring modules that are alike, such as the layers of a transformer, into one row of the tree. Its name is the pattern
+that matches them, such as `model.layers.{2..9}`, and is used like the name of a node.
 """
 
 from __future__ import annotations

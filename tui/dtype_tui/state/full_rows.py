@@ -1,7 +1,4 @@
-"""Everything that is known about the drift of the model's output and about memory, as rows of a label and a text.
-
-The panes show only the most important metrics. These rows are in the details of the model, and in a pane that is shown alone.
-"""
+"""All that is known about drift and memory, as rows (label, text): for the details of the model, and a pane shown alone."""
 
 from __future__ import annotations
 

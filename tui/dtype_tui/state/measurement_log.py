@@ -46,9 +46,8 @@ class MeasuredRecipe(msgspec.Struct, frozen=True):
         return not self.extent.whole
 
     def drift(self, distribution: bool) -> float | None:
-        """Return the drift by which plots compare recipes, or None if it is unknown or not finite.
-
-        distribution: whether the output is one. The drift is then the mean KL in nats, otherwise the squared relative L2 error.
+        """Return the drift by which plots compare recipes, if it is known and finite: the mean KL in nats, or the squared relative
+        L2 error unless the output is a distribution.
         """
         value = self.output.kl_mean if distribution else 10 ** (-self.output.sqnr_db / 10)
         return None if self.output.nonfinite or value is None or math.isnan(value) else max(0.0, value)

@@ -147,9 +147,8 @@ class ScanState(msgspec.Struct, dict=True):
         return ""
 
     def front(self, tree: Tree, context: int | None = None, batch: int = 1) -> ParetoFront:
-        """Return the Pareto front of plans within the user's constraints. Raises UserError if no plan meets them.
-
-        If the scan includes formats of KV caches, their bytes count, too, for `batch` sequences of `context` tokens.
+        """Return the Pareto front within the user's constraints. Raises UserError if no plan meets them. If the scan includes
+        formats of KV caches, their bytes count, too, for `batch` sequences of `context` tokens.
         """
         from dtype_engine.search.pareto import make_front
 
