@@ -15,7 +15,7 @@ import click
 import msgspec
 from textual.binding import Binding
 
-from dtype_engine.cli.options import MEASURING, Bytes, ModelCommand, batch_option, context_option
+from dtype_engine.cli.options import MEASURING, ModelCommand, batch_option, byte_count, context_option
 from dtype_engine.cli.parallel import workers_option
 from dtype_engine.cli.program import BAD_INPUT
 from dtype_engine.cli.request import RunRequest
@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 @batch_option
 @click.option(
     "--budget",
-    type=Bytes(),
+    type=byte_count,
     metavar="BYTES",
     help="Show, in the Memory pane, the longest context that fits in this amount of memory, such as 24GiB.",
 )

@@ -50,8 +50,3 @@ class Launch(msgspec.Struct, frozen=True):
     begins_tour: bool = False
     offers_tour: bool = False
     """Whether the app shows, at its start, a panel that offers the tour."""
-
-
-def is_address(model: str | None) -> bool:
-    """Return whether the command-line argument MODEL is the `ssh://` address of a model on another machine."""
-    return model is not None and model.startswith("ssh://")

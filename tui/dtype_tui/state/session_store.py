@@ -35,7 +35,7 @@ from dtype_engine.recipe.plan import MATCHING_S
 from dtype_engine.recipe.regexes import time_limit
 from dtype_engine.results.drift import Extent, OutputDrift
 from dtype_engine.results.metrics import MetricChange
-from dtype_tui.state.launch import is_address
+from dtype_tui.state.addresses import is_address
 from dtype_tui.state.measurement_log import MeasuredRecipe
 from dtype_tui.state.rule_list import ListedRule, RuleList
 
