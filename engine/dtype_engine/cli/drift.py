@@ -16,7 +16,7 @@ from dtype_engine.cli.options import MEASURING, REFERENCE, ModelCommand, json_op
 from dtype_engine.cli.parallel import over_workers, workers_option
 from dtype_engine.cli.program import NO, answer, note, print_json, print_stderr, say, say_count, say_progress, say_share
 from dtype_engine.cli.request import RunRequest
-from dtype_engine.cli.thresholds import all_limits, threshold_options
+from dtype_engine.cli.thresholds import all_limits, finite_status, threshold_options
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 from dtype_engine.results.as_json import as_json
@@ -109,7 +109,8 @@ def drift(
 
     Weights in which the casts made values infinite or zero are listed, however small the drift is.
 
-    The exit status is 1 if a limit (--max-kl, --min-sqnr, --min-top1, --min, --max) is not met.
+    The exit status is 1 if a limit (--max-kl, --min-sqnr, --min-top1, --min, --max) is not met, and, with or without limits, if the
+    output has NaN or infinite values in the reference or in the candidate.
     """
     thresholds = all_limits(limits, request.options.metrics)
     _refuse_targets(save_recipe, report_file, force)
@@ -150,7 +151,7 @@ def drift(
         calibration = {"calibration": as_json(session.inputs_reading)}
         generated = {"generated": [_generation(text) for text in texts]} if tokens else {}
         print_json(as_json(report) | calibration | generated | details.as_json() | {"thresholds": as_json(reached)})
-        return _exit_status(reached)
+        return _exit_status(reached, report)
     from dtype_engine.reports.text import drift_text, generation_text
 
     answer(drift_text(report))
@@ -158,7 +159,7 @@ def drift(
     for text in texts:
         answer(generation_text(text))
     note(report.notices)
-    return _exit_status(reached)
+    return _exit_status(reached, report)
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,13 +257,13 @@ def _refuse_before_measuring(session: Session, tokens: int | None, pictures: Pat
         check_pictures(session, pictures, force)
 
 
-def _exit_status(reached: Sequence[Verdict]) -> int:
-    """Print each limit that was not met on standard error, and return the exit status."""
+def _exit_status(reached: Sequence[Verdict], report: DriftReport) -> int:
+    """Print each limit that was not met on standard error, and that the output is not finite, and return the exit status."""
     missed = [verdict for verdict in reached if not verdict.passed]
     for verdict in missed:
         option = "--" + (verdict.name if " " in verdict.name else verdict.name.replace("_", "-"))
         print_stderr(f"dtype-engine: {option} is missed: {verdict}")
-    return NO if missed else 0
+    return finite_status(report) or (NO if missed else 0)
 
 
 def _generation(text: Generation) -> dict[str, Any]:

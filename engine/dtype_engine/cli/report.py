@@ -11,6 +11,7 @@ import click
 from dtype_engine.cli.options import METRICS, REFERENCE, ModelCommand, force_option, json_option
 from dtype_engine.cli.program import answer, note, print_json, say, say_progress, say_share
 from dtype_engine.cli.request import Planned, RunRequest
+from dtype_engine.cli.thresholds import finite_status
 from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.text import printable
 from dtype_engine.reports.text_losses import loss_notice
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 )
 @force_option
 @json_option
-def report(request: RunRequest, file: Path, with_speed: bool, force: bool, as_object: bool) -> None:
+def report(request: RunRequest, file: Path, with_speed: bool, force: bool, as_object: bool) -> int:
     """Measure a recipe, and write a report of it to one file: its rules, the memory, the drift, a table of all modules, and how the
     drift was measured.
 
@@ -81,18 +82,20 @@ def report(request: RunRequest, file: Path, with_speed: bool, force: bool, as_ob
         lost = _losses(known)
     say("")
     written = write_report(file, force, source, subject, Measured(measured, reason, lost, nonfinite, speed))
+    status = finite_status(measured) if measured is not None else 0
     if as_object:
         _, plan, title, _ = subject
         sizes = {"stored_bytes": plan.stored_bytes, "planned_bytes": plan.planned_bytes}
         why = {"no_drift": reason} if reason else {}
         named = {"file": str(written), "model": title, "measured": measured is not None}
         print_json(named | sizes | why | {"lost": as_json(lost)})
-        return
+        return status
     answer(f"wrote {printable(str(written), 1000)}")
     if notice := loss_notice(lost or ()):
         note([notice])
     if reason:
         note([f"without drift: {reason}"])
+    return status
 
 
 def of_session(session: Session) -> _Subject:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -261,14 +262,17 @@ def search(
         return NO
     if output is not None:
         _write_best(report, session, output, force)
+    finite = report.measured is None or math.isfinite(report.measured)
+    if not finite:
+        print_stderr("dtype-engine: the output is not finite under this recipe")
     if as_object:
-        print_json(as_json(report) | {"met": True})
+        print_json(as_json(report) | {"met": finite})
     else:
         from dtype_engine.reports.text_scan import search_text
 
         answer(search_text(report))
     note(report.notices)
-    return 0
+    return 0 if finite else NO
 
 
 @click.command

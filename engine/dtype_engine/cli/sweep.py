@@ -8,7 +8,7 @@ import click
 
 from dtype_engine.cli.options import METRICS, REFERENCE, ModelCommand, json_option
 from dtype_engine.cli.parallel import over_workers, workers_option
-from dtype_engine.cli.program import answer, note, print_json, say
+from dtype_engine.cli.program import NO, answer, note, print_json, print_stderr, say
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.core.errors import UserError
 from dtype_engine.results.as_json import as_json
@@ -21,7 +21,7 @@ from dtype_engine.results.sweep import SweepReport, SweepRow, sweep_rows
 @click.argument("recipes", nargs=-1, required=True, type=click.Path(path_type=Path))
 @workers_option
 @json_option
-def sweep(request: RunRequest, recipes: tuple[Path, ...], workers: str | int | None, as_object: bool) -> None:
+def sweep(request: RunRequest, recipes: tuple[Path, ...], workers: str | int | None, as_object: bool) -> int:
     """Measure many recipe files on one model, and print a table of their bytes and drift. A mark shows the best recipes: those that
     no other recipe beats in both bytes and drift.
 
@@ -55,10 +55,14 @@ def sweep(request: RunRequest, recipes: tuple[Path, ...], workers: str | int | N
     say("")
     stored, unit = session.tree.stored_bytes, "KL, nats per position" if output.kl_mean is not None else SQUARED
     swept = SweepReport(report.model, report.inputs, stored, unit, sweep_rows(rows))
+    finite = any(row.output.is_finite for row in rows)
+    if not finite:
+        print_stderr("dtype-engine: the output is finite under none of the recipes")
     if as_object:
         print_json(as_json(swept))
-        return
+        return 0 if finite else NO
     from dtype_engine.reports.text_sweep import sweep_text
 
     answer(sweep_text(swept))
     note(report.notices)
+    return 0 if finite else NO

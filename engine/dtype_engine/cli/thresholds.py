@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from dtype_engine.cli.options import with_options
+from dtype_engine.cli.program import NO, print_stderr
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import LM_EVAL
+from dtype_engine.core.text import printable
 from dtype_engine.results.figures import FIGURES
 from dtype_engine.results.thresholds import Limit
+
+if TYPE_CHECKING:
+    from dtype_engine.results.drift import DriftReport
 
 
 def _share(text: str) -> float:
@@ -81,6 +86,14 @@ threshold_options = with_options(
     ),
     min_and_max_options,
 )
+
+
+def finite_status(report: DriftReport) -> int:
+    """Return the exit status that a measurement has without any limit. If the output is not finite, say so on standard error."""
+    if report.output.is_finite:
+        return 0
+    print_stderr(f"dtype-engine: {printable(report.output_name, 100)} is not finite: {report.output.nonfinite_text}")
+    return NO
 
 
 def all_limits(values: Mapping[str, Any], metrics: Sequence[str]) -> tuple[Limit, ...]:

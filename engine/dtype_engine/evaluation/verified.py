@@ -12,7 +12,7 @@ from dtype_engine.recipe import make_plan
 from dtype_engine.recipe.minimize import minimize
 from dtype_engine.results.drift import DriftReport
 from dtype_engine.results.scan import Candidate, SearchReport
-from dtype_engine.results.thresholds import Limit, verdicts
+from dtype_engine.results.thresholds import Limit, meets, verdicts
 from dtype_engine.search.pareto import Constraints, Solution
 from dtype_engine.search.sensitivity import scalar_drift
 from dtype_engine.search.solve import around, spread
@@ -59,7 +59,10 @@ def best(
         on_measured(done)
     measured = {index: scalar_drift(report.output) for index, report in reports.items()}
     budget, max_drift = limit
-    within = [index for index in measured if max_drift is None or measured[index] <= max_drift]
+    within = [
+        index for index, drift in measured.items()
+        if max_drift is None or (reports[index].output.is_finite and meets(drift, max_drift, is_most=True))
+    ]  # fmt: skip
     if within and metrics:
         within = _reaching(metrics, within, reports, found)
     if not within:

@@ -11,7 +11,7 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Module, Totals, Tree, is_number
-from dtype_engine.core.units import decibels, human_bytes, human_count, seconds_text
+from dtype_engine.core.units import human_bytes, human_count, seconds_text
 from dtype_engine.recipe import Plan
 from dtype_engine.recipe.serving_memory import cache_change, default_context
 from dtype_engine.reports.blocks import BarChart, Identifier, Pictures, Report, Section, StackedBars, Table
@@ -293,7 +293,7 @@ def _depth(tree: Tree, drift: DriftReport) -> list[Section]:
 
 
 def _worst(tree: Tree, drift: DriftReport) -> Section:
-    worst = worst_modules(_leaves(tree, drift))[:_WORST]
+    worst = worst_modules(_leaves(tree, drift), drift.output)[:_WORST]
     if not worst:
         return Section("Worst modules", ("None: no module's output differs from the reference.",))
     extent = modules_extent_text(drift)
@@ -311,7 +311,7 @@ def worst_table(worst: Iterable[ModuleDrift]) -> Table:
 
 
 def _figures(reading: ModuleDrift) -> tuple[str, ...]:
-    return decibels(reading.sqnr_db), f"{reading.max_abs:.3e}", f"{reading.nonfinite:,}"
+    return reading.sqnr_text, f"{reading.max_abs:.3e}", reading.nonfinite_text
 
 
 def _modules(tree: Tree, plan: Plan, drift: DriftReport | None) -> Section:

@@ -42,7 +42,7 @@ def drift_html(report: DriftReport) -> str:
             caches = cache_change_text(memory.cache_stored_bytes, memory.cache_planned_bytes, memory.cache_context or 0)
         tiles.insert(0, size_tile(memory.stored_bytes, memory.planned_bytes, caches))
     sections = [drift_section(report), *picture_sections(report)]
-    if worst := worst_modules(report.modules)[:_ROWS]:
+    if worst := worst_modules(report.modules, report.output)[:_ROWS]:
         sections.append(Section("Worst modules", (worst_table(worst),)))
     title = f"Drift: {printable(report.model, 200)}"
     rules = ", ".join(report.rules) or "none: as stored"

@@ -42,8 +42,7 @@ def verdict_tile(drift: DriftReport | None, no_drift: str = "", nonfinite: NonFi
         return Tile("drift", "not measured", (printable(no_drift, 200) or "no forward pass was run",))
     output, said = drift.output, meaning(drift.output, None, drift.modules)
     extent, top1 = drift.sequences, FIGURES["top1_agreement"]
-    lost = f"{output.nonfinite:,} of {output.elements:,} values"
-    details = [lost if output.nonfinite else main_text(output, extent)]
+    details = [main_text(output, extent) if output.is_finite else f"not finite: {output.nonfinite_text}"]
     if output.top1_agreement is not None:
         details.append(f"{top1.label_in('report', extent.of_tokens)}: {top1.form(output.top1_agreement)}")
     details += [f"{printable(change.name)} {change.short}" for change in drift.metrics[:2]]

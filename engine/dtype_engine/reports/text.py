@@ -17,7 +17,7 @@ from dtype_engine.results.coverage import Coverage
 from dtype_engine.results.figures import About, cells
 
 if TYPE_CHECKING:
-    from dtype_engine.results.drift import DriftReport, ImplicitCastStats
+    from dtype_engine.results.drift import DriftReport, ImplicitCastStats, ModuleDrift
     from dtype_engine.results.runs import Generation, SpeedReport, SpeedRow
     from dtype_engine.results.weights import SkippedTensor, WeightError
 
@@ -142,7 +142,7 @@ def drift_text(report: DriftReport) -> str:
         f"inputs     {report.inputs_run}",
         f"output     {report.output_name}, {output.elements:,} elements",
         *_figure_lines(report, "values"),
-        f"non-finite {output.nonfinite}",
+        f"non-finite {output.nonfinite_text}",
         *(loss_lines(report.lost) if report.lost is not None else [NOT_COUNTED]),
     ]
     lines += _figure_lines(report, "distribution")
@@ -165,15 +165,20 @@ def drift_text(report: DriftReport) -> str:
         lines.append(
             f"seconds    reference {report.seconds.reference:.3f}, candidate {report.seconds.candidate:.3f}{partly}"
         )
-    if worst := worst_modules(report.modules)[:8]:
+    if worst := worst_modules(report.modules, output)[:8]:
         extent = modules_extent_text(report)
         how = f" (modules: {extent}; --modules exact compares all)" if extent else ""
         lines.append(f"worst modules by SQNR{how}")
         lines += table_lines(
-            [(printable(each.name), f"{decibels(each.sqnr_db)}  max |Δ| {each.max_abs:.3e}") for each in worst],
+            [(printable(each.name), _module_figures(each)) for each in worst],
             indent="  ",
         )
     return "\n".join(lines)
+
+
+def _module_figures(drift: ModuleDrift) -> str:
+    itself = f"  {drift.nonfinite_reference:,} values in the reference itself" if drift.nonfinite_reference else ""
+    return f"{drift.sqnr_text}{itself or f'  max |Δ| {drift.max_abs:.3e}'}"
 
 
 def _figure_lines(report: DriftReport, about: About) -> list[str]:

@@ -49,7 +49,7 @@ def modules_extent_text(report: DriftReport) -> str:
 def partial_text(reading: PartialDrift) -> str:
     """Return what a running measurement has so far: `KL 1.234e-03 ± 2e-05 nats, 2 of 6 sequences`."""
     output, extent = reading.output, reading.extent
-    if output.nonfinite:
+    if not output.is_finite:
         return "not finite"
     return f"{main_text(output, extent)}, {extent_text(extent).split(',')[0]}"
 

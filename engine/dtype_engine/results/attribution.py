@@ -35,7 +35,7 @@ class NoiseFloor:
 
     def covers(self, output: OutputDrift) -> bool:
         """Return whether a drift is not above the noise floor, by mean KL if both have one, otherwise by SQNR."""
-        if not self.ways or output.nonfinite or output.max_abs == 0:
+        if not self.ways or not output.is_finite or output.max_abs == 0:
             return False
         if output.kl_mean is not None and self.kl_mean is not None:
             return output.kl_mean <= self.kl_mean

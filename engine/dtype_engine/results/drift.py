@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.text import Name
-from dtype_engine.core.units import plural
+from dtype_engine.core.units import decibels, plural
 from dtype_engine.results.coverage import Coverage
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.results.memory import MemoryStats
@@ -27,7 +27,7 @@ NAMES = (
     "kl_p90", "kl_p10", "kl_p5", "kl_p1", "kl_p01", "kl_min", "dp_rms_se", "dp_max", "dp_p999", "dp_p95", "dp_p90", "dp_p75",
     "dp_median", "dp_p25", "dp_p10", "dp_p5", "dp_p01", "dp_min", "perplexity_reference_se", "perplexity_candidate_se",
     "perplexity_correlation", "perplexity_ratio", "perplexity_ratio_se", "perplexity_difference", "perplexity_difference_se",
-    "psnr_db", "ssim", "nonfinite_reference",
+    "psnr_db", "ssim", "nonfinite_reference", "nonfinite_candidate",
 )  # fmt: skip
 """The names of what is measured of an output, in the order of JSON.
 
@@ -59,6 +59,8 @@ class OutputDrift:
     """The number of elements of c that are not finite and differ from r's."""
     nonfinite_reference: int = 0
     """The number of elements of r that are NaN or +infinity. -infinity is not counted, since masks have it."""
+    nonfinite_candidate: int = 0
+    """The number of elements of c that are not finite, without those where both are -infinity."""
     positions: int | None = None
     """At how many positions the output has a distribution, or None if it has none."""
     kl_mean: float | None = None
@@ -70,6 +72,19 @@ class OutputDrift:
     """At how many positions the actual next token is known."""
     values: Mapping[str, float] = field(default_factory=dict)
     """Whatever else was measured, by name."""
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all elements are finite in the reference and in the candidate, apart from -infinity, which masks have."""
+        return not (self.nonfinite or self.nonfinite_reference)
+
+    @property
+    def nonfinite_text(self) -> str:
+        """How many elements of which output are not finite: `48 of 256 in the candidate, 0 in the reference`, or `0`."""
+        if self.is_finite:
+            return "0"
+        count = max(self.nonfinite, self.nonfinite_candidate)  # a session that was saved earlier lacks the latter
+        return f"{count:,} of {self.elements:,} in the candidate, {self.nonfinite_reference:,} in the reference"
 
     @classmethod
     def fields_of(cls, values: Mapping[str, float | None]) -> dict[str, Any]:
@@ -100,6 +115,24 @@ class ModuleDrift:
     """In the output's own unit."""
     nonfinite: int
     """The number of elements that are not finite and differ from the reference's."""
+    nonfinite_reference: int = 0
+    """The number of elements that are NaN or +infinity in the reference."""
+
+    @property
+    def is_finite(self) -> bool:
+        """As for an `OutputDrift`."""
+        return not (self.nonfinite or self.nonfinite_reference)
+
+    @property
+    def sqnr_text(self) -> str:
+        """The SQNR as text, or `not finite` unless all elements are."""
+        return decibels(self.sqnr_db if self.is_finite else math.nan)
+
+    @property
+    def nonfinite_text(self) -> str:
+        """The counts as text, such as `48` or `0 and 18,000 in the reference`."""
+        itself = f" and {self.nonfinite_reference:,} in the reference" if self.nonfinite_reference else ""
+        return f"{self.nonfinite:,}{itself}"
 
 
 def sqnr_gain(one: ModuleDrift, other: ModuleDrift) -> float | None:
@@ -115,21 +148,31 @@ def _has_inner(module: str, names: Sequence[str]) -> bool:
     return place < len(names) and names[place].startswith(f"{module}.")
 
 
-def worst_modules(modules: Iterable[ModuleDrift]) -> list[ModuleDrift]:
-    """Return the modules whose outputs differ from the reference, most non-finite values first, then the lowest SQNR.
+def _figures(drift: ModuleDrift) -> tuple[object, ...]:
+    return drift.sqnr_db, drift.max_abs, drift.nonfinite, drift.nonfinite_reference
+
+
+def worst_modules(modules: Iterable[ModuleDrift], output: OutputDrift | None = None) -> list[ModuleDrift]:
+    """Return the modules whose outputs differ from the reference or are not finite in it: first those with most values that are not
+    finite in the candidate alone, then with most in the reference, then with the lowest SQNR.
+
+    output: the main output. If it is not finite, modules that are finite are left out, unless all are.
 
     A module that merely returns the output of a module inside it, as an MLP returns that of its last projection, is left out.
     """
-    differing = [each for each in modules if each.nonfinite or each.sqnr_db not in (None, math.inf)]
+    differing = [each for each in modules if not each.is_finite or each.sqnr_db not in (None, math.inf)]
+    if output is not None and not output.is_finite:
+        differing = [each for each in differing if not each.is_finite] or differing
     alike: dict[tuple[object, ...], list[str]] = {}
     for each in sorted(differing, key=lambda each: each.name):
-        alike.setdefault((each.sqnr_db, each.max_abs, each.nonfinite), []).append(each.name)
-    own = [
-        each
-        for each in differing
-        if not (each.name and _has_inner(each.name, alike[each.sqnr_db, each.max_abs, each.nonfinite]))
-    ]
-    return sorted(own, key=lambda each: (-each.nonfinite, -math.inf if each.sqnr_db is None else each.sqnr_db))
+        alike.setdefault(_figures(each), []).append(each.name)
+    own = [each for each in differing if not (each.name and _has_inner(each.name, alike[_figures(each)]))]
+    return sorted(
+        own,
+        key=lambda each: (
+            -each.nonfinite, -each.nonfinite_reference, -math.inf if each.sqnr_db is None else each.sqnr_db,
+        ),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -193,7 +193,7 @@ def _ssim_or_blank(output: OutputDrift, _: Extent) -> str | None:
 
 
 def _bare_sqnr(output: OutputDrift, _: Extent) -> str:
-    return "not finite" if output.nonfinite else decibels(output.sqnr_db).removesuffix(" dB")
+    return decibels(output.sqnr_db).removesuffix(" dB") if output.is_finite else "not finite"
 
 
 def _or_not_finite(form: Callable[[float], str]) -> Callable[[float], str]:
@@ -232,8 +232,8 @@ FIGURES: dict[str, Figure] = {row.name: row for row in (
            shown=_in("details", "pane", "recipe", text=Shown(form="{:.8f}".format), report=Shown(form="{:.8f}".format),
                      pane_without_kl=Shown(order=-4))),
     Figure("nonfinite", "non-finite", "{:,}".format, better="less",
-           what="values that are finite in the reference but not here",
-           shown=_in("recipe", report=Shown(text=lambda output, _: f"{output.nonfinite:,} of {output.elements:,}"))),
+           what="values that are NaN or infinite",
+           shown=_in("recipe", report=Shown(text=lambda output, _: output.nonfinite_text))),
     Figure("psnr_db", "PSNR", decibels, unit=" dB", better="more", what="of the picture, by its full range",
            shown=_in("report", "details", "pane_without_kl", text=Shown("picture", text=lambda output, _: psnr_and_ssim(output)))),
     Figure("ssim", "SSIM", "{:.6f}".format, better="more", what="structural similarity of the pictures, at most 1",

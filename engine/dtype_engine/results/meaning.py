@@ -104,11 +104,11 @@ class Meaning:
 
 
 def _module_drift_words(modules: Iterable[ModuleDrift]) -> str:
-    differing = [each for each in modules if each.nonfinite or each.sqnr_db not in (None, math.inf)]
+    differing = [each for each in modules if not each.is_finite or each.sqnr_db not in (None, math.inf)]
     if not differing:
         return "nothing differs"
     worst = min((each.sqnr_db for each in differing if each.sqnr_db is not None), default=-math.inf)
-    some_bad = any(each.nonfinite for each in differing)
+    some_bad = any(not each.is_finite for each in differing)
     drifts = f"{plural(len(differing), 'module')} drift{'s' if len(differing) == 1 else ''}"
     return f"the output is identical, while {drifts}, worst {'not finite' if some_bad else decibels(worst)}"
 
@@ -117,6 +117,8 @@ def meaning(output: OutputDrift, floor: NoiseFloor | None = None, modules: Itera
     """Return a word that rates a drift, and the comparison on which it is based. floor: over the same inputs. modules: these may
     drift although the output does not, for example before a saturated softmax.
     """
+    if output.nonfinite_reference and not output.nonfinite:
+        return Meaning("broken", "the reference itself is not finite")
     if output.nonfinite or math.isnan(output.sqnr_db):
         return Meaning("broken", "not finite")
     if output.max_abs == 0:

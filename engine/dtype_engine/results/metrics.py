@@ -14,20 +14,31 @@ class MetricChange:
     candidate: float
     error: float | None
     """The standard error of `difference`: that of the mean of the examples' differences or, if `resampled`, the standard deviation
-    over resamples of the examples. None for a single example.
+    over resamples of the examples. None for a single example, and if the metric is defined on fewer than two resamples.
     """
     examples: int
     changed: int
     """The number of examples on which the two have different values."""
     resampled: bool = False
     """Whether the metric is computed from all examples together, as an F1 score is. Otherwise it is a mean over examples."""
+    undefined: int = 0
+    """On how many resamples the metric is undefined, as a precision is where nothing is found. `error` leaves them out."""
+    draws: int = 0
+    """The number of all resamples."""
+    epsilon: float = 2.0**-52
+    """The relative spacing of the floats in which the metric was computed: that of float64, or of float32."""
 
     @property
     def difference(self) -> float:
         return self.candidate - self.reference
 
     def __str__(self) -> str:
-        return f"{self.short}; {self.changed:,} of {self.examples:,} examples changed"
+        return f"{self.short}; {self.changed:,} of {self.examples:,} examples changed{self.left_out_text}"
+
+    @property
+    def left_out_text(self) -> str:
+        """Words to append about resamples on which the metric is undefined, or ""."""
+        return f"; undefined on {self.undefined:,} of {self.draws:,} resamples, left out" if self.undefined else ""
 
     @property
     def short(self) -> str:

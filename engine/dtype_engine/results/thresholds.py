@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Literal
@@ -14,6 +15,19 @@ from dtype_engine.results.figures import FIGURES
 if TYPE_CHECKING:
     from dtype_engine.results.drift import OutputDrift
     from dtype_engine.results.metrics import MetricChange
+
+
+_SPACINGS = 4
+
+
+def meets(value: float, limit: float, is_most: bool, *parts: float, epsilon: float = 2.0**-52) -> bool:
+    """Return whether a value is at most a limit or, unless `is_most`, at least. NaN is neither. A difference of four relative
+    spacings of floats (`epsilon`) at the largest of all these numbers is none: 0.99 - 1.0 is one per cent less.
+
+    parts: the numbers of which the value is the difference.
+    """
+    slack = _SPACINGS * epsilon * max(abs(each) for each in (value, limit, *parts, 0.0) if math.isfinite(each))
+    return value <= limit + slack if is_most else value >= limit - slack
 
 
 class Limit(msgspec.Struct, frozen=True):
@@ -48,19 +62,19 @@ class Verdict(msgspec.Struct, frozen=True):
     """None if it was not measured."""
     passed: bool
     finite: bool = True
-    """Whether all values of the output are finite."""
+    """Whether the output is finite and what is limited is no NaN, in the reference and in the candidate."""
     what: str = ""
     """What is limited, such as "mean KL"."""
     unit: str = ""
 
     def __str__(self) -> str:
-        limit = f"{self._scale * self.limit:.6g}{self.unit}"
+        value, limit = self._texts(6)
         if self.value is None:
             return f"{self.what}: this output has none, the limit is {limit}"
         if not self.finite:
-            return f"{self.what}: the output is not finite, the limit is {limit}"
+            return f"{self.what}: not finite in the reference or in the candidate, the limit is {limit}"
         words = ("at most", "over the limit,") if self._is_most else ("at least", "under the limit,")
-        return f"{self.what} {self._scale * self.value:.6g}{self.unit}: {words[not self.passed]} {limit}"
+        return f"{self.what} {value}{self.unit}: {words[not self.passed]} {limit}"
 
     @property
     def short(self) -> str:
@@ -69,11 +83,18 @@ class Verdict(msgspec.Struct, frozen=True):
         if self.value is None:
             return f"no {self.what} to limit"
         if not self.finite:
-            return f"{what}: output not finite"
-        signs = "≤>" if self._is_most else "≥<"
-        return (
-            f"{what} {self._scale * self.value:.4g} {signs[not self.passed]} {self._scale * self.limit:.4g}{self.unit}"
-        )
+            return f"{what}: not finite"
+        value, limit = self._texts(4)
+        return f"{what} {value} {('≤>' if self._is_most else '≥<')[not self.passed]} {limit}"
+
+    def _texts(self, digits: int) -> tuple[str, str]:
+        """Return the value, without its unit, and the limit, with more digits if the limit is missed by less than these show."""
+        value, limit = "", ""
+        for count in (digits, 9, 12, 17):
+            value, limit = (f"{self._scale * each:.{count}g}" for each in (self.value or 0.0, self.limit))
+            if self.passed or value != limit:
+                break
+        return value, f"{limit}{self.unit}"
 
     @property
     def _is_most(self) -> bool:
@@ -85,18 +106,25 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 def verdicts(limits: Iterable[Limit], output: OutputDrift, metrics: Iterable[MetricChange] = ()) -> tuple[Verdict, ...]:
-    """Return whether each limit is met. NaN and what was not measured meet none, nor do figures of an output that is not finite."""
+    """Return whether each limit is met. What was not measured and NaN, in the reference or in the candidate, meet none, nor does
+    anything if the output is not finite in either.
+    """
     changes = {each.name: each for each in metrics}
     return tuple(_verdict(each, output, changes.get(each.name)) for each in limits)
 
 
 def _verdict(limit: Limit, output: OutputDrift, change: MetricChange | None) -> Verdict:
     figure = FIGURES.get(limit.name)
+    sides: tuple[float, ...] = ()
+    epsilon = 2.0**-52
     if figure is not None and (change is None or figure.option == limit.option):
-        value, finite = figure.of(output), not output.nonfinite and not output.nonfinite_reference
-        what, unit = figure.label, figure.unit
+        value, what, unit = figure.of(output), figure.label, figure.unit
     else:
         value = None if change is None else change.difference if limit.is_change else change.candidate
-        what, unit, finite = f"change of {limit.name}" if limit.is_change else limit.name, "", True
-    kept = value is not None and (value <= limit.limit if limit.option.startswith("max") else value >= limit.limit)
+        what, unit = f"change of {limit.name}" if limit.is_change else limit.name, ""
+        if change is not None:
+            sides, epsilon = (change.reference, change.candidate), change.epsilon
+    finite = output.is_finite and not any(map(math.isnan, (0.0 if value is None else value, *sides)))
+    parts, is_most = sides if limit.is_change else (), limit.option.startswith("max")
+    kept = value is not None and meets(value, limit.limit, is_most, *parts, epsilon=epsilon)
     return Verdict(limit.option, limit.limit, value, kept and finite, finite, what, unit)

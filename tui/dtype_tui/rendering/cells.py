@@ -42,7 +42,7 @@ def drift_text(drift: ModuleDrift | None) -> str:
     """Return a module's SQNR in dB without the unit, such as "41.3", or a word of at most seven cells, such as "inf/nan"."""
     if drift is None:
         return ""
-    if drift.nonfinite or (drift.sqnr_db is not None and math.isnan(drift.sqnr_db)):
+    if not drift.is_finite or (drift.sqnr_db is not None and math.isnan(drift.sqnr_db)):
         return "inf/nan"
     if drift.sqnr_db is None:
         return "other"

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from dtype_engine.core.text import printable
-from dtype_engine.core.units import decibels
 from dtype_tui.rendering.cells import drift_share, meter, wrap_dotted
 from dtype_tui.rendering.palette import sqnr_colour
 
@@ -51,7 +50,7 @@ def worst_lines(
     scale: the SQNRs in dB at which a bar is full and at which it is empty. limits: the minimum SQNR of each rating, such as (40.0,
     "small").
     """
-    numbers = ["not finite" if drift.nonfinite else decibels(drift.sqnr_db).removesuffix(" dB") for drift in worst]
+    numbers = [drift.sqnr_text.removesuffix(" dB") for drift in worst]
     widest = max(map(len, numbers), default=0)
     names = [printable(drift.name, 300) for drift in worst]
     for track in (_TRACK, 0):
@@ -62,7 +61,7 @@ def worst_lines(
     lines = []
     for index, (drift, number, name) in enumerate(zip(worst, numbers, names, strict=True)):
         label = _LABELS[index] if index < len(_LABELS) else ""
-        degree = math.nan if drift.nonfinite or drift.sqnr_db is None else drift.sqnr_db
+        degree = drift.sqnr_db if drift.is_finite and drift.sqnr_db is not None else math.nan
         colour = sqnr_colour(degree, limits)
         line = Text.assemble((f"{label:<{_LABEL}}", "dim"), (f"{number:>{widest}} ", f"bold {colour}"))
         if track:

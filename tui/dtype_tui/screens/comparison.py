@@ -106,8 +106,8 @@ def _figures(one: Side, other: Side, plans: tuple[Plan, Plan]) -> Table:
                 row(label, left[label], right[label])
 
     figures("values")
-    if first.output.nonfinite or second.output.nonfinite:
-        both("non-finite", lambda entry: f"{entry.output.nonfinite:,}")
+    if not (first.output.is_finite and second.output.is_finite):
+        both("non-finite", lambda entry: entry.output.nonfinite_text)
     if any(entry.overflowed is None or entry.overflowed or entry.vanished for entry in (first, second)):
         both("values lost", _values_lost)
     figures("distribution", "predictions")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from dtype_engine.core import dtypes
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Module, TensorInfo, Totals
-from dtype_engine.core.units import decibels, human_bytes, percent, plural
+from dtype_engine.core.units import human_bytes, percent, plural
 from dtype_engine.recipe import tensor_bytes
 from dtype_engine.recipe.fused_words import fused_with
 from dtype_engine.reports.layer_kinds import totals_by_kind
@@ -83,7 +83,7 @@ def _module_drift_rows(experiment: Experiment, node: str, modules: tuple[Module,
     if not node:
         yield from (*drift_rows(experiment), *memory_rows(experiment)[2:])
     elif drift is not None:
-        words = f"SQNR {decibels(drift.sqnr_db)}, max |Δ| {drift.max_abs:.4e}, non-finite {drift.nonfinite:,}"
+        words = f"SQNR {drift.sqnr_text}, max |Δ| {drift.max_abs:.4e}, non-finite {drift.nonfinite_text}"
         worst = f"; the worst is {printable(drift.name, 500)}" if len(modules) > 1 else ""
         yield "drift", f"{words}{_over(experiment.results.report)}{worst}"
 

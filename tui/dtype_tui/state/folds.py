@@ -91,7 +91,7 @@ def _decibels(drift: ModuleDrift | None) -> float | None:
     """Return an SQNR limited to 0 to `_INVISIBLE_DB`, minus infinity if the output is not finite, or None if unknown."""
     if drift is None:
         return None
-    if drift.nonfinite:
+    if not drift.is_finite:
         return -math.inf
     return None if drift.sqnr_db is None else max(0.0, min(drift.sqnr_db, _INVISIBLE_DB))
 

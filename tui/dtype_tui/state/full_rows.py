@@ -49,8 +49,8 @@ def _figures(experiment: Experiment, output: OutputDrift, extent: Extent) -> Ite
         return [(cell.label, cell.text + _baseline(base, cell.figure)) for cell in found]
 
     yield from shown("values")
-    if output.nonfinite:
-        yield "not finite", f"{output.nonfinite:,} of {output.elements:,}"
+    if not output.is_finite:
+        yield "not finite", output.nonfinite_text
     yield from shown("distribution")
     if guess := experiment.predicted():
         yield "predicted", f"{guess}, sum of singles"

@@ -50,7 +50,7 @@ class MeasuredRecipe(msgspec.Struct, frozen=True):
         L2 error unless the output is a distribution.
         """
         value = self.output.kl_mean if distribution else 10 ** (-self.output.sqnr_db / 10)
-        return None if self.output.nonfinite or value is None or math.isnan(value) else max(0.0, value)
+        return None if not self.output.is_finite or value is None or math.isnan(value) else max(0.0, value)
 
     def metric(self, name: str) -> MetricChange | None:
         return next((change for change in self.metrics if change.name == name), None)

@@ -61,7 +61,8 @@ class Results(msgspec.Struct, frozen=True, dict=True):
         """Return the modules that drift most, beginning with those whose output is not finite. count: None for all."""
         from dtype_engine.results.drift import worst_modules
 
-        return worst_modules(self.modules.values())[:count]
+        measured = self.report or self.partial_drift
+        return worst_modules(self.modules.values(), measured.output if measured is not None else None)[:count]
 
     @cached_property
     def sqnr_limits(self) -> Sequence[tuple[float, Word]]:
@@ -94,7 +95,7 @@ def sqnr_range(modules: Iterable[ModuleDrift]) -> tuple[float, float]:
     """
     from dtype_engine.results.meaning import SQNR_BF16, SQNR_FP8
 
-    measured = [drift.sqnr_db for drift in modules if drift.sqnr_db is not None and not drift.nonfinite]
+    measured = [drift.sqnr_db for drift in modules if drift.sqnr_db is not None and drift.is_finite]
     finite = [value for value in measured if math.isfinite(value)]
     return min([SQNR_FP8, *finite]), max([SQNR_BF16, *finite])
 

@@ -143,5 +143,5 @@ def _so_far(partial: PartialDrift, width: int) -> str:
     from dtype_engine.reports.text_drift import extent_text, partial_text  # imported late, for a faster first paint
 
     whole = partial_text(partial)
-    extent = extent_text(partial.extent).split(",")[0] if not partial.output.nonfinite else whole
+    extent = extent_text(partial.extent).split(",")[0] if partial.output.is_finite else whole
     return next((words for words in (whole, extent) if len(words) < width), "")

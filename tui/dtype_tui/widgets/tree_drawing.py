@@ -278,7 +278,7 @@ def _drift_of_modules(row: Row, output: OutputDrift | None, modules: Mapping[str
         return worst_drift(modules, row.modules)
     from dtype_engine.results.drift import ModuleDrift  # imported late, for a faster first paint
 
-    return ModuleDrift("", output.sqnr_db, output.max_abs, output.nonfinite)
+    return ModuleDrift("", output.sqnr_db, output.max_abs, output.nonfinite, output.nonfinite_reference)
 
 
 def _add_drift(line: _Line, experiment: Experiment, row: Row, columns: Columns) -> None:
@@ -287,7 +287,7 @@ def _add_drift(line: _Line, experiment: Experiment, row: Row, columns: Columns) 
         return
     drift = _drift(experiment, row)
     number = drift_text(drift)
-    value = math.nan if drift is not None and drift.nonfinite else drift.sqnr_db if drift is not None else None
+    value = None if drift is None else drift.sqnr_db if drift.is_finite else math.nan
     if drift is None or value is None:
         line.add(f"{number:>{columns.drift}}" + " " * columns.track)
         return

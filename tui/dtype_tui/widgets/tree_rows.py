@@ -171,6 +171,6 @@ def worst_drift(drift: Mapping[str, ModuleDrift], modules: Members) -> ModuleDri
 
 def _drift_key(drift: ModuleDrift | None) -> tuple[float, float]:
     """Return a sort key that puts the worst modules first and modules without a measurement last."""
-    if drift is None or drift.sqnr_db is None:
+    if drift is None:
         return (0.0, math.inf)
-    return (-float(drift.nonfinite), drift.sqnr_db)
+    return (-float(drift.nonfinite + drift.nonfinite_reference), math.inf if drift.sqnr_db is None else drift.sqnr_db)

@@ -2,16 +2,18 @@
 helps.
 
 One more pass runs inside a mode that sees every operation in its actual dtype. An operation is the culprit if it returns non-finite
-values for finite arguments but finite values in the reference run. (A mask of -infinity is no error, because the reference run has
-it, too.) Then the sets of rules of `nonfinite_scopes.py` are tried until the output is finite or, if it is from the start because
-the model's code clamps or saturates, until all modules are.
+values for finite arguments, and more of them than in the reference run. An attention mask that becomes -infinity is no error by
+itself. If NaN comes of it, as from a softmax of nothing but -infinity, the operation that made the -infinity is the culprit. Then
+the sets of rules of `nonfinite_scopes.py` are tried until the output is finite or, if it is from the start because the model's code
+clamps or saturates, until all modules are.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -28,6 +30,7 @@ from dtype_engine.results.attribution import NonFiniteDiagnosis
 from dtype_engine.results.drift import ModuleDrift, OutputDrift, drifts_less
 from dtype_engine.runtime.formats.dequantize import dtype_name
 from dtype_engine.runtime.inputs import Inputs
+from dtype_engine.runtime.libraries.torch_private import WeakIdKeyDictionary
 from dtype_engine.runtime.measure.drift import DriftMeter
 from dtype_engine.runtime.measure.nonfinite_scopes import Magnitudes, Scope, scopes
 from dtype_engine.runtime.model.live import Weight
@@ -53,14 +56,31 @@ class _NonFiniteOp:
     """Its weights that are not finite."""
     constant: float | None = None
     """A number in the model's code that becomes infinite or zero in the operation's dtype."""
+    sources: tuple[str, ...] = ()
+    """If it has no weights: those of the last operations with weights from whose results its arguments are computed."""
+
+
+_Call = tuple[str, str, int]
+"""A call in a pass: (module, operation, how many calls of the operation the module has made before)."""
 
 
 class _OpObserver(TorchFunctionMode):
-    """A torch-function mode that checks the result of every operation in a pass. It must be entered before the pass's own mode."""
+    """A torch-function mode that checks the result of every operation in a pass. It must be entered before the pass's own mode.
 
-    def __init__(self, weights: Mapping[int, Weight]) -> None:
+    reference: `counts` of the reference run, or nothing in that run itself.
+    """
+
+    def __init__(self, weights: Mapping[int, Weight], reference: Mapping[_Call, tuple[int, int]] | None = None) -> None:
         super().__init__()
         self.weights = weights
+        self.counts: dict[_Call, tuple[int, int]] = {}
+        """How many values of a call's results are not finite, and how many of them are not -infinity, where there are any."""
+        self.masks: list[_NonFiniteOp] = []
+        """The operations in which masks became -infinity, in the order of the pass."""
+        self._reference = reference or {}
+        self._calls: Counter[tuple[str, str]] = Counter()
+        self._mask_of: MutableMapping[torch.Tensor, _NonFiniteOp] = WeakIdKeyDictionary()
+        self._sources: MutableMapping[torch.Tensor, frozenset[str]] = WeakIdKeyDictionary()
         self.observed: WeightMode | None = None
         """The mode under which the pass runs its operations, which knows the running module."""
         self.events: list[_NonFiniteOp | str] = []
@@ -81,14 +101,19 @@ class _OpObserver(TorchFunctionMode):
     ) -> Any:
         kwargs, operation = kwargs or {}, func.__name__
         if operation in METADATA or operation.startswith(("__get__", "__set__", "is_", "empty", "new_empty")):
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if operation == "__get__" and isinstance(result, torch.Tensor):  # such as `scores.T`
+                self._pass_on(*self._origins(tensors_in(args, {})), [result])
+            return result
         given = [tensor for tensor in tensors_in(args, kwargs) if tensor.is_floating_point() and tensor.numel()]
         weights = [(weight, tensor) for tensor in given if (weight := self.weights.get(id(tensor))) is not None]
         bad_weights = [weight for weight, tensor in weights if not _finite(tensor.data)]
         others = [tensor for tensor in given if id(tensor) not in self.weights]
         sound = not bad_weights and all(map(_finite, others))
-        before = max((_largest(tensor) for tensor in others), default=0.0) if sound else 0.0
-        floor = min((float(_wide(tensor).min()) for tensor in others), default=0.0) if sound else 0.0
+        masked = not bad_weights and (sound or all(map(_only_masked, others)))
+        before = max((_largest(tensor) for tensor in others), default=0.0) if masked else 0.0
+        floor = min((float(_wide(tensor).min()) for tensor in others), default=0.0) if masked else 0.0
+        mask, sources = self._origins(others)
         result = func(*args, **kwargs)
         outputs = [tensor for tensor in tensors_in((result,), {}) if tensor.is_floating_point() and tensor.numel()]
         module = self.observed.module if self.observed is not None else ""
@@ -97,18 +122,50 @@ class _OpObserver(TorchFunctionMode):
             self.largest[key] = max(self.largest.get(key, 0.0), _largest(tensor))
         for weight, _ in weights:
             name = weight.info.name
-            self.reached[name] = max(self.reached.get(name, 0.0), before, *map(_largest, outputs))
+            self.reached[name] = max(self.reached.get(name, 0.0), before if sound else 0.0, *map(_largest, outputs))
+        is_new = self._counted(key, outputs)
         if bad_weights:
             largest = max(_largest(weight.reference.read()) for weight in bad_weights)
             names = tuple(weight.info.name for weight in bad_weights)
             self.events.append(_NonFiniteOp(module, operation, dtype_name(given[-1].dtype), largest, names))
-        elif sound and not _constant(args, kwargs):
+        elif masked and not _constant(args, kwargs):
             for tensor in outputs:
                 constant = self._unheld_constant(module, tensor.dtype, _numbers(func, args, kwargs))
-                if not _finite(tensor) and not _masks(tensor, floor):
-                    self.events.append(_NonFiniteOp(module, operation, dtype_name(tensor.dtype), before, (), constant))
+                if not is_new or _finite(tensor):
+                    continue
+                fed_by = () if weights else tuple(sorted(sources))
+                event = mask or _NonFiniteOp(module, operation, dtype_name(tensor.dtype), before, (), constant, fed_by)
+                mask = event if _only_masked(tensor) else mask
+                if not _masks(tensor, floor):
+                    self.events += [event] if event not in self.events else []
                     break
+                self.masks.append(event)
+        self._pass_on(mask, frozenset(weight.info.name for weight, _ in weights) or sources, outputs)
         return result
+
+    def _counted(self, key: tuple[str, str], outputs: Iterable[torch.Tensor]) -> bool:
+        """Count the values that are not finite in a call's results, and return whether the reference's call has fewer."""
+        call = (*key, self._calls[key])
+        self._calls[key] += 1
+        odd = [tensor[~torch.isfinite(tensor)] for tensor in map(_wide, outputs)]
+        counts = sum(map(len, odd)), sum(int((~torch.isneginf(values)).sum()) for values in odd)
+        if counts[0]:
+            self.counts[call] = counts
+        return any(here > there for here, there in zip(counts, self._reference.get(call, (0, 0)), strict=True))
+
+    def _origins(self, given: Iterable[torch.Tensor]) -> tuple[_NonFiniteOp | None, frozenset[str]]:
+        """Return what `_pass_on` remembered of these tensors."""
+        given = list(given)
+        mask = next((self._mask_of[tensor] for tensor in given if tensor in self._mask_of), None)
+        return mask, frozenset[str]().union(*(self._sources.get(tensor, ()) for tensor in given))
+
+    def _pass_on(self, mask: _NonFiniteOp | None, sources: frozenset[str], outputs: Iterable[torch.Tensor]) -> None:
+        """Remember where results come from. mask: the operation in which the arguments or the results became -infinity."""
+        for tensor in outputs:
+            self._sources[tensor] = sources
+            self._mask_of.pop(tensor, None)  # in-place operations return their argument
+            if mask is not None and not _finite(tensor):
+                self._mask_of[tensor] = mask
 
     def magnitudes(self) -> Magnitudes:
         """Return the largest |values| seen in the pass, by weight and by module."""
@@ -180,7 +237,9 @@ def diagnose_nonfinite(
     remedy: Scope = ()
     reason, after = "", None
     culprit = origin.culprit or _NonFiniteOp("", "", "", 0.0, ())
-    tried = scopes(tree, recipe, culprit.module, culprit.weights, culprit.largest, culprit.dtype, origin.reached)
+    tried = scopes(
+        tree, recipe, culprit.module, culprit.weights, culprit.sources, culprit.largest, culprit.dtype, origin.reached
+    )
     what: Literal["output", "modules"] = "output" if output.nonfinite else "modules"
     for done, make_rules in enumerate(tried):
         on_trial(done, len(tried))
@@ -256,9 +315,11 @@ def _find_origin(runner: ForwardRunner, inputs: Inputs, first: str, reference_ba
                 order = [event for event in plain.events if isinstance(event, str) and event in came_out.names]
                 return _Origin(events[0] if events else None, order[0] if order else "")
             continue
-        anyway = {(event.module, event.operation) for event in plain.events if isinstance(event, _NonFiniteOp)}
+        anyway = {
+            (event.module, event.operation) for event in plain.events if not isinstance(event, str) and event.weights
+        }
         always = came_out.names
-        operations = _OpObserver(runner.model.by_id)
+        operations = _OpObserver(runner.model.by_id, plain.counts)
         came_out = _FinishedModules(operations)
         runner.candidate(runner.candidate_call(batch), PassOptions(around=operations.observing), came_out)
         # The measurement may have missed the first module if it compared modules only in some sequences.
@@ -267,14 +328,14 @@ def _find_origin(runner: ForwardRunner, inputs: Inputs, first: str, reference_ba
         before: _NonFiniteOp | None = None
         inside: _NonFiniteOp | None = None
         for event in operations.events:
-            if isinstance(event, _NonFiniteOp) and (event.module, event.operation) not in anyway:
+            if isinstance(event, _NonFiniteOp) and not (event.weights and (event.module, event.operation) in anyway):
                 before = event
                 if inside is None and event.module == first:
                     inside = event
             elif event == first and first:
                 break
-        # Inside the module, the first event is the cause; otherwise, the last event before the module.
-        culprit = inside or before
+        # Inside the module, the first event is the cause; otherwise, the last event before the module, or else a mask.
+        culprit = inside or before or next(iter(operations.masks), None)
         if culprit is not None:
             return _Origin(culprit, first, plain.largest.get((culprit.module, culprit.operation)), plain.magnitudes())
     return _Origin(None, first)
@@ -333,6 +394,10 @@ def _numbers(func: Any, args: Arguments, kwargs: Mapping[str, Any]) -> Iterator[
         by_default = dict(zip(named[len(named) - len(names) :], names, strict=True))
         given = {*named[: len(args)], *kwargs}
         yield from (value for name, value in by_default.items() if isinstance(value, float) and name not in given)
+
+
+def _only_masked(tensor: torch.Tensor) -> bool:
+    return not bool((torch.isnan(wide := _wide(tensor)) | torch.isposinf(wide)).any())
 
 
 def _masks(result: torch.Tensor, smallest_given: float) -> bool:

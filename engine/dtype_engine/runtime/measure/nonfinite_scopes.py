@@ -32,6 +32,7 @@ def scopes(
     recipe: Recipe,
     module: str,
     weights: tuple[str, ...],
+    sources: tuple[str, ...],
     largest: float,
     dtype: str,
     reached: Magnitudes,
@@ -39,14 +40,14 @@ def scopes(
     """Return functions that make the sets of rules to try, from narrow to wide. Some take seconds for a large model, so a function
     should be called only when all before it have failed.
 
-    First come the weight and the module of the operation where the values arise (the culprit), cast to bfloat16, which has
-    float32's range in two bytes. Then come all weights of the culprit's dtype whose operations have values beyond the dtype's range
-    in the reference run. Then come the modules above the culprit; in a list of numbered layers, the culprit's layer is followed by
-    this layer with all later ones. Then come all weights of the culprit's dtype, and last the whole model, in bfloat16 and in
-    float32.
+    First come the weight of the operation where the values arise (the culprit) or the weights of the operations before it, and the
+    module of the culprit, cast to bfloat16, which has float32's range in two bytes. Then come all weights of the culprit's dtype
+    whose operations have values beyond the dtype's range in the reference run. Then come the modules above the culprit; in a list
+    of numbered layers, the culprit's layer is followed by this layer with all later ones. Then come all weights of the culprit's
+    dtype, and last the whole model, in bfloat16 and in float32.
 
-    recipe: the rules under which the values arise. module, weights, largest, dtype: those of the culprit, or empty. reached: the
-    largest |values| in the reference run.
+    recipe: the rules under which the values arise. module, weights, sources, largest, dtype: those of the culprit, or empty.
+    reached: the largest |values| in the reference run.
     """
     own = [_rule(weights[0], "bfloat16")] if len(weights) == 1 else []
     if own and largest > torch.finfo(torch.float32).max:
@@ -56,8 +57,10 @@ def scopes(
     narrow = [name for name, chosen in planned.items() if chosen == dtype and tree.tensors[name].castable]
     row = dtypes.BY_NAME.get(dtype)
     beyond = _beyond(narrow, row.max, reached) if row is not None else []
+    before = [name for name in narrow if name in sources]
     return [
         *own,
+        *([partial(_in_bfloat16, tree, recipe, before)] if before else []),
         *around[:1],
         *([partial(_in_bfloat16, tree, recipe, beyond)] if beyond else []),
         *around[1:],

@@ -6,6 +6,7 @@ import math
 import random
 import statistics
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,8 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 from dtype_engine.results.metrics import MetricChange
 
-Aggregate = Callable[[list[Any]], float]
+Aggregate = Callable[[list[Any]], Any]
+"""Computes a metric, a number or a tensor with one, from the values of all examples."""
 DRAWS = 200
 """How many resamples of the examples estimate the error of a metric that is not a mean, with a standard error of 5 %."""
 
@@ -25,12 +27,15 @@ class Examples:
     values: list[Any] = field(default_factory=list)
     aggregate: Aggregate | None = None
     """Computes the metric from the values of all examples. None if each value is a number, and the metric is their mean."""
+    epsilon: float = 2.0**-52
+    """As in `MetricChange`."""
 
     def figure(self, name: str) -> float:
         """Return the metric `name`, aggregated over all examples. Raises UserError if the user's `aggregate` returns no number."""
         if self.aggregate is None:
             return statistics.fmean(self.values)
         value = self.aggregate(list(self.values))
+        self.epsilon = max(self.epsilon, epsilon_of(value))
         try:
             return float(value)
         except (TypeError, ValueError):
@@ -39,12 +44,23 @@ class Examples:
             ) from None
 
 
+def epsilon_of(value: Any) -> float:
+    """Return the relative spacing of the floats in what a metric returned: of float32 if a tensor or an array has it or a narrower
+    dtype, because Python then has its rounded values, otherwise of float64.
+    """
+    if isinstance(value, (dict, list, tuple)):
+        return max(map(epsilon_of, value.values() if isinstance(value, dict) else value), default=2.0**-52)
+    dtype = str(getattr(value, "dtype", ""))
+    return 2.0**-23 if "float" in dtype and "64" not in dtype else 2.0**-52
+
+
 def compare(name: str, reference: Examples, candidate: Examples) -> MetricChange:
     """Return the metric `name` in the reference run and in the candidate run, with the paired standard error of the difference.
 
     For a mean over n examples, the error is s / √n, where s is the standard deviation of the examples' differences. For every other
     metric, it is the standard deviation of the difference over `DRAWS` resamples of the examples, each the same in both runs
-    (Efron's bootstrap). Raises UserError if there are no examples, or not equally many in both runs.
+    (Efron's bootstrap). Resamples on which the metric is undefined are left out, and counted. Raises UserError if there are no
+    examples, or not equally many in both runs.
     """
     count = len(reference.values)
     if not count or count != len(candidate.values):
@@ -56,18 +72,32 @@ def compare(name: str, reference: Examples, candidate: Examples) -> MetricChange
     pairs = list(zip(reference.values, candidate.values, strict=True))
     changed = sum(not _same(one, other) for one, other in pairs)
     aggregate = candidate.aggregate
-    error = None
+    error, draws, undefined = None, 0, 0
     if count > 1 and aggregate is None:
         error = _deviation([other - one for one, other in pairs]) / math.sqrt(count)
     elif count > 1 and aggregate is not None:
-        draw = random.Random(0)
-        drawn = []
-        for _ in range(DRAWS):
-            picked = draw.choices(range(count), k=count)
-            one, other = (aggregate([side.values[at] for at in picked]) for side in (reference, candidate))
-            drawn.append(float(other) - float(one))
-        error = _deviation(drawn)
-    return MetricChange(name, before, after, error, count, changed, resampled=aggregate is not None)
+        drawn = _resampled(reference, candidate, aggregate)
+        draws, undefined = DRAWS, DRAWS - len(drawn)
+        error = _deviation(drawn) if len(drawn) > 1 else None
+    epsilon = max(reference.epsilon, candidate.epsilon)
+    return MetricChange(
+        name, before, after, error, count, changed, resampled=aggregate is not None, undefined=undefined, draws=draws,
+        epsilon=epsilon,
+    )  # fmt: skip
+
+
+def _resampled(reference: Examples, candidate: Examples, aggregate: Aggregate) -> list[float]:
+    """Return the differences of a metric over resamples, without those on which it is undefined: not finite, or an exception of
+    the user's code, which has computed the metric of all examples. A precision where nothing is found divides by zero, and the
+    area under a curve where one class is missing raises ValueError.
+    """
+    draw, count, drawn = random.Random(0), len(reference.values), []
+    for _ in range(DRAWS):
+        picked = draw.choices(range(count), k=count)
+        with suppress(Exception):
+            one, other = (float(aggregate([side.values[at] for at in picked])) for side in (reference, candidate))
+            drawn.append(other - one)
+    return [each for each in drawn if math.isfinite(each)]
 
 
 def _deviation(values: Sequence[float]) -> float:

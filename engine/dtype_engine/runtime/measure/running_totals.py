@@ -272,9 +272,10 @@ class RunningTotals:
         """Return notices about the metrics, such as modules that could not be compared. output: the metrics of the main output."""
         notices = list[str]()
         if output.nonfinite_reference:
-            of_others = "the metrics cover the other values" + (
-                ", and KL is undefined" if self._comparison.classes_dim is not None else ""
-            )
+            of_others = "the metrics cover the other values"
+            if output.nonfinite_reference >= output.elements:
+                of_others = "nothing is left to compare"
+            of_others += ", and KL is undefined" if self._comparison.classes_dim is not None else ""
             notices.append(
                 f"the reference itself is not finite in {output.nonfinite_reference:,} of the {output.elements:,} values of "
                 f"{self.output_name}: {of_others}"

@@ -44,7 +44,7 @@ def per_example(metric: Any) -> tuple[Callable[[Any, dict[str, Any]], list[Any]]
             found.append(_State(metric.metric_state))
         return found
 
-    def compute(all_states: list[_State]) -> float:
+    def compute(all_states: list[_State]) -> Any:
         metric.reset()
         gathered: dict[int, list[Any]] = {}
         for name, value in all_states[0].values.items():
@@ -62,7 +62,7 @@ def per_example(metric: Any) -> tuple[Callable[[Any, dict[str, Any]], list[Any]]
                 setattr(metric, name, value)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torchmetrics warns that `update` was not called
-            return float(metric.compute())
+            return metric.compute()
 
     return states, compute
 

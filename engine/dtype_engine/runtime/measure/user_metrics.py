@@ -21,7 +21,7 @@ from dtype_engine.results.metrics import MetricChange
 from dtype_engine.runtime.building.python_source import import_named
 from dtype_engine.runtime.inputs import Inputs
 from dtype_engine.runtime.measure.listener import OnProgress
-from dtype_engine.runtime.measure.paired import Aggregate, Examples, compare
+from dtype_engine.runtime.measure.paired import Aggregate, Examples, compare, epsilon_of
 from dtype_engine.runtime.measure.torchmetrics_metric import is_torchmetrics, per_example
 from dtype_engine.runtime.model.containers import with_tensors
 from dtype_engine.runtime.model.live import LiveModel
@@ -97,7 +97,8 @@ def _of_model(
     data: Inputs,
 ) -> Mapping[str, Examples]:
     given = [[batch.on(model.device).named(model.module) for batch in data.batches]] if takes_inputs else []
-    return {name: Examples(_values(name, function(model.module, *given), aggregate), aggregate)}
+    returned = function(model.module, *given)
+    return {name: Examples(_values(name, returned, aggregate), aggregate, epsilon_of(returned))}
 
 
 @dataclass
@@ -141,8 +142,11 @@ class MetricMeter:
             output, given = _for_users(run(call_of(batch)).output), _for_users(batch.named(self.model.module))
             for metric in of_outputs:
                 with failures_as(UserError, f"{metric.name} failed", with_line(metric.file)):
-                    values = _values(metric.name, metric.function(output, given), metric.aggregate)
-                found.setdefault(metric.name, Examples(aggregate=metric.aggregate)).values.extend(values)
+                    returned = metric.function(output, given)
+                    values = _values(metric.name, returned, metric.aggregate)
+                examples = found.setdefault(metric.name, Examples(aggregate=metric.aggregate))
+                examples.values.extend(values)
+                examples.epsilon = max(examples.epsilon, epsilon_of(returned))
         for each in self.metrics:
             if isinstance(each, ModelMetric):
                 on_progress(f"{side}, {each.name}", 0, 1)

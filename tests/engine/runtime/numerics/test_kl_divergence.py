@@ -123,7 +123,7 @@ def test_nonfinite_reference_does_not_count_as_agreement(width: int, value: floa
         "perplexity_candidate",
     )
     assert {name: getattr(found, name) for name in none if not math.isnan(getattr(found, name))} == {}
-    assert str(meaning(found)) == "broken: not finite"
+    assert str(meaning(found)) == "broken: the reference itself is not finite"
 
 
 def test_metrics_need_little_memory_beyond_the_logits() -> None:

@@ -68,7 +68,7 @@ class DepthPane(Pane):
             Series(dim, style="dim"),
             Series(whole, styles=[sqnr_colour(y, limits) if math.isfinite(y) else "" for _, y in whole]),
         ]
-        broken = [(x, axes.low) for (x, _), drift in zip(whole, drifts, strict=True) if drift and drift.nonfinite]
+        broken = [(x, axes.low) for (x, _), drift in zip(whole, drifts, strict=True) if drift and not drift.is_finite]
         series.append(Series(broken, "✗", ramp("broken")))
         series += [Series([(note.x, note.y)], "○", "bold") for note in notes]
         labels = [(float(place), depth_label(name)) for place, name in enumerate(names)]
@@ -95,7 +95,7 @@ class DepthPane(Pane):
     def _worst_note(self, names: Sequence[str], whole: Sequence[tuple[float, float]]) -> Sequence[Note]:
         """Return a note about the module that drifts most, if any, in the plotted layer that contains it and at its own SQNR."""
         worst = self.experiment.results.worst_modules(1)
-        if not worst or worst[0].nonfinite:
+        if not worst or not worst[0].is_finite:
             return ()
         name = worst[0].name
         place = next((names.index(above) for above in (name, *ancestors(name)) if above in names), None)
@@ -111,4 +111,4 @@ class DepthPane(Pane):
 
 def _sqnr(drift: ModuleDrift | None) -> float:
     """Return a module's SQNR in dB: NaN if it is unknown or the output is not finite, infinite if the module does not drift."""
-    return math.nan if drift is None or drift.nonfinite or drift.sqnr_db is None else drift.sqnr_db
+    return math.nan if drift is None or not drift.is_finite or drift.sqnr_db is None else drift.sqnr_db

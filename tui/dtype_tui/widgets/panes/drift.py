@@ -110,7 +110,11 @@ class DriftPane(Pane):
             figures = self._figures(before.output, before.sequences, before.modules, compares=False)
             scale, limits = sqnr_range(before.modules), sqnr_limits(before.output)
             worst = self._worst() or worst_lines(
-                worst_modules(before.modules)[:_MOST_WORST], self._width, experiment.tree.modules, scale, limits
+                worst_modules(before.modules, before.output)[:_MOST_WORST],
+                self._width,
+                experiment.tree.modules,
+                scale,
+                limits,
             )
             return self._arranged([[_dimmed(line) for line in block] for block in figures], [list(map(_dimmed, worst))])
         return self._arranged([self._waiting(activity)], [self._worst()])
@@ -165,9 +169,8 @@ class DriftPane(Pane):
         for label, words in loss_rows(losses.values, losses.reason, results.loss_remedy, results.loss_remedy_next):
             yield Text.assemble((f"{label} " if label else "", "bold"), words)
         measured = results.report or results.partial_drift
-        if measured is not None and measured.output.nonfinite:
-            count = f"{measured.output.nonfinite:,} of {measured.output.elements:,} values"
-            yield Text.assemble(("not finite ", "bold red"), count)
+        if measured is not None and not measured.output.is_finite:
+            yield Text.assemble(("not finite ", "bold red"), measured.output.nonfinite_text)
         if results.nonfinite is not None:
             yield from _nonfinite_lines(results.nonfinite)
         if results.report is not None:

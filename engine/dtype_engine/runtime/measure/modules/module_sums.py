@@ -43,7 +43,7 @@ class ModuleSums:
         sums = self.sums
         compared = self.comparable and not (sums.nonfinite_reference and not sums.energy)
         figure = sqnr_db(sums.energy, sums.noise) if compared else None
-        return ModuleDrift(name, figure, sums.max_abs, sums.nonfinite)
+        return ModuleDrift(name, figure, sums.max_abs, sums.nonfinite, sums.nonfinite_reference)
 
     @classmethod
     def not_comparable(cls, reference: torch.Tensor, candidate: torch.Tensor) -> ModuleSums:

@@ -29,6 +29,8 @@ class ElementSums:
     """Number of elements where the candidate is NaN or infinite, and the reference has another value."""
     nonfinite_reference: int = 0
     """Number of elements that are NaN or plus infinity in the reference. Minus infinity is a mask and is not counted."""
+    nonfinite_candidate: int = 0
+    """Number of elements that are NaN or infinite in the candidate, without those that are minus infinity in both."""
     sum_abs: float = 0.0
     """Σ|Δ|"""
     max_abs: float = 0.0
@@ -47,6 +49,7 @@ class ElementSums:
         self.elements += other.elements
         self.nonfinite += other.nonfinite
         self.nonfinite_reference += other.nonfinite_reference
+        self.nonfinite_candidate += other.nonfinite_candidate
         self.sum_abs += other.sum_abs
         self.max_abs = max(self.max_abs, other.max_abs)
         self.noise += other.noise
@@ -131,7 +134,7 @@ def sums_of_small(r: torch.Tensor, delta: torch.Tensor) -> ElementSums | None:
     if not (math.isfinite(noise) and noise <= energy / 4):
         return None
     # With c = r + Δ: Σc² = Σr² + 2 Σ rΔ + ΣΔ², and Σ rc = Σr² + Σ rΔ.
-    return ElementSums(len(r), 0, 0, sum_abs, max_abs, noise, energy, energy + 2 * moved + noise, energy + moved)
+    return ElementSums(len(r), 0, 0, 0, sum_abs, max_abs, noise, energy, energy + 2 * moved + noise, energy + moved)
 
 
 def sums_of_any(r: torch.Tensor, c: torch.Tensor) -> ElementSums:
@@ -146,6 +149,7 @@ def sums_of_any(r: torch.Tensor, c: torch.Tensor) -> ElementSums:
         elements=len(r),
         nonfinite=int((~torch.isfinite(c) & ~same).sum()),
         nonfinite_reference=int((torch.isnan(r) | torch.isposinf(r)).sum()),
+        nonfinite_candidate=int((~torch.isfinite(c) & ~(same & torch.isneginf(c))).sum()),
         sum_abs=float(delta.abs().sum()) + lost,
         max_abs=float(delta.abs().amax()) + lost,
         noise=float(torch.dot(delta, delta)) + lost,

@@ -113,10 +113,11 @@ class OutputMetrics:
 
 def _of_elements(sums: ElementSums) -> dict[str, float | None]:
     """Return the metrics of Δ by name. They are NaN if there is nothing to compare."""
-    counts = {"nonfinite": sums.nonfinite, "nonfinite_reference": sums.nonfinite_reference}
+    names = ("nonfinite", "nonfinite_reference", "nonfinite_candidate")
+    counts = {name: getattr(sums, name) for name in names}
     if sums.nonfinite_reference and not sums.energy:
-        names = ("mean_abs", "max_abs", "rel_l2", "sqnr_db", "cosine")
-        return {"elements": sums.elements, **dict.fromkeys(names, math.nan), **counts}
+        undefined = dict.fromkeys(("mean_abs", "max_abs", "rel_l2", "sqnr_db", "cosine"), math.nan)
+        return {"elements": sums.elements, **undefined, **counts}
     norms = math.sqrt(sums.energy) * math.sqrt(sums.energy_candidate)
     cosine = sums.product / norms if norms and math.isfinite(sums.noise) else math.nan
     return {
