@@ -27,7 +27,7 @@ from dtype_engine.search.constraints import parse_allowed, parse_bytes, parse_dt
 from dtype_engine.search.families import FAMILIES, loaded_scores, require_loadable
 
 if TYPE_CHECKING:
-    from dtype_engine.results.scan import SearchReport
+    from dtype_engine.results.scan import ScanReport, SearchReport
     from dtype_engine.results.thresholds import Limit
     from dtype_engine.runtime.scan.last_scan import ScanTask
     from dtype_engine.runtime.session.session import Session
@@ -104,7 +104,7 @@ class _ScanCommand(ModelCommand):
     "Slurm job array's environment variables say which share.",
 )
 @json_option
-def scan(request: RunRequest, shard: str | None, as_object: bool, **how: Any) -> None:
+def scan(request: RunRequest, shard: str | None, as_object: bool, **how: Any) -> int:
     """Score each weight in each dtype: estimate how far the model's output drifts if this weight alone is cast to this dtype. A few
     backward passes give all scores.
 
@@ -113,7 +113,7 @@ def scan(request: RunRequest, shard: str | None, as_object: bool, **how: Any) ->
     options = _Scanning(**how)
     if shard is not None:
         _scan_shard(request, Shard.parse(shard, os.environ), as_object, options)
-        return
+        return 0
     session, task = _scanned(request, options)
     report, left_out = task.report(), ""
     if options.dtype_names is None or options.family is not None:
@@ -125,6 +125,17 @@ def scan(request: RunRequest, shard: str | None, as_object: bool, **how: Any) ->
 
         answer(scan_text(report))
     note((*report.notices, *([fill_hints(left_out, ON_THE_COMMAND_LINE)] if left_out else [])))
+    if reason := _why_all_infinite(report):
+        print_stderr(f"dtype-engine: {reason}")
+    return NO if reason else 0
+
+
+def _why_all_infinite(report: ScanReport) -> str:
+    """Return a sentence if no cast has a finite score, or ""."""
+    scores = [weight.score for weight in report.weights if weight.score]
+    if not scores or any(map(math.isfinite, scores)):
+        return ""
+    return "no score is finite: the output is not, in the reference or under every cast; drift names the operation"
 
 
 @click.command(cls=ModelCommand, rules=False, also=(*REFERENCE, *METRICS))
@@ -245,6 +256,8 @@ def search(
     most = parse_bytes(budget, session.tree.stored_bytes) if budget is not None else None
     constraints = Constraints(keep, groups, (), tuple(rules), context, batch, scanning.family or session.model.loader)
     try:
+        if session.scanned is not None and (reason := _why_all_infinite(session.scanned)):
+            raise OutOfReach(reason)
         if candidates is None:
             report = session.search(most, max_predicted, constraints, measure)
         else:
