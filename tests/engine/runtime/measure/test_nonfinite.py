@@ -228,6 +228,135 @@ def test_mask_of_minus_infinity_is_not_blamed() -> None:
     assert mended(session, found)
 
 
+class LowestMask(nn.Module):
+    """Attention whose mask is the dtype's lowest value: scores below -16 make it -infinity in float16, and rows of it NaN.
+
+    After huggingface/transformers#17306 and NVIDIA-NeMo/Automodel#2658.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.k, self.v, self.out = (nn.Linear(16, 16) for _ in range(4))
+        with torch.no_grad():
+            self.q.bias.fill_(3)
+            self.k.bias.fill_(-3)
+
+    def masked(self, scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(scores + mask, -1)
+
+    def forward(self, x: torch.Tensor, keep: torch.Tensor) -> Any:
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        mask = torch.zeros(keep.shape, dtype=q.dtype).masked_fill(~keep, torch.finfo(q.dtype).min)[:, None]
+        return self.out(self.masked(q @ k.mT, mask) @ v)
+
+
+class InPlaceMask(LowestMask):
+    def masked(self, scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        scores += mask
+        return torch.softmax(scores.reshape(-1, scores.shape[-1]), -1).reshape(scores.shape)
+
+
+class SoftmaxByHand(LowestMask):
+    def masked(self, scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        scores = (scores + mask).mT.mT
+        powers = (scores - scores.amax(-1, keepdim=True)).exp()
+        return powers / powers.sum(-1, keepdim=True)
+
+
+class TwoMasks(LowestMask):
+    """The sum of two masks is -infinity in the reference, too, and harms nothing there."""
+
+    def masked(self, scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        causal = torch.full(scores.shape[-2:], torch.finfo(scores.dtype).min, dtype=scores.dtype).triu(1)
+        return torch.softmax(scores + (mask + causal), -1)
+
+
+class Inside(nn.Module):
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        self.attention, self.post = attention, nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor, keep: torch.Tensor) -> Any:
+        return self.post(self.attention(x, keep))
+
+
+def padded() -> dict[str, torch.Tensor]:
+    keep = torch.ones(2, 8, dtype=torch.bool)
+    keep[0] = False
+    return {"x": torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(1)), "keep": keep}
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("attention", [LowestMask, InPlaceMask, SoftmaxByHand, TwoMasks])
+def test_operation_that_makes_a_mask_infinite_is_named(attention: type[LowestMask], inside: bool) -> None:
+    inputs = padded()
+    if attention is TwoMasks:
+        inputs["keep"][0] = torch.arange(8) > 2
+    module: nn.Module = Inside(attention()) if inside else attention()
+    with torch.no_grad():
+        assert bool(module(**inputs).isfinite().all())
+        assert bool(module.half()(inputs["x"].half(), inputs["keep"]).isnan().any())
+    session, found = diagnosed(module.float(), inputs)
+    where = "attention" if inside else ""
+    assert (found.module, found.operation.strip("_"), found.dtype) == (where, "add", "float16")
+    assert found.first_module == ("attention.out" if inside else "out")
+    pattern = "*." if inside else ""
+    assert found.remedy == (f"{pattern}k=bfloat16", f"{pattern}q=bfloat16")
+    assert mended(session, found)
+
+
+class ZeroTimesInfinity(LowestMask):
+    """A product becomes zero in float16, and zero times the -infinity of the model's code is NaN."""
+
+    def forward(self, x: torch.Tensor, keep: torch.Tensor) -> Any:
+        q = self.q(x)
+        never = torch.full_like(q, -math.inf)
+        return self.out(torch.exp((q.abs() * 1e-9) * never))
+
+
+class LogOfZero(LowestMask):
+    """A probability becomes zero in float16: its logarithm is -infinity, and their product NaN."""
+
+    def forward(self, x: torch.Tensor, keep: torch.Tensor) -> Any:
+        share = torch.softmax(self.q(x) * 15, -1)
+        return self.out(share * torch.log(share))
+
+
+class SameOperationElsewhere(LowestMask):
+    """Another sum of the same module is not finite in either run."""
+
+    def forward(self, x: torch.Tensor, keep: torch.Tensor) -> Any:
+        q, v = self.q(x), self.v(x)
+        never = torch.log(x * 0) + x
+        large = q.clamp(max=4) * 10000 + v.abs().clamp(max=1) * 40000
+        return self.out(large * torch.exp(never))
+
+
+@pytest.mark.parametrize(
+    ("model", "operation"), [(ZeroTimesInfinity, "mul"), (LogOfZero, "log"), (SameOperationElsewhere, "add")]
+)
+def test_operation_in_which_values_arise_is_named_beside_infinities_of_the_reference(
+    model: type[LowestMask], operation: str
+) -> None:
+    inputs, module = padded(), model()
+    with torch.no_grad():
+        assert bool(module(**inputs).isfinite().all())
+        assert not bool(module.half()(inputs["x"].half(), inputs["keep"]).isfinite().all())
+    session, found = diagnosed(module.float(), inputs)
+    assert (found.module, found.operation, found.first_module) == ("", operation, "out")
+    assert mended(session, found)
+
+
+def test_softmax_over_nothing_is_named_in_the_reference() -> None:
+    class Masked(LowestMask):
+        def masked(self, scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return torch.softmax(scores.masked_fill(mask < 0, -math.inf), -1)
+
+    _, found = diagnosed(Masked(), padded(), "bfloat16")
+    assert (found.kind, found.module, found.operation) == ("reference", "", "softmax")
+
+
 def test_nonfinite_reference_is_diagnosed() -> None:
     def plant(module: Any) -> None:
         module.model.layers[1].mlp.up_proj.weight[3, 4] = math.nan
