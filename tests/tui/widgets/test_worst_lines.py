@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 from tests.helpers.recording_engine import report, say
 from tests.helpers.scenes import MIXED, opened
-from tests.helpers.screen_text import lines, screen
+from tests.helpers.screen_text import lines, screen, until
 
 from dtype_engine.core.tree import TensorInfo, Tree
-from dtype_engine.results.drift import ModuleDrift
+from dtype_engine.results.drift import DriftReport, ModuleDrift
 from dtype_engine.results.meaning import sqnr_limits
 from dtype_engine.service import events
 from dtype_tui.rendering.worst_lines import shortened_uniquely, worst_lines
@@ -92,3 +95,32 @@ def _after(words: str, drawn: list[str]) -> str:
     """What follows these words, up to the next blank."""
     (line,) = (line for line in drawn if words in line)
     return line.split(words)[1].split()[0]
+
+
+def of_nan(modules: tuple[ModuleDrift, ...]) -> DriftReport:
+    """A report of a reference that is NaN everywhere."""
+    whole = report(MIXED, 1e-2, modules)
+    figures = dict.fromkeys(("mean_abs", "max_abs", "rel_l2", "sqnr_db", "cosine"), math.nan)
+    counts = {"nonfinite_reference": 100, "nonfinite_candidate": 100, "kl_mean": None, "top1_agreement": None}
+    return replace(whole, output=replace(whole.output, **figures, **counts, values={}))
+
+
+@pytest.mark.parametrize("size", [(120, 36), (80, 24), (200, 50)])
+async def test_modules_that_are_not_finite_in_the_reference_are_the_worst(size: tuple[int, int]) -> None:
+    healthy, partly, all_of_it = "model.layers.0", "model.layers.1", "model.layers.2"
+    modules = (
+        ModuleDrift(healthy, 45.67, 1e-3, 0),
+        ModuleDrift(partly, 44.44, 1e-3, 0, 3),
+        ModuleDrift(all_of_it, None, 0.0, 0, 64),
+    )
+    async with opened(size=size, tree=tree_of_names()) as (app, pilot):
+        app.controller.apply_recipe(MIXED)
+        await say(app, pilot, events.Measured(MIXED, of_nan(modules)), events.Idle())
+        worst = [drift.name for drift in app.controller.experiment.results.worst_modules()]
+        assert worst == [all_of_it, partly]
+        await until(pilot, lambda: "not finite 100 of 100 in" in screen(app))
+        assert "worst not finite" in screen(app)
+        await pilot.press("w")
+        assert app.main.tree_view.current.name == all_of_it
+        await say(app, pilot, events.Measured(MIXED, report(MIXED, 1e-2, modules[:1])), events.Idle())
+        await until(pilot, lambda: "worst 45.67" in screen(app))
