@@ -12,7 +12,7 @@ from dtype_engine.recipe import make_plan
 from dtype_engine.recipe.minimize import minimize
 from dtype_engine.results.drift import DriftReport
 from dtype_engine.results.scan import Candidate, SearchReport
-from dtype_engine.results.thresholds import Limit, meets, verdicts
+from dtype_engine.results.thresholds import Limit, meets, told_apart, verdicts
 from dtype_engine.search.pareto import Constraints, Solution
 from dtype_engine.search.sensitivity import scalar_drift
 from dtype_engine.search.solve import around, spread
@@ -66,10 +66,9 @@ def best(
     if within and metrics:
         within = _reaching(metrics, within, reports, found)
     if not within:
-        least = min(measured.values())
-        raise OutOfReach(
-            f"none of the {len(found)} recipes measured drifts by {max_drift:g} or less: the best by {least:.3g}"
-        )
+        assert max_drift is not None
+        least, most = told_apart(min(measured.values()), max_drift, 4)
+        raise OutOfReach(f"none of the {len(found)} recipes measured drifts by {most} or less: the best by {least}")
     index = min(
         within,
         key=lambda at: (measured[at], found[at].bytes) if budget is not None else (found[at].bytes, measured[at]),

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 
 _SPACINGS = 4
+"""How many relative spacings of floats a value may be beyond a limit."""
 
 
 def meets(value: float, limit: float, is_most: bool, *parts: float, epsilon: float = 2.0**-52) -> bool:
@@ -28,6 +29,12 @@ def meets(value: float, limit: float, is_most: bool, *parts: float, epsilon: flo
     """
     slack = _SPACINGS * epsilon * max(abs(each) for each in (value, limit, *parts, 0.0) if math.isfinite(each))
     return value <= limit + slack if is_most else value >= limit - slack
+
+
+def told_apart(value: float, limit: float, digits: int) -> tuple[str, str]:
+    """Return a value that misses a limit, and this limit, as text with `digits` digits, or as many as show the difference."""
+    texts = ((f"{value:.{count}g}", f"{limit:.{count}g}") for count in (digits, 9, 12, 17))
+    return next((both for both in texts if both[0] != both[1]), (str(value), str(limit)))
 
 
 class Limit(msgspec.Struct, frozen=True):
@@ -89,11 +96,8 @@ class Verdict(msgspec.Struct, frozen=True):
 
     def _texts(self, digits: int) -> tuple[str, str]:
         """Return the value, without its unit, and the limit, with more digits if the limit is missed by less than these show."""
-        value, limit = "", ""
-        for count in (digits, 9, 12, 17):
-            value, limit = (f"{self._scale * each:.{count}g}" for each in (self.value or 0.0, self.limit))
-            if self.passed or value != limit:
-                break
+        pair = self._scale * (self.value or 0.0), self._scale * self.limit
+        value, limit = (f"{each:.{digits}g}" for each in pair) if self.passed else told_apart(*pair, digits)
         return value, f"{limit}{self.unit}"
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dtype_engine.core.errors import OutOfReach, UserError
 from dtype_engine.core.hints import hint
+from dtype_engine.results.thresholds import told_apart
 from dtype_engine.search.families import OWN
 from dtype_engine.search.pareto import ParetoFront, Solution
 
@@ -26,8 +27,8 @@ def solve(front: ParetoFront, budget: int | None = None, max_drift: float | None
     assert max_drift is not None
     reaching = front.smallest_reaching(max_drift)
     if reaching is None:
-        best = front.points[-1].predicted
-        raise OutOfReach(f"{nothing} drifts by {max_drift:g} or less: the lowest predicted drift is {best:.3g}")
+        best, most = told_apart(front.points[-1].predicted, max_drift, 4)
+        raise OutOfReach(f"{nothing} drifts by {most} or less: the lowest predicted drift is {best}")
     return reaching
 
 
