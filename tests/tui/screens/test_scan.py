@@ -302,8 +302,19 @@ async def test_typed_limits_are_respected() -> None:
         stored = app.controller.experiment.tree.stored_bytes
         assert view.within.bytes <= 0.45 * stored
         assert "best within the budget" in screen(app)
+        await typed("1%")
+        await until(pilot, lambda: "nothing fits: the smallest has" in screen(app))
+        assert "best within" not in screen(app)
+        await typed("46%")
+        await until(pilot, lambda: "best within the budget" in screen(app))
+        assert "nothing fits" not in screen(app)
         await typed("only float16")
         assert "was not scanned" in notices(app)[-1]
+        await until(pilot, lambda: "was not scanned" in screen(app))
+        view.query_one(Input).value = "45%"
+        await pilot.press("enter")
+        await until(pilot, lambda: "was not scanned" not in screen(app))
+        assert "best within the budget" in screen(app)
         await typed("nonsense")
         assert "write a size (8MiB, 45%), keep PATTERN" in notices(app)[-1]
         await pilot.press("escape")

@@ -73,6 +73,8 @@ class OptimiseScreen(ModalScreen[None]):
         self._measured_caches: dict[Recipe, int] = {}
         self._timer: Timer | None = None
         self._seen = -1
+        self._warning = ""
+        """The last warning of this window."""
         self.zoom = 1
         """The width of the whole front divided by that of its visible part."""
 
@@ -118,8 +120,6 @@ class OptimiseScreen(ModalScreen[None]):
             self.within = front.best_within(limits.budget) if limits.budget is not None else None
             if self.within is not None:
                 self.index = max(0, bisect.bisect_right(sizes, self.within.bytes) - 1)
-            elif limits.budget is not None:
-                self._warn(f"no point fits the budget: the smallest has {human_bytes(sizes[0])}")
         self._draw()
         return True
 
@@ -175,13 +175,15 @@ class OptimiseScreen(ModalScreen[None]):
         title = Text(no_wrap=True, overflow="ellipsis")
         title.append(" Pareto front ", style="bold")
         title.append(f"point {self.index + 1} of {len(self.front.points)}", style="dim")
+        if self.within is not None:
+            title.append("  best within the budget", style="bold")
+        elif self.view.limits.budget is not None and self.front.points[0].bytes > self.view.limits.budget:
+            title.append(f"  nothing fits: the smallest has {human_bytes(self.front.points[0].bytes)}", style="bold")
         title.append(f"  loads in {loader_name(self.front.formats)}", style="dim")
         if scan := self.view.progress_words:
             title.append(f"  {scan}", style="bold")
         if self.zoom > 1:
             title.append(f"  {self.zoom} x zoom", style="dim")
-        if self.within is not None:
-            title.append("  best within the budget", style="bold")
         title.append(f"  {limits}", style="dim")
         self.query_one("#front-title", Static).update(title)
         keys = " ←→ walk  Enter applies  / limit  + - zoom  c compares  m measures  Esc closes"
@@ -353,6 +355,7 @@ class OptimiseScreen(ModalScreen[None]):
                 return
             if not self._make(limits):
                 return
+        self._controller.withdraw(self._warning)  # the line is right now, or empty
         self._close_input()
 
     def _close_input(self) -> None:
@@ -368,4 +371,5 @@ class OptimiseScreen(ModalScreen[None]):
             self.dismiss(None)
 
     def _warn(self, text: str) -> None:
-        self.notify(printable(text, 500), severity="warning", markup=False)
+        self._warning = text
+        self._controller.notify(text, "warning")

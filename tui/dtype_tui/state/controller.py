@@ -67,6 +67,7 @@ class Controller:
         self.engine = engine
         self.notify = notify
         self._changed = changed
+        self.withdraw = withdraw
         self.life = EngineLife(engine, experiment.scan, notify, changed, withdraw)
         self.activity = self.life.activity
         self.open_error: str | None = None
