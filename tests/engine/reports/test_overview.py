@@ -74,7 +74,7 @@ def output(sqnr_db: float = 40.0, **more: Any) -> OutputDrift:
         (output(kl_mean=1e-3, kl_mean_se=2e-5, top1_agreement=0.98), "small", "yellow", "KL 1.000e-03 ± 2e-05 nats"),
         (output(kl_mean=2e-2, top1_agreement=0.93), "visible", "orange", "KL 2.000e-02 nats"),
         (output(2.0), "broken", "red", "SQNR 2.00 dB"),
-        (output(math.nan, nonfinite=4), "broken", "red", "4 of 10 values"),
+        (output(math.nan, nonfinite=4), "broken", "red", "not finite: 4 of 10 in the candidate, 0 in the reference"),
     ],
 )
 def test_verdict_has_a_word_figures_and_a_color(

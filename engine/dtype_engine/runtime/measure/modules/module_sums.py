@@ -47,9 +47,13 @@ class ModuleSums:
 
     @classmethod
     def not_comparable(cls, reference: torch.Tensor, candidate: torch.Tensor) -> ModuleSums:
-        """Return sums that only hold how many more non-finite values the candidate's output has than the reference's."""
+        """Return sums that only hold how many more non-finite values the candidate's output has than the reference's, and how many
+        this has itself.
+        """
         counts = [int((~torch.isfinite(output)).sum()) for output in (reference, candidate)]
-        return cls(ElementSums(nonfinite=max(0, counts[1] - counts[0])), comparable=False)
+        itself = int((torch.isnan(reference) | torch.isposinf(reference)).sum())
+        sums = ElementSums(nonfinite=max(0, counts[1] - counts[0]), nonfinite_reference=itself)
+        return cls(sums, comparable=False)
 
 
 def compare_outputs(reference: torch.Tensor, candidate: torch.Tensor, kept: torch.Tensor | None = None) -> ModuleSums:
