@@ -234,7 +234,7 @@ def pipeline_inputs(model: LiveModel, options: InputOptions, steps: int | None =
 
 
 def _default_size(pipeline: Any) -> int:
-    """Return the height and width, in pixels, of the pictures that a pipeline makes if it is called without a size."""
+    """Return the default height and width, in pixels, of the pictures that a pipeline makes, but at most `_PICTURE`."""
     part = getattr(pipeline, "unet", None) or getattr(pipeline, "transformer", None)
     size = part.config.get("sample_size") if part is not None else None
     scale = getattr(pipeline, "vae_scale_factor", None) or 8

@@ -31,7 +31,7 @@ _BUSY = 4
 _EXPANDING = frozenset({"Replace", "Split", "Precompiled"})
 """The types of tokenizer steps that can make a text many times as long, or whose time can grow much faster than the text."""
 _LONGEST_SETTINGS = 10_000
-"""The settings of a tokenizer's other steps are tried as well if they have more characters. `Prepend` has a text of any length."""
+"""A tokenizer whose steps have settings of more characters is also tried, because `Prepend` can have a text of any length."""
 _DECODER_GROWTH = 1000
 _TEMPLATE_COPIES = 16
 _TIME_IS_UP = getattr(signal, "SIGPROF", 0)
@@ -92,8 +92,7 @@ def run_template(
 def try_tokenizer(title: str, tokenizer: Any, texts: Sequence[str], limits: InputLimits) -> None:
     """Try the normalizers and regular expressions of a tokenizer on the texts, in a child process. Raises PartFails if they fail.
     Raises NoForward if they exceed the limits on time or memory, or if the decoder or the post-processor expands a text too much.
-
-    Tokenizers whose few steps can't expand a text much, and those written in Python, are not tried.
+    Tokenizers whose few steps can't expand a text much, and tokenizers written in Python, are not tried.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     copies = _copies(_state(getattr(backend, "post_processor", None)))
@@ -124,7 +123,7 @@ def try_tokenizer(title: str, tokenizer: Any, texts: Sequence[str], limits: Inpu
 
 
 def _parts(tokenizer: Any) -> dict[str, Any]:
-    """Return the settings of what a tokenizer does before it looks up tokens, in the form of tokenizer.json."""
+    """Return the settings of the steps that a tokenizer runs before it looks up tokens, in the form of tokenizer.json."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     parts: dict[str, Any] = {name: _state(getattr(backend, name, None)) for name in ("normalizer", "pre_tokenizer")}
     flags = ("single_word", "lstrip", "rstrip", "normalized", "special")

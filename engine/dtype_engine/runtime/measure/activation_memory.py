@@ -1,4 +1,4 @@
-"""Measures the memory that a forward pass needs beside the weights in a real pass, or estimates it without computing anything.
+"""Measures the memory that a forward pass needs in addition to the weights, or estimates it without computing anything.
 
 A measurement adds up what torch's allocator hands out and gets back, workspace inside kernels included. An estimate counts the live
 bytes of all storages that operations create. It does not see the workspace of a kernel, whose size depends on the machine: for
@@ -45,7 +45,7 @@ _MODULE = "dtype_engine.module:"
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the live bytes of the storages that operations create, except those of tensors that are `known`, and their peak."""
+    """Counts the live bytes of the storages that operations create, and their peak. known: tensors whose storages do not count."""
 
     def __init__(self, known: Iterable[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -79,7 +79,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _safe_softmax(scores: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Compute what `SAFE_SOFTMAX` does by the operations of its kernel, whose results take memory until its end."""
+    """Compute what `SAFE_SOFTMAX` does by separate operations, as its kernel does, so that their results count until the end."""
     found = torch.softmax(scores, dim, dtype)
     masked = scores.isneginf()
     return found.masked_fill_(masked.all(dim, keepdim=True), 0.0)
@@ -258,7 +258,7 @@ def _cache_tensors(output: Any) -> list[torch.Tensor]:
 
 
 def _inputs(module: nn.Module, context: int, batch: int) -> dict[str, Any]:
-    """Return arguments for one pass of a transformers model. Raises NoForward for others."""
+    """Return arguments for one pass of a transformers model. Raises NoForward if the size of an argument is unknown."""
     config: Any = getattr(module, "config", None)
     like = next((tensor for tensor in module.parameters() if tensor.is_floating_point()), torch.empty(0))
     names = inspect.signature(module.forward).parameters

@@ -74,7 +74,7 @@ class PartDrift:
     """The measured drift of a `Part`."""
 
     drift: float
-    """How far its casts alone make the main output drift, in the unit of the attribution report, such as nats per token."""
+    """How far the part's casts alone make the main output drift, in the unit of the attribution report, such as nats per token."""
     local_sqnr_db: float | None
     """The SQNR of the module's own output in dB, or None if it is unknown."""
 
@@ -97,7 +97,7 @@ class _Base:
     cache: OutputCache | None
     """The outputs of modules that later passes may reuse."""
     uses: Mapping[str, int]
-    """By module, how many module calls had ended before it used a weight whose cast changes results: its pass can reuse these."""
+    """By module, how many module calls had ended before it used a weight whose cast changes results. Its pass can reuse these."""
     masks: KeptPositions | None
 
     @property
@@ -117,7 +117,7 @@ class Attribution:
     behavior: ModelBehavior = field(default_factory=ModelBehavior)
     """Facts about the model that were observed during its passes, such as which modules have side effects."""
     known: dict[Part, PartDrift] = field(default_factory=dict)
-    """The measurements of a cancelled `report` of the same casts, settings and inputs, which the next does not repeat."""
+    """The measurements of a cancelled `report` of the same casts, settings and inputs, which the next `report` does not repeat."""
     _bases: list[_Base] = field(default_factory=list)
     _passes: int = 0
     _done: int = 0
@@ -132,8 +132,9 @@ class Attribution:
         """Measure every module or subtree, and return a report. elsewhere: measures them in other processes.
 
         `on_progress(done, total)` is called with the numbers of finished and of all measurements, and `on_causes` after each
-        measurement with the contributions found so far. Once a subtree is split, its measured children replace it among them.
-        Raises NoForward, KernelError and Cancelled, and UserError under `torch.autocast`, whose casts belong to no weight.
+        measurement with the contributions found so far. Once a subtree is split, its measured children replace it in these
+        contributions. Raises NoForward, KernelError and Cancelled, and UserError under `torch.autocast`, whose casts belong to no
+        weight.
         """
         if self.settings.autocast is not None:
             raise UserError(f"causes can only be found in the weights' dtypes: {hint('no-autocast')}")
@@ -224,7 +225,9 @@ class Attribution:
         return _Base(batch, output, kept, ran.cache, uses, masks)
 
     def _contributions(self, run: MeasureParts, whole: float, on_part: _OnPart) -> list[Contribution]:
-        """Return the contribution of each module or, of too many, of subtrees, of which those that drift most are split."""
+        """Return the contribution of each module. If there are too many modules, return those of subtrees instead; subtrees that
+        drift most are split.
+        """
         modules = list(dict.fromkeys(name for base in self._bases for name in base.uses))
         if len(modules) <= MOST_PASSES:
             parts = [Part(name, (name,)) for name in modules]
@@ -256,7 +259,7 @@ class Attribution:
         total: int,
         others: Sequence[Contribution] = (),
     ) -> list[Contribution]:
-        """Measure `parts`, and return their contributions. total: for the progress. others: found before, for `on_part`."""
+        """Measure `parts`, and return their contributions. total: for the progress. others: earlier ones, for `on_part`."""
         found: dict[int, Contribution] = {}
 
         def add(index: int, measured: PartDrift) -> None:
@@ -286,8 +289,8 @@ class Attribution:
         return PartDrift(drift, local)
 
     def _alone(self, runner: ForwardRunner, part: Part | None = None) -> tuple[str, float, float | None]:
-        """Run the model with cast weights only in the modules of `part`, or in all if it is None. Returns the unit of the drift,
-        the drift of the main output, and the SQNR in dB of the part's own output, if it is a single module.
+        """Run the model with cast weights only in the modules of `part`, or in all modules if `part` is None. Returns the unit of
+        the drift, the drift of the main output, and the SQNR in dB of the part's own output, if it is a single module.
         """
         comparison: OutputMetrics | None = None
         inside: Callable[[str], bool] = (lambda name: True) if part is None else frozenset(part.modules).__contains__
@@ -342,7 +345,9 @@ class _LocalError(ModuleObserver):
 
 
 def _children_of(name: str, modules: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Return (name of the child, its modules) for each child of the subtree `name`, or of its only child if it has one."""
+    """Return (name of the child, its modules) for each child of the subtree `name`. A subtree with one child has the children of
+    this child.
+    """
     parts: dict[str, list[str]] = {}
     for module in modules:
         rest = module[len(name) + 1 :] if name else module

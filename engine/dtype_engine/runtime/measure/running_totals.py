@@ -33,7 +33,7 @@ class ReferenceRecord:
     attended: AttendedPositions
     """The padding masks that the model passed to torch's attention modules (`nn.MultiheadAttention`)."""
     modules: dict[tuple[str, int], torch.Tensor] | None
-    """The outputs of modules by (module, number of its call), or None if modules are not compared. One may be `output` itself."""
+    """Outputs by (module, number of its call), or None if modules are not compared. A module's output may be `output` itself."""
     left_out: frozenset[str] = frozenset()
     """The names of modules with an output that was not recorded, because it did not fit into memory."""
     choices: Mapping[tuple[str, int], torch.Tensor] = field(default_factory=dict)
@@ -149,7 +149,7 @@ class RunningTotals:
             self._kl_means.append(float(positions.kl.mean()))
 
     def has(self, number: int, with_modules: bool) -> bool:
-        """Return whether the results of a sequence were added. with_modules: whether those of its modules must have been, too."""
+        """Return whether the results of a sequence were added. with_modules: whether results of its modules must be there, too."""
         return number in self.numbers and (not with_modules or number in self._modules)
 
     def saved(self) -> SavedTotals:

@@ -1,8 +1,8 @@
 """Finds the numbers and other settings in which the modules of two checkpoints differ, such as the `variance_epsilon` of a norm, so
 that a pass can run with the settings of either checkpoint.
 
-Most modules copy what they need of the configuration into attributes when they are created. Some read it during a pass, so its own
-attributes are compared, too.
+Most modules copy what they need of the configuration into attributes when they are created. Some modules read the configuration
+during a pass, so the attributes of the configuration are compared, too.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class SideSettings:
 
 def side_settings(reference: nn.Module, candidate: nn.Module, ignored: frozenset[str]) -> list[SideSettings] | str:
     """Return the settings in which two models of the same architecture differ. If they differ in anything else, such as the class
-    of a module, return the first name of a module or attribute that does. ignored: entries of the configuration that change no
+    of a module, return the name of the first module or attribute that differs. ignored: entries of the configuration that change no
     output.
     """
     found: list[SideSettings] = []

@@ -39,7 +39,7 @@ class PartialCastMode(WeightMode):
         self.drifting = drifting
         self.inside = inside
         self.uses: dict[str, int] = {}
-        """By module, how many calls had ended before it first used one of the `drifting` weights or read its dtype."""
+        """For each module, how many module calls had ended before it first used a `drifting` weight or read the weight's dtype."""
 
     def like_reference(self, module: str) -> bool:
         return not self.inside(module)

@@ -114,7 +114,7 @@ class ForwardRunner:
         return resume
 
     def enter_block(self, name: str) -> None:
-        """Begin to use the weights of a block of a model over memory: if passes take turns, in the turn of the current one."""
+        """Begin to use the weights of a block of a model over memory. If passes take turns, first wait for this pass's turn."""
         run = self._calls.under_way
         if self._together is None:
             self.model.memory.enter(name)
@@ -157,7 +157,8 @@ class ForwardRunner:
         self, batches: Iterable[Batch], formats: Collection[str] | None = None, run: Run = "candidate"
     ) -> None:
         """Find the largest |value| of each head in the KV caches of a run, if one of `formats` has calibrated scales. Candidate
-        runs round their caches by those of the candidate, `partial` runs without `PassOptions.amax` by those of the reference.
+        runs compute the scales of their caches from these values of the candidate, and `partial` runs without `PassOptions.amax`
+        from those of the reference.
 
         This runs the model on all batches, unless the values are known. Raises NoForward, KernelError and Cancelled. formats: names
         in `KV_FORMATS`; if None, the formats of the recipe.
@@ -174,7 +175,7 @@ class ForwardRunner:
     def partial_amax(
         self, batches: Iterable[Batch], drifting: frozenset[int], inside: Callable[[str], bool]
     ) -> dict[str, torch.Tensor] | None:
-        """Return `PassOptions.amax` for `partial` runs over all batches, or None if they round no cache by calibrated scales."""
+        """Return `PassOptions.amax` for `partial` runs over all batches, or None if they use no calibrated scales."""
         rounded = (form for name, form in self.model.cache_formats.items() if inside(name))
         if not any(KV_FORMATS[form].calibrated for form in rounded):
             return None
@@ -299,7 +300,9 @@ class ForwardRunner:
         return self._run(call, mode, _NOTHING, _IGNORES, caches=caches)
 
     def _for_all(self, name: str, context: Callable[[], AbstractContextManager[T]]) -> AbstractContextManager[T]:
-        """Return a context for a pass. If passes take turns, the first to ask for `name` enters it, and it ends with the last."""
+        """Return a context for a pass. Passes that take turns share one for each `name`: the first enters it, and it ends with the
+        last.
+        """
         return context() if self._together is None else nullcontext(self._together.share(name, context))
 
     def _reusable(self, earlier: OutputCache, prefix: int) -> dict[tuple[str, int], int]:
@@ -404,7 +407,7 @@ class ForwardRunner:
 
 @contextmanager
 def _failures_as_no_forward(run: ForwardPass, device: torch.device) -> Iterator[None]:
-    """Let any error of the model's code, and a lack of memory, raise NoForward, which names the module that was running."""
+    """Convert any error of the model's code, and lack of memory, to NoForward, which names the module that was running."""
     try:
         yield
     except (Cancelled, UserError):
@@ -433,7 +436,8 @@ def _where(inside: list[str]) -> str:
 
 def _unseen_casts(model: LiveModel, used: Collection[str], called: Collection[str]) -> frozenset[str]:
     """Return the names of the cast weights that a forward pass did not use in an intercepted call. called: the names of the
-    submodules that it called. Raises NoForward if the model has functions of TorchScript, and a called module has an unseen weight.
+    submodules that the pass called. Raises NoForward if the model has functions of TorchScript, and a called module has an unseen
+    weight.
     """
     unseen = frozenset(name for name, weight in model.weights.items() if weight.cast and name not in used)
     owned = [name for name in sorted(unseen) if "." not in name or name.rpartition(".")[0] in called]
@@ -446,7 +450,7 @@ def _unseen_casts(model: LiveModel, used: Collection[str], called: Collection[st
 
 
 def _scripted(module: nn.Module) -> str | None:
-    """Return the name of a function of TorchScript that a module, or the Python module that defines its class, holds, or None."""
+    """Return the name of a function of TorchScript that a module or the Python module of its class holds, or None."""
     parts = list(module.modules())
     namespaces = {name: vars(sys.modules[name]) for part in parts if (name := type(part).__module__) in sys.modules}
     held = (value for holder in (*map(vars, parts), *namespaces.values()) for value in list(holder.values()))

@@ -48,7 +48,7 @@ class BackwardPasses:
     _measured: int = 0
     _to_measure: int = 0
     _carrying: bool = False
-    """Whether a backward pass of the scan is running. Those of the model itself call the same hooks, which then do nothing."""
+    """Whether a backward pass of the scan is running. In those of the model itself, the hooks only add to `differentiated`."""
 
     def run(self, main: torch.Tensor, probes: OutputProbes, calls: list[TopKCall], seed: int) -> GradientSums:
         """Run all backward passes through `operations`: first those that start at the margins of routers (`calls`), then those
@@ -89,7 +89,7 @@ class BackwardPasses:
             self._measure(operation)
 
     def enter_block(self, name: str) -> None:
-        """Must be called before weights of another block of a model larger than memory are read."""
+        """Must be called before weights of another block, `name`, of a model larger than memory are read."""
         memory = self.runner.model.memory
         if self.file is not None and memory.limited and memory.inside != name:
             self.file.end_block()  # other sequences may run before this one goes on

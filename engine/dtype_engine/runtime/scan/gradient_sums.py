@@ -65,7 +65,7 @@ class GradientSums:
         return Gradients(list(given), squares) if given or squares else None
 
     def add(self, weight: str, errors: torch.Tensor, gradients: Gradients) -> None:
-        """Add the products of the local errors [D, E] of one output, which are overwritten, and its gradients."""
+        """Add the products of the gradients with respect to one output and its local errors [D, E], which are overwritten."""
         if weight not in self.products:
             shape = len(errors), self.probes + self.samples
             self.products[weight] = torch.zeros(shape, dtype=torch.float64)
@@ -77,7 +77,7 @@ class GradientSums:
 
 
 def _add_products(sums: torch.Tensor, errors: torch.Tensor, vectors: list[tuple[int, torch.Tensor]]) -> None:
-    """Add the products of errors [D, E] and each (column, vector [E]) to sums [D, columns]. They are computed one by one,
+    """Add the products of errors [D, E] and each (column, vector [E]) to sums [D, columns]. The products are computed one by one,
     because the last bits of a product of matrices depend on how many columns it has.
     """
     if vectors:

@@ -40,7 +40,7 @@ class ProcessMemory:
 
 
 def process_memory(files: Iterable[Path] = ()) -> ProcessMemory:
-    """Return the current and peak resident memory of this process. files: those of the checkpoint, for `mapped`."""
+    """Return the current and peak resident memory of this process. files: the checkpoint's files, for `mapped`."""
     if not sys.platform.startswith("linux"):
         memory = psutil.Process().memory_info()
         return ProcessMemory(memory.rss, None, None, None)

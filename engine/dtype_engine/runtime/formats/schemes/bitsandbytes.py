@@ -42,7 +42,7 @@ def decode(weight: CodedWeight, parts: Parts, first: int, last: int) -> torch.Te
 
 
 def _factors(weight: CodedWeight, parts: Parts, low: int, high: int) -> torch.Tensor:
-    """Return the scales of the blocks from `low` up to `high`. With nested quantization, the stored ones are codes."""
+    """Return the scales of the blocks from `low` up to `high`. With nested quantization, they are decoded from the stored codes."""
     factors = parts["absmax"][low:high]
     if "nested_absmax" not in parts:
         return factors

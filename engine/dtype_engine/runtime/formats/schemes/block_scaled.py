@@ -73,26 +73,26 @@ def _decode_matrix(settings: Settings, parts: Parts, first: int, last: int, colu
 
 
 def _write_words(codes: torch.Tensor, out: torch.Tensor, settings: Settings) -> None:
-    """Write integers of `bits` bits, the first in the lowest bits of an int32 word, which the file stores plus 2^(bits-1)."""
+    """Write integers of `bits` bits. The file stores them plus 2^(bits-1), the first in the lowest bits of an int32 word."""
     unpack(codes, settings["bits"], out, settings["dense"])
     out.sub_(1 << (settings["bits"] - 1))
 
 
 def _write_six_bits(codes: torch.Tensor, out: torch.Tensor, settings: Settings) -> None:
-    """Write floats of six bits of the dtype `element`. Three bytes hold four, the first in the lowest bits."""
+    """Write floats of six bits of the dtype `element`. Three bytes hold four floats, the first in the lowest bits."""
     unpack(codes, 6, out)
     out.copy_(float_values(settings["element"]).index_select(0, out.view(-1).to(torch.int32)).view(out.shape))
 
 
 def _write_row_pairs(codes: torch.Tensor, out: torch.Tensor, settings: Settings) -> None:
-    """Write int4 values in two's complement. A byte holds one of row 2r in its low bits, and one of row 2r + 1."""
+    """Write int4 values in two's complement. A byte holds a value of row 2r in its low bits, and one of row 2r + 1 above."""
     rows, signed = out.view(len(codes), 2, -1), codes.view(torch.int8)
     rows[:, 0] = (signed << 4) >> 4
     rows[:, 1] = signed >> 4
 
 
 def _write_row_words(codes: torch.Tensor, out: torch.Tensor, settings: Settings) -> None:
-    """Write integers of 4 bits, in two's complement if `signed`. A word holds one of each of the rows in `order`."""
+    """Write integers of 4 bits, in two's complement if `signed`. A word holds a value of each row in `order`, lowest bits first."""
     rows, codes = out.view(len(codes), 8, -1), codes.contiguous()
     for place, row in enumerate(settings["order"]):
         nibbles = (codes >> 4 * place).bitwise_and_(15)
@@ -107,7 +107,9 @@ _UNPACK: Mapping[str, Callable[[torch.Tensor, torch.Tensor, Settings], None]] = 
     "row pairs": _write_row_pairs,
     "row words": _write_row_words,
 }
-"""By the setting `code`: functions that write the values of the packed codes of some rows to `out`, float32 [rows, columns]."""
+"""For each value of the setting `code`: a function that writes the values of the packed codes of some rows to `out`, float32 [rows,
+columns].
+"""
 
 
 def _by_block(

@@ -32,8 +32,8 @@ def decode(weight: CodedWeight, parts: Parts, first: int, last: int) -> torch.Te
 
 
 def _rows_of_halves(rows: int, heads: int, first: int, last: int) -> torch.Tensor:
-    """Return the positions in the file of the rows from `first` up to `last`, of `rows`, of an attention projection. In
-    transformers, the first half of a head's rows comes before the second half; in a GGUF file, the rows of the two alternate.
+    """Return the positions in the file of the rows from `first` up to `last` of an attention projection that has `rows` rows. In
+    transformers, the first half of a head's rows comes before the second half; in a GGUF file, rows of the two halves alternate.
     """
     if rows % (2 * heads):
         raise UserError(f"{rows} rows are not {heads} heads of two halves each, as the header of the GGUF file says")

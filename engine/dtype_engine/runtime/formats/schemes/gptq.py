@@ -51,7 +51,9 @@ def _zero_points(weight: CodedWeight, packed: torch.Tensor, first: int, last: in
 
 
 def _order(weight: CodedWeight, parts: Parts) -> torch.Tensor | None:
-    """Return each column's group, int64 [in], or None if groups of equal size follow each other. Raises UserError."""
+    """Return each column's group, int64 [in], or None if groups of equal size follow each other. Raises UserError for an unknown
+    group.
+    """
     columns, groups, size = weight.shape[1], len(parts["scale"]), weight.settings["group"]
     regular = torch.arange(columns) // size
     order = parts["g_idx"].to(torch.int64) if "g_idx" in parts else regular

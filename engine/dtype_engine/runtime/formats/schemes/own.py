@@ -76,7 +76,9 @@ def _decode_rows(
     shape: tuple[int, ...],
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return rows of a weight's matrices, in `shape`. rows, scales: (first, end) of rows, and of rows of blocks, in all of them."""
+    """Return some rows of a weight's matrices, in `shape`. rows, scales: (first, end) of the rows and of their rows of blocks, both
+    numbered through all matrices.
+    """
     element = dtypes.BY_NAME[weight.format]
     count, height, width = matrices(weight.shape, blocks.columns)
     packed = parts[CODES].reshape(count * height, packed_width(width, element.bits, blocks.packing))

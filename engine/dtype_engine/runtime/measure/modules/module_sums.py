@@ -53,9 +53,9 @@ class ModuleSums:
 
 
 def compare_outputs(reference: torch.Tensor, candidate: torch.Tensor, kept: torch.Tensor | None = None) -> ModuleSums:
-    """Return the sums over all elements of two outputs of a module, in float64, without those that only the main output's metrics
-    need, since they would double the time. kept: the positions to compare, a bool mask of the output's first dimensions; if None,
-    all.
+    """Return the sums over all elements of two outputs of a module, in float64. Sums that only the main output's metrics need are
+    left out, since they would double the time. kept: the positions to compare, a bool mask of the output's first dimensions; if
+    None, all.
     """
     if reference.shape != candidate.shape:
         return ModuleSums.not_comparable(reference, candidate)
