@@ -70,7 +70,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Start a new measurement of the peak memory that tensors take on a device, if it has this counter."""
+    """Start a new measurement of the peak memory that tensors take on a device, if the device reports this peak."""
     _ask(device, "reset_peak_memory_stats")
 
 
@@ -195,8 +195,8 @@ def differentiable_recurrence(module: nn.Module, device: torch.device) -> Iterat
 
 @contextmanager
 def exact_float32(device: torch.device) -> Iterator[None]:
-    """Make torch compute products and convolutions of float32 tensors in full float32 during the `with` block. By default, it uses
-    TF32, with a mantissa of 10 bits, for convolutions on CUDA. A program may also have allowed bfloat16 for matrix products.
+    """Make torch compute products and convolutions of float32 tensors in full float32 during the `with` block. By default, torch
+    uses TF32, with a mantissa of 10 bits, for convolutions on CUDA. A program may also have allowed bfloat16 for matrix products.
     """
     matmul = torch.get_float32_matmul_precision()
     cudnn: Any = torch.backends.cudnn

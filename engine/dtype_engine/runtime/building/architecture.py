@@ -43,7 +43,7 @@ _LONGEST_REASON = 300
 
 
 class Misfit(NoForward):
-    """Raised if a checkpoint's tensors are not those of the model class that its configuration names (`class_name`)."""
+    """Raised if the tensors of a checkpoint do not belong to the model class (`class_name`) that its configuration names."""
 
     def __init__(self, message: str, class_name: str = "", coverage: Coverage | None = None) -> None:
         super().__init__(message)
@@ -115,7 +115,7 @@ def without_quantization(config: Any) -> Any:
 
 
 def reasons(folder: Path) -> AbstractContextManager[None]:
-    """Convert any exception that transformers or torch raises in the `with` block to ImpossibleConfig with one sentence."""
+    """Return a context manager that converts any exception of transformers or torch to ImpossibleConfig with one sentence."""
     return failures_as(ImpossibleConfig, f"{folder}: transformers can't make this model of its config.json", reason)
 
 

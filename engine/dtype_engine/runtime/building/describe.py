@@ -35,7 +35,7 @@ class ModelDescription:
 
     tree: Tree
     kinds: dict[str, frozenset[str]]
-    """The names of the base classes of each module class in the tree."""
+    """The names of the base classes of each module class in the tree, by the class's name."""
     model_type: str | None
     placements: Mapping[str, Placement] = field(default_factory=dict)
     """Where each tensor of the files is loaded in the model. A tensor without an entry has the same name in both."""

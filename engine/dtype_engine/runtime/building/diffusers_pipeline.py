@@ -26,7 +26,7 @@ _LONGEST_PROMPT = 2_048
 512.
 """
 _LONGEST_OF_LANGUAGE_MODELS = 2_000_000
-"""The same for a pipeline with an argument for the length. Its tokenizers may name the positions of language models."""
+"""The same for a pipeline with an argument for the length. Its tokenizers may name a language model's context length."""
 _NO_LENGTH = 1e29
 
 
@@ -92,7 +92,7 @@ def make_pipeline(folder: Path, parts: Mapping[str, nn.Module], title: str) -> P
         install_output_hooks(part)
 
     class Named(PipelineModule):
-        """Has the name of the pipeline's class, which the tree shows."""
+        """A class with the name of the pipeline's class, which the tree shows."""
 
     Named.__name__ = Named.__qualname__ = type(pipeline).__name__
     return Named(pipeline)

@@ -23,10 +23,12 @@ class Pair:
 
     reference: str
     candidate: str
-    """The weight's name in the reference and in the candidate, keys of `Checkpoint.weights`."""
+    """`reference` and `candidate` are the weight's names in the two checkpoints, keys of `Checkpoint.weights`."""
     reference_part: tuple[int | None, int] | None = None
     candidate_part: tuple[int | None, int] | None = None
-    """If the other checkpoint's weight is only a part of this one's, such as one expert: its position, as in `Placement.place`."""
+    """The position of the reference's weight in the candidate's, as in `Placement.place`, if the reference has only a part of it,
+    such as one expert. `reference_part` is the reverse.
+    """
 
 
 @dataclass(frozen=True, slots=True)

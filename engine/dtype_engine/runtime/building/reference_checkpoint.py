@@ -86,7 +86,7 @@ def use_reference(live: LiveModel, source: Source, options: ModelOptions, on_ste
 
 
 def _has_numbers(weight: Weight) -> bool:
-    """Return whether a weight holds floats. Only these get reference values: integers are indexes and counters."""
+    """Return whether a weight holds floats. Only floats get reference values: integers are indexes and counters."""
     return weight.stored.dtype.is_floating_point
 
 
@@ -192,7 +192,7 @@ def _has_fixed_frequencies(model: LiveModel) -> bool:
 
 
 def _different_buffers(other: LiveModel, live: LiveModel) -> list[str]:
-    """Return the buffers computed from the configuration, such as rotary frequencies, whose values differ."""
+    """Return the names of buffers that are computed from the configuration, such as rotary frequencies, and whose values differ."""
     theirs, ours = (
         {name: weight.stored.read() for name, weight in model.weights.items() if not weight.info.persistent}
         for model in (other, live)

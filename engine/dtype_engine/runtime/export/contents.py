@@ -56,7 +56,7 @@ class TensorEntry:
 
     name: str
     dtype: str
-    """Under torch's name, such as `float8_e4m3fn`."""
+    """The dtype under torch's name, such as `float8_e4m3fn`."""
     shape: tuple[int, ...]
 
     @property
@@ -149,7 +149,7 @@ class Contents:
     settings: RunSettings = field(default_factory=RunSettings)
     """The settings with which the model under the recipe runs. If they quantize activations, `config.json` says so."""
     coverage: Coverage | None = None
-    """How many tensors of the model the source has or, if the model is unknown, how many of those in its shards' index."""
+    """How many of the model's tensors the source has; if the model is unknown, of the tensors that the source's index lists."""
     incomplete: tuple[str, ...] = ()
     """Sentences for the user that name the tensors which the source lacks."""
     otherwise: tuple[str, ...] = ()

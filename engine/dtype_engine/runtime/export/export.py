@@ -185,9 +185,9 @@ def _index(files: Files) -> str:
 
 
 def shards(contents: Contents, max_shard_size: int | str) -> dict[Part, Files]:
-    """Return the weights of each file, by part and file name. The files are of limited size, as huggingface_hub splits a state
-    dict. A weight and its scales stay together. In the result, the names of the weights lack the prefix of their part, such as
-    `unet.`.
+    """Distribute the weights to files of limited size, as huggingface_hub splits a state dict. Returns the weights of each file, by
+    part and file name. A weight and its scales stay together. In the result, the names of the weights lack the prefix of their
+    part, such as `unet.`.
 
     max_shard_size: the maximum size of a file, in bytes or as in "5GB". Raises UserError if it can't be parsed.
     """

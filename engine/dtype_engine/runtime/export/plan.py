@@ -263,7 +263,7 @@ def _expressible(shape: tuple[int, ...], dtype: str) -> bool:
 
 
 def _checked(items: list[ExportTensor]) -> tuple[ExportTensor, ...]:
-    """Raise UserError if there are no tensors, or if two would have the same name in the file."""
+    """Return `items` as a tuple. Raises UserError if there are no items, or if two tensors would have the same name in the file."""
     if not items:
         raise UserError("there are no tensors to export")
     seen: set[str] = set()

@@ -34,7 +34,7 @@ from dtype_engine.runtime.weights.files import read_range
 from dtype_engine.runtime.weights.pieces import Pieces
 
 OnBytes = Callable[[int, int], None]
-"""Called with the number of bytes written and the total."""
+"""A callback with the number of bytes written so far and the total number."""
 _BLOCK = 1 << 20
 """The number of bytes of a tensor that are cast and written at once. They fit into a processor's cache."""
 _MOST_THREADS = 4

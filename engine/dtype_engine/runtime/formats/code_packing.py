@@ -31,8 +31,8 @@ _E2M1_PAIRS = _pairs(_E2M1)
 _SIGNED_PAIRS = _pairs([(code - 8) & 0xFF for code in range(16)])
 """The table of `_pairs` for int8 values that are stored as codes of four bits without a sign: code 8 is zero."""
 _HALF_TO_EVEN = 1.5 * 2.0**23
-"""Multiplied by a power of two p, added to a float32 value and subtracted again, this rounds the value to a multiple of p, half to
-even: the sum is so large that float32 has no bits below p for it.
+"""If this number times a power of two p is added to a float32 value and subtracted again, the value is rounded to a multiple of p,
+half to even: the sum is so large that float32 has no bits below p for it.
 """
 
 

@@ -20,7 +20,7 @@ from dtype_engine.runtime.libraries.torch_private import WithoutModes
 from dtype_engine.runtime.model.containers import named_tensors_in, with_tensors
 
 _SHOWN = 160
-"""How many characters of a batch's text a summary has."""
+"""The maximum number of characters of a batch's text in a summary."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,8 +114,8 @@ def _sound_and_text(model: LiveModel, options: InputOptions) -> Inputs:
 
 
 def _saying_what_is_not_used(inputs: Inputs, options: InputOptions) -> Inputs:
-    """Return `inputs` with a note on the user's options that have no effect on a model of pictures or audio. They are no error,
-    because they may come from a configuration file for all models.
+    """Return `inputs` with a note on the user's options that have no effect on a model of pictures or audio. Such options are no
+    error, because they may come from a configuration file for all models.
     """
     text_options = (
         ("--chat", options.chat),

@@ -36,9 +36,9 @@ class Picture:
     """One picture after the model's preprocessing, as arguments of the forward pass."""
 
     kwargs: dict[str, Any]
-    """`pixel_values`, and others that describe the same picture, such as `image_grid_thw`."""
+    """`pixel_values`, and further arguments that describe the same picture, such as `image_grid_thw`."""
     about: str
-    """Such as "cat.png, 640 x 480"."""
+    """A short description, such as "cat.png, 640 x 480"."""
     image: Image | None = None
     """The picture before preprocessing, or None if the values were generated directly."""
 

@@ -40,15 +40,15 @@ _tried: set[bytes] = set()
 
 
 class PartFails(UserError):
-    """A tokenizer, a processor or a chat template in a model's folder fails on an input."""
+    """Raised if a tokenizer, a processor or a chat template in a model's folder fails on an input."""
 
 
 class _Ended(Exception):
-    """A child process was ended by a limit. The message continues a sentence that begins with what the child ran."""
+    """Raised if a limit ended a child process. The message continues a sentence that begins with what the child ran."""
 
 
 class _Failed(_Ended):
-    """A child process failed by itself, before it reached a limit."""
+    """Raised if a child process failed by itself, before it reached a limit."""
 
 
 def _as_templates_get(message: dict[str, Any]) -> dict[str, Any]:
@@ -133,7 +133,7 @@ def _parts(tokenizer: Any) -> dict[str, Any]:
 
 
 def _may_expand(parts: dict[str, Any]) -> bool:
-    """Return whether a tokenizer's steps may expand a text or need much time. Each `ByteLevel` can double a text."""
+    """Return whether a tokenizer's steps may expand a text or need much time, as do several `ByteLevel`: each can double a text."""
     settings = json.dumps([parts["normalizer"], parts["pre_tokenizer"]])
     types = [name for name in re.findall(r'"type": "(\w+)"', settings) if name != "Sequence"]
     return len(settings) > _LONGEST_SETTINGS or len(types) > len(set(types)) or not _EXPANDING.isdisjoint(types)
@@ -148,7 +148,7 @@ def _state(step: Any) -> Any:
 
 
 def _growth(decoder: Any) -> int:
-    """Return how many characters the replacements of a tokenizer's decoder can make of one character at most."""
+    """Return the maximum number of characters that the replacements of a tokenizer's decoder can make of one character."""
     if not isinstance(decoder, dict):
         return 1
     if "" in (decoder.get("suffix"), decoder.get("word_delimiter_token")):
@@ -160,7 +160,7 @@ def _growth(decoder: Any) -> int:
 
 
 def _copies(processor: Any) -> int:
-    """Return how many copies of a text a tokenizer's post-processor can insert at most."""
+    """Return the maximum number of copies of a text that a tokenizer's post-processor can insert."""
     if not isinstance(processor, dict):
         return 1
     templates = (processor.get("single", ()), processor.get("pair", ()))

@@ -135,7 +135,7 @@ def _pickle(path: Path) -> Any:
 
 
 def _calls(path: Path, tensors: dict[str, torch.Tensor]) -> Any:
-    """Return a dictionary for each pass if all names begin with the number of a pass, as `0.input_ids`, otherwise `tensors`."""
+    """Return a dictionary for each pass if all names begin with a pass number, such as `0.input_ids`, otherwise `tensors`."""
     if not tensors:
         raise UserError(f"{path} has no tensors")
     numbered = {name: _NUMBERED.fullmatch(name) for name in tensors}

@@ -56,7 +56,7 @@ def storage_id(tensor: torch.Tensor) -> int:
 
 def version_of(tensor: torch.Tensor) -> int:
     """Return torch's version counter, which increases with each write to a tensor or its views, or -1 for a tensor that was created
-    under `torch.inference_mode` and has none.
+    under `torch.inference_mode` and has no counter.
     """
     try:
         return tensor._version

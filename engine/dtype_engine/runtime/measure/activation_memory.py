@@ -41,7 +41,7 @@ _LOOPED = (64, 128, 256)
 extrapolated from these, because following such a loop takes milliseconds per token.
 """
 _MODULE = "dtype_engine.module:"
-"""The prefix of the marks in a record of allocations that say which module begins to run."""
+"""The prefix of the marks in the profiler's record that name the module which begins to run."""
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -96,7 +96,7 @@ def _naming_modules(module: nn.Module, on_module: Callable[[str], None]) -> Iter
 
 def measured(module: nn.Module, context: int, batch: int) -> ActivationMemory:
     """Run the model, as it is cast now, over `batch` sequences of `context` random tokens, and return the peak of the memory that
-    this needs. Raises NoForward if it is not known which inputs have this size, or if the pass fails.
+    the pass needs. Raises NoForward if it is not known which inputs have this size, or if the pass fails.
     """
     return _pass(module, _inputs(module, context, batch), context, batch, estimated=False)[0]
 
@@ -177,7 +177,9 @@ def estimator_of(checkpoint: Checkpoint, options: ModelOptions, dtype: str) -> A
 def _pass(
     module: nn.Module, inputs: Mapping[str, Any], context: int, batch: int, estimated: bool
 ) -> tuple[ActivationMemory, int]:
-    """Return (the memory that a pass needs, the number of its operations, which is 0 if only the profiler follows them)."""
+    """Run a pass, or follow it without data if `estimated`. Returns (the memory that it needs, the number of its operations, which
+    is 0 if only the profiler follows them).
+    """
     operations = 0
     known = [*module.parameters(), *module.buffers(), *filter(torch.is_tensor, inputs.values())]
     what = f"the memory of a pass over {context:,} tokens can't be {'estimated' if estimated else 'measured'}"

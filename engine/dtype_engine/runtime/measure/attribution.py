@@ -66,7 +66,7 @@ class Part:
     name: str
     """The module, or the root of the subtree."""
     modules: tuple[str, ...]
-    """The modules in it that themselves run operations with weights, such as `layers.0.mlp.up_proj` for `layers.0.mlp`."""
+    """The modules in the part that themselves run operations with weights, such as `layers.0.mlp.up_proj` for `layers.0.mlp`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class PartDrift:
 
 
 MeasureParts = Callable[[Sequence[Part]], Iterator[tuple[int, PartDrift]]]
-"""A function that measures the given parts in any order, and yields (its index in the argument, result) for each."""
+"""A function that measures the given parts in any order, and yields (the part's index in the argument, its result) for each."""
 _OnPart = Callable[[Iterable[Contribution], int, int], None]
 """A callback `(contributions found so far, number of finished measurements, number of all measurements)`."""
 
@@ -93,11 +93,13 @@ class _Base:
     output: torch.Tensor
     """The main output."""
     modules: dict[tuple[str, int], torch.Tensor]
-    """The outputs of modules, to compare with."""
+    """The outputs of modules by (module, number of its call), with which those of later passes are compared."""
     cache: OutputCache | None
     """The outputs of modules that later passes may reuse."""
     uses: Mapping[str, int]
-    """By module, how many module calls had ended before it used a weight whose cast changes results. Its pass can reuse these."""
+    """By module, how many module calls had ended before the module first used a weight whose cast changes results. A pass that
+    casts only this module can reuse the outputs of these calls.
+    """
     masks: KeptPositions | None
 
     @property
@@ -259,7 +261,9 @@ class Attribution:
         total: int,
         others: Sequence[Contribution] = (),
     ) -> list[Contribution]:
-        """Measure `parts`, and return their contributions. total: for the progress. others: earlier ones, for `on_part`."""
+        """Measure `parts`, and return their contributions. total: the number of all measurements, for `on_part`. others: the
+        contributions measured earlier, for `on_part`.
+        """
         found: dict[int, Contribution] = {}
 
         def add(index: int, measured: PartDrift) -> None:

@@ -49,7 +49,7 @@ MOST_KEPT = 2 << 30
 """Limit on the bytes of outputs kept between measurements: some hundred tokens of a model with 1 B parameters."""
 
 MOST_UNSAVED = 8
-"""The maximum number of sequences that run side by side, and are lost by an interrupt, if the measurement is saved."""
+"""The maximum number of sequences that run side by side if the measurement is saved. An interrupt loses their results."""
 _BYTES_SIDE_BY_SIDE = 12
 """How many bytes each element of an output needs while sequences run side by side: float32 outputs, and temporary tensors."""
 _WITH_FAST_PATH = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
@@ -124,7 +124,7 @@ class DriftMeter:
     def report(
         self, totals: RunningTotals, recipe: Recipe, memory: MemoryStats, lost: tuple[ValueLoss, ...] | None
     ) -> DriftReport:
-        """Return a report of a measurement. lost: what casts made infinite or zero, or None if it was not counted."""
+        """Return a report of a measurement. lost: the values that casts made infinite or zero, or None if they were not counted."""
         model, output = self.model, totals.output
         selections = make_plan(model.tree, recipe).selections
         # Whether runtimes would quantize activations in the format that a rule gives to weights.

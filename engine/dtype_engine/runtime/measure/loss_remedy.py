@@ -48,8 +48,9 @@ def tried_remedy(
     on_trial: Callable[[int, int], None] = ignore,
     cancelled: IsCancelled = never,
 ) -> LossRemedy | None:
-    """Like `untried_remedy` for the losses of `report`, with the drift under the rules over the same sequences. If the nearest
-    dtypes that hold the values do not reduce the drift, the stored dtypes are tried, too, and the better rules are returned.
+    """Like `untried_remedy` for the losses of `report`, and measure the drift under the rules over the same sequences. If the
+    nearest dtypes that hold the values do not reduce the drift, the stored dtypes are tried, too, and the better rules are
+    returned.
 
     The model stays cast as in the last trial. `on_trial(done, total)` is called before each trial. Raises Cancelled.
     """

@@ -48,9 +48,9 @@ class _NonFiniteOp:
     operation: str
     dtype: str
     largest: float
-    """The largest |value| of its weights or, if these are finite, of its arguments."""
+    """The largest |value| of the operation's weights or, if these are finite, of its arguments."""
     weights: tuple[str, ...]
-    """Its weights that are not finite."""
+    """The operation's weights that are not finite."""
     constant: float | None = None
     """A number in the model's code that becomes infinite or zero in the operation's dtype."""
 
@@ -68,11 +68,11 @@ class _OpObserver(TorchFunctionMode):
         self.largest: dict[tuple[str, str], float] = {}
         """The largest finite |value| of the results, by (module, operation)."""
         self.reached: dict[str, float] = {}
-        """By weight name, the largest finite |value| of the activations that the weight was multiplied with or added to."""
+        """By weight name, the largest finite |value| of the other arguments and the results of the weight's operations."""
         self._vanished: dict[str, float] = {}
 
     def observing(self, mode: WeightMode) -> _OpObserver:
-        """Return this observer for the pass of `mode`, as `PassOptions.around`."""
+        """Return this observer as the context of a pass under `mode`, for `PassOptions.around`."""
         self.observed = mode
         return self
 

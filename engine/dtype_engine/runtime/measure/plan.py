@@ -37,7 +37,7 @@ class MeasurementPlan:
         """The indexes of the sequences, in the order in which they run."""
         self._compared = compared_sequences(self.order, [batch.elements for batch in batches])
         self.outline: frozenset[str] | None = None
-        """The modules whose calls a pass records where modules are not compared. None until a first pass has recorded all."""
+        """The modules whose calls a pass records if it does not compare modules. None until a pass has recorded all modules."""
         self.cached: frozenset[str] | None = None
         """The modules of `outline` whose outputs are also kept, so that later measurements can reuse them."""
 

@@ -248,7 +248,9 @@ class RunningTotals:
         )
 
     def _errors(self, sequences: Sequence[SequenceFigures]) -> tuple[float | None, float | None]:
-        """Return the relative standard errors of (the relative L2 error, the mean KL) over the sequences run so far, or None."""
+        """Return the relative standard errors of (the relative L2 error, the mean KL) over the sequences run so far, each None if
+        unknown.
+        """
         # The squared relative L2 error is also a mean: that of each sequence's squared error, weighted by its energy.
         energies = [sequence.sums.energy for sequence in sequences]
         squares = [each.sums.noise / each.sums.energy if each.sums.energy else 0.0 for each in sequences]

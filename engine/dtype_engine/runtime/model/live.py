@@ -103,8 +103,8 @@ class Weight:
         return isinstance(self.stored, BlockwiseSource)
 
     def current(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return (the current data, the scales or None for a dtype without scales). The weight is cast, or the module holds its
-        values.
+        """Return (the current data, its scales or None for a dtype without scales). Either the weight must be cast, or the module
+        must hold its values.
         """
         if not isinstance(self.stored, BlockwiseSource):
             return self.tensor.data, self.scale
@@ -162,7 +162,7 @@ class Weight:
 
     @property
     def form(self) -> str:
-        """Identifies this weight's current values: the dtype, and the names of the weights that share its scale."""
+        """A text that identifies this weight's current values: the dtype, and the names of the weights that share its scale."""
         return " ".join((self.dtype, *self.shares))
 
     @property

@@ -55,8 +55,8 @@ def map_names(module: nn.Module, names: Iterable[str]) -> dict[str, Placement]:
 
 
 def without_place(checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> list[str]:
-    """Return the names of the weights of a GGUF file that the module lacks; [] for other files. Those may have tensors that no
-    module needs, but llama.cpp's converter to GGUF writes no such tensors.
+    """Return the names of the weights of a GGUF file that the module lacks; [] for other files. Other files may have tensors that
+    no module needs, but llama.cpp's converter to GGUF writes no such tensors.
     """
     if checkpoint.form != "gguf" or checkpoint.config is None:
         return []

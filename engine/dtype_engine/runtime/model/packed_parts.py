@@ -44,7 +44,7 @@ def in_rows(placements: Mapping[str, Placement], shapes: Mapping[str, Shape], pa
 
 def other_scales(rows: Rows | None, shapes: Mapping[str, Shape], packed: Shape, dtype: str) -> str | None:
     """Return None if a weight of shape `packed` in `dtype` can have the scales of its parts. Otherwise return why not, as words for
-    a message: they are not stacked in rows, or a block with one scale would extend over two parts or two rows.
+    a message: the parts are not stacked in rows, or a block with one scale would extend over two parts or two rows.
 
     rows: the names of the parts in row order, or None if they are not stacked. shapes: their shapes, keyed by name.
     """

@@ -32,7 +32,7 @@ class SideSettings:
     """`candidate` and `reference` hold the differing attributes that each model has, keyed by name."""
 
     def use(self, of_reference: bool) -> None:
-        """Give the attributes the values of the reference or those of the candidate."""
+        """Give the attributes the values of the reference if `of_reference`, otherwise those of the candidate."""
         old, new = (self.candidate, self.reference) if of_reference else (self.reference, self.candidate)
         for name in old.keys() - new.keys():
             self.attributes.pop(name, None)
@@ -80,7 +80,7 @@ def _differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Return whether two values are equal: functions by name, and objects whose class does not define `==` by type."""
+    """Return whether two values are equal. Functions are compared by name, and objects whose class does not define `==` by type."""
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):

@@ -79,7 +79,9 @@ class ActivationRounding:
         }
 
     def follow(self, output: Any, tensors: list[torch.Tensor], formats: Mapping[int, InputFormat]) -> None:
-        """If all float arguments are quantized weights of one format, let the operation's float results count as such, too."""
+        """If all float arguments are quantized weights of one format, let the float results of the operation count as quantized
+        weights of this format, too.
+        """
         floats = [id(tensor) for tensor in tensors if tensor.is_floating_point() or id(tensor) in formats]
         kinds = {formats.get(key) for key in floats}
         if len(kinds) == 1 and (form := kinds.pop()) is not None:

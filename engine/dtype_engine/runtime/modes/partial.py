@@ -46,7 +46,7 @@ class PartialCastMode(WeightMode):
 
     @property
     def _run_of_module(self) -> WeightMode:
-        """The mode that answers for the weights in the running module."""
+        """The mode, of the candidate or of the reference, that determines the weights' values in the running module."""
         return self._candidate if self.inside(self.module) else self._reference
 
     def dtype_of(self, weight: Weight) -> torch.dtype:

@@ -23,7 +23,7 @@ from dtype_engine.search.sensitivity import is_lossless
 _MOST_NAMED = 3
 """Maximum number of stored dtypes in the name of the reference model."""
 _KEEPS_NO_ARGUMENT = frozenset({"linear", "conv1d", "conv2d", "conv3d"})
-"""Operations whose result shares no memory with an argument, so that the memory of a widened weight is free after them."""
+"""Operations whose result shares no memory with an argument, so that a widened weight's memory can be reused after them."""
 _WORTH_SHARING = 1 << 20
 """A widened weight goes into the reused memory if it has at least this many bytes. Smaller allocations are cheap, since they need
 no call to the operating system.
@@ -89,8 +89,8 @@ class WidenedWeights:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def values(self, weights: Sequence[Weight], value_of: Callable[[Weight], torch.Tensor]) -> list[torch.Tensor]:
-        """Return the weights of one operation in their `reference_dtype`. Large ones are in the reused memory, which the next call
-        overwrites. Others are computed by `value_of`.
+        """Return the weights of one operation in their `reference_dtype`. Large weights are in the reused memory, which the next
+        call overwrites. Other weights are computed by `value_of`.
         """
         shared = [weight for weight in weights if self._is_worth_sharing(weight)]
         sizes = [-(-self._nbytes(weight) // _ALIGNMENT) * _ALIGNMENT for weight in shared]

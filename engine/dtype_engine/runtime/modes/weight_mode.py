@@ -110,7 +110,7 @@ class WeightMode(TorchFunctionMode):
         self.first_use: dict[int, int] = {}
         """How many module calls had ended before a weight was first used, keyed by the `id` of the weight's tensor."""
         self.operation = ""
-        """The running operation, for casts inside it. "" if they are explicit, because the code passed a `dtype`."""
+        """The running operation, for the record of casts inside it. "" if the code casts explicitly, with a `dtype` argument."""
         self.replaced = set(replaced)
         self._narrow = frozenset(weights[key].tensor.dtype for key in self.replaced) - {torch.float32, torch.float64}
         """The dtypes, except float32 and float64, of the weights to replace. Another tensor in one of these dtypes may share the

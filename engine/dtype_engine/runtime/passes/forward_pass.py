@@ -42,11 +42,11 @@ class ForwardPass:
     observer: ModuleObserver
     """Receives outputs of the modules in `watched`."""
     cache: OutputCache | None
-    """Keeps outputs for later passes."""
+    """Keeps module outputs for later passes. None if no outputs are kept."""
     reusable_calls: dict[tuple[str, int], int]
     """The calls to skip: maps (module, number of its call) to an index in `earlier.calls`."""
     earlier: OutputCache | None
-    """The outputs of an earlier pass."""
+    """The module outputs of an earlier pass, from which `reusable_calls` are taken, or None."""
     weights: Container[int]
     """The `id`s of the model's weights."""
     watched: Container[str] | None = None

@@ -104,8 +104,8 @@ class KeptPositions:
 
     def of_module(self, name: str, call: int, output: torch.Tensor) -> torch.Tensor | None:
         """Return the mask for a module's output, or None if all its rows are compared, for example because they are not positions.
-        It is [batch, positions] for an output [batch, positions, ...], and [batch x positions] for one in which these two
-        dimensions are flattened into one. call: the number of the module's call in the forward pass, from 0.
+        The mask is [batch, positions] for an output [batch, positions, ...], and [batch x positions] for an output in which these
+        two dimensions are flattened into one. call: the number of the module's call in the forward pass, from 0.
         """
         mask = self._mask(self.has_decoder and _is_of_decoder(name, call), output)
         if mask is None or output.ndim < 2:
@@ -142,7 +142,7 @@ def _arguments(module: nn.Module, batch: Batch) -> dict[str, Any]:
 
 
 def _ones(mask: object) -> torch.Tensor | None:
-    """Return where a mask [batch, positions] is 1, or None if `mask` is no tensor of zeros and ones with this shape."""
+    """Return a mask that is True where `mask` [batch, positions] is 1, or None if `mask` is no such tensor of zeros and ones."""
     if not isinstance(mask, torch.Tensor) or mask.ndim != 2 or not bool(((mask == 0) | (mask == 1)).all()):
         return None
     return mask == 1

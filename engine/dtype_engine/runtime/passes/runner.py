@@ -52,7 +52,7 @@ class ForwardRunner:
     `candidate_call`, and raises NoForward, KernelError and Cancelled.
 
     watch: if False, passes can be cancelled but are not observed. behavior: what earlier passes have shown about the model, shared
-    by all its runners; if None, nothing is known yet.
+    by all runners of the model; if None, nothing is known yet.
     """
 
     def __init__(
@@ -87,9 +87,9 @@ class ForwardRunner:
     def side_by_side(self, works: Sequence[Callable[[], T]]) -> list[T]:
         """Call all functions in `works`, each of which runs one forward pass by this runner, and return their results.
 
-        If the model is larger than memory, the passes take turns, so that each block of weights is read once for all of them,
-        unless one pass changes state on which another depends, or reference and candidate have different settings
-        (`LiveModel.side_settings`).
+        If the model is larger than memory, the passes take turns, so that each block of weights is read once for all of them. They
+        still run one after the other if one pass changes state on which another depends, or if reference and candidate have
+        different settings (`LiveModel.side_settings`).
         """
         one = len(works) < 2 or self.behavior.stateful or self._together is not None or bool(self.model.side_settings)
         if one or not self.model.memory.limited:
@@ -200,7 +200,7 @@ class ForwardRunner:
         return {name: weight.form for name, weight in self.model.weights.items()}
 
     def _form_of_cache(self, name: str, amax: Mapping[str, torch.Tensor]) -> str:
-        """Identify how a cache tensor is rounded: by its format and, if they are calibrated, its scales."""
+        """Return a text that identifies how a cache tensor is rounded: its format and, if they are calibrated, its scales."""
         form = self.model.cache_formats.get(name, "")
         calibrated = form and KV_FORMATS[form].calibrated and name in amax
         return f"{form} {amax[name].tolist()}" if calibrated else form
@@ -230,7 +230,7 @@ class ForwardRunner:
     def reference(
         self, call: Callable[[], Output], options: PassOptions = _NOTHING, observer: ModuleObserver = _IGNORES
     ) -> PassResult[Output]:
-        """Do a reference run: the stored weights in float32 (or float64, if so stored), without a second copy of all weights."""
+        """Do a reference run: the stored weights in float32 (or float64 if stored so), without a second copy of all weights."""
         # A mode around this one may keep tensors that it sees, so every widened weight then needs its own memory.
         new = WidenedWeights() if options.around is None else None
         on_cpu = self.model.device.type == "cpu"  # another device may lack memory for all of them

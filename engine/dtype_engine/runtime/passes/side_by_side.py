@@ -26,7 +26,7 @@ _ALWAYS = Fixed("always", True)
 
 
 class NotIndependent(Cancelled):
-    """A forward pass changes the model's state, so passes that run side by side would see each other's changes."""
+    """Raised if a forward pass changes the model's state, so passes that run side by side would see each other's changes."""
 
 
 class SideBySide:
@@ -108,8 +108,8 @@ class SideBySide:
         return results
 
     def enter(self, block: str) -> float:
-        """Wait for the running pass's turn to run a block. Returns the seconds that it waited. Raises NotIndependent if it changes
-        the model's state, and Cancelled if another pass failed.
+        """Wait for the running pass's turn to run a block. Returns the seconds that it waited. Raises NotIndependent if the pass
+        changes the model's state, and Cancelled if another pass failed.
         """
         number, started = self._running, time.perf_counter()
         if number == 0 and self.changed():  # one pass is enough to know

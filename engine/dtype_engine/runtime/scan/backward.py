@@ -78,7 +78,7 @@ class BackwardPasses:
         return sums
 
     def on_gradient(self, operation: Operation, index: int, gradient: torch.Tensor | None) -> None:
-        """Take the gradient with respect to the output `index` of an operation."""
+        """Receive the gradient with respect to the output `index` of an operation, from a hook of torch."""
         if gradient is None:
             return  # on CUDA, torch calls the hook of an output of a recurrent layer that the loss does not depend on
         if not self._carrying:

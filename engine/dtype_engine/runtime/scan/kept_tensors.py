@@ -137,7 +137,7 @@ class ActivationFile:
             kept.tensor = None
 
     def put(self, vector: torch.Tensor, instead_of: KeptTensor | None = None) -> KeptTensor:
-        """Write a vector [n]. instead_of: what `put` returned for a vector of the same size and dtype, which is replaced."""
+        """Write a vector [n], and return its record. instead_of: the record of a vector of the same size and dtype to overwrite."""
         data = vector.contiguous().view(torch.uint8).cpu()
         if instead_of is not None and instead_of.place is not None:
             self._write_at(instead_of.place.start, data)

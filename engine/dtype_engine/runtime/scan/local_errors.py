@@ -94,7 +94,7 @@ class LocalErrors:
         return self._read(weight.reference, rows, weight.tensor.device).to(reference_dtype(weight))
 
     def _read(self, values: WeightSource, rows: slice | None, device: torch.device) -> torch.Tensor:
-        """Return the values at some indexes of a weight's first dimension; None: at all indexes."""
+        """Return the values at the indexes `rows` of a weight's first dimension, or all values if `rows` is None."""
         if self._decoded is not None and self._decoded[0] is values and self._decoded[1] == rows:
             return self._decoded[2]
         self._decoded = None

@@ -157,8 +157,8 @@ def weights_to_measure(
 
 
 def read_otherwise(reads: Sequence[ValueRead], costly: Mapping[str, Sequence[str]], errors: LocalErrors) -> set[str]:
-    """Return the weights of which the model's code has made `reads` whose answer would differ after a cast to one of the dtypes
-    `costly`.
+    """Return the weights for which a value that the model's code has read (`reads`) would differ after a cast to one of the dtypes
+    in `costly`.
     """
     found: set[str] = set()
     for read in reads:

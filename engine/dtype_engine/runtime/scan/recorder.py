@@ -41,7 +41,7 @@ from dtype_engine.runtime.scan.weight_ops import ValueRead, WeightOp, WeightOrig
 from dtype_engine.runtime.scan.weight_origins import WeightOrigins
 
 _COPIES_VALUES = frozenset({"numpy", "__array__", "__dlpack__", "__deepcopy__", "__reduce_ex__"})
-"""Methods that torch refuses for a tensor with an autograd graph, as it refuses `out`. Only in a scan, activations have a graph."""
+"""Methods that torch refuses for a tensor with an autograd graph, as it refuses `out`. Activations have a graph only in a scan."""
 _NO_VALUES = (str, torch.dtype, torch.Size, torch.device, type(None))
 """Types of results that say nothing about a weight's values, so that the weight is not `unfollowed`."""
 
@@ -100,7 +100,7 @@ class WeightOpRecorder(ReferenceMode):
         return sum({storage.data_ptr(): storage.nbytes() for storage in held}.values())
 
     def forget(self) -> None:
-        """Release everything that was recorded. An autograd graph of which some backward pass has not run would keep it."""
+        """Release everything that was recorded. Otherwise, an autograd graph whose backward passes have not all run keeps it."""
         self.release()
         for each in (self.operations, self.topk_calls, self.answers):
             each.clear()

@@ -129,7 +129,7 @@ class _Sequence(msgspec.Struct):
     """The saved form of a `SequenceScores`."""
 
     mass: float
-    """`SequenceScores.normalizer`"""
+    """The value of `SequenceScores.normalizer`."""
     complete: bool
     sums: list[tuple[str, str, float | None, float | None, float | None]]
     """Rows of (weight, dtype, sums, independent, measured)."""

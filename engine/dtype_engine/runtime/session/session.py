@@ -112,7 +112,7 @@ class Session:
             inputs = with_next_tokens(model, with_labels(model, inputs) if options.metrics else inputs)
             inputs = without_cache(model, inputs)
         self.inputs = inputs
-        """The inputs on which the model is run, or None if it can't be run."""
+        """The inputs on which the model is run, or None if the model can't be run."""
         self.why_no_forward: str | None = None
         """Why the model can't be run, or None if it can. The app replaces placeholders in this text by keys, the command line by
         options.
@@ -268,7 +268,8 @@ class Session:
 
     def predict(self, recipe: Recipe | None = None) -> Prediction:
         """Predict the drift of a recipe, by default the current one, in the unit of the last scan: the sum of the scores that it
-        gave to the weights that the recipe casts. Raises UserError if there is no scan, or if it lacks a dtype of the recipe.
+        gave to the weights that the recipe casts. Raises UserError if there is no scan, or if the scan lacks a dtype of the
+        recipe.
 
         >>> _ = session.scan(["bfloat16"], draws=1)
         >>> session.predict(de.Recipe.of([de.Rule.parse("*=bf16")])).value > 0

@@ -36,7 +36,7 @@ _PART = "part of a weight that is "
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """The tensors of one of the two checkpoints, keyed by its own names."""
+    """The tensors of one of the two checkpoints, keyed by their names in this checkpoint."""
 
     stored: Mapping[str, tuple[str, tuple[int, ...]]]
     """The stored dtype, a name in `core.dtypes` or a block format of GGUF, and the shape of each tensor."""

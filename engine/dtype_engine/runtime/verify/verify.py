@@ -40,8 +40,8 @@ from dtype_engine.runtime.verify.independent_block_formats import finite_largest
 from dtype_engine.runtime.verify.source_values import SourceValues, of_files, of_module, with_decoded
 
 CompareItems = Callable[[Contents], Iterator[tuple[Sequence[int], Sequence[str | None]]]]
-"""Compares the tensors of an export with its source in other processes. Yields pairs in any order: the indexes of some tensors in
-`Contents.items`, and for each of these what is wrong with it, or None.
+"""A function that compares the tensors of an export with its source in other processes. Yields pairs in any order: the indexes of
+some tensors in `Contents.items`, and for each of these what is wrong with it, or None.
 """
 _HEAD, _TAIL = 1 << 20, 1 << 16
 """How many bytes at the beginning of a file, which include the header, and at its end the fingerprint covers."""

@@ -160,7 +160,7 @@ class MemoryBudget:
             self.bytes_read += nbytes
 
     def note_use(self, values: WeightSource) -> None:
-        """Note that the current block uses `values`, so that the pages that it reads are released when the block ends."""
+        """Note that the current block uses `values`, so that the pages that `values` reads are released when the block ends."""
         self._used[id(values)] = values
 
     def _ask(self, name: str) -> None:

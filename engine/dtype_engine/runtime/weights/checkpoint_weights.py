@@ -33,7 +33,7 @@ def source_of(checkpoint: Checkpoint, name: str, how: How = "mapped") -> WeightS
 
 class FileSource(WeightSource):
     """A weight of plain values, which are read from their file at each use. Values that can't be mapped come from the loader of the
-    pickle. If it has none, reading raises UserError.
+    pickle. If the loader has none, reading raises UserError.
     """
 
     def __init__(self, checkpoint: Checkpoint, stored: CheckpointTensor, how: How = "mapped") -> None:

@@ -39,7 +39,7 @@ class WeightSource(ABC):
     nbytes: int
     """The number of bytes that the weight takes in the files."""
     unit: int = 1
-    """The number of values that are always read together. A read from one multiple of it to another decodes no value twice."""
+    """The number of values that are always read together. Reads that start and end at its multiples decode no value twice."""
     in_files: tuple[CheckpointTensor, ...] = ()
     """The headers of the tensors that are read from files at each use of the values. Empty if the values stay in memory."""
 

@@ -14,7 +14,7 @@ from dtype_engine.core.text import printable
 from dtype_engine.runtime.formats.schemes import Parts
 
 _VALUES_AT_ONCE = 1 << 20
-"""The gguf package allocates several float32 arrays of this many values."""
+"""How many values are decoded at once. The gguf package allocates several float32 arrays of this size."""
 
 
 def decode(weight: CodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
@@ -61,7 +61,7 @@ def _dequantize(weight: CodedWeight, rows: torch.Tensor) -> torch.Tensor:
 
 def _values(blocks: torch.Tensor, kind: Any) -> torch.Tensor:
     """Return the float32 values, in one dimension, of GGUF blocks [blocks, bytes]. transformers is several times as fast as the
-    gguf package, which has more types. Both give the same values, bit by bit.
+    gguf package, which supports more types. Both give the same values, bit by bit.
     """
     from transformers.integrations.gguf.dequant import GGML_BLOCK, dequantize
 

@@ -112,7 +112,7 @@ class OutputMetrics:
 
 
 def _of_elements(sums: ElementSums) -> dict[str, float | None]:
-    """Return the metrics of Δ by name. They are NaN if there is nothing to compare."""
+    """Return the metrics of Δ by name. The metrics are NaN if there is nothing to compare."""
     counts = {"nonfinite": sums.nonfinite, "nonfinite_reference": sums.nonfinite_reference}
     if sums.nonfinite_reference and not sums.energy:
         names = ("mean_abs", "max_abs", "rel_l2", "sqnr_db", "cosine")
