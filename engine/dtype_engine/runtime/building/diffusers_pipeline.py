@@ -26,7 +26,7 @@ _LONGEST_PROMPT = 2_048
 512.
 """
 _LONGEST_OF_LANGUAGE_MODELS = 2_000_000
-"""The same for a pipeline with an argument for the length. Its tokenizers may name a language model's context length."""
+"""The same maximum for a pipeline with an argument for the length. Its tokenizers may name a language model's context length."""
 _NO_LENGTH = 1e29
 
 

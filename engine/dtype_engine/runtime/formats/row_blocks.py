@@ -19,7 +19,7 @@ from dtype_engine.core.errors import Cancelled
 CHUNK = 1 << 19
 """About how many elements a CPU thread processes at once: they fit in its cache, and are enough to keep Python's overhead small."""
 _DEVICE_CHUNK = 1 << 22
-"""The same on an accelerator. With fewer, launching kernels would take longer than running them."""
+"""About how many elements an accelerator processes at once. With fewer, launching kernels would take longer than running them."""
 _BLOCKS_WORTH_A_THREAD = 4
 _CPU = torch.device("cpu")
 

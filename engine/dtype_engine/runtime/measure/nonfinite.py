@@ -299,7 +299,7 @@ def _finite_output_under(
 def _better_in_float32(
     meter: DriftMeter, tree: Tree, recipe: Recipe, rules: Scope, output: OutputDrift, cancelled: IsCancelled
 ) -> tuple[Scope, OutputDrift]:
-    """Try float32 instead of bfloat16. Returns the better rules, and the drift under them. output: the drift under `rules`."""
+    """Try float32 instead of bfloat16 in `rules`. Returns the better rules, and their drift. output: the drift under `rules`."""
     wider = tuple(Rule.make(rule.pattern, "float32") for rule in rules)
     after = _finite_output_under(meter, tree, recipe.then(*wider), "modules", cancelled)
     return (wider, after) if after is not None and drifts_less(after, output) else (rules, output)

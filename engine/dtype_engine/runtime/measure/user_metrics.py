@@ -49,7 +49,7 @@ class ModelMetric:
     function: Callable[[LiveModel, Inputs], Mapping[str, Examples]]
     """Returns the values of all examples by metric name."""
     file: str | None = None
-    """As for an `OutputMetric`."""
+    """The Python file of the function, for errors. None if it is the code of a package."""
 
 
 def load_metrics(texts: Sequence[str]) -> tuple[OutputMetric | ModelMetric, ...]:

@@ -129,7 +129,9 @@ class Weight:
         return blocks is None or blocks.rows == 1 or self.stored.shape[-1] >= blocks.columns
 
     def current_part(self, index: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Like `current`, but for one index of the first dimension: [1, ...]. `in_parts` must be True for the weight's dtype."""
+        """Return (the current data, its scales or None) at one index of the first dimension: [1, ...]. `in_parts` must be True for
+        the weight's dtype.
+        """
         assert isinstance(self.stored, BlockwiseSource)
         key = id(self), self.dtype, self.tensor.device, index
         return self.stored.memory.once(key, lambda: self._cast_part(index, self.dtype), self.stored.inner)

@@ -35,7 +35,7 @@ _NO_CONTEXT = nullcontext()
 _accepted: set[Any] = set()
 """The calls with several dtypes that torch accepts: the function, autocast's dtype, the device type, a `_form` of the arguments."""
 _refused: set[Any] = set()
-"""The calls, as in `_accepted`, that torch refuses with several dtypes and runs with one."""
+"""The calls, in the form of those in `_accepted`, that torch refuses with several dtypes and runs with one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ Counted = MutableMapping[tuple[str, str], ValueLoss | None]
 
 
 class _Counts(NamedTuple):
-    """How many values a cast loses among some elements of a tensor. `ValueLoss` describes the fields."""
+    """How many values a cast loses among some elements of a tensor. Fields without a text of their own are those of `ValueLoss`."""
 
     overflowed: int = 0
     vanished: int = 0
@@ -73,7 +73,7 @@ class LossCounter:
         return _listed(self.counted(cancelled))
 
     def counted(self, cancelled: IsCancelled = never) -> ValueLoss:
-        """Like `result`, but returns the counts also if the cast only rounds."""
+        """Return how many values are lost, like `result`, but also if the cast only rounds."""
         total = _Counts(*map(sum, zip(*self._parts, strict=True))) if self._parts else _Counts()
         channels = total.channels
         if self.dtype not in dtypes.STORAGE_DTYPES and total.vanished and 2 * total.zeros > self._width:
@@ -103,7 +103,7 @@ def count_losses(
 def all_losses(
     name: str, original: torch.Tensor, dtype: str, cast: torch.Tensor | None = None, cancelled: IsCancelled = never
 ) -> ValueLoss:
-    """Like `count_losses`, but returns the counts also if the cast only rounds values."""
+    """Return how many values are lost in a cast to `dtype`, like `count_losses`, but also if the cast only rounds values."""
     counter = LossCounter(name, original, dtype)
 
     def see(start: int, piece: torch.Tensor) -> None:

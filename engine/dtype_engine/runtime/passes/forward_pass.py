@@ -60,7 +60,7 @@ class ForwardPass:
     began: list[int] = field(default_factory=list)
     """For each running module, the number of calls that had ended when it began."""
     spans: list[int] = field(default_factory=list)
-    """As in `PassResult`."""
+    """For each call in `finished`, how many calls had ended when it began."""
     observing_seconds: float = 0.0
     """Time spent on observers in seconds, which is not counted as time of the pass."""
     refused: str = ""
@@ -68,7 +68,7 @@ class ForwardPass:
 
     def __post_init__(self) -> None:
         self.finished: list[str] = [] if self.cache is None else self.cache.names
-        """As in `PassResult`."""
+        """The module names of all module calls, in the order in which the calls ended."""
         self._thread = threading.get_ident()
 
     def begin(self, name: str, args: Any, kwargs: Any) -> None:

@@ -33,7 +33,7 @@ class BackwardPasses:
     budget: int
     """The maximum number of bytes for gradients."""
     file: ActivationFile | None
-    """Where activations are kept until the backward passes; None: in memory."""
+    """The file in which activations are kept until the backward passes, or None if they stay in memory."""
     on_measured: Callable[[int, int], None]
     """Called as `on_measured(done, total)` with the numbers of measured operations and of all operations."""
     differentiated: set[str] = field(default_factory=set)

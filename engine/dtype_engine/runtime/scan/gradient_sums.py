@@ -32,7 +32,7 @@ class GradientSums:
     samples: int
     """The number of sampled `topk` calls (T)."""
     file: ActivationFile | None
-    """Where the squares of gradients are kept between backward passes; None: in memory."""
+    """The file in which the squares of gradients are kept between backward passes, or None if they stay in memory."""
     products: dict[str, torch.Tensor] = field(default_factory=dict)
     """Σ g·Δ, float64 [D, B], by weight."""
     squares: dict[str, torch.Tensor] = field(default_factory=dict)

@@ -54,7 +54,7 @@ class GraphMemory:
     enter_block: Callable[[str], None]
     """Called before a backward pass reads weights of another block of a model that is larger than memory."""
     file: ActivationFile | None
-    """Where activations are kept; None: in memory."""
+    """The file in which activations are kept, or None if they stay in memory."""
 
     def __post_init__(self) -> None:
         self.rereads = self.rereads or self.model.memory.limited

@@ -45,7 +45,7 @@ PIECE = 1 << 24
 number does not depend on the free memory, because the last bits of a product may depend on it.
 """
 _ROWS = 128
-"""The rows of a piece are a multiple of the rows of a block in every block format."""
+"""A piece has a multiple of this number of rows, which is itself a multiple of the rows of a block in every block format."""
 
 
 @dataclass(eq=False)
@@ -181,7 +181,7 @@ def _pieces(operation: WeightOp) -> Iterable[slice | None]:
 
 
 class _Rerun:
-    """Reruns one operation with some of its weights cast to several dtypes, one after another. rows: see `_pieces`."""
+    """Reruns one operation with some of its weights cast to several dtypes, one after another. rows: as yielded by `_pieces`."""
 
     def __init__(
         self, operation: WeightOp, weights: tuple[str, ...], errors: LocalErrors, rows: slice | None = None

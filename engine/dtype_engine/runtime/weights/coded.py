@@ -45,7 +45,9 @@ class CodedSource(WeightSource):
 
     @cached_property
     def input_format(self) -> InputFormat | None:  # type: ignore[override]
-        """As in `WeightSource`. Raises NoForward if the scale of the inputs is no positive number."""
+        """How runtimes round the activations that the weight multiplies, or None if the files do not declare it. Raises NoForward
+        if the scale of the inputs is no positive number.
+        """
         if self.own:
             return InputFormat(self.format)
         dtype, stored = self._inputs, self.weight.input_scale
@@ -111,5 +113,5 @@ class CodedSource(WeightSource):
 
 
 def stored_scale(stored: CheckpointTensor) -> float:
-    """Return the scale of all inputs of a layer, or the largest if the tensor has several."""
+    """Return the stored scale of a layer's inputs, which is the largest one if the tensor has several."""
     return float(read_part(stored).float().max())

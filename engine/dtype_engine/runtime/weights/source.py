@@ -57,7 +57,7 @@ class WeightSource(ABC):
         """Return all values, in the weight's shape and in `dtype`, on `device`. Raises UserError if a file can't be read."""
 
     def read_in(self, dtype: torch.dtype, device: torch.device = CPU) -> torch.Tensor:
-        """Like `read`, but in another dtype. If possible, memory never holds all values in the source's own dtype at once."""
+        """Return all values in another dtype. If possible, memory never holds all values in the source's own dtype at once."""
         return self.read(device).to(dtype)
 
     def elements(self, start: int, count: int) -> torch.Tensor:

@@ -47,5 +47,5 @@ _DECODERS = {"gemm": block_scaled.decode, "gemv": _decode_words, "gemv fast": _d
 
 
 def decode(weight: CodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
-    """As `schemes.decode`."""
+    """Return the values of an AWQ weight from `first` up to `last` along its first dimension, in float32."""
     return _DECODERS[weight.settings["layout"]](weight, parts, first, last)

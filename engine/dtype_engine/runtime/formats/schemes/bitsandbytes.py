@@ -15,8 +15,8 @@ _LARGEST = 127
 
 
 def decode(weight: CodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
-    """As `schemes.decode`. With 8 bits, a value is code / 127 times the scale of its row. With 4 bits, it is the entry of the
-    stored table for its code, times the scale of its block.
+    """Return the values of a bitsandbytes weight from `first` up to `last` along its first dimension. With 8 bits, a value is code
+    / 127 times the scale of its row. With 4 bits, it is the entry of the stored table for its code, times the scale of its block.
     """
     if "scale" in parts:
         return _eight_bits(parts, first, last)

@@ -35,8 +35,9 @@ Settings = Mapping[str, Any]
 
 
 def decode(weight: CodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
-    """As `schemes.decode`. A value is its code, minus the zero point if there is one, times the scales of block and tensor, which
-    are combined first. A transposed weight is returned as a view of memory in the file's order.
+    """Return a weight's values from `first` up to `last` along its first dimension. A value is its code, minus the zero point if
+    there is one, times the scales of block and tensor, which are combined first. A transposed weight is returned as a view of
+    memory in the file's order.
     """
     settings = weight.settings
     if settings.get("code") == "row words":

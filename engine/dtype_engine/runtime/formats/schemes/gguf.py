@@ -18,7 +18,9 @@ _VALUES_AT_ONCE = 1 << 20
 
 
 def decode(weight: CodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
-    """As `schemes.decode`, in transformers' order of rows. The codes of F32, F16 and BF16 are the values."""
+    """Return the values of a GGUF weight from `first` up to `last` along its first dimension, in transformers' order of rows. The
+    codes of F32, F16 and BF16 are the values.
+    """
     packed, heads = weight.parts[CODES].packed, weight.settings.get("heads")
     if packed and len(weight.shape) == 1:  # a vector is one row of blocks
         codes, packed = _dequantize(weight, parts[CODES].view(1, -1)).view(-1, 1), False

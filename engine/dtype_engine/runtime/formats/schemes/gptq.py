@@ -12,7 +12,9 @@ from dtype_engine.runtime.formats.schemes.unpack import decode_rows, scale_group
 
 
 def decode(weight: CodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
-    """As `schemes.decode`: (code - zero point) times scale. Raises UserError if a column is in a group without a scale."""
+    """Return the values of a GPTQ weight from `first` up to `last` along its first dimension: (code - zero point) times scale.
+    Raises UserError if a column is in a group without a scale.
+    """
     bits = weight.settings["bits"]
     order = _order(weight, parts)
     scale = parts["scale"][:, first:last].t().to(torch.float32).contiguous()

@@ -28,7 +28,9 @@ from dtype_engine.runtime.formats.schemes.unpack import scale_values
 def decode(
     weight: CodedWeight, parts: Parts, first: int, last: int, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """As `schemes.decode`, rounded once to `dtype`. Only the blocks that contain the rows are dequantized."""
+    """Return the values of a weight of our own export from `first` up to `last` along its first dimension, rounded once to `dtype`.
+    Only the blocks that contain these rows are dequantized.
+    """
     shape, blocks = weight.shape, dtypes.BY_NAME[weight.format].blocks
     if blocks is None:
         codes, scale = parts[CODES], parts[SCALE].reshape(-1)
