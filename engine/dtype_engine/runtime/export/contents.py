@@ -27,7 +27,7 @@ class SharedScale:
     """A single scale for several tensors, computed from the largest |value| of all of them."""
 
     names: tuple[str, ...]
-    """The names of the tensors in the source."""
+    """The names that the tensors have in the source."""
     sources: Sequence[WeightSource]
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _amax: float | None = None

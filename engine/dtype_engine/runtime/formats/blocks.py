@@ -57,8 +57,9 @@ class BlockWork:
         self._scaled, self._units, self._spare = (torch.empty(shape, device=device) for _ in range(3))
 
     def quantize(self, source: torch.Tensor, first: int = 0, first_scale: int = 0) -> Chunk:
-        """Quantize some rows of the weight, of any float dtype. first, first_scale: see `Chunk`. Only finite values determine the
-        scales. An infinity becomes the largest code. NaN stays NaN if the element type has NaN, and becomes 0 otherwise.
+        """Quantize some rows of the weight, of any float dtype. first, first_scale: the indexes of the first row, and of its row of
+        scales, in the whole weight. Only finite values determine the scales. An infinity becomes the largest code. NaN stays NaN if
+        the element type has NaN, and becomes 0 otherwise.
         """
         rows = len(source)
         self._values[:rows, : self.width].copy_(source)

@@ -50,7 +50,8 @@ def quantize_chunks(
 
 def quantize_blocks(tensor: torch.Tensor, dtype: str, amax: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a weight's codes in a block format, float8_e4m3fn or int8 in the weight's shape and without zero points, and the scale
-    of each block, float32 [blocks down, blocks across]. amax: as for `quantize_chunks`.
+    of each block, float32 [blocks down, blocks across]. amax: the |value| for the tensor scale; by default, the largest finite
+    |value|.
     """
     element = dtypes.BY_NAME[dtype]
     assert element.blocks is not None
@@ -69,7 +70,9 @@ def quantize_blocks(tensor: torch.Tensor, dtype: str, amax: float | None = None)
 
 
 def rounded(tensor: torch.Tensor, element: DType, amax: float | None = None) -> torch.Tensor:
-    """Return a weight's values after quantizing and dequantizing, in the weight's own dtype. amax: as for `quantize_chunks`."""
+    """Return a weight's values after quantizing and dequantizing, in the weight's own dtype. amax: the |value| for the tensor
+    scale; by default, the largest finite |value|.
+    """
     assert element.blocks is not None
     count, height, width = matrices(tensor.shape, element.blocks.columns)
     values = torch.empty((count * height, width), dtype=tensor.dtype, device=tensor.device)

@@ -64,7 +64,7 @@ class Part:
     """A part of the model whose contribution to the drift is measured: a single module, or a subtree."""
 
     name: str
-    """The module, or the root of the subtree."""
+    """The name of the module, or of the root of the subtree."""
     modules: tuple[str, ...]
     """The modules in the part that themselves run operations with weights, such as `layers.0.mlp.up_proj` for `layers.0.mlp`."""
 

@@ -168,8 +168,8 @@ class DriftMeter:
     def readings(
         self, listener: MeasurementListener, begun: RunningTotals | None = None
     ) -> Generator[RunningTotals, None, None]:
-        """Run the inputs one sequence at a time. After each sequence, yield the totals over all sequences run until then. begun: as
-        for `measure`. Raises what `measure` raises.
+        """Run the inputs one sequence at a time. After each sequence, yield the totals over all sequences run until then. begun:
+        the totals of an interrupted measurement, to continue. Raises what `measure` raises.
         """
         batches, totals = self.inputs.batches, begun
         progress = MeasurementProgress(listener.on_progress, batches, self._calls, self._modules)

@@ -48,9 +48,9 @@ def tried_remedy(
     on_trial: Callable[[int, int], None] = ignore,
     cancelled: IsCancelled = never,
 ) -> LossRemedy | None:
-    """Like `untried_remedy` for the losses of `report`, and measure the drift under the rules over the same sequences. If the
-    nearest dtypes that hold the values do not reduce the drift, the stored dtypes are tried, too, and the better rules are
-    returned.
+    """Return rules that keep the values which casts make infinite or zero (`report.lost`), with the drift under these rules over
+    the same sequences, or None if casts only round values. If the nearest dtypes that hold the values do not reduce the drift, the
+    stored dtypes are tried, too, and the better rules are returned.
 
     The model stays cast as in the last trial. `on_trial(done, total)` is called before each trial. Raises Cancelled.
     """

@@ -87,8 +87,8 @@ def running_order(batches: Sequence[Batch]) -> tuple[int, ...]:
 
 def compared_sequences(order: Sequence[int], elements: Sequence[int]) -> frozenset[int]:
     """Return the indexes of the sequences in which modules are compared: the first, which is short, and others that have at most a
-    sixth of the input elements of all sequences after the first. order: as in `MeasurementPlan`. elements: the number of input
-    elements of each sequence.
+    sixth of the input elements of all sequences after the first. order: the indexes of the sequences, as they run. elements: the
+    number of input elements of each sequence.
     """
     chosen, compared, run = set(order[:1]), 0, 0
     for number in order[1:]:

@@ -174,7 +174,9 @@ class RunningTotals:
 
     @classmethod
     def restored(cls, saved: SavedTotals, total: int, routed: bool) -> RunningTotals:
-        """Return totals with the results of `saved`. total, routed: as for the class."""
+        """Return totals with the results of `saved`. total: the number of all sequences. routed: whether the model routes tokens to
+        experts.
+        """
         totals = cls(saved.output_name, torch.empty((0,) * saved.dimensions), saved.classes_dim, total, routed)
         totals._reference_seconds, totals._candidate_seconds = saved.seconds
         totals._left_out, totals._left_wide = set(saved.modules_left_out), set(saved.left_wide)

@@ -36,7 +36,9 @@ class CacheWatcher:
     """
 
     def written(self, module: str, part: int, states: torch.Tensor, finished: int) -> torch.Tensor:
-        """Return what to store instead of `states`, [batch, heads, tokens, width]. finished: how many module calls have ended."""
+        """Return what to store instead of the keys or values `states` of new tokens: [batch, heads, tokens, width]. finished: how
+        many module calls have ended.
+        """
         return states
 
     def read(self, module: str, part: int, states: torch.Tensor) -> torch.Tensor:

@@ -425,7 +425,8 @@ class WeightMode(TorchFunctionMode):
         self, found: Mapping[int, Weight], dtype: torch.dtype | None, name: str
     ) -> dict[int, torch.Tensor]:
         """Return the values with which one operation computes instead of the weights in `found`, both keyed by `id`. If the model's
-        code has written to a weight in this forward pass, the written values are returned. dtype, name: as for `values_of`.
+        code has written to a weight in this forward pass, the written values are returned. dtype: the dtype of the activation in
+        the operation, or None. name: the operation, such as "linear".
         """
         held = {key: weight for key, weight in found.items() if key not in self.written}
         values = dict(zip(held, self.values_of(list(held.values()), dtype, name), strict=True))

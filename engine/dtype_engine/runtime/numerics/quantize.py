@@ -56,7 +56,9 @@ def cast_or_quantize(
 
 
 def values_in(tensor: torch.Tensor, dtype: str, compute: torch.dtype, amax: float | None = None) -> torch.Tensor:
-    """Return a copy of `tensor` cast to `dtype` and, with scales, dequantized to `compute`. amax: as for `cast_or_quantize`."""
+    """Return a copy of `tensor` cast to `dtype` and, with scales, dequantized to `compute`. amax: the |value| for the tensor scale;
+    by default, the largest finite |value|.
+    """
     data, scale = cast_or_quantize(tensor, dtype, amax)
     if scale is not None:
         return dequantize(data, scale, compute, dtypes.BY_NAME[dtype].blocks)

@@ -99,10 +99,9 @@ class OutputCache:
     def add(
         self, module: str, call: int, span: tuple[int, int], output: Any, observed: Any, weights: Container[int] = ()
     ) -> None:
-        """Record an ended module call. call, observed: as in `ModuleCall`. span: how many calls had ended when this call began, and
-        when it ended. weights: the `id`s of the model's weights.
-
-        A call whose output is not kept can only be skipped together with a call that contains it.
+        """Record an ended module call. call: its number among the calls of the module. span: how many calls had ended when this
+        call began, and when it ended. observed: what the observer returned for it. weights: the `id`s of the model's weights. A
+        call whose output is not kept can only be skipped together with a call that contains it.
         """
         if self.budget >= 0:
             kept = self.only is None or module in self.only

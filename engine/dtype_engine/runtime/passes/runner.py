@@ -337,7 +337,9 @@ class ForwardRunner:
     def _under(
         self, mode: WeightMode, options: PassOptions, autocast: torch.dtype | None, caches: CacheWatcher | None
     ) -> Iterator[None]:
-        """Return the context in which the model's code runs."""
+        """Return the context in which the model's code runs: `mode`, autocast, and the contexts that `options` and `caches`
+        require.
+        """
         device = self.model.device
         with ExitStack() as contexts:
             contexts.enter_context(torch.no_grad())
@@ -364,9 +366,9 @@ class ForwardRunner:
         autocast: torch.dtype | None = None,
         caches: CacheWatcher | None = None,
     ) -> PassResult[Output]:
-        """Run one forward pass under a torch-function mode. cache: keeps outputs of modules for later passes. reused: as for
-        `ForwardPass`. autocast: the dtype of torch's autocast, or None without autocast. caches: intercepts the KV caches that the
-        pass writes, or None.
+        """Run one forward pass under a torch-function mode. cache: keeps outputs of modules for later passes. reused: the calls to
+        skip, as `ForwardPass.reusable_calls`. autocast: the dtype of torch's autocast, or None without autocast. caches: intercepts
+        the KV caches that the pass writes, or None.
         """
         model = self.model
         run = ForwardPass(mode, observer, cache, reused or {}, options.earlier, model.by_id, options.watched)

@@ -34,9 +34,9 @@ class GradientSums:
     file: ActivationFile | None
     """The file in which the squares of gradients are kept between backward passes, or None if they stay in memory."""
     products: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Σ g·Δ, float64 [D, B], by weight."""
+    """By weight: Σ g·Δ, float64 [D, B], for its D dtypes and the B backward passes."""
     squares: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Σ g²Δ², float64 [D, 1 + T], by weight: column 0 over all probes, and one column for each sampled `topk` call."""
+    """By weight: Σ g²Δ², float64 [D, 1 + T], with column 0 over all probes, and one column for each sampled `topk` call."""
     _partial: dict[tuple[int, int], torch.Tensor | KeptTensor] = field(default_factory=dict)
     """The sums of the squared gradients of the probes until now, by the `id` of an operation and the index of its output."""
 

@@ -66,7 +66,8 @@ def memory_stats(
 ) -> MemoryStats:
     """Return the current number of bytes of a model's weights under a plan, of this process, and of the model's device.
 
-    kept_outputs: as in `Session`. limits: the most bytes that weights may take on a device, keyed by the device's name.
+    kept_outputs: the bytes of kept module outputs and their limit, or None. limits: the most bytes that weights may take on a
+    device, keyed by the device's name.
     """
     process = process_memory(model.files)
     kept, budget = kept_outputs or (None, None)

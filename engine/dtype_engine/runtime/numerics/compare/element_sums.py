@@ -30,17 +30,17 @@ class ElementSums:
     nonfinite_reference: int = 0
     """Number of elements that are NaN or plus infinity in the reference. Minus infinity is a mask and is not counted."""
     sum_abs: float = 0.0
-    """Σ|Δ|"""
+    """Σ|Δ|: the sum of the absolute differences."""
     max_abs: float = 0.0
-    """max |Δ|"""
+    """max |Δ|: the largest absolute difference."""
     noise: float = 0.0
-    """ΣΔ²"""
+    """ΣΔ²: the sum of the squared differences."""
     energy: float = 0.0
-    """Σr²"""
+    """Σr²: the sum of the reference's squared values."""
     energy_candidate: float = 0.0
-    """Σc²"""
+    """Σc²: the sum of the candidate's squared values."""
     product: float = 0.0
-    """Σrc"""
+    """Σrc: the sum of the products of reference and candidate."""
 
     def add(self, other: ElementSums) -> None:
         """Add the sums over further elements."""

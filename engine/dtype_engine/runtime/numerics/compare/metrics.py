@@ -146,7 +146,7 @@ def _of_distributions(kl: torch.Tensor, same: torch.Tensor) -> dict[str, float |
 
 
 def _of_next_tokens(log_p: torch.Tensor, log_q: torch.Tensor) -> dict[str, float | None]:
-    """Return the metrics of the correct next tokens by name. log_p, log_q: as in `PositionFigures`."""
+    """Return the metrics of the correct next tokens by name. log_p, log_q: their log-probabilities in reference and candidate."""
     dp = log_q.exp() - log_p.exp()
     squares = dp.square()
     rms, error = float(squares.mean().sqrt()), _standard_error(squares)
