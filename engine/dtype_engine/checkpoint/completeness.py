@@ -20,7 +20,7 @@ class LeftOutFile:
 
     name: str
     tensors: tuple[str, ...]
-    """The tensors that are in none of the files that the index names."""
+    """Names of this file's tensors that are in none of the files that the index names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,8 @@ class IndexReport:
 
     @property
     def coverage(self) -> Coverage:
-        """Which of the tensors that the index or left-out files have are in the files that the index names."""
+        """Which tensors are in the files that the index names, among all tensors of the index and of the files that it leaves out.
+        """
         beside = tuple(name for file in self.left_out for name in file.tensors)
         absent = tuple(name for name, _ in self.missing)
         return Coverage(self.found + len(absent) + len(beside), absent + beside)
@@ -70,9 +71,9 @@ class IndexReport:
 def what_is_missing(
     index: IndexReport | None, coverage: Coverage | None, model: str, prefix: str = ""
 ) -> tuple[str, ...]:
-    """Return sentences that say which tensors a checkpoint lacks or has in other shapes than its model. coverage: which of the
-    model's tensors are in the files. model: the class of the model. prefix: what all names in the files begin with and the model's
-    own do not.
+    """Return sentences for the user about the tensors that a checkpoint lacks, or whose shapes differ from those in its model.
+    coverage: which of the model's tensors are in the files. model: the class of the model. prefix: the prefix that all names in the
+    files have and the model's names lack, or "".
     """
     said = index.sentences[: bool(index.missing) + len(index.left_out)] if index is not None else ()
     known = set(index.coverage.missing) if index is not None else set()
@@ -94,7 +95,7 @@ def compare_index(
     files: Collection[Path],
 ) -> IndexReport:
     """Return the differences between an index (`weight_map`) and the tensors in `files`, which it names. Another file in the folder
-    counts as left out if its name begins like theirs, and it holds tensors that they lack.
+    counts as left out if its name begins like that of one of `files`, and it holds tensors that they lack.
     """
     missing = [(tensor, file) for tensor, file in weight_map.items() if tensor not in tensors]
     moved = [

@@ -49,7 +49,7 @@ class Component:
 
     @property
     def prefix(self) -> str:
-        """What the pipeline adds to the names of this component's tensors, such as `unet.`."""
+        """The prefix of the names of this component's tensors in the pipeline, such as `unet.`."""
         return f"{self.name}."
 
 
@@ -63,7 +63,9 @@ def component_names(index: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def read_components(folder: Path, index: Mapping[str, Any]) -> tuple[tuple[Component, ...], dict[str, Any]]:
-    """Return the components that have weights, and all tensors but pickled ones, such as `unet.conv.weight`. Raises UserError."""
+    """Return (the components that have weights, all tensors by names such as `unet.conv.weight`, without pickled ones). Raises
+    UserError.
+    """
     components: list[Component] = []
     tensors: dict[str, Any] = {}
     for name in component_names(index):

@@ -13,7 +13,7 @@ from dtype_engine.checkpoint.weight_sets import likely_files
 _FILES = (".safetensors", ".gguf", ".pth", ".pt", ".ckpt", ".bin")
 _MARKS = ("config.json", "model_index.json", "adapter_config.json")
 _LIMIT = 200
-"""The most entries of a folder that are examined, and models in the Hugging Face cache that are listed."""
+"""The maximum number of entries of a folder that are examined, and of models in the Hugging Face cache that are listed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,7 @@ class GGUFHeader:
     data_start: int = 0
     tensors: list[GGUFTensor] = field(default_factory=list)
     fields: dict[str, int | float | bool | str] = field(default_factory=dict)
-    """The header's fields by name, of lists only the `ListLength`, and without longer texts."""
+    """The header's fields by name, with the `ListLength` instead of a list, and without texts over `_LONGEST_TEXT`."""
 
 
 def read_gguf_header(path: Path) -> GGUFHeader:

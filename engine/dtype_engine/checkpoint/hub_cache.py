@@ -36,9 +36,9 @@ class CachedRepository:
         return has_size(self.snapshot(commit) / name, size)
 
     def add(self, commit: str, name: str, size: int, digest: str | None, write: Callable[[IO[bytes]], object]) -> bool:
-        """Store the file `name` of a commit. digest: the digest of its content that the hub says, or None. A content of this digest
-        and size that is there already is used again; otherwise, `write` writes it to a file. Returns whether it did. Raises
-        OSError, and whatever `write` raises; then nothing is stored.
+        """Store the file `name` of a commit, and return whether its content is new. Only then, `write` is called with a file to
+        write it to; a content of this digest and size that is there already is used again. digest: what the hub says, or None.
+        Raises OSError, and whatever `write` raises; then nothing is stored.
         """
         path = self.snapshot(commit) / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -61,7 +61,7 @@ class CachedRepository:
         return is_new
 
     def name_branch(self, branch: str, commit: str) -> None:
-        """Say that `commit` is the newest of a branch, whose name must have been checked to be no path to elsewhere."""
+        """Record `commit` as the newest of a branch. The branch's name must have been checked to be no path to elsewhere."""
         path = self._folder / "refs" / branch
         path.parent.mkdir(exist_ok=True)
         write_text_atomic(path, commit, replace=True)
@@ -80,7 +80,7 @@ def written(path: Path) -> Iterator[Path]:
 
 
 def _beside(path: Path) -> Path:
-    """Return the path of a temporary file of this thread. huggingface_hub gives its own the same ending."""
+    """Return the path of this thread's temporary file for `path`. It ends as the temporary files of huggingface_hub do."""
     return path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.incomplete")
 
 

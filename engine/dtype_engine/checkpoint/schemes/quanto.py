@@ -66,7 +66,9 @@ def _bits(name: str, codes: CheckpointTensor, tensors: Tensors, config: Config) 
 
 
 def _columns(name: str, config: Config) -> int | None:
-    """Return the inputs of a linear layer of a language model: its name, such as `q_proj`, tells the entry of config.json."""
+    """Return the number of inputs of a linear layer of a language model from config.json, by the layer's name, such as `q_proj`, or
+    None.
+    """
     settings = {**config, **mapping(config.get("text_config"))}
     hidden, heads = size(settings.get("hidden_size")), size(settings.get("num_attention_heads"))
     module = name.removesuffix(".weight").rpartition(".")[2]
