@@ -182,7 +182,8 @@ class Checkpoint:
         return tensor.stored_as or tuple(name for name in tensor.names if name in self.weights)[:1]
 
     def tree(self) -> Tree:
-        """Return the module tree, built from the tensor names. Module classes are unknown, and the only known ties are `aliases`.
+        """Return the module tree, built from the tensor names. Module classes are unknown, and the only known ties are
+        `aliases`.
         """
         unread, own = self.unread, {name for name, weight in self.coded.items() if weight.own}
         parts = quantized_parts(unread, self.config)

@@ -40,7 +40,8 @@ class IndexReport:
 
     @property
     def coverage(self) -> Coverage:
-        """Which tensors are in the files that the index names, among all tensors of the index and of the files that it leaves out.
+        """Which tensors are in the files that the index names, among all tensors of the index and of the files that it
+        leaves out.
         """
         beside = tuple(name for file in self.left_out for name in file.tensors)
         absent = tuple(name for name, _ in self.missing)

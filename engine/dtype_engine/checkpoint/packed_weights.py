@@ -46,7 +46,8 @@ class Stored(Protocol):
 
 
 def packed_weights(tensors: Mapping[str, Stored]) -> list[PackedWeight]:
-    """Return the weights with codes and scales that other programs quantized, recognized by the names and dtypes of their tensors.
+    """Return the weights with codes and scales that other programs quantized, recognized by the names and dtypes of their
+    tensors.
     """
     if are_plain(tensors):
         return []

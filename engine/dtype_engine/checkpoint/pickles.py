@@ -285,7 +285,8 @@ def _weights(loaded: Mapping[Any, Any]) -> tuple[Mapping[Any, Any], str]:
 
 
 def _nested(level: Iterable[tuple[str, Mapping[Any, Any]]]) -> Iterator[tuple[str, Mapping[Any, Any]]]:
-    """Yield (path, mapping) for each mapping or module inside the given mappings, first for keys that are usual names for weights.
+    """Yield (path, mapping) for each mapping or module inside the given mappings, first for keys that are usual names for
+    weights.
     """
     from torch import nn
 

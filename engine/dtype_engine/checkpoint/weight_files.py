@@ -145,7 +145,8 @@ _GGUF_PART = re.compile(r"(?P<name>.+)-\d{5}-of-(?P<count>\d{5})\.gguf", re.DOTA
 
 
 def gguf_parts(name: str) -> list[str]:
-    """Return the names of all parts of a GGUF model in order, given one such as `model-00001-of-00003.gguf`, or [] for other names.
+    """Return the names of all parts of a GGUF model in order, given one such as `model-00001-of-00003.gguf`, or [] for
+    other names.
     """
     match = _GGUF_PART.fullmatch(name)
     if match is None:

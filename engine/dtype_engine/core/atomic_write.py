@@ -77,7 +77,9 @@ def is_taken(typed: str) -> bool:
 
 
 def rename_new(temporary: str, path: Path) -> None:
-    """Rename a temporary file, by a hard link where there are any: unlike a rename, it raises FileExistsError."""
+    """Rename a temporary file to `path`. It uses a hard link if possible, since only a link raises FileExistsError if `path`
+    exists.
+    """
     try:
         os.link(temporary, path)
     except FileExistsError:

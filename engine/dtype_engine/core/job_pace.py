@@ -24,7 +24,7 @@ class JobPace:
         """(seconds, fraction of the job done) when the running job first reported its progress."""
 
     def follow(self, job: str, share: float | None) -> None:
-        """Record which fraction of a job is done, or None if it is unknown. A smaller one than before is a new start."""
+        """Record the fraction of a job that is done, None if it is unknown. A fraction below the last one counts as a new start."""
         if share is None:
             self._begun = None
         elif self._begun is None or job != self._job or share < (self._share or 0.0):

@@ -32,11 +32,11 @@ class KVCacheTensor(msgspec.Struct, frozen=True):
     fixed: int = 0
     """Elements for one sequence of a recurrent state, whatever the number of tokens. 0 for keys and values."""
     window: int | None = None
-    """The tokens that a query attends to, itself included, if the layer has a sliding window or chunks."""
+    """How many tokens a query attends to, its own included, if the layer has a sliding window or chunks; otherwise None."""
     shared_with: Name | None = None
     """The cache tensor of another layer that this layer reads instead of one of its own. This tensor takes no memory."""
     source: Literal["decoder", "encoder"] = "decoder"
-    """Whose tokens the keys and values belong to: in cross attention, those of the encoder."""
+    """The part of the model whose tokens have these keys and values: the encoder in cross attention."""
     length: int | None = None
     """The number of the encoder's tokens if the model fixes it for cross attention, as Whisper does."""
 
@@ -65,7 +65,7 @@ class KVCacheTensor(msgspec.Struct, frozen=True):
         return None if self.part in ("k", "v", "latent", "rope") else "the state of a recurrent layer stays as it is"
 
     def tokens(self, context: int, encoder_tokens: int | None = None) -> int:
-        """Return for how many tokens of a sequence values are kept. encoder_tokens: None means as many as `context`."""
+        """Return the number of tokens in a sequence whose values are kept. encoder_tokens: None means as many as `context`."""
         if self.shared_with is not None:
             return 0
         if self.source == "encoder":
@@ -96,7 +96,7 @@ class KVCache(msgspec.Struct, frozen=True):
 
     tensors: tuple[KVCacheTensor, ...] = ()
     notes: tuple[str, ...] = ()
-    """Sentences for the user: what the files leave open, and which sizes are therefore missing or only upper bounds."""
+    """Sentences for the user: what the files do not tell, and which sizes are therefore missing or only upper bounds."""
     none_because: str | None = None
     """Why the model keeps no KV cache, or None if it keeps one."""
     declared: tuple[tuple[str, str, str], ...] = ()
@@ -106,7 +106,7 @@ class KVCache(msgspec.Struct, frozen=True):
     dtype: str | None = None
     """The dtype in which the model computes, as its configuration says."""
     longest: int | None = None
-    """The number of tokens for which the model was made, as its configuration says."""
+    """The maximum length of a sequence in tokens, as the model's configuration says."""
 
     def nbytes(self, dtype: str, context: int, batch: int = 1, encoder_tokens: int | None = None) -> int:
         """Return the bytes of all tensors. The arguments are those of `KVCacheTensor.nbytes`."""

@@ -134,7 +134,7 @@ class MeasureOptions:
     metrics: tuple[str, ...] = ()
     """The user's own metrics: `file.py:NAME` or `package.module:NAME`, which run that code, or `lm-eval:TASK`."""
     data: tuple[Path, ...] = ()
-    """Files of texts, images, audio or tensors, on which `metrics` are measured. If empty, the inputs."""
+    """Files of texts, images, audio or tensors, on which `metrics` are measured. If empty, they are measured on the inputs."""
     precision: float | None = None
     """The relative standard error of the drift at which a measurement stops. If None, it runs all inputs."""
     floor: Literal["auto", "always", "never"] = "auto"

@@ -54,7 +54,7 @@ class TensorInfo:
     logical_numel: int | Literal["unknown"] | None = None
     """The number of parameters of a quantized weight; "unknown" if that can't be computed. None: each element is one."""
     reference_dtype: str | None = None
-    """The dtype of this tensor in the checkpoint whose weights the reference has, if that is another."""
+    """The dtype of this tensor in the checkpoint with the reference's weights. None if they are the model's own."""
     numel: int = field(init=False, repr=False, compare=False)
     nbytes: int = field(init=False, repr=False, compare=False)
     """Bytes as stored, scales included."""
@@ -97,7 +97,7 @@ class TensorInfo:
 
     @property
     def why_not_cast(self) -> str:
-        """Why a rule does not cast the tensor, after its name: "is stored as int64, which is never cast"."""
+        """Words that say why a rule does not cast the tensor and follow its name: "is stored as int64, which is never cast"."""
         if self.castable and not self.persistent:
             return "is a buffer that no file holds, which only a rule with its own name casts"
         return self.uncastable_reason or f"is stored as {self.dtype}, which is never cast"
@@ -217,7 +217,7 @@ class NodeTotals(Mapping[str, Totals]):
         return self.of((self._tree.modules[module],))
 
     def of(self, modules: Sequence[Module]) -> Totals:
-        """Return the totals of several modules added up: neighboring children of one module, in the tree's order."""
+        """Return the sum of the totals of several modules. They must be neighboring children of one module, in the tree's order."""
         start, stop = modules[0].first, modules[-1].end
         found = Totals()
         for dtype, indices in self._indices.items():
@@ -330,7 +330,9 @@ class Tree:
         return self.tensors.get(self._canonical.get(name, name))
 
     def below(self, module: str) -> Iterator[TensorInfo]:
-        """Yield each tensor at or below a module once, in the order of `order`, and then what `tied_into` returns."""
+        """Yield each tensor at or below a module once, in the order of `order`, and then the tied weights that `tied_into`
+        returns.
+        """
         node = self.modules[module]
         yield from self.order[node.first : node.end]
         yield from self.tied_into(module)

@@ -1,9 +1,9 @@
 """Finds the best recipe for a budget by solving a multiple-choice knapsack problem over bytes and predicted drift.
 
 An item is a weight, or several weights that must have the same dtype. Its choices are the dtypes that it may have. The lower convex
-hulls of all items, merged by slope, give the Pareto front: by the scores, no mix of dtypes is both smaller and better than a point
-of the front. For a budget between two points, the best mix is found exactly: Lagrangian bounds exclude all but a few choices, and
-these few are enumerated.
+hulls of all items, merged by slope, give the Pareto front: according to the scores, no mix of dtypes is both smaller and better
+than a point of the front. For a budget between two points, the best mix is found exactly: Lagrangian bounds exclude all but a few
+choices, and these few are enumerated.
 
 The hulls are from P. Sinha and A. A. Zoltners, "The Multiple-Choice Knapsack Problem" (Operations Research 27, 1979). That few
 choices remain is from D. Pisinger, "A Minimal Algorithm for the Multiple-Choice Knapsack Problem" (European Journal of Operational
@@ -43,7 +43,9 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Weights that must have the same dtype. `choices` are sorted by bytes, and none is beaten by another in bytes and drift."""
+    """Weights that must have the same dtype. `choices` are sorted by bytes, and no choice has both fewer bytes and less drift than
+    another.
+    """
 
     weights: tuple[str, ...]
     choices: tuple[Choice, ...]
@@ -58,18 +60,20 @@ class Constraints:
     groups: tuple[str, ...] = ()
     """Patterns such as `*.{q,k,v}_proj`. All weights that one of them matches in the same parent module get the same dtype."""
     dtypes: tuple[str, ...] = ()
-    """The dtypes that are allowed in addition to the stored dtype. If empty, all scanned dtypes are."""
+    """The dtypes that are allowed in addition to the stored dtype. If empty, all scanned dtypes are allowed."""
     only: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    """Pairs (pattern, dtypes): a weight that matches may have only these dtypes. The last matching pattern decides. A norm, bias or
-    router may have a format with scales only if one of these patterns matches it.
+    """Pairs (pattern, dtypes): a weight that matches the pattern may have only these dtypes. The last matching pattern decides. A
+    norm, bias or router may have a format with scales only if one of these patterns matches it.
     """
     context: int | None = None
-    """The number of tokens in each sequence of the KV caches, whose formats are then chosen, too. None leaves them out."""
+    """The number of tokens in each sequence of the KV caches, whose formats the search then chooses, too. None leaves KV caches
+    out.
+    """
     batch: int = 1
     """The number of sequences in the KV caches. It counts only if `context` is given."""
     formats: str = ""
-    """The program that is to load the export, a name in `families.FAMILIES`: weights get only dtypes in which it loads them. ""
-    means the program that loads the model itself, as the session decides, and in this module no limit.
+    """The program that is to load the export, a name in `families.FAMILIES`: weights get only dtypes in which it can load them. ""
+    is no limit in this module; the session replaces it by the program that loads the model.
     """
 
 
@@ -85,7 +89,9 @@ class Solution:
 def make_items(
     tree: Tree, scores: Mapping[tuple[str, str], float], constraints: Constraints = Constraints()
 ) -> list[Item]:
-    """Return the items. scores: the drift by (weight, dtype). Raises UserError for unmatched patterns or unscanned dtypes."""
+    """Return the items of a search. scores: the drift by (weight, dtype). Raises UserError for unmatched patterns, unscanned
+    dtypes, and weights for which no common dtype is allowed.
+    """
     weights = [name for name, tensor in tree.tensors.items() if tensor.castable and tensor.counted]
     scanned = {dtype for _, dtype in scores}
     weights_of_model = frozenset(weights)
@@ -138,10 +144,10 @@ def _cache_choices(
     allowed: frozenset[str],
     constraints: Constraints,
 ) -> tuple[Choice, ...]:
-    """Return the possible formats of a KV cache tensor. allowed: those that the user allows, such as `kv:fp8`.
+    """Return the possible formats of a KV cache tensor. allowed: the formats that the user allows, such as `kv:fp8`.
 
-    `dtypes.STORED` stands for the format that the model writes without a rule, whose drift is 0. It is left out if `allowed` names
-    other formats only and a scan has scored at least one of them.
+    `dtypes.STORED` stands for the format that the model writes without a rule, whose drift is 0. `STORED` is left out if `allowed`
+    names only other formats and a scan has scored at least one of them.
     """
     context, batch = constraints.context or 0, constraints.batch
     choices = [
@@ -212,7 +218,9 @@ def _groups(tree: Tree, weights: Sequence[str], patterns: Iterable[str], alike: 
 
 
 def _undominated(choices: Iterable[Choice]) -> tuple[Choice, ...]:
-    """Return the choices that no other beats in both bytes and drift, sorted by bytes. Of equal ones, the widest dtype is kept."""
+    """Return the choices that no other choice beats in both bytes and drift, sorted by bytes. Of equal choices, the widest dtype is
+    kept.
+    """
     # A dtype that only its file format knows, such as GGUF's q4_k, is the stored one.
     bits = {name: known.bits for name, known in dtypes.BY_NAME.items()}
     ordered = sorted(choices, key=lambda each: (each.bytes, each.score, -bits.get(each.dtype, math.inf)))
@@ -226,7 +234,9 @@ def _undominated(choices: Iterable[Choice]) -> tuple[Choice, ...]:
 
 @dataclass
 class ParetoFront:
-    """The Pareto front of bytes against predicted drift, from the smallest dtypes on. At each point, one item gets a larger one."""
+    """The Pareto front of bytes against predicted drift. It begins with the smallest dtypes; at each further point, one item's is
+    larger.
+    """
 
     items: Sequence[Item]
     fixed: int = 0
@@ -317,7 +327,7 @@ def make_front(
 
 
 def _slope(low: Choice, high: Choice) -> float:
-    """Return by how much an item's predicted drift decreases for each additional byte from the dtype `low` to the larger `high`."""
+    """Return how much an item's predicted drift decreases per additional byte if `low` is replaced by the larger `high`."""
     return (low.score - high.score) / (high.bytes - low.bytes) if math.isfinite(low.score) else math.inf
 
 

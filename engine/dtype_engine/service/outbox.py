@@ -71,7 +71,7 @@ class Outbox:
                 self._acknowledged += 1
 
     def open(self, received: int = 0) -> None:
-        """Let `take` return events. The app has received the first `received` of them; later ones are returned again."""
+        """Let `take` return events. The app has received the first `received` events; later ones are returned again."""
         self.acknowledge(received)
         with self._changed:
             self._waiting.extendleft(reversed(self._left))

@@ -40,7 +40,7 @@ _SAMPLE_S = 0.25
 
 
 class _MemorySampler:
-    """A thread that emits `Memory` events, four a second while `busy` is set, and none until `session` is set."""
+    """A thread that emits four `Memory` events per second while `busy` and `session` are set."""
 
     def __init__(self, emit: Callable[[events.Event], None]) -> None:
         self.busy = threading.Event()
@@ -68,7 +68,8 @@ class _MemorySampler:
 
 
 class Worker(Engine):
-    """Opens `source` in the background, then runs commands. `emit` is called from the worker's threads and from the callers'.
+    """Opens `source` in the background, then runs commands. `emit` is called from the worker's threads and from its callers'
+    threads.
 
     After opening, the worker measures the latest recipe, at first the empty one. If the model can't be loaded, commands about
     the stored tensors still work. read_headers: as in `open_model`.
@@ -151,7 +152,9 @@ class Worker(Engine):
                 thread.join(max(0.0, until - time.monotonic()))
 
     def _replace_queue(self, queue: Queue) -> None:
-        """Make `queue` the current queue, and emit which commands were refused or stopped. The caller must hold the lock."""
+        """Make `queue` the current queue, and emit which commands were refused, stopped or dropped. The caller must hold the
+        lock.
+        """
         self._queue = reported(queue)
         if queue.stopping:
             self._token.cancel()
@@ -185,7 +188,9 @@ class Worker(Engine):
         self._emit(events.Idle())
 
     def _serve(self) -> tuple[Source, Options] | None:
-        """Open the model and run commands on it. Returns what must be opened next, or None once the worker is closed."""
+        """Open the model and run commands on it. Returns (source, options) of the model to open next, or None once the worker is
+        closed.
+        """
         from dtype_engine.service.run_commands import CommandRunner  # the first paint does not need it
 
         self._memory.busy.set()
@@ -205,7 +210,9 @@ class Worker(Engine):
         return model.opens_next
 
     def _next(self) -> tuple[Queue, CancelToken] | None:
-        """Wait for a command. Returns the queue with it running and its cancel token, or None if the worker is closed."""
+        """Wait for a command. Returns (the queue in which the command is the running one, its cancel token), or None if the worker
+        is closed.
+        """
         with self._changed:
             if not self._queue.waiting and not self._closing.is_set():
                 self._memory.busy.clear()
@@ -250,7 +257,7 @@ class Worker(Engine):
             self._emit(events.Refused(command.name, message))
 
     def _plan_export(self, queue: Queue) -> None:
-        """Wait until the model is open, and emit what an export would write, or why there can be none."""
+        """Wait until the model is open, and emit what an export would write, or why it can't be exported."""
         from dtype_engine.service.writer import SaveContext, plan_export
 
         self._opened.wait()

@@ -111,7 +111,8 @@ def _layers(metadata: Mapping[str, str]) -> Mapping[str, Any]:
 
 
 def _about(name: str, tensors: Tensors, described: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the description of a weight's layer, from the tensor `x.comfy_quant` or else from the metadata (`described`), or None.
+    """Return the description of a weight's layer, from the tensor `x.comfy_quant` or else from the metadata (`described`),
+    or None.
     """
     mark, about = tensors.get(_mark(name)), described.get(name[: -len(".weight")])
     if mark is not None:

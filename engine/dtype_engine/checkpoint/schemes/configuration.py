@@ -56,7 +56,8 @@ def quant_method(settings: Mapping[str, Any]) -> str:
 
 
 def declared_numbers(settings: Mapping[str, Any], key: str) -> set[int]:
-    """Return all numbers under a key, of the whole model and of modules (in `dynamic` of GPTQModel or `extra_config` of AutoRound).
+    """Return all numbers under a key, of the whole model and of modules (in `dynamic` of GPTQModel or `extra_config` of
+    AutoRound).
     """
     found = [settings.get(key)]
     for overrides in (settings.get("dynamic"), settings.get("extra_config")):
@@ -76,7 +77,8 @@ def group_size(sizes: Iterable[int], columns: int, groups: int) -> int | None:
 
 
 def block_name(wide: int, columns: int) -> str:
-    """Return the name of a group, such as "g128", or "channel" for a whole row. wide: the group's columns. columns: those of a row.
+    """Return the name of a group, such as "g128", or "channel" for a whole row. wide: the group's columns. columns: those
+    of a row.
     """
     return "channel" if wide >= columns else f"g{wide}"
 

@@ -39,7 +39,8 @@ class Layout(msgspec.Struct, frozen=True, eq=False):
     beside: tuple[str, ...] = ()
     """Optional tensors that are named after the weight's module, such as `x.input_scale` for `x.weight`, and not after its stem."""
     mark: str = ""
-    """A tensor in the module that distinguishes weights of this layout from those of another with the same codes and scales, or "".
+    """A tensor in the module that distinguishes weights of this layout from those of another with the same codes and
+    scales, or "".
     """
     alone: tuple[str, ...] = ()
     """Ends of names that prove that a tensor belongs to a quantized weight, even if the weight's other tensors are missing."""

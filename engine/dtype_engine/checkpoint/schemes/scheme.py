@@ -58,7 +58,8 @@ class Scheme(msgspec.Struct, frozen=True, eq=False):
     fused: bool = True
     """Whether runtimes fuse layers of this scheme into one, such as the projections to queries, keys and values."""
     left_out: Callable[[Iterable[str], Tensors, Metadata], set[str]] = lambda codes, tensors, metadata: set()
-    """A function of (names of codes, all tensors, metadata) that returns the names of codes whose format is left unread on purpose.
+    """A function of (names of codes, all tensors, metadata) that returns the names of codes whose format is left unread on
+    purpose.
     """
     settings_files: tuple[str, ...] = ()
     """The files beside config.json that hold quantization settings, some of which may be missing in config.json."""
@@ -69,7 +70,8 @@ class Scheme(msgspec.Struct, frozen=True, eq=False):
     ignored_by: tuple[str, ...] = ()
     """The quantization methods for which transformers leaves the modules under the first key of `ignored` unquantized."""
     cache_formats: Callable[[Config], tuple[tuple[str, str, str], ...]] = lambda settings: ()
-    """A function of the quantization settings in config.json that returns the formats of KV caches in them, as `KVCache.declared`.
+    """A function of the quantization settings in config.json that returns the formats of KV caches in them, as
+    `KVCache.declared`.
     """
     own: bool = False
     """Whether exports of this program store weights so, in formats of `core.dtypes`, such as `int8`."""
