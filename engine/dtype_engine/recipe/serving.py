@@ -1,4 +1,4 @@
-"""Predicts how a runtime would treat an export of a plan. Each check names the file in the runtime's source code behind it.
+"""Predicts how a runtime would treat an export of a plan. Each check names the file in the runtime's source code that it follows.
 
 The runtimes are vLLM (main branch, 2026) and SGLang (a version that supports a single compressed-tensors format per checkpoint).
 Both read an export in the layout in which it was written: compressed-tensors, or DeepSeek's fp8.
@@ -37,7 +37,7 @@ class Finding:
     """What the runtime does: it refuses to load the tensors, computes with other values, does not quantize them, or runs slower."""
     why: str
     source: str
-    """The file and the function in the runtime's source code from which the limitation is known."""
+    """The file and the function in the runtime's source code that has the limitation."""
     tensors: tuple[str, ...]
     """Canonical names of the affected tensors."""
 
@@ -68,10 +68,10 @@ class _Export:
     quantised: Mapping[str, str]
     """The format of each weight that the plan quantizes, by weight name."""
     written: Mapping[str, str]
-    """Those of them that the export stores in a layout that other programs read."""
+    """The entries of `quantised` that the export stores in a layout that other programs read."""
 
     def source(self, vllm: str, sglang: str = "") -> str:
-        """Return a place in the runtime's source code. sglang: what SGLang has instead of `vllm`, if it is not the same."""
+        """Return the path of a file in the runtime's source code. vllm: in vLLM. sglang: in SGLang, if it is another one."""
         return f"{_VLLM}/{vllm}" if self.runtime == "vllm" else f"{_SGLANG}/{sglang or vllm}"
 
 
@@ -98,7 +98,9 @@ def lint_serving(context: Context, runtime: Runtime) -> ServingLint:
 
 
 def _not_written(export: _Export, refused: Mapping[str, str | None]) -> Iterator[Finding]:
-    """An export stores weights without a public layout in one that only this program reads. refused: why a weight has none."""
+    """Yield findings for weights that no other program reads. refused: why a weight has no public layout, by name, or None if it
+    has one.
+    """
     by_reason: dict[str, list[str]] = {}
     for name, reason in refused.items():
         if reason is not None:
@@ -251,8 +253,8 @@ def _block_rows(dtype: str) -> int:
 
 
 def no_layout(tree: Tree, name: str, dtype: str, experts: bool = False) -> str | None:
-    """Return why no other program can read the weight `name` in the format `dtype`, which has scales, or None if one can. experts:
-    whether to treat experts that the model packs into one tensor as separate linear layers, as exports store them.
+    """Return why no other program can read the weight `name` in the format with scales `dtype`, or None if another one can.
+    experts: whether to treat experts that the model packs into one tensor as separate linear layers, as exports store them.
     """
     tensor, blocks = tree.tensors[name], dtypes.BY_NAME[dtype].blocks
     if not layout(dtype):
@@ -280,7 +282,7 @@ def packed_experts(tree: Tree, name: str) -> bool:
 
 
 def serving_lines(lint: ServingLint, shown: Callable[[Sequence[str]], str]) -> list[str]:
-    """Return the findings as lines of text. shown: abbreviates a list of tensor names."""
+    """Return the findings as lines of text. shown: returns a short text for a list of tensor names."""
     lines = [f"{lint.runtime}: by its source"]
     for finding in lint.findings:
         lines += [f"! {finding.effect}: {finding.why}", f"    {shown(finding.tensors)}", f"    {finding.source}"]

@@ -15,14 +15,16 @@ from dtype_engine.recipe.targets.base import Context, Conversion, Match, Quantiz
 from dtype_engine.recipe.targets.name_patterns import regexes
 
 GROUPED = ("int4@g128", "int4@g32", "int8@g128")
-"""The formats of `IntxWeightOnlyConfig`. As here, a group's scale is its largest |value| divided by 7.5 (int4) or 127.5 (int8)."""
+"""The formats of `IntxWeightOnlyConfig`. As in this program, a group's scale is its largest |value| divided by 7.5 (int4) or 127.5
+(int8).
+"""
 SCALING = {
     f"{element}{rule}": mode
     for element, own in (("mxfp8", "RCEIL"), ("mxfp4", "EVEN"))
     for rule, mode in (("", own), (":floor", "FLOOR"), (":rceil", "RCEIL"), (":even", "EVEN"))
 }
-"""torchao's `ScaleCalculationMode` for each MX format. A format without a rule in its name has that of compressed-tensors: EVEN for
-mxfp4; for mxfp8 RCEIL, except for blocks whose largest |value| is 1.75 times a power of two.
+"""torchao's `ScaleCalculationMode` for each MX format. A format without a rule in its name has the rule of compressed-tensors: EVEN
+for mxfp4; for mxfp8 RCEIL, except for blocks whose largest |value| is 1.75 times a power of two.
 """
 BLOCKS = (*SCALING, "nvfp4")
 """The formats in torchao's prototype of block formats, which has MX formats only with quantized activations."""
