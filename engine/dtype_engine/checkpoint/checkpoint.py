@@ -48,9 +48,7 @@ class Checkpoint:
     values: Mapping[str, Any] | None = None
     """The values of the tensors in pickles, by name, since a pickle is only read as a whole. None for other files."""
     base: str | None = None
-    """The name of the model to which a PEFT adapter is applied, "an unnamed model" if its files do not say it. None for other
-    checkpoints.
-    """
+    """The model to which a PEFT adapter is applied, "an unnamed model" if its files do not say it. None for other checkpoints."""
     notices: tuple[str, ...] = ()
     """Sentences about the checkpoint that the user should see."""
     identities: tuple[FileIdentity, ...] = ()
@@ -83,9 +81,7 @@ class Checkpoint:
 
     @property
     def of_transformers(self) -> bool:
-        """Whether transformers can load an export of this checkpoint: it is a whole model whose architecture is known and not of
-        diffusers.
-        """
+        """Whether transformers can load an export of this: a whole model of a known architecture, but not one of diffusers."""
         return (
             self.config is not None and self.form in ("safetensors", "pickle", "gguf") and not is_diffusers(self.config)
         )
@@ -110,9 +106,7 @@ class Checkpoint:
 
     @property
     def renamed(self) -> Mapping[str, str]:
-        """Maps llama.cpp's names of tensors that need no decoding to the model's, such as `output_norm.weight` to
-        `model.norm.weight`.
-        """
+        """Maps llama.cpp's names of tensors that need no decoding to the model's: `output_norm.weight` to `model.norm.weight`."""
         return self._of_gguf[1]
 
     @cached_property
@@ -161,9 +155,7 @@ class Checkpoint:
         return found | {alias: found[first] for alias, first in self.aliases.items()}
 
     def dtype(self, name: str) -> str:
-        """Return the dtype in which the weight `name` of `weights` is stored. It ends in `@tensor` if all values share a single
-        scale.
-        """
+        """Return the dtype in which the weight `name` of `weights` is stored. It ends in `@tensor` if all values share a scale."""
         return self.weights[name].dtype
 
     @cached_property
@@ -182,9 +174,7 @@ class Checkpoint:
         return tensor.stored_as or tuple(name for name in tensor.names if name in self.weights)[:1]
 
     def tree(self) -> Tree:
-        """Return the module tree, built from the tensor names. Module classes are unknown, and the only known ties are
-        `aliases`.
-        """
+        """Return the module tree, built from the tensor names. Module classes are unknown, and the only ties are `aliases`."""
         unread, own = self.unread, {name for name, weight in self.coded.items() if weight.own}
         parts = quantized_parts(unread, self.config)
         further: dict[str, tuple[str, ...]] = {}

@@ -40,9 +40,7 @@ class IndexReport:
 
     @property
     def coverage(self) -> Coverage:
-        """Which tensors are in the files that the index names, among all tensors of the index and of the files that it
-        leaves out.
-        """
+        """Which tensors are in the files that the index names, among all tensors of the index and of left-out files."""
         beside = tuple(name for file in self.left_out for name in file.tensors)
         absent = tuple(name for name, _ in self.missing)
         return Coverage(self.found + len(absent) + len(beside), absent + beside)

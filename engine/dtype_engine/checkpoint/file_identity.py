@@ -60,9 +60,7 @@ def refuse_changed(files: Iterable[FileIdentity]) -> None:
 
 @contextmanager
 def unchanged(files: tuple[FileIdentity, ...]) -> Iterator[None]:
-    """Return a context manager that raises UserError, instead of any error but Cancelled, if one of `files` changes before its
-    block ends.
-    """
+    """A context manager that raises UserError, instead of errors other than Cancelled, if one of `files` changes before its end."""
     refuse_changed(files)
     try:
         yield
@@ -75,9 +73,7 @@ def unchanged(files: tuple[FileIdentity, ...]) -> Iterator[None]:
 
 
 class Watch:
-    """Checks that files do not change while they are read. `look` can be called often: it examines the files at most ten times a
-    second.
-    """
+    """Checks that files do not change while they are read. `look` can be called often: it checks at most ten times a second."""
 
     def __init__(self, files: Iterable[FileIdentity]) -> None:
         self._files = tuple(files)

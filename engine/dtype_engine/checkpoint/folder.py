@@ -70,8 +70,8 @@ def needs_torch(path: Path) -> bool:
 
 
 def peek_first_shard(path: Path) -> Tree | None:
-    """Return the tree of a large checkpoint's first shard, for a screen that can't wait. None if the checkpoint's index is small,
-    or the shard can't be read.
+    """Return the tree of a checkpoint's first shard, for a screen that can't wait. None if the index is small or the shard can't be
+    read.
     """
     try:
         if not path.is_dir() or os.path.getsize(path / INDEX) < _LONG_HEADERS:

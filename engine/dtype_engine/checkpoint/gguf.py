@@ -104,8 +104,8 @@ def read_gguf(path: Path) -> tuple[dict[str, CheckpointTensor], dict[str, Any]]:
 
 
 def _specification(path: Path, header: GGUFHeader, tensor: GGUFTensor, size: int) -> CheckpointTensor:
-    """Return the CheckpointTensor of a tensor's header. size: of the file, in bytes. Raises UserError if the type is unknown, or if
-    the tensor's bytes lie outside the file.
+    """Return the CheckpointTensor of a tensor's header. size: of the file. Raises UserError for an unknown type or bytes outside
+    the file.
     """
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 

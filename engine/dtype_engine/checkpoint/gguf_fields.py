@@ -69,8 +69,8 @@ _RULES: Mapping[str, Callable[[Any, Config], bool]] = {
 
 
 def changes_nothing(name: str, value: Any, config: Config) -> bool:
-    """Return whether the model computes what its config.json says in spite of this field, False for unknown fields. name: without
-    the architecture's prefix.
+    """Return whether the model of config.json computes the same without this field. name: without the architecture. Unknown:
+    False.
     """
     if name in _RULES:
         return _RULES[name](value, config)

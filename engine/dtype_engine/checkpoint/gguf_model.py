@@ -123,9 +123,7 @@ _FAMILIES = {
         _WINDOW_FIELDS, {"pad_token_id": None},
     ),
 }  # fmt: skip
-"""By `general.architecture`, which is "llama" in files of `mixtral` (with a number of experts) and `mistral` (with a
-window), too.
-"""
+"""By `general.architecture`, which is "llama" in files of `mixtral` (with a number of experts) and `mistral` (with a window)."""
 _BY_MODEL_TYPE = {family.model_type: family for family in _FAMILIES.values()}
 
 

@@ -90,9 +90,7 @@ def describe_rope(
 
 
 def _partial(own: Mapping[str, Any], config: Mapping[str, Any], possible: bool, found: Rope) -> int:
-    """Return how many elements of each head are rotated, and add their share to `found`. possible: whether the model class can
-    rotate a part.
-    """
+    """Return how many elements of each head are rotated, and add their share to `found`. possible: whether this may be a part."""
     head: int = config["head_dim"]
     rotated = own.get(_DIMENSIONS, head)
     if rotated == head and type(rotated) is int:
@@ -106,9 +104,7 @@ def _partial(own: Mapping[str, Any], config: Mapping[str, Any], possible: bool, 
 
 
 def _number(own: Mapping[str, Any], name: str, default: float, found: Rope) -> float:
-    """Return the number in a field, or `default` if the field is missing or no number. A field that is no number is added to
-    `found.lost`.
-    """
+    """Return the number in a field, or `default` if the field is missing or no number. The latter is added to `found.lost`."""
     value = own.get(name, default)
     if type(value) in (int, float) and math.isfinite(value):
         return float(value)
@@ -119,9 +115,7 @@ def _number(own: Mapping[str, Any], name: str, default: float, found: Rope) -> f
 def _factors(
     tensors: Mapping[str, CheckpointTensor], count: int, found: Rope
 ) -> tuple[list[float], list[float]] | None:
-    """Return (`count` factors for short sequences, `count` factors for long ones), or None if the file has none that can be
-    used.
-    """
+    """Return (`count` factors for short sequences, `count` factors for long ones), or None if the file has none to use."""
     read: dict[str, list[float]] = {}
     for name in sorted(set(ROPE_FACTORS) & tensors.keys()):
         tensor = tensors[name]

@@ -274,9 +274,7 @@ class HubModel:
         return f"only the headers of {self.address} are here, not its {size} of weights: {hint('download')}"
 
     def _files_to_download(self) -> list[str]:
-        """Return the files of weights and, unless the address names one file, the other files that the model needs. Raises
-        UserError.
-        """
+        """Return the files of weights and, unless the address names a file, other files that the model needs. Raises UserError."""
         weights = self._to_download()
         at = f"{self.address.path}/" if self.address.path else ""
         beside = [
@@ -323,8 +321,8 @@ class HubModel:
         )
 
     def _files(self, matches: Callable[[str], bool], beside: bool = False) -> list[str]:
-        """Return the matching files in the address's folder and in the components of a pipeline. beside: whether the address is a
-        file in it.
+        """Return the matching files in the address's folder and in the components of a pipeline. beside: whether it is a file
+        there.
         """
         folder = self.address.path.rpartition("/")[0] if beside else self.address.path
         at = f"{folder}/" if folder else ""

@@ -56,9 +56,7 @@ class HubReader:
         most_seconds: float = math.inf,
         cancelled: IsCancelled = never,
     ) -> None:
-        """most_bytes, most_seconds: limits for all answers together. cancelled: called for each piece of an answer; if it returns
-        True, Cancelled is raised.
-        """
+        """most_bytes, most_seconds: limits for all answers together. cancelled: called for each piece; True raises Cancelled."""
         from huggingface_hub.utils import build_hf_headers
 
         self.title = title
@@ -74,18 +72,14 @@ class HubReader:
         self._stopped = True
 
     def read(self, url: str, start: int, count: int, size: int | None = None) -> bytes:
-        """Return `count` bytes of a file from the offset `start` on. size: of the file; if it is None, fewer may be returned.
-        Raises UserError.
-        """
+        """Return `count` bytes of a file from `start` on. size: of the file; if None, fewer may be returned. Raises UserError."""
         for attempt in range(1, _TRIES + 1):
             with self._tried_again(attempt):
                 return b"".join(self._pieces(url, start, count, size)) if count else b""
         raise AssertionError
 
     def save(self, url: str, size: int, file: IO[bytes], on_bytes: Callable[[int], object] = ignore) -> None:
-        """Write the whole file at `url` to `file`. After a failure, only the rest is requested again. Raises UserError and
-        Cancelled.
-        """
+        """Write the whole file at `url` to `file`. After a failure, only the rest is repeated. Raises UserError and Cancelled."""
         done, attempt = 0, 1
         while done < size:
             before = done
@@ -183,9 +177,7 @@ class HubReader:
             raise self._lie(f"its list of files says {size:,} bytes, its answer {printable(str(total), 40)}", url)
 
     def _decoded(self, response: Any, most: int, url: str) -> Iterator[bytes]:
-        """Yield the decompressed body: a piece, possibly empty, for each one that arrives. The HTTP client's `iter_bytes` omits
-        empty ones.
-        """
+        """Yield the decompressed body: a piece for each that arrives, even if empty. The client's `iter_bytes` omits empty ones."""
         encoding = response.headers.get("content-encoding", "identity")
         if encoding not in _ENCODINGS:
             raise self._lie(f"its answer is compressed as {printable(encoding, 40)}", url)

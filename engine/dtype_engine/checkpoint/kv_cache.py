@@ -23,9 +23,7 @@ from dtype_engine.core.units import plural
 
 
 def kv_cache(tree: Tree, config: Mapping[str, Any] | None) -> KVCache:
-    """Return the KV cache that a model keeps while it generates text. config: `config.json`, or the live model's configuration as a
-    dict.
-    """
+    """Return the KV cache of a model that generates text. config: `config.json`, or the live model's configuration as a dict."""
     if config is None:
         return KVCache(none_because="no config.json tells the model's architecture, so that its KV cache is unknown")
     architecture, named = tree.root.class_name, config.get("architectures")
@@ -267,9 +265,7 @@ class _Reader:
         return inner * state
 
     def _shared(self, found: list[KVCacheTensor]) -> list[KVCacheTensor]:
-        """Return `found` with `shared_with` for the last layers of Gemma 3n and 4. They read the cache of an earlier layer with
-        this window.
-        """
+        """Return `found` with `shared_with` for the last layers of Gemma 3n and 4. They read an earlier layer's cache."""
         count = _first(self.config, "num_kv_shared_layers")
         if not count or not self.layers:
             return found
@@ -312,9 +308,7 @@ class _Windows:
 
 
 def _layer_types(config: Mapping[str, Any]) -> list[str] | None:
-    """Return each layer's kind of attention from config.json or transformers' rules for the model type. None if they do not tell
-    it.
-    """
+    """Return each layer's kind of attention from config.json or transformers' rules for the model type. None if unknown."""
     listed = config.get("layer_types")
     if isinstance(listed, list) and all(isinstance(kind, str) for kind in listed):
         return listed

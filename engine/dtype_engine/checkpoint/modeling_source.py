@@ -36,9 +36,7 @@ def _model_type(config: Mapping[str, Any] | None) -> str:
 
 
 def kept_in_float32(config: Mapping[str, Any] | None) -> tuple[set[str], set[str]]:
-    """Return (parts of names of tensors that stay in float32 in every 16-bit model, those of tensors that do so only in
-    float16).
-    """
+    """Return (parts of names of tensors that stay in float32 in every 16-bit model, those that do so only in float16)."""
     always, in_float16 = set[str](), set[str]()
     for strict, literal in _KEPT.findall(_source(_model_type(config))):
         with suppress(ValueError, SyntaxError):

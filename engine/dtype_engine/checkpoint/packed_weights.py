@@ -46,9 +46,7 @@ class Stored(Protocol):
 
 
 def packed_weights(tensors: Mapping[str, Stored]) -> list[PackedWeight]:
-    """Return the weights with codes and scales that other programs quantized, recognized by the names and dtypes of their
-    tensors.
-    """
+    """Return the weights with codes and scales that other programs quantized, recognized by names and dtypes of tensors."""
     if are_plain(tensors):
         return []
     from dtype_engine.checkpoint.schemes.layout import PackedWeight

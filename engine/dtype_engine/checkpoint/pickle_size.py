@@ -27,9 +27,7 @@ class TooManyOpcodes(Exception):
 
 
 def some_opcodes(pickled: bytes | BinaryIO) -> Iterator[tuple[Any, Any, int | None]]:
-    """Yield (opcode, argument, position) as `pickletools.genops` does. Raises TooManyOpcodes after `MOST_OPCODES`, and ValueError
-    for a damaged pickle.
-    """
+    """Yield (opcode, argument, position) as `pickletools.genops` does. Raises TooManyOpcodes, and ValueError if it is damaged."""
     for count, step in enumerate(pickletools.genops(pickled)):
         if count > MOST_OPCODES:
             raise TooManyOpcodes

@@ -222,9 +222,7 @@ def storage_claims(pickled: bytes) -> dict[str, int]:
 
 
 def _step(opcode: Any, stack: list[Any], marks: list[int]) -> None:
-    """Apply the stack effect of an opcode that does not concern storages. Results are placeholders. marks: stack heights at
-    MARKs.
-    """
+    """Apply the stack effect of an opcode that does not concern storages. Results are placeholders. marks: heights at MARKs."""
     before = [kind.name for kind in opcode.stack_before]
     if "mark" in before:
         del stack[marks.pop() :]

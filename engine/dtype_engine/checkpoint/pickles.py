@@ -267,9 +267,7 @@ def _average_notices(tensors: Mapping[str, torch.Tensor], path: Path) -> Iterato
 
 
 def _weights(loaded: Mapping[Any, Any]) -> tuple[Mapping[Any, Any], str]:
-    """Return (the mapping with the most tensors in `loaded`, its path there, such as `model.state_dict`, or "" for `loaded`
-    itself).
-    """
+    """Return (the mapping with the most tensors in `loaded`, its path there, such as `model.state_dict`, or "" for `loaded`)."""
     best, most, entry = loaded, _count(loaded), ""
     level = [("", loaded)]
     for _ in range(_DEEPEST):
@@ -285,9 +283,7 @@ def _weights(loaded: Mapping[Any, Any]) -> tuple[Mapping[Any, Any], str]:
 
 
 def _nested(level: Iterable[tuple[str, Mapping[Any, Any]]]) -> Iterator[tuple[str, Mapping[Any, Any]]]:
-    """Yield (path, mapping) for each mapping or module inside the given mappings, first for keys that are usual names for
-    weights.
-    """
+    """Yield (path, mapping) for each mapping or module inside the given mappings, first under usual names for weights."""
     from torch import nn
 
     for place, mapping in level:

@@ -107,7 +107,7 @@ def _whole(value: object) -> int:
 
 
 def _numbers(config: Mapping[str, Any], before: str = "", depth: int = 0) -> Iterator[tuple[str, float]]:
-    """Yield (dotted name, number) for every number in a configuration and in mappings nested in it. A list yields its largest
+    """Yield (dotted name, number) for every number in a configuration, nested mappings included. A list yields its largest
     number.
     """
     for key, value in config.items():

@@ -79,9 +79,7 @@ def provenance(folder: Path, config: Mapping[str, Any] | None, metadata: Mapping
 
 
 def _declared(folder: Path, config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield (name, value) of the quantization settings in all files. Those of config.json come last, so that they replace
-    others.
-    """
+    """Yield (name, value) of the quantization settings in all files. Those of config.json come last and replace others."""
     for scheme in reversed(schemes()):
         for name in scheme.settings_files:
             with suppress(OSError, UserError):

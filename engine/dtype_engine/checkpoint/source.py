@@ -84,9 +84,7 @@ class Source:
         return checkpoint.tree(), True
 
     def refuse_other_options(self, options: ModelOptions) -> None:
-        """Raise UserError if an option does not apply to this kind of source: `weights` for a checkpoint, `architecture` for Python
-        code.
-        """
+        """Raise UserError for an option that does not apply: `weights` for a checkpoint, `architecture` for Python code."""
         if self.kind == "checkpoint" and options.weights is not None:
             raise UserError(
                 "--weights goes with the code of a model, as in file.py:Name --weights model.pth, and "

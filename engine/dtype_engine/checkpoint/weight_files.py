@@ -145,9 +145,7 @@ _GGUF_PART = re.compile(r"(?P<name>.+)-\d{5}-of-(?P<count>\d{5})\.gguf", re.DOTA
 
 
 def gguf_parts(name: str) -> list[str]:
-    """Return the names of all parts of a GGUF model in order, given one such as `model-00001-of-00003.gguf`, or [] for
-    other names.
-    """
+    """Return the names of all parts of a GGUF model in order, given one such as `model-00001-of-00003.gguf`, [] for other names."""
     match = _GGUF_PART.fullmatch(name)
     if match is None:
         return []
@@ -217,9 +215,7 @@ def refuse_links_out(folder: Path) -> None:
 
 
 def read_beside(path: Path, most: int) -> bytes:
-    """Return a file's content. Raises UserError if it is not regular, too long or a link out of its folder, and OSError if it can't
-    be read.
-    """
+    """Return a file's content. Raises UserError if it is not regular, too long or a link out of its folder; and OSError."""
     refuse_link_out(path.parent, path.name)
     return read_regular(path, most)
 

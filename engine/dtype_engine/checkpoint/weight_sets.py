@@ -109,9 +109,7 @@ def likely_files(names: Collection[str]) -> tuple[str, ...]:
 
 
 def is_second_set(name: str, first: WeightSet | None) -> bool:
-    """Return whether an entry of `unread_weights` is a whole model in the format of `first`, so that other programs may read it
-    instead.
-    """
+    """Return whether an entry of `unread_weights` is a whole model in the format of `first`, which other programs may read."""
     if first is None:
         return False
     shard = _SHARD.fullmatch(name.partition(" and ")[0])

@@ -154,9 +154,7 @@ def _raised_signals() -> Iterator[None]:
 
 
 def run(command: click.Command, program: str, arguments: Sequence[str] | None = None) -> int:
-    """Run a click command and return its exit status. program: the name in messages. arguments: None means those of this
-    process.
-    """
+    """Run a click command and return its exit status. program: the name in messages. arguments: None means this process's."""
     fill_closed()
     try:
         with own_output():

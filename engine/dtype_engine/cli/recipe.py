@@ -139,9 +139,7 @@ def lint(request: RunRequest, file: Path, target: str, as_sarif: bool, as_object
 
 
 def _lint_serving(sarif_of: Path | None, context: Context, target: str, as_object: bool) -> int:
-    """Print how the runtime `target` would load an export. If `sarif_of`, a recipe file, is not None, print SARIF about this
-    file.
-    """
+    """Print how the runtime `target` would load an export. If `sarif_of` (a recipe file) is not None, print SARIF about it."""
     runtime = next(name for name in RUNTIMES if name == target)
     reading = lint_serving(context, runtime)
     if sarif_of is not None:

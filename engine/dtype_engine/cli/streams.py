@@ -17,9 +17,7 @@ _answers: list[TextIO] = []
 
 
 class ReaderGone(Exception):
-    """Raised if the reader of standard output, such as `head`, has closed it. The program must end without a message, as by
-    SIGPIPE.
-    """
+    """Raised if the reader of standard output, such as `head`, has closed it. The program must end silently, as by SIGPIPE."""
 
 
 class _StandardOutput(io.FileIO):

@@ -77,9 +77,7 @@ def is_taken(typed: str) -> bool:
 
 
 def rename_new(temporary: str, path: Path) -> None:
-    """Rename a temporary file to `path`. It uses a hard link if possible, since only a link raises FileExistsError if `path`
-    exists.
-    """
+    """Rename a temporary file to `path`. It uses a hard link if possible, which raises FileExistsError if `path` exists."""
     try:
         os.link(temporary, path)
     except FileExistsError:

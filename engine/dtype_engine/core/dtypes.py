@@ -258,9 +258,7 @@ def nbytes_in(shape: Sequence[int], dtype: str) -> int:
 
 
 def widest(stored: Iterable[str]) -> str:
-    """Return the smallest compute dtype that holds all values of the compute dtypes in `stored`, or float32 if `stored` has
-    none.
-    """
+    """Return the smallest compute dtype that holds all values of the compute dtypes in `stored`, float32 if `stored` has none."""
     stored_floats = {dtype for dtype in stored if dtype in COMPUTE_DTYPES}
     if not stored_floats:
         return "float32"

@@ -23,9 +23,7 @@ _WEIGHT = ".weight"
 
 
 def siblings(name: str) -> tuple[str, ...]:
-    """Return the names of all weights, present or not, of the group that runtimes fuse and that has `name`, or () if none
-    has it.
-    """
+    """Return the names of all weights, present or not, of the group with `name` that runtimes fuse, or () if there is none."""
     module, dot, local = name.removesuffix(_WEIGHT).rpartition(".")
     if not name.endswith(_WEIGHT) or local not in _GROUP_OF:
         return ()

@@ -330,9 +330,7 @@ class Tree:
         return self.tensors.get(self._canonical.get(name, name))
 
     def below(self, module: str) -> Iterator[TensorInfo]:
-        """Yield each tensor at or below a module once, in the order of `order`, and then the tied weights that `tied_into`
-        returns.
-        """
+        """Yield each tensor at or below a module once, in the order of `order`, and then the tied weights of `tied_into`."""
         node = self.modules[module]
         yield from self.order[node.first : node.end]
         yield from self.tied_into(module)

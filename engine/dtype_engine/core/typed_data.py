@@ -45,9 +45,7 @@ def refuse_unknown(what: str, names: Iterable[object], known: Collection[str]) -
 
 
 def as_plain(data: object) -> Any:
-    """Convert a struct or dataclass to plain JSON types. Paths become absolute, because the result may be read in another
-    folder.
-    """
+    """Convert a struct or dataclass to plain JSON types. Paths become absolute, as the result may be read in another folder."""
     return msgspec.to_builtins(data, enc_hook=_path_text)
 
 

@@ -55,9 +55,7 @@ class DaskPool(AbstractContextManager["DaskPool"]):
     def results(
         self, evaluations: Sequence[Evaluation], cancelled: IsCancelled = never
     ) -> Iterator[tuple[int, Evaluated]]:
-        """Run evaluations as `Pool.results` does. If a worker dies, Dask repeats its evaluations. Running evaluations can't be
-        cancelled.
-        """
+        """Do what `Pool.results` does. If a worker dies, Dask repeats its evaluations. Running evaluations can't be cancelled."""
         from distributed.scheduler import KilledWorker
 
         try:

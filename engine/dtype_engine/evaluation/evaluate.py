@@ -35,9 +35,7 @@ class _ThisProcess:
     opened: tuple[specs.Opened, Session] | tuple[specs.Exported, OpenExport] | None = None
     """The open model or export with what it was opened for. There is only one, because memory may not have room for two."""
     attribution: tuple[Session, Recipe, RunSettings, Attribution] | None = None
-    """The latest search for causes, after the session, recipe and settings to which it belongs. It holds outputs, so other tasks
-    drop it.
-    """
+    """The latest search for causes, with its session, recipe and settings. It holds outputs, so any other task drops it."""
     cancelled: IsCancelled = never
 
 
@@ -50,9 +48,7 @@ def cancel_by(cancelled: IsCancelled) -> None:
 
 
 def evaluate(evaluation: specs.Evaluation) -> specs.Evaluated:
-    """Return the result of an evaluation. Raises Cancelled, and UserError, for example if this machine has another model or other
-    inputs.
-    """
+    """Return the result of an evaluation. Raises Cancelled, and UserError, such as for another model or other inputs."""
     with _lock:
         wanted, task = evaluation.opened, evaluation.task
         if _process.opened is None or _process.opened[0] != wanted:

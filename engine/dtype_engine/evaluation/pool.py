@@ -66,7 +66,7 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
     def results(
         self, evaluations: Sequence[Evaluation], cancelled: IsCancelled = never
     ) -> Iterator[tuple[int, Evaluated]]:
-        """Run evaluations as `Pool.results` does. If a process is killed, unfinished evaluations run in new processes."""
+        """Do what `Pool.results` does. If a process is killed, unfinished evaluations run in new processes."""
         self._stop.clear()
         try:
             yield from results(self._started, self._broken, evaluations, cancelled, 2 * self.workers)
@@ -145,9 +145,7 @@ def results(
 
 
 def _finished(futures: dict[Future[Evaluated], int], cancelled: IsCancelled) -> Iterator[Future[Evaluated]]:
-    """Wait until a future is done, and yield all that are done: futures with a result before futures with an error. Raises
-    Cancelled.
-    """
+    """Wait until futures are done, and yield these: first those with a result, then those with an error. Raises Cancelled."""
     done: set[Future[Evaluated]] = set()
     while not done:
         if cancelled():
@@ -157,9 +155,7 @@ def _finished(futures: dict[Future[Evaluated], int], cancelled: IsCancelled) -> 
 
 
 def fitting(workers: int, private: int) -> int:
-    """Return how many of `workers` processes fit into the free memory, at least 1. private: bytes of each without the shared
-    checkpoint.
-    """
+    """Return how many of `workers` processes fit into free memory, at least 1. private: bytes of each without the shared files."""
     return max(1, min(workers, math.floor(free_memory() / (private + _PROCESS_BYTES))))
 
 
@@ -171,9 +167,7 @@ def visible_gpus(count: int, environment: Mapping[str, str] = os.environ) -> tup
 
 
 def assigned(index: int, gpus: tuple[str, ...], environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set environment variables so that this process, number `index` of the pool, sees only one of `gpus`. Call it before a GPU is
-    used.
-    """
+    """Make this process, number `index` of the pool, see only one of `gpus`, by environment variables, before it uses a GPU."""
     if gpus:
         environment.update(dict.fromkeys(VISIBLE_GPUS, gpus[index % len(gpus)]))
 

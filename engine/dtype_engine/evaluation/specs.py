@@ -50,9 +50,7 @@ class Exported:
     folder: Path
     """The absolute path of the export."""
     contents: str
-    """A hash of the tensors' names, shapes and dtypes and of all files. A worker whose files have another hash refuses the
-    export.
-    """
+    """A hash of the tensors' names, shapes and dtypes and of all files. A worker that computes another hash refuses it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +125,7 @@ class Evaluated:
 
 
 def other_versions(result: Evaluated) -> str:
-    """Return how a result's versions differ from this process's, such as `process 17 on node3 has torch 2.10.0 (here 2.9.1)`, or ""
-    if no difference can affect metrics.
-    """
+    """Return how versions differ if that can affect metrics, as in `process 17 on node3 has torch 2.10.0 (here 2.9.1)`, else ""."""
     own = versions()
     others = [
         f"{_SAID.get(name, name)} {printable(result.versions.get(name, 'unknown'), 60)} (here {own[name]})"
@@ -140,9 +136,7 @@ def other_versions(result: Evaluated) -> str:
 
 
 def model_text(source: Source) -> str | None:
-    """Return the MODEL that opens a source from any working directory: its absolute path, or a Hugging Face id. None for the
-    demo.
-    """
+    """Return the MODEL that opens a source from any current folder: its absolute path, or a Hugging Face id. None for the demo."""
     if source.path is None or source.asked is None:
         return source.asked
     if source.kind == "python":

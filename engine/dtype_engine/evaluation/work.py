@@ -40,14 +40,10 @@ class Over:
     pool: Pool
     opened: specs.Opened
     on_notice: Callable[[str], None] = lambda sentence: None
-    """Called with a sentence if a worker has other versions of this program, of torch or of the platform, once for each
-    sentence.
-    """
+    """Called with a sentence if a worker has other versions of this program, of torch or of the platform, once per sentence."""
 
     def results(self, tasks: Sequence[specs.Task], cancelled: IsCancelled) -> Iterator[tuple[int, specs.Evaluated]]:
-        """Run tasks on the workers. Yields (index of the task, its result) as soon as the task is done. Raises UserError,
-        Cancelled.
-        """
+        """Run tasks on the workers. Yields (index of a task, its result) as soon as it is done. Raises UserError, Cancelled."""
         noted: set[str] = set()
         for index, result in self.pool.results([specs.Evaluation(self.opened, task) for task in tasks], cancelled):
             other = specs.other_versions(result)
@@ -178,9 +174,7 @@ def comparing(pool: Pool, threads: int, folder: Path, source: Source, options: O
 
 
 def _groups(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield the indexes of tensors in groups of at most `_GROUP_BYTES` and `_GROUP_TENSORS`. A group of one tensor may be
-    larger.
-    """
+    """Yield the indexes of tensors in groups of at most `_GROUP_BYTES` and `_GROUP_TENSORS`. A group of one may be larger."""
     group: list[int] = []
     nbytes = 0
     for index, size in enumerate(sizes):

@@ -64,7 +64,7 @@ class Workers(AbstractContextManager["Workers"]):
         return self._pool
 
     def _fitting(self, requested: int, private: int, gpus: tuple[str, ...]) -> int:
-        """Return how many workers to start: at most one for each task or GPU, and as many as fit into memory. A notice says why
+        """Return how many workers to start: at most one per task or GPU, and as many as fit into memory. A notice says why
         fewer.
         """
         wanted = min(requested, self._most or requested)

@@ -59,9 +59,7 @@ def scale_shared_with(name: str, planned: Mapping[str, str]) -> str:
 
 
 def fused_with(name: str, planned: Mapping[str, str]) -> str:
-    """Return words on which weights vLLM and SGLang fuse with the weight `name`, and whether both accept the planned formats, or
-    "".
-    """
+    """Return words on the weights that vLLM and SGLang fuse with `name`, and whether both accept the planned formats, or ""."""
     group = {member: planned[member] for member in siblings(name) if member in planned}
     if len(group) < 2:
         return ""

@@ -44,9 +44,7 @@ class Lint:
     """How the target matches patterns, such as by `re.match` on module names."""
     rules: tuple[RuleComparison, ...]
     overruled: tuple[tuple[str, str, str], ...] = ()
-    """Tensors for which the target applies another matching rule: (tensor, pattern that wins in this program, pattern that wins
-    there).
-    """
+    """Tensors for which the target applies another matching rule: (tensor, pattern that wins here, pattern that wins there)."""
     caches: CacheServing = field(default_factory=CacheServing)
     """For llama.cpp: how to give KV caches the recipe's formats. Empty for other targets."""
 
@@ -60,9 +58,7 @@ class Lint:
 
 
 def lint(context: Context, target: Target) -> Lint:
-    """Compare what each rule matches in this program and in `target`. Rules that select only KV caches are left out. Raises
-    TooSlow.
-    """
+    """Compare what each rule matches in this program and in `target`. Rules only for KV caches are left out. Raises TooSlow."""
     plan, matchable = context.plan, target.matchable(context)
     compared: list[RuleComparison] = []
     there_by_rule: list[frozenset[str]] = []

@@ -62,9 +62,7 @@ _LAYERS = {
 """The facts about linear layers, by the layout of their weights."""
 _ZERO_POINTS = LoaderFacts(Outcome.FAILS_TO_LOAD, (), Outcome.BFLOAT16, ("bfloat16",))
 _WIDENED_EXPERTS = LoaderFacts(Outcome.COMPUTED_IN_BFLOAT16, ("bfloat16",), Outcome.COMPUTED_IN_BFLOAT16, ("bfloat16",))
-"""The facts about experts in formats with a scale for each block. transformers dequantizes experts when it packs them into one
-weight.
-"""
+"""The facts about experts in formats with a scale for each block. transformers dequantizes experts when it packs them."""
 
 
 def loaded_dtype(tree: Tree, tensor: TensorInfo, dtype: str) -> str:

@@ -41,9 +41,7 @@ def minimize(tree: Tree, wanted: Mapping[str, str], after: Recipe | None = None)
 
 
 def _pruned(tree: Tree, rules: list[Rule], target: Mapping[str, str], after: Recipe) -> Recipe:
-    """Return `rules` as a recipe without unneeded rules: appended to `after`, the recipe gives all tensors the dtypes in
-    `target`.
-    """
+    """Return `rules` as a recipe without unneeded rules: after `after`, the recipe gives all tensors the dtypes in `target`."""
     index = 0
     while index < len(rules):
         fewer = Recipe((*rules[:index], *rules[index + 1 :]))
@@ -115,9 +113,7 @@ class _Proposals:
         return list(patterns)
 
     def _ranges(self, wrong: Iterable[str]) -> list[str]:
-        """Return patterns for single names, and for ranges of layers in which a module such as `mlp.down_proj` needs the same
-        dtype.
-        """
+        """Return patterns for single names, and for ranges of layers in which, for example, `mlp.down_proj` needs one dtype."""
         layers: dict[tuple[str, str], dict[int, set[str]]] = {}
         literal: dict[str, None] = {}
         kinds = {kind for name in wrong for kind in _kinds(name)}

@@ -30,9 +30,7 @@ class Selection(msgspec.Struct, frozen=True):
     tensors: tuple[str, ...]
     """The canonical names of the selected tensors that can be cast."""
     uncastable: tuple[str, ...] = ()
-    """The canonical names of selected tensors that are not cast: integers, for example, and non-persistent buffers unless the
-    pattern matches exactly their name.
-    """
+    """Names of selected tensors that are never cast, such as integers, and of non-persistent buffers that are not named exactly."""
     caches: tuple[str, ...] = ()
     """The names of the selected KV cache tensors. Only patterns that name caches, such as `*.kv_cache`, select any."""
 
@@ -40,9 +38,7 @@ class Selection(msgspec.Struct, frozen=True):
         return len(self.tensors) + len(self.caches)
 
     def for_dtype(self, dtype: str) -> Selection:
-        """Return the selection of a rule with this pattern and `dtype`: weights or caches are left out if they can't have the
-        dtype.
-        """
+        """Return the selection of a rule with this pattern and `dtype`: without weights or without caches if they can't have it."""
         if dtype in ONLY_KV:
             return msgspec.structs.replace(self, tensors=(), uncastable=())
         may_be_caches = dtype in KV_FORMATS or dtype == dtypes.STORED
@@ -50,9 +46,7 @@ class Selection(msgspec.Struct, frozen=True):
 
 
 def select(tree: Tree, pattern: str, seconds: float = MATCHING_S) -> Selection:
-    """Return the selection of a pattern. Raises PatternError if it is invalid, and TooSlow if matching takes more than
-    `seconds`.
-    """
+    """Return the selection of a pattern. Raises PatternError if it is invalid, and TooSlow if matching takes over `seconds`."""
     with time_limit(seconds):
         return _selected(tree, compile_pattern(pattern))
 
@@ -125,9 +119,7 @@ class Plan(msgspec.Struct, frozen=True):
     dtypes: Mapping[str, str]
     """The planned dtype of every tensor, by canonical name."""
     decided_by: Mapping[str, int]
-    """The index of the rule that decides the dtype of a tensor or the format of a KV cache tensor, by name. Without a rule, no
-    entry.
-    """
+    """The index of the rule that decides the dtype of a tensor or the format of a KV cache tensor, by name, if a rule does."""
     selections: tuple[Selection, ...]
     """The selection of each rule, in the recipe's order."""
     stored_bytes: int
@@ -276,9 +268,7 @@ NO_CLASSES = (
 
 
 def explain_no_match(tree: Tree, pattern: str, taken: Selection | None = None) -> str:
-    """Return a sentence that says why a pattern selects nothing in the tree. taken: the pattern's selection, or None if the caller
-    does not have it.
-    """
+    """Return a sentence that says why a pattern selects nothing in the tree. taken: the pattern's selection, if it is known."""
     named = f"pattern {shortened(pattern)}"
     if names_caches(pattern) and not tree.caches:
         return f"{named} names KV caches: {tree.kv_cache.none_because or 'this model has none that a rule can give a format'}"

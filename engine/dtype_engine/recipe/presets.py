@@ -88,9 +88,7 @@ def _packed_experts(module: Module) -> bool:
 
 
 def _by_class(tree: Tree, wanted: Callable[[Module], bool]) -> list[str]:
-    """Return patterns for the modules for which `wanted` is true: `type:CLASS` if all modules of a class are wanted, otherwise
-    names.
-    """
+    """Return patterns for the modules for which `wanted` is true: `type:CLASS` if all of a class are wanted, otherwise names."""
     chosen: dict[str, list[str]] = {}
     every: dict[str, int] = {}
     for name, module in tree.modules.items():
@@ -136,9 +134,7 @@ def _kept_by_modelopt(tree: Tree) -> Iterable[str]:
 
 
 def _kept_wide(tree: Tree) -> Iterable[str]:
-    """Return patterns of the modules that published checkpoints in block formats keep in 16 bits: head, routers, vision towers,
-    mixers.
-    """
+    """Return patterns of modules that published checkpoints in block formats keep in 16 bits: head, routers, vision, mixers."""
     return dict.fromkeys((*KEPT_BY_MODELOPT, *heads(tree)))
 
 
@@ -149,9 +145,7 @@ def _declared_caches(tree: Tree) -> Iterator[Rule]:
 
 
 def _casts(*steps: tuple[Callable[[Tree], Iterable[str]], str]) -> Callable[[Tree], Iterable[Rule]]:
-    """Return a function that makes rules for a tree. steps: pairs (function that returns patterns for a tree, dtype). Later steps
-    win.
-    """
+    """Return a function that makes rules for a tree. steps: pairs (function from tree to patterns, dtype). Later steps win."""
     return lambda tree: [Rule(pattern, dtype) for patterns, dtype in steps for pattern in patterns(tree)]
 
 

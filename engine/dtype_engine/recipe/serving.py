@@ -98,9 +98,7 @@ def lint_serving(context: Context, runtime: Runtime) -> ServingLint:
 
 
 def _not_written(export: _Export, refused: Mapping[str, str | None]) -> Iterator[Finding]:
-    """Yield findings for weights that no other program reads. refused: why a weight has no public layout, by name, or None if it
-    has one.
-    """
+    """Yield findings for weights that no other program reads. refused: why a weight has no public layout, or None, by name."""
     by_reason: dict[str, list[str]] = {}
     for name, reason in refused.items():
         if reason is not None:

@@ -24,7 +24,7 @@ class AlikeModules:
         self._has_ties = any(tensor.aliases for tensor in tree.tensors.values())
 
     def runs(self, modules: Sequence[Module]) -> Iterator[list[Module]]:
-        """Yield runs of neighboring children of a module that are alike. Only those whose labels are numbers can share a run."""
+        """Yield runs of neighboring children of a module that are alike. Only children whose labels are numbers can share a run."""
         run: list[Module] = []
         for module in modules:
             if run and not self._are_alike(run[-1], module):

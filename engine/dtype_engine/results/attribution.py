@@ -24,9 +24,7 @@ class NoiseFloor:
     """The noise floor: the drift of the reference from itself when the same float32 arithmetic runs in another order."""
 
     ways: tuple[str, ...]
-    """The repeated runs, such as "eager attention". Each metric is the worst over all runs. If there are no runs, the floor is
-    unknown.
-    """
+    """The repeated runs, such as "eager attention". Each metric is the worst of all runs. Without runs, the floor is unknown."""
     positions: int
     """How many positions of the main output (its rows, such as tokens) were compared."""
     sqnr_db: float
@@ -115,17 +113,11 @@ class NonFiniteDiagnosis:
     largest_reference: float | None
     """The largest magnitude of the operation's result in the reference."""
     remedy: tuple[str, ...]
-    """Rules to append to the recipe's rules. With them, the output was finite wherever the reference is. Empty if none were
-    found.
-    """
+    """Rules to append to the recipe's rules. With them, the output was finite wherever the reference is. () if none were found."""
     reason: str = ""
-    """Why no rules were found. If there are rules: a sentence if the reference itself has values that are not finite,
-    otherwise "".
-    """
+    """Why no rules were found. If there are rules: a sentence if the reference has values that are not finite, otherwise ""."""
     constant: float | None = None
-    """The constant in the model's code that is the cause: it becomes infinite (as in a mask) or zero (as an epsilon). None if it is
-    no constant.
-    """
+    """The constant in the model's code that is the cause: it becomes infinite (in a mask) or zero (an epsilon). Otherwise None."""
     before: OutputDrift | None = None
     """The drift of the main output without the rules in `remedy`."""
     after: OutputDrift | None = None

@@ -14,18 +14,14 @@ class Misshapen:
     """A tensor whose shape in the files is not the one that the configuration gives it."""
 
     name: str
-    """The name in the files or, if loading packs several tensors into one, such as all experts of a layer, the name of the packed
-    tensor.
-    """
+    """The name in the files or, if loading packs several tensors, such as a layer's experts, the name of the packed tensor."""
     stored: tuple[int, ...]
     expected: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """Which of a model's tensors are in its files. The tensors are those of its architecture, or those that the checkpoint's index
-    lists.
-    """
+    """Which of a model's tensors are in its files. The tensors are those of its architecture or of the checkpoint's index."""
 
     expected: int
     missing: tuple[str, ...] = ()
@@ -41,9 +37,7 @@ class Coverage:
         return f"{self.found:,} of {plural(self.expected, 'tensor')} found"
 
     def sentences(self, model: str) -> tuple[str, ...]:
-        """Return a sentence about missing tensors and one about unused tensors, if there are any. model: the name of the model's
-        class.
-        """
+        """Return a sentence about missing tensors and one about unused tensors, if there are any. model: the name of its class."""
         said = (("has {} that the files lack", self.missing), ("has no place for {} of the files", self.unused))
         return tuple(
             f"{model} {words.format(plural(len(names), 'tensor'))}, first {printable(names[0])}"

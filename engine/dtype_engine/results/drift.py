@@ -95,9 +95,7 @@ class ModuleDrift:
 
     name: Name
     sqnr_db: float | None
-    """The SQNR in dB, infinity if the outputs are equal. None if they can't be compared, for example if an expert got other
-    tokens.
-    """
+    """In dB, infinity if the outputs are equal. None if they can't be compared, for example if an expert got other tokens."""
     max_abs: float
     """The largest absolute difference, in the output's own unit."""
     nonfinite: int
@@ -136,7 +134,7 @@ def worst_modules(modules: Iterable[ModuleDrift]) -> list[ModuleDrift]:
 
 @dataclass(frozen=True, slots=True)
 class ImplicitCastStats:
-    """Implicit casts of one kind in a forward pass: `operation` in `module` got values in the dtype `source` and computed in
+    """Implicit casts of one kind in a forward pass: `operation` in `module` got values in dtype `source` and computed in
     `target`.
     """
 
@@ -149,9 +147,7 @@ class ImplicitCastStats:
     """How many elements were cast, over all `count` casts."""
     count: int
     torch_raises: bool
-    """Whether plain torch refuses this operation on mixed dtypes, so that it works only because this program converts the
-    inputs.
-    """
+    """Whether plain torch refuses this operation on mixed dtypes, so that it only works because this program converts inputs."""
 
     @property
     def in_torch(self) -> str:
@@ -268,9 +264,7 @@ class DriftReport:
 
     @property
     def inputs_run(self) -> str:
-        """A description of the inputs, with the number of sequences that were run if not all were, and of padding positions left
-        out.
-        """
+        """A description of the inputs, with the number of sequences that were run if not all were, and of left-out padding."""
         run = self.sequences
         words = self.inputs if run.whole else f"{self.inputs}; {run.done:,} of {run.total:,} were run"
         return words + run.left_out_text
@@ -296,9 +290,7 @@ def unit_for(classes_dim: int | None, dimensions: int) -> str:
 
 
 def drifts_less(one: OutputDrift, other: OutputDrift) -> bool:
-    """Return whether `one` has less drift than `other`: first by non-finite values, then by mean KL or, without KL, by
-    relative L2.
-    """
+    """Return whether `one` has less drift than `other`: by non-finite values, then by mean KL or, without KL, by relative L2."""
     if one.nonfinite != other.nonfinite:
         return one.nonfinite < other.nonfinite
     if one.kl_mean is not None and other.kl_mean is not None:

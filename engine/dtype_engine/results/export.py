@@ -99,18 +99,14 @@ class VerifyReport:
     model: str
     rules: tuple[str, ...]
     tensors: int
-    """How many tensors were compared bit for bit. Other programs' loaders read both sides, so that an error of our reader can't
-    hide one.
-    """
+    """How many tensors were compared bit for bit. Other loaders read both sides, so that an error of our reader can't hide one."""
     nbytes: int
     differences: tuple[TensorDifference, ...]
     seconds: float
     drift_before: OutputDrift | None = None
     """The drift of the source, cast in memory by the recipe, from the float32 reference. None if not measured."""
     drift_after: OutputDrift | None = None
-    """The drift of the model that is loaded from the export, from the same reference. It equals `drift_before` if the export is
-    exact.
-    """
+    """The drift of the model loaded from the export, from the same reference. It equals `drift_before` if the export is exact."""
     unchecked: tuple[str, ...] = ()
     """Sentences about what was not compared, and may differ."""
     lost: tuple[ValueLoss, ...] = ()

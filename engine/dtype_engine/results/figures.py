@@ -52,9 +52,7 @@ class Figure(msgspec.Struct, frozen=True):
     """The unit behind values in messages about limits. " %": the value is a share from 0 to 1."""
     better: Literal["less", "more"] | None = None
     about: About = "values"
-    """What the figure compares: all values of the output, its distributions at each position, or its predictions of the next
-    token.
-    """
+    """What the figure compares: values of the output, its distributions at each position, or its predictions of the next token."""
     what: str = ""
     """What the figure is, for reports. `{positions}` is the number of positions."""
     comment: str = ""
@@ -109,9 +107,7 @@ def figures_in(view: View, *about: About) -> list[Figure]:
 
 
 def cells(view: View, output: OutputDrift, extent: Extent, *about: About) -> list[Cell]:
-    """Return the figures of an output that a view shows, with labels and texts. extent: the inputs that were run. about: as in
-    `figures_in`.
-    """
+    """Return the figures of an output as a view shows them. extent: the inputs that were run. about: as in `figures_in`."""
     texts = ((row, row.text_in(view, output, extent)) for row in figures_in(view, *about))
     return [Cell(row, row.label_in(view, extent.of_tokens), text) for row, text in texts if text is not None]
 
@@ -122,9 +118,7 @@ def has_kl(output: OutputDrift) -> bool:
 
 
 def kl_error(output: OutputDrift, extent: Extent) -> float | None:
-    """Return the standard error of the mean KL in nats: over positions or, if not all inputs were run, as an estimate for all
-    inputs.
-    """
+    """Return the standard error of the mean KL in nats: over positions or, if not all inputs were run, of the estimate for all."""
     if extent.whole:
         return output.kl_mean_se
     return None if output.kl_mean is None or extent.kl_error is None else abs(output.kl_mean) * extent.kl_error
@@ -193,9 +187,7 @@ def psnr_and_ssim(output: OutputDrift) -> str | None:
 
 
 def _ssim_or_blank(output: OutputDrift, _: Extent) -> str | None:
-    """Return the SSIM as text, "" for a picture that is too small for it, so that figures keep their columns, or None without
-    pictures.
-    """
+    """Return the SSIM as text, "" for a picture that is too small for it, so that columns stay, or None without pictures."""
     ssim = "" if output.ssim is None else f"{output.ssim:.5f}"
     return None if output.psnr_db is None else ssim
 

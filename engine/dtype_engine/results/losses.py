@@ -56,23 +56,19 @@ class ValueLoss:
 
     @property
     def is_listed(self) -> bool:
-        """Whether lists for the user have this tensor: it lost values not only by rounding, or became zero somewhere in a dtype
-        without scales.
+        """Whether lists for the user have this tensor: it lost more than rounding, or values became zero in a dtype without
+        scales.
         """
         return not self.is_rounding or (self.vanished > 0 and self.dtype not in dtypes.STORAGE_DTYPES)
 
 
 def total(losses: Sequence[ValueLoss]) -> ValueLoss:
-    """Return the loss of a tensor as the sum over its parts, such as packed experts. losses: of at least one part, all in one
-    dtype.
-    """
+    """Return the loss of a tensor as the sum over its parts, such as packed experts. losses: at least one, all in one dtype."""
     counts = ("overflowed", "vanished", "elements", "channels", "saturated", "nonfinite")
     return replace(losses[0], **{name: sum(getattr(loss, name) for loss in losses) for name in counts})
 
 
 def severe(losses: Sequence[ValueLoss]) -> list[ValueLoss]:
-    """Return the losses that are not only rounding, sorted by the share of values that became infinite, then zero, largest
-    first.
-    """
+    """Return the losses that are not only rounding, sorted by the share that became infinite, then zero, largest first."""
     lost = [loss for loss in losses if not loss.is_rounding]
     return sorted(lost, key=lambda loss: (-loss.overflowed / loss.elements, -loss.vanished / loss.elements))

@@ -14,9 +14,7 @@ class MemoryStats:
     planned_bytes: int | None = None
     """Bytes of the same tensors in the dtypes of the recipe."""
     cache_stored_bytes: int | None = None
-    """Bytes of the KV cache of one sequence of `cache_context` tokens without rules. None if the recipe gives the cache no
-    format.
-    """
+    """Bytes of the KV cache of one sequence of `cache_context` tokens without rules. None if the recipe gives it no format."""
     cache_planned_bytes: int | None = None
     """Bytes of the same KV cache in the recipe's formats."""
     cache_context: int | None = None

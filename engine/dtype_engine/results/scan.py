@@ -25,8 +25,8 @@ class WeightScore:
     score: float
     """The drift of the output in the unit of the `ScanReport`; infinity if the output is not finite."""
     error: float | None = None
-    """The standard error over sequences or, for a single sequence, over backward passes. About 95 % of exact scores are within two
-    errors.
+    """The standard error over sequences or, for a single sequence, over backward passes. About 95 % of exact scores are
+    within two.
     """
 
 
@@ -62,9 +62,7 @@ class ScanReport:
     coverage: Coverage | None = None
     """None if no checkpoint was loaded."""
     loader: str = "own"
-    """The program whose formats a search takes if the user names none: "transformers" for a checkpoint of transformers, otherwise
-    "own".
-    """
+    """The program whose formats a search takes by default: "transformers" for a checkpoint of transformers, otherwise "own"."""
 
     def __repr__(self) -> str:
         names = {weight.name for weight in self.weights}

@@ -62,9 +62,7 @@ class WeightStats:
     exponents: ExponentHistogram
     errors: tuple[WeightError, ...]
     reference: ModuleDrift | None = None
-    """The drift of the tensor, as it is cast now, from the reference's, if the reference has the weights of another checkpoint.
-    Else None.
-    """
+    """The drift of the tensor, as it is cast, from the reference's, if the reference has another checkpoint's weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +81,7 @@ class WeightDifference:
     equal: bool
     """Whether all values are equal. NaN equals NaN."""
     sqnr_db: float
-    """The SQNR in dB: infinity if all values are equal, minus infinity if an element is finite in only one of the two
-    checkpoints.
-    """
+    """The SQNR in dB: infinity if all values are equal, minus infinity if an element is finite in only one checkpoint."""
     max_abs: float
     """The largest |Δ|."""
     mean_abs: float

@@ -36,15 +36,11 @@ class Family:
     only_these: bool
     """Whether the program loads no other dtypes than `dtypes`, apart from the stored ones."""
     refusal: Callable[[Loadable, str, str], str | None] = lambda loadable, name, dtype: None
-    """A function of (model, weight's name, format with scales) that returns why the program can't load the weight so, or None if it
-    can.
-    """
+    """A function of (model, weight's name, format with scales) that returns why the program can't load it, or None."""
     fuses: bool = False
     """Whether the program fuses sibling layers, such as q, k and v, into one, so that they must have one format."""
     packs_experts: bool = False
-    """Whether the program packs all experts, so that it reads some formats only if all experts of the model have the same
-    format.
-    """
+    """Whether the program packs all experts, so that it reads some formats only if all experts of a model have the same one."""
 
 
 def _by_transformers(loadable: Loadable, name: str, dtype: str) -> str | None:
@@ -84,9 +80,7 @@ FAMILIES = {
 
 
 class Loadable:
-    """Tells which weights of a model the program `family` loads in which dtypes. scanned: the dtypes that an export may have
-    besides the stored ones.
-    """
+    """Tells in which dtypes a program (`family`) loads a model's weights. scanned: an export's dtypes besides the stored ones."""
 
     def __init__(self, tree: Tree, family: str, scanned: Iterable[str]) -> None:
         self.tree = tree
@@ -120,9 +114,7 @@ class Loadable:
         return self.experts
 
     def require(self, dtype: str, names: Collection[str], asked: str) -> None:
-        """Raise UserError if the program loads none of the weights `names` in `dtype`. asked: the user's request, for the
-        message.
-        """
+        """Raise UserError if the program loads none of the weights `names` in `dtype`. asked: the user's words, for the message."""
         if not names or any(self.refusal(name, dtype) is None for name in names):
             return
         first = next(iter(names))
@@ -151,9 +143,7 @@ def stays_wide(tree: Tree, name: str) -> bool:
 
 
 def loaded_scores(tree: Tree, report: ScanReport, family: str) -> tuple[ScanReport, str]:
-    """Return (the scan without the scores of weights in dtypes in which the program can't load them, a sentence about these
-    or "").
-    """
+    """Return (the scan without scores of weights in dtypes in which the program can't load them, a sentence about these or "")."""
     loadable = Loadable(tree, family, report.dtypes)
     kept: list[WeightScore] = []
     left_out: list[WeightScore] = []

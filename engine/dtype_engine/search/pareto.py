@@ -43,9 +43,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Weights that must have the same dtype. `choices` are sorted by bytes, and no choice has both fewer bytes and less drift than
-    another.
-    """
+    """Weights that must have the same dtype. `choices` are sorted by bytes; none has fewer bytes and less drift than another."""
 
     weights: tuple[str, ...]
     choices: tuple[Choice, ...]
@@ -66,9 +64,7 @@ class Constraints:
     norm, bias or router may have a format with scales only if one of these patterns matches it.
     """
     context: int | None = None
-    """The number of tokens in each sequence of the KV caches, whose formats the search then chooses, too. None leaves KV caches
-    out.
-    """
+    """The number of tokens in each sequence of the KV caches, whose formats the search then chooses. None leaves them out."""
     batch: int = 1
     """The number of sequences in the KV caches. It counts only if `context` is given."""
     formats: str = ""
@@ -218,9 +214,7 @@ def _groups(tree: Tree, weights: Sequence[str], patterns: Iterable[str], alike: 
 
 
 def _undominated(choices: Iterable[Choice]) -> tuple[Choice, ...]:
-    """Return the choices that no other choice beats in both bytes and drift, sorted by bytes. Of equal choices, the widest dtype is
-    kept.
-    """
+    """Return the choices that no other beats in both bytes and drift, sorted by bytes. Of equal choices, the widest stays."""
     # A dtype that only its file format knows, such as GGUF's q4_k, is the stored one.
     bits = {name: known.bits for name, known in dtypes.BY_NAME.items()}
     ordered = sorted(choices, key=lambda each: (each.bytes, each.score, -bits.get(each.dtype, math.inf)))
@@ -234,9 +228,7 @@ def _undominated(choices: Iterable[Choice]) -> tuple[Choice, ...]:
 
 @dataclass
 class ParetoFront:
-    """The Pareto front of bytes against predicted drift. It begins with the smallest dtypes; at each further point, one item's is
-    larger.
-    """
+    """The Pareto front of bytes against predicted drift. It begins with the smallest dtypes; each point enlarges one item's."""
 
     items: Sequence[Item]
     fixed: int = 0

@@ -38,9 +38,7 @@ def scalar_drift(output: OutputDrift) -> float:
 
 
 def predict(tree: Tree, plan: Plan, report: ScanReport, scores: Mapping[tuple[str, str], float]) -> Prediction:
-    """Return the predicted drift of a plan. scores: `report.scores()`. Raises UserError if a weight has no score in its planned
-    dtype.
-    """
+    """Return the predicted drift of a plan. scores: `report.scores()`. Raises UserError if a planned dtype has no score."""
     total = 0.0
     for name, dtype in plan.dtypes.items():
         tensor = tree.tensors[name]

@@ -38,9 +38,7 @@ ENGINE_ENDED = 70
 
 
 class NoAnswer(UserError):
-    """Raised if the started process ends without a message. status: its exit status, or None. words: the status and its last line,
-    as text.
-    """
+    """Raised if the started process ends without a message. status: its exit status. words: status and last line, as text."""
 
     def __init__(self, message: str, status: int | None, words: str) -> None:
         super().__init__(message)

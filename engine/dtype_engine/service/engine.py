@@ -41,9 +41,7 @@ class Engine(ABC):
 
     @abstractmethod
     def check_path(self, path: str, for_export: bool) -> None:
-        """Ask for a `PathChecked` event, which comes at once. for_export: whether `path` is an export's folder, otherwise a
-        file.
-        """
+        """Ask for a `PathChecked` event, which comes at once. for_export: whether `path` is an export's folder, else a file."""
 
     @abstractmethod
     def close(self, wait_s: float = CLOSE_WAIT_S) -> None:

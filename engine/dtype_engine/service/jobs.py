@@ -45,9 +45,7 @@ Result = TypeVar("Result")
 
 
 class Work(msgspec.Struct, Generic[Partial], frozen=True):
-    """The model and callbacks that a job gets. `Partial` is the type of the job's results before it ends, None if there are
-    none.
-    """
+    """The model and callbacks that a job gets. `Partial` is the type of its results before it ends, None if there are none."""
 
     model: OpenModel
     processes: WorkerProcesses
@@ -274,9 +272,7 @@ def _compare_weights(work: Work[None], _: None) -> tuple[dtype_engine.results.dr
 
 
 FLOW = Job("flow", run=_trace_casts)
-"""Record the implicit casts of one pass: casts inside operations whose dtype of computation is not that of a tensor they
-receive.
-"""
+"""Record the implicit casts of one pass: inside operations that compute in another dtype than a tensor that they receive."""
 CAUSES = Job("causes", run=_attribute_drift)
 """Find the modules that cause the drift of the output, by casting one at a time."""
 GENERATE = Job("generate", run=_generate)
@@ -301,9 +297,7 @@ NONFINITE = Job("nonfinite", run=_find_nonfinite, check=lambda found: check_rule
 LOSS_REMEDY = Job("losses", run=_find_loss_remedy, check=lambda found: check_rules(found.rules), rank=2, follows=True)
 """Find rules that prevent the current casts from making weight values infinite or zero."""
 FLOOR = Job("floor", run=_measure_floor, rank=IDLE_RANK, follows=True, of_recipe=False)
-"""Measure the noise floor: how much the reference drifts from itself in another order of arithmetic. Once for each set of
-inputs.
-"""
+"""Measure the noise floor: the drift of the reference from itself in another order of arithmetic. Once for each set of inputs."""
 WEIGHTS = Job("weights", run=_compare_weights, rank=IDLE_RANK, follows=True)
 """Compare each weight, as the current recipe casts it, with the same weight of the checkpoint that serves as the reference."""
 JOBS: dict[str, Job[Any, Any, Any]] = {

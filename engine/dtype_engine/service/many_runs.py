@@ -72,9 +72,7 @@ class ManyRuns:
         self._emit(events.ScanUpdated(report, True))
 
     def recipes(self, session: Session, recipe: Recipe, command: MeasureRecipes, token: CancelToken) -> None:
-        """Measure the recipes of `command`, and then cast the model to `recipe`, the current one, again. Raises the errors of
-        `Session.drift`.
-        """
+        """Measure the recipes of `command`, then cast to `recipe`, the current one, again. Raises the errors of `Session.drift`."""
         from dtype_engine.evaluation import work
 
         if command is not self._measuring:

@@ -96,9 +96,7 @@ _ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
 
 
 def _from_plain(kind: type, value: object) -> object:
-    """Decode a Path, as msgspec's `dec_hook`. A job's parameters (`object`) stay plain: only the job's row in `JOBS` tells their
-    type.
-    """
+    """Decode a Path, as msgspec's `dec_hook`. A job's parameters (`object`) stay plain: the job's row tells their type."""
     return value if kind is object else path_of(kind, value)
 
 
@@ -286,9 +284,7 @@ def _typed(ask: Ask) -> Ask:
 
 
 def _with_result(event: events.JobDone | events.JobGrown) -> events.JobDone | events.JobGrown:
-    """Return the event with its result converted to the type of the job's results. Raises ValueError if the job has no such
-    result.
-    """
+    """Return the event with its result converted to the job's type of results. Raises ValueError if the job has no such result."""
     ask = _typed(event.ask)
     types = job_types(ask.traits.run)
     result = msgspec.convert(event.result, types.result if isinstance(event, events.JobDone) else types.partial)

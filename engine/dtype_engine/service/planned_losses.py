@@ -83,9 +83,7 @@ class PlannedLosses:
             emit(events.JobDone(recipe, Ask(LOSS_REMEDY.name), found))
 
     def waiting_bytes(self, checkpoint: Checkpoint, tree: Tree, plan: Plan) -> int:
-        """Return how many bytes of weights must be read to count the losses of a plan's casts, without casts that were counted
-        before.
-        """
+        """Return how many bytes of weights must be read to count the losses of a plan's casts that were not counted before."""
         found = 0
         for name, dtype in plan.dtypes.items():
             names = checkpoint.names_of(tree.tensors[name]) if dtype != tree.tensors[name].dtype else ()

@@ -120,9 +120,7 @@ def finish(
 
 
 def reported(queue: Queue) -> Queue:
-    """Return the queue without refused commands and, if no command runs, without stopped and dropped ones, after the app was told
-    of them.
-    """
+    """Return the queue after the app was told which commands were refused and, if none runs, which were stopped or dropped."""
     if queue.running is not None:
         return replace(queue, refused=())
     return replace(queue, stopped=None, dropped=(), refused=())

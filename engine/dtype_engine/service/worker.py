@@ -152,9 +152,7 @@ class Worker(Engine):
                 thread.join(max(0.0, until - time.monotonic()))
 
     def _replace_queue(self, queue: Queue) -> None:
-        """Make `queue` the current queue, and emit which commands were refused, stopped or dropped. The caller must hold the
-        lock.
-        """
+        """Make `queue` the current queue, and emit which commands were refused, stopped or dropped. The caller holds the lock."""
         self._queue = reported(queue)
         if queue.stopping:
             self._token.cancel()
@@ -188,9 +186,7 @@ class Worker(Engine):
         self._emit(events.Idle())
 
     def _serve(self) -> tuple[Source, Options] | None:
-        """Open the model and run commands on it. Returns (source, options) of the model to open next, or None once the worker is
-        closed.
-        """
+        """Open the model and run commands on it. Returns (source, options) of the next model, or None once the worker is closed."""
         from dtype_engine.service.run_commands import CommandRunner  # the first paint does not need it
 
         self._memory.busy.set()
@@ -210,9 +206,7 @@ class Worker(Engine):
         return model.opens_next
 
     def _next(self) -> tuple[Queue, CancelToken] | None:
-        """Wait for a command. Returns (the queue in which the command is the running one, its cancel token), or None if the worker
-        is closed.
-        """
+        """Wait for a command. Returns (the queue with the command running, its cancel token), or None if the worker is closed."""
         with self._changed:
             if not self._queue.waiting and not self._closing.is_set():
                 self._memory.busy.clear()

@@ -74,9 +74,7 @@ def plan_export(context: SaveContext) -> ExportPlan:
 
 
 def run_save(request: SaveRequest, context: SaveContext) -> tuple[str, tuple[str, ...]]:
-    """Write the file or folder of `request`. Returns (a sentence that says what was written, notices). Raises UserError,
-    Cancelled.
-    """
+    """Write the file or folder of `request`. Returns (a sentence about what was written, notices). Raises UserError, Cancelled."""
     if isinstance(request, ExportRequest):
         return _export(request, context)
     check_target(request.file, request.replace)
@@ -96,9 +94,7 @@ def compose(
 
 
 def _losses(context: SaveContext, max_bytes: int = MAX_AUTOMATIC_BYTES) -> tuple[ValueLoss, ...] | None:
-    """Return the weights in which casts lose values. None if no files are open, or if more than `max_bytes` of them must be read
-    for this.
-    """
+    """Return the weights in which casts lose values. None without files, or if more than `max_bytes` of them must be read."""
     model = context.model
     if model.session is not None:
         return model.session.lost_values(context.cancelled, context.plan(model.session.tree))
@@ -128,9 +124,7 @@ def _contents(context: SaveContext) -> Contents:
 
 
 def _contents_to_write(context: SaveContext) -> Contents:
-    """Return the tensors that an export writes. The inputs are run first if scales of activations (NVFP4) or KV caches are
-    needed.
-    """
+    """Return the tensors that an export writes. The inputs are run first if it needs scales of activations (NVFP4) or KV caches."""
     from dtype_engine.runtime.export.input_scales import needs_calibration
 
     contents, session = _contents(context), context.model.session
@@ -198,9 +192,7 @@ def _report_text(request: ReportRequest, context: SaveContext) -> tuple[str, tup
 
 
 def _measured(context: SaveContext) -> tuple[DriftReport | None, NonFiniteDiagnosis | None, str]:
-    """Measure the recipe. Returns (the drift, a diagnosis if values are not finite, ""), or (None, None, the reason) if it can't be
-    run.
-    """
+    """Measure the recipe. Returns (the drift, a diagnosis if values are not finite, ""), or (None, None, why it can't be run)."""
     session = context.model.session
     if session is None:
         return None, None, fill_hints(context.model.why_closed, ON_THE_COMMAND_LINE) or "the model is not open"

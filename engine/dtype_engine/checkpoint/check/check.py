@@ -31,9 +31,7 @@ from dtype_engine.results.check import CheckReport, Finding
 from dtype_engine.results.coverage import Coverage
 
 Progress = Callable[[str, int, int], None]
-"""A function of (what is read: "scales" or "values"; how much is read; how much there is). Scales are counted in tensors, values in
-bytes.
-"""
+"""A function of ("scales" or "values", amount that is read, total amount). Scales are counted in tensors, values in bytes."""
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "shared.weight", "embed_in.weight")
 _HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
 
@@ -99,8 +97,8 @@ def check(
 
 
 def architecture_findings(coverage: Coverage, model: str, checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Yield a finding for each tensor that is only in the architecture or only in the files, or whose shapes there differ. model:
-    the name of the architecture's class.
+    """Yield a finding for each tensor that is only in the architecture (class `model`) or only in the files, or whose shapes
+    differ.
     """
     files = {name: tensor.file.name for name, tensor in checkpoint.weights.items()}
     for each in coverage.misshapen:
@@ -336,9 +334,7 @@ def _value_findings(checkpoint: Checkpoint, weights: Collection[str], progress: 
 def _source_findings(
     checkpoint: Checkpoint, weights: list[PackedWeight], parts: set[str], against: Checkpoint
 ) -> Iterator[Finding]:
-    """Yield a finding for each tensor that is only in the checkpoint or only in its source (`against`), or whose shapes there
-    differ.
-    """
+    """Yield a finding for each tensor that is only in the checkpoint or only in its source `against`, or whose shapes differ."""
     of_weights = {weight.name for weight in weights} | _own(checkpoint).keys()
     source_weights = packed_weights(against.foreign)
     theirs = names_of_parts(source_weights, against.foreign)

@@ -103,17 +103,13 @@ def _mark(name: str) -> str:
 
 
 def _layers(metadata: Mapping[str, str]) -> Mapping[str, Any]:
-    """Return the descriptions of layers in the metadata, by module. {} for files of ModelOpt, whose descriptions mean another
-    order.
-    """
+    """Return the descriptions of layers in the metadata, by module. {} for ModelOpt's files, where they mean another order."""
     layers = _object(metadata.get(_IN_METADATA, "")).get("layers") if "quantization_config" not in metadata else None
     return layers if isinstance(layers, Mapping) else {}
 
 
 def _about(name: str, tensors: Tensors, described: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the description of a weight's layer, from the tensor `x.comfy_quant` or else from the metadata (`described`),
-    or None.
-    """
+    """Return the description of a weight's layer, from a tensor `x.comfy_quant` or else the metadata (`described`), or None."""
     mark, about = tensors.get(_mark(name)), described.get(name[: -len(".weight")])
     if mark is not None:
         return _object(read_small(mark).decode(errors="replace"))

@@ -194,18 +194,14 @@ def _block(arguments: Mapping[str, Any]) -> tuple[int, int] | str | None:
 
 
 def _group_indices(index: CheckpointTensor, columns: int) -> set[int]:
-    """Return the set of groups in `index`, which holds the group of each column, or an empty set if it does not. Raises
-    UserError.
-    """
+    """Return the set of groups in `index`, which has the group of each column, or an empty set if it does not. Raises UserError."""
     if index.dtype not in _INTEGERS or index.shape != (columns,):
         return set()
     return set(struct.unpack(f"<{columns}{_INTEGERS[index.dtype]}", read_small(index)))
 
 
 def _input_format(weight: CodedWeight, settings: Config) -> str:
-    """Return what `Scheme.input_format` does. A group of `config_groups` that names the module precedes groups that name
-    classes.
-    """
+    """Return what `Scheme.input_format` does. A group of `config_groups` that names the module precedes groups with classes."""
     module, of_class = weight.name.rpartition(".")[0], ""
     for targets, arguments in config_groups(settings, "input_activations"):
         form = _of_arguments(arguments) if targets else ""

@@ -37,9 +37,7 @@ def sizes(value: object) -> tuple[int, int] | None:
 
 
 def matches(pattern: object, module: str) -> bool:
-    """Return whether a module matches a pattern, in which `*` is any text, or begins with a match of a regular expression after
-    `re:`.
-    """
+    """Return whether a module matches a pattern, in which `*` is any text, or its beginning a regular expression after `re:`."""
     if not isinstance(pattern, str):
         return False
     if not pattern.startswith("re:"):
@@ -56,9 +54,7 @@ def quant_method(settings: Mapping[str, Any]) -> str:
 
 
 def declared_numbers(settings: Mapping[str, Any], key: str) -> set[int]:
-    """Return all numbers under a key, of the whole model and of modules (in `dynamic` of GPTQModel or `extra_config` of
-    AutoRound).
-    """
+    """Return all numbers under a key, of the model and of modules (in `dynamic` of GPTQModel or `extra_config` of AutoRound)."""
     found = [settings.get(key)]
     for overrides in (settings.get("dynamic"), settings.get("extra_config")):
         found += [mapping(module).get(key) for module in mapping(overrides).values()]
@@ -66,9 +62,7 @@ def declared_numbers(settings: Mapping[str, Any], key: str) -> set[int]:
 
 
 def group_size(sizes: Iterable[int], columns: int, groups: int) -> int | None:
-    """Return the first of the sizes (-1: a whole row) that splits a row into `groups` groups, or None. The last group may be
-    smaller.
-    """
+    """Return the first of the sizes (-1: a whole row) that splits a row into `groups` groups (the last may be smaller), or None."""
     for each in sorted(sizes):
         wide = columns if each == -1 else each
         if min(columns, wide) > 0 and -(-columns // wide) == groups:
@@ -77,9 +71,7 @@ def group_size(sizes: Iterable[int], columns: int, groups: int) -> int | None:
 
 
 def block_name(wide: int, columns: int) -> str:
-    """Return the name of a group, such as "g128", or "channel" for a whole row. wide: the group's columns. columns: those
-    of a row.
-    """
+    """Return the name of a group, such as "g128", or "channel" for a whole row. wide: a group's columns. columns: a row's."""
     return "channel" if wide >= columns else f"g{wide}"
 
 

@@ -39,9 +39,7 @@ class Layout(msgspec.Struct, frozen=True, eq=False):
     beside: tuple[str, ...] = ()
     """Optional tensors that are named after the weight's module, such as `x.input_scale` for `x.weight`, and not after its stem."""
     mark: str = ""
-    """A tensor in the module that distinguishes weights of this layout from those of another with the same codes and
-    scales, or "".
-    """
+    """A tensor in the module that distinguishes weights of this layout from others with the same codes and scales, or ""."""
     alone: tuple[str, ...] = ()
     """Ends of names that prove that a tensor belongs to a quantized weight, even if the weight's other tensors are missing."""
     orphans: tuple[str, ...] = ()
@@ -63,9 +61,7 @@ class Layout(msgspec.Struct, frozen=True, eq=False):
     required: Callable[[CheckpointTensor, CheckpointTensor], tuple[str, ...]] = lambda codes, scale: ()
     """A function of (codes, scales) that returns the other tensors which the weight must have."""
     scale_shapes: Callable[[PackedWeight, Tensors, Config], Shapes] = lambda weight, tensors, config: ()
-    """A function of (weight, all tensors, content of config.json) that returns the shapes that the scales may have, or () if
-    unknown.
-    """
+    """A function of (weight, all tensors, content of config.json) that returns the possible shapes of scales, or () if unknown."""
     part_shapes: Callable[[Shape], Mapping[str, Shape]] = lambda scale: {}
     """A function of the shape of the scales that returns the shapes of other tensors of the weight, by suffix."""
 

@@ -61,9 +61,7 @@ def _read(tensors: Tensors, config: Config, metadata: Metadata) -> Weights:
 
 
 def _settings_of(config: Config, module: str) -> tuple[str, Any, Any]:
-    """Return (mode, bits, group size) of a module in config.json, such as ("affine", 4, 64). Bits and size are unchecked, of any
-    type.
-    """
+    """Return (mode, bits, group size) of a module in config.json, such as ("affine", 4, 64). Bits and size may have any type."""
     whole = mapping(config.get("quantization")) or declared(config)
     own = mapping(whole.get(module)) or whole
     mode = str(own.get("mode", "affine"))

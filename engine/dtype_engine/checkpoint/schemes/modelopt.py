@@ -42,9 +42,7 @@ class _Layout(msgspec.Struct, frozen=True):
     dtypes: tuple[str, ...]
     """The dtypes that the codes may have."""
     block: str | int
-    """The columns of a block if the settings declare no `group_size`; or "channel" for one scale per row, or "tensor" for one in
-    all.
-    """
+    """The columns of a block if the settings declare no `group_size`; "channel" for a scale per row, or "tensor" for one in all."""
     scales: tuple[str, ...] = FLOATS
     settings: Mapping[str, Any] = {}
     tensor_scale: bool = False

@@ -18,9 +18,7 @@ SCHEME = Scheme("dtype-tui", "own", of_inputs=(INPUT_SCALE,), own=True)
 SCALED_KEY = "dtype_engine.scaled."
 """The prefix of the metadata keys that give a weight's format, such as `float8_e4m3fn`. The weight's name follows it."""
 SHAPE_KEY = "dtype_engine.shape."
-"""The prefix of the metadata keys that give the shape of a weight with packed codes, such as `16,128`. The weight's name follows
-it.
-"""
+"""The prefix of the metadata keys that give the shape of a weight with packed codes, such as `16,128`. The name follows it."""
 OWN_SUFFIX = "_quantized"
 """The suffix of codes in a format that compressed-tensors can't express. Without it, other loaders would read codes as values."""
 
@@ -50,9 +48,7 @@ def read(path: Path, tensors: Mapping[str, CheckpointTensor], metadata: Mapping[
 def _read_weight(
     name: str, dtype: str, tensors: Mapping[str, CheckpointTensor], packed_shape: str | None
 ) -> CodedWeight | None:
-    """Return a weight, or None if one of its tensors is missing or does not fit. packed_shape: the shape before packing, as in the
-    metadata.
-    """
+    """Return a weight, or None if one of its tensors is missing or does not fit. packed_shape: of the weight before packing."""
     row = dtypes.BY_NAME.get(dtype)
     if row is None or dtype not in dtypes.STORAGE_DTYPES:
         return None

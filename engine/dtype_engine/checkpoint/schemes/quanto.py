@@ -66,9 +66,7 @@ def _bits(name: str, codes: CheckpointTensor, tensors: Tensors, config: Config) 
 
 
 def _columns(name: str, config: Config) -> int | None:
-    """Return the number of inputs of a linear layer of a language model from config.json, by the layer's name, such as `q_proj`, or
-    None.
-    """
+    """Return the number of inputs of a linear layer by its name, such as `q_proj`, from config.json, or None if unknown."""
     settings = {**config, **mapping(config.get("text_config"))}
     hidden, heads = size(settings.get("hidden_size")), size(settings.get("num_attention_heads"))
     module = name.removesuffix(".weight").rpartition(".")[2]

@@ -116,8 +116,6 @@ def describe(
 
 
 def with_beside(weight: CodedWeight | None, *tensors: CheckpointTensor | None) -> CodedWeight | None:
-    """Return a weight with further tensors that do not change its values, such as scales of inputs. Tensors that are None are
-    skipped.
-    """
+    """Return a weight with further tensors that do not change its values, such as scales of inputs. None among them is skipped."""
     more = tuple(tensor for tensor in tensors if tensor is not None)
     return replace(weight, beside=(*weight.beside, *more)) if weight is not None and more else weight

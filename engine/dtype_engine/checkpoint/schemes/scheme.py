@@ -58,9 +58,7 @@ class Scheme(msgspec.Struct, frozen=True, eq=False):
     fused: bool = True
     """Whether runtimes fuse layers of this scheme into one, such as the projections to queries, keys and values."""
     left_out: Callable[[Iterable[str], Tensors, Metadata], set[str]] = lambda codes, tensors, metadata: set()
-    """A function of (names of codes, all tensors, metadata) that returns the names of codes whose format is left unread on
-    purpose.
-    """
+    """A function of (names of codes, all tensors, metadata) that returns the names of codes whose format is not read on purpose."""
     settings_files: tuple[str, ...] = ()
     """The files beside config.json that hold quantization settings, some of which may be missing in config.json."""
     nested_settings: tuple[str, ...] = ()
@@ -70,9 +68,7 @@ class Scheme(msgspec.Struct, frozen=True, eq=False):
     ignored_by: tuple[str, ...] = ()
     """The quantization methods for which transformers leaves the modules under the first key of `ignored` unquantized."""
     cache_formats: Callable[[Config], tuple[tuple[str, str, str], ...]] = lambda settings: ()
-    """A function of the quantization settings in config.json that returns the formats of KV caches in them, as
-    `KVCache.declared`.
-    """
+    """A function of the quantization settings in config.json that returns their formats of KV caches, as `KVCache.declared`."""
     own: bool = False
     """Whether exports of this program store weights so, in formats of `core.dtypes`, such as `int8`."""
 
@@ -106,9 +102,7 @@ class CodedWeight(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def input_scale(self) -> CheckpointTensor | None:
-        """The scale of all inputs of the layer, or None if it is not here. For NVFP4, it multiplies the scales of the inputs'
-        blocks.
-        """
+        """The scale of all inputs of the layer, or None if it is not here. For NVFP4, it is the scale of the blocks' scales."""
         ends = self.scheme.of_inputs
         return next((part for part in self.beside if part.name.endswith(ends) and not part.absent), None)
 

@@ -31,9 +31,7 @@ class Context:
     """The run setting `quantize_activations` for which the recipe is meant."""
 
     def is_kind(self, module: Module, classes: Collection[str]) -> bool:
-        """Return whether a module is an instance of one of these classes or, if its base classes are known, of a subclass of
-        one.
-        """
+        """Return whether a module is an instance of one of these classes or, if its base classes are known, of a subclass."""
         name = module.class_name
         return name is not None and (name in classes or not self.kinds.get(name, frozenset()).isdisjoint(classes))
 
@@ -95,9 +93,7 @@ class Target(ABC):
     matcher: ClassVar[str]
     """How the tool matches patterns, such as by `re.match` on module names."""
     precedence: ClassVar[Literal["first", "last", "exact first"] | None] = None
-    """Which pattern the tool applies if several match. "exact first": an exact name or, if there is none, the first. None: no
-    order.
-    """
+    """Which pattern the tool applies if several match. "exact first": an exact name or, without one, the first. None: no order."""
     writes_caches: ClassVar[bool] = False
     """Whether `write` converts the plan's formats of KV caches, too."""
 
@@ -114,9 +110,7 @@ class Target(ABC):
         """Return the tensors that the tool would match. Raises PatternError for an invalid regular expression."""
 
     def convert(self, context: Context) -> Conversion:
-        """Return the context's plan in the format of the tool, with a list of tensors for which this format can't express
-        the plan.
-        """
+        """Return the context's plan in the format of the tool, with a list of tensors for which it can't express the plan."""
         written, losses = self.write(context), UnsupportedList()
         if not self.writes_caches:
             for name, form in context.plan.caches.items():

@@ -96,9 +96,7 @@ class LlamaCpp(Target):
 
 
 def _sources(context: Context, losses: UnsupportedList) -> dict[str, list[TensorInfo]]:
-    """Return the tensors that are packed into each GGUF tensor, by its name. Tensors that have no name in GGUF are added to
-    `losses`.
-    """
+    """Return the tensors that are packed into each GGUF tensor, by its name. Tensors without a GGUF name are added to `losses`."""
     sources: dict[str, list[TensorInfo]] = {}
     for tensor, names in gguf_tensors(context).items():
         info = context.tree.tensors[tensor]
@@ -112,9 +110,7 @@ def _sources(context: Context, losses: UnsupportedList) -> dict[str, list[Tensor
 
 
 def _type_of(context: Context, infos: list[TensorInfo], losses: UnsupportedList) -> str:
-    """Return the llama.cpp type of a GGUF tensor, and add to `losses` the tensors in it whose dtype or scales differ from
-    the plan.
-    """
+    """Return the llama.cpp type of a GGUF tensor, and add to `losses` its tensors whose dtype or scales differ from the plan."""
     types = {_TYPES.get(context.plan.dtypes[info.name]) for info in infos}
     type_ = types.pop() if len(types) == 1 else None
     odd = infos[0].shape[-1] % _BLOCK != 0
@@ -147,9 +143,7 @@ def _quantisable(name: str, infos: list[TensorInfo]) -> bool:
 
 
 def gguf_tensors(context: Context) -> dict[str, tuple[str, ...]]:
-    """Return the names in GGUF, () if there are none, of each tensor that rules can change. Raises UserError for an unknown
-    architecture.
-    """
+    """Return the GGUF names of each tensor that rules can change, or (). Raises UserError for an unknown architecture."""
     blocks = 1 + max(
         (int(part) for name in context.tree.modules for part in name.split(".") if is_number(part)), default=0
     )

@@ -39,9 +39,7 @@ def products(wanted: Iterable[str], universe: Collection[str]) -> list[Product]:
 
 
 def _merged(unmerged: list[Product], index: int, numbers: bool) -> list[Product]:
-    """Merge patterns that differ only in component `index`. numbers: whether to merge components that are numbers; if False,
-    words.
-    """
+    """Merge patterns that differ only in component `index`. numbers: whether to merge numbers; if False, words."""
     groups: dict[object, set[str]] = {}
     whole: dict[object, Product] = {}
     for product in unmerged:

@@ -15,9 +15,7 @@ from dtype_engine.recipe.targets.base import Context, Conversion, Match, Quantiz
 from dtype_engine.recipe.targets.name_patterns import regexes
 
 GROUPED = ("int4@g128", "int4@g32", "int8@g128")
-"""The formats of `IntxWeightOnlyConfig`. As in this program, a group's scale is its largest |value| divided by 7.5 (int4) or 127.5
-(int8).
-"""
+"""The formats of `IntxWeightOnlyConfig`. As here, a group's scale is its largest |value| divided by 7.5 (int4) or 127.5 (int8)."""
 SCALING = {
     f"{element}{rule}": mode
     for element, own in (("mxfp8", "RCEIL"), ("mxfp4", "EVEN"))
