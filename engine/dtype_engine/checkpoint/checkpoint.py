@@ -44,7 +44,7 @@ class Checkpoint:
     metadata: dict[str, str] = field(default_factory=dict)
     """The merged metadata of all safetensors headers, or the fields `general.*` and `quantize.*` of a GGUF header."""
     form: Form = "safetensors"
-    """What decides how the files are read."""
+    """The form of the files, which decides how they are read."""
     values: Mapping[str, Any] | None = None
     """The values of the tensors in pickles, by name, since a pickle is only read as a whole. None for other files."""
     base: str | None = None
@@ -67,14 +67,14 @@ class Checkpoint:
     """Names of tensors whose values are entries of `config`: the factors of a rotary embedding in a GGUF file."""
     lost: tuple[str, ...] = ()
     """Sentences about the entries of a GGUF file that change what the model computes, and that neither `config` nor the weights can
-    hold. If there are any, the model is not run or exported, because its outputs would be others.
+    hold. If there are any, the model is not run or exported, because it would compute other outputs.
     """
     headers_alone: str = ""
-    """If the values are on a hub: a sentence that says so, and how they are downloaded. Otherwise ""."""
+    """A sentence for the user if the values are only on a hub, with the way to download them. "" if the values are here."""
 
     @property
     def of_sets(self) -> tuple[str, ...]:
-        """One sentence for the user if the folder has more weights than those that are read."""
+        """One sentence for the user if the folder has more weights than those that are read, otherwise ()."""
         if self.read_by is None or not self.passed_over:
             return ()
         return (several_sets(self.read_by, self.passed_over, self.config),)
@@ -129,8 +129,8 @@ class Checkpoint:
     @gc_paused()
     def weights(self) -> dict[str, CheckpointTensor]:
         """The tensors, keyed by the names that the model gives them. A tied weight appears under each of its names. A weight in
-        `coded` appears as one tensor of the weight's shape. Its `nbytes` is the sum over its parts, without parts that an earlier
-        weight counts.
+        `coded` appears as one tensor of the weight's shape. Its `nbytes` is the sum over its parts, without parts that it shares
+        with an earlier weight.
         """
         besides = self.owners.keys() | self.in_config
         of_codes: dict[str, list[CheckpointTensor]] = {}
@@ -215,7 +215,7 @@ class Checkpoint:
 
     @property
     def why_another_model(self) -> str:
-        """A clause that names the first of the entries in `lost`, or "" if there are none."""
+        """The first sentence of `lost`, with the number of the others, or "" if there are none."""
         more = f" (and {len(self.lost) - 1} more)" if len(self.lost) > 1 else ""
         return self.lost[0] + more if self.lost else ""
 

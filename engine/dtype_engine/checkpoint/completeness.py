@@ -29,12 +29,12 @@ class IndexReport:
 
     name: str
     found: int
-    """How many of the tensors that the index lists are in one of the files that it names."""
+    """How many of the tensors that the index lists are in one of the files that the index names."""
     missing: tuple[tuple[str, str], ...] = ()
     """(tensor name, file name in the index) of each tensor that the index lists, but that is in none of its files."""
     left_out: tuple[LeftOutFile, ...] = ()
     moved: tuple[tuple[str, str, str], ...] = ()
-    """(tensor name, file name in the index, name of its file) of each tensor that is in another file than the index says."""
+    """(tensor name, file name in the index, name of the file that has it) of each tensor that is not in the file of the index."""
     unnamed: tuple[str, ...] = ()
     """Names of the tensors that the index does not list, although they are in a file that the index names."""
 
@@ -94,7 +94,7 @@ def compare_index(
     files: Collection[Path],
 ) -> IndexReport:
     """Return the differences between an index (`weight_map`) and the tensors in `files`, which it names. Another file in the folder
-    counts as left out if its name begins like that of one of `files`, and it holds tensors that they lack.
+    counts as left out if its name begins like that of one of `files`, and it holds tensors that these files lack.
     """
     missing = [(tensor, file) for tensor, file in weight_map.items() if tensor not in tensors]
     moved = [

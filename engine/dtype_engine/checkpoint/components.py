@@ -43,7 +43,7 @@ class Component:
     """Whether the weights are in pickles. The tensors of such a component are not among those of the pipeline."""
     identities: tuple[FileIdentity, ...] = ()
     variant: str | None = None
-    """The variant of the files, such as fp16, if the component has no files without one."""
+    """The variant of the files, such as fp16, if the component has only files of a variant, otherwise None."""
     notices: tuple[str, ...] = ()
     """Sentences for the user about the component's files."""
 

@@ -31,7 +31,9 @@ class LocalModel:
 
 
 def find_models(folder: Path) -> list[LocalModel]:
-    """Return the checkpoints in `folder`, or the folder if it is one, then those in the Hugging Face cache, each newest first."""
+    """Return the checkpoints in `folder`, or the folder if it is one, then the models in the Hugging Face cache, each group newest
+    first.
+    """
     return sorted(_of_folder(folder), key=_newest_first) + sorted(_of_cache(), key=_newest_first)[:_LIMIT]
 
 

@@ -23,7 +23,7 @@ _MARKS = {
     "recipe.yaml": re.compile(r"version: \d+\n(model: .*\n)?rules:"),
     "README.md": re.compile(r"# .*\n\n`.*`, cast by the rules in `recipe\.yaml` and written by dtype-engine \d+\.\d+"),
 }
-"""How the files of an export begin."""
+"""Maps the name of a file in an export to a pattern for the beginning of its text."""
 _MOST_READ = 1 << 16
 
 

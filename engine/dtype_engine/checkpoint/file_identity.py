@@ -60,7 +60,9 @@ def refuse_changed(files: Iterable[FileIdentity]) -> None:
 
 @contextmanager
 def unchanged(files: tuple[FileIdentity, ...]) -> Iterator[None]:
-    """A context manager that raises UserError, instead of errors other than Cancelled, if one of `files` changes before its end."""
+    """A context manager that raises UserError, in place of any error but Cancelled, if one of `files` changes before the block
+    ends.
+    """
     refuse_changed(files)
     try:
         yield
@@ -73,7 +75,9 @@ def unchanged(files: tuple[FileIdentity, ...]) -> Iterator[None]:
 
 
 class Watch:
-    """Checks that files do not change while they are read. `look` can be called often: it checks at most ten times a second."""
+    """Checks that files do not change while they are read. `look` can be called often: it checks the files at most ten times a
+    second.
+    """
 
     def __init__(self, files: Iterable[FileIdentity]) -> None:
         self._files = tuple(files)

@@ -165,7 +165,7 @@ def _open_folder(folder: Path, trust_pickle: bool, absent_shards: bool) -> Check
 
 
 def _with_unread(checkpoint: Checkpoint, found: WeightFiles, unread: tuple[str, ...]) -> Checkpoint:
-    """Return a checkpoint of a folder with the set of weights that was read, and with a notice if there are others (`unread`)."""
+    """Return a checkpoint of a folder with the set of weights that was read, and a notice if `unread` names others."""
     checkpoint = dataclasses.replace(checkpoint, read_by=found.read_by, passed_over=unread)
     return dataclasses.replace(checkpoint, notices=(*checkpoint.notices, *checkpoint.of_sets))
 

@@ -1,4 +1,6 @@
-"""Reads the names, shapes and types of a model's tensors from the headers of its GGUF files. The `gguf` package has the types."""
+"""Reads the names, shapes and types of a model's tensors from the headers of its GGUF files. The `gguf` package defines the
+types.
+"""
 
 from __future__ import annotations
 

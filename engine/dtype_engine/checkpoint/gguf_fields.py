@@ -38,13 +38,13 @@ _VALUES: Mapping[str, tuple[Any, ...]] = {
     "swin_norm": (False,),
     "tensor_data_layout": ("Meta AI original pth",),
 }  # fmt: skip
-"""The values with which a field changes nothing. An `expert_gating_func` of 1 is softmax, which all these models have."""
+"""Maps a field to the values with which it changes nothing. An `expert_gating_func` of 1 is softmax, which all models have."""
 _ENTRIES: Mapping[str, str] = {
     "attention.value_length": "head_dim", "attention.key_length_swa": "head_dim", "attention.value_length_swa": "head_dim",
     "rope.dimension_count_swa": "head_dim", "rope.freq_base_swa": "rope_theta", "embedding_length_out": "hidden_size",
     "attention.layer_norm_epsilon": "rms_norm_eps",
 }  # fmt: skip
-"""The entry of config.json whose value a field must have to change nothing."""
+"""Maps a field to the entry of config.json whose value the field must have to change nothing."""
 
 
 def _window(value: Any, config: Config) -> bool:
@@ -69,8 +69,8 @@ _RULES: Mapping[str, Callable[[Any, Config], bool]] = {
 
 
 def changes_nothing(name: str, value: Any, config: Config) -> bool:
-    """Return whether the model of config.json computes the same without this field. name: without the architecture. Unknown:
-    False.
+    """Return whether a field does not change what the model of config.json computes. False if the field is unknown. name: of the
+    field, without the architecture's prefix.
     """
     if name in _RULES:
         return _RULES[name](value, config)

@@ -123,7 +123,7 @@ _FAMILIES = {
         _WINDOW_FIELDS, {"pad_token_id": None},
     ),
 }  # fmt: skip
-"""By `general.architecture`, which is "llama" in files of `mixtral` (with a number of experts) and `mistral` (with a window)."""
+"""By `general.architecture`, except `mixtral` and `mistral`: their files say "llama", and have a number of experts or a window."""
 _BY_MODEL_TYPE = {family.model_type: family for family in _FAMILIES.values()}
 
 
@@ -276,7 +276,7 @@ def _name(own: str, family: _Family, blocks: int) -> tuple[str | None, str]:
 
 
 def _changes(local: str, family: _Family, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return steps of llama.cpp's converter to undo, such as {"heads": 32} for reordered rows or {"offset": -1.0} for norms."""
+    """Return the settings with which the decoder undoes llama.cpp's converter: {"heads": 32} for reordered rows, for example."""
     if family.reordered and local in ("attn_q", "attn_k"):
         heads = config["num_attention_heads"]
         return {"heads": heads if local == "attn_q" else config.get("num_key_value_heads", heads)}

@@ -90,7 +90,9 @@ def describe_rope(
 
 
 def _partial(own: Mapping[str, Any], config: Mapping[str, Any], possible: bool, found: Rope) -> int:
-    """Return how many elements of each head are rotated, and add their share to `found`. possible: whether this may be a part."""
+    """Return how many elements of each head are rotated, and add their share to `found` unless all are rotated. possible: whether
+    the model class can rotate a part of them.
+    """
     head: int = config["head_dim"]
     rotated = own.get(_DIMENSIONS, head)
     if rotated == head and type(rotated) is int:
@@ -104,7 +106,9 @@ def _partial(own: Mapping[str, Any], config: Mapping[str, Any], possible: bool, 
 
 
 def _number(own: Mapping[str, Any], name: str, default: float, found: Rope) -> float:
-    """Return the number in a field, or `default` if the field is missing or no number. The latter is added to `found.lost`."""
+    """Return the number in a field, or `default` if it is missing or no number. A name without a number is added to
+    `found.lost`.
+    """
     value = own.get(name, default)
     if type(value) in (int, float) and math.isfinite(value):
         return float(value)

@@ -75,7 +75,9 @@ _MODEL_FILES = ("*.json", "*.txt", "*.model", "*.py", "*.jinja")
 
 @dataclass(frozen=True, slots=True)
 class HubAddress:
-    """The address of a model on a hub: `hf://org/name`, `hf://org/name@revision`, or `hf://org/name/path` for a part."""
+    """The address of a model on a hub, `hf://org/name` or `hf://org/name@revision`, or of a file or folder in it,
+    `hf://org/name/path`.
+    """
 
     repo: str
     revision: str | None = None
@@ -128,7 +130,7 @@ class HubAddress:
         return hub_faults(str(self), self.revision or _BRANCH)
 
     def listing(self) -> HubModel:
-        """Return the list of the model's files, which the hub is asked for. Raises UserError."""
+        """Request the list of the model's files from the hub, and return it. Raises UserError."""
         with self.faults():
             from huggingface_hub import constants  # HfApi, which says the same, takes long to import
 
@@ -182,7 +184,7 @@ class HubModel:
     sizes: dict[str, int | None]
     """The size of each file in bytes, by the file's path in the repository; None if the hub does not tell it."""
     digests: dict[str, str | None] = field(default_factory=dict)
-    """The digest of each file's content that the hub says, which is untrusted, by the file's path. None if the hub says none."""
+    """The digest of each file's content according to the hub (untrusted), by the file's path. None if the hub gives none."""
 
     def downloaded(self, cache: Path) -> Path | None:
         """Return the folder or file of the model in the Hugging Face cache, or None unless all its weights are there."""
@@ -193,7 +195,9 @@ class HubModel:
         return repository.snapshot(self.commit) / self.address.path
 
     def headers(self, on_progress: Progress = ignore) -> Path:
-        """Return the folder (or file) with the model's headers as sparse files, and read those that it lacks. Raises UserError."""
+        """Read the headers that were not saved before, and return the folder (or file) with all headers as sparse files. Raises
+        UserError.
+        """
         wanted, weights = self._side_files(), self._weight_files()
         readable = [name for name in weights if not name.endswith(PICKLES)]
         if not readable:
@@ -321,8 +325,8 @@ class HubModel:
         )
 
     def _files(self, matches: Callable[[str], bool], beside: bool = False) -> list[str]:
-        """Return the matching files in the address's folder and in the components of a pipeline. beside: whether it is a file
-        there.
+        """Return the files whose names match, in the address's folder and in the components of a pipeline there. beside: whether
+        the address is a file, whose folder is meant.
         """
         folder = self.address.path.rpartition("/")[0] if beside else self.address.path
         at = f"{folder}/" if folder else ""
@@ -389,7 +393,7 @@ def _is_name(word: str) -> bool:
 
 
 def _is_repository(text: str) -> bool:
-    """Return whether a text is `org/name` or `name`. The cache writes `--` for the slash, so no name may have it, or `..`."""
+    """Return whether a text is `org/name` or `name`. False for `--`, which the cache writes for the slash, and `..`."""
     words = text.split("/")
     return (
         len(words) <= 2

@@ -56,7 +56,9 @@ class HubReader:
         most_seconds: float = math.inf,
         cancelled: IsCancelled = never,
     ) -> None:
-        """most_bytes, most_seconds: limits for all answers together. cancelled: called for each piece; True raises Cancelled."""
+        """most_bytes, most_seconds: limits for all answers together. cancelled: called for each piece; if True, Cancelled is
+        raised.
+        """
         from huggingface_hub.utils import build_hf_headers
 
         self.title = title
@@ -72,7 +74,9 @@ class HubReader:
         self._stopped = True
 
     def read(self, url: str, start: int, count: int, size: int | None = None) -> bytes:
-        """Return `count` bytes of a file from `start` on. size: of the file; if None, fewer may be returned. Raises UserError."""
+        """Return `count` bytes of a file from `start` on. size: of the file; if None, fewer bytes may be returned. Raises
+        UserError.
+        """
         for attempt in range(1, _TRIES + 1):
             with self._tried_again(attempt):
                 return b"".join(self._pieces(url, start, count, size)) if count else b""
@@ -92,7 +96,9 @@ class HubReader:
 
     @contextmanager
     def _tried_again(self, attempt: int) -> Iterator[None]:
-        """A context manager that suppresses an error and waits, if the request may be made again. attempt: counted from 1."""
+        """A context manager that suppresses an error and waits if the request may be tried again. attempt: number of this try, from
+        1.
+        """
         from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
         try:
@@ -177,7 +183,9 @@ class HubReader:
             raise self._lie(f"its list of files says {size:,} bytes, its answer {printable(str(total), 40)}", url)
 
     def _decoded(self, response: Any, most: int, url: str) -> Iterator[bytes]:
-        """Yield the decompressed body: a piece for each that arrives, even if empty. The client's `iter_bytes` omits empty ones."""
+        """Yield the decompressed body: one piece, even if empty, for each that arrives. The client's `iter_bytes` omits empty
+        pieces.
+        """
         encoding = response.headers.get("content-encoding", "identity")
         if encoding not in _ENCODINGS:
             raise self._lie(f"its answer is compressed as {printable(encoding, 40)}", url)

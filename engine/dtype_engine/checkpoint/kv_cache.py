@@ -68,7 +68,7 @@ _FUSED = ("qkv_proj", "query_key_value", "c_attn", "Wqkv", "qkv", "qkv_lin", "at
 _COMPRESSED = ("kv_a_proj_with_mqa", "kv_a_proj")
 _CONVOLUTIONS = ("conv1d", "conv", "conv_1d")
 _CHILDREN = {*_KEYS, *_FUSED, *_COMPRESSED, *_CONVOLUTIONS, "rg_lru", "receptance", "q_proj"}
-"""A module is examined for a cache only if it has one of these children."""
+"""A module is examined for a cache if it has one of these children, or if its name is that of an attention."""
 _TEXT_CONFIGS = ("thinker_config", "text_config", "llm_config", "language_config", "decoder", "text")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_decoder_layers", "decoder_layers", "num_layers")
 _QUERY_HEADS = ("num_attention_heads", "n_head", "decoder_attention_heads", "num_heads", "n_heads")
@@ -230,7 +230,9 @@ class _Reader:
             yield tensor(part, per_token=elements, heads=heads, **more)
 
     def _keys_and_values(self, module: Module) -> tuple[int, int] | None:
-        """Return the elements of keys and values for one token, or None if this is no attention whose layout is known here."""
+        """Return (elements of the keys, elements of the values) for one token, or None if the module is no attention of a known
+        layout.
+        """
         children = module.children
         planned = self.heads * self.head_dim if self.heads and self.head_dim else None
         keys = next((children[name] for name in _KEYS if name in children), None)

@@ -1,4 +1,4 @@
-"""Limits the objects that a pickle may create: one byte can create one of sixty bytes. torch is not imported."""
+"""Limits the objects that a pickle may create: one byte of it can create an object of sixty bytes. torch is not imported."""
 
 from __future__ import annotations
 

@@ -36,8 +36,8 @@ def check_archive(path: Path, trust: bool) -> tuple[bool, bool]:
     """Return (whether a zip archive has compressed records, so that it can't be mapped; whether it has TorchScript code). trust:
     whether to accept pickles that torch.save would not write.
 
-    Raises UserError if a record is missing, shorter than the storage of the pickle, present twice, compressed in a way that torch
-    can't read, or inflates to more than the free memory.
+    Raises UserError if a record is missing, shorter than the storage that the pickle declares, present twice, compressed in a way
+    that torch can't read, or inflates to more than the free memory.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -222,7 +222,9 @@ def storage_claims(pickled: bytes) -> dict[str, int]:
 
 
 def _step(opcode: Any, stack: list[Any], marks: list[int]) -> None:
-    """Apply the stack effect of an opcode that does not concern storages. Results are placeholders. marks: heights at MARKs."""
+    """Apply the stack effect of an opcode that does not concern storages, with placeholders as results. marks: stack heights at
+    MARKs.
+    """
     before = [kind.name for kind in opcode.stack_before]
     if "mark" in before:
         del stack[marks.pop() :]

@@ -1,8 +1,8 @@
 """Checks by numbers alone whether a configuration and the tensors next to it can belong to one model.
 
 `config.json` determines the time and memory for building a module, so a file of a few bytes could demand any amount. A module has
-at least one tensor per layer, and one with as many elements as the module is wide. The shapes in the headers therefore limit the
-numbers in a genuine configuration.
+at least one tensor per layer, and a tensor with at least as many elements as its width. The shapes in the headers therefore limit
+the numbers in a genuine configuration.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ def refuse_impossible(config: Mapping[str, Any], checkpoint: Checkpoint, where: 
 
 
 def refuse_large_tables(config: Mapping[str, Any], where: str, most_elements: int = 0) -> None:
-    """Raise NoForward if a number in a configuration of diffusers would make its class compute a table, which is in no file, of
-    more memory than any model needs. where: the file name with which the message begins. most_elements: the number of elements of
-    the largest tensor in the files.
+    """Raise NoForward if a number in a configuration of diffusers would make the model's class compute a table, which is in no
+    file, of more memory than any model needs. where: the file name with which the message begins. most_elements: the number of
+    elements of the largest tensor in the files.
     """
     for name, value in _numbers(config):
         key = name.rpartition(".")[2]

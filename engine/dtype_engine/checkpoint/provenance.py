@@ -61,8 +61,8 @@ class Provenance:
 
 
 def provenance(folder: Path, config: Mapping[str, Any] | None, metadata: Mapping[str, str]) -> Provenance:
-    """Return what the files in a folder say about how the weights were quantized. config: the content of config.json. metadata:
-    that of safetensors headers, or the fields of a GGUF header. Files that can't be read are ignored.
+    """Return what the files in a folder say about how the weights were quantized. config: the content of config.json. metadata: of
+    safetensors headers, or the fields of a GGUF header. Files that can't be read are ignored.
     """
     declared = dict(_declared(folder, config or {}))
     if "general.architecture" in metadata:

@@ -24,8 +24,8 @@ from dtype_engine.core.text import printable
 LONGEST_HEADER = 100_000_000
 """The limit of the safetensors library, in bytes."""
 MOST_TENSORS = 500_000
-"""The most tensors in a checkpoint, for which headers and tree take about 10 s and 700 MB. The largest model of 2026 has 90,427
-(DeepSeek-V3, 671 B), or three times as many if each weight is packed in parts.
+"""The maximum number of tensors in a checkpoint. Headers and tree of so many take about 10 s and 700 MB. The largest model of 2026
+has 90,427 (DeepSeek-V3, 671 B), or three times as many if each weight is packed in parts.
 """
 _MOST_DIMENSIONS = 64
 _BRACES = 100_000
@@ -45,9 +45,9 @@ class CheckpointTensor(msgspec.Struct, frozen=True, gc=False):
 
     name: str
     shape: tuple[int, ...]
-    """As a safetensors header gives it. For `float4_e2m1fn_x2` it counts values, two of which share a byte."""
+    """The shape as in a safetensors header. For `float4_e2m1fn_x2`, it counts values, two of which share a byte."""
     dtype: str
-    """torch's name, such as `bfloat16`, or with `packed` a GGUF block type such as `q4_k`, or a format such as `gptq:int4@g128`."""
+    """torch's name, such as `bfloat16`. If `packed`: a GGUF block type such as `q4_k`, or a format such as `gptq:int4@g128`."""
     file: Path
     start: int | None
     """Offset of the tensor's first byte in the file, or None if its bytes are not contiguous (pickles)."""

@@ -46,7 +46,7 @@ class Part(msgspec.Struct, frozen=True):
     """One of the tensors that store a weight in a file, such as its codes or its scales."""
 
     suffix: str
-    """What follows the weight's name in this tensor's name; "" for the codes."""
+    """The end of this tensor's name, after the weight's name; "" for the codes."""
     dtype: str
     shape: tuple[int, ...]
     nbytes: int

@@ -230,7 +230,7 @@ def padded(shape: Sequence[int], dtype: str) -> bool:
 
 
 def quantizes_activations(dtype: str) -> bool:
-    """Return whether runtimes that serve this format also round activations to it; not for group-quantized integers."""
+    """Return whether runtimes that serve this format also round activations to it. For integers in groups, they do not."""
     row = BY_NAME.get(dtype)
     if row is None or dtype not in STORAGE_DTYPES:
         return False

@@ -23,7 +23,9 @@ _WEIGHT = ".weight"
 
 
 def siblings(name: str) -> tuple[str, ...]:
-    """Return the names of all weights, present or not, of the group with `name` that runtimes fuse, or () if there is none."""
+    """Return all names of weights in the fused group with `name`, even of weights that a model lacks, or () if there is no
+    group.
+    """
     module, dot, local = name.removesuffix(_WEIGHT).rpartition(".")
     if not name.endswith(_WEIGHT) or local not in _GROUP_OF:
         return ()
@@ -53,7 +55,7 @@ def scale_groups(planned: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
 
 
 def whole_scale_group(name: str, dtype: str, names: Collection[str]) -> tuple[str, ...]:
-    """Return the weights in `names` that share one tensor scale with `name` if all have the format `dtype`, or () if none do."""
+    """Return the weights in `names`, `name` included, that share one tensor scale if all have the format `dtype`, or ()."""
     if not _has_tensor_scale(dtype):
         return ()
     group = tuple(member for member in siblings(name) if member in names)

@@ -16,7 +16,7 @@ def gc_paused(freeze: bool = False) -> Iterator[None]:
     collector would scan them repeatedly.
 
     freeze: also exclude all objects that then exist from later collections, because they live as long as the program. Only the
-    first such block in a process does this, so that models opened later can be freed.
+    first block with `freeze` in a process does this, so that models opened later can be freed.
     """
     global _frozen
     was_on = gc.isenabled()

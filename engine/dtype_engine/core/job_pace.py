@@ -10,7 +10,7 @@ _PACE_SHARE = 0.02
 """Fraction of a job that must be done, after `_PACE_S` seconds, before its remaining time is estimated."""
 _LONG_S = 10.0
 _LONG_SHARE = 0.005
-"""The same after `_LONG_S` seconds. Of a job of an hour, `_PACE_SHARE` is more than a minute."""
+"""The fraction that suffices after `_LONG_S` seconds. In a job of an hour, `_PACE_SHARE` takes more than a minute."""
 
 
 class JobPace:

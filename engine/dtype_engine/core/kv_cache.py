@@ -30,11 +30,13 @@ class KVCacheTensor(msgspec.Struct, frozen=True):
     heads: int = 1
     """The heads among which `per_token` is divided equally. 1 if all heads share the elements, as MLA's latent."""
     fixed: int = 0
-    """Elements for one sequence of a recurrent state, whatever the number of tokens. 0 for keys and values."""
+    """Elements of a recurrent state for one sequence, independent of the number of tokens. 0 for keys and values."""
     window: int | None = None
     """How many tokens a query attends to, its own included, if the layer has a sliding window or chunks; otherwise None."""
     shared_with: Name | None = None
-    """The cache tensor of another layer that this layer reads instead of one of its own. This tensor takes no memory."""
+    """The cache tensor of another layer that this layer reads, so that this tensor takes no memory. None if the layer has
+    its own.
+    """
     source: Literal["decoder", "encoder"] = "decoder"
     """The part of the model whose tokens have these keys and values: the encoder in cross attention."""
     length: int | None = None
@@ -65,7 +67,9 @@ class KVCacheTensor(msgspec.Struct, frozen=True):
         return None if self.part in ("k", "v", "latent", "rope") else "the state of a recurrent layer stays as it is"
 
     def tokens(self, context: int, encoder_tokens: int | None = None) -> int:
-        """Return the number of tokens in a sequence whose values are kept. encoder_tokens: None means as many as `context`."""
+        """Return how many tokens of a sequence of `context` tokens the cache keeps. encoder_tokens: None means as many as
+        `context`.
+        """
         if self.shared_with is not None:
             return 0
         if self.source == "encoder":
@@ -74,7 +78,9 @@ class KVCacheTensor(msgspec.Struct, frozen=True):
         return context if self.window is None else min(context, self.window - 1)
 
     def shape(self, context: int, batch: int = 1, encoder_tokens: int | None = None) -> tuple[int, int, int, int]:
-        """Return (batch, heads, tokens, width); for a recurrent state, heads and tokens are 1. Arguments as in `tokens`."""
+        """Return (batch, heads, tokens, width); for a recurrent state, heads and tokens are 1. batch: sequences. Others: as in
+        `tokens`.
+        """
         if self.fixed:
             return batch, 1, 0 if self.shared_with else 1, self.fixed
         return batch, self.heads, self.tokens(context, encoder_tokens), self.per_token // self.heads
@@ -84,8 +90,8 @@ class KVCacheTensor(msgspec.Struct, frozen=True):
         return math.prod(self.shape(context, batch, encoder_tokens))
 
     def nbytes(self, dtype: str, context: int, batch: int = 1, encoder_tokens: int | None = None) -> int:
-        """Return the bytes if the elements are in `dtype`, without scales. The state of a recurrence is always in float32, as
-        in transformers. The other arguments are those of `tokens`.
+        """Return the bytes of the tensor if its elements are in `dtype`, without scales. The state of a recurrence is always in
+        float32, as in transformers. The other arguments are those of `tokens`.
         """
         bits = 32 if self.part == "ssm_state" else dtypes.BY_NAME[dtype].bits
         return self.elements(context, batch, encoder_tokens) * bits // 8

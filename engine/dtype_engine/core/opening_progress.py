@@ -13,7 +13,7 @@ _MOST_BY_IMPORTS = 0.95
 """The largest fraction that imports may account for; building the model and its inputs comes later."""
 
 READING_INPUTS = "reading the inputs"
-"""The last step. Its time depends on the inputs and not on imports, so its total is unknown."""
+"""The last step of opening. Its time depends on the inputs and not on imports, so its total is unknown."""
 
 
 class OpeningProgress:

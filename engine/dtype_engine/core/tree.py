@@ -46,13 +46,13 @@ class TensorInfo:
     uncastable_reason: str | None = None
     """Why no rule can cast the tensor, for example as part of a quantized weight. None also if only its dtype prevents that."""
     own_codes: bool = False
-    """Whether it holds codes, for example in float8 or int8, with scales in the files, as in this program's own exports."""
+    """Whether the tensor holds codes, such as float8 or int8, whose scales are in the files, as in this program's own exports."""
     made_on_load: bool = False
     """Whether the model creates this tensor because the files do not hold it. Its bytes are then not counted."""
     stored_as: tuple[Name, ...] = ()
-    """The names in the files, if they differ; several for a packed tensor. Patterns match them, too."""
+    """The tensor's names in the files, if they differ from `name`; several for a packed tensor. Patterns match them, too."""
     logical_numel: int | Literal["unknown"] | None = None
-    """The number of parameters of a quantized weight; "unknown" if that can't be computed. None: each element is one."""
+    """The number of parameters of a quantized weight; "unknown" if that can't be computed. None: each element is a parameter."""
     reference_dtype: str | None = None
     """The dtype of this tensor in the checkpoint with the reference's weights. None if they are the model's own."""
     numel: int = field(init=False, repr=False, compare=False)
@@ -117,7 +117,7 @@ class Module(msgspec.Struct):
     tensors: dict[str, TensorInfo] = msgspec.field(default_factory=dict)
     """The tensors that the module itself holds, by local name. The alias of a tied weight maps to its canonical tensor."""
     keep_in_fp32: str | None = None
-    """If the model's code requires this module to be in float32: a phrase for the user that cites this code."""
+    """A phrase for the user that cites the model's code if the code requires this module to be in float32, otherwise None."""
     first: int = 0
     """Index in `Tree.order` of the first tensor at or below this module."""
     end: int = 0
@@ -179,7 +179,7 @@ class Totals(msgspec.Struct):
         return "-" if self.tied and not self.nbytes else human_count(self.parameters)
 
     def mix(self) -> list[tuple[str, float]]:
-        """Return pairs (dtype, fraction of the bytes), largest first. Tied weights count only where there is nothing else."""
+        """Return pairs (dtype, fraction of the bytes), largest first. Tied weights count only if there are no other tensors."""
         held = self.nbytes or self.tied
         whole = sum(held.values())
         shares = [(dtype, size / whole if whole else 0.0) for dtype, size in held.items() if size or not whole]

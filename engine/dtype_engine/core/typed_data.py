@@ -50,7 +50,7 @@ def as_plain(data: object) -> Any:
 
 
 def path_of(kind: type, value: object) -> Path:
-    """Convert a string to a Path, as msgspec's `dec_hook`. Raises ValueError for another kind or value."""
+    """Convert a string to a Path, as msgspec's `dec_hook`. Raises ValueError if `kind` is not Path, or the value is no string."""
     if kind is not Path or not isinstance(value, str):
         raise ValueError(f"expected a path, got {type(value).__name__}")
     return Path(value)

@@ -65,7 +65,9 @@ def time_left(seconds: float) -> str:
 
 
 def decibels(value: float | None) -> str:
-    """Return decibels as text, such as `46.50 dB`; `exact` for infinity, `not finite` for NaN, and `not comparable` for None."""
+    """Return decibels as text, such as `46.50 dB`; `exact` for infinity, `not finite` for NaN or -infinity, `not comparable` for
+    None.
+    """
     if value is None:
         return "not comparable"
     if math.isnan(value):

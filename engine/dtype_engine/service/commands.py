@@ -28,7 +28,7 @@ class SetRecipe(Message, frozen=True):
 
 class FollowRecipe(Message, frozen=True):
     """Make `recipe` the current recipe. Its rules differ from those of the last recipe, but give every tensor the same dtype, so
-    that its metrics stay valid. If there are no metrics, the new recipe is measured.
+    that the last recipe's metrics stay valid. If there are no metrics, the new recipe is measured.
     """
 
     recipe: Recipe

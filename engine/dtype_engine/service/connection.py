@@ -48,16 +48,18 @@ class NoAnswer(UserError):
 
 @dataclass(frozen=True)
 class EngineCommand:
-    """The command that starts an engine, or reconnects to one, and what is known about that engine."""
+    """The command that starts an engine, or reconnects to one, with facts about the engine."""
 
     arguments: Sequence[str] = COMMAND
-    """The words of the command. With SESSION among them, the engine outlives its connection."""
+    """The words of the command. If one of them contains SESSION, the engine outlives its connection."""
     name: str = THIS_MACHINE
     """The engine's name in messages to the user, such as "me@gpu1"."""
     compressed: bool = False
     """Whether the engine compresses its events."""
     unattended: Sequence[str] = ()
-    """The command for reconnecting while the app's screen is open and ssh can't ask for a password. If empty, `arguments`."""
+    """The command for reconnecting while the app's screen is open and ssh can't ask for a password. If empty, `arguments` is
+    used.
+    """
 
     @property
     def is_local(self) -> bool:
@@ -86,7 +88,7 @@ def new_session() -> str:
 
 
 def start_process(arguments: Sequence[str], own_group: bool = True) -> subprocess.Popen[bytes]:
-    """Start a process with pipes. own_group: whether to protect it from signals such as Ctrl+C. Raises OSError."""
+    """Start a process with pipes. own_group: whether to protect the process from signals such as Ctrl+C. Raises OSError."""
     return subprocess.Popen(
         arguments,
         stdin=subprocess.PIPE,

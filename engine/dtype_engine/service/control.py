@@ -18,7 +18,7 @@ class Hello(Message, frozen=True):
     missing: tuple[str, ...] = ()
     """Packages that the engine needs but that are not installed."""
     requests: int = 0
-    """How many requests the engine has received since `Open`. After a reconnection, the app repeats all later ones."""
+    """How many requests the engine has received since `Open`. After a reconnection, the app repeats all later requests."""
     is_open: bool = False
     """Whether the engine still has a model open from an earlier connection."""
 

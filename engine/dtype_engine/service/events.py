@@ -115,7 +115,7 @@ class CastDone(Event, frozen=True):
 
 
 class MeasuringProgress(Event, frozen=True):
-    """A measurement has processed `done` of `total` input elements, such as tokens. Each counts once in every pass."""
+    """A measurement has processed `done` of `total` input elements, such as tokens. Each element counts once for every pass."""
 
     recipe: Recipe
     run: str

@@ -78,9 +78,11 @@ class Job(Traits, Generic[Parameters, Partial, Result], frozen=True, kw_only=Tru
     """A question that the app can ask, or a step that completes a measurement."""
 
     run: Callable[[Work[Partial], Parameters], Result | None]
-    """Returns None if there is nothing to report."""
+    """The function that runs the job. It returns None if there is nothing to report."""
     check: Callable[[Result], None] = ignore
-    """Checks a result that came from another process. Raises ValueError, and UserError for a rule that does not parse."""
+    """Checks a result from another process. It raises ValueError for a wrong result, and UserError for a rule that does not
+    parse.
+    """
     too_many: str = ""
     """Words for the user that follow the number of waiting jobs if there are too many. Only used if `once` is False."""
     of_recipe: bool = True
@@ -274,7 +276,7 @@ def _compare_weights(work: Work[None], _: None) -> tuple[dtype_engine.results.dr
 FLOW = Job("flow", run=_trace_casts)
 """Record the implicit casts of one pass: inside operations that compute in another dtype than a tensor that they receive."""
 CAUSES = Job("causes", run=_attribute_drift)
-"""Find the modules that cause the drift of the output, by casting one at a time."""
+"""Find the modules that cause the drift of the output, by casting one module at a time."""
 GENERATE = Job("generate", run=_generate)
 """Generate text with the float32 reference, and with the model cast to the current recipe."""
 SPEED = Job("speed", run=_measure_speed, check=_check_speed)

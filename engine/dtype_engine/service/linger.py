@@ -80,7 +80,7 @@ def _enter(folder: Path) -> None:
 def _reach(
     session: str, started_in: str, linger_s: float, compressed: bool
 ) -> tuple[socket.socket, subprocess.Popen[bytes] | None]:
-    """Connect to an engine, starting it if it is not running. Returns (connection, the process if this call started it)."""
+    """Connect to an engine, starting it if needed. Returns (connection, the engine's process if this call started it or None)."""
     name = f"{session}.socket"
     with _folder_locked():
         child = None

@@ -40,8 +40,8 @@ _MOST_UNHANDLED_BYTES = 1 << 20
 _IN_FORCE = (SetInputs, SetSettings, SetRecipe)
 """Requests that stay in force. After a restart, the new engine gets the last one of each type, in this order."""
 _RECONNECT_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-"""The seconds to wait before each attempt to reconnect; the last is used for all further ones. They are long, because each
-attempt may be a login that the server refuses.
+"""The seconds to wait before each attempt to reconnect; the last number is used for all further attempts. The waits are long,
+because each attempt may be a login that the server refuses.
 """
 
 
@@ -86,7 +86,9 @@ class EngineProcess(Engine):
         """How many events have come from the current engine."""
         self._memory: MemoryStats | None = None
         self._pending: list[SaveRequest] = []
-        """The saves that the engine has not completed. If an engine on this machine dies, their remains are removed."""
+        """The saves that the engine has not completed. If an engine on this machine dies, the remains of its exports are
+        removed.
+        """
         self._closing = False
         self._restarting = False
         self._ended = False
@@ -257,7 +259,7 @@ class EngineProcess(Engine):
         return f"{name} ended: {signal_words(-status)}" + (f"; it held {human_bytes(held)}" if held is not None else "")
 
     def _take(self, answer: messages.Answer | None, connection: Connection) -> None:
-        """Process one decoded message, and pass it on if it is an event. Raises WireError if only this class may emit it."""
+        """Process one decoded message, and pass it on if it is an event. Raises WireError for an event of only this class."""
         from dtype_engine.service.frames import WireError
 
         match answer:

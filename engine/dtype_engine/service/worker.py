@@ -167,7 +167,9 @@ class Worker(Engine):
             self._emit(events.Stopped(queue.recipe, queue.stopped, queue.dropped))
 
     def _emit_jobs(self) -> None:
-        """Emit the names of the running and waiting commands. The caller must hold the lock, so that the last is the newest."""
+        """Emit the names of the running and waiting commands. The caller must hold the lock, so that the last event is the
+        newest.
+        """
         running = self._queue.running
         name = job_names(self._queue, (running,))[0] if running is not None else ""
         self._emit(events.Jobs(name, job_names(self._queue, self._queue.waiting)))

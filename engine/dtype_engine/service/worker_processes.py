@@ -38,7 +38,7 @@ class WorkerProcesses:
     @contextmanager
     def over(self, session: Session, private: int, needed: bool = True) -> Iterator[Over | None]:
         """A context manager that yields the worker processes, which open the session's model, or None if the work should run in
-        this process. If they fail, they are closed, and the next call starts new ones.
+        this process. If the processes fail, they are closed, and the next call starts new ones.
 
         private: the bytes that each process needs in addition to the mapped checkpoint. needed: whether there is any work.
         """

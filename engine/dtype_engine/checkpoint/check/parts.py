@@ -15,7 +15,7 @@ from dtype_engine.results.check import Finding
 
 
 def find_unpaired(tensors: Tensors, weights: list[PackedWeight], parts: set[str]) -> Iterator[Finding]:
-    """Yield a finding for codes that lack their scales or another tensor, and for scales that lack their codes."""
+    """Yield a finding for codes that lack scales or another tensor, and for scales that lack codes. parts: tensors of `weights`."""
     if are_plain(tensors):
         return
     for weight in weights:
@@ -57,7 +57,7 @@ def find_unpaired(tensors: Tensors, weights: list[PackedWeight], parts: set[str]
 
 
 def unpaired_sentences(tensors: Tensors) -> tuple[str, ...]:
-    """Return one sentence for the user about the first quantized weight of which a tensor is missing, () if there is none."""
+    """Return one sentence for the user about the first quantized weight of which a tensor is missing, () if none is missing."""
     weights = packed_weights(tensors)
     found = list(find_unpaired(tensors, weights, names_of_parts(weights, tensors)))
     more = f" (and {len(found) - 1} more, which `dtype-engine check` lists)" if len(found) > 1 else ""

@@ -28,7 +28,9 @@ class ScaleCounts:
     negative: int = 0
 
     def text(self, elements: int) -> str:
-        """Return the counts in words, as in `holds 128 scales, of which 3 are NaN and 1 is zero`, or "" if all are 0."""
+        """Return the counts in words, as in `holds 128 scales, of which 3 are NaN and 1 is zero` for 128 elements, "" if all
+        are 0.
+        """
         named = {"NaN": self.nan, "infinite": self.infinite, "zero": self.zero, "negative": self.negative}
         parts = [f"{count:,} {'is' if count == 1 else 'are'} {name}" for name, count in named.items() if count]
         return f"holds {elements:,} scales, of which {' and '.join(parts)}" if parts else ""

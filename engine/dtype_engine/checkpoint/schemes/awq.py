@@ -96,4 +96,4 @@ def _layout(
 SCHEME = Scheme(
     "awq", "awq", _read, settings_files=("quant_config.json",), ignored=("modules_to_not_convert",), ignored_by=("awq",)
 )
-"""The tensors have the names of GPTQ's."""
+"""AWQ's tensors have the names of GPTQ's tensors, so the layout of GPTQ describes both."""

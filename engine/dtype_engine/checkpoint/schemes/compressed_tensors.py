@@ -181,7 +181,7 @@ def _read_small_floats(
 
 
 def _block(arguments: Mapping[str, Any]) -> tuple[int, int] | str | None:
-    """Return the (rows, columns) of a block with one scale, "channel", "tensor", or None if the settings do not say it."""
+    """Return the (rows, columns) of a block, "channel" or "tensor" for a scale per row or tensor, or None if it is not declared."""
     strategy, group = arguments.get("strategy"), arguments.get("group_size")
     if strategy is None:
         strategy = "channel" if group == -1 else "tensor" if group is None else "group"
@@ -194,7 +194,9 @@ def _block(arguments: Mapping[str, Any]) -> tuple[int, int] | str | None:
 
 
 def _group_indices(index: CheckpointTensor, columns: int) -> set[int]:
-    """Return the set of groups in `index`, which has the group of each column, or an empty set if it does not. Raises UserError."""
+    """Return the groups in `index`, a tensor with the group of each column, or an empty set if it does not fit. Raises
+    UserError.
+    """
     if index.dtype not in _INTEGERS or index.shape != (columns,):
         return set()
     return set(struct.unpack(f"<{columns}{_INTEGERS[index.dtype]}", read_small(index)))

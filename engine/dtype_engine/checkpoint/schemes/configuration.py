@@ -76,7 +76,7 @@ def block_name(wide: int, columns: int) -> str:
 
 
 def config_groups(settings: Mapping[str, Any], key: str) -> list[tuple[list[object], Mapping[str, Any]]]:
-    """Return (names, patterns and classes of modules; settings under `key`) of each of compressed-tensors' groups."""
+    """Return a pair for each group of compressed-tensors: (names, patterns and classes of modules; settings under `key`)."""
     found = []
     for group in map(mapping, mapping(settings.get("config_groups")).values()):
         targets = group.get("targets")

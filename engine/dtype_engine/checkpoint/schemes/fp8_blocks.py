@@ -59,7 +59,7 @@ def input_format(weight: CodedWeight, settings: Mapping[str, Any]) -> str:
 
 
 def scale_shapes(weight: PackedWeight, tensors: Tensors, config: Config) -> Shapes:
-    """Return the shapes that the scales may have: the one for a scale per block, or () if the weight is no matrix."""
+    """Return the possible shapes of the scales: one shape, with a scale for each block, or () if the weight is no matrix."""
     codes = tensors[weight.codes].shape
     if len(codes) < 2:
         return ()

@@ -51,7 +51,7 @@ def _read(tensors: Tensors, config: Config, metadata: Metadata) -> Weights:
 
 
 def _scale_shapes(weight: PackedWeight, tensors: Tensors, config: Config) -> Shapes:
-    """Return the shapes that scales may have, () if unknown: [groups, outputs]. GPTQ packs codes along inputs, AWQ outputs."""
+    """Return the possible shapes of the scales, [groups, outputs], or () if unknown. GPTQ packs along inputs, AWQ along outputs."""
     settings, codes = declared(config), tensors[weight.codes]
     bits, size, zeros = settings.get("bits"), settings.get("group_size"), tensors.get(weight.part("qzeros"))
     if zeros is None or codes.dtype == "int16" or len(codes.shape) < 2:

@@ -45,9 +45,9 @@ class Layout(msgspec.Struct, frozen=True, eq=False):
     orphans: tuple[str, ...] = ()
     """Ends of the names of scales and zero points by which `check` recognizes them if their codes are missing."""
     proofs: tuple[str, ...] = ()
-    """Tensors that prove that a tensor with the unquantized weight's name holds codes."""
+    """Tensors whose presence proves that a tensor with the unquantized weight's name holds codes."""
     several: bool = False
-    """Whether codes stored as int8 or float8 may have several codes in an element."""
+    """Whether an element of codes in int8 or float8 may hold several codes."""
     fused_scale: str = ""
     """A scale of the whole tensor, or "". It should be equal in layers that runtimes fuse into one."""
     more_scales: tuple[str, ...] = ()

@@ -37,7 +37,7 @@ class Scheme(msgspec.Struct, frozen=True, eq=False):
     the weights, and None for weights whose tensors do not fit together. Raises UserError if a small tensor can't be read.
     """
     layouts: tuple[Layout, ...] = ()
-    """The names and shapes of the weights' tensors, which are known even of weights that can't be decoded."""
+    """The names and shapes of the weights' tensors, also of weights that can't be decoded."""
     rank: int = 0
     """Schemes are tried in the order of their ranks, then of their modules' names. A weight belongs to the first that reads it."""
     describing: tuple[str, ...] = ()
@@ -70,7 +70,7 @@ class Scheme(msgspec.Struct, frozen=True, eq=False):
     cache_formats: Callable[[Config], tuple[tuple[str, str, str], ...]] = lambda settings: ()
     """A function of the quantization settings in config.json that returns their formats of KV caches, as `KVCache.declared`."""
     own: bool = False
-    """Whether exports of this program store weights so, in formats of `core.dtypes`, such as `int8`."""
+    """Whether this is the scheme of this program's own exports, with formats of `core.dtypes` such as `int8`."""
 
 
 class CodedWeight(msgspec.Struct, frozen=True, gc=False):
