@@ -10,7 +10,7 @@ from dtype_engine.cli.request import RunRequest
 from dtype_engine.core.errors import UserError
 
 _MOST_TENSORS = 10_000
-"""The maximum number of tensors of a checkpoint that is compared with its architecture by default. This imports torch."""
+"""By default, a checkpoint with more tensors is not compared with its architecture, because this comparison imports torch."""
 
 
 @click.command(cls=ModelCommand, rules=False, runs=False)

@@ -145,7 +145,7 @@ def _sums(totals: Totals) -> dict[str, Any]:
 def _coverage(
     request: RunRequest, source: Source, checkpoint: Checkpoint | None
 ) -> tuple[Coverage | None, tuple[str, ...]]:
-    """Return how many of the model's tensors are in its files (None if unknown), and sentences about the missing ones.
+    """Return (how many of the model's tensors are in its files or None if unknown, sentences about the missing tensors).
 
     The architecture, whose import takes seconds, is only built if rules or options need it anyway, or if the index or the tensor
     names suggest that tensors are missing.

@@ -84,7 +84,7 @@ LEFT_OUT = _RUN_CODE | _WRITE_OR_DOWNLOAD | _READ_OTHER_FILES | _OF_THE_MACHINE
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Which models and files an agent may read by calling the server's tools."""
+    """The models and files that an agent may read by calling the server's tools."""
 
     folders: tuple[Path, ...]
     """The folders from which models and text files may be read."""

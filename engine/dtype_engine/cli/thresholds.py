@@ -84,7 +84,9 @@ threshold_options = with_options(
 
 
 def all_limits(values: Mapping[str, Any], metrics: Sequence[str]) -> tuple[Limit, ...]:
-    """Return the limits of all options for limits. The arguments and errors are those of `min_and_max_limits`."""
+    """Return the limits that all options set: `--min`, `--max` and options for a single figure, such as `--max-kl`. The arguments
+    and errors are those of `min_and_max_limits`.
+    """
     rows = sorted((row for row in FIGURES.values() if row.option), key=lambda row: row.option)
     single = (Limit(row.option, row.name, values[row.option]) for row in rows if values[row.option] is not None)
     return *single, *min_and_max_limits(values, metrics)

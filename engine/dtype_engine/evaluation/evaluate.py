@@ -30,7 +30,7 @@ _lock = threading.Lock()  # a cluster's worker may have several threads, but a p
 
 @dataclass
 class _ThisProcess:
-    """What this process keeps open."""
+    """The model or export, and the latest search for causes, that this process keeps for further tasks."""
 
     opened: tuple[specs.Opened, Session] | tuple[specs.Exported, OpenExport] | None = None
     """The open model or export with what it was opened for. There is only one, because memory may not have room for two."""
@@ -105,7 +105,7 @@ def _part_alone(session: Session, task: specs.PartAlone, cancelled: IsCancelled)
 
 
 def describe(session: Session) -> tuple[str, str]:
-    """Return hashes of an open model's weights and of its inputs. Raises UserError if the model can't be run."""
+    """Return (hash of an open model's weights, hash of its inputs). Raises UserError if the model can't be run."""
     from dtype_engine.runtime.scan.saved import Fingerprint
 
     if session.inputs is None:

@@ -32,7 +32,7 @@ class Opened:
     """The model and the inputs that a worker has to open."""
 
     model: str | None
-    """As the user named it, but with an absolute path; None for the demo."""
+    """The model as the user named it, but with an absolute path; None for the demo."""
     options: Options
     weights: str
     """The hash of the weights. A worker whose files have another hash refuses the model."""

@@ -108,8 +108,8 @@ def drifts(
 ) -> Iterator[tuple[int, DriftReport]]:
     """Measure several recipes, each with its settings. Yields (index of the recipe, report) as soon as one is measured.
 
-    over: the workers that measure. If None, this session does, and its model stays cast by the last recipe. Raises the errors
-    of `Session.drift`.
+    over: the workers that measure. If None, `session` measures, and its model stays cast by the last recipe. Raises the errors of
+    `Session.drift`.
     """
     tasks = [specs.RecipeDrift(*recipe) for recipe in recipes]
     if over is not None:

@@ -77,7 +77,9 @@ class Workers(AbstractContextManager["Workers"]):
         return fit
 
     def threads(self, threads: int | None, private: int) -> int:
-        """Return how many threads each worker gets: an equal part of `threads` if all are on this machine."""
+        """Return how many threads each worker gets: an equal part of `threads` if all workers are on this machine, otherwise
+        all.
+        """
         from dtype_engine.runtime.session.opening import threads_each
 
         pool = self.pool(private)

@@ -44,7 +44,7 @@ class CacheServing:
     """How to tell one runtime the formats of KV caches, and how the runtime would depart from them."""
 
     flags: tuple[str, ...] = ()
-    """The words for its command line, such as `--kv-cache-dtype` and `fp8`. Empty if no option can tell it the formats."""
+    """The words of the runtime's command line, such as `--kv-cache-dtype` and `fp8`. Empty if no option can set the formats."""
     problems: tuple[CacheProblem, ...] = ()
 
 

@@ -127,7 +127,7 @@ class Plan(msgspec.Struct, frozen=True):
     pending_classes: tuple[int, ...] = ()
     """Indices of the rules that select modules by class. They select nothing yet, because the model's classes are still unknown."""
     caches: Mapping[str, str] = msgspec.field(default_factory=dict)
-    """The formats that rules give to KV cache tensors, by name. The others keep the dtype that the model's code gives them."""
+    """The formats that rules give to KV cache tensors, by name. Other KV caches keep the dtype that the model's code gives them."""
     too_slow: tuple[int, ...] = ()
     """Indices of the rules whose patterns take too long to match. They select nothing in the plan."""
 

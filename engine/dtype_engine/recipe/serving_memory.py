@@ -91,7 +91,7 @@ def largest_context(
 
 
 def _largest(total: Callable[[int], float], budget: int, high: int) -> int:
-    """Return the largest number up to `high` whose total fits in the budget, or 0. total: never falls as the number grows."""
+    """Return the largest number up to `high` whose total fits in the budget, or 0. total: a function that never decreases."""
     low = 0
     while low < high:
         middle = (low + high + 1) // 2

@@ -8,7 +8,7 @@ from dtype_engine.core.tree import Module, Tree, ancestors, is_number
 
 
 class AlikeModules:
-    """Two modules are alike if they have the same class, the same children and the same tensors, in the same order, and if the
+    """Finds modules that are alike: They have the same class, the same children and the same tensors, in the same order, and the
     recipe gives their KV caches the same formats. Tensors are the same if their local names, shapes, kinds, stored and planned
     dtypes are equal.
     """

@@ -15,7 +15,7 @@ SHOWN = 20
 
 
 def check_text(report: CheckReport) -> str:
-    """Return the findings by kind, with the reason why each kind matters."""
+    """Return the report as text: the findings by kind, with the reason why each kind matters."""
     share = f"; {report.coverage}" if report.coverage is not None else ""
     read = [plural(report.tensors, "header"), plural(report.scales, "tensor") + " of scales"]
     read += [f"the values of {plural(report.values, 'tensor')}"] if report.values is not None else []

@@ -121,7 +121,7 @@ def suggestion(rules: Sequence[str]) -> str:
 
 
 def remedy_words(remedy: LossRemedy) -> str:
-    """Return `tried: SQNR 3.33 dB → 47.10 dB, planned 42.43 MiB → 42.43 MiB`, or why the rules were not tried."""
+    """Return words such as `tried: SQNR 3.33 dB → 47.10 dB, planned 42.43 MiB → 42.43 MiB`, or why the rules were not tried."""
     size = f"planned {human_bytes(remedy.planned_bytes_before)} → {human_bytes(remedy.planned_bytes)}"
     if remedy.before is None or remedy.after is None:
         return f"not tried: {printable(remedy.reason, 400)}; {size}"

@@ -39,7 +39,7 @@ class Shown(msgspec.Struct, frozen=True):
 
 
 class Figure(msgspec.Struct, frozen=True):
-    """A row of the table."""
+    """A number that describes a drift. It is a row of the table `FIGURES`."""
 
     name: str
     """The key in JSON and in recipe files, and the name for `--min` and `--max`."""
@@ -125,7 +125,7 @@ def kl_error(output: OutputDrift, extent: Extent) -> float | None:
 
 
 def kl_text(output: OutputDrift, extent: Extent) -> str | None:
-    """Return the mean KL as `1.234e-03 ± 2e-05 nats`."""
+    """Return the mean KL, such as `1.234e-03 ± 2e-05 nats`, or None if it was not measured."""
     error = kl_error(output, extent)
     return None if output.kl_mean is None else f"{output.kl_mean:.3e}{'' if error is None else f' ± {error:.0e}'} nats"
 

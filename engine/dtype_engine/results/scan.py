@@ -25,8 +25,8 @@ class WeightScore:
     score: float
     """The drift of the output in the unit of the `ScanReport`; infinity if the output is not finite."""
     error: float | None = None
-    """The standard error over sequences or, for a single sequence, over backward passes. About 95 % of exact scores are
-    within two.
+    """The standard error over sequences or, for a single sequence, over backward passes. About 95 % of exact scores are within two
+    standard errors.
     """
 
 
@@ -60,7 +60,7 @@ class ScanReport:
     activations: Literal["none", "weights"] = "none"
     """The setting `quantize_activations` with which the scan was made."""
     coverage: Coverage | None = None
-    """None if no checkpoint was loaded."""
+    """How many of the model's tensors are in its files. None if no checkpoint was loaded."""
     loader: str = "own"
     """The program whose formats a search takes by default: "transformers" for a checkpoint of transformers, otherwise "own"."""
 
@@ -142,7 +142,7 @@ class SearchReport:
     metrics: tuple[MetricChange, ...] = ()
     """The user's own metrics under the recipe."""
     coverage: Coverage | None = None
-    """None if no checkpoint was loaded."""
+    """How many of the model's tensors are in its files. None if no checkpoint was loaded."""
     context: int | None = None
     """The number of tokens in each sequence of the KV caches if the planned bytes include them, otherwise None."""
     cache_bytes: int = 0

@@ -52,5 +52,5 @@ class ServingMemory:
 
     @property
     def fits(self) -> bool | None:
-        """None without a budget."""
+        """Whether `total_bytes` is at most `budget`. None without a budget."""
         return None if self.budget is None else self.total_bytes <= self.budget

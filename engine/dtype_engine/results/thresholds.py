@@ -42,7 +42,7 @@ class Verdict(msgspec.Struct, frozen=True):
     """Whether a measured drift meets one limit."""
 
     name: str
-    """`Limit.option`."""
+    """The `option` of the limit."""
     limit: float
     value: float | None
     """The measured value, or None if it was not measured."""

@@ -34,7 +34,7 @@ _MOST_STATES = 20_000
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One possible dtype of an `Item`, with the size of its weights in this dtype, and the drift that a scan predicts for it."""
+    """One possible dtype of an `Item`, with the size of the item's weights in this dtype, and the drift that a scan predicts."""
 
     dtype: str
     bytes: int
@@ -159,7 +159,7 @@ def _cache_choices(
 
 
 def written_dtype(tree: Tree) -> str:
-    """Return the dtype that a KV cache is assumed to have without a rule: that of most weights, or bfloat16."""
+    """Return the dtype that a KV cache is assumed to have without a rule: the dtype of most weights, or bfloat16."""
     most = next(iter(tree.totals()[""].mix()), ("", 0.0))[0]
     return most if most in dtypes.COMPUTE_DTYPES else "bfloat16"
 
@@ -228,7 +228,7 @@ def _undominated(choices: Iterable[Choice]) -> tuple[Choice, ...]:
 
 @dataclass
 class ParetoFront:
-    """The Pareto front of bytes against predicted drift. It begins with the smallest dtypes; each point enlarges one item's."""
+    """The Pareto front of bytes against predicted drift. From each point to the next, one item gets a larger dtype."""
 
     items: Sequence[Item]
     fixed: int = 0
@@ -277,7 +277,7 @@ class ParetoFront:
         return self.solution(start)
 
     def smallest_reaching(self, most: float) -> Solution | None:
-        """Return the smallest solution whose predicted drift is at most `most`, or None if no solution reaches that."""
+        """Return the smallest solution whose predicted drift is at most `most`, or None if there is no such solution."""
         index = bisect.bisect_left(range(len(self.points)), True, key=lambda at: self._score(self._chosen(at)) <= most)
         if index == len(self.points):
             return None

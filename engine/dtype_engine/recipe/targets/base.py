@@ -179,9 +179,9 @@ class Quantizer(Target):
     title: ClassVar[str]
     """The tool's name in sentences."""
     kinds: ClassVar[frozenset[str]]
-    """The module classes whose `weight` it quantizes."""
+    """The module classes whose `weight` the tool quantizes."""
     formats: ClassVar[Collection[str]]
-    """The dtypes to which it quantizes."""
+    """The dtypes to which the tool quantizes."""
     by_transformers: ClassVar[bool] = True
     """Whether transformers loads the model, which keeps modules in float32 if the model's code requires this."""
 

@@ -18,7 +18,7 @@ _FORMATS = tuple(
     for name in DESCRIBED
     if (blocks := dtypes.BY_NAME[name].blocks) is None or blocks.rule in ("amax", "compressed-tensors")
 )
-"""The formats in which llm-compressor quantizes to the same values as this program. It has only one of the rules for MX scales."""
+"""The formats that llm-compressor quantizes to the same values as this program, which include one of the rules for MX scales."""
 
 
 class LlmCompressor(Quantizer):
