@@ -59,7 +59,7 @@ class Activity:
 
     @property
     def queue(self) -> str:
-        """The words for the waiting jobs, such as "scan, writing". One measurement behind another is not worth a word."""
+        """The words for the waiting jobs, such as "scan, writing". A measurement that waits for another is omitted."""
         shown = (name for name in self.waiting if not (name == self.running == "measure"))
         return ", ".join(row_of(name).waiting for name in shown)
 
@@ -71,8 +71,8 @@ class Activity:
             self.waiting += (job,)
 
     def begin(self, what: str, share: float | None = None, job: str = "") -> None:
-        """Record what the engine is doing. share: the fraction that is done. job: of which this is a step; by default the part of
-        `what` before the colon, as in `measuring: reference`.
+        """Record what the engine is doing. share: the fraction that is done. job: the job that this belongs to; by default, the
+        part of `what` before the colon, as in `measuring: reference`.
         """
         self._pace.follow(job or what.partition(":")[0], share)
         self.busy, self.what, self.share = True, printable(what), share  # an engine elsewhere may send anything

@@ -38,7 +38,7 @@ class Preview:
     overrides: str = ""
     """The rules that the typed rule would override, such as `6 tensors of rule 1`, or ""."""
     fused: str = ""
-    """What happens to other weights that an inference runtime fuses with these, such as `k_proj, v_proj: new scale`, or ""."""
+    """What happens to other weights that inference runtimes fuse with the cast ones, such as `k_proj, v_proj: new scale`, or ""."""
     caches: int = 0
     """How many tensors of KV caches the rule would give a format."""
     counts: tuple[int, ...] = ()
