@@ -123,7 +123,7 @@ _FAMILIES = {
         _WINDOW_FIELDS, {"pad_token_id": None},
     ),
 }  # fmt: skip
-"""By `general.architecture`, except `mixtral` and `mistral`: their files say "llama", and have a number of experts or a window."""
+"""Keyed by `general.architecture`, except `mixtral` and `mistral`: their files say "llama", and give experts or a window."""
 _BY_MODEL_TYPE = {family.model_type: family for family in _FAMILIES.values()}
 
 

@@ -326,7 +326,7 @@ class HubModel:
 
     def _files(self, matches: Callable[[str], bool], beside: bool = False) -> list[str]:
         """Return the files whose names match, in the address's folder and in the components of a pipeline there. beside: whether
-        the address is a file, whose folder is meant.
+        the address is a file, so that the file's folder is searched.
         """
         folder = self.address.path.rpartition("/")[0] if beside else self.address.path
         at = f"{folder}/" if folder else ""

@@ -82,7 +82,7 @@ def written(path: Path) -> Iterator[Path]:
 
 
 def _beside(path: Path) -> Path:
-    """Return the path of this thread's temporary file for `path`. It ends as the temporary files of huggingface_hub do."""
+    """Return the path of this thread's temporary file for `path`. Its name ends like those of huggingface_hub's temporary files."""
     return path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.incomplete")
 
 

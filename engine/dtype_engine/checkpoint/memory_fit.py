@@ -18,7 +18,7 @@ _STEP, _MOST_TIMED, _TIMED_S = 1 << 20, 256 << 20, 0.3
 
 
 def why_no_pass(checkpoint: Checkpoint, options: ModelOptions) -> str | None:
-    """Return the sentence of `shortfall` if a checkpoint is not run with these options, or None if it is run."""
+    """Return why a checkpoint is not run with these options (the sentence of `shortfall`), or None if it is run."""
     if options.over_memory and not checkpoint.headers_alone:
         return None
     return shortfall(checkpoint, options.max_memory)

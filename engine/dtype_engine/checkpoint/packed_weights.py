@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dtype_engine.checkpoint.schemes.layout import PackedWeight
 
 NOT_CODES = frozenset({"float64", "float32", "bfloat16", "float16", "int64", "bool"})
-"""The dtypes in files without quantized weights. Every scheme has a tensor of another dtype: the codes, or what describes them."""
+"""The dtypes of plain weights. Every quantized weight has a tensor of another dtype: its codes, or one that describes them."""
 _SCALE_WORD = re.compile(
     r"scal(e|ing)|zero|absmax|quant|codebook|g_idx|_shift|^q?biases$|^s$|^S[UV]$|^smooth_|^weight_bias$|^(proj|lora)_(up|down)$"
 )

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Scanning:
-    """The values of `_scan_options`."""
+    """The values of the options in `_scan_options`."""
 
     family: str | None
     dtype_names: str | None

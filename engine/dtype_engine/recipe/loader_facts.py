@@ -35,7 +35,7 @@ class LoaderFacts:
     plain: Outcome
     """The outcome without further arguments."""
     plain_same_in: Container[str]
-    """The dtypes in `config.json` with which `plain` does not hold, because the values are the same."""
+    """The dtypes in `config.json` with which the loaded values are the same, so that `plain` does not apply."""
     dequantized: Outcome
     """The outcome with `CompressedTensorsConfig(dequantize=True)`."""
     dequantized_same_in: Container[str]

@@ -71,7 +71,9 @@ class _Export:
     """The entries of `quantised` that the export stores in a layout that other programs read."""
 
     def source(self, vllm: str, sglang: str = "") -> str:
-        """Return the path of a file in the runtime's source code. vllm: in vLLM. sglang: in SGLang, if it is another one."""
+        """Return the path of a file in the runtime's source code. vllm: its path in vLLM. sglang: its path in SGLang if it
+        differs.
+        """
         return f"{_VLLM}/{vllm}" if self.runtime == "vllm" else f"{_SGLANG}/{sglang or vllm}"
 
 
@@ -166,7 +168,7 @@ def _one_scale(export: _Export) -> Iterator[Finding]:
 
 
 def _blocks_of_merged(export: _Export) -> Iterator[Finding]:
-    """Yield a finding for each group of fused weights if a block would span two: `validate_fp8_block_shape` raises for it."""
+    """Yield a finding for each group of fused weights if a block would span two weights: `validate_fp8_block_shape` raises."""
     tree, source = export.context.tree, export.source("utils/fp8_utils.py: validate_fp8_block_shape", "fp8_utils.py")
     for group in fused_groups(name for name, dtype in export.written.items() if _block_rows(dtype) > 1):
         dtype = export.written[group[0]]

@@ -8,9 +8,9 @@ from dtype_engine.core.tree import Module, Tree, ancestors, is_number
 
 
 class AlikeModules:
-    """Finds modules that are alike: They have the same class, the same children and the same tensors, in the same order, and the
-    recipe gives their KV caches the same formats. Tensors are the same if their local names, shapes, kinds, stored and planned
-    dtypes are equal.
+    """Finds modules that are alike. Such modules have the same class, the same children and the same tensors, in the same order,
+    and the recipe gives their KV caches the same formats. Tensors are the same if their local names, shapes, kinds, stored and
+    planned dtypes are equal.
     """
 
     def __init__(self, tree: Tree, planned: Mapping[str, str], caches: Mapping[str, str] | None = None) -> None:

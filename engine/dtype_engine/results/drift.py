@@ -95,7 +95,7 @@ class ModuleDrift:
 
     name: Name
     sqnr_db: float | None
-    """In dB, infinity if the outputs are equal. None if they can't be compared, for example if an expert got other tokens."""
+    """The SQNR in dB; infinity for equal outputs. None if they can't be compared, for example if an expert got other tokens."""
     max_abs: float
     """The largest absolute difference, in the output's own unit."""
     nonfinite: int

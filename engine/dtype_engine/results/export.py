@@ -99,7 +99,9 @@ class VerifyReport:
     model: str
     rules: tuple[str, ...]
     tensors: int
-    """How many tensors were compared bit for bit. Other loaders read both sides, so that an error of our reader can't hide one."""
+    """How many tensors were compared bit for bit. Other loaders read both sides, so an error of our reader can't hide a
+    difference.
+    """
     nbytes: int
     differences: tuple[TensorDifference, ...]
     seconds: float

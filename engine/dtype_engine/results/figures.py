@@ -49,7 +49,7 @@ class Figure(msgspec.Struct, frozen=True):
     with_error: Callable[[float, float | None], str] | None = None
     """Formats the value with its standard error, whose name ends in `_se`, in views without a form of their own."""
     unit: str = ""
-    """The unit behind values in messages about limits. " %": the value is a share from 0 to 1."""
+    """The unit after values in messages about limits. " %": the value is a share from 0 to 1."""
     better: Literal["less", "more"] | None = None
     about: About = "values"
     """What the figure compares: values of the output, its distributions at each position, or its predictions of the next token."""
@@ -187,7 +187,7 @@ def psnr_and_ssim(output: OutputDrift) -> str | None:
 
 
 def _ssim_or_blank(output: OutputDrift, _: Extent) -> str | None:
-    """Return the SSIM as text, "" for a picture that is too small for it, so that columns stay, or None without pictures."""
+    """Return the SSIM as text, "" if the picture is too small for an SSIM (columns then stay aligned), or None without pictures."""
     ssim = "" if output.ssim is None else f"{output.ssim:.5f}"
     return None if output.psnr_db is None else ssim
 

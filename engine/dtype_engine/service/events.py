@@ -71,7 +71,7 @@ class ModelReady(Event, frozen=True):
     provenance: tuple[str, ...] = ()
     """As in `HeadersRead`."""
     reference: str = "float32"
-    """What drift is measured from: "float32", "as stored (bfloat16)", or the path or name of another checkpoint."""
+    """The reference of the drift: "float32", "as stored (bfloat16)", or the path or name of another checkpoint."""
 
 
 class InputsReady(Event, frozen=True):
@@ -175,7 +175,7 @@ class JobDone(Event, frozen=True):
     ask: Ask
     """The command to which this is the answer."""
     result: object
-    """Its type is the one that the job's function `run` returns."""
+    """The result, of the type that the job's function `run` returns."""
 
 
 class ExportPlanned(Event, frozen=True):

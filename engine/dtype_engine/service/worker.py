@@ -89,7 +89,7 @@ class Worker(Engine):
         """Cancelling this token stops the running command. Each command gets a new token."""
         self._closing = threading.Event()
         self._model: OpenModel | None = None
-        """Set once, before `_opened` is set."""
+        """The opened model. It is set once, before `_opened` is set."""
         self._opened = threading.Event()
         """Set when the model is open, and by `close`."""
         self._planned_losses = PlannedLosses()

@@ -42,7 +42,7 @@ class Activity:
         self._pace = JobPace(self._clock)
 
     def now(self) -> tuple[str, float | None]:
-        """Return what the engine is doing, or "" if it is idle, and which fraction of it is done, if known."""
+        """Return (what the engine is doing or "" if it is idle, the fraction that is done or None if unknown)."""
         return (self.what, self.share) if self.busy else ("", None)
 
     @property
@@ -71,7 +71,7 @@ class Activity:
             self.waiting += (job,)
 
     def begin(self, what: str, share: float | None = None, job: str = "") -> None:
-        """Record what the engine is doing. share: the fraction that is done. job: the job that this belongs to; by default, the
+        """Record what the engine is doing. share: the fraction that is done. job: the job to which `what` belongs; by default, the
         part of `what` before the colon, as in `measuring: reference`.
         """
         self._pace.follow(job or what.partition(":")[0], share)

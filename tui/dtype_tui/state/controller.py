@@ -85,7 +85,7 @@ class Controller:
 
     @property
     def unsaved_rules(self) -> int:
-        """The number of rules of the recipe, or 0 if the user has saved it or gave it on the command line."""
+        """The number of rules of the recipe, or 0 if it is saved or from the command line, or if the session is read-only."""
         return 0 if self.read_only or self.experiment.recipe == self._saved_recipe else len(self.experiment.recipe)
 
     # -- events of the engine ------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ class Controller:
     # -- the start -----------------------------------------------------------------------------------------------
 
     def begin(self, launch: Launch) -> None:
-        """Restore the saved session, if any. Then apply the recipe from the command line and, once its module classes are known,
+        """Restore the saved session, if any. Then apply the recipe from the command line and, once the module classes are known,
         the preset.
         """
         recipe, saved = launch.recipe, launch.saved

@@ -62,7 +62,7 @@ class ModelFacts(msgspec.Struct, frozen=True):
     """The machine that holds the model, or "" for this one."""
     inputs: str = ""
     inputs_summary: InputsSummary | None = None
-    """None until the engine has prepared the inputs."""
+    """The inputs on which the model runs. None until the engine has prepared them."""
     no_forward: str | None = None
     """Why the model can't run, or None if it can."""
     no_text: str | None = None
@@ -220,7 +220,7 @@ class Experiment:
 
     def refusal(self, rule: Rule) -> str | None:
         """Return why a rule is refused: it matches nothing in this model, or takes too long to match. None if the rule matches
-        something, or may match what is not known yet.
+        something, or may do so once the model is loaded.
         """
         plan = make_plan(self.tree, self.recipe.then(rule))
         last = len(plan.recipe) - 1

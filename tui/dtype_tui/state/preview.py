@@ -29,12 +29,12 @@ class Preview:
     """Names of the tensors that the rule would cast."""
     elements: int
     bytes_before: int
-    """Bytes of these tensors under the current recipe."""
+    """Bytes of `tensors` under the current recipe."""
     bytes_after: int
     uncastable_count: int
     """Number of matching tensors that the rule does not cast."""
     uncastable: str
-    """The first such tensor and the reason, as text, or ""."""
+    """The first matching tensor that the rule does not cast, and the reason, as text, or ""."""
     overrides: str = ""
     """The rules that the typed rule would override, such as `6 tensors of rule 1`, or ""."""
     fused: str = ""

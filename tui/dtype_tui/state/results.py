@@ -22,13 +22,13 @@ class Losses(msgspec.Struct, frozen=True, dict=True):
     """How many values of each weight the casts of a recipe make infinite, clip or make zero."""
 
     values: tuple[ValueLoss, ...] | None = None
-    """One entry per weight with such values. None while they are unknown."""
+    """One entry per weight that loses values. None while they are unknown."""
     reason: str = ""
     """Why `values` is None, or "" if the engine has yet to find the values."""
 
     @cached_property
     def marks(self) -> Mapping[str, str]:
-        """The mark in the tree, such as `⚠ 64 inf 12 zero`, of each tensor with such values and each module above it, by name."""
+        """The mark in the tree, such as `⚠ 64 inf 12 zero`, of each tensor that loses values and each module above it, by name."""
         if not self.values:
             return {}
         from dtype_tui.rendering.loss_text import loss_marks

@@ -51,7 +51,7 @@ class Layout(msgspec.Struct, frozen=True, eq=False):
     fused_scale: str = ""
     """A scale of the whole tensor, or "". It should be equal in layers that runtimes fuse into one."""
     more_scales: tuple[str, ...] = ()
-    """Further tensors of scales."""
+    """Further tensors that hold scales of the weight."""
     exponents: bool = False
     """Whether scales stored as bytes are exponents of two."""
     signed: bool = False

@@ -77,9 +77,9 @@ class CodedWeight(msgspec.Struct, frozen=True, gc=False):
     """A weight that the files store as codes, with the scales and other tensors that turn codes into values."""
 
     name: str
-    """Its name in the unquantized checkpoint, such as `model.layers.0.mlp.down_proj.weight`."""
+    """The weight's name in the unquantized checkpoint, such as `model.layers.0.mlp.down_proj.weight`."""
     shape: tuple[int, ...]
-    """Its shape in the unquantized checkpoint: [out, in], or [experts, out, in] for stacked experts."""
+    """The weight's shape in the unquantized checkpoint: [out, in], or [experts, out, in] for stacked experts."""
     scheme: Scheme
     format: str
     """The format: `gptq:int4@g128` or `fp8:e4m3@128x128`, for example, or a format of `core.dtypes` such as `nvfp4` if `own`."""
