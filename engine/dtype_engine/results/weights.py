@@ -26,7 +26,7 @@ class WeightError:
     overflowed: int
     """Number of values that are finite before the cast and infinite after it."""
     saturated: int
-    """Number of values that are infinite before the cast and the dtype's largest value after it."""
+    """Number of values that are infinite or too large before the cast, and the dtype's largest value after it."""
     underflowed: int
     """Number of values that are not zero before the cast and zero after it."""
     subnormal: int

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dtype_engine.runtime.session.session import Session
 
 _MOST_KEPT = 20
-"""The maximum number of saved scans that are kept, besides the one that is being saved."""
+"""The maximum number of earlier saved scans that are kept when a scan begins."""
 
 
 class ManyRuns:
