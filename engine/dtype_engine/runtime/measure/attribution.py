@@ -119,7 +119,9 @@ class Attribution:
     behavior: ModelBehavior = field(default_factory=ModelBehavior)
     """Facts about the model that were observed during its passes, such as which modules have side effects."""
     known: dict[Part, PartDrift] = field(default_factory=dict)
-    """The measurements of a cancelled `report` of the same casts, settings and inputs, which the next `report` does not repeat."""
+    """The results of earlier `report` calls with the same casts, settings and inputs that were cancelled. The next `report` does
+    not measure these parts again.
+    """
     _bases: list[_Base] = field(default_factory=list)
     _passes: int = 0
     _done: int = 0
@@ -131,12 +133,13 @@ class Attribution:
         elsewhere: MeasureParts | None = None,
         on_causes: OnCauses = ignore,
     ) -> AttributionReport:
-        """Measure every module or subtree, and return a report. elsewhere: measures them in other processes.
+        """Measure every module or subtree, and return a report. elsewhere: measures them in other processes; if None, they are
+        measured in this process.
 
         `on_progress(done, total)` is called with the numbers of finished and of all measurements, and `on_causes` after each
         measurement with the contributions found so far. Once a subtree is split, its measured children replace it in these
-        contributions. Raises NoForward, KernelError and Cancelled, and UserError under `torch.autocast`, whose casts belong to no
-        weight.
+        contributions. Raises NoForward, KernelError and Cancelled, and UserError under `torch.autocast`, because its casts belong
+        to no weight.
         """
         if self.settings.autocast is not None:
             raise UserError(f"causes can only be found in the weights' dtypes: {hint('no-autocast')}")
@@ -188,7 +191,7 @@ class Attribution:
 
     @property
     def _drifting(self) -> frozenset[int]:
-        """The `id`s of the weights whose casts change results: the weight or the activations that it multiplies are rounded."""
+        """The `id`s of the weights whose casts change results: the weight, or the activations multiplied by it, are rounded."""
         rounds = self.settings.quantize_activations == "weights"
         return frozenset(
             key
@@ -227,8 +230,8 @@ class Attribution:
         return _Base(batch, output, kept, ran.cache, uses, masks)
 
     def _contributions(self, run: MeasureParts, whole: float, on_part: _OnPart) -> list[Contribution]:
-        """Return the contribution of each module. If there are too many modules, return those of subtrees instead; subtrees that
-        drift most are split.
+        """Return the contribution of each module. If there are more than `MOST_PASSES` modules, return those of subtrees instead,
+        and split the subtrees that drift most.
         """
         modules = list(dict.fromkeys(name for base in self._bases for name in base.uses))
         if len(modules) <= MOST_PASSES:

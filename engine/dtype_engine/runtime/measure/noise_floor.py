@@ -34,7 +34,7 @@ ENOUGH_POSITIONS = 256
 """The noise floor is measured over as many batches as it needs to compare this many output rows, such as tokens."""
 _SAME_ROWS = 1e-2
 _MORE_THAN_ROUNDING = 1e-3
-"""A relative difference of a row (60 dB) that is larger than those that the order of float32 sums makes in most rows."""
+"""The limit on a row's relative difference (60 dB). Adding float32 numbers in another order makes a smaller one in most rows."""
 _RUNS = 4
 """How many runs the progress counts for each batch: the reference, another attention, and two for a batch of two."""
 
@@ -103,8 +103,9 @@ def _variants(
 
 
 def _attempt(runner: ForwardRunner, batch: Batch, reference: torch.Tensor, times: int) -> torch.Tensor | None:
-    """Run the reference on a batch in which each input occurs `times` times. Returns the main output for the first copy, or None if
-    the run fails or the copies have different outputs. reference: the main output for the inputs without repetition.
+    """Run the reference on `batch`, in which each input occurs `times` times. Returns the main output for the first copy, or None
+    if the run fails, if the copies have different outputs, or if most rows differ from `reference` by more than rounding.
+    reference: the main output for the inputs without repetition.
     """
     try:
         output = main_output(runner.reference(runner.reference_call(batch)).output)[1]

@@ -20,8 +20,8 @@ class MeasurementProgress:
     """Reports how many input elements a measurement has finished, counted over all passes. The finished fraction of a running pass
     is estimated from its module calls.
 
-    calls: the number of module calls in a pass, by whether it observes all modules, which is updated after each pass. modules: the
-    number of the model's modules, which serves as an estimate before the first pass.
+    calls: the number of module calls in a pass, by whether the pass observes all modules. This object updates it after each pass.
+    modules: the number of the model's modules, which serves as an estimate before the first pass.
     """
 
     def __init__(self, on_progress: OnProgress, batches: Sequence[Batch], calls: dict[bool, int], modules: int) -> None:

@@ -115,8 +115,8 @@ class MetricMeter:
     ) -> tuple[MetricChange, ...]:
         """Return the value of each metric in the reference run and with the model as it is currently cast.
 
-        on_progress: called like that of a `MeasurementListener`, but with numbers of examples instead of elements. Raises UserError
-        if a metric fails or does not return numbers, and NoForward, KernelError, Cancelled.
+        `on_progress(what, done, total)` is called with the run and the metrics, such as "candidate, accuracy", and with numbers of
+        batches. Raises UserError if a metric fails or does not return numbers, and NoForward, KernelError, Cancelled.
         """
         with ForwardRunner(self.model, settings, cancelled, watch=False, behavior=self.behavior) as runner:
             if self._reference is None:

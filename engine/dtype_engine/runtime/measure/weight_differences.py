@@ -56,7 +56,7 @@ class TwoCheckpoints:
         self.reference = reference
         self.candidate = candidate
         self.pairing: Pairing = pair_weights(reference, candidate, options)
-        """Which weight of one checkpoint belongs to which of the other, and which weights only one of the checkpoints has."""
+        """The pairs of the same weight in both checkpoints, and the weights that only one of the checkpoints has."""
         self._heads = _heads((reference.config, candidate.config))
         self._watch = Watch((*reference.identities, *candidate.identities))
 
@@ -150,7 +150,7 @@ class TwoCheckpoints:
 
 def _stored(checkpoint: Checkpoint, name: str) -> tuple[object, list[ByteRange]] | None:
     """Return how a checkpoint stores a weight (for example its format and shape), and the byte ranges of its tensors in the files.
-    Weights that are stored alike with equal bytes have equal values. Returns None if a tensor's bytes are not contiguous in a file.
+    Two weights with equal formats and equal bytes have equal values. Returns None if a tensor's bytes are not contiguous in a file.
     """
     coded = checkpoint.coded.get(name)
     if coded is not None:
