@@ -26,7 +26,7 @@ _ALWAYS = Fixed("always", True)
 
 
 class NotIndependent(Cancelled):
-    """Raised if a forward pass changes the model's state, so passes that run side by side would see each other's changes."""
+    """Raised if a forward pass changes the model's state. Other passes that run side by side would see these changes."""
 
 
 class SideBySide:

@@ -39,7 +39,7 @@ _WITH_TENSORS = ("_parameters", "_buffers", "_modules")
 
 @contextmanager
 def stored_values(model: LiveModel) -> Iterator[None]:
-    """Let the parameters of `model` hold their stored values in the `with` block. On the CPU, this copies no data."""
+    """Let the parameters of `model` hold their stored values in the `with` block. On the CPU, no data is copied."""
     changed = [weight for weight in model.weights.values() if weight.differs]
     try:
         for weight in changed:

@@ -23,7 +23,9 @@ from dtype_engine.runtime.modes.weight_mode import WeightMode
 
 
 def companions_of(operation: Sequence[str], weights: Mapping[str, Weight]) -> tuple[str, tuple[str, ...]]:
-    """Return (the smallest weight of an operation, the last one if several are equal; the other weights that can be cast)."""
+    """Return (the smallest weight of an operation, the last one if several are equally small; the other weights that can be cast).
+    operation: the names of the operation's weights.
+    """
     smallest = min(reversed(operation), key=lambda name: weights[name].info.numel)
     return smallest, tuple(name for name in operation if name != smallest and weights[name].info.castable)
 
@@ -41,7 +43,8 @@ def added_drift(drift_of: Callable[[tuple[str, ...]], float], name: str, compani
 class CompanionsMode(TorchFunctionMode):
     """Observes which weights are used together in one operation, and stores the companions of each smallest weight in `found`.
 
-    mode: the WeightMode that runs the pass. It must be entered after this mode, so that this mode sees the pass's operations.
+    mode: the WeightMode that runs the pass. It must be entered after the CompanionsMode, which then sees the operations of the
+    pass.
     """
 
     def __init__(self, found: dict[str, tuple[str, ...]], mode: WeightMode) -> None:

@@ -32,7 +32,7 @@ from dtype_engine.runtime.scan.weight_ops import ValueRead
 MOST_PASSES = 128
 """Maximum number of passes over a sequence that measure single weights, each in one dtype."""
 _MOST_READ = 2
-"""At most this many weights are measured because their output dtype is read: those whose output dtype is read first."""
+"""At most this many weights are measured because the model's code reads the dtype of their operations' outputs: the first ones."""
 _NOISE = 4.0
 """A drift is attributed to casts only if it is more than this many times as large as the drift of a pass without casts."""
 
@@ -142,8 +142,9 @@ def _bits(dtype: str) -> int:
 def weights_to_measure(
     read: Iterable[str], wanted: Mapping[str, Sequence[str]], sequence: int, sequences: int
 ) -> list[Key]:
-    """Return the (weight, dtype) pairs to measure in the sequence with the index `sequence`. read: the weights whose output dtype
-    the model's code read, in the order of the pass. wanted: the dtypes in which each weight is scored.
+    """Return the (weight, dtype) pairs to measure in the sequence with the index `sequence`, of `sequences` in all. read: the
+    weights of operations of whose output the model's code read the dtype, in the order of the pass. wanted: the dtypes in which
+    each weight is scored.
 
     If there are few sequences, each measures all pairs. If there are many, each measures at most one pair: for n pairs, sequences 0
     to n - 1 measure one each, sequence n measures none, and so on, so that the average is below one pass per sequence.

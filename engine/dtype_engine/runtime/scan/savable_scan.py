@@ -56,7 +56,7 @@ class SavableScan(ABC):
         """Return all results in the form in which they are saved."""
 
     def write(self, path: Path) -> None:
-        """Save all results. Raises UserError if the file can't be written."""
+        """Save all results in the file `path`. Raises UserError if it can't be written or holds a different scan."""
         self._seen = scan_file.write_joined(path, self.saved(), self._seen)
 
     def save_if_wanted(self) -> None:

@@ -92,7 +92,7 @@ def _digest(value: Any, into: Any) -> None:
 
 @dataclass(frozen=True)
 class SavedScan:
-    """The content of a saved scan: its results, and the model, inputs, dtypes and settings for which they are valid."""
+    """The content of a saved scan: its results, and the model, inputs, dtypes and settings for which the results are valid."""
 
     fingerprint: Fingerprint
     draws: int

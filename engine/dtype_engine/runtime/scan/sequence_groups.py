@@ -88,7 +88,7 @@ class SequenceGroups:
 
 
 def _first_of(indexes: list[int], nbytes: Callable[[int], float], room: float) -> list[int]:
-    """Return the first sequences, as many as take at most `room` bytes together, but at least one."""
+    """Return as many of the first `indexes` as take at most `room` bytes together, at least one. nbytes: the bytes of an index."""
     taken, total = list[int](), 0.0
     for index in indexes:
         total += nbytes(index)
