@@ -85,7 +85,7 @@ def tied_notice(tied: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def split_notice(items: Sequence[ExportTensor]) -> tuple[str, ...]:
-    """Return a notice if vLLM and SGLang will refuse weights that they fuse, such as query and key, in different formats."""
+    """Return a notice if vLLM and SGLang will refuse several formats for weights that they fuse, such as query and key."""
     planned = {item.name: item.dtype for item in items}
     groups = split_groups(planned)
     if not groups:

@@ -44,11 +44,12 @@ _NONE: Mapping[str, float] = {}
 
 
 def of_checkpoint(checkpoint: Checkpoint, title: str, recipe: Recipe, options: Options | None = None) -> Contents:
-    """Return the planned contents of an export of a checkpoint under a recipe and the settings in `options`. Only file headers
-    are read. If the architecture is known, the model is built without data to find module classes and tied weights.
+    """Return the planned contents of an export of a checkpoint under a recipe and the settings in `options`. Only file headers are
+    read. If the architecture is known, the model is built without data to find module classes and tied weights. title: the name of
+    the model, for reports and errors.
 
-    Raises UserError for a rule that matches nothing, for a weight that can't be stored in its planned dtype, and if the weights
-    are not on this machine.
+    Raises UserError for a rule that matches nothing, for a weight that can't be stored in its planned dtype, and if the weights are
+    not on this machine.
     """
     checkpoint.need_values()
     if checkpoint.lost:

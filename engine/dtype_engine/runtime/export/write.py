@@ -108,8 +108,9 @@ def write_file(
 ) -> None:
     """Write a safetensors file with the weights `items`. Several threads each write one weight at a time.
 
-    lost: a list to which an entry is added for each weight whose cast makes values infinite or zero, in any order. If None, such
-    values are not counted. Raises Cancelled, UserError and OSError.
+    metadata: the header's entry `__metadata__`. lost: a list to which an entry is added for each weight whose cast makes values
+    infinite or zero, or saturates them, in any order. If None, such values are not counted. Raises Cancelled, UserError and
+    OSError.
     """
     head, starts = header([entry for item in items for entry in item.entries], metadata)
     threads = min(_MOST_THREADS, torch.get_num_threads())
@@ -144,8 +145,8 @@ class _Target:
 
 
 def _write_item(out: _Target, starts: Mapping[str, int], lost: list[ValueLoss] | None, item: ExportTensor) -> None:
-    """Write the tensors that store a weight. starts: the file offset of each tensor, by name. If the cast makes values infinite or
-    zero, append their counts to `lost`.
+    """Write the tensors that store a weight. starts: the file offset of each tensor, by name. lost: gets an entry if the cast makes
+    values infinite or zero, or saturates them; if None, they are not counted.
     """
     offsets = [starts[entry.name] for entry in item.entries]
     if item.input_scale is not None:
@@ -169,8 +170,8 @@ def _write_item(out: _Target, starts: Mapping[str, int], lost: list[ValueLoss] |
 def _write_tensor(
     values: torch.Tensor | Pieces, dtype: torch.dtype, out: _Target, at: int, counter: LossCounter | None
 ) -> None:
-    """Cast `values` to `dtype` and write them from the file offset `at` on, a block at a time. Casts are elementwise, so the
-    block size does not change the result. counter: counts the values that the cast makes infinite or zero.
+    """Cast `values` to `dtype` and write them from the file offset `at` on, a block at a time. Casts are elementwise, so the block
+    size does not change the result. counter: counts the values that the cast makes infinite or zero; None to count nothing.
     """
     if isinstance(values, torch.Tensor) and values.dtype == dtype:
         _write_bytes(values, out, at)

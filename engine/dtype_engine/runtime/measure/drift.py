@@ -88,7 +88,7 @@ class DriftMeter:
         self._modules = sum(1 for _ in self.model.module.modules()) - 1
         self._routing = Routing.of(self.model)
         self._working = cache_budget(self.model.device)
-        """Maximum number of bytes of the reference's outputs to hold during a comparison, even if they are not kept."""
+        """Maximum number of bytes of the reference's outputs to hold during a comparison, even if `budget` is smaller."""
 
     def measure(
         self,

@@ -30,9 +30,9 @@ class NotIndependent(Cancelled):
 
 
 class SideBySide:
-    """Runs several forward passes that take turns: before each block, the running pass stops and another one is resumed.
+    """Runs several forward passes that take turns: before each block, the running pass stops and another pass is resumed.
 
-    suspend: called when a pass stops before a block. It returns a function, which is called when this pass is resumed.
+    suspend: called when a pass stops before a block. Returns a function that is called when this pass is resumed.
 
     Attributes:
         changed: returns whether the running pass has changed the model's state.

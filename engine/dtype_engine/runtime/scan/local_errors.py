@@ -64,7 +64,7 @@ class LocalErrors:
         self._cast: OrderedDict[tuple[str, str, int | None], torch.Tensor] = OrderedDict()
         self._held = 0
         self._decoded: tuple[WeightSource, slice | None, torch.Tensor] | None = None
-        """The values that the last cast of the running operation decoded, for its next casts: (source, rows, values)."""
+        """What the last cast in the running operation decoded, for its next casts of the same weight: (source, rows, values)."""
 
     def of(self, operation: WeightOp, weight: str, names: Sequence[str]) -> list[torch.Tensor]:
         """Rerun an operation with `weight` in each of the dtypes `names`. Returns, for each output, the local errors [dtypes,

@@ -28,7 +28,9 @@ def contents_of(
     behavior: ModelBehavior,
     cancelled: IsCancelled,
 ) -> Contents:
-    """Return the tensors that an export of `model` under `plan` writes. Raises what `Session.export` raises."""
+    """Return the contents of an export of `model` under `plan`. If it stores scales of activations or KV caches, run the model to
+    find them. Raises what `Session.export` raises.
+    """
     from dtype_engine.runtime.export import of_live
     from dtype_engine.runtime.export.cache_scales import cache_scheme, module_in_files, with_cache_scales
     from dtype_engine.runtime.export.input_scales import needs_calibration

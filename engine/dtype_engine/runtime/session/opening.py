@@ -41,8 +41,9 @@ def open_session(
 ) -> Session:
     """Open a model as `dtype_engine.open` does.
 
-    on_step: called with a description of each step, such as "importing transformers". refused: called with the reason if the inputs
-    in `options` do not fit; the session then opens with default inputs. If `refused` is None, the error is raised.
+    inputs: the user's values, as for `from_values`; if None, `options` name the inputs. on_step: called with a description of each
+    step, such as "importing transformers". refused: called with the reason if the inputs in `options` do not fit; the session then
+    opens with default inputs. If `refused` is None, the error is raised.
     """
     options = options or Options()
     use_threads(options.threads)
