@@ -90,7 +90,7 @@ def _placed(
 ) -> tuple[Any, list[str], list[str]]:
     """Return (the module with a placeholder for each weight in `sources` and with the checkpoint's other tensors, the names of
     tensors that the checkpoint lacks and transformers initialized, the names of tensors that transformers did not use). made: the
-    module on the meta device.
+    module on the meta device. over_memory: whether the model is larger than memory.
     """
     state = {
         # What the system reads around a small tensor would leave a small memory before it is used, and be read again.

@@ -69,8 +69,8 @@ class ActivationRounding:
         self._made: MutableMapping[torch.Tensor, InputFormat] = WeakIdKeyDictionary()
 
     def formats(self, tensors: list[torch.Tensor], stored: Mapping[int, InputFormat]) -> dict[int, InputFormat]:
-        """Return the formats of those `tensors` that are quantized weights or were computed from one, keyed by `id`. stored: the
-        formats of the quantized weights, keyed by `id`.
+        """Return the formats of those `tensors` that are quantized weights or were computed from one, keyed by the tensor's `id`.
+        stored: the formats of the quantized weights, keyed by `id`.
         """
         return {
             id(tensor): form
@@ -92,7 +92,9 @@ class ActivationRounding:
     def wanted(
         self, name: str, args: Arguments, kwargs: Mapping[str, Any], formats: Mapping[int, InputFormat]
     ) -> Rounds | None:
-        """Return which operand of a torch call has to be rounded, and how, or None. Weights are not yet replaced by values."""
+        """Return which operand of a torch call has to be rounded, and how, or None. args, kwargs: the arguments, in which weights
+        are not yet replaced by their values. formats: as returned by `formats`.
+        """
         if name == "einsum":
             return _of_einsum(args, formats)
         if name not in _PRODUCTS:

@@ -104,8 +104,8 @@ _watching: ContextVar[tuple[CacheWatcher, WeightMode] | None] = ContextVar("_wat
 
 @contextmanager
 def watching_caches(watcher: CacheWatcher, mode: WeightMode) -> Iterator[None]:
-    """Let a watcher intercept the KV caches that the current thread writes and reads during the `with` block, inside a block of
-    `watched_caches`. mode: the mode of the forward pass, which knows the running module.
+    """Let `watcher` intercept the KV caches that the current thread writes and reads during the `with` block, which must be inside
+    a block of `watched_caches`. mode: the mode of the forward pass, which knows the running module.
     """
     before = _watching.set((watcher, mode))
     try:
@@ -115,8 +115,7 @@ def watching_caches(watcher: CacheWatcher, mode: WeightMode) -> Iterator[None]:
 
 
 def watched_caches() -> AbstractContextManager[None]:
-    """Return a context in which the watcher of a thread, if it has one, intercepts what the thread writes to and reads from KV
-    caches.
+    """Return a context in which the watcher that `watching_caches` sets intercepts what its thread writes to and reads from caches.
     """
     return cache_updates_by(_update)
 

@@ -33,9 +33,9 @@ _KEEP_DTYPES = frozenset({"to", "type", "type_as", "view_as", "expand_as", "resh
 """Operations without promotion: they use their second tensor only for its dtype or shape, or they return a dtype."""
 _NO_CONTEXT = nullcontext()
 _accepted: set[Any] = set()
-"""The calls with several dtypes that torch accepts: the function, autocast's dtype, the device type, a `_form` of the arguments."""
+"""The calls with several dtypes that torch accepts: (function, autocast's dtype, device type, `_form` of the arguments)."""
 _refused: set[Any] = set()
-"""The calls, in the form of those in `_accepted`, that torch refuses with several dtypes and runs with one."""
+"""The calls that torch refuses with several dtypes and runs with one dtype, described as in `_accepted`."""
 
 
 @dataclass(frozen=True, slots=True)

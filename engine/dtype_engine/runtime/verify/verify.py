@@ -105,8 +105,8 @@ class OpenExport:
         return None
 
     def _scale_problem(self, entry: TensorEntry, item: ExportTensor) -> str | None:
-        """Return what is wrong with the scale of a layer's inputs (`entry`), or None. If the weight is exported as stored and the
-        source has an input scale, both must be equal. Otherwise it must be finite and positive.
+        """Return what is wrong with the exported scale of a layer's inputs (`entry`), or None. If the weight is exported as stored
+        and the source has an input scale, both scales must be equal. Otherwise, the exported one must be finite and positive.
         """
         scale = self.exported.read[entry.name]()
         if item.dtype == item.stored and entry.name in self.source.names:
