@@ -90,9 +90,9 @@ def architecture(transformers: ModuleType, checkpoint: Checkpoint, options: Mode
 
 
 def make(chosen: Architecture, checkpoint: Checkpoint) -> tuple[nn.Module, Mapping[str, Placement]]:
-    """Construct the model of an architecture on the meta device. Returns the module, and where each tensor of the checkpoint is
-    loaded in it. Raises NoForward if the module can't be constructed, and Misfit if the checkpoint's tensors are not the module's.
-    Shapes are not compared (see `shapes.py`).
+    """Construct the model of an architecture (`chosen`) on the meta device. Returns the module, and where each tensor of the
+    checkpoint is loaded in it. Raises NoForward if the module can't be constructed, and Misfit if the checkpoint's tensors are not
+    the module's. Shapes are not compared (see `shapes.py`).
     """
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     auto = getattr(chosen.model_class, "from_config", None)
@@ -186,7 +186,9 @@ def _named(config: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]
 
 
 def _backbone(transformers: ModuleType, model_type: str, named: tuple[str, ...]) -> str:
-    """Return the notice that a model is opened without its head, because its `config.json` names no class of transformers."""
+    """Return the notice that a model is opened without its head, because no class that its `config.json` names (`named`) is one of
+    transformers. model_type: the entry of `config.json`.
+    """
     from transformers.models.auto import modeling_auto
 
     with_head = next(

@@ -173,7 +173,7 @@ def load_module(
 
 
 def _why_not_loaded(checkpoint: Checkpoint, memory: MemoryBudget) -> str:
-    """Return why no module can be loaded from a checkpoint, as words that continue a sentence, or "" if it can be loaded."""
+    """Return why no module can be loaded from a checkpoint with this much memory, as words that continue a sentence, or ""."""
     if memory.limited and (checkpoint.form == "diffusers" or is_diffusers(checkpoint.config)):
         return (
             ": it is larger than the memory to use, and models of diffusers can't be run in parts. Planning, patterns, weights and "

@@ -115,7 +115,8 @@ def of_live(
 def _with_coverage(contents: Contents, checkpoint: Checkpoint, coverage: Coverage | None, class_name: str) -> Contents:
     """Return `contents` with its `coverage`, and with sentences on what the checkpoint lacks: tensors that its index lists, tensors
     that a quantized weight needs, or tensors of the model. Any other problem of the index becomes a notice. coverage: how many of
-    the model's tensors the checkpoint has; if None, the result gets the coverage of the index.
+    the model's tensors the checkpoint has; if None, the result gets the coverage of the index. class_name: the model class, for the
+    sentences.
     """
     index, prefix = checkpoint.index, foreign_prefix(checkpoint.weights, checkpoint.config)
     incomplete = (

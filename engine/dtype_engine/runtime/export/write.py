@@ -205,7 +205,7 @@ def _write_codes(
     out: _Target,
     counter: LossCounter | None,
 ) -> None:
-    """Quantize a tensor to a format without blocks, and write its codes, one byte each, and its scales, at the two `offsets`."""
+    """Quantize a tensor to a format without blocks, and write its codes, one byte each, and its scales at the file `offsets`."""
 
     def write(start: int, codes: torch.Tensor) -> None:
         if counter is not None:
@@ -253,7 +253,7 @@ def _copy(source: ByteRange, out: _Target, at: int) -> None:
 
 
 def copy_file(source: Path, target: Path, progress: Progress) -> None:
-    """Copy a whole file. Raises UserError if it can't be read, OSError if the copy can't be written, and Cancelled."""
+    """Copy the file `source` to `target`. Raises UserError if it can't be read, OSError if it can't be written, and Cancelled."""
     whole = ByteRange(source, 0, source.stat().st_size)
     with open(target, "wb", buffering=0) as out:
         _copy(whole, _Target(out.fileno(), progress), 0)

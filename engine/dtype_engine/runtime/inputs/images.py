@@ -110,7 +110,7 @@ def vision_config(model: LiveModel) -> Any:
 
 
 def sides(model: LiveModel) -> tuple[int, int]:
-    """Return (width, height) in pixels of the pictures in the configuration, or 224 for both. Raises NoForward for an invalid size.
+    """Return (width, height) in pixels of the pictures in the configuration, or 224 for both. Raises NoForward for invalid sizes.
     """
     vision = vision_config(model)
     size = getattr(vision, "image_size", None) or getattr(vision, "input_size", None) or _SIDE

@@ -231,7 +231,8 @@ class Attribution:
 
     def _contributions(self, run: MeasureParts, whole: float, on_part: _OnPart) -> list[Contribution]:
         """Return the contribution of each module. If there are more than `MOST_PASSES` modules, return those of subtrees instead,
-        and split the subtrees that drift most.
+        and split the subtrees that drift most. run: measures parts. whole: the drift of all casts together. on_part: called after
+        each measurement.
         """
         modules = list(dict.fromkeys(name for base in self._bases for name in base.uses))
         if len(modules) <= MOST_PASSES:

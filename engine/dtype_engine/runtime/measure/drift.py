@@ -171,8 +171,8 @@ class DriftMeter:
     def readings(
         self, listener: MeasurementListener, begun: RunningTotals | None = None
     ) -> Generator[RunningTotals, None, None]:
-        """Run the inputs one sequence at a time. After each sequence, yield the totals over all sequences run until then. begun:
-        the totals of an interrupted measurement, to continue. Raises what `measure` raises.
+        """Run the inputs one sequence at a time. After each sequence, yield the totals over all sequences run until then. listener:
+        receives the progress. begun: the totals of an interrupted measurement, to continue. Raises what `measure` raises.
         """
         batches, totals = self.inputs.batches, begun
         progress = MeasurementProgress(listener.on_progress, batches, self._calls, self._modules)
@@ -258,7 +258,9 @@ class DriftMeter:
         listener: MeasurementListener,
         kept: KeptPositions | None,
     ) -> ModuleComparer | None:
-        """Return the observer of the candidate's pass, or None if modules are not compared in this step's sequence."""
+        """Return the observer of the candidate's pass, or None if modules are not compared in this step's sequence. kept: the
+        positions to compare. totals, listener: for reports of the drift of modules while the pass runs.
+        """
         if not step.compares_modules or reference.modules is None:
             return None
 
@@ -367,7 +369,9 @@ def _window_notices(model: LiveModel, inputs: Inputs, compared: Collection[int])
 
 
 def _quantized_notices(tree: Tree, matched: Collection[str]) -> tuple[str, ...]:
-    """Return a notice if rules match weights that stay as stored, because another program has quantized them."""
+    """Return a notice if rules match weights that stay as stored because another program has quantized them. matched: the names of
+    the tensors that rules match but can't cast.
+    """
     left = [
         tensor
         for name, tensor in tree.tensors.items()

@@ -50,8 +50,9 @@ def measure_noise_floor(
     """Return the noise floor: the largest differences between the reference run and two variants of it, one with a different
     attention implementation and one with each input twice in a batch. Variants that the model does not support are skipped.
 
-    behavior: what earlier passes have shown about the model. `on_progress(done, total)` is called with the numbers of finished runs
-    and of all runs, each on one input; `total` is an estimate. Raises NoForward if the reference run fails.
+    behavior: what earlier passes have shown about the model. classes_dim: as in `RunSettings`. `on_progress(done, total)` is called
+    with the numbers of finished runs and of all runs, each on one input; `total` is an estimate. Raises NoForward if the reference
+    run fails.
     """
     comparisons: dict[str, OutputMetrics] = {}
     positions = 0

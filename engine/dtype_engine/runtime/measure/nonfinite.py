@@ -285,8 +285,8 @@ def _find_origin(runner: ForwardRunner, inputs: Inputs, first: str, reference_ba
 def _finite_output_under(
     meter: DriftMeter, tree: Tree, recipe: Recipe, what: Literal["output", "modules"], cancelled: IsCancelled
 ) -> OutputDrift | None:
-    """Return the drift under a recipe, or None if the model can't run, or if the main output or, with "modules", any output is not
-    finite.
+    """Return the drift under a recipe, or None if the model can't run, or if its values are not finite: those of the main output
+    or, if `what` is "modules", of any output.
     """
     plan = make_plan(tree, recipe)
     meter.model.apply(plan.dtypes, cancelled=cancelled, caches=plan.caches)
@@ -341,7 +341,7 @@ def _numbers(func: Any, args: Arguments, kwargs: Mapping[str, Any]) -> Iterator[
 
 def _masks(result: torch.Tensor, smallest_given: float) -> bool:
     """Return whether the non-finite values of a result are an attention mask, which is no error: all are -infinity, and the
-    smallest number among the arguments was already close to the dtype's lowest value.
+    smallest number among the arguments (`smallest_given`) was already close to the dtype's lowest value.
     """
     lowest = torch.finfo(result.dtype).min
     odd = result[~torch.isfinite(result)]

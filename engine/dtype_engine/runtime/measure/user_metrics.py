@@ -53,8 +53,8 @@ class ModelMetric:
 
 
 def load_metrics(texts: Sequence[str]) -> tuple[OutputMetric | ModelMetric, ...]:
-    """Return the metrics that `Options.metrics` names, such as `metrics.py:accuracy`. This runs the user's Python files. Raises
-    UserError for a metric that does not exist, and if two have the same name.
+    """Return the metrics that `texts` name, as in `Options.metrics`, such as `metrics.py:accuracy`. This runs the user's Python
+    files. Raises UserError for a metric that does not exist, and if two have the same name.
     """
     metrics = tuple(map(_load, texts))
     for name, count in Counter(metric.name for metric in metrics).items():
@@ -130,7 +130,7 @@ class MetricMeter:
         return tuple(changes)
 
     def _run(self, runner: ForwardRunner, side: str, on_progress: OnProgress) -> dict[str, Examples]:
-        """Return the metrics' values for all examples in one run, "reference" or "candidate", by metric name."""
+        """Return the metrics' values for all examples in one run, by metric name. side: "reference" or "candidate"."""
         run, call_of = runner.reference, runner.reference_call
         if side == "candidate":
             run, call_of = runner.candidate, runner.candidate_call

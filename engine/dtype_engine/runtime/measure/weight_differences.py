@@ -112,7 +112,8 @@ class TwoCheckpoints:
 
     def _in_another_order(self, left: _Rows, right: _Rows, sums: ElementSums) -> tuple[ElementSums, str]:
         """If the candidate has the reference's rows in a different order, return the errors summed over matching rows, and a phrase
-        that says how the candidate orders them. Otherwise, return `sums`, which compares them in their stored order, and "".
+        that says how the candidate orders them. Otherwise, return `sums` and "". left, right: the rows of the reference's and of
+        the candidate's weight. sums: their errors in the stored order.
         """
         for heads in self._heads:
             if left.count % (2 * heads) == 0 and left.count > 2 * heads:

@@ -113,7 +113,7 @@ class ExactScan(SavableScan):
         return self.report()
 
     def measure(self, key: Key, cancelled: IsCancelled = never) -> MeasuredWeight:
-        """Measure the drift with one weight cast to one dtype. Raises NoForward, KernelError, Cancelled."""
+        """Measure the drift with one weight cast to one dtype (`key`). Raises NoForward, KernelError, Cancelled."""
         started = time.perf_counter()
         meter = self._started(cancelled)
         name, dtype = key

@@ -40,7 +40,7 @@ class KeptTensor:
 
     @staticmethod
     def of(tensor: torch.Tensor, block: str = "") -> KeptTensor:
-        """Return a record of a tensor that stays in memory until `ActivationFile` writes it."""
+        """Return a record of a tensor that stays in memory until `ActivationFile` writes it. block: the name of its block."""
         if not is_wrapped(tensor):
             with torch.no_grad():
                 tensor = tensor.detach()  # a tensor with a graph would keep this graph in memory for ever
@@ -168,7 +168,7 @@ class ActivationFile:
         return made.set_(memory.untyped_storage(), place.offset, place.shape, place.strides)
 
     def take(self, kept: KeptTensor) -> torch.Tensor:
-        """Return the vector that was given to `put`. The caller may change it."""
+        """Return the vector for which `put` returned the record `kept`. The caller may change the vector."""
         assert kept.place is not None
         return self._bytes_at(kept.place).view(kept.place.dtype).to(kept.place.device)
 

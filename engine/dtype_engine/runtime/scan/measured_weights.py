@@ -109,7 +109,8 @@ def measure_unfollowed(
 
     drift: casts weights (a mapping from names to dtypes), runs a pass, and returns its drift. costly: the dtypes of each weight
     whose cast changes values. unfollowed: the weights that the model is known to use in a way that gradients do not follow.
-    followed: the weights with an estimate that is not 0. Raises UserError if more than `MOST_PASSES` passes are needed.
+    followed: the weights with an estimate that is not 0. errors: knows the weights' sizes, and how many bytes may be cast at once.
+    Raises UserError if more than `MOST_PASSES` passes are needed.
     """
     found = [name for name in costly if name in unfollowed]
     unknown = [name for name in costly if costly[name] and name not in unfollowed and name not in followed]
@@ -159,7 +160,7 @@ def weights_to_measure(
 
 def read_otherwise(reads: Sequence[ValueRead], costly: Mapping[str, Sequence[str]], errors: LocalErrors) -> set[str]:
     """Return the weights for which a value that the model's code has read (`reads`) would differ after a cast to one of the dtypes
-    in `costly`.
+    in `costly`. errors: casts the weights.
     """
     found: set[str] = set()
     for read in reads:

@@ -285,7 +285,7 @@ class WeightOpRecorder(ReferenceMode):
         return _swapped(output, new)
 
     def _note_read(self, call: WeightOp, answer: object) -> None:
-        """Note that a call has given the model's code values of weights, or a result computed from these values."""
+        """Note that a call has given the model's code values of weights, or a result (`answer`) computed from these values."""
         if isinstance(answer, (bool, int)) and len(tensors_in(call.args, call.kwargs)) == len(call.sources) == 1:
             self.answers.append(ValueRead(call.func, call.args, call.kwargs, next(iter(call.sources.items())), answer))
         else:

@@ -72,7 +72,9 @@ class SavableScan(ABC):
             self.on_unsaved(str(error))
 
     def report_of(self, draws: int, sequences: int, scores: Mapping[Key, tuple[float, float | None]]) -> ScanReport:
-        """Return the report. draws: 0 for an exact scan. scores: (score, standard error) by (weight, dtype)."""
+        """Return the report of some finished `sequences`. draws: the number of backward passes per sequence, or 0 for an exact
+        scan. scores: (score, standard error) by (weight, dtype).
+        """
         return ScanReport(
             model=self.model.title,
             device=str(self.model.device),

@@ -25,8 +25,9 @@ class Casting:
     def use(self, recipe: Recipe, on_progress: OnProgress | None = None, cancelled: IsCancelled = never) -> None:
         """Apply a recipe and cast the model, without adding a step that `undo` can revert.
 
-        Raises Cancelled; TooSlow, before anything is changed, if a pattern takes too long to match; and UserError, after restoring
-        the previous casts, if the device lacks a dtype or memory.
+        on_progress: called with the numbers of cast weights and of those to cast. Raises Cancelled; TooSlow, before anything is
+        changed, if a pattern takes too long to match; and UserError, after restoring the previous casts, if the device lacks a
+        dtype or memory.
         """
         before, plan = self.plan, self._planned(recipe)
         self.plan = plan

@@ -327,8 +327,8 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _values_differ(entry: TensorEntry, expected: torch.Tensor, stored: torch.Tensor, cast: bool) -> str | None:
-    """Return how many elements of two tensors differ, as a sentence, or None. cast: whether the tensor was cast, so that all bit
-    patterns of NaN count as equal.
+    """Return how many elements of two tensors differ, as a sentence, or None. expected, stored: the tensor computed from the
+    source, and the exported one. cast: whether the tensor was cast, so that all bit patterns of NaN count as equal.
     """
     if expected.numel() != stored.numel() or expected.dtype != stored.dtype:
         return f"{entry.name} has {expected.numel()} values in the source"
