@@ -110,8 +110,7 @@ def vision_config(model: LiveModel) -> Any:
 
 
 def sides(model: LiveModel) -> tuple[int, int]:
-    """Return (width, height) in pixels of the pictures in the configuration, or 224 for both. Raises NoForward for invalid sizes.
-    """
+    """Return (width, height), in pixels, of the configuration's pictures, or 224 for both. Raises NoForward for an invalid size."""
     vision = vision_config(model)
     size = getattr(vision, "image_size", None) or getattr(vision, "input_size", None) or _SIDE
     edges = [size, size] if isinstance(size, int) else list(size)[-2:] if isinstance(size, (list, tuple)) else []

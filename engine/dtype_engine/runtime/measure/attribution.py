@@ -119,8 +119,8 @@ class Attribution:
     behavior: ModelBehavior = field(default_factory=ModelBehavior)
     """Facts about the model that were observed during its passes, such as which modules have side effects."""
     known: dict[Part, PartDrift] = field(default_factory=dict)
-    """The results of earlier `report` calls with the same casts, settings and inputs that were cancelled. The next `report` does
-    not measure these parts again.
+    """The measurements of an earlier, cancelled call of `report` with the same casts, settings and inputs. The next call does not
+    repeat these measurements.
     """
     _bases: list[_Base] = field(default_factory=list)
     _passes: int = 0

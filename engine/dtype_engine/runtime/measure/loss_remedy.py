@@ -73,8 +73,8 @@ def tried_remedy(
 
 
 def holding_dtype(tensor: TensorInfo, dtype: str, count: Count) -> str:
-    """Return the nearest dtype to which a cast only rounds the tensor's values, if a cast to `dtype` makes some of them infinite or
-    zero. Returns `STORED` if no such dtype has fewer bits than the stored one. count: counts the values that a cast loses.
+    """Return the dtype nearest to `dtype` in which a cast only rounds the tensor's values. A cast to `dtype` itself loses some of
+    them. Returns `STORED` if no such dtype has fewer bits than the stored one. count: counts the values that a cast loses.
     """
     nearest = []
     if dtypes.BY_NAME[dtype].per_tensor:

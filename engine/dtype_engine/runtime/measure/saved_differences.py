@@ -30,9 +30,8 @@ class _File(msgspec.Struct):
 
 
 class SavedDifferences:
-    """The differences between the weights of two checkpoints that are known so far, which are saved in the file `path`. If the file
-    exists, its differences are read first. Raises UserError if the file is not a saved comparison, or compares other checkpoint
-    files.
+    """The known differences between the weights of two checkpoints, which are saved in the file `path`. If the file exists, its
+    differences are read first. Raises UserError if the file is not a saved comparison, or compares other checkpoint files.
     """
 
     def __init__(self, path: Path, reference: Checkpoint, candidate: Checkpoint) -> None:

@@ -40,7 +40,7 @@ class KeptTensor:
 
     @staticmethod
     def of(tensor: torch.Tensor, block: str = "") -> KeptTensor:
-        """Return a record of a tensor that stays in memory until `ActivationFile` writes it. block: the name of its block."""
+        """Return a record of a tensor that stays in memory until `ActivationFile` writes it. block: the running block's name."""
         if not is_wrapped(tensor):
             with torch.no_grad():
                 tensor = tensor.detach()  # a tensor with a graph would keep this graph in memory for ever

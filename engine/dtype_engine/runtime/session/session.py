@@ -204,9 +204,10 @@ class Session:
     @reading_weights
     def apply(self, recipe: Recipe, on_progress: OnCast | None = None, cancelled: IsCancelled = never) -> None:
         """Replace the recipe, as a step that `undo` can revert. The last rule that matches a tensor decides its dtype. Rules that
-        match nothing have no effect; `plan.unmatched` lists them. Raises TooSlow, before anything is changed, if a pattern takes
-        too long to match, and UserError if the device lacks a dtype or memory, in which case the previous recipe stays. After
-        Cancelled, the next call that applies a recipe completes the cast.
+        match nothing have no effect; `plan.unmatched` lists them. `on_progress` is called with the numbers of cast weights and of
+        weights to cast. Raises TooSlow, before anything is changed, if a pattern takes too long to match, and UserError if the
+        device lacks a dtype or memory; the previous recipe then stays. After Cancelled, the next call that applies a recipe
+        completes the cast.
 
         >>> session.apply(de.Recipe.of([de.Rule.parse("*=float16"), de.Rule.parse("*norm*=float32")]))
         >>> len(session.recipe)
@@ -400,7 +401,9 @@ class Session:
         """Attribute the drift of the current recipe to modules. For each module, the model runs with this module as the recipe
         casts it and all other modules as in the reference run. In a model with very many modules, some are measured together, as a
         subtree. Returns the drift that each module causes, largest first, and the sum. Raises UserError under `torch.autocast`.
-        `on_causes` is called after each measurement with the contributions found so far.
+
+        `on_progress` is called with the numbers of finished and of all measurements, and `on_causes` after each measurement with
+        the contributions found so far.
 
         >>> _ = session.cast("*.layers.0.mlp", "int8")
         >>> [part.name.split(".")[-2] for part in session.causes().causes]
@@ -424,6 +427,7 @@ class Session:
     def floor(self, on_progress: OnParts = ignore, cancelled: IsCancelled = never) -> NoiseFloor:
         """Measure the noise floor: the drift between two reference runs that add the same numbers in a different order. Returns the
         worst value of each metric among all orders that were tried. The floor is measured only once for the current inputs.
+        `on_progress` is called with the number of finished runs and an estimate of the number of all runs.
 
         >>> session.floor() is session.floor()
         True
@@ -610,8 +614,8 @@ class Session:
             return self.scanned
 
     def scan_task(self, dtypes: Sequence[str], draws: int | None, exact: bool, save: Path | None) -> ScanTask:
-        """Return the scan that `scan` runs, as an object that can be run in parts. Equal arguments return the same object. Raises
-        what `scan` raises.
+        """Return the scan that `scan` runs with these arguments, as an object that can be run in parts. At least one dtype is
+        needed. Equal arguments return the same object. Raises NoForward and UserError as `scan` does.
 
         >>> session.scan_task(["bfloat16"], None, False, None).pending()
         [0]
