@@ -119,9 +119,7 @@ class Attribution:
     behavior: ModelBehavior = field(default_factory=ModelBehavior)
     """Facts about the model that were observed during its passes, such as which modules have side effects."""
     known: dict[Part, PartDrift] = field(default_factory=dict)
-    """The measurements of an earlier, cancelled call of `report` with the same casts, settings and inputs. The next call does not
-    repeat these measurements.
-    """
+    """The measurements of an earlier, cancelled `report` of the same casts, settings and inputs. The next one reuses them."""
     _bases: list[_Base] = field(default_factory=list)
     _passes: int = 0
     _done: int = 0

@@ -442,8 +442,8 @@ def _where(inside: list[str]) -> str:
 
 def _unseen_casts(model: LiveModel, used: Collection[str], called: Collection[str]) -> frozenset[str]:
     """Return the names of the cast weights that a forward pass did not use in an intercepted call. used: the names of the weights
-    that it used so. called: the names of the submodules that it called. Raises NoForward if the model has functions of TorchScript,
-    and a called module has an unseen weight.
+    that it used in such calls. called: the names of the submodules that it called. Raises NoForward if the model has functions of
+    TorchScript, and a called module has an unseen weight.
     """
     unseen = frozenset(name for name, weight in model.weights.items() if weight.cast and name not in used)
     owned = [name for name in sorted(unseen) if "." not in name or name.rpartition(".")[0] in called]

@@ -138,7 +138,7 @@ class LocalErrors:
     def _amax(self, name: str, dtype: str, in_parts: bool) -> float | None:
         """Return the |value| from which the scale of the whole tensor is computed: the largest of this weight and of those that
         runtimes fuse with it. Returns None if the format has no such scale, or if casting the whole weight finds the value anyway.
-        in_parts: whether only some rows are cast, which do not have the largest value.
+        in_parts: whether only some rows are cast, which may lack the largest value.
         """
         row = dtypes.BY_NAME[dtype]
         alone = in_parts and (row.per_tensor or (row.blocks is not None and row.blocks.tensor_scale))
@@ -146,7 +146,8 @@ class LocalErrors:
         return max((weight.amax for weight in weights), default=None)
 
     def cast(self, name: str, dtype: str, rows: slice | None = None) -> torch.Tensor:
-        """Return a weight's values after a cast, dequantized. rows: a slice of the first dimension that cuts no block, or None."""
+        """Return a weight's values after a cast, dequantized. rows: a slice of the first dimension that cuts no block, None: all.
+        """
         dtype = self._computed_in(name, dtype)
         blocks = dtypes.BY_NAME[dtype].blocks
         shape = self.weights[name].stored.shape

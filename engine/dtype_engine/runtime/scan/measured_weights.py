@@ -144,8 +144,8 @@ def weights_to_measure(
     read: Iterable[str], wanted: Mapping[str, Sequence[str]], sequence: int, sequences: int
 ) -> list[Key]:
     """Return the (weight, dtype) pairs to measure in the sequence with the index `sequence`, of `sequences` in all. read: the
-    weights of operations of whose output the model's code read the dtype, in the order of the pass. wanted: the dtypes in which
-    each weight is scored.
+    weights of operations for which the model's code read the dtype of an output, in the order of the pass. wanted: the dtypes in
+    which each weight is scored.
 
     If there are few sequences, each measures all pairs. If there are many, each measures at most one pair: for n pairs, sequences 0
     to n - 1 measure one each, sequence n measures none, and so on, so that the average is below one pass per sequence.

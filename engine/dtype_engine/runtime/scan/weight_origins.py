@@ -87,12 +87,16 @@ class WeightOrigins:
         self._made[key] = self.weights[key].tensor, WeightOrigin(weight, remake, itself=False, written=True)
 
     def forget(self, key: int, tensor: torch.Tensor) -> None:
-        """Remember that the tensor `key` is no longer a function of one weight. tensor: itself, or the values in its place."""
+        """Remember that a tensor is no longer a function of one weight. key: the `id` of the tensor. tensor: itself, or the values
+        with which the operation computed in its place.
+        """
         self._made.pop(key, None)
         self._by_location.pop(_location(tensor), None)
 
     def hide(self, keys: Iterable[int]) -> set[str]:
-        """Stop following the weights `keys`, because the pass has changed their memory in an unknown way. Returns their names."""
+        """Stop following some weights, because the pass has changed their memory in an unknown way. Returns their names. keys: the
+        `id`s of tensors, of which those of weights count.
+        """
         found = self.weights.keys() & keys
         names = {self.weights[key].info.name for key in found}
         if names:

@@ -487,7 +487,7 @@ class Session:
     @reading_weights
     def weight_differences(self, cancelled: IsCancelled = never) -> tuple[ModuleDrift, ...]:
         """Compare each weight, as it is currently cast, with the same weight of the checkpoint that `Options.reference` names.
-        Returns the errors of each weight, in the model's order, or () if `Options.reference` names no checkpoint.
+        Returns the SQNR and other figures of each weight, in the model's order, or () if `Options.reference` names no checkpoint.
 
         >>> session.weight_differences()
         ()
