@@ -166,7 +166,7 @@ def _model_class(
 
 def _auto_class(transformers: ModuleType, auto_map: Any, named: tuple[str, ...]) -> str:
     """Return the name of the auto class with which to load model code that comes with the checkpoint: preferably the key of
-    `auto_map` whose class is in `named`, the `architectures` of `config.json`.
+    `auto_map` whose class is in `named` (the `architectures` of `config.json`).
     """
     keys = auto_map if isinstance(auto_map, dict) else {}
     models = [key for key in keys if key.startswith("AutoModel") and hasattr(transformers, key)]

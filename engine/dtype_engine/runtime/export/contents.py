@@ -33,7 +33,7 @@ class SharedScale:
     _amax: float | None = None
 
     def amax(self) -> float:
-        """Return the largest finite |value| of all tensors. Only the first call, in any thread, reads them."""
+        """Return the largest finite |value| of all tensors. The tensors are read only by the first call, in whatever thread."""
         with self._lock:
             if self._amax is None:
                 self._amax = max(finite_amax(Pieces(source)) for source in self.sources)

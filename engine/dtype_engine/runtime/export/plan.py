@@ -218,7 +218,9 @@ def _planned_in_files(
     placements: Mapping[str, Placement],
     planned: Mapping[str, str],
 ) -> dict[str, str]:
-    """Return the planned dtype of each weight by its name in the files. planned: the dtypes by the tensors' names in the model."""
+    """Return the planned dtype of each weight by its name in the files. infos: the model's tensor for each tensor of the files.
+    placements: where each tensor of the files is loaded. planned: the dtypes by the tensors' names in the model.
+    """
     found = {}
     for name in checkpoint.weights:
         found[name] = stored = checkpoint.dtype(name)

@@ -88,7 +88,7 @@ def _unpack_pairs(packed: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
 
 
 def pack_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Pack int8 codes [rows, width] of `bits` bits, plus 2^(bits-1) so that none is negative, into int32 [rows, words]."""
+    """Pack int8 codes [rows, width] of `bits` bits into int32 [rows, words], after adding 2^(bits-1) to make them nonnegative."""
     per_word = 32 // bits
     rows, width = codes.shape
     unsigned = codes.new_zeros((rows, -(-width // per_word) * per_word), dtype=torch.int32)

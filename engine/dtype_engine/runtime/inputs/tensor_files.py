@@ -51,7 +51,7 @@ def tensor_inputs(model: LiveModel, path: Path, labelled: bool = False) -> Input
 
 
 def read_tensors(path: Path) -> Any:
-    """Return a file's tensors: a dictionary by name, a tuple, a tensor, or a list of these. Raises UserError if unreadable."""
+    """Return a file's tensors: a dictionary by name, a tuple, a tensor, or a list of these. Raises UserError for a bad file."""
     suffix = path.suffix.lower()
     if suffix == ".safetensors":
         from safetensors.torch import load_file

@@ -281,8 +281,8 @@ def without_cache(model: LiveModel, inputs: Inputs) -> Inputs:
 
 
 def with_next_tokens(model: LiveModel, inputs: Inputs) -> Inputs:
-    """Return the user's tensors with `Batch.next_tokens` set if the model is a causal language model. The tokens come from the
-    batch's labels or, if it has none, from its token ids. Padding (attention mask 0) has no next token.
+    """Return the user's tensors (`inputs`) with `Batch.next_tokens` set if the model is a causal language model. The tokens come
+    from the batch's labels or, if it has none, from its token ids. Padding (attention mask 0) has no next token.
     """
     return dataclasses.replace(inputs, batches=tuple(_with_targets(model, batch) for batch in inputs.batches))
 

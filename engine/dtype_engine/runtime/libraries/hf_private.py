@@ -222,7 +222,7 @@ def implementation(config: Any, of: str) -> str | None:
 
 
 def set_implementation(config: Any, of: str, name: str | None) -> None:
-    """Select the kernel `name` (None: the default) for `of`, "attn" or "experts", in a configuration without nested ones."""
+    """Select a kernel for `of` ("attn" or "experts") in a configuration, but not in nested ones. None selects the default."""
     setattr(config, f"_{of}_implementation_internal", name)
 
 

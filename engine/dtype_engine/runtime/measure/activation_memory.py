@@ -89,7 +89,7 @@ def _safe_softmax(scores: torch.Tensor, dim: int, dtype: torch.dtype | None = No
 
 @contextmanager
 def _naming_modules(module: nn.Module, on_module: Callable[[str], None]) -> Iterator[None]:
-    """While the block runs, call `on_module` with the name of each submodule of `module` that begins to run."""
+    """In the `with` block, call `on_module` with the name of each submodule of `module` that begins to run."""
     with ExitStack() as hooks:
         for name, child in module.named_modules():
             hooks.enter_context(child.register_forward_pre_hook(lambda *_, name=name: on_module(name)))

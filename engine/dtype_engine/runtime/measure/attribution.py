@@ -93,7 +93,7 @@ class _Base:
     output: torch.Tensor
     """The main output."""
     modules: dict[tuple[str, int], torch.Tensor]
-    """The outputs of modules by (module, number of its call), with which those of later passes are compared."""
+    """The outputs of modules by (module, number of its call), for comparison with the outputs of later passes."""
     cache: OutputCache | None
     """The outputs of modules that later passes may reuse."""
     uses: Mapping[str, int]
@@ -295,8 +295,8 @@ class Attribution:
         return PartDrift(drift, local)
 
     def _alone(self, runner: ForwardRunner, part: Part | None = None) -> tuple[str, float, float | None]:
-        """Run the model with cast weights only in the modules of `part`, or in all modules if `part` is None. Returns the unit of
-        the drift, the drift of the main output, and the SQNR in dB of the part's own output, if it is a single module.
+        """Run the model with cast weights only in the modules of `part`, or in all modules if `part` is None. Returns (the unit of
+        the drift, the drift of the main output, the SQNR in dB of the part's own output, or None if the part is no single module).
         """
         comparison: OutputMetrics | None = None
         inside: Callable[[str], bool] = (lambda name: True) if part is None else frozenset(part.modules).__contains__
@@ -351,8 +351,8 @@ class _LocalError(ModuleObserver):
 
 
 def _children_of(name: str, modules: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Return (name of the child, its modules) for each child of the subtree `name`. A subtree with one child has the children of
-    this child.
+    """Return (name of the child, its modules) for each child of the subtree `name`. If there is only one child, return this child's
+    children instead. modules: the names of the modules in the subtree.
     """
     parts: dict[str, list[str]] = {}
     for module in modules:

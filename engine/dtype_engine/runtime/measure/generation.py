@@ -175,8 +175,8 @@ def _greedy(model: LiveModel, tokens: int) -> dict[str, Any]:
 
 
 def pieces(tokenizer: Any, ids: list[int]) -> tuple[str, ...]:
-    """Return the text that each token adds or, without a tokenizer, its id. A token that ends inside a multi-byte character adds
-    nothing; the token that completes the character adds all of it.
+    """Return the text that each token adds or, without a tokenizer, the token's id. A token that ends inside a multi-byte character
+    adds nothing; the token that completes the character adds all of it.
     """
     if tokenizer is None:
         return tuple(f" {token}" for token in ids)

@@ -97,7 +97,7 @@ def _worst(drifts: dict[str, OutputDrift], positions: int) -> NoiseFloor:
 def _variants(
     runner: ForwardRunner, batch: Batch, reference: torch.Tensor
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Rerun the reference in variants. Yields (a variant's name, its main output or None if it fails)."""
+    """Run variants of the reference. Yields (name, main output or None if it fails). reference: the reference run's main output."""
     with other_attention(runner.model.module) as attention:
         yield f"{attention} attention", _attempt(runner, batch, reference, 1) if attention else None
     yield "batch of two", _attempt(runner, Batch(_twice(batch.args), _twice(batch.kwargs)), reference, 2)

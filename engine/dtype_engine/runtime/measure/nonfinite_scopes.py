@@ -84,7 +84,9 @@ def _beyond(names: list[str], limit: float, reached: Magnitudes) -> list[str]:
 
 
 def _around(tree: Tree, module: str) -> Iterator[str]:
-    """Yield patterns for a module and those above it, and after a numbered layer one for this layer and all later ones."""
+    """Yield a pattern for a module and for each module above it. After a numbered layer, also yield one for this layer and all
+    later ones.
+    """
     name = module
     while name:
         yield name

@@ -156,7 +156,7 @@ def _guarded(metric: ModelMetric, model: LiveModel, data: Inputs) -> Mapping[str
 
 
 def _for_users(value: Any) -> Any:
-    """Move the tensors in a value to the CPU, and widen floats to float32 or float64, which NumPy knows, too."""
+    """Return a value with its tensors on the CPU, and with floats widened to float32 or float64, which NumPy knows, too."""
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
         wide = tensor.float() if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor

@@ -190,9 +190,9 @@ def _heads(configs: Sequence[Mapping[str, Any] | None]) -> list[int]:
 
 
 def _sums(left: _Rows, right: _Rows, heads: int | None = None) -> ElementSums:
-    """Compare two weights element by element. heads: if given, the rows of `right` are in llama.cpp's order of the rows of queries
-    and keys, in which row i of the first half of each head is followed by row i of the second half, and are first put into the
-    order of `left`. (`LlamaModel.permute` of convert_hf_to_gguf.py.)
+    """Compare two weights element by element. heads: the number of attention heads if the rows of `right` are in llama.cpp's order,
+    which is undone first; otherwise None. In llama.cpp's order, row i of the first half of each head is followed by row i of the
+    second half. (`LlamaModel.permute` of convert_hf_to_gguf.py.)
     """
     unit = max(left.unit, right.unit, left.count // heads if heads else 1)
     step = max(1, _VALUES_AT_ONCE // max(1, left.columns) // unit) * unit

@@ -116,7 +116,7 @@ class ActivationRounding:
         rounds: Rounds,
         dtype: torch.dtype | None = None,
     ) -> tuple[Arguments, dict[str, Any], torch.Tensor]:
-        """Round one operand, after a cast to `dtype` if it is given. Returns the new arguments, and the operand before rounding."""
+        """Round the operand in `rounds`, after a cast to `dtype` if given. Returns (args, kwargs, operand before rounding)."""
         operand = (rounds.operand + 1, "", 0) if name == "einsum" else _PRODUCTS[name][rounds.operand]
         before: torch.Tensor = _operand(args, kwargs, operand)
         values = before.movedim(rounds.dim, -1).to(dtype or before.dtype)

@@ -63,7 +63,7 @@ class CompanionsMode(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _weight_of(self, tensor: torch.Tensor) -> Weight | None:
-        """Return the weight that a tensor is, of which it is a view, or whose values it holds in this pass, or None."""
+        """Return a weight if the tensor is this weight, a view of it, or its replacement in this pass, otherwise None."""
         base = base_of(tensor)
         owner = tensor if base is None else base
         return self.mode.weights.get(self.mode.standing_for.get(owner, id(owner)))

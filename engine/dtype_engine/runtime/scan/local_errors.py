@@ -146,7 +146,8 @@ class LocalErrors:
         return max((weight.amax for weight in weights), default=None)
 
     def cast(self, name: str, dtype: str, rows: slice | None = None) -> torch.Tensor:
-        """Return a weight's values after a cast, dequantized. rows: a slice of the first dimension that cuts no block, None: all.
+        """Return a weight's values after a cast, dequantized. rows: a slice of the first dimension that splits no block, or None
+        for all.
         """
         dtype = self._computed_in(name, dtype)
         blocks = dtypes.BY_NAME[dtype].blocks

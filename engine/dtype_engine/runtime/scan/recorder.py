@@ -106,7 +106,7 @@ class WeightOpRecorder(ReferenceMode):
             each.clear()
 
     def release(self) -> None:
-        """Release the tensors that are needed only during the forward pass."""
+        """Free the tensors that only the forward pass needs."""
         self._given.clear()
         self.origins.release()
 

@@ -70,7 +70,7 @@ class SequenceGroups:
         return self._bytes_per_element * self._longest(index)
 
     def note(self, index: int, graph_bytes: int, elements: int) -> None:
-        """Remember about how many bytes the autograd graph of a sequence took, and how many elements its main output had."""
+        """Remember the approximate size in bytes of a sequence's autograd graph, and how many elements its main output had."""
         self._bytes_per_element = graph_bytes / max(1, self._longest(index))
         self._outputs_per_element = elements / max(1, self._longest(index))
 

@@ -216,8 +216,9 @@ def compare(
     cancelled: IsCancelled = never,
     elsewhere: CompareItems | None = None,
 ) -> tuple[TensorDifference, ...]:
-    """Return the differences between an export and `contents`, of which only names, dtypes and shapes are used. Values are computed
-    from the source without the code of the exporter, with `Tensor.to` or, for formats with scales, by their formula.
+    """Return the differences between the export in `folder` and `contents`, of which only names, dtypes and shapes are used. The
+    expected values are computed from the source without the code of the exporter, with `Tensor.to` or, for formats with scales, by
+    their formula.
 
     on_bytes: called with the number of bytes compared until now and the number of all bytes. elsewhere: compares the tensors in
     other processes. Raises UserError if a file can't be read, and Cancelled.
