@@ -150,7 +150,7 @@ def _vision_language_inputs(
 
 
 def processor_template(model: LiveModel) -> str | None:
-    """Return the chat template of the processor of a vision language model, if it has one."""
+    """Return the chat template of the processor of a vision language model, or None if it has none."""
     template = getattr(processor_of(model), "chat_template", None) if image_token(model) is not None else None
     return template.get("default") if isinstance(template, dict) else template
 

@@ -131,7 +131,9 @@ def id_count(model: LiveModel, name: str) -> int | None:
 
 
 def _check_pixels(model: LiveModel, value: torch.Tensor, where: str) -> None:
-    """Raise UserError if `pixel_values` has the wrong dimensions or channels for a model with a convolution over pictures."""
+    """Raise UserError if `pixel_values` (`value`) has the wrong dimensions or channels for a model with a convolution over
+    pictures. where: the words with which the error begins.
+    """
     vision = getattr(model.module.config, "vision_config", None) or model.module.config
     wanted = getattr(vision, "num_channels", None)
     if not isinstance(wanted, int):

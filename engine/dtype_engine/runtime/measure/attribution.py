@@ -263,8 +263,8 @@ class Attribution:
         total: int,
         others: Sequence[Contribution] = (),
     ) -> list[Contribution]:
-        """Measure `parts`, and return their contributions. total: the number of all measurements, for `on_part`. others: the
-        contributions measured earlier, for `on_part`.
+        """Measure `parts`, and return their contributions. run: measures parts. whole: the drift of all casts together. total: the
+        number of all measurements, for `on_part`. others: the contributions measured earlier, for `on_part`.
         """
         found: dict[int, Contribution] = {}
 

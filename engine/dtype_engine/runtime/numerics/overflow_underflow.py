@@ -167,7 +167,7 @@ def _count_cast(before: torch.Tensor, after: torch.Tensor) -> _Counts:
 
 
 def _count_codes(before: torch.Tensor, codes: torch.Tensor, width: int, dtype: str) -> _Counts:
-    """Return the counts for some rows of `width` values that are quantized to `dtype`. No value can become infinite."""
+    """Return the counts for some rows of `width` values (`before`) that were quantized to `codes`. No value can become infinite."""
     zeros = count_zeros(codes)
     vanished = zeros - count_zeros(before) if zeros else 0
     channels = saturated = nonfinite = 0

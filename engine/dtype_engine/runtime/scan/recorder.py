@@ -220,7 +220,7 @@ class WeightOpRecorder(ReferenceMode):
         self.unfollowed.update(weight for operation in self.operations for weight in operation.weights)
 
     def _is_hidden(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor shares the memory of a weight that is not followed because of `_hide`."""
+        """Return whether a tensor shares the memory of a weight that is no longer followed (see `_hide`)."""
         base = base_of(tensor)
         key = self.standing_for.get(tensor if base is None else base)
         return key in self.origins.hidden or self._is_restored(tensor)
@@ -257,7 +257,9 @@ class WeightOpRecorder(ReferenceMode):
         return answer
 
     def _weighted(self, call: WeightOp, given: Arguments, compute: Callable[[], Any]) -> Any:
-        """Run a call that uses weights, and record it. given: its positional arguments with values in place of weights."""
+        """Run a call that uses weights (by `compute`), and record it. given: its positional arguments with values in place of
+        weights.
+        """
         in_place = _writes_first(call.name, call.args)
         written = id(call.args[0]) if in_place else None
         if in_place and written not in call.sources:

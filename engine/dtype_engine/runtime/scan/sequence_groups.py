@@ -75,7 +75,7 @@ class SequenceGroups:
         self._outputs_per_element = elements / max(1, self._longest(index))
 
     def _bytes_beside_file(self, index: int) -> float:
-        """Return about how many bytes of memory a sequence takes whose activations are in a file: two blocks and the output."""
+        """Return about how many bytes of memory a sequence takes if its activations are in a file: two blocks and the output."""
         per_element = self._outputs_per_element
         if per_element is None:
             per_element = max(weight.info.shape[0] for weight in self.model.weights.values() if weight.info.shape)

@@ -95,7 +95,7 @@ class WeightOrigins:
 
     def hide(self, keys: Iterable[int]) -> set[str]:
         """Stop following some weights, because the pass has changed their memory in an unknown way. Returns their names. keys: the
-        `id`s of tensors, of which those of weights count.
+        `id`s of tensors. Tensors that are no weights are ignored.
         """
         found = self.weights.keys() & keys
         names = {self.weights[key].info.name for key in found}

@@ -348,7 +348,7 @@ def _calibrated(contents: Contents) -> tuple[str, ...]:
 
 
 def _not_compared(folder: Path, contents: Contents) -> tuple[str, ...]:
-    """Return a notice with the files that were not compared, because they are no weights and no copies from the source, or ()."""
+    """Return a notice with the files that were not compared, because they are neither weights nor copies from the source, or ()."""
     known = {"README.md", "recipe.yaml", *(path for _, path in contents.layout.copied)}
     others = sorted(
         printable(str(entry.relative_to(folder)))
@@ -370,10 +370,9 @@ def drift_of_export(
     options: ModelOptions,
     cancelled: IsCancelled = never,
 ) -> OutputDrift:
-    """Measure the drift of the model that is loaded from an export, with the model of which the export was made as the reference.
-
-    session: the open source of the export. source: what the session was opened from. Raises UserError if the two models do not have
-    the same weights, or if the model can't be run.
+    """Measure the drift of the model that is loaded from an export (`exported`), with the model of which the export was made as the
+    reference. session: the open source of the export. source: what the session was opened from. Raises UserError if the two models
+    do not have the same weights, or if the model can't be run.
     """
     model, inputs = session.model, session.inputs
     if model.checkpoint is not None:
