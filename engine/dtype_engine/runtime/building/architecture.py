@@ -115,7 +115,9 @@ def without_quantization(config: Any) -> Any:
 
 
 def reasons(folder: Path) -> AbstractContextManager[None]:
-    """Return a context manager that converts any exception of transformers or torch to ImpossibleConfig with one sentence."""
+    """Return a context manager that converts any exception of transformers or torch to ImpossibleConfig. Its message names
+    `folder`.
+    """
     return failures_as(ImpossibleConfig, f"{folder}: transformers can't make this model of its config.json", reason)
 
 

@@ -133,7 +133,7 @@ def _listed(loss: ValueLoss) -> ValueLoss | None:
 
 
 def _rows(original: torch.Tensor | Values, dtype: str) -> Rows:
-    """Return a view of a tensor as a matrix [rows, width]. Each block of it or, without blocks, each row has a scale in `dtype`."""
+    """Return a view of a tensor as a matrix [rows, width]. In `dtype`, each block of the matrix has a scale, or else each row."""
     blocks = dtypes.BY_NAME[dtype].blocks
     if blocks is None:
         return as_rows(original)

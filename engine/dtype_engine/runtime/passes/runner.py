@@ -214,7 +214,7 @@ class ForwardRunner:
         run: Callable[[Callable[[], Any], PassOptions], object],
     ) -> dict[str, torch.Tensor]:
         """Return the largest |value| of each head in the unrounded KV caches of runs over all batches. Padding does not count.
-        call_of: returns the call for a batch. run: runs it.
+        call_of: returns the function that calls the model on a batch. run: does a run with this function.
         """
         of_decoder = {tensor.name: tensor.source == "decoder" for tensor in self.model.tree.kv_cache.tensors}
 

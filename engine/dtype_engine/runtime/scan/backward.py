@@ -90,7 +90,7 @@ class BackwardPasses:
             self._measure(operation)
 
     def enter_block(self, name: str) -> None:
-        """Must be called before weights of another block (`name`) of a model larger than memory are read."""
+        """Begin to use the weights of another block (`name`) of a model larger than memory. Must be called before they are read."""
         memory = self.runner.model.memory
         if self.file is not None and memory.limited and memory.inside != name:
             self.file.end_block()  # other sequences may run before this one goes on

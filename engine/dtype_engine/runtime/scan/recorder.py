@@ -233,7 +233,7 @@ class WeightOpRecorder(ReferenceMode):
         return bool(keys & self.origins.hidden) and id(tensor) not in self.written
 
     def _hide(self, keys: set[int]) -> None:
-        """Stop following these weights, because the pass has changed their memory in an unknown way."""
+        """Stop following the weights with the `id`s `keys`, because the pass has changed their memory in an unknown way."""
         self.unfollowed |= self.origins.hide(keys)
 
     def read_property(self, func: Any, args: Arguments) -> Any:

@@ -22,7 +22,7 @@ from dtype_engine.runtime.session.session import Session
 
 
 def threads_each(threads: int | None, processes: int) -> int:
-    """Return how many threads each of several processes gets if they share `threads`, by default torch's number."""
+    """Return how many threads each of several processes gets if they share `threads` or, if that is None, torch's threads."""
     return max(1, (threads or torch.get_num_threads()) // processes)
 
 

@@ -174,8 +174,7 @@ def _rows_of_tiles(scale: torch.Tensor, rows: range, blocks: int) -> torch.Tenso
 
 
 def _zeros(settings: Settings, zero: torch.Tensor, rows: range) -> torch.Tensor:
-    """Return the zero points of the given rows: float32 [rows, blocks], or [1, blocks] if all rows have the same. zero: as stored.
-    """
+    """Return the zero points (`zero`) of the given rows: float32 [rows, blocks], or [1, blocks] if all rows have the same ones."""
     if settings.get("code") == "row words":
         out = torch.empty((len(rows), zero.shape[1]), dtype=torch.float32)
         _write_row_words(zero[rows.start // 8 : rows.stop // 8], out, settings)
