@@ -46,8 +46,9 @@ class GradientSums:
         return {key for key, _ in self._partial}
 
     def gradients(self, given: list[tuple[int, torch.Tensor]], key: tuple[int, int], final: bool) -> Gradients | None:
-        """Return the gradients with respect to one output, or None if there are none. given: pairs (number of the backward pass,
-        gradient [E]). key: the `id` of the operation and the index of its output. final: whether this is the last probe.
+        """Add the squared gradients of one output to its sum over probes. Returns `given` with the squares that are complete, or
+        None if there are neither. given: pairs (number of the backward pass, gradient [E]). key: the `id` of the operation and the
+        index of its output. final: whether this is the last probe, which completes the sum.
         """
         squares = [(1 + column - self.probes, each.square()) for column, each in given if column >= self.probes]
         # Squares are added one by one, because torch takes ten times as long to sum over a first dimension of four.
