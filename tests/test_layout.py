@@ -29,7 +29,7 @@ def test_imports_are_absolute() -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
-def test_readme_names_every_entry_of_its_package(package: Path) -> None:
+def test_readme_lists_every_file_and_folder_of_its_package(package: Path) -> None:
     entries = {
         entry.name
         for entry in package.iterdir()

@@ -76,7 +76,7 @@ def test_code_blocks_use_known_languages(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", MANUAL, ids=_name)
-def test_links_to_headings_exist(page: Path) -> None:
+def test_links_in_pages_lead_to_existing_headings(page: Path) -> None:
     for link, heading in re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", page.read_text()):
         linked = (page.parent / link) if link else page
         headings = re.findall(r"^#+ (.*)$", linked.read_text(), re.MULTILINE)
@@ -242,7 +242,7 @@ def _keys(binding: Any) -> Iterator[str]:
         yield on_keyboard(key)
 
 
-def test_page_figures_may_differ_by_a_tenth_and_sizes_may_not() -> None:
+def test_comparison_of_pages_with_output_tolerates_a_tenth_only_in_figures() -> None:
     assert differs(["KL mean 1.00e-03 nats"], ["KL  mean 1.09e-03 nats"]) is None
     assert differs(["KL mean 1.00e-03 nats"], ["KL mean 1.20e-03 nats"]) is not None
     assert differs(["planned 1.86 MiB"], ["planned 1.87 MiB"]) is not None

@@ -35,12 +35,12 @@ def loaded_after(statement: str, *names: str) -> set[str]:
     return set(done.stdout.split())
 
 
-def test_only_runtime_imports_torch() -> None:
+def test_packages_other_than_runtime_do_not_import_torch() -> None:
     assert len(TORCH_FREE) > 80
     assert loaded_after(f"import {', '.join(TORCH_FREE)}", "torch", "transformers", "numpy") == set()
 
 
-def test_first_paint_imports_no_library_of_later_work() -> None:
+def test_first_paint_imports_neither_jinja2_nor_soxr() -> None:
     statement = "import dtype_tui.app, dtype_tui.cli.command, dtype_engine.service.worker"
     assert loaded_after(statement, "jinja2", "soxr") == set()
 
@@ -68,13 +68,13 @@ asyncio.run(paint())
 """The app past its first paint, with an engine that has told nothing yet."""
 
 
-def test_first_paint_imports_no_measurement_records() -> None:
+def test_first_paint_imports_no_modules_of_results() -> None:
     """Dataclasses of many fields take milliseconds to make."""
     names = ("dtype_engine.results.drift", "dtype_engine.results.attribution", "dtype_engine.results.memory")
     assert loaded_after(f"import dtype_tui.cli.command\n{_PAINTED}", *names, "torch") == set()
 
 
-def test_command_without_workers_imports_none_of_their_code() -> None:
+def test_app_start_without_workers_imports_no_multiprocessing() -> None:
     """From the start to what draws the screen: the engine is a thread here, which nothing has started yet."""
     statement = (
         "import sys, dtype_tui.app; from dtype_tui.cli.main import main\n"

@@ -12,7 +12,7 @@ ESC = "\x1b"
 
 
 @pytest.mark.slow
-def test_screen_survives_its_engine_in_every_state(tmp_path: Path) -> None:
+def test_app_survives_the_death_of_its_engine_in_every_state(tmp_path: Path) -> None:
     walk(tmp_path, SIGNALS)
 
 

@@ -98,7 +98,7 @@ async def what_a_browser_sees(address: str, words: str, keys: str) -> tuple[str,
             return page, drawn
 
 
-def test_browser_shows_the_app_and_sends_keys() -> None:
+def test_served_app_is_shown_in_a_browser_and_receives_keys() -> None:
     with served("demo", *forked()) as (address, _):
         page, drawn = asyncio.run(what_a_browser_sees(address, r"matches.{0,60}18.{0,60}tensors", ":cast *.mlp bf16"))
     assert "<html" in page.lower()
@@ -144,7 +144,7 @@ async def statuses(address: str) -> dict[str, int]:
     return found
 
 
-def test_others_without_the_token_get_no_app() -> None:
+def test_served_app_is_refused_without_the_token() -> None:
     """Not another user of this machine, who has no token, nor a page on the internet, which has a browser in here."""
     with served("demo") as (address, _):
         found = asyncio.run(statuses(address))
@@ -157,7 +157,7 @@ def test_others_without_the_token_get_no_app() -> None:
     assert others == dict.fromkeys(others, 403)
 
 
-def test_every_server_has_its_own_token() -> None:
+def test_every_served_app_has_its_own_long_token() -> None:
     from dtype_tui.cli.guarded_server import GuardedServer
 
     tokens = {GuardedServer("true", "127.0.0.1", 1, "").token for _ in range(100)}
@@ -190,7 +190,7 @@ async def among_strangers(count: int) -> tuple[list[int], list[bytes], str]:
     return statuses, received, server.token
 
 
-def test_connections_without_the_token_are_limited(
+def test_connections_to_the_served_app_without_the_token_are_limited(
     caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """So that nobody on the machine uses up the descriptors that the server needs for its user. And no line names the token."""
@@ -257,7 +257,7 @@ async def talk_to_an_echo() -> tuple[list[object], list[int]]:
     return echoed, statuses
 
 
-def test_page_can_only_send_keys_and_sizes_within_limits(caplog: pytest.LogCaptureFixture) -> None:
+def test_page_of_the_served_app_can_only_send_keys_and_limited_sizes(caplog: pytest.LogCaptureFixture) -> None:
     """A screen of a billion cells would take all memory, in an app that outlives its page."""
     echoed, statuses = asyncio.run(talk_to_an_echo())
     sizes = [json.loads(data) for data in echoed[:4]]  # type: ignore[arg-type]
@@ -268,7 +268,7 @@ def test_page_can_only_send_keys_and_sizes_within_limits(caplog: pytest.LogCaptu
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="what a process has open is counted on Linux")
-def test_idle_connections_do_not_block_the_user() -> None:
+def test_idle_connections_do_not_block_the_served_app() -> None:
     """Three times as many as the server may have open, all at once and held open while the user comes."""
     with contextlib.ExitStack() as held, served("demo", *forked(), descriptors=64) as (address, server):
         port = int(re.findall(r":(\d+)/", address)[0])
@@ -286,7 +286,7 @@ def test_idle_connections_do_not_block_the_user() -> None:
     assert token not in printed, "only the first line has the address"
 
 
-def test_viewer_of_a_read_only_app_saves_nothing(tmp_path: Path) -> None:
+def test_viewer_of_a_read_only_served_app_cannot_write_files(tmp_path: Path) -> None:
     """Not even a session of theirs, a scan, or that somebody was here."""
     state = tmp_path / "state"
     with served("--read-only", "demo", cwd=tmp_path, XDG_STATE_HOME=str(state)) as (address, _):
@@ -301,7 +301,7 @@ def test_viewer_of_a_read_only_app_saves_nothing(tmp_path: Path) -> None:
      ("127.0.0.1", "[::1", False), ("0.0.0.0", "10.0.0.7:8000", True), ("0.0.0.0", "evil.example", False),
      ("box.example", "box.example:8000", True), ("box.example", "BOX.example", True)],
 )  # fmt: skip
-def test_foreign_host_names_are_not_answered(host: str, asked: str, meant: bool) -> None:
+def test_requests_to_the_served_app_for_other_host_names_are_refused(host: str, asked: str, meant: bool) -> None:
     from dtype_tui.cli.guarded_server import GuardedServer
 
     assert GuardedServer("true", host, 8000, "")._is_meant(asked) is meant
@@ -332,7 +332,7 @@ async def open_and_kill_the_server(address: str, server: subprocess.Popen[str]) 
         return started
 
 
-def test_app_ends_with_its_server() -> None:
+def test_served_app_ends_with_its_server() -> None:
     with served("demo") as (address, server):
         started = asyncio.run(open_and_kill_the_server(address, server))
         assert started
@@ -348,14 +348,14 @@ def test_app_ends_with_its_server() -> None:
         (["demo", "--bogus"], "No such option"),
     ],
 )
-def test_invalid_arguments_are_one_line_before_serving(arguments: list[str], says: str) -> None:
+def test_invalid_arguments_of_serve_are_refused_in_one_line(arguments: list[str], says: str) -> None:
     done = subprocess.run([PROGRAM, "serve", *arguments], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert says in done.stderr
     assert done.stderr.count("\n") == 1
 
 
-def test_occupied_port_is_reported() -> None:
+def test_port_in_use_is_reported_by_serve() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -366,14 +366,14 @@ def test_occupied_port_is_reported() -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_server_listens_on_this_machine_by_default() -> None:
+def test_serve_listens_only_on_localhost_by_default() -> None:
     from dtype_tui.cli.serve import serve
 
     host = next(option for option in serve.params if option.name == "host")
     assert host.default == "127.0.0.1"
 
 
-def test_missing_package_says_what_to_install() -> None:
+def test_serve_without_textual_serve_says_what_to_install() -> None:
     blocked = (
         "import sys; sys.modules['textual_serve'] = None; sys.argv = ['dtype-tui', 'serve', 'demo']; "
         "from dtype_tui.cli.main import main; main()"

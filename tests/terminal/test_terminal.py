@@ -20,7 +20,7 @@ from tests.helpers.terminal import PROGRAM, QUICK, WITH_ENGINE, Opener
 import dtype_engine as de
 
 
-def test_start_cast_drift_and_clean_exit(opened: Opener) -> None:
+def test_app_starts_casts_measures_and_restores_the_terminal(opened: Opener) -> None:
     terminal = opened(forked=False)
     terminal.wait_for(r"(?m)^ ● .*import.* \d+ % [█▏▎▍▌▋▊▉]")
     terminal.wait_for("embed_tokens")
@@ -39,7 +39,7 @@ def test_start_cast_drift_and_clean_exit(opened: Opener) -> None:
     terminal.leave()
 
 
-def test_panic_in_a_thread_writes_nothing_on_the_screen(opened: Opener, tmp_path: Path) -> None:
+def test_panic_of_a_library_writes_nothing_on_the_screen(opened: Opener, tmp_path: Path) -> None:
     """The tokenizers library writes its panics to the descriptor of standard error, which the screen is drawn on as well."""
     folder = with_panicking_tokenizer("a bad prepend", tmp_path / "model")
     terminal = opened(str(folder), "--in-process")
@@ -84,7 +84,7 @@ def test_name_known_only_to_the_live_model_is_accepted(opened: Opener) -> None:
     terminal.wait_for(r"1 lm_head +bf16 +1")
 
 
-def test_python_file_is_opened_and_measured(opened: Opener) -> None:
+def test_model_of_a_python_file_is_opened_and_measured_in_the_app(opened: Opener) -> None:
     session = de.open(f"{TINYNET}:TinyNet")
     session.cast("*", "float16")
     output = session.drift().output
@@ -109,7 +109,7 @@ def test_signals_end_the_app_cleanly(opened: Opener, number: signal.Signals, sta
     assert terminal.is_restored()
 
 
-def test_app_can_be_left_while_the_model_opens(opened: Opener) -> None:
+def test_app_can_be_quit_while_the_model_opens(opened: Opener) -> None:
     terminal = opened(forked=False)
     terminal.wait_for("embed_tokens")
     terminal.leave()
@@ -138,7 +138,7 @@ def hues(raw: bytes) -> set[str]:
     return found
 
 
-def test_no_color_setting_is_respected(opened: Opener) -> None:
+def test_no_color_variable_removes_all_colors(opened: Opener) -> None:
     terminal = opened(*QUICK, environment={"NO_COLOR": "1"})
     terminal.wait_for("▌ ▾ demo")
     terminal.press("2")
@@ -157,7 +157,7 @@ def test_no_color_setting_is_respected(opened: Opener) -> None:
         (["--bogus"], "No such option"),
     ],
 )
-def test_invalid_arguments_are_one_line_without_a_screen(opened: Opener, arguments: list[str], says: str) -> None:
+def test_invalid_arguments_of_the_app_are_refused_in_one_line(opened: Opener, arguments: list[str], says: str) -> None:
     terminal = opened(*arguments)
     assert terminal.exit_status() == 2
     said = terminal.raw.decode()
@@ -167,7 +167,7 @@ def test_invalid_arguments_are_one_line_without_a_screen(opened: Opener, argumen
     assert "\x1b" not in said
 
 
-def test_engine_reports_a_class_rule_without_matches(
+def test_class_rule_without_matches_is_refused_before_the_screen(
     opened: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the architecture knows its classes, and it takes torch, which the app's process never imports."""
@@ -191,7 +191,7 @@ finally:
     terminal.wait_for("perplexity")
 
 
-def test_missing_terminal_points_to_the_other_program() -> None:
+def test_app_without_a_terminal_points_to_dtype_engine() -> None:
     done = subprocess.run([PROGRAM], capture_output=True, text=True, stdin=subprocess.DEVNULL)
     assert done.returncode == 2
     assert "dtype-engine" in done.stderr

@@ -115,13 +115,13 @@ def by_no_command(key: str) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("walk", IN_MAIN, ids=named)
-async def test_palette_does_the_same_as_the_keys(walk: Walk) -> None:
+async def test_command_palette_does_the_same_as_the_keys(walk: Walk) -> None:
     await take(walk, by_palette, lambda key: not by_no_palette(key))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("walk", IN_MAIN, ids=named)
-async def test_command_line_does_the_same_as_the_keys(walk: Walk) -> None:
+async def test_commands_do_the_same_as_the_keys(walk: Walk) -> None:
     await take(walk, by_command, lambda key: not by_no_command(key))
 
 
@@ -139,7 +139,7 @@ async def test_ctrl_z_stops_the_process(monkeypatch: pytest.MonkeyPatch) -> None
         signal.signal(signal.SIGTSTP, before)
 
 
-def test_every_row_of_the_help_is_tested() -> None:
+def test_every_key_in_the_help_is_tested() -> None:
     shown, _ = sections({}, ())
     named_by_the_help = {(place, key) for place, rows in shown for keys, _ in rows for key in keys.split(", ")}
     walked = {
@@ -152,7 +152,7 @@ def test_every_row_of_the_help_is_tested() -> None:
     assert all(what for _, rows in shown for _, what in rows)
 
 
-def test_every_place_with_keys_is_in_the_help() -> None:
+def test_every_class_with_keys_has_a_section_in_the_help() -> None:
     """Each class that binds keys of its own, but for the screen to choose a model in, what leads to the tree's, and the line to
     type in, whose keys are those of every line; the keys of the app stand with those of the main screen.
     """
@@ -207,7 +207,7 @@ async def test_every_command_with_arguments_works() -> None:
 
 
 @pytest.mark.slow
-async def test_palette_entries_without_keys_work() -> None:
+async def test_entries_of_the_command_palette_without_keys_work() -> None:
     app = make_app()
     async with app.run_test(size=SMALL) as pilot:
         await ready(app, pilot)

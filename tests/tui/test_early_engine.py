@@ -41,14 +41,14 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         "demo --engine-command=docker",
     ],
 )  # fmt: skip
-def test_no_early_engine_without_a_local_model(line: str, started: list[Any]) -> None:
+def test_engine_is_not_started_early_without_a_local_model(line: str, started: list[Any]) -> None:
     early_engine.start_early(line.split())
     assert not started
     assert early_engine.take() is None
 
 
 @pytest.mark.parametrize("line", ["", "demo", "--resume", "/srv/serve", "demo --cast *=bf16", "./ssh", "-- serve"])
-def test_early_engine_is_started_and_taken_once(line: str, started: list[Any]) -> None:
+def test_engine_of_a_local_model_is_started_early_only_once(line: str, started: list[Any]) -> None:
     early_engine.start_early(line.split())
     assert len(started) == 1
     assert early_engine.take() is not None

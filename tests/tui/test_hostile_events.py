@@ -131,7 +131,7 @@ async def test_failure_text_that_equals_a_module_name_is_escaped() -> None:
         assert sum("\\x1b]0;owned\\x07" in line for line in lines(app)) > 2
 
 
-async def test_endless_failure_text_is_cut() -> None:
+async def test_overlong_error_text_of_the_engine_is_cut() -> None:
     async with launched() as (app, pilot):
         await SCENES["as-stored"](app, pilot)
         await say(app, pilot, events.Failed(app.controller.experiment.recipe, "no kernel " * 1_000_000))
@@ -140,7 +140,7 @@ async def test_endless_failure_text_is_cut() -> None:
 
 
 @pytest.mark.slow
-async def test_many_results_do_not_open_many_windows() -> None:
+async def test_number_of_windows_opened_by_results_is_limited() -> None:
     async with launched(size=SIZES[0]) as (app, pilot):
         await SCENES["as-stored"](app, pilot)
         for _ in range(10):
@@ -155,7 +155,7 @@ async def test_many_results_do_not_open_many_windows() -> None:
 
 
 @pytest.mark.slow
-async def test_partial_figures_may_have_any_value() -> None:
+async def test_app_survives_any_values_of_partial_drift() -> None:
     await go_through("measuring", "so far", [events.OutputMeasured] * 3 * SEQUENCES)
 
 

@@ -69,7 +69,7 @@ def bytes_below(name: str) -> int:
     return sum(tensor.nbytes for key, tensor in tensors.items() if key.startswith(f"{name}."))
 
 
-async def test_task_find_what_takes_memory() -> None:
+async def test_user_can_find_the_largest_module_in_a_few_keys() -> None:
     async with job() as keys:
         await keys.press("z", "down", "down")
         tree = keys.app.main.tree_view
@@ -80,7 +80,7 @@ async def test_task_find_what_takes_memory() -> None:
         assert f"{bytes_below('model.layers') / 2**20:.1f} MiB" in line
 
 
-async def test_task_cast_the_mlps_to_fp8_and_read_the_cost() -> None:
+async def test_user_can_cast_mlps_to_fp8_and_read_the_drift_in_a_few_keys() -> None:
     async with job() as keys:
         await keys.press("c", *"*.mlp=fp8", "enter")
         cost = await keys.measured()
@@ -100,7 +100,7 @@ async def test_task_cast_the_mlps_to_fp8_and_read_the_cost() -> None:
         )
 
 
-async def test_task_find_the_worst_module_and_restore_it() -> None:
+async def test_user_can_find_the_worst_module_and_cast_it_back_in_a_few_keys() -> None:
     async with job() as keys:
         await keys.press("5")
         before = await keys.measured()
@@ -116,7 +116,7 @@ async def test_task_find_the_worst_module_and_restore_it() -> None:
         assert keys.app.screen is keys.app.main
 
 
-async def test_task_find_the_best_recipe_under_half_of_the_bytes() -> None:
+async def test_user_can_find_the_best_recipe_for_half_the_bytes_in_a_few_keys() -> None:
     async with job() as keys:
         await keys.until(lambda: keys.app.controller.experiment.model.live)
         await keys.press("s", "enter")
@@ -135,7 +135,7 @@ async def test_task_find_the_best_recipe_under_half_of_the_bytes() -> None:
         assert keys.app.screen is keys.app.main
 
 
-async def test_task_leave_with_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_user_can_export_a_checkpoint_in_a_few_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     async with job() as keys:
         await keys.press("2", "e", "enter")

@@ -94,7 +94,9 @@ BURSTS = """
 
 
 @pytest.mark.slow
-async def test_random_bursts_act_like_single_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_random_keys_received_in_bursts_act_like_single_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Both apps go on from where the burst before left them, so a difference that is not seen at once has its consequences."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("dtype_tui.main_screen.STOP_WAIT_S", 1e6)  # what the app does by the clock is another test's
@@ -117,7 +119,7 @@ async def test_random_bursts_act_like_single_keys(tmp_path: Path, monkeypatch: p
         assert one == other, f"after {bursts[: number + 1][-3:]}"
 
 
-async def test_keys_right_after_a_cast_are_handled() -> None:
+async def test_keys_received_together_with_a_cast_are_handled() -> None:
     async with launched() as (app, pilot):
         await begun(app, pilot)
         await burst(app, keys_of("c{ctrl+u}*.mlpx{backspace}=bf16{enter}2j"))
@@ -126,7 +128,7 @@ async def test_keys_right_after_a_cast_are_handled() -> None:
         assert cursor(app) != ""
 
 
-async def test_keys_right_after_escape_are_handled() -> None:
+async def test_keys_received_together_with_escape_are_handled() -> None:
     async with launched() as (app, pilot):
         await begun(app, pilot)
         await burst(app, keys_of("cabc{escape}2:abc{escape}j/abc{escape}e{escape}i{escape}?{escape}3"))
@@ -135,7 +137,7 @@ async def test_keys_right_after_escape_are_handled() -> None:
         assert (top(app), typed(app)) == ("MainScreen", "no line")
 
 
-async def test_letter_in_one_write_with_escape_comes_after_it() -> None:
+async def test_letter_received_together_with_escape_is_handled_after_it() -> None:
     """Terminals of the old kind send for Escape and then q what they send for alt+q."""
     async with launched() as (app, pilot):
         await begun(app, pilot)
@@ -153,7 +155,9 @@ async def test_save_window_keeps_text_typed_before_it_opens(tmp_path: Path, monk
         assert (top(app), cursor(app) != "") == ("MainScreen", True)
 
 
-async def test_export_is_replaced_only_by_a_second_enter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_existing_export_is_replaced_only_by_a_second_enter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("there").mkdir()
     Path("there/recipe.yaml").write_text("version: 1\nrules:\n")
@@ -169,7 +173,7 @@ async def test_export_is_replaced_only_by_a_second_enter(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize(("key", "command"), [("f", "flow"), ("t", "speed")])
-async def test_repeated_key_sends_one_request(key: str, command: str) -> None:
+async def test_key_pressed_twice_sends_one_request(key: str, command: str) -> None:
     async with launched() as (app, pilot):
         await begun(app, pilot)
         await burst(app, keys_of(key * 3))
@@ -186,7 +190,7 @@ async def test_repeated_key_sends_one_request(key: str, command: str) -> None:
 @pytest.mark.parametrize(
     ("line", "command"), [(":download{enter}", "download"), (":over-memory{enter}", "over-memory")]
 )
-async def test_reopened_model_can_be_opened_again(line: str, command: str) -> None:
+async def test_model_can_be_opened_again_while_it_is_measured(line: str, command: str) -> None:
     """Although the engine is still busy with measuring it."""
     async with launched() as (app, pilot):
         await begun(app, pilot)
@@ -212,7 +216,7 @@ async def test_keys_after_quitting_do_nothing() -> None:
         assert rules(app) == []
 
 
-async def test_palette_runs_the_complete_typed_text() -> None:
+async def test_text_typed_together_with_opening_the_command_palette_is_run() -> None:
     async with launched() as (app, pilot):
         await begun(app, pilot)
         await burst(app, keys_of("{ctrl+p}history{enter}"))

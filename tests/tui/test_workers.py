@@ -59,7 +59,7 @@ def untimed(report: object) -> object:
     return dataclasses.replace(report, forward_seconds=0.0, scan_seconds=0.0)  # type: ignore[type-var]
 
 
-async def test_scan_over_workers_survives_cancelling_and_kills(net: Path) -> None:
+async def test_scan_in_several_processes_survives_cancelling_and_killed_processes(net: Path) -> None:
     app = app_on(net, 2)
     experiment = app.controller.experiment
     scan = experiment.scan
@@ -118,7 +118,7 @@ async def test_scan_over_workers_survives_cancelling_and_kills(net: Path) -> Non
         slow(net, 0)
 
 
-async def test_causes_and_front_points_are_measured_by_the_workers(net: Path) -> None:
+async def test_causes_and_points_of_the_front_are_measured_in_several_processes(net: Path) -> None:
     app = app_on(net, 2)
     experiment = app.controller.experiment
     session = de.open(f"{net}:Net", options=Options(device="cpu", tensors=net.with_name("inputs.pt"), threads=1))

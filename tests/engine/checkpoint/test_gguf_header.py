@@ -45,7 +45,9 @@ def written(path: Path, order: gguf.GGUFEndian = HOST, tensors: int = 3, alignme
 
 @pytest.mark.parametrize("order", [gguf.GGUFEndian.LITTLE, gguf.GGUFEndian.BIG])
 @pytest.mark.parametrize("alignment", [None, 64, 8])
-def test_gguf_package_reads_the_same_header(tmp_path: Path, order: gguf.GGUFEndian, alignment: int | None) -> None:
+def test_gguf_header_equals_that_of_the_gguf_package(
+    tmp_path: Path, order: gguf.GGUFEndian, alignment: int | None
+) -> None:
     path = written(tmp_path / "x.gguf", order, alignment=alignment)
     header, reader = read_gguf_header(path), gguf.GGUFReader(path)
     assert header.swapped == (reader.byte_order == "S")
@@ -57,7 +59,7 @@ def test_gguf_package_reads_the_same_header(tmp_path: Path, order: gguf.GGUFEndi
 
 
 @pytest.mark.slow
-def test_header_of_100000_tensors_is_read_quickly(tmp_path: Path) -> None:
+def test_gguf_header_of_100000_tensors_is_read_quickly(tmp_path: Path) -> None:
     """In a second or two; the gguf package's reader takes half a minute."""
     path = tmp_path / "many.gguf"
     count = 100_000
@@ -119,7 +121,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("what", HOSTILE)
-def test_invalid_header_is_refused_in_one_sentence(tmp_path: Path, what: str) -> None:
+def test_invalid_gguf_header_is_refused_in_one_sentence(tmp_path: Path, what: str) -> None:
     content, says = HOSTILE[what]
     path = tmp_path / "x.gguf"
     path.write_bytes(content)

@@ -91,7 +91,9 @@ DIGESTS = {
 
 
 @pytest.mark.parametrize("name", DIGESTS)
-def test_digest_in_the_file_list_cannot_escape_the_cache(tmp_path: Path, small: Path, hub: Hub, name: str) -> None:
+def test_digest_from_the_hub_cannot_name_a_path_outside_the_cache(
+    tmp_path: Path, small: Path, hub: Hub, name: str
+) -> None:
     listed = [{"rfilename": file.name, "size": file.stat().st_size} | DIGESTS[name] for file in small.iterdir()]
     answer = json.dumps({"sha": COMMIT, "siblings": listed}).encode()
     hub.fault = lambda request: bool(request.path.startswith("/api/") and (request.send(200, answer) or True))
@@ -104,7 +106,7 @@ def test_digest_in_the_file_list_cannot_escape_the_cache(tmp_path: Path, small: 
     assert files(tmp_path) - before == {*names, "cache/hub/models--org--name/refs/main"}
 
 
-def test_downloaded_files_get_only_checked_names(small: Path, hub: Hub) -> None:
+def test_only_model_files_with_safe_names_are_downloaded(small: Path, hub: Hub) -> None:
     (small / "evil\x1b]0;.json").write_text("{}")
     (small / "notes.md").write_text("no part of the model")
     found = locate(MODEL, download=True).path
@@ -139,7 +141,7 @@ def test_hub_cache_is_readable_by_other_programs(
     assert (revision.commit_hash, revision.refs) == (COMMIT, {"main"})
 
 
-def test_partial_cache_of_huggingface_hub_is_reused(tmp_path: Path, small: Path, hub: Hub) -> None:
+def test_files_cached_for_an_older_commit_are_not_downloaded_again(tmp_path: Path, small: Path, hub: Hub) -> None:
     """A newer commit takes the contents that huggingface_hub has downloaded for an older one."""
     from huggingface_hub import snapshot_download
 
@@ -160,7 +162,9 @@ def test_partial_cache_of_huggingface_hub_is_reused(tmp_path: Path, small: Path,
     assert steps[-1] == (sum(file.stat().st_size for file in small.iterdir()),) * 2
 
 
-def test_cache_works_on_a_file_system_without_links(small: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_cache_works_on_a_file_system_without_symlinks(
+    small: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*arguments: object) -> None:
         raise OSError(95, "Operation not supported")
 
@@ -261,7 +265,7 @@ ENDLESS: dict[str, tuple[str, bytes, bytes, float, str]] = {
 
 
 @pytest.mark.parametrize("name", ENDLESS)
-def test_endless_answer_is_cut_off(
+def test_endless_hub_response_is_ended_with_an_error(
     tmp_path: Path, hub: Hub, impatient: threading.Event, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr(addresses, "LARGEST_JSON", 1_000_000)

@@ -96,7 +96,7 @@ def test_invalid_classes_dim_is_refused() -> None:
         ModelCommand("drift").make_context("drift", ["--classes-dim", "x"])
 
 
-def test_request_holds_plain_values_only() -> None:
+def test_request_is_made_without_a_click_context() -> None:
     with pytest.raises(RuntimeError):
         click.get_current_context()
     request = RunRequest.of({"model": "m", "casts": ("*=bf16",), "weights": Path("w.pth")}, frozenset(), runs=False)
@@ -129,7 +129,7 @@ def test_headers_are_read_once_per_command(
     assert [path.name for path in headers] == ["model.safetensors"]
 
 
-def test_against_makes_the_candidate_the_opened_model() -> None:
+def test_against_option_opens_the_candidate_with_the_model_as_reference() -> None:
     for request, expected in (
         (request_of("a", "--against", "b"), ("b", "a")),
         (request_of("--against", "b"), ("b", "demo")),

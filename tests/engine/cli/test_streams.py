@@ -87,7 +87,7 @@ def test_prints_of_model_code_do_not_reach_standard_output(printing: str, comman
             assert f"LEAK {way}" in done.stderr
 
 
-def test_commands_print_only_through_answer() -> None:
+def test_only_one_file_of_the_commands_calls_click_echo() -> None:
     """What click prints while a command runs goes where the prints of a model's code go."""
     files = sorted(Path(cli.__file__).parent.glob("*.py"))
     assert [file.name for file in files if "click.echo(" in file.read_text()] == ["program.py"]
@@ -99,7 +99,7 @@ def test_help_goes_to_standard_output() -> None:
     assert done.stderr == ""
 
 
-def test_closed_standard_error_keeps_answers(printing: str) -> None:
+def test_closed_standard_error_does_not_affect_the_output(printing: str) -> None:
     """And no file that is opened gets its number."""
     code = Path(printing.removesuffix(":Net"))
     code.write_text(code.read_text() + "assert open(__file__).fileno() > 2\n")
@@ -117,7 +117,7 @@ def test_closed_standard_error_keeps_the_exit_status(streams: str) -> None:
 
 
 @pytest.mark.parametrize("streams", ["2</dev/null", pytest.param("2>/dev/full", marks=WITH_FULL)])
-def test_unwritable_note_keeps_the_exit_status(tmp_path: Path, streams: str) -> None:
+def test_note_that_cannot_be_printed_does_not_change_the_exit_status(tmp_path: Path, streams: str) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text('version: 1\nmodel: other\nrules:\n  - {pattern: "*", dtype: bfloat16}\n')
     done = shell(streams, "drift", f"{TINYNET}:TinyNet", "--recipe", str(recipe))
@@ -132,7 +132,7 @@ def test_closed_standard_output_exits_before_work(arguments: tuple[str, ...]) ->
     assert done.stderr == "dtype-engine: standard output is closed, and answers go there: redirect it to a file\n"
 
 
-def test_closed_standard_input_keeps_answers() -> None:
+def test_closed_standard_input_does_not_affect_the_output() -> None:
     assert shell("<&-", *CASTING, program=FRESH).returncode == 0
     assert shell(">&- 2>&-", *CASTING, program=FRESH).returncode == 2
 
@@ -185,7 +185,7 @@ def in_encoding(name: str, *arguments: str) -> subprocess.CompletedProcess[bytes
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ENCODINGS)
-def test_unencodable_letter_does_not_lose_a_measurement(name: str) -> None:
+def test_unencodable_character_in_a_drift_report_is_escaped(name: str) -> None:
     done = in_encoding(name, "drift", "--cast", "*.mlp=fp8", "--prompt", "import os")
     assert done.returncode == 0
     assert b"\\u0394p" in done.stdout
@@ -201,21 +201,21 @@ def test_json_is_valid_in_every_encoding(named: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ENCODINGS)
-def test_unencodable_letters_are_escaped_in_text(named: Path, name: str) -> None:
+def test_unencodable_characters_in_names_are_escaped(named: Path, name: str) -> None:
     done = in_encoding(name, "inspect", str(named), "--top", "1")
     assert done.returncode == 0
     encoding = name if name.islower() else "ascii"
     assert NAME.removesuffix(".weight").encode(encoding, "backslashreplace") in done.stdout
 
 
-def test_error_with_unencodable_letters_is_printed(tmp_path: Path) -> None:
+def test_error_with_unencodable_characters_is_printed_escaped(tmp_path: Path) -> None:
     done = in_encoding("ascii", "inspect", str(tmp_path / "Δ"))
     assert done.returncode == 2
     assert b"\\u0394: no such folder or file" in done.stderr
     assert done.stderr.count(b"\n") == 1
 
 
-def test_converted_recipe_is_printed_exactly_or_refused(named: Path, tmp_path: Path) -> None:
+def test_converted_recipe_that_standard_output_cannot_encode_is_refused(named: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(f'version: 1\nrules:\n  - {{pattern: "{NAME}", dtype: bfloat16}}\n', encoding="utf-8")
     words = ("recipe", "convert", str(recipe), "--model", str(named), "--to", "transformers")

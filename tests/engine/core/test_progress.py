@@ -14,7 +14,7 @@ from dtype_engine.core.job_pace import JobPace
 from dtype_engine.core.opening_progress import READING_INPUTS, OpeningProgress
 
 
-def test_remaining_time_restarts_with_every_job() -> None:
+def test_remaining_time_is_unknown_at_the_start_of_every_job() -> None:
     seconds = [0.0]
     pace = JobPace(lambda: seconds[0])
     pace.follow("scan", 0.5)

@@ -211,7 +211,7 @@ def test_names_from_files_are_escaped_for_the_terminal(tmp_path: Path, capsys: p
     ],
     ids=["a method", "a target", "blocks"],
 )  # fmt: skip
-def test_quantization_config_is_shown_as_text_or_refused(
+def test_hostile_quantization_config_is_shown_escaped_or_refused_in_one_line(
     make_llama: Callable[..., Path], declared: dict[str, object], capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     import torch

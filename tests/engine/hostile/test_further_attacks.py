@@ -45,7 +45,7 @@ RECIPE = de.Recipe().then(de.Rule.parse("*.mlp=bf16"))
 
 
 @pytest.mark.parametrize("model", ["/etc/passwd", "/dev/zero", "..", "a\0b", "tcp://host/x", "file:///etc/passwd"])
-def test_worker_reveals_nothing_of_other_paths(model: str, tmp_path: Path) -> None:
+def test_worker_error_reveals_no_content_of_other_paths(model: str, tmp_path: Path) -> None:
     """No model is there; one that is has another fingerprint (`test_worker_refuses_another_model_or_other_inputs`)."""
     opened = Opened(model, de.Options(device="cpu", prompts=("hello",)), "w" * 64, "i" * 64)
     with pytest.raises(UserError, match=r"^process \d+ on .* can't open the model: ") as told:
@@ -63,14 +63,14 @@ def test_worker_reveals_nothing_of_other_paths(model: str, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "model", ["org/..", "org/../../x", "models--org--name", "org/name@../../x", "%2e%2e/x", "-x", "org\\name", "org/\x1b[2J", "a\n"]
 )  # fmt: skip
-def test_model_id_opens_only_its_cache_folder(model: str) -> None:
+def test_hub_model_id_cannot_open_other_folders(model: str) -> None:
     with pytest.raises(UserError, match="no such folder or file, and no Hugging Face model of this name") as told:
         locate(model)
     assert str(told.value).isprintable()
 
 
 @pytest.mark.parametrize("revision", ["../../../outside", "/etc", "\x1b[2J", "x" * 5000, ""])
-def test_cached_revision_cannot_escape_its_folder(
+def test_revision_in_the_hub_cache_cannot_name_another_folder(
     revision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What stands in `refs/main` names a folder of `snapshots`."""
@@ -132,7 +132,7 @@ ARRAYS: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("what", ARRAYS)
-def test_npz_array_matches_its_header_or_is_refused(
+def test_npz_array_that_does_not_fit_its_header_is_refused(
     what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     content, says = ARRAYS[what]
@@ -181,7 +181,7 @@ LINES: dict[str, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("what", LINES)
-def test_jsonl_bomb_is_reported_by_line(what: str, tmp_path: Path) -> None:
+def test_oversized_jsonl_entry_is_refused_with_its_line_number(what: str, tmp_path: Path) -> None:
     content, says = LINES[what]
     (tmp_path / "x.jsonl").write_text(content)
 
@@ -235,12 +235,12 @@ def test_files_are_written_completely_or_not_at_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("target", ["\0", "/proc/self/x/y", "/dev/full/x", "/dev/null"])
-def test_unwritable_path_is_one_sentence(target: str) -> None:
+def test_unwritable_path_is_refused_in_one_sentence(target: str) -> None:
     with pytest.raises(UserError, match=r"can't write |there is no folder |exists; name another file"):
         check_target(Path(target))
 
 
-def test_full_output_device_is_one_sentence() -> None:
+def test_full_output_device_is_reported_in_one_sentence() -> None:
     code = f"import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 1); {preloaded.COMMAND}"
     done = preloaded.run(code, "inspect", "--json")
     assert done.returncode == BAD_INPUT
@@ -250,7 +250,7 @@ def test_full_output_device_is_one_sentence() -> None:
 # -- an engine that is halted ------------------------------------------------------------------------------------------
 
 
-def test_request_cancelled_before_the_engine_runs_ends() -> None:
+def test_request_cancelled_before_the_engine_thread_starts_is_ended() -> None:
     """An engine whose thread has not run since, as one that was halted."""
     told: list[events.Event] = []
     worker = Worker(locate(None), de.Options(), told.append)

@@ -69,7 +69,7 @@ def test_memory_of_unpickling_is_limited(tmp_path: Path, what: str) -> None:
     assert int(most) < 1_500_000  # KiB
 
 
-def test_pickles_of_torch_stay_below_the_step_limit(tmp_path: Path) -> None:
+def test_pickles_of_torch_save_stay_below_the_limit_of_opcodes(tmp_path: Path) -> None:
     """By both of its formats: the bound is far above what a model of so many tensors takes."""
     tensors = {f"layers.{number}.mlp.gate_proj.weight": torch.ones(1) for number in range(1000)}
     for old in (False, True):
@@ -89,7 +89,7 @@ def test_tensor_name_with_many_parts_is_refused(tmp_path: Path, parts: int) -> N
         open_checkpoint(tmp_path / "x.pth").tree()
 
 
-def test_tensor_name_with_some_parts_is_read(tmp_path: Path) -> None:
+def test_tensor_name_with_150_parts_is_read(tmp_path: Path) -> None:
     name = ".".join(["a"] * 150)
     torch.save({name: torch.ones(1)}, tmp_path / "x.pth")
     tree = open_checkpoint(tmp_path / "x.pth").tree()
@@ -97,7 +97,7 @@ def test_tensor_name_with_some_parts_is_read(tmp_path: Path) -> None:
     assert len(tree.modules) == 150
 
 
-def test_forward_pass_tensor_files_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_tensor_files_as_inputs_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import numpy as np
 
     from dtype_engine.runtime.inputs.tensor_files import read_tensors

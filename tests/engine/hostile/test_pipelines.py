@@ -35,7 +35,7 @@ def changed(folder: Path, file: str, more: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_impossible_number_in_a_pipeline_is_named(tmp_path: Path, name: str) -> None:
+def test_impossible_number_in_a_pipeline_config_is_refused_by_name(tmp_path: Path, name: str) -> None:
     family, part, file, more, words = CASES[name]
     folder = save_pipeline(family, tmp_path)
     changed(folder, file, more)

@@ -47,7 +47,7 @@ def _random(seed: int) -> tuple[Tree, dict[str, str]]:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_alike_runs_have_equal_neighbors(seed: int) -> None:
+def test_neighboring_modules_are_grouped_exactly_if_they_are_alike(seed: int) -> None:
     tree, planned = _random(seed)
     layers = list(tree.modules["layers"].children.values())
     runs = list(AlikeModules(tree, planned).runs(layers))

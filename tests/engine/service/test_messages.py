@@ -244,7 +244,7 @@ def test_event_of_every_type_survives_encoding(name: str) -> None:
         (["Stopped", {"rules": []}, "tea", []], "there is no job tea"),
     ],
 )
-def test_an_answer_that_its_job_does_not_give_is_refused(answer: list[Any], words: str) -> None:
+def test_answer_of_the_wrong_type_for_its_job_is_refused(answer: list[Any], words: str) -> None:
     with pytest.raises(WireError, match=words):
         messages.AnswerDecoder().decode(msgspec.msgpack.encode(answer))
 
@@ -257,7 +257,7 @@ def test_an_answer_that_its_job_does_not_give_is_refused(answer: list[Any], word
         (["Ask", "floor", None], "no app asks for the job floor"),
     ],
 )
-def test_a_request_for_what_is_no_job_of_the_app_is_refused(request_: list[Any], words: str) -> None:
+def test_request_for_an_unknown_job_is_refused(request_: list[Any], words: str) -> None:
     with pytest.raises(WireError, match=words):
         messages.decode_request(msgspec.msgpack.encode(request_))
 
@@ -270,7 +270,7 @@ def test_live_tree_survives_encoding() -> None:
     assert_same(crossed(ready), ready)
 
 
-def test_unusual_tree_survives_encoding() -> None:
+def test_tree_with_unusual_names_and_marks_survives_encoding() -> None:
     tree = Tree(
         [
             TensorInfo("a.b", (2, 3), "float32", aliases=("c.b",)),
@@ -325,7 +325,7 @@ def texts(value: Any, where: str = "") -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("name", MADE_UP)
-def test_all_text_of_an_event_is_escaped_except_names(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_characters_in_events_are_escaped_except_in_names(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also text that is a name of the tree."""
     monkeypatch.setitem(globals(), "TEXT", HOSTILE)
     decoder = messages.AnswerDecoder()
@@ -377,7 +377,7 @@ LONG_LISTS = (
 
 
 @pytest.mark.parametrize(("name", "path"), LONG_LISTS)
-def test_lists_that_the_app_shows_are_limited(name: str, path: str) -> None:
+def test_length_of_lists_in_events_is_limited(name: str, path: str) -> None:
     """The app would draw it for minutes and take no key."""
 
     def with_entries(value: Any, fields: tuple[str, ...], times: int) -> Any:
@@ -408,13 +408,13 @@ def with_losses(*losses: ValueLoss) -> list[events.Event]:
 
 
 @pytest.mark.parametrize("index", range(4))
-def test_empty_tensor_loses_no_values(index: int) -> None:
+def test_event_with_lost_values_of_an_empty_tensor_is_refused(index: int) -> None:
     messages.check_event(with_losses(ValueLoss("w", "float16", overflowed=1, vanished=0, elements=1))[index])
     with pytest.raises(ValueError, match="w loses values and has none"):
         messages.check_event(with_losses(ValueLoss("w", "float16", overflowed=1, vanished=0, elements=0))[index])
 
 
-def test_recipe_arrives_unchanged_whatever_its_patterns() -> None:
+def test_recipe_with_control_characters_survives_encoding() -> None:
     recipe = Recipe((Rule.parse("*.layer\x1b[[]2J.*=bf16"), Rule.parse("re:\u202e.*=f16")))
     assert crossed(events.CastingProgress(recipe, 1, 2)).recipe == recipe
 
@@ -452,7 +452,7 @@ def test_random_message_is_an_event_or_a_wire_error(word: str, fields: list[Any]
 
 
 @given(st.binary(max_size=200), st.booleans())
-def test_random_bytes_end_the_stream(data: bytes, compressed: bool) -> None:
+def test_random_bytes_in_the_stream_raise_a_wire_error_at_most(data: bytes, compressed: bool) -> None:
     pieces: Iterator[bytes] = iter([frames.MARK + data])
     reader = FrameReader(lambda count: next(pieces, b""))
     try:
@@ -464,7 +464,7 @@ def test_random_bytes_end_the_stream(data: bytes, compressed: bool) -> None:
 
 
 @pytest.mark.parametrize("compressed", [False, True])
-def test_messages_survive_a_stream_in_any_pieces(compressed: bool) -> None:
+def test_messages_survive_a_stream_split_into_pieces(compressed: bool) -> None:
     written = bytearray(b"Welcome to host!\r\nLast login: never\n")
     writer = FrameWriter(written.extend, compressed)
     sent = [b"", b"x" * 70_000, bytes(range(256))]
@@ -505,11 +505,11 @@ def test_endless_tree_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         decoder.decode(part)
 
 
-def test_stream_without_the_mark_is_given_up() -> None:
+def test_stream_without_the_start_mark_is_refused() -> None:
     reader = FrameReader(lambda count: b"y" * count)
     with pytest.raises(WireError, match="no mark"):
         reader.find_mark(False)
 
 
-def test_demo_is_found_by_the_name_that_the_app_sends() -> None:
+def test_model_named_demo_is_the_built_in_model() -> None:
     assert locate(None).title == locate("demo").title

@@ -52,7 +52,7 @@ def drained(outbox: Outbox) -> list[events.Event]:
 
 
 @given(st.lists(EVENTS))
-def test_only_the_newest_progress_is_sent_and_nothing_else_is_lost(told: list[events.Event]) -> None:
+def test_outbox_sends_only_the_newest_progress_and_all_other_events(told: list[events.Event]) -> None:
     outbox, model = Outbox(), list[events.Event]()
     for event in told:
         outbox.put(event)
@@ -67,7 +67,7 @@ def test_only_the_newest_progress_is_sent_and_nothing_else_is_lost(told: list[ev
 
 
 @given(st.lists(st.tuples(recipes, st.lists(st.sampled_from("abc"), max_size=3, unique=True)), max_size=6))
-def test_module_results_are_merged_by_recipe_and_name(
+def test_outbox_merges_module_results_by_recipe_and_name(
     told: list[tuple[Recipe, list[str]]],
 ) -> None:
     outbox, expected = Outbox(), {recipe: dict[str, ModuleDrift]() for recipe in RECIPES}
@@ -144,7 +144,7 @@ TestConnections = Connections.TestCase
 
 
 @pytest.mark.parametrize("wake", ["put", "shut"])
-def test_waiting_reader_is_woken(wake: str) -> None:
+def test_outbox_wakes_a_waiting_reader(wake: str) -> None:
     outbox, taken = Outbox(), list[events.Event | None]()
     outbox.open()
     thread = threading.Thread(target=lambda: taken.append(outbox.take()))

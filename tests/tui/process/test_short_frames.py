@@ -76,7 +76,7 @@ def test_shortened_frames_look_the_same(system: str) -> None:
     assert less < 0.8 * written
 
 
-def test_only_changed_cells_are_written() -> None:
+def test_shortened_frame_has_only_changed_cells() -> None:
     cells = ShownCells()
     data = (
         "\x1b[3;1H\x1b[38;2;1;2;3;48;2;9;9;9mab\x1b[0m\x1b[38;2;4;5;6;48;2;9;9;9mcd\x1b[0m\n"
@@ -95,7 +95,7 @@ def test_only_changed_cells_are_written() -> None:
     )
 
 
-def test_unknown_control_byte_is_found_in_long_text() -> None:
+def test_frame_with_an_unknown_control_byte_is_not_shortened() -> None:
     data = f"\x1b[3;1H{'a' * 5000}\x07\x1b[1;1H"
     assert ShownCells().shortened(data) == data
 

@@ -72,7 +72,7 @@ async def test_history_columns_follow_the_terminal_width() -> None:
         assert "rules" in screen(app)
 
 
-def test_empty_columns_are_dropped_first() -> None:
+def test_history_drops_empty_columns_first() -> None:
     names = ("", "bytes", "drift", "SQNR dB", "KL nats", "same top-1", "perplexity", "time", "rules")
     row = {name: Text("" if name == "KL nats" else "12345678") for name in names}
     everything = fitting([row], 200)

@@ -66,7 +66,7 @@ async def test_two_keys_in_one_burst_open_one_window(first: str) -> None:
 
 
 @pytest.mark.slow
-async def test_pending_work_of_a_closed_window_raises_no_error() -> None:
+async def test_pending_events_of_a_closed_window_raise_no_error() -> None:
     """Opened and closed in one burst: its mounting, its workers and what the engine has for it come after it is gone."""
     async with launched() as (app, pilot):
         for window in ("p", "e", "ctrl+p", "i", "d", "s", "comma"):
@@ -79,7 +79,7 @@ async def test_pending_work_of_a_closed_window_raises_no_error() -> None:
         assert app.return_code is None
 
 
-async def test_plan_that_arrives_before_the_window_is_shown() -> None:
+async def test_export_plan_that_arrives_before_the_save_window_is_drawn_is_shown() -> None:
     async with launched() as (app, pilot):
         window = SaveScreen(app.controller)
         app.push_screen(window)
@@ -101,7 +101,7 @@ def cells(app: DtypeApp) -> list[list[tuple[str, float]]]:
 
 
 @pytest.mark.parametrize("key", ["p", "comma", "J"])
-async def test_background_of_a_window_is_dimmed(key: str) -> None:
+async def test_main_screen_behind_a_window_is_dimmed(key: str) -> None:
     async with launched(size=(120, 36)) as (app, pilot):
         await mixed(app, pilot)
         before = cells(app)
@@ -155,7 +155,9 @@ async def test_error_in_the_palette_closes_only_the_palette(monkeypatch: pytest.
     assert len(list(tmp_path.glob("dtype-tui/error-*.log"))) == 1
 
 
-async def test_error_in_the_palette_search_is_ignored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_error_in_the_search_of_the_command_palette_closes_only_the_palette(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """The search is a task of its own, whose error comes wrapped; a list that is gone by then ended the program."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
 

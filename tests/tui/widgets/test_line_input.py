@@ -191,7 +191,7 @@ def host() -> Iterator[tuple[Host, asyncio.Runner]]:
         ("\n", "", []),
     ],
 )
-async def test_part_of_a_paste_that_is_refused_is_reported(pasted: str, taken: str, said: list[str]) -> None:
+async def test_line_input_reports_refused_parts_of_a_paste(pasted: str, taken: str, said: list[str]) -> None:
     app = make_app()
     async with running(app, (80, 24)) as pilot:
         await pilot.press("c", "ctrl+u")
@@ -203,7 +203,7 @@ async def test_part_of_a_paste_that_is_refused_is_reported(pasted: str, taken: s
         assert notices(app) == said
 
 
-async def test_typing_replaces_a_suggestion_and_moving_keeps_it() -> None:
+async def test_typing_replaces_a_suggested_pattern_and_cursor_keys_keep_it() -> None:
     app = make_app()
     async with running(app, (80, 24)) as pilot:
         for key in ("c", "e"):
@@ -244,7 +244,7 @@ STROKES = st.one_of(
 @example(strokes=["a", "b", "c", "left", "left", "X"])
 @example(strokes=["a", "ctrl+u", "b", "enter", "c"])
 @example(strokes=["a", " ", "b", "shift+left", "shift+left", "c"])
-def test_keys_in_one_write_edit_the_line_like_single_keys(
+def test_keys_received_together_edit_a_line_like_single_keys(
     host: tuple[Host, asyncio.Runner], strokes: list[str]
 ) -> None:
     app, runner = host

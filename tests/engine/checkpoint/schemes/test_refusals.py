@@ -176,7 +176,7 @@ def test_check_finds_a_wrong_group_size(tmp_path: Path, settings: dict[str, Any]
 
 
 @pytest.mark.parametrize(("made", "name"), [(bnb_4bit, STATE), (hqq, "m.packing")])
-def test_a_description_that_is_too_large_is_refused_by_name(
+def test_weight_with_an_oversized_quantization_state_is_refused(
     tmp_path: Path, made: Callable[[], Case], name: str
 ) -> None:
     changed = made()

@@ -95,7 +95,7 @@ def dirty_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("auto", ["AutoModel", "AutoModelForSequenceClassification"])
-def test_constructor_fills_buffers_that_loading_leaves_empty(auto: str, tmp_path: Path) -> None:
+def test_buffers_missing_in_the_files_are_filled_by_the_constructor(auto: str, tmp_path: Path) -> None:
     name = f"Toy{auto}"
     session, notices = opened(custom(tmp_path / "toy", name, auto=auto))
     torch.testing.assert_close(session.model.module(X), expected())
@@ -108,7 +108,7 @@ def test_constructor_fills_buffers_that_loading_leaves_empty(auto: str, tmp_path
     assert session.drift().output.mean_abs == pytest.approx(mean, rel=1e-6)
 
 
-def test_buffers_filled_by_loading_stay(tmp_path: Path) -> None:
+def test_buffers_filled_while_loading_are_not_replaced_by_the_constructor(tmp_path: Path) -> None:
     folder = custom(tmp_path / "toy", "Filled")
     code = (folder / "code.py").read_text()
     filled = """
@@ -146,7 +146,9 @@ def test_buffers_that_no_constructor_fills_are_reported(more: str, said: str, tm
     assert said.format(name) in notices
 
 
-def test_trusted_code_runs_without_a_question(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_remote_code_runs_only_with_trust_remote_code_and_without_a_prompt(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = custom(tmp_path / "toy", "Commanded")
     given = ["--inputs", str(tmp_path / "x.safetensors"), "--cast", "linear=bf16"]
     assert run(cli, "dtype-engine", ["drift", str(folder), *given, "--trust-remote-code"]) == 0

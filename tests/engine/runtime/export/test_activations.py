@@ -90,7 +90,7 @@ def _as_vllms_int8(layer: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[to
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e4m3fn@tensor", "int8", *list(PRESETS)[2:7]])
-def test_transformers_computes_what_was_measured(
+def test_transformers_computes_the_measured_output_of_quantized_activations(
     dtype: str, make_llama: Callable[..., Path], ids: Path, tmp_path: Path
 ) -> None:
     """Its forward, with its quantizer before every layer, on weights and scales that it read from the files."""
@@ -145,7 +145,7 @@ def test_declared_scheme_is_valid_for_compressed_tensors(
     assert "quantize_activations: weights" in (tmp_path / "both" / "recipe.yaml").read_text()
 
 
-def test_nvfp4_input_scale_is_shared_by_fused_siblings(make_llama: Callable[..., Path], tmp_path: Path) -> None:
+def test_nvfp4_input_scale_is_shared_by_fused_layers(make_llama: Callable[..., Path], tmp_path: Path) -> None:
     """Seen by hooks of plain torch on two sequences; a layer's amax is of the model as it is cast."""
     source = make_llama(dtype="float32", **WIDE)
     given = [{"input_ids": torch.arange(2, 2 + length)[None]} for length in (5, 9)]
@@ -171,7 +171,9 @@ def test_nvfp4_input_scale_is_shared_by_fused_siblings(make_llama: Callable[...,
     assert len({float(written[f"{layer}.{part}_proj.input_global_scale"]) for part in "qkv"}) == 1
 
 
-def test_nvfp4_export_without_inputs_is_refused(make_llama: Callable[..., Path], ids: Path, tmp_path: Path) -> None:
+def test_nvfp4_export_with_activations_requires_calibration_inputs(
+    make_llama: Callable[..., Path], ids: Path, tmp_path: Path
+) -> None:
     source, out = make_llama(dtype="bfloat16", **WIDE), tmp_path / "out"
     recipe = Recipe((Rule.parse("*_proj=nvfp4"),))
     with pytest.raises(UserError, match="comes from calibration inputs"):
@@ -193,7 +195,7 @@ def test_nvfp4_export_without_inputs_is_refused(make_llama: Callable[..., Path],
     assert difference.name == "model.layers.1.mlp.up_proj.weight"
 
 
-def test_export_of_an_export_declares_the_same_activations(
+def test_export_of_an_export_keeps_quantized_activations(
     make_llama: Callable[..., Path], ids: Path, tmp_path: Path
 ) -> None:
     """Read as weights, without a stray tensor for the scale; kept with it where the weight is kept."""
@@ -215,7 +217,9 @@ def test_export_of_an_export_declares_the_same_activations(
     assert torch.equal(before[name], after[name])
 
 
-def test_differences_of_other_programs_are_noted(make_llama: Callable[..., Path], ids: Path, tmp_path: Path) -> None:
+def test_export_notes_activations_that_other_programs_quantize_differently(
+    make_llama: Callable[..., Path], ids: Path, tmp_path: Path
+) -> None:
     source = make_llama(dtype="bfloat16", **WIDE)
     session = opened(source, ids, "mxfp4:floor")
     session.cast("*.mlp", "int4@g128")

@@ -77,7 +77,9 @@ def pieces(parent: Path) -> list[Path]:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are killed as POSIX has it")
 @pytest.mark.parametrize("replacing", [False, True], ids=["a new folder", "with --force"])
-def test_kill_9_during_export_leaves_old_or_new_folder(source: Path, tmp_path: Path, replacing: bool) -> None:
+def test_sigkill_during_export_leaves_the_old_or_the_new_folder_complete(
+    source: Path, tmp_path: Path, replacing: bool
+) -> None:
     before = contents_of(source)
     out = tmp_path / "out"
     if replacing:
@@ -175,7 +177,9 @@ def export(source: Path, target: Path, **rest: Any) -> Any:
     return export_checkpoint(open_checkpoint(source), "source", RECIPE, target, **rest)
 
 
-def test_force_replaces_only_exports(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_force_replaces_exports_and_no_other_folders(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "out"
     export(source, out)
     (out / "of the user").write_text("x")
@@ -223,7 +227,7 @@ def test_force_never_replaces_the_source(source: Path, tmp_path: Path) -> None:
     assert contents_of(source) == before
 
 
-def test_replaced_folder_gets_its_name_back_after_a_kill(source: Path, tmp_path: Path) -> None:
+def test_export_killed_between_two_renames_restores_the_replaced_folder(source: Path, tmp_path: Path) -> None:
     """The process was killed between the two renames: the folder's name is free, and what had it waits beside it."""
     out = tmp_path / "out"
     aside = sibling(out, REPLACED)
@@ -236,7 +240,7 @@ def test_replaced_folder_gets_its_name_back_after_a_kill(source: Path, tmp_path:
     assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
 
 
-def test_only_remains_of_dead_processes_are_removed(source: Path, tmp_path: Path) -> None:
+def test_export_removes_only_partial_folders_of_dead_processes(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
 
     def left(folder: Path) -> Path:
@@ -283,7 +287,9 @@ README = "# out\n\n`m`, cast by the rules in `recipe.yaml` and written by dtype-
         {"recipe.yaml": "flour: 500 g\n", "README.md": README},
     ],
 )  # fmt: skip
-def test_force_keeps_folders_without_an_export_mark(source: Path, tmp_path: Path, files: dict[str, str]) -> None:
+def test_force_does_not_replace_folders_that_are_no_exports(
+    source: Path, tmp_path: Path, files: dict[str, str]
+) -> None:
     docs = tmp_path / "docs"
     docs.mkdir()
     for name, text in files.items():
@@ -378,7 +384,7 @@ def test_source_that_changes_during_export_is_refused(form: str, change: Any, tm
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_signal_after_creating_the_folder_leaves_none(
+def test_signal_right_after_creating_a_folder_leaves_no_folder(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: bool
 ) -> None:
     """Over nothing, and over an export that is replaced, for which two folders are made: at each of them."""
@@ -405,7 +411,7 @@ def test_signal_after_creating_the_folder_leaves_none(
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are killed as POSIX has it")
-def test_killed_pickle_export_leaves_no_target(source: Path, tmp_path: Path) -> None:
+def test_killed_pickle_export_leaves_no_incomplete_target(source: Path, tmp_path: Path) -> None:
     """30 moments; hang-up, interrupt and a plain kill clear up after themselves, kill -9 leaves that to the next export."""
     folder, parent = tmp_path / "pickled", tmp_path / "place"
     folder.mkdir()

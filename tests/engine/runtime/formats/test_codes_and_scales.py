@@ -171,7 +171,7 @@ def test_stacked_matrices_are_quantized_independently(dtype: str) -> None:
 @KINDS
 @pytest.mark.parametrize("rule", ["floor", "rceil", "even"])
 @pytest.mark.parametrize("element", ["mxfp8", "mxfp4"])
-def test_other_mx_scale_rules_equal_those_of_torchao(element: str, rule: str, kind: str) -> None:
+def test_mx_codes_for_other_scale_rules_equal_those_of_torchao(element: str, rule: str, kind: str) -> None:
     mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
     target = torch.float8_e4m3fn if element == "mxfp8" else torch.float4_e2m1fn_x2
     scale, codes = mx.to_mx(WEIGHTS[kind], target, 32, mx.ScaleCalculationMode(rule))
@@ -195,7 +195,7 @@ def test_partial_mx_blocks_equal_those_of_torchao(element: str, rule: str) -> No
 
 
 @pytest.mark.parametrize("kind", [kind for kind in WEIGHTS if kind != "zero"])
-def test_nvfp4_equals_that_of_torchao(kind: str) -> None:
+def test_nvfp4_codes_and_scales_equal_those_of_torchao(kind: str) -> None:
     """But for tensors whose largest |value| is 0 or subnormal: its scale of the tensor is 0 then, and ours is 1."""
     nvfp4 = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor")
     weight = WEIGHTS[kind]
@@ -231,7 +231,7 @@ def test_grouped_integers_equal_those_of_torchao(dtype: str, kind: str) -> None:
 
 
 @KINDS
-def test_floor_rule_equals_that_of_llama_cpp(kind: str) -> None:
+def test_mxfp4_floor_values_equal_those_of_llama_cpp(kind: str) -> None:
     """Its layout is another, so values are compared. Of two that are equally near it takes either, as its table has them."""
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize, quantize
@@ -310,7 +310,7 @@ def test_mx_equals_its_definition_in_ml_dtypes(name: str, kind: str) -> None:
 
 
 @KINDS
-def test_nvfp4_equals_its_definition_in_ml_dtypes(kind: str) -> None:
+def test_nvfp4_codes_and_scales_equal_their_definition_in_ml_dtypes(kind: str) -> None:
     """Each step of numpy in float32: 2688 / amax of the tensor, amax / 6 of a block by that in e4m3, elements in e2m1."""
     ml_dtypes = pytest.importorskip("ml_dtypes")
     blocks = WEIGHTS[kind].numpy().reshape(-1, 16)

@@ -96,7 +96,7 @@ def test_picture_size_in_config_is_limited(edited: Callable[..., Path], saved: C
      ("whisper", {"feature_size": 10**7}, "n_fft times feature_size"),
      ("whisper", {"hop_length": 1, "chunk_length": 100}, "asks for 640,000,000 values")],
 )  # fmt: skip
-def test_feature_extractor_size_is_limited(
+def test_audio_feature_extractor_settings_are_limited(
     edited: Callable[..., Path], model: str, changes: dict[str, Any], says: str
 ) -> None:
     assert says in no_forward(edited(model, {PREPROCESSOR: changes}))
@@ -190,7 +190,7 @@ def chat_folder(folder: Path, template: str) -> Path:
      ("{% for i in range(30000) %}{{ 'a' * 99 }}{% endfor %}", "has 2,970,000 bytes, more than the limit of 1,048,576"),
      ("{{ raise_exception('no\nway') }}", "prompt 1: the chat template of llama refuses this conversation: no way")],
 )  # fmt: skip
-def test_chat_template_is_stopped_at_its_limits(
+def test_chat_template_is_limited_in_time_and_text_size(
     edited: Callable[..., Path], template: str, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = chat_folder(edited("llama"), template)
@@ -203,7 +203,7 @@ def test_chat_template_is_stopped_at_its_limits(
     de.open(str(folder), options=de.Options(prompts=("x",)))  # unasked, the template does not run
 
 
-def test_template_text_equals_that_of_transformers(edited: Callable[..., Path], tmp_path: Path) -> None:
+def test_text_from_the_chat_template_equals_that_of_transformers(edited: Callable[..., Path], tmp_path: Path) -> None:
     template = (
         CHAT
         + "{{ cls_token }}{% generation %}{{ {'a': 'ü'} | tojson }}{% endgeneration %}{{ messages[0].keys() | list }}"
@@ -285,7 +285,9 @@ def test_tokenizer_has_one_time_limit_for_all_texts(monkeypatch: pytest.MonkeyPa
     assert allowed == [5, 10]
 
 
-def test_ordinary_tokenizers_start_no_process(saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ordinary_tokenizers_run_without_a_separate_process(
+    saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def started(*_: object, **__: object) -> None:
         raise AssertionError
 
@@ -294,7 +296,7 @@ def test_ordinary_tokenizers_start_no_process(saved: Callable[[str], Path], monk
         assert de.open(str(saved(name))).inputs is not None
 
 
-def test_tokenizer_is_tried_once_for_the_same_texts(
+def test_slow_tokenizer_is_tried_only_once_for_the_same_texts(
     edited: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = {"tokenizer_class": "PreTrainedTokenizerFast"}
@@ -308,7 +310,7 @@ def test_tokenizer_is_tried_once_for_the_same_texts(
 
 
 @pytest.mark.parametrize("given", ["pixels", "pixels=", "pixels=-1", "colours=3", "pixels=1e9", "template_bytes=1"])
-def test_invalid_limit_is_one_line(given: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_input_limit_option_is_refused_in_one_line(given: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(cli, "dtype-engine", ["drift", "demo", "--input-limit", given]) == 2
     said = capsys.readouterr().err
     assert "give KIND=NUMBER, where KIND is pixels, seconds, values, tokens, template-seconds or template-bytes" in said

@@ -127,7 +127,7 @@ PLANNED = {
 
 
 @pytest.mark.parametrize("name", PLANNED)
-def test_every_command_plans_what_export_writes(
+def test_every_command_plans_as_many_bytes_as_export_writes(
     name: str, make_llama: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = models(make_llama, tmp_path, name)

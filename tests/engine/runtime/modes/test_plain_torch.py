@@ -295,7 +295,7 @@ def recipes(session: de.Session, count: int) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("name", MAKE if WIDE else QUICK)
-def test_candidate_equals_what_plain_torch_runs(name: str) -> None:
+def test_candidate_in_mixed_dtypes_equals_plain_torch(name: str) -> None:
     module, inputs = MAKE[name]()
     session = de.open(module, inputs=inputs)
     session.drift()
@@ -313,7 +313,7 @@ def test_candidate_equals_what_plain_torch_runs(name: str) -> None:
         assert any(row.torch_raises for row in flow) == added
 
 
-def test_published_model_has_the_figures_of_plain_torch() -> None:
+def test_drift_of_a_mixed_checkpoint_without_rules_equals_plain_torch() -> None:
     """A Qwen3-Next in bfloat16 with a float32 `A_log`, without any rule: torch promotes, and raises nothing."""
     module, inputs = published()
     wide, _ = published()
@@ -358,7 +358,7 @@ def test_flow_lists_the_promotions_of_torch() -> None:
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["mask of forward", "mask of inputs"])
-def test_padded_encoder_head_drifts_only_by_its_own_rounding(masked: bool) -> None:
+def test_drift_of_a_cast_head_ignores_padded_rows_of_the_encoder(masked: bool) -> None:
     """torch's fast path would zero the padded rows, where no mode is on. They are left out."""
     module, inputs = padded()
     real = inputs["input_ids"] != 0
