@@ -1,4 +1,4 @@
-"""The check of a checkpoint: each damage is found by its own kind and nothing else is, and what is sound has no finding."""
+"""The check of a checkpoint reports each damage under its kind and nothing else, and has no finding for an intact checkpoint."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BLOCK = 16
 
 
 def _fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales in blocks, by hand."""
+    """Return float8 codes and block scales of a weight, computed independently of the engine."""
     rows, columns = weight.shape
     down, across = -(-rows // BLOCK), -(-columns // BLOCK)
     scales = torch.empty(down, across)
@@ -40,7 +40,7 @@ def _fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.fixture
 def quantised(make_llama: Callable[..., Path]) -> Path:
-    """A Llama in bfloat16 whose linear layers are fp8 in blocks."""
+    """Return the folder of a Llama in bfloat16 whose linear layers are in fp8 blocks."""
     folder = make_llama(dtype="bfloat16", tie_word_embeddings=False)
     made: Tensors = {}
     for name, tensor in load_file(folder / "model.safetensors").items():

@@ -1,4 +1,4 @@
-"""A checkpoint that is not whole: inspect, drift, scan, search and export name what is missing, and the share of what was found."""
+"""Checkpoints with missing tensors: inspect, drift, scan, search and export name the missing tensors and the share that was found."""
 
 from __future__ import annotations
 

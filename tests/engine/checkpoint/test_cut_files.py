@@ -32,7 +32,7 @@ def opened(tmp_path: Path) -> FileIdentity:
 
 
 def cut(file: FileIdentity, error: Exception | None = None) -> None:
-    """Cut a file short, and fail with `error`."""
+    """Truncate a file, and raise `error` if it is given."""
     os.truncate(file.path, 100)
     if error is not None:
         raise error

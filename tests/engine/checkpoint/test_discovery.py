@@ -1,4 +1,4 @@
-"""What is offered when no model was named."""
+"""The models that are offered if none was named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A file that is not the one that was opened any more is told, whatever was done to it."""
+"""A file that changed after it was opened is recognized, whatever the change was."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_missing_file_raises_a_one_line_error(tmp_path: Path) -> None:
 
 
 def test_open_models_list_the_files_of_their_weights(make_llama: Callable[..., Path], tmp_path: Path) -> None:
-    """Checkpoints of every form and the live models of them, the code of a user with weights included."""
+    """Tests checkpoints of every form, live models, and user code with weights."""
     import torch
     from safetensors.torch import load_file
     from tests.helpers.paths import TINYNET

@@ -27,7 +27,7 @@ def entry(start: int = 0, end: int = 4, shape: Any = (1,), dtype: Any = "F32") -
 
 @pytest.fixture
 def refused(tmp_path: Path) -> Callable[[bytes], str]:
-    """Write a file, expect it to be refused, and return the sentence."""
+    """Return a function that writes a file, expects it to be refused, and returns the error message."""
 
     def check(content: bytes) -> str:
         path = tmp_path / "model.safetensors"
@@ -105,7 +105,7 @@ def test_shard_that_is_a_symlink_out_of_its_folder_is_refused(make_llama: Callab
 
 
 def test_config_that_is_a_symlink_out_of_its_folder_is_refused(make_llama: Callable[..., Path], tmp_path: Path) -> None:
-    """An export would hold what it leads to, which may be a file with passwords."""
+    """An export would copy the target of the link, which may be a file with passwords."""
     folder = make_llama()
     (folder / "config.json").rename(tmp_path / "secret.json")
     (folder / "config.json").symlink_to(tmp_path / "secret.json")

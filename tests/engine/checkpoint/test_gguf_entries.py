@@ -1,5 +1,5 @@
-"""What a GGUF file says of its model is in the configuration, or the file is refused by the name of the entry. The logits are
-those of plain transformers.
+"""Entries of a GGUF file are translated to the config, or the file is refused by the name of the entry. The logits are compared
+with those of plain transformers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hid
 
 
 def made(model_class: Any, **settings: Any) -> Any:
-    """A model of transformers with random weights, whose norms and biases matter, too."""
+    """Return a model of transformers with random weights, norms and biases included."""
     torch.manual_seed(0)
     model = model_class(model_class.config_class(**_SIZES | settings)).eval()
     for parameter in model.parameters():
@@ -71,7 +71,7 @@ LONG, SHORT = [1.0, 2.0, 3.5, 5.0, 7.0, 9.0, 12.0, 15.0], [1.0, 1.1, 1.3, 1.6, 2
 
 
 def write_longrope(path: Path, attention: float, **more: Any) -> Any:
-    """Write a Phi-3 with factors, and return its model. more: further entries of its configuration."""
+    """Write a Phi-3 with LongRoPE factors to a GGUF file and return the model. more: further entries of the config."""
     scaling = {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG, "rope_theta": 1e4, **more}
     model = made(transformers.Phi3ForCausalLM, original_max_position_embeddings=64, rope_parameters=scaling)
     write(

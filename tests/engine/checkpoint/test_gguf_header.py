@@ -1,4 +1,4 @@
-"""Headers of GGUF files: what the gguf package writes is read as its own reader does, and what lies is refused."""
+"""Headers of GGUF files are read as by the gguf package, and inconsistent headers are refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HOST = gguf.GGUFEndian.LITTLE
 
 
 def written(path: Path, order: gguf.GGUFEndian = HOST, tensors: int = 3, alignment: int | None = None) -> Path:
-    """A file with a field of every type and tensors of several, by the gguf package."""
+    """Write a GGUF file with a field of every type and tensors of several types by the gguf package."""
     with gguf_file(path, "llama", endianess=order) as writer:
         if alignment:
             writer.add_custom_alignment(alignment)
@@ -60,7 +60,7 @@ def test_gguf_header_equals_that_of_the_gguf_package(
 
 @pytest.mark.slow
 def test_gguf_header_of_100000_tensors_is_read_quickly(tmp_path: Path) -> None:
-    """In a second or two; the gguf package's reader takes half a minute."""
+    """It takes a second or two; the reader of the gguf package takes half a minute."""
     path = tmp_path / "many.gguf"
     count = 100_000
     entries = b"".join(

@@ -1,4 +1,4 @@
-"""Models on a hub, of which only headers are read: beside the same files on the disk, and with a hub that misbehaves."""
+"""Models on a hub of which only headers are read, compared with the same files on disk, and hubs with wrong responses."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Serve = Callable[[Path], Hub]
 
 @pytest.fixture
 def serve(tmp_path: Path) -> Iterator[Serve]:
-    """A function that runs a hub with a folder as `org/name`, until the test ends."""
+    """Return a function that serves a folder as the model `org/name` of a hub until the test ends."""
     running: list[AbstractContextManager[Hub]] = []
 
     def begin(folder: Path) -> Hub:
@@ -50,7 +50,7 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
 
 
 def rows(source: Source) -> list[tuple[object, ...]]:
-    """What the tree says of each tensor."""
+    """Return name, shape, dtype and so on of each tensor of the tree."""
     checkpoint = source.open()
     assert checkpoint is not None
     tree = checkpoint.tree()

@@ -1,4 +1,4 @@
-"""Downloads from a hub that misbehaves, and what is in the cache afterwards: read by huggingface_hub and transformers."""
+"""Downloads from a hub with wrong responses, and the resulting cache as read by huggingface_hub and transformers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def with_headers(small: Path, **headers: str) -> Fault:
-    """Answers every request for a file with further headers."""
+    """Return a fault that adds headers to the response for every file."""
 
     def fault(request: Request) -> bool:
         if "/resolve/" in request.path:
@@ -142,7 +142,7 @@ def test_hub_cache_is_readable_by_other_programs(
 
 
 def test_files_cached_for_an_older_commit_are_not_downloaded_again(tmp_path: Path, small: Path, hub: Hub) -> None:
-    """A newer commit takes the contents that huggingface_hub has downloaded for an older one."""
+    """Both commits have the same files, which huggingface_hub downloaded for the older commit."""
     from huggingface_hub import snapshot_download
 
     older = Path(snapshot_download("org/name", cache_dir=str(tmp_path / "cache" / "hub"), revision=COMMIT))
@@ -225,7 +225,7 @@ def test_repeatedly_interrupted_download_is_given_up(tmp_path: Path, hub: Hub, m
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Limits of fractions of a second, and an event that is set when the test ends."""
+    """Set limits of fractions of a second, and return an event that is set when the test ends."""
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.2)
@@ -235,7 +235,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 def bytes_forever(over: threading.Event, of: str, head: bytes, piece: bytes, pause: float) -> Fault:
-    """Answers requests for `of` with `head` and then pieces without an end."""
+    """Return a fault that answers requests for `of` with `head` and then endless pieces."""
 
     def fault(request: Request) -> bool:
         if of in request.path:
@@ -252,7 +252,7 @@ def bytes_forever(over: threading.Event, of: str, head: bytes, piece: bytes, pau
 OK = b"HTTP/1.1 200 OK\r\n"
 GZIPPED = OK + b"Content-Encoding: gzip\r\n\r\n" + gzip.compress(b"")[:10]
 EMPTY_BLOCK = zlib.compressobj(wbits=-15).flush(zlib.Z_SYNC_FLUSH)[-5:]
-"""A block of deflate that stands for no byte."""
+"""A deflate block that decompresses to nothing."""
 ENDLESS: dict[str, tuple[str, bytes, bytes, float, str]] = {
     "a list, byte after byte": ("/api/", OK + b"\r\n", b" ", 0.02, "the hub sends less than 1,000 bytes per second"),
     "a file, byte after byte": (".safetensors", OK + b"\r\n", b" ", 0.02, "the hub sends less than 1,000 bytes per second"),

@@ -1,4 +1,4 @@
-"""The KV cache's tensors from config.json and shapes alone, against the caches that transformers' models make when they run."""
+"""The tensors of KV caches found from config.json and shapes alone, compared with the caches of running transformers models."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def header_tree(module: nn.Module) -> Tree:
 
 
 def from_headers(module: nn.Module) -> KVCache:
-    """What the names, the shapes and the config.json tell that `save_pretrained` would write."""
+    """Return the KV cache found from names, shapes and config.json as `save_pretrained` would write them."""
     config = json.loads(module.config.to_json_string(use_diff=True)) | {"architectures": [type(module).__name__]}
     return kv_cache(header_tree(module), config)
 
@@ -171,7 +171,7 @@ def test_layers_that_share_a_kv_cache_name_the_layer_that_holds_it() -> None:
 
 
 def test_cache_size_of_recurrent_gemma_includes_recurrent_states() -> None:
-    """Its modules, not the cache, hold the states."""
+    """Modules hold the recurrent states, not the cache of transformers."""
     settings = {**_GROUPED, "head_dim": 8, "lru_width": 32, "attention_window_size": 5}
     module = transformers.RecurrentGemmaForCausalLM(transformers.RecurrentGemmaConfig(**settings)).eval()
     cache = transformers.DynamicCache(config=module.config)

@@ -1,4 +1,4 @@
-"""Parameters are what torch calls parameters: no buffers, and of packed weights the values that they stand for."""
+"""Parameters are counted as by torch: buffers are not counted, and packed weights count with their unpacked values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the files of a checkpoint say about its quantization, written here in the words of the programs that write such files."""
+"""What checkpoint files say about their quantization. The files are written here as the quantizing programs write them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which of several sets of weights in a folder is read: the one that `from_pretrained` loads, in every command."""
+"""Of several sets of weights in a folder, every command reads the set that `from_pretrained` loads."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def test_drift_json_has_the_documented_keys(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_measurement_stops_at_the_requested_precision(capsys: pytest.CaptureFixture[str]) -> None:
-    """And the floor is measured where it may decide, or always."""
+    """The noise floor is measured only if it may matter, or with `--floor always`."""
     found = object_from(capsys, "drift", "--cast", "*=bf16", "--precision", "20%", "--json")
     assert found["sequences"]["done"] < found["sequences"]["total"] == 6
     assert 0 < found["sequences"]["kl_error"] <= 0.2

@@ -30,7 +30,7 @@ async def client_of(access: Access, seconds: float = 300, engine: tuple[str, ...
 
 
 async def called(name: str, engine: tuple[str, ...] = ENGINE, seconds: float = 300, **arguments: object) -> Any:
-    """What one call of a tool on the demo returns."""
+    """Return the result of one call of a tool on the demo."""
     async with client_of(Access((Path(),)), seconds, engine) as client:
         return await client.call_tool(name, {"model": "demo", **arguments})
 

@@ -1,4 +1,4 @@
-"""A rule means the same to every command: what it takes, why it is refused, and what the model is called in the answer."""
+"""A rule means the same in every command: its tensors, the reason of a refusal, and the name of the model in the answer."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_weights_command_casts_a_tied_weight_as_torch_does(
 def test_rules_may_name_a_tensor_as_in_the_file_or_as_in_the_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Experts are packed as they are loaded, and renamed; a base model drops its prefix."""
+    """Loading packs and renames experts; a base model has names without the prefix."""
     from tests.helpers import checkpoint_folders
 
     folder = checkpoint_folders.save("mixtral", tmp_path / "mixtral", processed=False)

@@ -1,4 +1,4 @@
-"""The command line as one frozen request: what was said explicitly wins, and each file is read once."""
+"""The command line as one frozen request: explicit options take precedence, and each file is read once."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def recipe(tmp_path: Path) -> Path:
 
 
 def request_of(*arguments: str, **configured: str) -> RunRequest:
-    """What a command gets of these arguments, with the defaults of a configuration."""
+    """Return the request that `drift` makes of these arguments and the defaults of a config file."""
     requests: list[RunRequest] = []
 
     @click.command(cls=ModelCommand, also=REFERENCE)
@@ -47,7 +47,7 @@ def request_of(*arguments: str, **configured: str) -> RunRequest:
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, module: object, name: str) -> list[Any]:
-    """The first argument of every call of a module's function from now on."""
+    """Return a list to which every later call of a function of the module adds its first argument."""
     calls: list[Any] = []
     function: Callable[..., object] = getattr(module, name)
 

@@ -1,4 +1,4 @@
-"""A scan in shares, merged, is the scan in one piece; what does not belong together is refused by name."""
+"""Merged shards of a scan equal the undivided scan; shards that do not belong together are refused by name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Call = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def call(capsys: pytest.CaptureFixture[str], make_llama: Callable[..., Path], tmp_path: Path) -> Call:
-    """Run `scan` on a small Llama with four sequences of tokens; the exit status and both outputs."""
+    """Return a function that runs `scan` on a small Llama with four sequences and returns exit status, output and errors."""
     folder = make_llama(num_hidden_layers=1, dtype="bfloat16")
     ids = torch.randint(0, 64, (4, 1, 8), generator=torch.Generator().manual_seed(1))
     torch.save([{"input_ids": row} for row in ids], tmp_path / "ids.pt")

@@ -1,4 +1,4 @@
-"""Standard streams: what goes to them, and what becomes of a program that has not got them."""
+"""What goes to which standard stream, and what happens if a stream is closed or can't be written."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ CASTING = ("drift", f"{TINYNET}:TinyNet", "--cast", "*=bf16")
 
 
 FRESH = (sys.executable, "-c", preloaded.COMMAND)
-"""The program in an interpreter of its own: a stream that is closed when it starts is none."""
+"""The program in a new interpreter, since a stream that is closed at the start of an interpreter is None."""
 
 
 def shell(streams: str, *arguments: str, program: Sequence[str] | None = None) -> subprocess.CompletedProcess[str]:
-    """The program, its streams as a shell makes them."""
+    """Run the program with streams redirected by a shell."""
     command = [*(program or preloaded.command(preloaded.COMMAND)), *arguments]
     return subprocess.run(
         ["sh", "-c", f'exec "$0" "$@" {streams}', *command], capture_output=True, text=True, timeout=120
@@ -69,7 +69,7 @@ def shell(streams: str, *arguments: str, program: Sequence[str] | None = None) -
 
 @pytest.fixture
 def printing(tmp_path: Path) -> str:
-    """A model whose code prints wherever it is run, in every way."""
+    """Return a model whose code prints in every possible way wherever it runs."""
     (tmp_path / "printing.py").write_text(PRINTING)
     return f"{tmp_path / 'printing.py'}:Net"
 
@@ -88,7 +88,7 @@ def test_prints_of_model_code_do_not_reach_standard_output(printing: str, comman
 
 
 def test_only_one_file_of_the_commands_calls_click_echo() -> None:
-    """What click prints while a command runs goes where the prints of a model's code go."""
+    """Output by click while a command runs goes to standard error, like the prints of model code."""
     files = sorted(Path(cli.__file__).parent.glob("*.py"))
     assert [file.name for file in files if "click.echo(" in file.read_text()] == ["program.py"]
 
@@ -100,7 +100,7 @@ def test_help_goes_to_standard_output() -> None:
 
 
 def test_closed_standard_error_does_not_affect_the_output(printing: str) -> None:
-    """And no file that is opened gets its number."""
+    """No file that is opened gets the descriptor number 2, either."""
     code = Path(printing.removesuffix(":Net"))
     code.write_text(code.read_text() + "assert open(__file__).fileno() > 2\n")
     done = shell("2>&-", "drift", printing, "--cast", "*=bf16", program=FRESH)
@@ -142,7 +142,7 @@ ANSWERING = [CASTING, (*CASTING, "--json"), ("inspect",), ("scan", "--help")]
 
 @pytest.mark.parametrize("arguments", ANSWERING)
 def test_closed_pipe_ends_the_program_silently(arguments: tuple[str, ...]) -> None:
-    """1 would be a limit that is missed."""
+    """The status is not 1, which would mean a missed limit."""
     reading, writing = os.pipe()
     os.close(reading)
     command = [*preloaded.command(preloaded.COMMAND), *arguments]
@@ -172,7 +172,7 @@ NAME = "ü.Δ.😀.weight"
 
 @pytest.fixture
 def named(tmp_path: Path) -> Path:
-    """A checkpoint with a name of letters that no encoding of one byte has together."""
+    """Write a checkpoint with a tensor name whose characters no single-byte encoding has together."""
     save_file({NAME: torch.ones(4, 4)}, tmp_path / "named.safetensors")
     return tmp_path / "named.safetensors"
 

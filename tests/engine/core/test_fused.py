@@ -1,4 +1,4 @@
-"""Weights that runtimes fuse: which they are, and what a plan makes of them."""
+"""Which weights runtimes fuse, and how a plan treats fused weights."""
 
 from __future__ import annotations
 

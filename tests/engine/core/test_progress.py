@@ -1,4 +1,4 @@
-"""How far a job is: the time left by its pace, and the imports that opening a model waits for."""
+"""The remaining time of a job, estimated from its pace, and the progress of imports while a model is opened."""
 
 from __future__ import annotations
 

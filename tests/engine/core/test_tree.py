@@ -91,7 +91,7 @@ def test_layer_and_expert_numbers_are_found_in_names() -> None:
 
 
 def test_name_with_too_many_parts_has_only_the_root_as_parent() -> None:
-    """Together they would have 180 GB."""
+    """The names of all parents together would take 180 GB."""
     assert list(ancestors("a." * 600_000)) == [""]
     longest = ".".join(["a"] * MOST_PARTS) + ".weight"
     assert len(list(ancestors(longest))) == MOST_PARTS + 1
@@ -99,7 +99,7 @@ def test_name_with_too_many_parts_has_only_the_root_as_parent() -> None:
 
 @pytest.mark.slow
 def test_depth_and_number_of_modules_of_a_tree_are_limited() -> None:
-    """A file of 9 MB without a single value could have four million modules. Each name has 199 more than the one before."""
+    """A file of 9 MB without any values could have four million modules: each name has 199 parts more than the name before."""
     deep = [".".join(["a"] * (199 * times)) + ".weight" for times in (1, 2)]
     from_tensors([TensorInfo(deep[0], (1,), "float32")])
     with pytest.raises(UserError, match="over 200 parts"):

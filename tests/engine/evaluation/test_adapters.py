@@ -1,4 +1,4 @@
-"""The adapters of the documentation, taken from its pages and run where what they adapt is installed."""
+"""The adapters in the documentation, taken from its pages and run if the adapted library is installed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 
 def adapter(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The code of a page as a module that other processes can import, too."""
+    """Return the code of a page as a module that other processes can import, too."""
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "engine" / "docs" / f"{page}.md").read_text(), re.DOTALL)
     (folder / f"{page}_adapter.py").write_text(code)
     monkeypatch.syspath_prepend(str(folder))

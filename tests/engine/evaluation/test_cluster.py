@@ -1,4 +1,4 @@
-"""A real Dask cluster on this machine gives what this process gives, and what is lost is done again or said."""
+"""A Dask cluster on this machine gives the results of this process; lost work is repeated or reported."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ Start = Callable[[int], tuple[str, list[subprocess.Popen[bytes]]]]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Start a scheduler and so many workers: its address, and the processes, the scheduler first."""
+    """Return a function that starts a scheduler and a number of workers and returns the address and the processes, the scheduler
+    first.
+    """
     distributed = pytest.importorskip("distributed")
     processes: list[subprocess.Popen[bytes]] = []
 

@@ -1,4 +1,4 @@
-"""Evaluations in other processes give what this one gives, to the last bit, whatever happens to the processes."""
+"""Evaluations in other processes give bitwise the results of this process, also if processes are killed."""
 
 from __future__ import annotations
 

@@ -53,8 +53,8 @@ _PIECES = (b"\0", b"\xff", b"(", b"]", b"}", b"2", b"0", b"R", b"\x94")
 
 
 def make_good(kind: str, folder: Path) -> list[bytes]:
-    """Several good files of a kind, small enough that most mutations hit something. Also what they are tried with: the model that
-    recipes are for, say.
+    """Write a few valid files of a kind, small enough that most mutations change something that is read, and the files that they
+    are used with, such as the model of a recipe.
     """
     for other in _OTHERS:
         if kind in other.KINDS:
@@ -225,7 +225,7 @@ def _with_another_pickle(content: bytes, chooser: random.Random) -> bytes:
 
 
 def _other_bytes(content: bytes, good: list[bytes], chooser: random.Random) -> bytes:
-    """Bytes changed, cut, put in, moved, taken from another file, or numbers replaced by extremes."""
+    """Change, remove, insert or move bytes, take bytes of another file, or replace numbers by extreme ones."""
     data = bytearray(content)
     for _ in range(chooser.choice((1, 1, 2, 3))):
         if not data:
@@ -283,7 +283,7 @@ def _other_yaml(content: bytes, chooser: random.Random) -> bytes:
 
 
 class TooLong(BaseException):
-    """A case did not end in time. Nothing catches it on the way."""
+    """Raised if a case does not end in time. No code catches it before the fuzzer."""
 
 
 def commands(kind: str, path: Path, folder: Path, seed: int) -> list[str]:

@@ -46,7 +46,7 @@ RECIPE = de.Recipe().then(de.Rule.parse("*.mlp=bf16"))
 
 @pytest.mark.parametrize("model", ["/etc/passwd", "/dev/zero", "..", "a\0b", "tcp://host/x", "file:///etc/passwd"])
 def test_worker_error_reveals_no_content_of_other_paths(model: str, tmp_path: Path) -> None:
-    """No model is there; one that is has another fingerprint (`test_worker_refuses_another_model_or_other_inputs`)."""
+    """The paths hold no model. For other models see `test_worker_refuses_another_model_or_other_inputs`."""
     opened = Opened(model, de.Options(device="cpu", prompts=("hello",)), "w" * 64, "i" * 64)
     with pytest.raises(UserError, match=r"^process \d+ on .* can't open the model: ") as told:
         evaluate(Evaluation(opened, RecipeDrift(de.Recipe(), de.RunSettings())))
@@ -194,7 +194,7 @@ def test_oversized_jsonl_entry_is_refused_with_its_line_number(what: str, tmp_pa
 
 
 def test_text_size_is_checked_before_reading(tmp_path: Path) -> None:
-    """100 GB without a block on the disk, in this process: whoever reads them has no memory left."""
+    """The file has 100 GB without a block on the disk. Reading it in this process would exhaust the memory."""
     path = tmp_path / "x.jsonl"
     with open(path, "wb") as file:
         file.truncate(100 << 30)
@@ -221,7 +221,7 @@ def full_disk() -> Iterator[None]:
 
 
 def test_files_are_written_completely_or_not_at_all(tmp_path: Path) -> None:
-    """Reports, recipes, saved scans and sessions are written by this one function."""
+    """Reports, recipes, saved scans and sessions are all written by this function."""
     path = tmp_path / "old.html"
     path.write_text("old")
     with full_disk():
@@ -251,7 +251,7 @@ def test_full_output_device_is_reported_in_one_sentence() -> None:
 
 
 def test_request_cancelled_before_the_engine_thread_starts_is_ended() -> None:
-    """An engine whose thread has not run since, as one that was halted."""
+    """The thread of the engine has not run since the request, as after SIGSTOP."""
     told: list[events.Event] = []
     worker = Worker(locate(None), de.Options(), told.append)
     worker._opened.set()

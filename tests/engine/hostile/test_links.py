@@ -1,4 +1,4 @@
-"""Files in a model's folder that are links to files elsewhere: nothing of those is read."""
+"""Files in a model folder that are links to files elsewhere are not read."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ print("OPENED", [path for path in map(os.fsdecode, opened) if "/outside/" in os.
 
 
 def with_link(folder: Path, name: str) -> Path:
-    """Copy the built-in model to `folder`, with `name` as a link to a file elsewhere of the same content, if there is any."""
+    """Copy the built-in model to `folder`, with the file `name` replaced by a link to a copy elsewhere."""
     shutil.copytree(DEMO, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
     outside = folder.parent / "outside" / folder.name / Path(name).name
     outside.parent.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Pickles that are small as files and large, or deep, once they are read."""
+"""Pickles that are small as files, but large or deeply nested when they are loaded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dtype_engine.core.errors import UserError
 
 
 def zipped(path: Path, data: bytes, compression: int = zipfile.ZIP_DEFLATED) -> None:
-    """An archive as torch writes it, with this for a pickle."""
+    """Write an archive as torch does, with `data` as its pickle."""
     with zipfile.ZipFile(path, "w", compression) as archive:
         archive.writestr("x/data.pkl", data)
         archive.writestr("x/version", "3\n")
@@ -26,7 +26,7 @@ def zipped(path: Path, data: bytes, compression: int = zipfile.ZIP_DEFLATED) -> 
 
 
 def many(count: int) -> bytes:
-    """A pickle of a dictionary with as many empty lists, each of one byte."""
+    """Return a pickle of a dictionary with `count` empty lists, each of which takes one byte."""
     return b"\x80\x02}X\x01\x00\x00\x00a(" + b"]" * count + b"ls."
 
 
@@ -70,7 +70,7 @@ def test_memory_of_unpickling_is_limited(tmp_path: Path, what: str) -> None:
 
 
 def test_pickles_of_torch_save_stay_below_the_limit_of_opcodes(tmp_path: Path) -> None:
-    """By both of its formats: the bound is far above what a model of so many tensors takes."""
+    """Tests both formats of torch.save. The limit is far above what models with this number of tensors need."""
     tensors = {f"layers.{number}.mlp.gate_proj.weight": torch.ones(1) for number in range(1000)}
     for old in (False, True):
         torch.save(tensors, tmp_path / "x.pth", _use_new_zipfile_serialization=not old)

@@ -1,4 +1,4 @@
-"""Tokenizers and processors of a model's folder that are damaged: one sentence on the command line, and a model that opens."""
+"""With a damaged tokenizer or processor, a model is opened nevertheless, and the command line prints one sentence."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dtype_engine.runtime.libraries.silence_libraries import without_panic_messa
 
 @pytest.mark.parametrize("kind", PANICS)
 def test_tokenizer_panic_is_reported_in_one_line(kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The panic's own message goes to the file descriptor, so that is what is looked at."""
+    """The message of the panic goes to the file descriptor 2, so the test captures this descriptor."""
     command = ["drift", str(with_panicking_tokenizer(kind, tmp_path / "model")), "--cast", "*=bf16"]
     assert run(cli, "dtype-engine", command) == 0
     said = capfd.readouterr()
@@ -37,7 +37,7 @@ def test_tokenizer_panic_is_reported_in_one_line(kind: str, tmp_path: Path, capf
 
 
 def test_prompt_that_makes_the_tokenizer_panic_is_refused(tmp_path: Path) -> None:
-    """This one works for the first of the built-in prompts."""
+    """The tokenizer works for the first of the built-in prompts."""
     folder = with_panicking_tokenizer("a bad prepend", tmp_path / "model")
     settings = json.loads((folder / "tokenizer.json").read_text())
     shortened = {"type": "Replace", "pattern": {"Regex": "^import"}, "content": "i "}
@@ -81,7 +81,7 @@ def test_failing_chat_template_is_reported(tmp_path: Path) -> None:
 
 
 class Panic(BaseException):
-    """As pyo3's, which no library exports."""
+    """Stands for the PanicException of pyo3, which no library exports."""
 
 
 @pytest.mark.parametrize("raised", [ValueError("no"), Panic("no"), SystemExit("no"), MemoryError(), RecursionError()])

@@ -1,4 +1,6 @@
-"""Our own text files when somebody else wrote them: nothing runs, nothing hangs, and every refusal is one line."""
+"""Recipes, saved scans and other text files of this program, written by an attacker: no code runs, nothing hangs, and every refusal
+is one line.
+"""
 
 from __future__ import annotations
 
@@ -139,7 +141,7 @@ READERS: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("special", SPECIAL)
 @pytest.mark.parametrize("reader", READERS)
 def test_reading_a_special_file_never_blocks(tmp_path: Path, reader: str, special: str) -> None:
-    """The test's own timeout is what a hang would meet."""
+    """A hang would exceed the time limit of the test."""
     path = tmp_path / "x.safetensors"
     SPECIAL[special](path)
     with pytest.raises(UserError) as caught:

@@ -1,4 +1,4 @@
-"""Recipe files: what is written is read again, and what can't be read is named."""
+"""Recipe files are unchanged by writing and reading, and errors in them are named."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FIGURES = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(), SPEAKABLE, st.sampled_from(["yes", "1e3", "null"])
 )
 FIGURE_NAMES = SPEAKABLE.filter(lambda name: name != LOST)
-"""A file keeps that name for the values that casts lose."""
+"""Without the name that a recipe file uses for lost values."""
 
 
 @given(

@@ -1,4 +1,4 @@
-"""How runtimes are told the formats of KV caches, and what they can't do."""
+"""How the formats of KV caches are passed to runtimes, and which formats runtimes do not support."""
 
 from __future__ import annotations
 

@@ -39,7 +39,9 @@ RECIPES = st.lists(RULES, max_size=6).map(tuple).map(Recipe)
 
 
 def taken_by_definition(pattern: str, tensor: TensorInfo) -> bool:
-    """DESIGN's words, tensor by tensor: own name or a module above it, under any of its names."""
+    """Whether a pattern selects a tensor by definition: it matches the name of the tensor or of a module above it, under any of the
+    tied names.
+    """
     compiled = compile_pattern(pattern)
     if not tensor.castable:
         return False

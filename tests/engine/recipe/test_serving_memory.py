@@ -1,4 +1,4 @@
-"""What fits in a budget, against trying every context."""
+"""The largest context that fits a budget, compared with trying every context."""
 
 from __future__ import annotations
 

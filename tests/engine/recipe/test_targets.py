@@ -115,7 +115,7 @@ def all_in(context: Context, base: str | None) -> dict[str, str]:
 
 
 def loaded(context: Context, base: str | None) -> dict[str, str]:
-    """Every tensor as `from_pretrained(dtype=base)` leaves it (transformers' `_get_dtype_plan`)."""
+    """Return the dtype of every tensor after `from_pretrained(dtype=base)`, by `_get_dtype_plan` of transformers."""
     found = all_in(context, base)
     for name, module in context.tree.modules.items():
         strict = "_strict" in (module.keep_in_fp32 or "")
@@ -177,7 +177,7 @@ def as_llm_compressor(context: Context, written: Conversion) -> PresetEffect:
 
 
 def by_scheme(weights: Mapping[str, Any]) -> str:
-    """The dtype that a scheme of compressed-tensors means, after its presets."""
+    """Return the dtype that a scheme of compressed-tensors means, after its presets."""
     kind, bits, size = weights["type"], weights["num_bits"], weights.get("group_size")
     if weights["strategy"] in ("tensor", "channel"):
         assert bits == 8
@@ -293,7 +293,7 @@ def module_like(tree: Tree, load_in: str) -> nn.Module:
 
 
 def as_transformers(context: Context, written: Conversion) -> PresetEffect:
-    """The Python itself, run."""
+    """Run the written Python and return the resulting dtypes."""
     load_in = re.search(r"dtype=torch\.(\w+)\)\)", written.text)
     assert load_in is not None
     namespace: dict[str, Any] = {}
@@ -390,7 +390,7 @@ def converted(target: str, tree: Tree, *rules: Rule, model_type: str = "llama") 
 
 
 def test_quantized_activations_are_converted_or_noted_as_unsupported() -> None:
-    """llm-compressor has them; a note says where a recipe of another tool leaves them wide."""
+    """llm-compressor supports them; for other tools a note says that activations are not quantized."""
     plan = make_plan(LLAMA, Recipe((Rule("*.q_proj", "float8_e4m3fn"),)))
     for activations in ("none", "weights"):
         context = Context(LLAMA, plan, "m", "llama", activations=activations)  # type: ignore[arg-type]
@@ -404,7 +404,7 @@ def test_quantized_activations_are_converted_or_noted_as_unsupported() -> None:
 
 
 def test_modelopt_quantizes_by_the_converted_recipe() -> None:
-    """Where it is installed: read by the hook that the note has. On a CPU it has no kernels for NVFP4 and MX."""
+    """Runs if ModelOpt is installed, with the hook of the note. ModelOpt has no CPU kernels for NVFP4 and MX."""
     mtq = pytest.importorskip("modelopt.torch.quantization")
     from dtype_engine.runtime.numerics.quantize import values_in
 

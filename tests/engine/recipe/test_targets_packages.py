@@ -1,4 +1,4 @@
-"""Conversion recipes read by the real tools, where they are installed."""
+"""Converted recipes are read by the tools that they are for, if these are installed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Enough layers that 1 and 10 can be mistaken for each other."""
+    """Has enough layers that the layers 1 and 10 can be mistaken for each other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,8 +98,8 @@ def test_torchao_quantizes_by_the_converted_recipe_as_planned() -> None:
 
 @pytest.mark.parametrize("dtype", torchao.GROUPED)
 def test_torchao_integer_values_are_close_to_ours(dtype: str) -> None:
-    """Its own JSON is ours, and its values are, but for the digits of its scales: in files they are in bfloat16. A value that lies
-    near the middle of two codes may be the other one for that.
+    """The JSON is equal. Values differ by the precision of the scales, which are stored in bfloat16, and near the middle of two
+    codes either code may be taken.
     """
     quantization = pytest.importorskip("torchao.quantization")
     from torchao.core.config import config_from_dict, config_to_dict

@@ -1,4 +1,4 @@
-"""Which neighbours are alike, against everything that is at or below each of them written out."""
+"""Which neighbouring modules are alike, compared with a full text description of each module."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dtype_engine.reports.alike import AlikeModules
 
 
 def _written_out(module: Module, planned: dict[str, str]) -> Any:
-    """A module's class, tensors and children. A tie is the name of the tensor that it leads to."""
+    """Return class, tensors and children of a module as text. A tied tensor is described by the name of its canonical tensor."""
     tensors = [
         (local, tensor.name)
         if tensor.name != f"{module.name}.{local}"

@@ -1,4 +1,4 @@
-"""The first screen of a report answers: how large, how far off, and what else; the rest follows, the most important first."""
+"""The first screen of a report shows size, drift and a third figure; the other sections follow in order of importance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reports and saved recipes hold the figures of the run they are of, and nothing in them is taken for anything but text."""
+"""Reports and saved recipes contain the figures of their run, and all their text is escaped."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_names_in_reports_are_escaped(name: str, tmp_path: Path) -> None:
 
 
 def test_hostile_text_in_every_kind_of_report_block_is_escaped(tmp_path: Path) -> None:
-    """Also those that no report has hostile text in today."""
+    """Tests also blocks that contain no text from files in any report so far."""
     blocks = (
         NASTY, Identifier(NASTY), Table((NASTY, "b"), ((NASTY, Identifier(NASTY)),), 1),
         StackedBars(NASTY, ((NASTY, ((NASTY, 1.0, NASTY),)),)), BarChart(NASTY, ((NASTY, 1.0), ("none", None)), NASTY),

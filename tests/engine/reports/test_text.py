@@ -76,7 +76,7 @@ def test_module_whose_output_is_that_of_a_child_is_not_listed() -> None:
 
 
 def test_many_equally_bad_modules_are_sorted_quickly() -> None:
-    """As in a model that is broken from its first layer on. To compare each with each takes minutes."""
+    """As in a model that drifts from its first layer on. Comparing all pairs takes minutes."""
     names = [
         f"layer.{layer}.expert.{expert}{part}" for layer in range(60) for expert in range(256) for part in ("", ".up")
     ]

@@ -1,4 +1,4 @@
-"""The word for a drift, and whether its limits are what they are said to be."""
+"""The word for a drift, and whether the limits between words are what the help says."""
 
 from __future__ import annotations
 

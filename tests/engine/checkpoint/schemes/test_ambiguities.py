@@ -22,19 +22,19 @@ from dtype_engine.runtime.weights.coded import CodedSource
 
 
 def assert_unread(checkpoint: Checkpoint) -> None:
-    """No weight is read, and every tensor has a reason why it can't be cast."""
+    """Assert that no weight is decoded and that every tensor has a reason why it can't be cast."""
     assert not checkpoint.coded
     assert all(tensor.uncastable_reason for tensor in checkpoint.tree().tensors.values())
 
 
 def values_of(case: Case, folder: Path) -> np.ndarray[Any, Any]:
-    """The values of a case's only weight, as they are read."""
+    """Return the decoded values of the only weight of a case."""
     (weight,) = open_checkpoint(case.save(folder)).coded.values()
     return CodedSource(weight).read().numpy()
 
 
 def _other_group(case: Case, targets: list[str], **settings: Any) -> dict[str, Any]:
-    """The group of a case's configuration with other settings, and for other modules."""
+    """Return the config group of a case with other settings and other target modules."""
     (own,) = case.config["quantization_config"]["config_groups"].values()
     return {**own, "targets": targets, "weights": {**own["weights"], **settings}}
 
@@ -229,7 +229,7 @@ UNREAD: dict[str, dict[str, torch.Tensor]] = {
     },
     "sparse": {"m.compressed": torch.ones(8, 4), "m.bitmask": torch.ones(8, 1, dtype=torch.uint8)},
 }
-"""Tensors of weights that are not read, most of them floats."""
+"""Tensors of weights that are not decoded, most of them floats."""
 
 
 @pytest.mark.parametrize("method", ["fp8", "fbgemm_fp8", "modelopt", "compressed-tensors", None])

@@ -19,13 +19,13 @@ OPTIONAL = ("input_scale", "pre_quant_scale", "scale_input", "comfy_quant", "sca
 
 
 def _with_twin(case: Case) -> dict[str, torch.Tensor]:
-    """Return the tensors of a case, and each under a second name, so that the checkpoint has a sound weight of the same kind."""
+    """Return the tensors of a case, each also under a second name, so that the checkpoint has an intact weight of the same kind."""
     twins = {f"twin.{name}": tensor.clone() for name, tensor in case.tensors.items() if name != "scaled_fp8"}
     return {**case.tensors, **twins}
 
 
 def _damages(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-    """Yield (what was done, the tensors after it) for each required tensor: it is removed, or its first extent is changed."""
+    """Yield (description, damaged tensors) for each required tensor, once without it and once with a wrong first dimension."""
     for name, tensor in tensors.items():
         if name.endswith(OPTIONAL) or name.startswith("twin."):
             continue

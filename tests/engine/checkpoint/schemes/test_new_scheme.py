@@ -78,7 +78,7 @@ def _forget() -> None:
 
 @pytest.fixture
 def folders(make_llama: Callable[..., Path]) -> tuple[Path, Path]:
-    """A model with a weight in the scheme, and the same model with the values of this weight."""
+    """Return the folders of a model with a weight in the new scheme and of the same model with the decoded weight."""
     coded, decoded = make_llama("coded", initializer_range=0.3), make_llama("decoded", initializer_range=0.3)
     tensors = load_file(coded / "model.safetensors")
     values = tensors[WEIGHT]

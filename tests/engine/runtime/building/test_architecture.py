@@ -1,4 +1,4 @@
-"""What a checkpoint's `config.json` can make of it: the right class, one line where it is wrong, and nothing from elsewhere."""
+"""Models made from config.json have the right class, errors in it are one line, and nothing is downloaded because of it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Make = Callable[..., Path]
 
 
 def changed(folder: Path, **values: Any) -> Path:
-    """The folder, its config.json with other values; None takes one out."""
+    """Change values in config.json of the folder, which is returned. None removes an entry."""
     file = folder / "config.json"
     config = json.loads(file.read_text()) | values
     file.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
@@ -154,7 +154,9 @@ def test_config_with_large_numbers_of_real_models_is_accepted(make_llama: Make) 
 
 @pytest.fixture
 def reached(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was asked of the network, or of the loader of kernels, by a transformers that finds the package for them installed."""
+    """Return a list of accesses to the network and of kernels that transformers tries to load, as if the kernels package were
+    installed.
+    """
     from transformers import modeling_utils
     from transformers.integrations import hub_kernels
 

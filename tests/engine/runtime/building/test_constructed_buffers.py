@@ -1,4 +1,4 @@
-"""Models that bring their own code: it runs without a question, and buffers that no file holds are what the constructor makes."""
+"""Models with remote code run without a prompt, and buffers that are in no file have the values that the constructor sets."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ X = torch.randn(4, 8, generator=torch.Generator().manual_seed(28))
 
 
 def custom(folder: Path, name: str, more: str = "", auto: str = "AutoModel") -> Path:
-    """A folder with its own code; transformers imports it by its class, so each test has one of its own."""
+    """Write a folder with remote code. transformers imports the code by its class name, so each test needs its own class name."""
     folder.mkdir()
     (folder / "code.py").write_text(CODE.format(name=name, more=more))
     save_file({"linear.weight": WEIGHT, "linear.bias": torch.zeros(8)}, folder / "model.safetensors", {"format": "pt"})
@@ -63,7 +63,7 @@ def custom(folder: Path, name: str, more: str = "", auto: str = "AutoModel") -> 
 
 
 def expected(dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The output with the linear layer in a dtype, whose result torch promotes as it meets the buffers."""
+    """Return the output with the linear layer in a dtype; torch promotes its result when the buffers are added."""
     values = torch.nn.functional.linear(X.to(dtype), WEIGHT.to(dtype)) * (torch.arange(8).float() + 0.5)
     return (values + torch.linspace(0, 1, 8)).flip(1)
 
@@ -84,7 +84,7 @@ def no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def dirty_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `from_pretrained` allocates is not zero by chance."""
+    """Fill the memory that `from_pretrained` allocates, so that it is not zero by chance."""
     empty_like = torch.empty_like
 
     def dirty(tensor: torch.Tensor, **rest: Any) -> torch.Tensor:

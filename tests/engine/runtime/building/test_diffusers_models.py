@@ -1,4 +1,4 @@
-"""Models of diffusers: what is measured is what plain diffusers gives with the same tensors cast by hand."""
+"""Drift of diffusers models equals that of plain diffusers with the same tensors cast by hand."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def in_diffusers(folder: Path, calls: list[dict[str, Any]], dtype: torch.dtype) -> torch.Tensor:
-    """What diffusers itself gives when all tensors of the file and all inputs are of this dtype."""
+    """Return the output of diffusers with all tensors of the file and all inputs in this dtype."""
     import diffusers
 
     def moved(value: Any) -> Any:
@@ -132,7 +132,7 @@ def test_component_option_opens_a_component_or_is_refused_with_the_reason(
 
 
 def what_the_pipeline_passes(family: str, component: str, prompt: dict[str, Any]) -> list[dict[str, Any]]:
-    """What a run of 2 steps of diffusers itself passes to a component, by name."""
+    """Return the arguments by name that a pipeline of diffusers passes to a component in a run of 2 steps."""
     torch.manual_seed(0)
     pipeline = FAMILIES[family]()
     pipeline.set_progress_bar_config(disable=True)

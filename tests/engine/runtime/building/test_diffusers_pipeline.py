@@ -1,4 +1,4 @@
-"""Whole pipelines of diffusers: what is measured is what plain diffusers makes with the same tensors cast by hand."""
+"""Drift of whole diffusers pipelines equals that of plain diffusers with the same tensors cast by hand."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def opened(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> de.
 
 
 def in_diffusers(family: str, session: de.Session, dtypes: dict[str, torch.dtype]) -> torch.Tensor:
-    """The pictures of diffusers itself, with the tensors of these components in these dtypes."""
+    """Return the pictures of plain diffusers with the tensors of the given components cast to the given dtypes."""
     torch.manual_seed(0)
     pipeline = FAMILIES[family]()
     pipeline.set_progress_bar_config(disable=True)

@@ -65,7 +65,7 @@ def rewritten(source: Path, folder: Path, change: Callable[[str, torch.Tensor], 
 
 
 def tuned(source: Path, folder: Path, part: str = "", dtype: torch.dtype = torch.float32, size: float = 0.02) -> Path:
-    """A fine-tune: noise is added to the weights whose names have `part`."""
+    """Write a fine-tuned copy: noise is added to the weights whose names contain `part`."""
     generator = torch.Generator().manual_seed(1)
 
     def change(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
@@ -83,7 +83,7 @@ def test_drift_from_a_bfloat16_copy_equals_that_of_transformers(make_llama: Make
 
 
 def test_reference_checkpoint_without_the_name_prefix_is_matched(make_llama: Make, tmp_path: Path) -> None:
-    """transformers gives the prefix back."""
+    """transformers adds the prefix when it loads the checkpoint."""
     a = make_llama(dtype="bfloat16")
     b = tuned(a, tmp_path / "b")
     short = rewritten(b, tmp_path / "short", lambda name, tensor: (name.removeprefix("model."), tensor))
@@ -117,7 +117,7 @@ def test_checkpoint_in_fp8_blocks_of_another_program_can_be_the_candidate(make_l
 
 
 def test_drift_from_a_gguf_copy_equals_that_of_transformers(make_llama: Make, tmp_path: Path) -> None:
-    """In Q8_0, with the rows of queries and keys as llama.cpp has them. Its header has the settings in float32."""
+    """The copy is in Q8_0, with the rows of queries and keys in the order of llama.cpp. Its header stores settings in float32."""
     a = make_llama(num_attention_heads=4, num_key_value_heads=2)
     names, kind = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2), gguf.GGMLQuantizationType.Q8_0
     rounded, written = {}, dict[str, Any]()
@@ -177,7 +177,7 @@ def test_only_changed_weight_is_the_only_cause_of_drift(make_llama: Make, tmp_pa
 
 
 def test_scan_scores_each_weight_of_the_candidate_alone(make_llama: Make, tmp_path: Path) -> None:
-    """The truth: transformers runs the reference with one weight of the candidate in it."""
+    """The expected score comes from transformers, running the reference with one weight of the candidate."""
     a = make_llama(num_hidden_layers=1, tie_word_embeddings=False)
     b = tuned(a, tmp_path / "b", size=0.001)
     session = opened(a, b)

@@ -1,4 +1,4 @@
-"""The shapes of a checkpoint's tensors and those that its configuration makes: check and export name all that differ."""
+"""Check and export name every tensor whose shape in the file differs from the shape that the config makes."""
 
 from __future__ import annotations
 
