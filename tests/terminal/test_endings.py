@@ -14,7 +14,7 @@ from dtype_engine.checkpoint.source import DEMO
 from dtype_tui.state.session_store import read_session
 
 CLICK = "\x1b[<0;2;2M\x1b[<0;2;2m"
-"""The left button pressed and let go in the second cell of the second line, beside every window."""
+"""The left button, pressed and released in the second cell of the second line, where no window is."""
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def test_repeated_clicks_beside_the_command_palette_close_only_the_palette(opene
 
 
 def test_unexpected_error_prints_one_sentence_and_writes_a_log_file(opened: Opener, tmp_path: Path) -> None:
-    """Python itself runs this module at its start: a key of the program gets a handler that fails."""
+    """Python runs a `sitecustomize` module at its start, which gives a key of the program a handler that fails."""
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(
         "import sys, threading, time\n"
@@ -70,7 +70,7 @@ def test_unexpected_error_prints_one_sentence_and_writes_a_log_file(opened: Open
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A checkpoint of its own, to be damaged."""
+    """Return a checkpoint that the test may damage."""
     return Path(shutil.copytree(DEMO, tmp_path / "model"))
 
 

@@ -30,7 +30,7 @@ def terminal() -> Iterator[Terminal]:
 
 
 def drain(terminal: Terminal, seconds: float) -> int:
-    """Take in what comes until nothing has come for `seconds`; the number of bytes."""
+    """Read until nothing has arrived for `seconds`. Returns the number of bytes."""
     count = 0
     while got := terminal.read(seconds):
         count += got

@@ -25,7 +25,7 @@ def opened(opened: Opener) -> Opener:
 
 
 def line_to(folder: Path, *command: str) -> str:
-    """A command that leads there over a line that takes 150 ms each way."""
+    """Return a command that runs another one behind a line of 150 ms each way. folder: for the files that control the line."""
     return shlex.join([sys.executable, slow_line.__file__, str(folder), "0.15", *command])
 
 
@@ -42,7 +42,7 @@ def test_result_of_a_remote_engine_arrives_after_a_lost_connection(opened: Opene
 
 
 def test_ssh_address_starts_the_engine_on_the_host(opened: Opener, tmp_path: Path) -> None:
-    """A program in place of ssh runs the command with a shell, as sshd does."""
+    """A program in place of ssh runs the remote command in a shell, as sshd does."""
     (tmp_path / "far").mkdir()
     engine = tmp_path / "far" / "dtype-engine"
     engine.write_text(f'#!/bin/sh\nexec {shlex.join(preloaded.command(preloaded.LINGERING))} "$@"\n')

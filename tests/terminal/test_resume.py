@@ -1,4 +1,4 @@
-"""The session outlives the program, whatever ends it, and `--resume` takes it up."""
+"""The session is kept, however the program ends, and `--resume` continues it."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def wait_until_saved(terminal: Terminal, tmp_path: Path, rules: int) -> None:
 
 
 def cast_two(terminal: Terminal) -> None:
-    """Cast two nodes, in another program's first second: nothing waits for the engine."""
+    """Cast two nodes in the first second after the start: no key waits for the engine."""
     terminal.wait_for("embed_tokens")
     terminal.press("jj2jjlj3")
     terminal.wait_for("2 model.layers.0 +f16")
 
 
 def lose(terminal: Terminal) -> None:
-    """Take the terminal away, as when sshd dies: the kernel hangs up on the session. Fails where the program lives on."""
+    """Close the terminal, as when sshd dies: the kernel sends SIGHUP to the session. Fails if the program does not end."""
     os.close(terminal.keyboard)
     os.close(terminal.slave)
     until = time.monotonic() + 20

@@ -15,9 +15,9 @@ from tests.helpers.throttled_terminal import ThrottledTerminal
 pytestmark = pytest.mark.slow
 QUESTION = b"\x1b[6n"
 LINE = 50_000
-"""Bytes a second."""
+"""Bytes per second of the line."""
 A_PAGE = 15_000
-"""Bytes of a screen of 120 x 36 that is drawn whole."""
+"""The bytes that a full redraw of a screen of 120 x 36 takes."""
 
 
 @pytest.fixture(params=[True, False], ids=["answers", "mute"])

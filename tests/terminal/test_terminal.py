@@ -40,7 +40,7 @@ def test_app_starts_casts_measures_and_restores_the_terminal(opened: Opener) -> 
 
 
 def test_panic_of_a_library_writes_nothing_on_the_screen(opened: Opener, tmp_path: Path) -> None:
-    """The tokenizers library writes its panics to the descriptor of standard error, which the screen is drawn on as well."""
+    """The tokenizers library writes its panics to the descriptor of standard error, on which the screen is drawn."""
     folder = with_panicking_tokenizer("a bad prepend", tmp_path / "model")
     terminal = opened(str(folder), "--in-process")
     terminal.wait_for(r"SQNR +exact")
@@ -52,7 +52,7 @@ def test_panic_of_a_library_writes_nothing_on_the_screen(opened: Opener, tmp_pat
 
 
 def test_two_results_in_a_row_clear_the_status_line(opened: Opener) -> None:
-    """What changes on the main screen while a window over it is only just opening is painted all the same."""
+    """The main screen is repainted although a window over it is just opening."""
     terminal = opened(f"{TINYNET}:TinyNet", size=(80, 24))
     terminal.wait_for(r"SQNR +exact")
     terminal.press("2")
@@ -101,7 +101,7 @@ def test_model_of_a_python_file_is_opened_and_measured_in_the_app(opened: Opener
     ids=lambda each: getattr(each, "name", each),
 )
 def test_signals_end_the_app_cleanly(opened: Opener, number: signal.Signals, state: str, forked: bool) -> None:
-    """With a model there, and while it is being opened."""
+    """The signal arrives after a model was opened, or while it is being opened."""
     terminal = opened(*QUICK, forked=forked)
     terminal.wait_for(state)
     os.kill(terminal.pid, number)
@@ -127,7 +127,7 @@ def test_terminal_too_small_asks_for_more_space(opened: Opener) -> None:
 
 
 def hues(raw: bytes) -> set[str]:
-    """Every colour in what was written that is not black, white or grey (xterm's palette)."""
+    """Return all colors in the written bytes that are not black, white or gray (in xterm's palette)."""
     found = set()
     for sequence in re.findall(rb"\x1b\[([0-9;]*)m", raw):
         for kind, number in re.findall(r"(?:^|;)([34]8);5;(\d+)", sequence.decode()):
@@ -170,7 +170,7 @@ def test_invalid_arguments_of_the_app_are_refused_in_one_line(opened: Opener, ar
 def test_class_rule_without_matches_is_refused_before_the_screen(
     opened: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only the architecture knows its classes, and it takes torch, which the app's process never imports."""
+    """Only the architecture knows the classes of its modules. To build it takes torch, which the app's process never imports."""
     program = tmp_path / "dtype-tui"
     program.write_text(f"""#!{sys.executable}
 import sys

@@ -49,7 +49,7 @@ def net(tmp_path: Path) -> Path:
 
 
 def module_of(path: Path) -> Any:
-    """The class of the model file, imported by Python itself."""
+    """Return the class of the model file, imported by Python."""
     spec = importlib.util.spec_from_file_location("own_import", path)
     assert spec is not None
     assert spec.loader is not None
@@ -59,13 +59,13 @@ def module_of(path: Path) -> Any:
 
 
 def jobs(app: DtypeApp) -> tuple[str, tuple[str, ...]]:
-    """The running job, and the waiting ones."""
+    """Return the running job and the waiting jobs."""
     return app.controller.activity.running, app.controller.activity.waiting
 
 
 @asynccontextmanager
 async def measured(way: Way, net: Path) -> AsyncIterator[tuple[DtypeApp, Pilot[None]]]:
-    """The app on the model of `net`, cast and measured."""
+    """Return the app on the model of `net`, after a cast was measured."""
     app = app_on(way, f"{net}:Net")
     async with opened(app) as pilot:
         await pilot.press("2")
@@ -139,7 +139,7 @@ async def test_sizes_of_a_python_model_are_shown_in_tree_and_pane(
 
 
 async def test_model_whose_tokenizer_panics_is_measured_on_token_ids(tmp_path: Path) -> None:
-    """One of those that `engine/hostile/test_preprocessing.py` has."""
+    """The tokenizer is one of those in `engine/hostile/test_preprocessing.py`."""
     app = app_on("thread", str(with_panicking_tokenizer("a damaged precompiled normaliser", tmp_path / "model")))
     async with opened(app) as pilot:
         await pilot.press("2")
@@ -207,7 +207,7 @@ async def test_failed_measurement_is_shown_in_the_drift_pane(tmp_path: Path, way
 # -- Esc ---------------------------------------------------------------------------------------------------------------
 
 WINDOWS = ("e", "i", "comma", "p", "H", "question_mark", "enter", "s")
-"""The keys that open one."""
+"""The keys that open a window."""
 
 
 async def test_closing_a_window_does_not_stop_the_measurement(net: Path, way: Way) -> None:

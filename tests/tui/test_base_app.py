@@ -1,4 +1,4 @@
-"""An error that nobody thought of, in the app."""
+"""Unexpected errors in the app."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ async def test_garbage_collection_is_enabled_after_a_while_without_an_engine(mon
 
 
 async def failing(app: DtypeApp, fail: Callable[[], None]) -> None:
-    """Run the app until `fail` was called in it."""
+    """Run the app until it has called `fail`."""
     async with app.run_test(size=(120, 36)) as pilot:
         await pilot.pause()
         app.call_later(fail)
@@ -85,4 +85,4 @@ async def failing(app: DtypeApp, fail: Callable[[], None]) -> None:
 
 
 class ScreenlessError(Exception):
-    """What nobody thought of."""
+    """An unexpected error."""

@@ -54,14 +54,14 @@ async def by_key(app: DtypeApp, pilot: Pilot[None], key: str) -> None:
 
 
 async def by_palette(app: DtypeApp, pilot: Pilot[None], key: str) -> None:
-    """What the palette offers under the words of the key."""
+    """Run the entry of the command palette that has the description of the key."""
     binding = of_the_app(key)
     (found,) = (command for command in app.get_system_commands(app.screen) if command.title == binding.description)
     found.callback()
 
 
 async def by_command(app: DtypeApp, pilot: Pilot[None], key: str) -> None:
-    """The `:` command of the key's action."""
+    """Type the `:` command of the key's action."""
     name = name_of(of_the_app(key).action)
     await enter(app, pilot, name)
 
@@ -79,7 +79,7 @@ def of_the_app(key: str) -> Binding:
 
 
 async def take(walk: Walk, way: Way = by_key, only: Callable[[str], bool] = lambda key: True) -> None:
-    """Press the keys of a walk, those that are `only` of another way in that way."""
+    """Press the keys of a walk. way: how to do what a key does, for keys that `only` selects; the others are pressed."""
     app = make_app()
     async with app.run_test(size=SMALL) as pilot:
         await walk.scene(app, pilot)
@@ -126,7 +126,7 @@ async def test_commands_do_the_same_as_the_keys(walk: Walk) -> None:
 
 
 async def test_ctrl_z_stops_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The signal arrives; tests/terminal has a process that really stops, and goes on."""
+    """Here, the signal is only received; in tests/terminal, a real process stops and continues."""
     monkeypatch.setattr(HeadlessDriver, "can_suspend", True)
     stopped: list[int] = []
     before = signal.signal(signal.SIGTSTP, lambda number, _: stopped.append(number))
@@ -168,7 +168,7 @@ def test_every_class_with_keys_has_a_section_in_the_help() -> None:
 
 
 def test_every_main_screen_key_is_in_one_help_group() -> None:
-    """But for 1 to 8, which are a line of their own."""
+    """Excepted are the keys 1 to 8, which have a line of their own."""
     bound = [binding.id for binding in (*KEYS, *ModuleTree.BINDINGS) if isinstance(binding, Binding)]
     grouped = [name for entries in GROUPS.values() for _, names in entries for name in names]
     assert sorted(grouped) == sorted(name for name in bound if name and not name.startswith("cast-node-"))

@@ -1,4 +1,4 @@
-"""Which command lines start an engine before anything else is known of them."""
+"""Which command lines start an engine before anything else of them is parsed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROCESS = 4321
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Commands that would have been started."""
+    """Return the list of the commands that would have been started."""
     commands: list[Any] = []
 
     def start(command: Any) -> Any:

@@ -57,7 +57,7 @@ async def cast(app: DtypeApp, pilot: Pilot[None], recipe: Recipe) -> None:
 
 
 def edited(**changes: Any) -> Path:
-    """A saved session with other entries, or with other options where it has none of the name."""
+    """Save a session and change entries of its file. A name that is no entry is taken as an option."""
     file = SessionFile()
     file.save(SavedSession(None, "demo", Path(DEMO), measured=(MEASURED,)))
     data = json.loads(file.path.read_text())
@@ -99,7 +99,7 @@ def test_session_with_invalid_options_is_refused_in_one_sentence(changes: dict[s
 
 
 def test_session_file_writable_by_others_cannot_name_a_dask_scheduler() -> None:
-    """What a scheduler of Dask sends is unpickled."""
+    """The app would unpickle whatever a Dask scheduler sends."""
     path = edited(workers="tcp://10.0.0.1:8786")
     assert saved_session(None).options.workers == "tcp://10.0.0.1:8786"
     path.chmod(0o666)
@@ -248,7 +248,7 @@ async def test_jumps_of_the_system_clock_do_not_affect_remaining_times(
 
 
 def test_measurements_of_a_session_saved_in_the_future_are_ignored() -> None:
-    """A file of the model may have been written since, and seem older."""
+    """A file of the model that was written after the session may still seem older than it."""
     session = SavedSession(None, "demo", Path(DEMO), measured=(MEASURED,))
     assert session.valid_measurements == (MEASURED,)
     later = datetime.now(UTC) + timedelta(days=365)

@@ -40,7 +40,7 @@ class Keys:
         await until(self._pilot, condition)
 
     async def measured(self) -> float:
-        """Wait until the recipe is measured and nothing runs. The mean KL."""
+        """Wait until the recipe is measured and nothing runs. Returns the mean KL."""
         controller = self.app.controller
         await self.until(lambda: controller.experiment.results.report is not None and not controller.activity.busy)
         report = controller.experiment.results.report
@@ -51,7 +51,9 @@ class Keys:
 
 @asynccontextmanager
 async def job() -> AsyncIterator[Keys]:
-    """The app on the demo, one short text, from its first paint; at the end, no more keys than a job may take."""
+    """Yield the app on the demo with one short text, from its first paint. In the end, no more keys than `MOST_KEYS` may have been
+    pressed.
+    """
     options = Options(prompts=("The keeper of the lighthouse counted the ships.",), device="cpu")
     app = app_on("thread", "demo", options)
     async with app.run_test(size=(120, 36)) as pilot:
@@ -63,7 +65,7 @@ async def job() -> AsyncIterator[Keys]:
 
 
 def bytes_below(name: str) -> int:
-    """Bytes of the tensors below a module, from the file alone."""
+    """Return the bytes of the tensors below a module, read from the file."""
     with safe_open(WEIGHTS, "pt") as file:
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     return sum(tensor.nbytes for key, tensor in tensors.items() if key.startswith(f"{name}."))

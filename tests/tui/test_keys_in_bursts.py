@@ -1,4 +1,4 @@
-"""Keys that arrive together, as over a slow line: they do what they do one by one."""
+"""Keys that arrive together, as over a slow line, have the same effect as keys that arrive one by one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NAMES |= {" ": "space", "?": "question_mark", "<": "less_than_sign", ">": "great
 
 
 def keys_of(words: str) -> list[Key]:
-    """Characters, and the names of keys in braces, the space as _: `:cast{tab}_*.mlp_bf16{enter}`."""
+    """Return keys from characters, with key names in braces and the space as _: `:cast{tab}_*.mlp_bf16{enter}`."""
     keys, rest = [], words.replace("_", " ")
     while rest:
         if rest[0] == "{":
@@ -39,7 +39,7 @@ def keys_of(words: str) -> list[Key]:
 
 
 async def burst(app: DtypeApp, keys: Sequence[Key]) -> None:
-    """Post the keys before the first is looked at, and wait until all have been and what they posted has been taken in."""
+    """Post all keys before the first is handled. Waits until all keys, and the messages that they posted, are handled."""
     done = asyncio.Event()
     for key in keys:
         app.post_message(key)
@@ -55,13 +55,13 @@ async def one_by_one(app: DtypeApp, keys: Sequence[Key]) -> None:
 
 
 async def begun(app: DtypeApp, pilot: Pilot[None]) -> None:
-    """The model is there, and was measured."""
+    """Send that the model is open and was measured."""
     recipe = app.controller.experiment.recipe
     await say(app, pilot, model_ready(app), events.Measured(recipe, report(recipe)), events.Idle())
 
 
 def state(app: DtypeApp) -> dict[str, Any]:
-    """All that keys change."""
+    """Return everything that keys can change."""
     tree = app.query_one(ModuleTree)
     line = app.focused if isinstance(app.focused, Input) else None
     return {
@@ -97,7 +97,7 @@ BURSTS = """
 async def test_random_keys_received_in_bursts_act_like_single_keys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both apps go on from where the burst before left them, so a difference that is not seen at once has its consequences."""
+    """Each burst continues from the state that the one before left, so a difference that is not visible at once may show later."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("dtype_tui.main_screen.STOP_WAIT_S", 1e6)  # what the app does by the clock is another test's
     chance = random.Random(1)
@@ -138,7 +138,7 @@ async def test_keys_received_together_with_escape_are_handled() -> None:
 
 
 async def test_letter_received_together_with_escape_is_handled_after_it() -> None:
-    """Terminals of the old kind send for Escape and then q what they send for alt+q."""
+    """Older terminals send the same bytes for Escape and then q as for alt+q."""
     async with launched() as (app, pilot):
         await begun(app, pilot)
         await burst(app, [*keys_of("c"), Key("alt+z", "z")])
@@ -191,7 +191,7 @@ async def test_key_pressed_twice_sends_one_request(key: str, command: str) -> No
     ("line", "command"), [(":download{enter}", "download"), (":over-memory{enter}", "over-memory")]
 )
 async def test_model_can_be_opened_again_while_it_is_measured(line: str, command: str) -> None:
-    """Although the engine is still busy with measuring it."""
+    """The model can be opened although the engine is busy."""
     async with launched() as (app, pilot):
         await begun(app, pilot)
         await burst(app, keys_of(line * 2))

@@ -197,7 +197,7 @@ async def test_cast_prompt_explains_errors_while_typing(app: DtypeApp) -> None:
 
 
 async def test_rule_without_matches_is_not_applied(app: DtypeApp) -> None:
-    """The prompt says why and stays; so does the command line; a key on a node with nothing to cast gives a notice."""
+    """The cast prompt and the command line say why and stay open. A key on a node with nothing to cast gives a notice."""
     async with running(app) as pilot:
         await pilot.press("c")
         field = app.query_one("#cast-input", Input)
@@ -534,7 +534,7 @@ async def test_tree_keys_work_before_the_panes_are_mounted() -> None:
 
 @pytest.mark.parametrize("told", [True, False], ids=["told to", "closed"])
 async def test_quitting_while_panes_are_imported_raises_no_error(told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where Textual closes the screen without a word to the app."""
+    """Either the app is told to exit, or Textual removes the widgets of the screen without telling the app."""
     app = make_app()
     sleep = asyncio.sleep
 
@@ -875,7 +875,7 @@ async def test_cast_that_changes_nothing_adds_no_rule(key: str) -> None:
 
 @pytest.mark.parametrize("keys", [("c",), ("colon", *"cast * bf16")], ids=["prompt", "command line"])
 async def test_preview_is_updated_for_a_new_tree(keys: tuple[str, ...]) -> None:
-    """The headers' tree has fewer modules than that of the model, which arrives while somebody types."""
+    """The tree from the headers has fewer modules than the tree of the model, which arrives during typing."""
     app = make_app()
     async with app.run_test(size=(120, 36)) as pilot:
         await pilot.press(*keys)

@@ -1,4 +1,4 @@
-"""A figure of one row is in the Drift pane, the details, the comparison and the history."""
+"""A figure that was only added to the table `FIGURES` is shown in the Drift pane, the details, the comparison and the history."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def of_keys() -> list[Binding]:
 
 
 def test_every_key_and_command_is_classified_as_allowed_or_refused_when_read_only() -> None:
-    """A new one fails this test until somebody has decided whether a viewer may use it to read or write files."""
+    """A new key or command fails this test until somebody has decided whether a viewer may use it to read or write files."""
     assert {binding.id for binding in of_keys()} == {*HARMLESS_KEYS.split(), *REFUSED_KEYS}
     refused = {line.split()[0] for line in REFUSED_COMMANDS}
     without_keys = (question.job for question in questions_without_keys())
@@ -112,7 +112,7 @@ async def enter(app: DtypeApp, pilot: Pilot[None], line: str) -> None:
 async def test_keys_refused_when_read_only_give_one_sentence_and_do_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By its key, from the command line and from the picture of the screen; nothing reaches the engine or the disk."""
+    """Tried are the keys, their commands and the screenshot. None reaches the engine or the disk."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_DOWNLOAD_DIR", str(tmp_path))
     async with launched(read_only=True, size=(80, 24)) as (app, pilot):

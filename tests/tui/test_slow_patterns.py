@@ -12,7 +12,7 @@ from dtype_tui.widgets.panes.side import SidePanes
 from dtype_tui.widgets.prompts import CastPrompt
 
 SLOW = "re:" + "(.*?)*?" * 6 + "[YZ]"
-"""With `re`, one name of the demo takes longer than anybody waits."""
+"""A pattern for which `re` takes longer than anybody waits on one name of the demo."""
 
 
 @pytest.mark.slow

@@ -28,14 +28,14 @@ SMALL = (80, 24)
 
 
 async def measured(app: DtypeApp, pilot: Pilot[None]) -> None:
-    """The engine has measured what is in force."""
+    """Send the measurement of the recipe in force."""
     recipe = app.controller.experiment.recipe
     drift = (ModuleDrift("model.layers.3", 40.0, 1e-3, 0),)
     await say(app, pilot, events.Measured(recipe, report(recipe, modules=drift)), events.Idle())
 
 
 def step(app: DtypeApp) -> int:
-    """Of the tour, from 1; 0 where there is none."""
+    """Return the current step of the tour, from 1, or 0 if no tour runs."""
     return app.guide.tour.index + 1 if app.guide.tour is not None else 0
 
 

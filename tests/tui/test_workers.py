@@ -39,7 +39,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def net(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A model that is as slow as a file says, and inputs of six sequences; scans are kept below the same folder."""
+    """Return a model whose speed a file sets, with inputs of six sequences. Scans are saved in the same folder."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     path = tmp_path / "net.py"
     path.write_text(f"import os\n{CODE}\nPath(__file__).with_name(f'process.{{os.getpid()}}').touch()\n")
@@ -166,7 +166,7 @@ async def test_causes_and_points_of_the_front_are_measured_in_several_processes(
 
 
 def processes_of(net: Path) -> set[psutil.Process]:
-    """Those that have imported the model's code, and run."""
+    """Return the running processes that have imported the model's code."""
     found = set()
     for path in net.parent.glob("process.*"):
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -1,4 +1,4 @@
-"""Checkpoints with missing tensors: inspect, drift, scan, search and export name the missing tensors and the share that was found."""
+"""Checkpoints with missing tensors: inspect, drift, scan, search and export name the missing tensors and give the share found."""
 
 from __future__ import annotations
 

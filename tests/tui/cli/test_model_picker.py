@@ -1,4 +1,4 @@
-"""The screen that offers models when none was named."""
+"""The screen that offers models if the command line names none."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_lines_of_the_model_picker_fit_their_width(width: int) -> None:
     ids=["loaded", "not loaded", "left before"],
 )
 async def test_garbage_collection_is_disabled_until_the_model_is_opened(told: events.Event | None) -> None:
-    """And not among what was loaded: a pass over torch and transformers would hold up a key."""
+    """Then it is enabled, but not for what was loaded by then: a pass over torch and transformers would delay a key."""
     async with launched() as (app, pilot):
         await until(pilot, lambda: engine(app).commands == ["start"])
         assert not gc.isenabled()

@@ -1,4 +1,4 @@
-"""What `ssh://HOST/PATH` and --engine-command start, and what is said where no engine answers."""
+"""What `ssh://HOST/PATH` and --engine-command start, and the error message if no engine answers."""
 
 from __future__ import annotations
 

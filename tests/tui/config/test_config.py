@@ -110,7 +110,7 @@ def test_configured_default_of_the_wrong_type_is_refused(
 
 
 def test_configured_defaults_are_parsed_like_options(written: Path) -> None:
-    """One text for an option that may be repeated is one text, and not its letters."""
+    """For an option that may be repeated, a single text is one value, and not a value for each letter."""
     from dtype_tui.cli import command as cli
     from dtype_tui.cli.main import configured_defaults
 

@@ -13,7 +13,7 @@ ALONE = ("a", "q", "Z", "1", "/", "?", " ", "\r", "\t", "\x7f", "\x01", "é", "\
 
 
 def parsed(*written: str) -> list[str]:
-    """The keys, positions and pastes of some writes."""
+    """Return the keys, cursor positions and pastes that the parser finds in some writes."""
     found: list[str] = []
     parser = KeyParser()
     for event in (event for write in written for event in parser.feed(write)):

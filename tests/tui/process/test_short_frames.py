@@ -1,4 +1,4 @@
-"""What is written in fewer bytes looks the same on a terminal, whatever was written before."""
+"""Frames that are shortened to fewer bytes look the same on a terminal, whatever was written before."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMBINING = "\u0301s"
 
 
 class Terminal:
-    """What stands on a terminal after what was written to it."""
+    """A terminal that keeps its cells from one write to the next."""
 
     def __init__(self) -> None:
         self._screen = pyte.Screen(600, 13)  # a line more than is drawn, since a line feed in the last one would scroll
@@ -112,7 +112,7 @@ def test_figures_after_a_two_cell_arrow_are_right() -> None:
 
 
 def test_full_redraw_is_not_shortened() -> None:
-    """It repairs what another program wrote, and may follow a change of the terminal's size."""
+    """A full redraw repairs what another program wrote, and may follow a change of the terminal's size."""
     cells = ShownCells()
     screen = "\n".join(f"\x1b[{row};1Hrow {row}" for row in range(1, 9)) + "\x1b[1;1H"
     first = cells.shortened(screen)

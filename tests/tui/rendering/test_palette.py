@@ -22,7 +22,7 @@ THEMES = pytest.mark.parametrize("theme", [DARK, LIGHT], ids=["dark", "light"])
 
 
 def luminance(rgb: tuple[int, ...]) -> float:
-    """As WCAG 2 defines it."""
+    """Return the relative luminance, as WCAG 2 defines it."""
     parts = [c / 3294.6 if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in rgb]
     return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]
 
@@ -73,14 +73,14 @@ def test_all_colors_are_visibly_different(theme: TerminalTheme) -> None:
 
 
 def test_colors_of_dtypes_are_named_only_in_the_palette() -> None:
-    """Drawing code gets them by `colour` and `pill`, and so gives them to dtypes only."""
+    """Drawing code gets the colors from `colour` and `pill`, so that only dtypes have them."""
     for file in Path(palette.__file__).parents[1].rglob("*.py"):
         words = re.findall(r'"(?:bold |dim )?(\w+)"', file.read_text(encoding="utf-8"))
         assert file == Path(palette.__file__) or not HUES & set(words), file
 
 
 def test_visible_drift_is_bright_yellow_in_16_colors() -> None:
-    """Which is orange or yellow on terminals."""
+    """Terminals show this color as orange or yellow."""
     ramps = tuple(ramp(word) for word in ("invisible", "small", "visible", "broken"))
     assert ramps == ("green", "yellow", "bright_yellow", "red")
 

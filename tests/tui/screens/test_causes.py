@@ -53,7 +53,7 @@ def modules() -> tuple[ModuleDrift, ...]:
 
 
 async def measured(app: DtypeApp, pilot: Pilot[None], recipe: Recipe = BF16, mean_abs: float = 1e-3) -> None:
-    """A recipe in force, measured."""
+    """Put a recipe in force, and send its measurement."""
     app.controller.apply_recipe(recipe)
     await say(app, pilot, events.Measured(recipe, report(recipe, mean_abs, modules())), events.Idle())
 

@@ -10,7 +10,7 @@ from dtype_engine.service import events
 
 
 async def test_progress_with_an_invalid_total_has_no_impossible_percentage() -> None:
-    """An engine elsewhere may say anything."""
+    """An engine on another machine may send any numbers."""
     async with launched() as (app, pilot):
         for done, total in ((1, 0), (5, 2), (-3, 2)):
             await say(

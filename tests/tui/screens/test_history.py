@@ -23,7 +23,7 @@ FP8 = Recipe((Rule("*.mlp", "float8_e4m3fn"),))
 
 
 async def three_measured(app: DtypeApp, pilot: Pilot[None]) -> None:
-    """One under the floor, the longest word; one in part; one now in force."""
+    """Send three measurements: one unfinished, one below the floor (the table's longest word), and the one now in force."""
     await measured_in_part(app, pilot)
     for recipe, kl in ((Recipe((Rule("*", "bfloat16"),)), 1e-14), (FP8, 2e-4)):
         app.controller.apply_recipe(recipe)

@@ -136,7 +136,7 @@ async def test_typed_prompt_is_measured_and_an_invalid_input_file_keeps_the_inpu
 
 
 def test_overlong_dtypes_and_shapes_of_inputs_are_cut() -> None:
-    """They come from an engine, which may be on another machine."""
+    """The texts come from an engine, which may be on another machine."""
     batch = InputBatch("text", 3, (InputTensor("ids", (7,) * 100_000, "x" * 1_000_000),))
     console = Console(width=80)
     with console.capture() as shown:

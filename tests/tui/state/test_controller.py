@@ -189,7 +189,7 @@ def test_header_names_the_remote_host_of_the_model(monkeypatch: pytest.MonkeyPat
 
 
 def test_kv_cache_rule_clears_the_drift_of_the_recipe_before(alone: Alone) -> None:
-    """It changes no weight, and its results are not those of the recipe before."""
+    """A rule for KV caches changes no weight, but the results of the previous recipe no longer hold."""
     alone.opened()
     alone.controller.apply_recipe(BF16)
     alone.controller.handle(events.Measured(BF16, report(BF16)))

@@ -44,7 +44,7 @@ def measuring(life: Told) -> Told:
 
 @pytest.fixture
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is told to stop is overdue at once."""
+    """Let a job that was told to stop be overdue at once."""
     monkeypatch.setattr(engine_life, "STOP_WAIT_S", 0.0)
 
 

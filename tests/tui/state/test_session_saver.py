@@ -39,7 +39,7 @@ async def test_resumed_session_restores_measurements_to_the_history() -> None:
 
 
 def test_signal_during_any_line_of_an_update_still_saves_the_session() -> None:
-    """Its handler runs between two lines of whatever the app does, and saves and closes."""
+    """A signal handler may run between any two lines of the app; it saves and closes the session."""
     experiment = make_app().controller.experiment
     reached = 0
     for interrupted in range(100):

@@ -278,7 +278,7 @@ def test_unwritable_session_folder_is_reported_in_one_sentence(tmp_path: Path, m
 
 
 def planted(model: str, folder: Path, mode: int) -> None:
-    """A session of Python code, as if by somebody else: with other permissions than those of our own files."""
+    """Write a session of a Python model as another user would: with other permissions than the app gives its own files."""
     (path,) = save(9_000_000_000, SavedSession(model, "gpt2", None, folder))
     path.chmod(mode)
 

@@ -19,7 +19,7 @@ PROMPTS = pytest.mark.parametrize("key", ["slash", "c", "colon"])
 
 
 def heights(app: DtypeApp) -> list[int]:
-    """Of the panes and the plots, in lines."""
+    """Return the heights of the panes and plots, in lines."""
     return [pane.size.height for pane in (*app.main.side.panes, app.main.depth, app.main.trade_off)]
 
 

@@ -23,7 +23,7 @@ LAYERS = "model.layers.{0..5}"
 
 
 def shown(app: DtypeApp) -> list[str]:
-    """The rows below the layers, by their labels, each indented as in the tree."""
+    """Return the labels of the rows below the layers, indented as in the tree."""
     return [
         " " * (row.depth - 3) + row.label for row in app.main.tree_view.rows if row.name.startswith("model.layers.")
     ]

@@ -104,7 +104,7 @@ class Editor:
 
 
 class Host(BaseApp[None]):
-    """A line, and nothing else that could have the focus."""
+    """An app in which only a line can have the focus."""
 
     def __init__(self) -> None:
         super().__init__(Config())
@@ -121,7 +121,7 @@ class Host(BaseApp[None]):
         return line.value, line.selection.start, line.selection.end, self.entered[:], self.told[:]
 
     async def type(self, strokes: Sequence[str], together: bool) -> None:
-        """Post the keys, all before the first is looked at or each after all is done that the one before it did."""
+        """Post the keys: all before the first is handled, or each after the one before it was handled."""
         for stroke in strokes:
             self.post_message(event_of(stroke))
             if not together:
@@ -130,7 +130,7 @@ class Host(BaseApp[None]):
         await self.looked_at()
 
     async def looked_at(self) -> None:
-        """Wait until the keys posted so far have been."""
+        """Wait until the keys that were posted so far are handled."""
         done = asyncio.Event()
         self.call_later(done.set)
         await done.wait()
@@ -142,7 +142,7 @@ class Host(BaseApp[None]):
 
 
 def event_of(stroke: str) -> Event:
-    """A character is typed, a name is a key, and what begins with ^ is pasted."""
+    """Return the event of a stroke: a character is typed, a name is a key, and text after ^ is pasted."""
     if stroke.startswith("^"):
         return Paste(stroke[1:])
     return Key(stroke, stroke) if len(stroke) == 1 else Key(stroke, None)
@@ -162,7 +162,7 @@ def edited(strokes: Sequence[str]) -> Editor:
 
 @pytest.fixture(scope="module")
 def host() -> Iterator[tuple[Host, asyncio.Runner]]:
-    """One app for all sequences: starting one takes longer than a hundred of them."""
+    """Yield one app for all sequences: to start an app takes longer than a hundred of them."""
     with asyncio.Runner() as runner:
         app = Host()
         opened = app.run_test(size=(80, 24))

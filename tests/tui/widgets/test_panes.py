@@ -27,13 +27,13 @@ def drift(app: DtypeApp) -> str:
 
 
 def words(pane: Pane) -> str:
-    """What a pane shows inside its frame."""
+    """Return what a pane shows inside its frame."""
     rows = (pane.render_line(y).text[2:-2] for y in range(1, pane.size.height - 1))
     return "\n".join(row.rstrip() for row in rows).rstrip()
 
 
 def is_dim(pane: Pane, text: str) -> bool:
-    """Whether the part of a pane that contains this text is dim."""
+    """Return whether the part of a pane that contains this text is dim."""
     found: list[Segment] = [part for y in range(pane.size.height) for part in pane.render_line(y) if text in part.text]
     return bool(found) and all(part.style is not None and bool(part.style.dim) for part in found)
 

@@ -89,6 +89,6 @@ async def test_drift_bar_of_a_module_has_the_same_length_in_pane_and_tree() -> N
 
 
 def _after(words: str, drawn: list[str]) -> str:
-    """What follows these words, up to the next blank."""
+    """Return the text after these words, up to the next blank."""
     (line,) = (line for line in drawn if words in line)
     return line.split(words)[1].split()[0]
