@@ -92,7 +92,7 @@ def test_drift_of_a_model_run_from_disk_equals_that_in_memory(llama: Path) -> No
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="only Linux has it")
 def test_small_weights_of_a_model_run_from_disk_are_mapped_without_read_ahead(llama: Path) -> None:
-    """The system may read 8 MiB around a page. Around a norm, these are dropped before their block needs them, and read again."""
+    """The system may read 8 MiB around a page. Around a norm, they are dropped before their block needs them, and read again."""
     over = opened(llama, 1 << 21)
     smaps = Path("/proc/self/smaps").read_text()
     mappings = re.findall(r"(?ms)^([0-9a-f]+)-([0-9a-f]+) .*?^VmFlags: (.*?)$", smaps)
@@ -212,7 +212,7 @@ def test_drift_of_tied_encoder_and_decoder_run_from_disk_equals_that_in_memory(t
 def test_modules_of_a_model_run_from_disk_are_compared_although_few_outputs_fit(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All eight run side by side. A few of them compare modules, whose outputs take more than an eighth of the memory."""
+    """All eight sequences run side by side. Modules are compared in a few, whose outputs take over an eighth of the memory."""
     reports = []
     for limit in (None, 1 << 21):
         inputs = opened(llama, None, MORE).inputs.batches

@@ -29,7 +29,7 @@ CHOICES = st.lists(
 
 
 def items_of(table: list[list[tuple[int, float]]]) -> list[Item]:
-    """Items without dominated choices, as `make_items` gives them."""
+    """Make items as `make_items` does, without dominated choices."""
     items = []
     for place, row in enumerate(table):
         kept: list[tuple[int, float]] = []
@@ -322,7 +322,7 @@ def test_search_gives_norms_and_routers_scales_only_if_asked_to() -> None:
 
 
 def test_pareto_front_is_made_for_weights_stored_in_gguf_blocks() -> None:
-    """An engine elsewhere can tell of a scan of such a model."""
+    """An engine on another machine may send a scan of such a model."""
     blocks = TensorInfo("a.weight", (64, 256), "q4_k", packed_bytes=64 * 144)
     front = make_front(from_tensors([blocks]), {("a.weight", "bfloat16"): 0.1})
     assert [(point.bytes, point.predicted) for point in front.points] == [(2 * 64 * 256, 0.1)]

@@ -1,4 +1,4 @@
-"""Check and export name every tensor whose shape in the file differs from the shape that the config makes."""
+"""Checkpoints whose tensors have other shapes than their configuration: check and export name all of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Config = dict[str, Any]
 
 
 def differing(folder: Path) -> dict[str, tuple[list[int], list[int]]]:
-    """The tensors whose shapes differ, by name: (shape in the files, shape in the module). Plain safetensors and transformers."""
+    """Return the tensors whose shapes differ, by name: (shape in the files, shape in the module that transformers makes)."""
     config = transformers.AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
         wanted = getattr(transformers, config.architectures[0])(config).state_dict()
@@ -52,7 +52,7 @@ def saved(name: str, folder: Path) -> Path:
 
 
 def change(folder: Path, tensors: dict[str, torch.Tensor | None] | None = None, **entries: Any) -> None:
-    """Change tensors (None removes one) and entries of config.json."""
+    """Change tensors (None removes a tensor) and entries of config.json."""
     held = load_file(folder / "model.safetensors") | (tensors or {})
     kept = {name: value.contiguous() for name, value in held.items() if value is not None}
     save_file(kept, folder / "model.safetensors", {"format": "pt"})

@@ -63,7 +63,7 @@ def groups_of(folder: Path) -> dict[str, Any]:
 
 
 def by_transformers(folder: Path) -> nn.Module:
-    """The export as transformers and compressed-tensors load it, in float32, decompressed."""
+    """Return the export as transformers and compressed-tensors load it, decompressed to float32."""
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -93,7 +93,7 @@ def _as_vllms_int8(layer: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[to
 def test_transformers_computes_the_measured_output_of_quantized_activations(
     dtype: str, make_llama: Callable[..., Path], ids: Path, tmp_path: Path
 ) -> None:
-    """Its forward, with its quantizer before every layer, on weights and scales that it read from the files."""
+    """Weights, scales and the quantizer before each layer are those that transformers makes from the files."""
     source, out = make_llama(dtype="float32", **WIDE), tmp_path / "out"
     session = opened(source, ids, dtype)
     measured = candidate_output(session)
@@ -146,7 +146,7 @@ def test_declared_scheme_is_valid_for_compressed_tensors(
 
 
 def test_nvfp4_input_scale_is_shared_by_fused_layers(make_llama: Callable[..., Path], tmp_path: Path) -> None:
-    """Seen by hooks of plain torch on two sequences; a layer's amax is of the model as it is cast."""
+    """The largest inputs are those that hooks see in plain torch for two sequences."""
     source = make_llama(dtype="float32", **WIDE)
     given = [{"input_ids": torch.arange(2, 2 + length)[None]} for length in (5, 9)]
     session = de.open(str(source), options=OPTIONS, inputs=given)
@@ -198,7 +198,7 @@ def test_nvfp4_export_with_activations_requires_calibration_inputs(
 def test_export_of_an_export_keeps_quantized_activations(
     make_llama: Callable[..., Path], ids: Path, tmp_path: Path
 ) -> None:
-    """Read as weights, without a stray tensor for the scale; kept with it where the weight is kept."""
+    """The scale tensors of an export are not taken for weights, and a second export has them again."""
     source, one, two = make_llama(dtype="bfloat16", **WIDE), tmp_path / "one", tmp_path / "two"
     session = opened(source, ids, "nvfp4")
     session.cast("*.mlp", "mxfp8")

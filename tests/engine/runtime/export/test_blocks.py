@@ -46,7 +46,7 @@ def recipe(*casts: str) -> Recipe:
 
 @pytest.fixture
 def tensors(tmp_path: Path) -> Path:
-    """Weights of all kinds of shapes, of which some no block divides."""
+    """Return weights of many shapes. Some are not divisible by any block."""
     generator = torch.Generator().manual_seed(0)
     shapes = {"a.weight": (130, 200), "b.weight": (64, 256), "c.bias": (9,), "d.experts": (3, 40, 64), "e": (5, 33)}
     source = tmp_path / "source"
@@ -59,7 +59,7 @@ def tensors(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("dtype", [name for name in dtypes.BLOCK_FORMATS if not name.startswith("mxfp6")])
 def test_block_format_export_is_verified_opened_and_exported_again(dtype: str, tensors: Path, tmp_path: Path) -> None:
-    """Each step by code of its own: verify works codes and scales out again, without those that wrote them."""
+    """Each step has its own code: verify computes codes and scales without the code that export uses."""
     one, two = tmp_path / "one", tmp_path / "two"
     report = export_checkpoint(open_checkpoint(tensors), "source", recipe(f"*={dtype}"), one)
     assert verify(one, locate(str(tensors))).differences == ()
@@ -158,7 +158,7 @@ def test_export_refuses_formats_without_a_checkpoint_layout(make_llama: Callable
 
 
 def test_tensor_declared_as_codes_of_two_weights_is_refused(tensors: Path, tmp_path: Path) -> None:
-    """A name may end as the codes of another weight do, so that both would be read of one tensor."""
+    """A weight's name may end like that of another one's codes; one tensor would then be read for both."""
     out = tmp_path / "out"
     file, written, metadata = written_as(tensors, "*=int8", out)
     codes = next(name for name in written if name.endswith("_quantized"))

@@ -27,7 +27,7 @@ FORMS = pytest.mark.parametrize(("form", "shape"), [("fp8@tensor", (1,)), ("fp8@
 def test_exported_kv_cache_scales_come_from_the_largest_cached_values(
     form: str, shape: tuple[int, ...], tmp_path: Path
 ) -> None:
-    """As a cache of transformers that only looks sees them."""
+    """The cached values are those of a plain cache of transformers."""
     session = de.open(options=de.Options(prompts=(PROMPT,)))
     model: Any = session.model.module
     cache = transformers.DynamicCache(config=model.config)

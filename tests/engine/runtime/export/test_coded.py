@@ -1,4 +1,4 @@
-"""Exports of weights that other programs quantized: as they are, or as the values that their codes stand for."""
+"""Exports of weights that other programs quantized: unchanged, or dequantized."""
 
 from __future__ import annotations
 

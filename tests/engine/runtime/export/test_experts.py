@@ -39,11 +39,11 @@ FORMATS = (
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 LOADED = {"float8_e4m3fn": 0.0, "float8_e4m3fn@tensor": 0.0, "mxfp4": 0.0, "int4@g128": 2**-8, "int8@g128": 2**-8}
-"""Formats in which transformers reads packed experts, and how far values are rounded then."""
+"""The formats in which transformers reads packed experts, with the relative rounding that this may add."""
 
 
 def in_turn(formats: Iterable[str], first: int = 0) -> pytest.MarkDecorator:
-    """Each format with one kind of model: the two kinds take turns, so that forms of one format meet both."""
+    """Pair each format with one of the two kinds of models in turn, so that related formats are tested with both."""
     kinds = list(EXPERTS)
     pairs = [(kinds[(first + FORMATS.index(dtype)) % 2], dtype) for dtype in formats]
     return pytest.mark.parametrize(("source", "dtype"), pairs, indirect=["source"])

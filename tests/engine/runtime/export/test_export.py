@@ -230,7 +230,7 @@ PATTERNS = st.sampled_from(
 
 @pytest.fixture(scope="module")
 def sources() -> Any:
-    """Two small checkpoints, made once: tied in bfloat16, untied with several dtypes in two shards."""
+    """Make two small checkpoints: one tied in bfloat16, and one untied with several dtypes in two shards."""
     import transformers
 
     folder = Path(tempfile.mkdtemp())
@@ -384,8 +384,9 @@ def wait(tensor, dtype, out, *more):
 write._write_tensor = wait
 sys.exit(run(cli, "dtype-engine", sys.argv[2:]))
 """
-"""An export that gets no further than its first megabyte, in the middle of the file of weights. Before its arguments: the signal
-that its thread which writes is sent there, 0 for none."""
+"""A program that exports as its later arguments say, and halts when it writes the first tensor. Its first argument is the signal
+that the writing thread is sent there, or 0.
+"""
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals are POSIX's")
@@ -410,7 +411,7 @@ def test_killed_export_leaves_no_target_folder(make_llama: Any, tmp_path: Path, 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals are POSIX's")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_to_another_thread_ends_an_export(make_llama: Any, tmp_path: Path, number: int) -> None:
-    """One that the system gives to another thread, as one that comes just before the main thread waits, wakes nobody."""
+    """A signal that the system delivers to another thread, or just before the main thread waits, wakes no thread."""
     place = tmp_path / "place"
     place.mkdir()
     done = preloaded.run(

@@ -1,4 +1,4 @@
-"""Exports to one file: torch and safetensors read from it what `Tensor.to` makes of the source, and nothing else is left behind."""
+"""Exports to one file: torch and safetensors read exactly what `Tensor.to` makes of the source, and no other file is left."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_session_exports_one_file_with_the_planned_dtypes(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("after", [0.3, 0.8])
 def test_cancelled_one_file_export_leaves_no_file(tmp_path: Path, after: float) -> None:
-    """0.3: while the weights are cast; 0.8: while the PyTorch file is written."""
+    """At a share of 0.3, the weights are being cast; at 0.8, the PyTorch file is being written."""
     checkpoint, share = open_checkpoint(source(tmp_path)), [0.0]
 
     def on_bytes(done: int, total: int) -> None:

@@ -25,7 +25,7 @@ Make = Callable[..., Path]
 
 
 NEW = ("fixed.fp8", "fixed.fp4")
-"""What torch itself can't read back from a file in its old form."""
+"""Tensors that torch itself can't read back from a file of the old format."""
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -137,7 +137,7 @@ def test_folder_with_pickled_weights_is_exported_and_loaded_by_transformers(
 def test_verify_finds_errors_of_the_pickle_reader_that_export_uses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What the exporter's own reader gets wrong is found, whatever the source's form."""
+    """Verify reads the source with code of its own."""
     from dtype_engine.runtime.export import plan as contents
 
     torch.save({"a": torch.randn(4, 4), "b": torch.randn(3)}, tmp_path / "net.pth")
@@ -252,7 +252,7 @@ def test_tensors_that_safetensors_cannot_store_are_inspected_but_not_exported(
 
 
 def torch_loads(path: Path) -> bool:
-    """Whether torch itself loads the file without running code of it."""
+    """Return whether torch.load reads the file without running its code."""
     try:
         torch.load(path, weights_only=True)
     except pickle.UnpicklingError:

@@ -32,7 +32,7 @@ READ = [name for name in dtypes.BY_NAME if name in dtypes.STORAGE_DTYPES and lay
 
 
 def exported(source: Path, out: Path, *casts: str) -> str:
-    """Write an export; its README."""
+    """Write an export. Returns its README."""
     export_checkpoint(open_checkpoint(source), "model", Recipe(tuple(map(Rule.parse, casts))), out)
     return (out / "README.md").read_text()
 
@@ -47,7 +47,7 @@ def loaded(out: Path, dequantize: bool) -> nn.Module:
 
 @torch.no_grad()
 def outcome(out: Path, dequantize: bool, wide: str) -> set[Outcome]:
-    """What loading really gives: every outcome whose words hold."""
+    """Load the export with transformers. Returns all outcomes that describe the result."""
     try:
         theirs = loaded(out, dequantize)
     except RuntimeError:

@@ -64,7 +64,7 @@ def test_nvfp4_export_has_the_shared_scales_of_llm_compressor(llama: Path, tmp_p
 
 
 def test_verify_finds_an_nvfp4_scale_that_should_be_shared(llama: Path, tmp_path: Path) -> None:
-    """Written with a scale of its own, as if nothing were fused, an export is found to be another."""
+    """In the changed export, one layer has a scale of its own, as if layers were not fused."""
     out = tmp_path / "out"
     session = de.open(str(llama))
     session.cast("*_proj", "nvfp4")
@@ -129,7 +129,7 @@ def test_export_notes_fused_weights_in_different_formats(llama: Path, tmp_path: 
 
 
 def test_scan_scores_a_weight_with_the_scale_of_its_group(llama: Path) -> None:
-    """Each alone, with the values that it has where q, k and v all are in the format: put into a plain module by hand."""
+    """Each weight is tested alone in a plain module, with the values that it has if q, k and v all are in the format."""
     session = de.open(str(llama), inputs={"input_ids": torch.arange(2, 14)[None]})
     exact = session.scan(["nvfp4"], exact=True).scores()
     estimate = session.scan(["nvfp4"], draws=200).scores()

@@ -53,7 +53,7 @@ def edited(saved: Callable[[str], Path], tmp_path: Path) -> Callable[..., Path]:
 
 
 def no_forward(folder: Path, **options: Any) -> str:
-    """Why the model of a folder can't be run; the model itself opens."""
+    """Open the model of a folder, which can't be run. Returns the reason."""
     said = de.open(str(folder), options=de.Options(**options)).no_forward
     assert said is not None
     assert "\n" not in said
@@ -78,7 +78,7 @@ def test_number_of_patches_is_limited(edited: Callable[..., Path]) -> None:
 
 
 def test_picture_size_in_config_is_limited(edited: Callable[..., Path], saved: Callable[[str], Path]) -> None:
-    """Of a model whose weights do not depend on the size of its pictures, and whose folder has no processor."""
+    """The weights of this model do not depend on the picture size, and its folder has no processor."""
     said = no_forward(edited("swin", {"config.json": {"image_size": 8000}}))
     assert "a picture of 8000 x 8000, the size in config.json, asks for 192,000,000 values" in said
     options = de.Options(limits=de.InputLimits(values=3071))
@@ -275,7 +275,7 @@ def test_slow_tokenizer_is_tried_in_a_separate_process(edited: Callable[..., Pat
 
 
 def test_tokenizer_has_one_time_limit_for_all_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of many texts could take nearly as long otherwise."""
+    """With a limit for each text, many texts could take that long each."""
     allowed: list[int] = []
     monkeypatch.setattr(limited_child, "limit_seconds", allowed.append)
     monkeypatch.setattr(limited_child, "limit_memory", lambda more: None)

@@ -61,7 +61,7 @@ def test_use_cache_argument_of_the_user_is_kept(told: bool) -> None:
 
 
 def test_use_cache_is_not_disabled_if_the_user_gives_a_kv_cache() -> None:
-    """Under the name that the installed transformers has for it."""
+    """The argument has the name that the installed transformers gives it."""
     module, _ = architectures.make("llama")
     cache = {cache_argument(module): DynamicCache(config=module.config)}
     session = de.open(module, inputs={"input_ids": architectures.tokens(), **cache})

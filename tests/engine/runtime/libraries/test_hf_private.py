@@ -49,7 +49,7 @@ def test_installed_transformers_has_every_private_name_that_is_used(holder: obje
 
 
 class Islands(nn.Module):
-    """Says what is to be kept in float32 in all three ways."""
+    """Declares modules to be kept in float32 in all three ways that transformers has."""
 
     _keep_in_fp32_modules = ("wo",)
     _keep_in_fp32_modules_strict = ("norm",)

@@ -27,7 +27,7 @@ def kl_alone(session: Any, module: str, dtype: str) -> float:
 
 
 def text(tmp_path: Path) -> de.Options:
-    """One sequence of text, fewer positions than causes look at, so that both see the same."""
+    """Return options with one text that is shorter than what causes measure, so that both use the same positions."""
     file = tmp_path / "text.txt"
     file.write_text("def add(first, second):\n    return first + second\n" * 4)
     return de.Options(texts=(file,))

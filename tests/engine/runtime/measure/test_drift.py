@@ -106,7 +106,7 @@ def test_modules_too_large_for_memory_are_noted_as_not_compared(
 
 
 def test_intermediate_drift_equals_a_measurement_of_the_sequences_done() -> None:
-    """The shortest is run first; the figures are those of a measurement that has these sequences in their order."""
+    """The shortest sequence runs first. The figures are always those of a measurement of the sequences so far, in input order."""
     ids = [architectures.tokens(length) for length in (9, 12, 6, 11, 10)]
 
     def meter(numbers: Sequence[int]) -> DriftMeter:
@@ -306,7 +306,7 @@ def test_session_measures_drift_after_a_rule_without_matches(tinynet: Any) -> No
 
 
 def test_modules_are_reported_although_a_pass_is_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plain torch refuses in the middle of the model, and the pass under the rules tells of modules at once."""
+    """Plain torch raises in the middle of the model. The pass is then run again with casts, and reports its modules at once."""
 
     class Stubborn(nn.Module):
         """Its own code asks for float32 inside, so that everything in bfloat16 needs the rules."""
@@ -334,7 +334,7 @@ def test_modules_are_reported_although_a_pass_is_restarted(monkeypatch: pytest.M
 
 
 def test_slow_modules_are_reported_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are told once in ten times the interval, however few calls there are in that."""
+    """Modules are reported after ten times the interval, even if only one call has ended in that time."""
 
     class Slow(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -351,7 +351,7 @@ def test_slow_modules_are_reported_one_by_one(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_progress_is_reported_for_short_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Observers of a pass tell nothing within a tenth of a second, and many passes take less."""
+    """The observers of a pass report nothing in its first tenth of a second, and many passes are shorter."""
     session = de.open(architectures.make("llama")[0], inputs=[{"input_ids": architectures.tokens(9)}] * 40)
     told: list[tuple[int, int]] = []
     monkeypatch.setattr(throttle, "INTERVAL_S", 0.005)

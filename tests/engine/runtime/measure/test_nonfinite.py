@@ -19,7 +19,7 @@ MLP = "model.layers.1.mlp"
 
 
 def planted(plant: Callable[[nn.Module], None], dtype: str = "float16", **settings: Any) -> tuple[Any, Any]:
-    """A session on a small Llama with something planted in it, all of it cast, and what is found."""
+    """Change a small Llama by `plant` and cast all of it. Returns the session and the diagnosis."""
     module, inputs = architectures.make("llama")
     with torch.no_grad():
         plant(module)
@@ -27,7 +27,7 @@ def planted(plant: Callable[[nn.Module], None], dtype: str = "float16", **settin
 
 
 def diagnosed(module: nn.Module, inputs: Any, dtype: str = "float16", **settings: Any) -> tuple[Any, Any]:
-    """A session on a module, all of it cast, and what is found."""
+    """Cast all of a module. Returns the session and the diagnosis."""
     session = de.open(module, inputs=inputs)
     session.settings = de.RunSettings(**settings)
     session.cast("*", dtype)
@@ -326,7 +326,7 @@ class Residual(nn.Module):
 
 
 def test_remedy_casts_only_the_blocks_that_overflow_reaches() -> None:
-    """The blocks that the large values reach are cast, but no block before them, and no weight that has another dtype anyway."""
+    """The remedy leaves out the blocks before the overflow, and weights to which rules gave other dtypes."""
     x = torch.randn(6, 16, generator=torch.Generator().manual_seed(1))
     session = de.open(Residual(), inputs=(x,))
     session.cast("*", "float16")

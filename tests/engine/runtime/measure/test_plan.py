@@ -34,7 +34,7 @@ def test_modules_are_compared_in_the_first_and_a_sixth_of_the_other_sequences(
 
 
 def test_outline_of_module_calls_has_only_calls_with_large_spans() -> None:
-    """Twelve blocks of five calls each, in a body, after an embedding and before a head."""
+    """The model has an embedding, a body of twelve blocks with five calls each, and a head."""
     finished, spans = ["embed"], [0]
     for block in range(12):
         began = len(finished)

@@ -37,7 +37,7 @@ def test_sampling_error_of_many_sequences_is_the_standard_error() -> None:
 
 @pytest.mark.parametrize(("spread", "done"), [(0.1, 1), (0.1, 6), (0.3, 1), (0.3, 3), (0.3, 6), (0.3, 12)])
 def test_true_drift_lies_within_two_errors(spread: float, done: int) -> None:
-    """Populations of 24 sequences whose means are log-normal with this spread, and of unequal lengths."""
+    """Each population has 24 sequences of unequal lengths, whose means are log-normal with this spread."""
     generator = torch.Generator().manual_seed(1)
     hits = 0
     for _ in range(400):

@@ -171,7 +171,7 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def measured(model: str, data: str, *metrics: str, file: str = "metrics.py") -> dict[str, MetricChange]:
-    """The metrics of a model in bfloat16, whose floating-point inputs are cast as well."""
+    """Return the metrics of a model in bfloat16. Its floating-point inputs are cast, too."""
     settings = de.RunSettings(float_inputs="model")
     options = de.Options(metrics=tuple(f"{file}:{name}" for name in metrics), tensors=Path(data), settings=settings)
     session = de.open(f"models.py:{model}", options=options)
@@ -182,7 +182,7 @@ def measured(model: str, data: str, *metrics: str, file: str = "metrics.py") -> 
 
 
 def in_torch(model: str, data: str, argument: str) -> list[tuple[torch.Tensor, np.ndarray]]:
-    """(what plain torch gives for all calls, the labels), in float32 and with all cast to bfloat16."""
+    """Return (the outputs of plain torch over all calls, the labels) in float32, and the same in bfloat16."""
     space: dict[str, Any] = {}
     exec(MODELS, space)
     with np.load(data) as arrays, torch.no_grad():

@@ -45,7 +45,7 @@ def compared(reference: Path, candidate: Path) -> dict[str, WeightDifference]:
 
 
 def expected(reference: npt.ArrayLike, candidate: npt.ArrayLike) -> tuple[float, float, float]:
-    """SQNR, largest and mean |Δ|."""
+    """Return the SQNR, the largest |Δ| and the mean |Δ|."""
     r, c = np.asarray(reference, np.float64), np.asarray(candidate, np.float64)
     noise = ((c - r) ** 2).sum()
     sqnr = 10 * math.log10((r**2).sum() / noise) if noise else math.inf
@@ -72,7 +72,7 @@ def test_weight_differences_to_a_bfloat16_copy_equal_those_of_numpy(make_llama: 
 
 
 @pytest.mark.parametrize("format", ["fp8", "fp8@tensor", "int8", "fp8@128x128", "mxfp4", "nvfp4", "int4@g128"])
-def test_weight_differences_to_an_fp8_export_equal_those_of_numpy(
+def test_weight_differences_to_a_quantized_export_equal_those_of_numpy(
     make_llama: Make, tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Values are those of the exported checkpoint as a whole; they are read here in pieces of a few rows."""
@@ -104,7 +104,7 @@ def test_weight_differences_to_fp8_blocks_of_another_program_equal_those_of_nump
 
 
 def test_weights_of_a_base_model_are_matched_without_the_name_prefix(make_llama: Make, tmp_path: Path) -> None:
-    """A base model without the prefix of the head."""
+    """The base model's names lack the prefix "model."."""
     source = make_llama()
     transformers.LlamaModel.from_pretrained(source).half().save_pretrained(tmp_path / "base")
     assert "layers.0.mlp.up_proj.weight" in load_file(tmp_path / "base" / "model.safetensors")

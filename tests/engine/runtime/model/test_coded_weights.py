@@ -81,7 +81,7 @@ def quantised(make: Make, folder: Path) -> dict[str, torch.Tensor]:
 
 
 def plain(folder: Path, values: dict[str, torch.Tensor], where: Path) -> tuple[transformers.PreTrainedModel, ...]:
-    """The model in float32, and in bfloat16, as plain transformers loads these values."""
+    """Return the model in float32 and in bfloat16, as plain transformers loads these values."""
     config = json.loads((folder / "config.json").read_text())
     del config["quantization_config"]
     where.mkdir()
@@ -182,7 +182,7 @@ def _wide() -> transformers.PreTrainedModel:
 
 
 def test_pass_holds_at_most_two_decoded_layers(tmp_path: Path) -> None:
-    """Beside the packed tensors, and the activations and kept outputs of two tokens, which take less than half a layer here."""
+    """Not counted are the packed tensors, and half a layer for the activations and kept outputs of two tokens."""
     values = quantised(_wide, folder := tmp_path / "fp8")
     decoded = [weight.nbytes for name, weight in values.items() if name.endswith("_proj.weight")]
     packed = sum(tensor.nbytes for tensor in load_file(folder / "model.safetensors").values())
@@ -234,7 +234,7 @@ def test_cast_fp8_blocks_are_exported_without_quantization_config(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Where the scheme's settings can't list the weights with a rule, those without one are decoded, too, and a note says so."""
+    """If the scheme's settings can't list the weights that are cast, the other weights are decoded, too, and a note says so."""
     values = quantised(make, folder := tmp_path / "fp8")
     if rules[0] != "*=bf16":
         rules = rules[:1] if make is _qwen3_moe else rules[1:]

@@ -1,4 +1,4 @@
-"""An export is loaded back without a second copy of its weights."""
+"""Loading an export does not make a second copy of its weights."""
 
 from __future__ import annotations
 

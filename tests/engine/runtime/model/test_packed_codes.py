@@ -1,4 +1,4 @@
-"""Codes of weights that other programs quantized are never taken for numbers: a cast leaves them, and a pass is refused by name."""
+"""Codes of weights that other programs quantized are never taken as values: no cast changes them, and a pass is refused by name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IN, OUT = 32, 64
 
 @pytest.fixture
 def quantised(make_llama: Callable[..., Path]) -> Callable[..., Path]:
-    """Writes a Llama whose one up projection is made of the parts that a function gives."""
+    """Return a function that writes a Llama whose up projection is stored in the parts that `parts` makes of it."""
 
     def make(parts: Callable[[torch.Tensor], Tensors], method: dict[str, Any] | None) -> Path:
         folder = make_llama(intermediate_size=OUT, num_hidden_layers=1)

@@ -75,7 +75,7 @@ def bytes_in(folder: Path) -> int:
 
 
 def as_a_pickle(folder: Path) -> None:
-    """As torch.save of a tied model's state dict has it: both names over one storage."""
+    """Replace the weights by a pickle of a tied model, with both names for one storage."""
     module = transformers.LlamaForCausalLM.from_pretrained(folder)
     assert module.lm_head.weight is module.model.embed_tokens.weight
     torch.save(module.state_dict(), folder / "pytorch_model.bin")
@@ -123,7 +123,7 @@ PLANNED = {
     "stored twice": ("nothing", "tied name"),
     "base model": ("classes", "several"),
 }
-"""Each model with two of the recipes; models with a tied weight by its other name among them."""
+"""Two of the recipes for each model."""
 
 
 @pytest.mark.parametrize("name", PLANNED)

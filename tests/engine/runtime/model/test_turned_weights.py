@@ -42,7 +42,7 @@ def model() -> nn.Module:
 
 
 def turned(model: nn.Module, folder: Path, *names: str) -> Path:
-    """The model's checkpoint with some weights turned."""
+    """Write the model's checkpoint with the last two dimensions of some weights swapped."""
     model.save_pretrained(folder)  # type: ignore[operator]
     return change_tensors(
         folder, lambda tensors: tensors.update({name: tensors[name].transpose(-2, -1) for name in names})

@@ -145,7 +145,7 @@ def test_logits_with_quantized_activations_equal_those_of_compressed_tensors(dty
 
 
 def weight_values(weight: Weight, dtype: str) -> torch.Tensor:
-    """As it is cast: siblings that are fused share a scale."""
+    """Return the values of a weight as it is cast. The scale of fused siblings is shared."""
     if weight.scale is None:
         return weight.tensor.float()
     return dequantize(weight.tensor, weight.scale, torch.float32, dtypes.BY_NAME[dtype].blocks)
@@ -192,7 +192,7 @@ def test_flow_lists_quantized_activations() -> None:
 
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
 def test_activations_of_packed_experts_are_quantized_in_every_implementation(implementation: str) -> None:
-    """Per token, all ways compute the same; without following a weight to its parts, none would be rounded."""
+    """With scales per token, all implementations agree. They round activations because the parts of a weight are tracked."""
     module, given = architectures.make("qwen3_moe")
     module.set_experts_implementation(implementation)  # type: ignore[operator]
     session = de.open(module, inputs=given)
@@ -268,7 +268,7 @@ def test_activations_are_quantized_under_autocast() -> None:
 
 
 def test_scan_and_causes_include_quantized_activations() -> None:
-    """One layer: what a scan estimates is the drift itself, activations rounded or not."""
+    """The model has one layer, so that a score is the drift, with and without quantized activations."""
     layer = nn.Linear(64, 8, bias=False)
     torch.manual_seed(0)
     nn.init.normal_(layer.weight)

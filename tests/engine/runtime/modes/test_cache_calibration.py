@@ -20,7 +20,7 @@ from dtype_engine.runtime.passes.model_behavior import ModelBehavior
 IDS = torch.arange(48).reshape(2, 24) * 7 % 63 + 1
 LARGEST = 448
 Amax = dict[tuple[int, int], torch.Tensor]
-"""The largest |value| of each head by (layer, 0 for keys and 1 for values)."""
+"""The largest |value| of each head, by (layer, 0 for keys or 1 for values)."""
 
 
 class PlainCache(transformers.DynamicCache):  # type: ignore[misc]
@@ -161,7 +161,7 @@ def test_kv_cache_scales_are_calibrated_again_for_new_rules_and_inputs(
 def test_causes_with_another_checkpoint_use_kv_cache_scales_of_the_reference(
     twins: tuple[Path, Path],
 ) -> None:
-    """A cause is the drift of the reference in which one part alone is the candidate's."""
+    """A cause is the drift of the reference after one of its parts was replaced by the candidate's."""
     one = loaded(twins[0])
     session = opened(twins)
     session.cast("*.kv_cache", "fp8@tensor")
@@ -187,7 +187,7 @@ def test_scan_with_another_checkpoint_uses_kv_cache_scales_of_the_candidate(twin
 
 
 def with_large_padding() -> tuple[Any, torch.Tensor]:
-    """A model in which token 0, which stands for padding, has large keys and values; and a mask that leaves it out."""
+    """Return a model in which token 0, the padding, has large keys and values, and a mask that excludes padding."""
     model = llama()
     table = model.model.embed_tokens.weight
     table[:, 3] = 0
@@ -253,7 +253,7 @@ def test_encoder_and_decoder_padding_does_not_affect_kv_cache_scales() -> None:
 
 
 def test_padding_does_not_affect_calibrated_ranges_of_activations() -> None:
-    """From these, NVFP4's static scales of activations are computed."""
+    """NVFP4's static input scales are computed from these ranges."""
     model, mask = with_large_padding()
     session = de.open(model, inputs={"input_ids": IDS * mask, "attention_mask": mask})
     names = ["model.layers.0.self_attn.v_proj.weight", "lm_head.weight"]

@@ -218,7 +218,7 @@ def test_dtypes_that_torch_refuses_are_tried_only_once(monkeypatch: pytest.Monke
 
 
 def test_dtypes_that_torch_refuses_are_remembered_by_memory_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A linear layer in bfloat16 takes a float32 bias where its input is not contiguous, and refuses it elsewhere."""
+    """A linear layer in bfloat16 accepts a float32 bias if its input is not contiguous, and refuses it otherwise."""
     contiguous, turned = torch.randn(2, 4, 3).bfloat16(), torch.randn(2, 3, 4).bfloat16().transpose(1, 2)
     for order in ((contiguous, turned), (turned, contiguous)):
         monkeypatch.setattr(promotion, "_refused", set())

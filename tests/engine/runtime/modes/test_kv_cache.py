@@ -217,7 +217,7 @@ def test_kv_cache_rounding_in_one_pass_equals_decoding_token_by_token(architectu
 
 
 def test_cast_of_weights_rounds_no_kv_cache(session: de.Session) -> None:
-    """Weights keep their figures: `*=bf16` and `*.self_attn=fp8` reach no cache."""
+    """The patterns `*` and `*.self_attn` match caches, too, but casts to bf16 and fp8 only apply to weights."""
     session.use_recipe(de.Recipe.of([de.Rule.parse("*=bf16"), de.Rule.parse("*.self_attn=fp8")]))
     assert not session.model.cache_formats
     module: Any = session.model.module
@@ -237,7 +237,7 @@ def test_cache_update_of_transformers_is_restored_after_a_pass(session: de.Sessi
 
 
 def test_memory_report_counts_kv_caches_that_rules_select(session: de.Session) -> None:
-    """`*.k` selects caches and no weights. Activations are therefore not said to stay unquantized, nor to slow down a pass."""
+    """`*.k` selects caches and no weights, so the report does not call the drift one of weights only."""
     session.use_recipe(de.Recipe.of([de.Rule.parse("*.k=fp8"), de.Rule.parse("*.0.*.kv_cache.k=bf16")]))
     report = session.drift()
     assert not report.weights_only

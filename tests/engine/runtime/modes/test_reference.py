@@ -1,4 +1,4 @@
-"""The reference's weights, widened as they are used."""
+"""The reference's weights are widened while they are used."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dtype_engine.runtime.passes.outputs import main_output
 from dtype_engine.runtime.passes.runner import ForwardRunner
 
 WIDTH = 640
-"""A weight of so many rows and columns has 1.6 MiB in float32."""
+"""A weight with this many rows and columns takes 1.6 MiB in float32."""
 
 
 class Several(nn.Module):
@@ -47,7 +47,7 @@ def session() -> de.Session:
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Where each large weight was widened to, in the order of their uses."""
+    """Return a list that gets the address of each large widened weight, in the order of use."""
     places: list[int] = []
     values = WidenedWeights.values
 

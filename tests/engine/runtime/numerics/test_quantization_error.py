@@ -162,7 +162,7 @@ def test_round_trip_uses_bounded_memory(tmp_path: Path) -> None:
 
 
 def test_weights_command_calls_no_lossy_cast_exact(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A tensor that keeps its large values, and loses one that is small, or was not finite to begin with."""
+    """Some tensors keep their large values, but lose a small one or contain NaN."""
     from safetensors.torch import save_file
 
     from dtype_engine.cli import cli, run
@@ -197,7 +197,7 @@ EDGES = (3.4028234663852886e38, 3.39e38, 2.9e38, 1e-45, 1e39, 1e300, 1e-60)
 @pytest.mark.parametrize("dtype", sorted(dtypes.STORAGE_DTYPES))
 @pytest.mark.parametrize("edge", EDGES)
 def test_quantized_values_near_the_limits_of_a_dtype_stay_finite(edge: float, dtype: str) -> None:
-    """Nor does it make others NaN, and what is beyond the range is listed, by both ways of counting."""
+    """The extreme value makes no other value NaN, and both ways of counting report the values beyond the range."""
     wide = torch.float64 if edge > EDGES[0] or edge < 1e-45 else torch.float32
     noise = torch.randn(130, 256, generator=torch.Generator().manual_seed(0)).to(wide)
     one, both, whole = noise.clone(), noise.clone(), (noise / noise.abs().max()).double().mul(edge).to(wide)

@@ -1,4 +1,4 @@
-"""How a pass is told of the calls of modules."""
+"""How a pass learns of the calls of modules."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def run(
     watched: frozenset[str] | None = None,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> tuple[list[tuple[str, int, float]], list[str], list[int]]:
-    """The outputs that are observed, the modules that finished, and how many had when each began."""
+    """Run the model. Returns the observed outputs, the finished modules, and how many had finished when each call began."""
     calls, seen = ModuleCalls(model, cancelled), Seen()
     mode = WeightMode({}, torch.device("cpu"))
     under_way = ForwardPass(mode, seen, OutputCache({}, 0), {}, None, {}, watched)
@@ -85,7 +85,7 @@ def run(
 
 
 def test_calls_are_reported_in_the_order_of_completion() -> None:
-    """`forward` called by itself is no call of a module: hooks do not see it, either."""
+    """A direct call of `forward` does not count as a call of the module, as for hooks."""
     assert run(Model()) == (OUTPUTS, [name for name, *_ in OUTPUTS], [0, 1, 2, 0])
 
 

@@ -51,7 +51,7 @@ def cast(model: Any, dtype: torch.dtype) -> Any:
 
 
 def outputs_of(model: Any, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Of every module that returns a tensor, and the logits as ""."""
+    """Return the output of every module that returns a tensor. The key of the logits is ""."""
     found: dict[str, torch.Tensor] = {}
 
     def keep(name: str) -> Any:
@@ -121,7 +121,7 @@ def test_estimated_and_exact_scans_exclude_padding() -> None:
 
 
 def test_token_ids_at_padded_positions_do_not_affect_any_figure(tmp_path: Path) -> None:
-    """The floor, causes and a file of tensors go the same way."""
+    """Compared are the drift, the first cause, and the positions of the floor."""
     given = padded("right")
     other = {**given, "input_ids": torch.where(given["attention_mask"] == 0, 77, given["input_ids"])}
     found = []
@@ -201,7 +201,7 @@ def test_padded_positions_are_left_out_of_distributions_over_positions() -> None
 
 
 class Tagger(nn.Module):
-    """Its mask is known in its forward alone: it gives it to torch's attention."""
+    """Makes its mask in its forward, and gives it to torch's attention."""
 
     def __init__(self, batch_first: bool = True, transposes: bool = False) -> None:
         super().__init__()
@@ -233,7 +233,7 @@ class AddsMinusInfinity(Tagger):
 
 
 class TwoMasks(Tagger):
-    """Its layers do not agree about which positions are padding."""
+    """Gives the mask to one of its two layers only."""
 
     def forward(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
         first, second = self.enc.layers

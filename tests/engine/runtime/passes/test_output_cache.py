@@ -1,4 +1,4 @@
-"""What stands in for an unchanged prefix is, bit for bit, what running it would have given."""
+"""Outputs that are reused for an unchanged prefix are those, bit for bit, that running it would give."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def meter(session: Any) -> DriftMeter:
 
 
 def in_full(meter: DriftMeter) -> RunningTotals:
-    """Measure without reuse of what the candidate's last pass returned."""
+    """Measure without reusing outputs of the candidate's last pass."""
     meter._caches.clear()
     return meter.measure()
 
@@ -431,7 +431,7 @@ def test_modules_with_hooks_of_the_model_are_run_again() -> None:
 
 
 def test_output_cache_keeps_only_outputs_of_selected_modules() -> None:
-    """Of the others it has that they ran and what was observed, which is given to the observer again."""
+    """For other modules, the cache keeps that they ran and what was observed. Observers get this again."""
     module = nn.Sequential(nn.Sequential(Counting(8, 8), nn.ReLU()), Counting(8, 8), nn.Linear(8, 8))
     session = de.open(module, inputs=(torch.randn(2, 8),))
     (batch,) = session.need_inputs().batches

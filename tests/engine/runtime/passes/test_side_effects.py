@@ -228,7 +228,7 @@ class TakesGradients(Layers):
 
 
 class WithoutCounting(Layers):
-    """Nobody counts what is written to tensors that are made in `torch.inference_mode`."""
+    """Runs in `torch.inference_mode`, in which torch does not count writes to tensors."""
 
     @torch.inference_mode()
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -236,7 +236,7 @@ class WithoutCounting(Layers):
 
 
 class PartlyWithoutCounting(Layers):
-    """So many calls in it that outputs are compared while it runs, and after it."""
+    """Has so many calls that outputs are compared within and after the part that runs in inference mode."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -355,7 +355,7 @@ class Unused(nn.Module):
 
 @pytest.mark.parametrize("budget", [1 << 20, 512])
 def test_scan_finds_weights_with_effect_among_many_without(budget: int) -> None:
-    """Also where the memory holds one cast weight only."""
+    """In one case, the memory has room for one cast weight only."""
     session = de.open(Unused(), inputs=(INPUTS,))
     scan = Scan(session.model, session.inputs, ("int8",), draws=200, budget=budget).run().scores()
     exact = session.scan(["int8"], exact=True).scores()
@@ -376,7 +376,7 @@ def test_scan_scores_an_embedding_in_front_of_a_recurrent_layer(name: str) -> No
 
 
 def test_weight_without_gradient_is_tried_in_the_narrowest_dtype() -> None:
-    """The stored format is among the dtypes, since it may round to 16 bits. It has no number of bits here."""
+    """The stored format is among the dtypes, since a weight may round to 16 bits. The format's number of bits is unknown here."""
     tried: list[Any] = []
     weight = SimpleNamespace(info=SimpleNamespace(numel=1))
     errors: Any = SimpleNamespace(budget=100, weights={"w": weight})

@@ -106,7 +106,7 @@ def test_scan_of_a_mixture_of_experts_with_clear_routing_is_accurate() -> None:
 
 
 def alone(session: de.Session, weight: str, dtype: str) -> float:
-    """The drift where this weight alone is in this dtype."""
+    """Return the drift if only this weight is in this dtype."""
     session.apply(de.Recipe((de.Rule(weight, dtype),)))
     kl = session.drift().output.kl_mean
     assert kl is not None
@@ -138,7 +138,7 @@ def test_scan_divides_measured_weights_among_many_sequences() -> None:
 
 
 def narrowed(session: Any, weight: str) -> CastWeightsMode:
-    """The reference with this weight in bfloat16."""
+    """Return a mode that runs the reference with this weight in bfloat16."""
     model, cpu = session.model, torch.device("cpu")
     errors = LocalErrors(model.weights, torch.float32, budget=1 << 20)
     return CastWeightsMode(model.by_id, cpu, {weight: "bfloat16"}, errors)

@@ -24,7 +24,7 @@ Parts = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 @pytest.fixture
 def verified(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
-    """Runs `verify OTHER --against SOURCE --json`; the object, whose `same` is what the exit status says."""
+    """Return a function that runs `verify OTHER --against SOURCE --json`, checks the exit status and returns the JSON object."""
 
     def verify(other: Path, source: Path | str, *more: str) -> dict[str, Any]:
         capsys.readouterr()

@@ -32,7 +32,7 @@ def exported(make_llama: Any, tmp_path: Path) -> tuple[Path, Path]:
 
 
 def change(folder: Path, name: str, make: Any) -> None:
-    """Write one tensor of an export anew; None leaves it out."""
+    """Replace one tensor of an export by what `make` returns. If it returns None, the tensor is left out."""
     file = folder / "model.safetensors"
     with safe_open(file, framework="pt") as opened:
         metadata = opened.metadata()

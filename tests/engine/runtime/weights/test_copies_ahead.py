@@ -75,7 +75,7 @@ def test_copying_weights_ahead_to_the_accelerator_does_not_change_the_drift(
 def test_missing_wait_for_a_copy_to_the_accelerator_changes_the_drift(
     make_llama: Callable[..., Path], streams: list[fake_streams.Stream], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which shows that the test above would find it."""
+    """Without the wait, the test above would fail."""
     monkeypatch.setattr(fake_streams.Stream, "waits", False)
     inside, over = in_memory_and_not(make_llama(dtype="bfloat16", **SIZES), 0.25, streams)
     assert over != inside

@@ -54,7 +54,7 @@ def convolutions() -> nn.Module:
 
 
 def inputs_of(name: str) -> list[Given]:
-    """Seven of one size: modules are compared in the first that is run, and in one of four that follow it."""
+    """Return seven inputs of one size. Modules are compared in the first one that runs, and in one of the last four."""
     draw = torch.Generator().manual_seed(3)
     if name == "llama":
         return [{"input_ids": torch.randint(3, architectures.VOCABULARY, (1, 40), generator=draw)} for _ in range(7)]
@@ -63,13 +63,13 @@ def inputs_of(name: str) -> list[Given]:
 
 
 def compared(inputs: Sequence[Given], session: de.Session, every: bool) -> list[Given]:
-    """Those in which modules are compared, in their order."""
+    """Return the inputs in which modules are compared, in input order."""
     order = running_order(session.need_inputs().batches)
     return [inputs[number] for number in sorted(order if every else (order[0], order[6]))]
 
 
 def cast_copy(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy with all weights in this dtype; a recipe leaves buffers that are not saved, as rotary frequencies."""
+    """Return a copy with all saved tensors in this dtype. Buffers that are not saved, such as rotary frequencies, stay."""
     module = copy.deepcopy(module)
     saved = module.state_dict()
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
@@ -184,7 +184,7 @@ def test_modules_that_return_tuples_are_compared(tmp_path: Path) -> None:
 
 
 def test_modules_are_compared_on_all_sequences_on_request() -> None:
-    """Asked for in the middle, sequences that were run without are run again."""
+    """If the request comes during the measurement, sequences that ran without comparisons run again."""
     inputs = inputs_of("llama")
     session = de.open(architectures.make("llama")[0], inputs=inputs)
     session.cast("*", "bfloat16")
@@ -244,7 +244,7 @@ def test_sqnr_of_module_outputs_with_nonfinite_values_is_defined() -> None:
 
 
 def test_module_recorders_are_freed_without_garbage_collection() -> None:
-    """They hold outputs of hundreds of megabytes, and no cycle of references is collected while a model is measured."""
+    """Recorders hold hundreds of megabytes of outputs, and garbage collection is off during a measurement."""
     output = torch.randn(50, 8)
     gc.disable()
     try:

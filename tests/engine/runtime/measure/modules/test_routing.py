@@ -100,7 +100,7 @@ class Config:
 
 
 def test_experts_with_equally_many_but_other_tokens_are_not_compared() -> None:
-    """One token goes each way: the experts get as many rows as before, and the rows between belong to other tokens."""
+    """One token moves in each direction, so that each expert gets as many rows as before, but of other tokens."""
     model, narrow = Experts(), Experts()
     narrow.first.weight.data = narrow.first.weight.data.bfloat16().float()
     many = torch.randn(400_000, 16)
@@ -127,9 +127,7 @@ def test_experts_with_equally_many_but_other_tokens_are_not_compared() -> None:
 
 
 def test_experts_behind_a_reused_router_output_are_not_compared() -> None:
-    """The second measurement reuses what comes before the cast, the router among it. Of so many tokens, every device
-    sends some to other experts.
-    """
+    """The second measurement reuses a router's output. With so many tokens, some go to other experts on every device."""
     torch.manual_seed(1)
     module, _ = architectures.make("mixtral")
     given = {"input_ids": torch.randint(3, architectures.VOCABULARY, (2, 800))}
