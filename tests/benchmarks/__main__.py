@@ -293,7 +293,7 @@ def exporting(folder: Path) -> list[Row]:
         export_checkpoint(open_checkpoint(folder), "model", recipe, ours)
 
     def save(scaled: bool = True) -> None:
-        """What a user would write; `scaled`: with a scale for each channel, as the export has them."""
+        """Cast and save as a user would. scaled: whether weights get a scale for each channel, as in the export."""
         shutil.rmtree(theirs, ignore_errors=True)
         model = transformers.LlamaForCausalLM.from_pretrained(folder, dtype="auto")
         for name, parameter in list(model.named_parameters()):

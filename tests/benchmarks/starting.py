@@ -116,7 +116,7 @@ def start(arguments: Sequence[str], answers: bool = True, wait: float = 0.0) -> 
 
 
 def _cursor_row(opened: Terminal) -> int | None:
-    """The row of the module tree's cursor; None while it is drawn."""
+    """Return the row of the cursor in the module tree, or None while the cursor is being drawn."""
     rows = [row for row, line in enumerate(opened.text.split("\n")) if line.startswith("▌")]
     return rows[0] if len(rows) == 1 else None
 

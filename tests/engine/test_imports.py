@@ -1,4 +1,4 @@
-"""What is imported when: a fresh interpreter, and a look at sys.modules."""
+"""What is imported when, according to sys.modules in a new interpreter."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TORCH_FREE = [
     "dtype_tui.app",
     "dtype_tui.cli.command",
 ]
-"""The engine's rooms but `runtime`, which is all that imports torch, and what the app is before it opens a model."""
+"""All packages of the engine except `runtime`, which alone may import torch, and what the app imports before it opens a model."""
 
 
 def loaded_after(statement: str, *names: str) -> set[str]:
@@ -65,11 +65,11 @@ async def paint():
 
 asyncio.run(paint())
 """
-"""The app past its first paint, with an engine that has told nothing yet."""
+"""The app after its first paint, before its engine has sent anything."""
 
 
 def test_first_paint_imports_no_modules_of_results() -> None:
-    """Dataclasses of many fields take milliseconds to make."""
+    """It takes milliseconds to define dataclasses with many fields."""
     names = ("dtype_engine.results.drift", "dtype_engine.results.attribution", "dtype_engine.results.memory")
     assert loaded_after(f"import dtype_tui.cli.command\n{_PAINTED}", *names, "torch") == set()
 
@@ -108,7 +108,7 @@ def test_the_headers_of_the_demo_are_read_without_torch() -> None:
 
 
 def imported_by(file: Path, name: str, modules: dict[str, Path]) -> set[str]:
-    """The modules of `modules` that one of them imports anywhere: inside functions and for type checkers alone as well."""
+    """Return those of `modules` that a module imports anywhere, even inside functions or for type checkers."""
     package = name if file.name == "__init__.py" else name.rpartition(".")[0]
     found = set()
     for node in ast.walk(ast.parse(file.read_text())):

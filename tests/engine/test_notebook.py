@@ -22,7 +22,7 @@ def session() -> Session:
 
 
 class Balanced(HTMLParser):
-    """Reads HTML, and fails where an element is closed that is not open."""
+    """Parses HTML. Fails if an element is closed that is not open."""
 
     def __init__(self) -> None:
         super().__init__()

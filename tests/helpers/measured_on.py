@@ -93,7 +93,7 @@ FEWER_FUSED = (
 )  # fmt: skip
 """The beginnings of the names of tests whose figures depend on where a fused kernel rounds, and on which dtypes it refuses."""
 _kept: list[Any] = []
-"""What has to live as long as the process."""
+"""Objects that must live as long as the process."""
 T = TypeVar("T")
 
 
@@ -145,7 +145,7 @@ def use() -> None:
     double = torch.Tensor.double
 
     def double_anywhere(tensor: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
-        """What a test widens comes to the CPU if the device lacks float64."""
+        """Convert to float64. If a test asks for it, the tensor is moved to the CPU, since the device lacks float64."""
         by_test = "/tests/" in sys._getframe(1).f_code.co_filename
         return double(tensor.cpu() if by_test else tensor, *given, **named)
 
@@ -180,7 +180,7 @@ def placed(values: T) -> T:
 
 
 def leave_out(items: list[pytest.Item]) -> None:
-    """Skip what only the CPU can run."""
+    """Skip tests that only the CPU can run."""
     for item in items:
         if DEVICE == "cpu":
             return

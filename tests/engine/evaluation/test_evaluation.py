@@ -256,7 +256,7 @@ def test_results_of_another_torch_are_noted_or_refused(
     session: Any, source: Source, opened: Opened, tmp_path: Path
 ) -> None:
     class Elsewhere:
-        """Processes with another torch, as a cluster may have them."""
+        """Processes with another version of torch, as a cluster may have."""
 
         workers = 1
 

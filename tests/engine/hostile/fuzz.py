@@ -195,7 +195,7 @@ def FINGERPRINT() -> Any:
 
 
 def mutated(kind: str, good: list[bytes], seed: int) -> bytes:
-    """The file of a case."""
+    """Return the file of a case."""
     chooser = random.Random(f"{kind} {seed}")
     content = good[seed % len(good)] if kind in fuzz_inputs.KINDS else chooser.choice(good)
     if chooser.random() < 0.02:
@@ -308,7 +308,7 @@ def commands(kind: str, path: Path, folder: Path, seed: int) -> list[str]:
 
 
 def run_case(kind: str, content: bytes, folder: Path, seed: int) -> tuple[int, str]:
-    """The exit status and what was said on standard error. Raises whatever comes out of the program."""
+    """Run a case. Returns the exit status and the text on standard error. Errors of the program are not caught."""
     from dtype_engine.cli import cli
     from dtype_engine.cli.program import run
 
@@ -387,7 +387,7 @@ _NEEDS_A_TERMINAL = "this is not a terminal"
 
 
 def judged(kind: str, seed: int, good: list[bytes], folder: Path, seen: Seen) -> None:
-    """Run a case and add what it gave to `seen`."""
+    """Run a case and add the result to `seen`."""
     from dtype_engine.runtime.session.process_memory import process_memory, reset_peak_rss
 
     content = mutated(kind, good, seed)

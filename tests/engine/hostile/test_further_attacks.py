@@ -211,7 +211,7 @@ def test_text_size_is_checked_before_reading(tmp_path: Path) -> None:
 
 @contextmanager
 def full_disk() -> Iterator[None]:
-    """No file may grow beyond 100 bytes, as if the disk were full then."""
+    """Let no file grow beyond 100 bytes, which stands for a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
     try:
@@ -262,8 +262,8 @@ def test_request_cancelled_before_the_engine_thread_starts_is_ended() -> None:
 
 @pytest.mark.slow
 def test_paused_engine_resumes_without_a_partial_export(tmp_path: Path) -> None:
-    """By SIGSTOP: what was cancelled meanwhile ends in `Idle`, also where the engine's thread never saw it. Halted once more while
-    it writes, and left then, as by q, SIGTERM or the end of the terminal, it leaves nothing that has the export's name.
+    """SIGSTOP pauses the engine. What is cancelled meanwhile ends in `Idle`. If it is paused while it writes an export, and the app
+    is then left, nothing has the export's name.
     """
     number, out = tmp_path / "number", tmp_path / "out"
     code = f"import os; open({str(number)!r}, 'w').write(str(os.getpid())); {preloaded.ENGINE}"

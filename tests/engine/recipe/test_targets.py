@@ -126,8 +126,8 @@ def loaded(context: Context, base: str | None) -> dict[str, str]:
 
 
 def as_torchao(context: Context, written: Conversion) -> PresetEffect:
-    """FqnToConfig: exact parameter, exact module, then every expression that fits the parameter, then the first that fits
-    the module; modules and parameters are both matched in whole.
+    """Apply FqnToConfig: the exact parameter, the exact module, every expression that fits the parameter, then the first that fits
+    the module. Expressions must match whole names.
     """
     config = json.loads(written.text)
     entries = config["quantization_config"]["quant_type"]["default"]["_data"]["fqn_to_config"]
@@ -158,7 +158,7 @@ def as_torchao(context: Context, written: Conversion) -> PresetEffect:
 
 
 def as_llm_compressor(context: Context, written: Conversion) -> PresetEffect:
-    """compressed-tensors: `re.match`, an exact name or a class name, on modules; only weights are quantized."""
+    """Apply compressed-tensors: `re.match`, an exact name or a class name, for modules. Only weights are quantized."""
     modifiers = yaml.safe_load(written.text)["quant_stage"]["quant_modifiers"]
     groups = modifiers["QuantizationModifier"]["config_groups"].values() if modifiers else ()
     found = loaded(context, written.base)
@@ -195,7 +195,7 @@ def by_scheme(weights: Mapping[str, Any]) -> str:
 
 
 def as_modelopt(context: Context, written: Conversion) -> PresetEffect:
-    """ModelOpt: `fnmatch` on quantizer names, the last entry that matches wins."""
+    """Apply ModelOpt: `fnmatch` on names of quantizers; the last entry that matches wins."""
     entries = json.loads(written.text)["quant_cfg"]
     found = loaded(context, written.base)
     for module, node in context.tree.modules.items():
@@ -242,7 +242,7 @@ def as_comfyui(context: Context, written: Conversion) -> PresetEffect:
 
 
 def as_diffusers(context: Context, written: Conversion) -> PresetEffect:
-    """Layerwise casting from the root down: found anywhere in the name, a pattern spares the module and all below."""
+    """Apply layerwise casting from the root down: a pattern found anywhere in a name spares the module and all below it."""
     body = ast.parse(written.text).body
     assigned = next(node for node in body if isinstance(node, ast.Assign))
     patterns = ast.literal_eval(assigned.value)
@@ -329,7 +329,7 @@ def gguf_names(tensor: TensorInfo) -> list[str]:
 
 
 def as_llama_cpp(context: Context, written: Conversion) -> PresetEffect:
-    """llama-quantize to Q8_0: text in lower case, `regex_search` in the GGUF name, only on matrices it quantizes."""
+    """Apply llama-quantize to Q8_0: `regex_search` in the lower-case GGUF name, only for matrices that it quantizes."""
     lines = [line.lower().rpartition("=") for line in written.text.split()]
     types = {"f32": "float32", "f16": "float16", "bf16": "bfloat16", "q8_0": "q8_0", "mxfp4": "mxfp4:floor"}
     found: dict[str, str] = {}

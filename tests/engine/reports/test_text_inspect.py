@@ -14,7 +14,7 @@ from dtype_engine.reports.text_inspect import TreeView, kinds_text, largest_text
 
 
 def _tree(layers: int = 6, odd: int | None = 4) -> Tree:
-    """A model of `layers` layers, of which the layer `odd` has a bias more."""
+    """Return a model of `layers` layers. The layer `odd` has an additional bias."""
     tensors = [TensorInfo(Name("embed.weight"), (256, 4), "float32")]
     for layer in range(layers):
         tensors.append(TensorInfo(Name(f"layers.{layer}.mlp.weight"), (4, 4), "float32"))

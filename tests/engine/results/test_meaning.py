@@ -105,7 +105,7 @@ def test_help_on_drift_words_gives_every_limit_and_source() -> None:
 
 
 class Saturated(nn.Module):
-    """A softmax whose largest score is so far from the others that rounding does not reach its result."""
+    """Has a softmax whose largest score is so far from the others that rounding does not change its result."""
 
     def __init__(self) -> None:
         super().__init__()

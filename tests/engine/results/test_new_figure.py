@@ -1,4 +1,4 @@
-"""A figure with a single row in the table of figures is in all outputs of the engine and can be limited."""
+"""A figure that was only added to the table `FIGURES` is in everything that the engine writes, and can be limited."""
 
 from __future__ import annotations
 

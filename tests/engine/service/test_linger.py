@@ -34,7 +34,7 @@ pytestmark = pytest.mark.slow
 
 
 class Far:
-    """A command that leads to a lingering engine over a line that can be cut."""
+    """A command that runs a lingering engine behind a line that can be cut."""
 
     def __init__(self, folder: Path, program: Sequence[str], linger: str) -> None:
         self.folder = folder
@@ -44,11 +44,11 @@ class Far:
         self.recorded = RecordedProcess(command, "demo", Options(device="cpu"))
 
     def cut(self) -> None:
-        """Cut the line: all that was under way on it is lost."""
+        """Cut the line. What was on its way is lost."""
         os.kill(int((self.folder / "pid").read_text()), signal.SIGKILL)
 
     def logs(self) -> list[Path]:
-        """The logs of engines that run."""
+        """Return the logs of running engines."""
         return sorted((self.folder / "state/dtype-tui/engines").glob("*.log"))
 
 
@@ -143,7 +143,7 @@ def test_remote_session_writes_exports_remotely_and_recipes_locally(far: Far, tm
 
 
 def engine_process(far: Far) -> int:
-    """The number of the engine's process, which alone has its log open."""
+    """Return the process of the engine: the only one that has its log open."""
     log = str(far.logs()[0])
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):

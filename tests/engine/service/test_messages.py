@@ -89,7 +89,7 @@ def crossed(event: events.Event) -> Any:
 
 
 def described(tree: Tree) -> list[object]:
-    """All that a tree knows, written out without its own comparison."""
+    """Write out all contents of a tree, without using the tree's own comparison."""
     return [
         tree.has_classes,
         [dataclasses.astuple(tensor) for tensor in tree.tensors.values()],
@@ -111,7 +111,7 @@ def described(tree: Tree) -> list[object]:
 
 
 def _plain(value: Any) -> object:
-    """A value with every field of the dataclasses in it, also of those whose `repr` is a summary."""
+    """Return a value with every field of its dataclasses, even of those whose `repr` is a summary."""
     if dataclasses.is_dataclass(value):
         fields = [(field.name, _plain(getattr(value, field.name))) for field in dataclasses.fields(value)]
         return type(value).__name__, fields
@@ -134,7 +134,7 @@ def assert_same(arrived: Any, sent: Any) -> None:
 
 
 def test_every_event_of_a_real_worker_survives_encoding() -> None:
-    """What a worker says while it opens, measures, traces, attributes, times, writes, scans, reads values and fails."""
+    """The worker opens, measures, traces, attributes, times, writes, scans, reads values and fails."""
     with RecordedWorker(options=Options(prompts=("import os\n",))) as recorded:
         recorded.wait_for(events.Idle)
         worker = recorded.worker
@@ -179,7 +179,7 @@ TEXT = "wörter\nzwei"
 
 
 def made_up(hint: Any, name: str = "") -> Any:
-    """Some value of a field's type, so that every event crosses, also those that the demo never gives."""
+    """Make a value of a field's type, so that all events are tested, even those that the demo never sends."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint is Recipe:
         return RECIPE
@@ -220,7 +220,7 @@ MADE_UP: dict[str, Callable[[], Any]] = {
     **{name: partial(made_up_answer, events.JobDone, name) for name in JOBS},
     **{f"{name} so far": partial(made_up_answer, events.JobGrown, name) for name in ("causes", "generate")},
 }
-"""Makes an event of every type, and the answer of every job."""
+"""Makes events of every type, and answers of every job."""
 
 
 @pytest.mark.parametrize("name", MADE_UP)
@@ -306,7 +306,7 @@ NAMES = {
 
 
 def texts(value: Any, where: str = "") -> Iterator[tuple[str, str]]:
-    """Every text in a value, after the class and the name of its field."""
+    """Yield every text in a value, with the class and the name of its field."""
     if isinstance(value, str):
         yield where, value
     elif isinstance(value, Tree):
@@ -326,7 +326,7 @@ def texts(value: Any, where: str = "") -> Iterator[tuple[str, str]]:
 
 @pytest.mark.parametrize("name", MADE_UP)
 def test_control_characters_in_events_are_escaped_except_in_names(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also text that is a name of the tree."""
+    """Escaped is even text that equals a name of the tree."""
     monkeypatch.setitem(globals(), "TEXT", HOSTILE)
     decoder = messages.AnswerDecoder()
     module = HOSTILE.partition(".")[0]
@@ -378,7 +378,7 @@ LONG_LISTS = (
 
 @pytest.mark.parametrize(("name", "path"), LONG_LISTS)
 def test_length_of_lists_in_events_is_limited(name: str, path: str) -> None:
-    """The app would draw it for minutes and take no key."""
+    """Longer lists would take the app minutes to draw, without an answer to keys."""
 
     def with_entries(value: Any, fields: tuple[str, ...], times: int) -> Any:
         inner = getattr(value, fields[0])
@@ -397,7 +397,7 @@ def test_length_of_lists_in_events_is_limited(name: str, path: str) -> None:
 
 
 def with_losses(*losses: ValueLoss) -> list[events.Event]:
-    """Every event that lists the values that casts lose."""
+    """Make every event that lists the values lost by casts."""
     told = dataclasses.replace(report(Recipe()), lost=losses)
     return [
         events.CastDone(Recipe(), losses),

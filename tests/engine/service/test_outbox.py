@@ -36,7 +36,7 @@ END = events.OpenFailed("end")
 
 
 def newest(waiting: list[events.Event], event: events.Event) -> list[events.Event]:
-    """A plain list model of `put`."""
+    """A model of `put` with a plain list."""
     if isinstance(event, events.REPLACEABLE):
         waiting = [old for old in waiting if type(old) is not type(event)]
     return [*waiting, event]
@@ -93,7 +93,7 @@ def has_more(machine: Connections) -> bool:
 
 
 class Connections(RuleBasedStateMachine):
-    """An outbox that keeps, an app that gets events, is cut off and comes back: what has left stays until it is acknowledged."""
+    """An outbox, and an app that receives events, is disconnected and returns. Sent events stay until they are acknowledged."""
 
     @initialize()
     def begin(self) -> None:
@@ -131,7 +131,7 @@ class Connections(RuleBasedStateMachine):
 
     @rule(back=st.integers(0, 3))
     def cut_and_come_back(self, back: int) -> None:
-        """The app has had all but the last few that were sent."""
+        """Reconnect an app that has received all but the last few events that were sent."""
         received = max(self.acknowledged, self.sent - back)
         self.outbox.shut()
         assert self.outbox.take() is None

@@ -57,7 +57,7 @@ def test_requests_made_before_the_engine_starts_are_fulfilled(start: Start, tmp_
 
 
 def test_signals_that_end_the_engine_are_explained() -> None:
-    """Which the walk of `tests/terminal/test_engine_deaths.py` sees of an engine that each has ended."""
+    """`tests/terminal/test_engine_deaths.py` shows the same for real engines."""
     assert "cut short" in signal_words(signal.SIGBUS)
     assert "a library in it crashed (SIGSEGV)" in signal_words(signal.SIGSEGV)
     assert "SIGTERM" in signal_words(signal.SIGTERM)
@@ -177,7 +177,7 @@ def test_engine_command_that_does_not_exist_is_reported(start: Start) -> None:
 
 
 def test_pipe_from_the_engine_is_not_read_while_the_app_is_behind() -> None:
-    """What an engine has sent beyond that waits in the pipe, and the engine with it."""
+    """What the engine sends then stays in the pipe, and the engine waits."""
     behind, emitted, ends = threading.Semaphore(0), list[events.Event](), threading.Event()
     endless = python(GREETED + "put('Opened', '', '')\nwhile True: put('Idle')")
     worker = EngineProcess(

@@ -1,4 +1,4 @@
-"""What supersedes what, what goes first, what is refused and what is dropped: without a thread and without a model."""
+"""Which requests replace others, come first, are refused or are dropped: without a thread and without a model."""
 
 from __future__ import annotations
 
@@ -287,7 +287,7 @@ ends = st.sampled_from(["take", "done", "failed", "interrupted"])
 
 @st.composite
 def queues(draw: st.DrawFn) -> Queue:
-    """Queues that a worker can come to, from opening on."""
+    """Draw queues that a worker can have, from its start on."""
     queue = Queue()
     for step in draw(st.lists(st.one_of(commands, changes, cancels, ends), max_size=12)):
         if not isinstance(step, str):

@@ -30,7 +30,7 @@ HARMLESS_JOBS = {
 
 
 def test_every_request_is_classified_as_allowed_or_refused_when_read_only() -> None:
-    """A new one fails this test until somebody has decided whether it can read or write a file that a viewer names."""
+    """A new request fails this test until somebody has decided whether it can read or write a file that a viewer names."""
     requests = {kind.__name__ for kind in typing.get_args(messages.Request)}
     assert requests == HARMLESS | REFUSED | IN_PART.keys()
     assert JOBS.keys() == HARMLESS_JOBS
@@ -42,7 +42,7 @@ def test_every_request_is_classified_as_allowed_or_refused_when_read_only() -> N
 
 @pytest.mark.parametrize("read_only", [True, False])
 def test_read_only_engine_refuses_requests_with_file_names(tmp_path: Path, read_only: bool) -> None:
-    """Before the model is open, since the queue would keep it until then."""
+    """Requests are refused before the model is open; otherwise the queue would keep them until then."""
     emitted: list[events.Event] = []
     worker = Worker(locate(None), Options(read_only=read_only), emitted.append)
     saves: list[SaveRequest] = [

@@ -37,7 +37,7 @@ SPEED = SpeedReport(
 
 @pytest.fixture(scope="module", params=["runs", "headers only"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a live model, and where nothing says what architecture it has."""
+    """Return a model folder: one with a live model, and one whose architecture is unknown."""
     import transformers
 
     folder: Path = tmp_path_factory.mktemp("llama")

@@ -36,7 +36,7 @@ def test_worker_sends_events_in_order_from_opening_to_the_first_measurement(shor
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have no niceness for a thread")
 def test_engine_thread_in_the_process_of_the_app_has_a_lower_priority() -> None:
-    """In one process alone: two are the scheduler's."""
+    """An engine in a process of its own lowers the priority of that process."""
     with RecordedWorker() as recorded:
         recorded.wait_for(events.Idle)
         engine = next(thread.native_id for thread in threading.enumerate() if thread.name == "dtype-engine")

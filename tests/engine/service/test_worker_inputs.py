@@ -1,4 +1,4 @@
-"""Other inputs while the worker works: they supersede, they are refused, they survive a new recipe."""
+"""New inputs while the worker works: they replace earlier ones, may be refused, and are kept with a new recipe."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BRAIN = Recipe((Rule("*", "bfloat16"),))
 
 
 def measured(recorded: RecordedEngine, words: str, since: int = 0) -> events.Measured:
-    """The first measurement on inputs that are described so."""
+    """Return the first measurement with inputs of this description."""
     return recorded.wait_for(events.Measured, lambda event: event.report.inputs.startswith(words), since)
 
 

@@ -52,7 +52,7 @@ def assert_figures(session: de.Session, reference: torch.Tensor, candidate: torc
 
 
 def rewritten(source: Path, folder: Path, change: Callable[[str, torch.Tensor], tuple[str, torch.Tensor]]) -> Path:
-    """A copy of a checkpoint with other names or values."""
+    """Write a copy of a checkpoint with other names or values."""
     folder.mkdir()
     tensors = dict(change(name, tensor) for name, tensor in load_file(source / "model.safetensors").items())
     config = json.loads((source / "config.json").read_text())
