@@ -42,7 +42,7 @@ class CommandWords:
             "save_recipe_to": lambda file: self.save_to("recipe", file),
             "save_report_to": lambda file: self.save_to("report", file),
         }
-        """The function that runs each `Command.action` with the command's arguments."""
+        """By `Command.action`, the function to call with the command's arguments."""
 
     def filter_by(self, text: str = "") -> None:
         """Show only nodes whose names contain the text, and go to the first of them. Without a text, show all."""
@@ -82,7 +82,7 @@ class CommandWords:
         self._tree.app.theme = name
 
     def save_to(self, kind: str, typed: str) -> None:
-        """Write a file of one of the save screen's kinds to the path `typed`. Only the save screen replaces files, after asking."""
+        """Write a file of one of the save screen's `KINDS` to the path `typed`. Raises UserError instead of replacing a file."""
         from dtype_tui.screens.save import WRITTEN_THERE, save_request
 
         experiment = self._controller.experiment

@@ -10,7 +10,7 @@ from textual.binding import Binding
 
 
 class Question(msgspec.Struct, frozen=True):
-    """A job of the engine, as the app shows it. Most answer a question of the user, which has a key or a `:` command."""
+    """A job of the engine, as the app shows it. Most jobs answer a question that the user asks with a key or a `:` command."""
 
     job: str
     """The name of the job, or of a command of the engine. A question without a key is asked by the `:` command of this name."""
@@ -20,7 +20,7 @@ class Question(msgspec.Struct, frozen=True):
     """What to tell the user after the job was stopped."""
     key: str = ""
     meaning: str = ""
-    """What the key or the `:` command does, for the palette. "" for a job without a key and without a command of the table."""
+    """What the key or the `:` command does, for the palette. "" for a job that is not in the palette."""
     group: Literal["Look", "Measure", ""] = ""
     """The title of the group of keys in the help to which the key belongs."""
     help: str = ""
