@@ -55,8 +55,6 @@ class BaseApp(App[ReturnType]):
     only closes the palette, and a click that raises an error is ignored; both are reported and written to a file.
 
     Messages appear in a line of the topmost window until they are read. Textual's toasts would cover widgets, and disappear unread.
-
-    
     """
 
     NOTIFICATION_TIMEOUT = math.inf

@@ -65,10 +65,6 @@ def reference_there(model: str | None, options: Options) -> str:
     """Return `Options.reference` for an engine on another machine: "/base" for "ssh://HOST/base"; others unchanged.
 
     Raises UserError if the reference is a checkpoint, unless the reference and `model` are both addresses on one machine.
-
-    
-
-    
     """
     if options.reference_model is None:
         return options.reference
@@ -111,8 +107,6 @@ def connect(
     can ask for a password. Returns what the app needs to continue with this engine.
 
     Raises UserError if the engine can't be reached, the model can't be found, or a rule matches nothing.
-
-    
     """
     if engine_command is None:
         assert model is not None

@@ -36,10 +36,6 @@ def saved_session(model: str | None) -> SavedSession:
 
     Raises UserError if there is none. Also if another user could have written it and it names a cluster, which may run code here,
     or Python code that the command line does not name.
-
-    
-
-    
     """
     saved = newest_session(model)
     if isinstance(saved.options.workers, str) and not saved.own:

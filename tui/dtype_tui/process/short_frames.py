@@ -64,8 +64,6 @@ class ShownCells:
         If `data` has other control sequences than modes, moves and styles, it is returned unchanged, and all cells count as
         unknown. A frame that writes every row from the first on may follow a change of the terminal's size, or repair the screen,
         so all its cells are written.
-
-        
         """
         pieces = _PIECE.findall(data) if _FRAME.fullmatch(data) else []
         begun = {int(row) for _, row, column, _, _ in pieces if column == "1"}

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _PLAIN = Style()
 _EDGE = 2
-"""Width in cells of one side of the frame, with the blank next to the text. Also the number of lines of both edges."""
+"""Width in cells of one side of the frame, with the blank next to the text. Also the number of lines of the two other edges."""
 
 
 class Pane(Widget, can_focus=True):
@@ -62,7 +62,7 @@ class Pane(Widget, can_focus=True):
         self.corner_text = Text()
         self._painted: list[Strip] = []
         self._painted_look: tuple[object, ...] = ()
-        """All on which `_painted` depends. If it is unchanged, no line has to be made again."""
+        """Everything that `_painted` depends on. If this is unchanged, no line has to be drawn again."""
 
     def draw(self, activity: str, node: str) -> RenderableType:
         """Return what the pane shows. activity: what the engine is doing, or "". node: the name of the node under the cursor."""
