@@ -75,7 +75,7 @@ class BaseApp(App[ReturnType]):
         return with_short_frames(super().get_driver_class())
 
     def get_css_variables(self) -> dict[str, str]:
-        """Return the values of the style sheets' variables. In the app's own themes, every list has a cursor like the tree's."""
+        """Return the style sheets' variables. Unless a theme has the terminal's colors, all lists have the same cursor."""
         theme = self.current_theme
         own = {} if theme.ansi else {**cursor_variables(theme.dark), **theme.variables}
         self.theme_variables = {**super().get_css_variables(), **own}
@@ -148,8 +148,8 @@ class BaseApp(App[ReturnType]):
     async def on_event(self, event: Event) -> None:
         """Handle a key completely before the next event.
 
-        Textual passes a key from the focused widget to its parents, through a queue at each step. Of keys that arrive together, the
-        later ones would be handled before the earlier ones have taken effect.
+        Textual passes a key from the focused widget to its parents, through a queue at each step. If keys arrive together, later
+        keys would be handled before earlier keys have taken effect.
         """
         if not isinstance(event, (Key, Paste)) or event.is_forwarded or self.screen.maximized is not None:
             await super().on_event(event)

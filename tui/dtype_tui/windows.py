@@ -163,7 +163,7 @@ class OpensWindows(Screen[None]):
             self._choose_scan()
 
     def action_optimise(self) -> None:
-        """Open the Pareto front, if a scan of the current inputs and settings exists."""
+        """Open the Pareto front, or say why there is none: it needs a scan of the current inputs and settings."""
         controller, experiment, scan = self.controller, self.experiment, self.experiment.scan
         if scan.report is None and experiment.model.no_forward:
             words = f"the Pareto front comes from a scan, and none can be made: {experiment.model.no_forward}"

@@ -271,7 +271,7 @@ def _chosen(config: Config) -> str | None:
 
 @cache
 def configured() -> Config:
-    """Return the user's configuration. Raises UserError if it is invalid."""
+    """Return the user's configuration, or the defaults if there is no file. Raises UserError if it is invalid."""
     from dtype_tui.config.config import Config, config_path, read_config
 
     if not config_path().exists():

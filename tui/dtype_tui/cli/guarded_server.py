@@ -43,11 +43,11 @@ class GuardedServer(Server):
     def __init__(self, command: str, host: str, port: int, title: str) -> None:
         super().__init__(command, host=host, port=port, title=title)
         self.token = secrets.token_urlsafe(24)
-        """The secret path."""
+        """The secret part of all URLs."""
         self.most_strangers = _most_strangers()
-        """How many strangers' connections may be open. If one more is opened, the oldest is closed."""
+        """Maximum number of open connections that have not sent the token. If one more is opened, the oldest of them is closed."""
         self.stranger_seconds = 10.0
-        """How long a stranger's connection may stay open."""
+        """Maximum number of seconds that a connection stays open without having sent the token."""
         self.most_apps = 16
         """Maximum number of pages that have the app open. Each page has processes of its own for the app and its engine."""
         self._apps = 0
@@ -75,7 +75,7 @@ class GuardedServer(Server):
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
-        """Serve the app within a block. Raises OSError if the address can't be listened on."""
+        """Serve the app within an `async with` block. Raises OSError if the address can't be listened on."""
         runner = web.AppRunner(await self._make_app(), access_log=None, shutdown_timeout=_SHUTDOWN_SECONDS)
         await runner.setup()
         loop = asyncio.get_running_loop()
@@ -96,7 +96,7 @@ class GuardedServer(Server):
             await runner.cleanup()
 
     def _close(self, handler: RequestHandler) -> None:
-        """Close a stranger's connection at once, even if data is left to send."""
+        """Close a connection that has not sent the token, and discard data that is left to send."""
         self._admit(handler)
         if handler.transport is not None:
             handler.transport.abort()
@@ -205,6 +205,6 @@ class GuardedServer(Server):
 
 
 def _most_strangers() -> int:
-    """Return how many strangers' connections may be open: 64, or a quarter of this process's file descriptors if that is less."""
+    """Return `most_strangers`: 64, or a quarter of the file descriptors that this process may open if that is less."""
     descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return 64 if descriptors == resource.RLIM_INFINITY else max(1, min(64, descriptors // 4))

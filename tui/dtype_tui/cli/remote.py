@@ -104,7 +104,7 @@ def connect(
     model: str | None, engine_command: str | None, options: Options, recipe: Recipe
 ) -> tuple[Launch, StartEngine]:
     """Start an engine by ssh or by `engine_command`, and let it open the model. This happens before the screen opens, so that ssh
-    can ask for a password. Returns what the app needs to continue with this engine.
+    can ask for a password. Returns the model as a `Launch`, and the function that gives the app this engine.
 
     Raises UserError if the engine can't be reached, the model can't be found, or a rule matches nothing.
     """
@@ -140,7 +140,7 @@ def connect(
 
 
 def _why_not(error: NoAnswer, command: EngineCommand, by_ssh: bool) -> str:
-    """Return why dtype-engine did not answer, and what may help. by_ssh: whether it was started by our own ssh command."""
+    """Return why dtype-engine did not answer, and what may help. by_ssh: whether the app's own ssh command started it."""
     name, words = command.name, error.words.partition(": ")[2] or error.words
     if by_ssh and error.status == _SSH_FAILED:
         return f"{name} can't be reached: {words}"

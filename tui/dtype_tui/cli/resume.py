@@ -34,8 +34,8 @@ def saved_session(model: str | None) -> SavedSession:
     """Return the newest saved session, of `model` unless that is None. If the session's model is a Python module, the folder in
     which the session was started is added to `sys.path`.
 
-    Raises UserError if there is none. Also if another user could have written it and it names a cluster, which may run code here,
-    or Python code that the command line does not name.
+    Raises UserError if there is no session, or if another user could have written it and it names a cluster, which may run code
+    here, or Python code that the command line does not name.
     """
     saved = newest_session(model)
     if isinstance(saved.options.workers, str) and not saved.own:

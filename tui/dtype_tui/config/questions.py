@@ -17,7 +17,7 @@ class Question(msgspec.Struct, frozen=True):
     running: str
     waiting: str
     again: str
-    """What to tell the user after the job was stopped."""
+    """What the user is told after the job was stopped, such as "f traces them again"."""
     key: str = ""
     meaning: str = ""
     """What the key or the `:` command does, for the palette. "" for a job that is not in the palette."""
@@ -75,7 +75,7 @@ QUESTIONS = [
 
 
 def bindings_in(group: str) -> list[Binding]:
-    """Return the key bindings of the questions in one group of the help."""
+    """Return the key bindings of the questions in a group of the help, such as "Measure"."""
     return [Binding(row.key, row.action, row.meaning) for row in QUESTIONS if row.key and row.group == group]
 
 

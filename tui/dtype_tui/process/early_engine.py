@@ -10,7 +10,7 @@ from contextlib import suppress
 _WITHOUT = ("-h", "--help", "--version", "--in-process", "--engine-command")
 """Options with which no engine process on this machine is needed."""
 _COMPLETION = "_DTYPE_TUI_COMPLETE"
-"""Set by the shell when it asks for completions."""
+"""An environment variable that the shell sets when it asks for completions."""
 _process: subprocess.Popen[bytes] | None = None
 
 

@@ -23,8 +23,8 @@ MOST_PASTED = 4 << 20
 class KeyParser(XTermParser):
     """Parses Escape and a character that arrive together: as Alt with the character if it is a letter, otherwise as two keys.
 
-    Textual's own parser waits 0.1 s for more bytes. If an arrow key or a reply of the terminal arrives meanwhile, it turns Escape
-    and the character into text (`^q`). It also turns Escape and a digit into a special character, such as `¡`.
+    Textual's own parser waits 0.1 s for more bytes. If an arrow key or a reply of the terminal arrives meanwhile, that parser turns
+    Escape and the character into text (`^q`). It also turns Escape and a digit into a special character, such as `¡`.
 
     A paste becomes a single `Paste` with its whole text. Textual's parser would turn escape sequences in a paste, and the text
     after unknown ones, into keys.

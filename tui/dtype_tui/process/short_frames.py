@@ -14,7 +14,7 @@ from textual.driver import Driver
 _MODE = r"\x1b\[\?(?:25|2026)[hl]"
 _MOVE = r"\x1b\[(\d+);(\d+)H"
 _PIECE = re.compile(rf"({_MODE})|\n?{_MOVE}|\x1b\[([\d;]*)m|([^\x00-\x1f\x7f-\x9f]++)")
-"""A mode that changes no cell, a move of the cursor, the style of the text after it, or text (ECMA-48: DECSET, CUP, SGR)."""
+"""Matches a mode that changes no cell, a move of the cursor, a style for further text, or text (ECMA-48: DECSET, CUP, SGR)."""
 _FRAME = re.compile(rf"(?:{_MODE})*(?:{_MOVE}(?:{_PIECE.pattern})*)?")
 _AMBIGUOUS = "▲▼○●←↑→↓…–·×±≈≤≥Δ"
 """Characters that are one cell wide, but two on terminals set up for East Asian fonts (Unicode's East Asian Width "A")."""
@@ -118,7 +118,7 @@ class ShownCells:
 
 
 class _Pen:
-    """Writes text with control sequences, without those that change nothing."""
+    """Writes text and control sequences to `written`, except control sequences that change nothing."""
 
     def __init__(self) -> None:
         self.written: list[str] = []

@@ -1,4 +1,4 @@
-"""Uses private names of Textual. No other file of the app does, except where a class overrides one. Tested with Textual 8.2."""
+"""Uses private names of Textual. No other file of the app does, except to override methods. Tested with Textual 8.2."""
 
 from __future__ import annotations
 

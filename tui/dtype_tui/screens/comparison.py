@@ -36,7 +36,7 @@ class Side:
     recipe: Recipe
     entry: MeasuredRecipe | None
     modules: Mapping[str, ModuleDrift] | None
-    """The drift of each module by name, or None if the log of modules no longer has it."""
+    """The drift of each module by name, or None if the app no longer keeps it."""
 
 
 def side_of(experiment: Experiment, entry: MeasuredRecipe, title: str) -> Side:

@@ -49,12 +49,13 @@ _NARROWEST = 35
 _KEYS_WIDTH = 8
 """Width in cells of the column of the main screen's keys. Longer keys shift their description to the right."""
 _WINDOWS_KEYS_WIDTH = 20
-"""Width in cells of the column of keys of windows. There is a single such column."""
+"""Width in cells of the column of keys of windows. They are listed below each other."""
 
 
 class HelpScreen(ModalScreen[None]):
-    """node: the name of the node under the cursor. node_keys: (binding id, description) of the node's keys. chosen: the user's own
-    keys, by binding id. words: (title, text) of explanations. hidden: the ids of bindings to leave out.
+    """Shows keys and explanations. node: the name of the node under the cursor. node_keys: (binding id, description) of the node's
+    keys. chosen: the user's own keys, by binding id. words: (title, text) of explanations. hidden: the ids of bindings to leave
+    out.
     """
 
     DEFAULT_CSS = """

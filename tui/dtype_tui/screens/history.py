@@ -231,8 +231,8 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe]):
 def fitting(rows: Sequence[Mapping[str, Text]], width: int) -> dict[str, int]:
     """Return the columns that fit into `width` cells, and their widths. rows: the cells of the table, by column name.
 
-    The column of rules gets all remaining cells. If they are too few, columns are left out: empty ones, then figures in the order
-    of `_OMITTED`, the bytes, and the user's metrics.
+    The column of rules gets all remaining cells. If these are too few, other columns are left out: empty columns, then figures in
+    the order of `_OMITTED`, the bytes, and the user's metrics.
     """
     widths = {name: max(len(name), *(row[name].cell_len for row in rows)) for name in rows[0]}
     wanted = min(widths.pop(_RULES), _RULES_WIDTH) + _PADDING

@@ -35,7 +35,7 @@ from dtype_tui.state.scan import Point, figure
 from dtype_tui.widgets.line_input import LineInput
 
 _RESTS_S = 0.05
-"""Seconds that the cursor must rest on a point before the app computes its rules."""
+"""Seconds that the cursor must rest on a point before the app computes the point's rules."""
 _MOST_ZOOM = 64
 _AROUND = 2
 """Number of points on either side of the cursor that are measured together with the point under it."""
@@ -74,7 +74,7 @@ class OptimiseScreen(ModalScreen[None]):
         self._timer: Timer | None = None
         self._seen = -1
         self.zoom = 1
-        """The width of the whole front divided by that of its visible part."""
+        """The width of the whole front divided by the width of its visible part."""
 
     def compose(self) -> ComposeResult:
         yield Static(id="front-title", markup=False)
@@ -98,7 +98,7 @@ class OptimiseScreen(ModalScreen[None]):
 
     def _make(self, limits: SearchConstraints) -> bool:
         """Compute the front under the user's requirements. Returns False if no plan meets them. The cursor moves to the best plan
-        for the budget or else to the largest plan that has at most the bytes of the plan under the cursor before.
+        for the budget or else to the largest plan that has at most as many bytes as the plan that was under the cursor.
         """
         self._seen = self.view.version
         before, self.view.limits = self.view.limits, limits

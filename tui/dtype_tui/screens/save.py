@@ -224,7 +224,7 @@ class SaveScreen(ChoiceScreen[SaveRequest]):
             self._write_to(typed, Path(typed).expanduser(), taken)
 
     def _write_to(self, typed: str, path: Path, taken: bool) -> None:
-        """Close the window with the request to write. If the path is taken, only warn; a second Enter closes it."""
+        """Close the window with the request to write. If the path is taken, only warn at first; a second Enter replaces it."""
         if taken and self._warned != typed:
             self._warned = typed
             self.redraw()

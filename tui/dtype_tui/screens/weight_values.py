@@ -55,7 +55,7 @@ _HISTOGRAM_DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 
 
 def exponent_histogram(stats: WeightStats) -> Text:
-    """Return a histogram of absolute values. Each bar is for a range of exponents, with its `range_mark` for some dtypes."""
+    """Return a histogram of absolute values: for each range of exponents, a bar and the `range_mark` of some dtypes."""
     counts = dict(stats.exponents.counts)
     text = Text()
     if not counts:

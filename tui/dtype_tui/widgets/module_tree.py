@@ -106,7 +106,7 @@ class ModuleTree(ScrollView, can_focus=True):
         self._match_set: frozenset[str] = frozenset()
         self._painted: dict[int, Strip] = {}
         self._needed = (0, 0)
-        """What `needed_width` returns for the rows."""
+        """The result of `needed_width` for the rows."""
         self._opened = first_opened(experiment.tree)
         self._unfolded: set[str] = set()
         """The names of modules that are alike, but have a row each, because the user has opened their fold."""

@@ -17,7 +17,7 @@ EDGE = 2
 _WIDE = 92
 """Minimum width in cells of the tree for a column of parameter counts and a wide dtype column."""
 _STEP = 6
-"""The width of the name column is a multiple of this number of cells, so that columns rarely move when a node opens."""
+"""The width for names is rounded up to a multiple of this number of cells, so that columns rarely move."""
 _LEAST_NAME = 24
 _LEAST_ABOUT = len("failed here")
 _MOST_TRACK, _MOST_SHARE = 14, 8

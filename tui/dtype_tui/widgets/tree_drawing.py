@@ -218,7 +218,7 @@ def _add_dtype(line: _Line, experiment: Experiment, row: Row, end: int) -> None:
 
 
 def _add_mix(line: _Line, totals: Totals, end: int) -> None:
-    """Add the badge of a module's only dtype, or a bar with a section for each dtype and the name of the largest."""
+    """Add the badge of a module's only dtype, or a bar of all its dtypes and the name of the one with the most bytes."""
     shares = totals.mix()
     if len(shares) == 1:
         _add_pill(line, shares[0][0], end)

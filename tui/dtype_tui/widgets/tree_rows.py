@@ -70,7 +70,7 @@ class Row(msgspec.Struct, frozen=True):
 
     @property
     def alias(self) -> bool:
-        """Whether the row is a tensor that is tied to another one, whose name is the canonical one."""
+        """Whether the row is a tied tensor under another name than its canonical name."""
         return self.tensor is not None and self.tensor.name != self.name
 
 

@@ -30,8 +30,8 @@ class Pane(Widget, can_focus=True):
     """A frame with a title and, inside it, lines about the experiment, which a subclass draws. If panes are shown one at a time
     below a line of tabs, they have no frame.
 
-    Only changed lines are painted again. The height of a pane does not depend on its lines: if there are more than fit, the lower
-    edge says how many, and keys and the mouse wheel scroll.
+    Only changed lines are painted again. The height of a pane does not depend on its lines: if more lines exist than fit, the lower
+    edge says how many follow, and keys and the mouse wheel scroll.
     """
 
     TITLE: ClassVar[str]

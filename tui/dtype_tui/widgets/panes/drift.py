@@ -41,7 +41,7 @@ _GAP = 2
 _SECOND_LABEL = len("max |Δ| ")
 _MOST_WORST = 3
 _TALL = 16
-"""From this number of lines on, the pane shows twice as many of the worst modules."""
+"""Minimum number of lines of the pane for showing twice as many of the worst modules."""
 _MOST_METRICS = 3
 """Number of the user's metrics that are shown; the details of the model list all."""
 _BETWEEN = 3
@@ -199,7 +199,7 @@ class DriftPane(Pane):
         return [head, _other_figures(output, extent, self._width)]
 
     def _comparable(self) -> OutputDrift | None:
-        """Return the drift of the output under the previous recipe, or None if there is none or it is the same recipe."""
+        """Return the drift of the output under the previous recipe, or None if there is no other recipe before."""
         before, report = self.experiment.before, self.experiment.results.report
         if before is None:
             return None

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _MOST_LINES, _MOST_TALL_LINES = (15, 8), (20, 14)
 """Maximum lines of (the Drift pane, the Memory pane). `_MOST_TALL_LINES` is for panes of at least `_TALL` lines in all."""
 _TALL = 44
-"""From this number of lines on, there is room for twice as many of the worst modules, and for the bytes by kind of layer."""
+"""Minimum lines of all panes together for twice as many of the worst modules, and for the bytes by kind of layer."""
 
 
 class SidePanes(Vertical):
