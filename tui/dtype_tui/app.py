@@ -254,7 +254,7 @@ class DtypeApp(BaseApp[None]):
         return f"Esc closes the line, then {keys} quits" if isinstance(self.focused, Input) else f"{keys} quits"
 
     def deliver_screenshot(self, *arguments: Any, **named: Any) -> str | None:
-        """Save a picture of the screen as Textual does, and return its path. A read-only session warns and returns None."""
+        """Save a picture of the screen as Textual does. A read-only session only warns, and returns None."""
         if self.launch.read_only:
             self.main.say(READ_ONLY, "warning")
             return None

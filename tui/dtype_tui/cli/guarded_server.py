@@ -1,4 +1,4 @@
-"""A textual-serve server that only the user who started it can use: it answers only requests that carry the secret token."""
+"""A textual-serve server that only the user who started it can use: requests must carry a secret token."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class GuardedServer(Server):
     def __init__(self, command: str, host: str, port: int, title: str) -> None:
         super().__init__(command, host=host, port=port, title=title)
         self.token = secrets.token_urlsafe(24)
-        """The secret part of all URLs."""
+        """The secret first part of the paths of all addresses but those of downloads."""
         self.most_strangers = _most_strangers()
         """Maximum number of open connections that have not sent the token. If one more is opened, the oldest of them is closed."""
         self.stranger_seconds = 10.0

@@ -48,7 +48,7 @@ def forget_drawings() -> None:
 
 
 async def run_bound(app: App[Any], key: Key, priority: bool = False) -> bool:
-    """Run the action to which a key is bound, and return whether there is one. priority: use only bindings with priority."""
+    """Run the action to which a key is bound. Returns False if no binding handled it. Only bindings with this `priority` count."""
     return await app._check_bindings(key.key, priority=priority)
 
 
@@ -61,7 +61,7 @@ def paste_into(field: Input, paste: Paste) -> None:
 
 
 def choose_in(palette: CommandPalette, event: Input.Submitted) -> None:
-    """Run the command that is selected in a palette. If none is selected, select the first command instead."""
+    """Run the command that is selected in a palette. If none is selected, select the first, and run it if it is the only one."""
     palette._select_or_command(event)
 
 

@@ -100,8 +100,8 @@ def status_line(
     """Return the status line: what the engine is doing, its progress, the bytes that it has read if the model runs from the disk,
     the waiting jobs, and what Esc does; then, if there is room, the keys for jobs, messages and history.
 
-    doing: what the engine is doing, or "" if idle; the share (0 to 1) of it that is done; and what Esc does now. idle: the words to
-    show while the engine is idle. chosen: the user's own keys, by binding id.
+    doing: what the engine is doing, or "" if idle; the share (0 to 1) of it that is done; and what Esc does now. working: the
+    engine's jobs. idle: the words to show while the engine is idle. chosen: the user's own keys, by binding id.
     """
     activity, share, stops = doing
     line = Text(" ", no_wrap=True, overflow="ellipsis")

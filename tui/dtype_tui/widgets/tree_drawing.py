@@ -282,7 +282,7 @@ def _drift_of_modules(row: Row, output: OutputDrift | None, modules: Mapping[str
 
 
 def _add_drift(line: _Line, experiment: Experiment, row: Row, columns: Columns) -> None:
-    """Add a module's SQNR, and a bar that is full for the module with the most drift and empty for the one with the least."""
+    """Add a module's SQNR, and a bar that is longer the more the module drifts. The bar's range is `Results.sqnr_range`."""
     if not columns.drift:
         return
     drift = _drift(experiment, row)

@@ -94,7 +94,7 @@ class DepthPane(Pane):
 
     def _worst_note(self, names: Sequence[str], whole: Sequence[tuple[float, float]]) -> Sequence[Note]:
         """Return a note about the module that drifts most, if any. It is placed at the layer that contains the module, and at the
-        module's own SQNR.
+        module's own SQNR. names, whole: the layers in the plot and their points.
         """
         worst = self.experiment.results.worst_modules(1)
         if not worst or worst[0].nonfinite:
