@@ -67,8 +67,8 @@ class KVCacheTensor(msgspec.Struct, frozen=True):
         return None if self.part in ("k", "v", "latent", "rope") else "the state of a recurrent layer stays as it is"
 
     def tokens(self, context: int, encoder_tokens: int | None = None) -> int:
-        """Return how many tokens of a sequence of `context` tokens the cache keeps. encoder_tokens: None means as many as
-        `context`.
+        """Return how many tokens the cache keeps for a sequence of `context` tokens; 0 if it reads another layer's cache.
+        encoder_tokens: the encoder's, for cross attention whose `length` is None; None means as many as `context`.
         """
         if self.shared_with is not None:
             return 0

@@ -48,7 +48,9 @@ def read(path: Path, tensors: Mapping[str, CheckpointTensor], metadata: Mapping[
 def _read_weight(
     name: str, dtype: str, tensors: Mapping[str, CheckpointTensor], packed_shape: str | None
 ) -> CodedWeight | None:
-    """Return a weight, or None if one of its tensors is missing or does not fit. packed_shape: of the weight before packing."""
+    """Return a weight, or None if one of its tensors is missing or does not fit. packed_shape: the shape of
+    the weight before packing, such as "16,128".
+    """
     row = dtypes.BY_NAME.get(dtype)
     if row is None or dtype not in dtypes.STORAGE_DTYPES:
         return None

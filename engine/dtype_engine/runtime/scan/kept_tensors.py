@@ -173,7 +173,7 @@ class ActivationFile:
         return self._bytes_at(kept.place).view(kept.place.dtype).to(kept.place.device)
 
     def end_block(self) -> None:
-        """Free the tensors that `load` has read back for one block's backward pass. They stay in the file."""
+        """Free the tensors that `load` has read back from the file for one block's backward pass. They stay in the file."""
         if self._read:
             self._read.clear()
             self._read_bytes = 0

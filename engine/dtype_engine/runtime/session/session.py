@@ -691,7 +691,7 @@ class Session:
     @property
     def kept_outputs(self) -> tuple[int, int] | None:
         """The number of bytes of the module outputs that are kept for later measurements, and the limit for this number. None
-        before the first measurement.
+        before the first measurement on the current inputs.
 
         >>> de.open().kept_outputs  # nothing is measured
         """
