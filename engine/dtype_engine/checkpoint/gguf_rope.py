@@ -119,7 +119,9 @@ def _number(own: Mapping[str, Any], name: str, default: float, found: Rope) -> f
 def _factors(
     tensors: Mapping[str, CheckpointTensor], count: int, found: Rope
 ) -> tuple[list[float], list[float]] | None:
-    """Return (`count` factors for short sequences, `count` factors for long ones), or None if the file has none to use."""
+    """Return (`count` factors for short sequences, `count` factors for long ones), or None if the file has no usable ones. Names of
+    tensors that can't be used are added to `found.lost`.
+    """
     read: dict[str, list[float]] = {}
     for name in sorted(set(ROPE_FACTORS) & tensors.keys()):
         tensor = tensors[name]

@@ -165,7 +165,7 @@ class _File(msgspec.Struct):
 
     @property
     def digest(self) -> str | None:
-        """The digest by which huggingface_hub names the file's content in its cache. None if the hub does not say it."""
+        """The digest by which huggingface_hub names the file's content in its cache. None if the hub's answer lacks it."""
         return self.lfs.sha256 if self.lfs is not None else self.blobId
 
 
@@ -195,7 +195,7 @@ class HubModel:
         return repository.snapshot(self.commit) / self.address.path
 
     def headers(self, on_progress: Progress = ignore) -> Path:
-        """Read the headers that were not saved before, and return the folder (or file) with all headers as sparse files. Raises
+        """Save the headers that are not saved yet, and return the folder (or file) with all headers as sparse files. Raises
         UserError.
         """
         wanted, weights = self._side_files(), self._weight_files()
@@ -393,7 +393,7 @@ def _is_name(word: str) -> bool:
 
 
 def _is_repository(text: str) -> bool:
-    """Return whether a text is `org/name` or `name`. False for `--`, which the cache writes for the slash, and `..`."""
+    """Return whether a text is `org/name` or `name`, without `..` and without `--`, which stands for the slash in the cache."""
     words = text.split("/")
     return (
         len(words) <= 2

@@ -267,7 +267,9 @@ class _Reader:
         return inner * state
 
     def _shared(self, found: list[KVCacheTensor]) -> list[KVCacheTensor]:
-        """Return `found` with `shared_with` for the last layers of Gemma 3n and 4. They read an earlier layer's cache."""
+        """Return `found`, with `shared_with` set for the last layers of Gemma 3n and 4, which read the cache of an earlier
+        layer.
+        """
         count = _first(self.config, "num_kv_shared_layers")
         if not count or not self.layers:
             return found

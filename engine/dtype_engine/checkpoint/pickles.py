@@ -283,7 +283,9 @@ def _weights(loaded: Mapping[Any, Any]) -> tuple[Mapping[Any, Any], str]:
 
 
 def _nested(level: Iterable[tuple[str, Mapping[Any, Any]]]) -> Iterator[tuple[str, Mapping[Any, Any]]]:
-    """Yield (path, mapping) for each mapping or module inside the given mappings, first under usual names for weights."""
+    """Yield (path, state dict or other mapping) for each module or mapping directly inside the given (path, mapping) pairs. Entries
+    of each mapping with usual names, such as `state_dict`, come first.
+    """
     from torch import nn
 
     for place, mapping in level:

@@ -114,7 +114,7 @@ def _index_of_file(folder: Path, index: WeightSet, single: WeightSet) -> dict[st
 
 
 def set_to_read(folder: Path, config: Mapping[str, Any] | None) -> WeightSet | None:
-    """Return the set of weights that `find_weight_files` would read, without opening its index."""
+    """Return the set of weights that `find_weight_files` would read, or None if there is no set. Its index is not opened."""
     return next(iter(weight_sets(_file_names(folder), config)), None)
 
 
@@ -215,7 +215,9 @@ def refuse_links_out(folder: Path) -> None:
 
 
 def read_beside(path: Path, most: int) -> bytes:
-    """Return a file's content. Raises UserError if it is not regular, too long or a link out of its folder; and OSError."""
+    """Return a file's content. Raises UserError if the file is not regular, has over `most` bytes or is a link out of its folder;
+    and OSError.
+    """
     refuse_link_out(path.parent, path.name)
     return read_regular(path, most)
 

@@ -99,8 +99,8 @@ def packed_width(width: int, bits: int, packing: Packing) -> int:
 
 
 def parts(shape: Sequence[int], blocks: Blocks, bits: int, codes: str) -> tuple[Part, ...]:
-    """Return the tensors that store a weight in a file: the codes, the scales, and then further tensors of the format. bits: of a
-    code. codes: the dtype of codes that are not packed.
+    """Return the tensors that store a weight in a file: the codes, the scales, and then further tensors of the format. bits: the
+    bits of a code. codes: the dtype of codes that are not packed.
     """
     count, rows, width = matrices(shape, blocks.columns)
     down, across = scale_grid(shape, blocks)

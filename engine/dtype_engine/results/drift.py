@@ -151,7 +151,9 @@ class ImplicitCastStats:
 
     @property
     def in_torch(self) -> str:
-        """What plain torch does with these dtypes: `promotes` or `raises`; or `rounded`, by `quantize_activations`."""
+        """What plain torch does with these dtypes: `promotes` or `raises`. Or `rounded`, if `quantize_activations` rounded the
+        values.
+        """
         if self.target in dtypes.STORAGE_DTYPES:
             return "rounded"
         return "raises" if self.torch_raises else "promotes"

@@ -67,7 +67,7 @@ class Figure(msgspec.Struct, frozen=True):
     """The views that show the figure. None: all views show it as this row says."""
 
     def of(self, output: OutputDrift) -> float | None:
-        """Return the value of an output, or None if it was not measured."""
+        """Return the figure's value for an output, or None if it was not measured."""
         return self.compute(output) if self.compute is not None else getattr(output, self.name, None)
 
     def worsened(self, before: float, now: float) -> bool:

@@ -97,8 +97,8 @@ def check(
 
 
 def architecture_findings(coverage: Coverage, model: str, checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Yield a finding for each tensor that is only in the architecture (class `model`) or only in the files, or whose shapes
-    differ.
+    """Yield a finding for each tensor that is only in the architecture or only in the files, or that has another shape there.
+    model: the architecture's class.
     """
     files = {name: tensor.file.name for name, tensor in checkpoint.weights.items()}
     for each in coverage.misshapen:
@@ -111,8 +111,8 @@ def architecture_findings(coverage: Coverage, model: str, checkpoint: Checkpoint
 
 
 def _undecoded(checkpoint: Checkpoint, parts: Mapping[str, str], reported: set[str]) -> Iterator[str]:
-    """Yield a sentence for the user if tensors of quantized weights can't be decoded. parts: maps the name of each such tensor to
-    why it is not cast. reported: names of modules that already have a finding, and are skipped.
+    """Yield one sentence for the user if tensors of quantized weights can't be decoded. parts: why a tensor is not cast, by name of
+    each tensor of a quantized weight. reported: names of modules that already have a finding, and are skipped.
     """
     left = [
         name
@@ -146,7 +146,7 @@ def _unchecked(checkpoint: Checkpoint, values: bool, against: Checkpoint | None)
 
 
 def _of_sets(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Yield a finding for each further set of weights that has the file format of the set that is read."""
+    """Yield a finding for each set of weights that is not read although it has the same file format as the set that is read."""
     first = checkpoint.read_by
     if first is None or first.variant is not None:
         return

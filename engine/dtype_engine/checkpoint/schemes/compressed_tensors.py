@@ -203,7 +203,9 @@ def _group_indices(index: CheckpointTensor, columns: int) -> set[int]:
 
 
 def _input_format(weight: CodedWeight, settings: Config) -> str:
-    """Return what `Scheme.input_format` does. A group of `config_groups` that names the module precedes groups with classes."""
+    """Return the format to which runtimes round the layer's inputs, or "" (see `Scheme.input_format`). It is the format of the
+    group in `config_groups` that names the module or, if no group does, of the first group with a format.
+    """
     module, of_class = weight.name.rpartition(".")[0], ""
     for targets, arguments in config_groups(settings, "input_activations"):
         form = _of_arguments(arguments) if targets else ""

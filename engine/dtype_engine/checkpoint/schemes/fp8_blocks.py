@@ -44,7 +44,7 @@ def block_of(settings: Mapping[str, Any]) -> tuple[int, int] | str | None:
 
 
 def input_format(weight: CodedWeight, settings: Mapping[str, Any]) -> str:
-    """Return what `Scheme.input_format` does."""
+    """Return the format to which runtimes round the layer's inputs, or "" (see `Scheme.input_format`)."""
     if "e4m3" not in weight.format:
         return ""
     if quant_method(settings) == "fbgemm_fp8":

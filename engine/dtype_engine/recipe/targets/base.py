@@ -107,7 +107,7 @@ class Target(ABC):
 
     @abstractmethod
     def match(self, context: Context, pattern: str) -> Match:
-        """Return the tensors that the tool would match. Raises PatternError for an invalid regular expression."""
+        """Return the tensors that `pattern` would match in the tool. Raises PatternError for an invalid regular expression."""
 
     def convert(self, context: Context) -> Conversion:
         """Return the context's plan in the format of the tool, with a list of tensors for which it can't express the plan."""

@@ -143,7 +143,9 @@ def _quantisable(name: str, infos: list[TensorInfo]) -> bool:
 
 
 def gguf_tensors(context: Context) -> dict[str, tuple[str, ...]]:
-    """Return the GGUF names of each tensor that rules can change, or (). Raises UserError for an unknown architecture."""
+    """Return the GGUF names of each tensor that rules can change, () if GGUF lacks it. Raises UserError for an unknown
+    architecture.
+    """
     blocks = 1 + max(
         (int(part) for name in context.tree.modules for part in name.split(".") if is_number(part)), default=0
     )
