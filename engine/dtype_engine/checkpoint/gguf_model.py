@@ -276,7 +276,9 @@ def _name(own: str, family: _Family, blocks: int) -> tuple[str | None, str]:
 
 
 def _changes(local: str, family: _Family, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings with which the decoder undoes llama.cpp's converter: {"heads": 32} for reordered rows, for example."""
+    """Return the settings with which the decoder undoes llama.cpp's converter: {"heads": 32} for reordered rows, for example.
+    local: llama.cpp's word for the tensor, such as `attn_q`.
+    """
     if family.reordered and local in ("attn_q", "attn_k"):
         heads = config["num_attention_heads"]
         return {"heads": heads if local == "attn_q" else config.get("num_key_value_heads", heads)}

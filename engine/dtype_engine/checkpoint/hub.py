@@ -434,7 +434,9 @@ class _HeaderReader(HubReader):
             self._add_descriptions(url, partial, read_header(partial)[0].values())
 
     def _save_gguf(self, url: str, partial: Path, size: int) -> None:
-        """Save the header of a GGUF file. Its length is unknown, so further ranges are read until it is complete."""
+        """Save the header of a GGUF file. The header's length is unknown, so further ranges are read until the header is
+        complete.
+        """
         start, wanted = b"", _FIRST_GGUF_RANGE
         while True:
             start += self.read(url, len(start), min(wanted, size - len(start)), size)

@@ -103,7 +103,7 @@ def find_weight_files(folder: Path, config: Mapping[str, Any] | None, absent_sha
 
 
 def _index_of_file(folder: Path, index: WeightSet, single: WeightSet) -> dict[str, str] | None:
-    """Return the content of an index that names only one safetensors file, as MLX writes it, or None for other indices."""
+    """Return the content of the file `index` if it names only the safetensors file `single`, as MLX writes it, otherwise None."""
     if not index.has_index or index.pickled or single.pickled:
         return None
     try:

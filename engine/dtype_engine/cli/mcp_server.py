@@ -175,7 +175,9 @@ def command_of(tool: Tool) -> tuple[click.Command, dict[str, click.Option]]:
 
 @dataclass(eq=False)
 class _Call:
-    """A function with the parameters of a tool, which runs the tool's command. The server makes a schema of the signature."""
+    """A function with the parameters of a tool, which runs the tool's command. The server makes the tool's schema from the
+    function's signature.
+    """
 
     tool: Tool
     access: Access
@@ -236,7 +238,9 @@ class _Call:
 
 
 def _name(option: click.Option) -> str:
-    """Return a tool's parameter name for an option: the list's name, such as `casts`, if it may be repeated, else its own."""
+    """Return a tool's parameter name for an option: the plural, such as `casts`, if the option may be repeated, else its own
+    name.
+    """
     return str(option.name) if option.multiple else option.opts[-1].removeprefix("--").replace("-", "_")
 
 

@@ -51,7 +51,9 @@ class Shard:
         return cls(number, count)
 
     def of(self, parts: Sequence[T]) -> Sequence[T]:
-        """Return every `count`-th of `parts`. Neighboring items take similar time, so all shards take similar time, too."""
+        """Return every `count`-th item of `parts`, beginning with item `number` (from 1). Neighboring items take similar time, so
+        all shards take similar time, too.
+        """
         return parts[self.number - 1 :: self.count]
 
 

@@ -205,7 +205,7 @@ def _percent(digits: int, unit: str = " %") -> Callable[[float], str]:
 
 
 def _in(*views: View, **others: Shown) -> dict[str, Shown]:
-    """Return the views that show a figure: `views` as the figure's row says, and `others` as given."""
+    """Return how each view shows a figure: `views` as the figure's row says, the views that `others` names as given there."""
     return {**dict.fromkeys(views, Shown()), **others}
 
 

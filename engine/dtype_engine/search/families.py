@@ -80,7 +80,9 @@ FAMILIES = {
 
 
 class Loadable:
-    """Tells in which dtypes a program (`family`) loads a model's weights. scanned: an export's dtypes besides the stored ones."""
+    """Tells in which dtypes a program loads a model's weights. family: a name in `FAMILIES`. scanned: the dtypes that an export may
+    have besides the stored ones.
+    """
 
     def __init__(self, tree: Tree, family: str, scanned: Iterable[str]) -> None:
         self.tree = tree

@@ -64,7 +64,9 @@ class Constraints:
     norm, bias or router may have a format with scales only if one of these patterns matches it.
     """
     context: int | None = None
-    """The number of tokens in each sequence of the KV caches, whose formats the search then chooses. None leaves them out."""
+    """The number of tokens for which the bytes include KV caches, whose formats the search then also chooses. None: without KV
+    caches.
+    """
     batch: int = 1
     """The number of sequences in the KV caches. It counts only if `context` is given."""
     formats: str = ""

@@ -259,7 +259,9 @@ class EngineProcess(Engine):
         return f"{name} ended: {signal_words(-status)}" + (f"; it held {human_bytes(held)}" if held is not None else "")
 
     def _take(self, answer: messages.Answer | None, connection: Connection) -> None:
-        """Process one decoded message, and pass it on if it is an event. Raises WireError for an event of only this class."""
+        """Process one decoded message, and pass it on if it is an event. Raises WireError for an event that only this class may
+        emit, such as `EngineLost`.
+        """
         from dtype_engine.service.frames import WireError
 
         match answer:

@@ -263,7 +263,9 @@ def _sibling_findings(checkpoint: Checkpoint, weights: list[PackedWeight], broke
 
 
 def _dtype_findings(plain: Mapping[str, CheckpointTensor], config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield a finding if no weight has the declared dtype, and for 16-bit tensors that the architecture keeps in float32."""
+    """Yield a finding if no tensor has the dtype that `config` declares, and one for each 16-bit tensor that the architecture keeps
+    in float32. plain: the tensors that are not quantized.
+    """
     key = "dtype" if "dtype" in config else "torch_dtype"
     declared = str(config.get(key) or "").removeprefix("torch.")
     stored = Counter(tensor.dtype for tensor in plain.values())
@@ -334,7 +336,9 @@ def _value_findings(checkpoint: Checkpoint, weights: Collection[str], progress: 
 def _source_findings(
     checkpoint: Checkpoint, weights: list[PackedWeight], parts: set[str], against: Checkpoint
 ) -> Iterator[Finding]:
-    """Yield a finding for each tensor that is only in the checkpoint or only in its source `against`, or whose shapes differ."""
+    """Yield a finding for each tensor that is only in the checkpoint or only in its source `against`, or whose shapes differ.
+    parts: the names of all tensors of `weights`.
+    """
     of_weights = {weight.name for weight in weights} | _own(checkpoint).keys()
     source_weights = packed_weights(against.foreign)
     theirs = names_of_parts(source_weights, against.foreign)
