@@ -23,7 +23,9 @@ from dtype_engine.core.units import plural
 
 
 def kv_cache(tree: Tree, config: Mapping[str, Any] | None) -> KVCache:
-    """Return the KV cache of a model that generates text. config: `config.json`, or the live model's configuration as a dict."""
+    """Return the KV cache of a model, without tensors if the model does not generate text. config: `config.json`, or the live
+    model's configuration as a dict, or None if unknown.
+    """
     if config is None:
         return KVCache(none_because="no config.json tells the model's architecture, so that its KV cache is unknown")
     architecture, named = tree.root.class_name, config.get("architectures")

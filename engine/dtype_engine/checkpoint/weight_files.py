@@ -114,7 +114,7 @@ def _index_of_file(folder: Path, index: WeightSet, single: WeightSet) -> dict[st
 
 
 def set_to_read(folder: Path, config: Mapping[str, Any] | None) -> WeightSet | None:
-    """Return the set of weights that `find_weight_files` would read, or None if there is no set. Its index is not opened."""
+    """Return the set of weights that `find_weight_files` would read, or None if there is none. No index is opened."""
     return next(iter(weight_sets(_file_names(folder), config)), None)
 
 

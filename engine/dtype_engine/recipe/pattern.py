@@ -48,7 +48,7 @@ class Pattern:
     _matches: Callable[[str], object] = field(compare=False, repr=False)
 
     def matches(self, name: str) -> bool:
-        """Return whether the pattern matches the dotted name of a tensor or module."""
+        """Return whether the pattern matches the dotted name of a tensor or module. False if the pattern selects by class."""
         return not self.by_class and bool(self._matches(name))
 
     def matches_class(self, class_name: str | None) -> bool:

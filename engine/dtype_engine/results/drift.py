@@ -73,7 +73,9 @@ class OutputDrift:
 
     @classmethod
     def fields_of(cls, values: Mapping[str, float | None]) -> dict[str, Any]:
-        """Return the arguments of `OutputDrift` for values by their names in JSON."""
+        """Return the arguments to construct an `OutputDrift` from metrics by their names in JSON. A metric that is None is left
+        out.
+        """
         known = {name: value for name, value in values.items() if value is not None}
         own = {name: known.pop(name) for name in cls.__slots__ if name in known}
         return own | {"values": known}

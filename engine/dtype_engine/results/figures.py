@@ -82,7 +82,9 @@ class Figure(msgspec.Struct, frozen=True):
         return (self.label if label is None else label).format(item="token" if of_tokens else "class")
 
     def text_in(self, view: View, output: OutputDrift, extent: Extent) -> str | None:
-        """Return the text in a view, or None if there is none."""
+        """Return the figure as a view shows it, or None if the figure was not measured or the view leaves it out for this
+        output.
+        """
         shown, value = self.shown_in(view), self.of(output)
         if shown.text is not None:
             return shown.text(output, extent)
@@ -131,7 +133,9 @@ def kl_text(output: OutputDrift, extent: Extent) -> str | None:
 
 
 def sqnr_error(output: OutputDrift, extent: Extent) -> str:
-    """Return the error in dB of the SQNR as an estimate for all inputs, such as ` ± 0.40`, or "" if all inputs were run."""
+    """Return the error in dB of the SQNR as an estimate for all inputs, such as ` ± 0.40`, or "" if all inputs were run or the
+    error is unknown.
+    """
     known = not extent.whole and extent.rel_l2_error is not None and math.isfinite(output.sqnr_db)
     return f" ± {20 / math.log(10) * (extent.rel_l2_error or 0.0):.2f}" if known else ""
 

@@ -28,7 +28,9 @@ class Limit(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, text: str, kind: Literal["min", "max"]) -> Limit:
-        """Parse the value of `--min` or `--max`: `accuracy=90%` or, for a change, `accuracy=-1%`. Raises UserError."""
+        """Parse the value of `--min` or `--max`: `accuracy=90%` or, with a sign, a limit on the change: `accuracy=-1%`. Raises
+        UserError.
+        """
         name, _, number = text.rpartition("=")
         if not name or not re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?%?", number):
             raise UserError(

@@ -97,7 +97,7 @@ def check(
 
 
 def architecture_findings(coverage: Coverage, model: str, checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Yield a finding for each tensor that is only in the architecture or only in the files, or that has another shape there.
+    """Yield a finding for each tensor that is only in the architecture or only in the files, or whose shapes in the two differ.
     model: the architecture's class.
     """
     files = {name: tensor.file.name for name, tensor in checkpoint.weights.items()}

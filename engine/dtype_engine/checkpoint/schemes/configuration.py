@@ -8,8 +8,8 @@ from typing import Any
 
 
 def declared(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the quantization settings in the content of config.json. Models that also take images have them under `text_config`,
-    and old files of compressed-tensors call them `compression_config`.
+    """Return the quantization settings in the content of config.json, or {}. Models that also take images have them under
+    `text_config`, and old files of compressed-tensors call them `compression_config`.
     """
     for place in (config, mapping(config.get("text_config"))):
         for key in ("quantization_config", "compression_config"):
