@@ -81,7 +81,7 @@ class Checkpoint:
 
     @property
     def of_transformers(self) -> bool:
-        """Whether transformers can load an export of this checkpoint: of a whole model with a config.json that is not from
+        """Whether transformers can load an export of this checkpoint: it is a whole model with a config.json, and not one of
         diffusers.
         """
         return (
@@ -219,17 +219,15 @@ class Checkpoint:
 
     @property
     def why_another_model(self) -> str:
-        """Why the file's model differs from the one that is built: the first sentence of `lost`, with the number of further
-        sentences, or "" if `lost` is empty.
+        """Why the model would compute other outputs: the first sentence of `lost` and the number of the others, or "" if `lost` is
+        empty.
         """
         more = f" (and {len(self.lost) - 1} more)" if len(self.lost) > 1 else ""
         return self.lost[0] + more if self.lost else ""
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """The notices for the user, without notices about the index and further sets of weights, which `check` reports as
-        findings.
-        """
+        """The notices except those about the index and about further sets of weights, which commands report in other ways."""
         elsewhere = (*(self.index.sentences if self.index is not None else ()), *self.of_sets)
         return tuple(notice for notice in self.notices if notice not in elsewhere)
 

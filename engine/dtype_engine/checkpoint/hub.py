@@ -187,7 +187,7 @@ class HubModel:
     """The digest of each file's content according to the hub (untrusted), by the file's path. None if the hub gives none."""
 
     def downloaded(self, cache: Path) -> Path | None:
-        """Return the folder or file of the model in the Hugging Face cache, or None unless all its weights are there."""
+        """Return the folder or file of the model in the Hugging Face cache, or None if the cache lacks some of its weights."""
         repository = CachedRepository(cache, self.address.repo)
         wanted = [*self._side_files(), *self._to_download()]
         if not wanted or not all(repository.holds(self.commit, name, self.sizes[name]) for name in wanted):
@@ -325,8 +325,8 @@ class HubModel:
         )
 
     def _files(self, matches: Callable[[str], bool], beside: bool = False) -> list[str]:
-        """Return the files whose names match, in the address's folder and in the components of a pipeline there. beside: whether
-        the address is a file, so that the file's folder is searched.
+        """Return the files whose names match in the address's folder and, if this holds a pipeline, in the folders of its
+        components. beside: whether the address is a file, so that the file's folder is searched.
         """
         folder = self.address.path.rpartition("/")[0] if beside else self.address.path
         at = f"{folder}/" if folder else ""

@@ -75,7 +75,7 @@ def disk_speed(file: Path) -> float | None:
 
 
 def usable_memory(limits: Mapping[str, int]) -> int:
-    """Return the bytes of memory that models may use: all of it, or the limit for "cpu" if that is less."""
+    """Return the bytes of memory that models may use: the machine's memory or, if it is less, the limit for "cpu" in `limits`."""
     return min(total_memory(), limits.get("cpu", total_memory()))
 
 

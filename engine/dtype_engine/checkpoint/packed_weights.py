@@ -127,8 +127,8 @@ def quantized_parts(tensors: Mapping[str, Stored], config: Mapping[str, Any] | N
 
 
 def parameters_meant(tensors: Mapping[str, Stored], parts: Iterable[str]) -> dict[str, Count]:
-    """Return how many parameters each of `parts`, the tensors of quantized weights, represents. The codes represent all parameters
-    of the weight: None means one for each element, and "unknown" that several share an element. Other tensors represent 0.
+    """Return how many parameters each of `parts`, the tensors of quantized weights, represents: for codes, None (one for each
+    element) or "unknown" (elements may hold several codes); for all other tensors, 0.
     """
     counts: dict[str, Count] = dict.fromkeys(parts, 0)
     if not counts:

@@ -267,7 +267,9 @@ def _average_notices(tensors: Mapping[str, torch.Tensor], path: Path) -> Iterato
 
 
 def _weights(loaded: Mapping[Any, Any]) -> tuple[Mapping[Any, Any], str]:
-    """Return (the mapping with the most tensors in `loaded`, its path there, such as `model.state_dict`, or "" for `loaded`)."""
+    """Return (the mapping in `loaded` with the most tensors, its path in `loaded`, such as `model.state_dict`, or "" for `loaded`
+    itself).
+    """
     best, most, entry = loaded, _count(loaded), ""
     level = [("", loaded)]
     for _ in range(_DEEPEST):

@@ -40,8 +40,8 @@ class InputLimits:
     """Maximum bytes of the text that the chat template makes from one conversation."""
 
     def refuse_file(self, kind: str, what: str, amount: float) -> None:
-        """Raise UserError if a user's file exceeds the limit `kind`, such as "pixels". what: the file, as the message begins.
-        amount: the file's number of pixels, for example.
+        """Raise UserError if a user's file exceeds the limit `kind`, such as "pixels". what: the file, with which the message
+        begins. amount: the file's number of pixels, for example.
         """
         if amount > getattr(self, kind):
             raise UserError(f"{what} has {self._excess(kind, amount)}")

@@ -103,7 +103,9 @@ class Cell(NamedTuple):
 
 
 def figures_in(view: View, *about: About) -> list[Figure]:
-    """Return the figures that a view shows, in its order. about: only figures about one of these; all figures if none is given."""
+    """Return the figures that a view shows, in its order. about: if given, only figures whose `about` is one of these are
+    returned.
+    """
     rows = (row for row in FIGURES.values() if row.shown is None or view in row.shown)
     return sorted((row for row in rows if not about or row.about in about), key=lambda row: row.shown_in(view).order)
 

@@ -340,7 +340,7 @@ def _hull(choices: Sequence[Choice]) -> list[int]:
 @dataclass(frozen=True, slots=True)
 class _State:
     """A partial solution of `knapsack`, for the first rows of the table. `weight`, `cost` and `used` are sums of the weights, costs
-    and reduced costs. `choice` is the entry in the last of these rows, and `before` the partial solution without it.
+    and reduced costs. `choice` is the entry in the last of these rows, and `before` the partial solution for all earlier rows.
     """
 
     weight: float

@@ -322,9 +322,7 @@ REPLACEABLE = (
 
 
 def is_opened(event: Event) -> bool:
-    """Return whether the event ends the opening of a model, whether or not it succeeded. The caller then turns garbage collection
-    on again.
-    """
+    """Return whether the opening of a model has ended, successfully or not. The caller then turns garbage collection on again."""
     return isinstance(event, ModelReady | Idle | EngineEnded | EngineLost) or (
         isinstance(event, OpenFailed) and not event.classes_follow
     )

@@ -103,8 +103,8 @@ def take(queue: Queue) -> Queue:
 def finish(
     queue: Queue, outcome: Literal["done", "failed", "interrupted"], follow_ups: Iterable[Command] = ()
 ) -> Queue:
-    """Return the queue after the running command has ended. outcome: "interrupted" if it was stopped before it was done.
-    follow_ups: further commands that complete it.
+    """Return the queue after the running command has ended. outcome: "interrupted" if the command was stopped halfway. follow_ups:
+    further commands that complete the command.
     """
     running, by_user = queue.running, queue.stopping == "user"
     assert running is not None

@@ -94,8 +94,8 @@ def compose(
 
 
 def _losses(context: SaveContext, max_bytes: int = MAX_AUTOMATIC_BYTES) -> tuple[ValueLoss, ...] | None:
-    """Return how many values of each weight the casts lose. None if no checkpoint is open, or if the model is not loaded and more
-    than `max_bytes` of its files must be read.
+    """Return how many values of each weight the casts lose. None if they are unknown: nothing is open, or the model is not loaded
+    and more than `max_bytes` of its files must be read.
     """
     model = context.model
     if model.session is not None:

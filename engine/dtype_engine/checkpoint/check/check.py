@@ -111,8 +111,8 @@ def architecture_findings(coverage: Coverage, model: str, checkpoint: Checkpoint
 
 
 def _undecoded(checkpoint: Checkpoint, parts: Mapping[str, str], reported: set[str]) -> Iterator[str]:
-    """Yield one sentence for the user if tensors of quantized weights can't be decoded. parts: why a tensor is not cast, by name of
-    each tensor of a quantized weight. reported: names of modules that already have a finding, and are skipped.
+    """Yield one sentence for the user if tensors of quantized weights can't be decoded. parts: maps the name of each tensor of a
+    quantized weight to why the tensor is not cast. reported: names of modules that already have a finding, and are skipped.
     """
     left = [
         name

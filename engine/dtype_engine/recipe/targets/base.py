@@ -253,7 +253,9 @@ class Quantizer(Target):
 
 
 def _common_dtype(tensors: Sequence[TensorInfo], planned: Mapping[str, str]) -> str:
-    """Return the compute dtype of most elements of these tensors under the plan or, if no tensor has a compute dtype, as stored."""
+    """Return the compute dtype that most elements of these tensors have under the plan. If no tensor has a compute dtype there, the
+    stored dtypes are counted, and if these are no compute dtypes either, it is float32.
+    """
     for dtype_by_name in (planned, {tensor.name: tensor.dtype for tensor in tensors}):
         elements = dict.fromkeys(dtypes.COMPUTE_DTYPES, 0)
         for tensor in tensors:
