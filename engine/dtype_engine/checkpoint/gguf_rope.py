@@ -106,8 +106,8 @@ def _partial(own: Mapping[str, Any], config: Mapping[str, Any], possible: bool, 
 
 
 def _number(own: Mapping[str, Any], name: str, default: float, found: Rope) -> float:
-    """Return the number in a field, or `default` if it is missing or no number. A name without a number is added to
-    `found.lost`.
+    """Return the number in the field `name` of `own`, or `default` if the field is missing or no number. In the latter case, the
+    name is added to `found.lost`.
     """
     value = own.get(name, default)
     if type(value) in (int, float) and math.isfinite(value):

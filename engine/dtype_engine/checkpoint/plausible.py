@@ -107,8 +107,8 @@ def _whole(value: object) -> int:
 
 
 def _numbers(config: Mapping[str, Any], before: str = "", depth: int = 0) -> Iterator[tuple[str, float]]:
-    """Yield (dotted name, number) for every number in a configuration, nested mappings included. A list yields its largest
-    number.
+    """Yield (dotted name, number) for every number in a configuration, nested mappings included. A list of numbers yields the
+    largest. before: the beginning of names. depth: how many mappings enclose this one.
     """
     for key, value in config.items():
         name = f"{before}{key}"

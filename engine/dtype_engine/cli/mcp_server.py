@@ -148,7 +148,9 @@ def mcp(folders: tuple[Path, ...], hub: bool, seconds: int) -> None:
 
 
 def make_server(access: Access, seconds: float, engine: Sequence[str] = ENGINE) -> MCPServer:
-    """Return a server that offers `TOOLS`. seconds: the time limit of a call. Raises UserError if `mcp` is not installed."""
+    """Return a server that offers `TOOLS`. seconds: the time limit of a call. engine: the command that starts `dtype-engine`.
+    Raises UserError if `mcp` is not installed.
+    """
     try:
         import anyio
         from mcp.server.mcpserver import MCPServer

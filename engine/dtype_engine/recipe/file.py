@@ -184,7 +184,9 @@ def write_recipe(
     units: Mapping[str, str] | None = None,
     lost: Sequence[ValueLoss] = (),
 ) -> str:
-    """Return the text of a recipe file. comments: one for each rule. units: comments for the metrics in `measured`, by name."""
+    """Return the text of a recipe file. model: the model for which the recipe was made. comments: one for each rule. units:
+    comments for the metrics in `measured`, by name. lost: the tensors to list under `lost`.
+    """
     lines = [f"version: {VERSION}"]
     if model:
         lines.append(f"model: {_scalar(model)}  # what it was made for")

@@ -182,7 +182,7 @@ def _pieces(totals: Totals) -> tuple[tuple[str, float, str], ...]:
 
 
 def drift_section(drift: DriftReport | None, no_drift: str = "") -> Section:
-    """Return the section with the metrics of a measurement, or with the reason why there is none."""
+    """Return the section with the metrics of a measurement or, if `drift` is None, with the reason `no_drift`."""
     if drift is None:
         return Section("Drift", (f"Not measured: {printable(no_drift, 1000) or 'no forward pass was run'}.",))
     output = drift.output

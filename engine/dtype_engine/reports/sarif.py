@@ -34,7 +34,9 @@ def result(
 
 
 def sarif(command: str, rules: Mapping[str, tuple[str, str]], results: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Return a SARIF log, as an object for JSON. rules: (title, why such findings matter) by id."""
+    """Return a SARIF log, as an object for JSON. command: of `dtype-engine`, such as "check". rules: (title, why such findings
+    matter) by id. results: made by `result`.
+    """
     ids = list(rules)
     listed = [
         {"id": rule, "shortDescription": {"text": title}, "fullDescription": {"text": why}}

@@ -87,8 +87,8 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 def verdicts(limits: Iterable[Limit], output: OutputDrift, metrics: Iterable[MetricChange] = ()) -> tuple[Verdict, ...]:
-    """Return whether each limit is met. NaN, a value that was not measured, and figures of an output that is not finite meet no
-    limit.
+    """Return whether the output and the user's metrics meet each limit. NaN, a value that was not measured, and figures of an
+    output that is not finite meet no limit.
     """
     changes = {each.name: each for each in metrics}
     return tuple(_verdict(each, output, changes.get(each.name)) for each in limits)

@@ -321,7 +321,9 @@ class EngineProcess(Engine):
         return connection
 
     def _reconnected(self, cut: Connection) -> Connection:
-        """Return a new connection to a running engine, trying until one succeeds. Raises UserError if the engine has ended."""
+        """Return a new connection to a running engine, trying until one succeeds. cut: the connection that was cut. Raises
+        UserError if the engine has ended.
+        """
         name = self._command.name
         words = f" ({line})" if (line := cut.last_line()) else ""
         self._emit(events.EngineLost(f"the connection to {name} is cut{words}"))

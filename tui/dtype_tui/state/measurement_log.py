@@ -56,7 +56,9 @@ class MeasuredRecipe(msgspec.Struct, frozen=True):
         return next((change for change in self.metrics if change.name == name), None)
 
     def height(self, axis: str, distribution: bool) -> float | None:
-        """Return the value for the vertical axis of a plot: the metric `axis` or, if `axis` is "", `drift`. None if unknown."""
+        """Return the value for the vertical axis of a plot: the user's metric `axis` or, if `axis` is "", `drift`. None if
+        unknown.
+        """
         if not axis:
             return self.drift(distribution)
         change = self.metric(axis)

@@ -110,7 +110,9 @@ def _sources(context: Context, losses: UnsupportedList) -> dict[str, list[Tensor
 
 
 def _type_of(context: Context, infos: list[TensorInfo], losses: UnsupportedList) -> str:
-    """Return the llama.cpp type of a GGUF tensor, and add to `losses` its tensors whose dtype or scales differ from the plan."""
+    """Return the llama.cpp type of the GGUF tensor that holds the tensors `infos`, and add to `losses` those whose dtype or scales
+    then differ from the plan.
+    """
     types = {_TYPES.get(context.plan.dtypes[info.name]) for info in infos}
     type_ = types.pop() if len(types) == 1 else None
     odd = infos[0].shape[-1] % _BLOCK != 0
@@ -174,7 +176,7 @@ def name_map(title: str, model_type: str | None, blocks: int) -> Callable[[str],
 
 def _names(tensor: TensorInfo, lookup: Callable[[str], str | None]) -> tuple[str, ...]:
     """Return the names of the GGUF tensors that hold a tensor's values: two names if transformers packs a gate and an up projection
-    into the tensor. GGUF packs a layer's experts into one tensor, so all experts have the same name.
+    into the tensor. lookup: from `name_map`. GGUF packs a layer's experts into one tensor, so all experts have the same name.
     """
     module, _, local = tensor.name.rpartition(".")
     keys: tuple[str, ...]
