@@ -59,8 +59,8 @@ def check_export(target: Path, force: bool = False, keep: Iterable[Path] = ()) -
 
 
 def check_folder(target: Path, force: bool = False, keep: Iterable[Path] = ()) -> Path:
-    """Check that an export can be written to a folder, as `check_export` does, and return its absolute path. The current folder is
-    never replaced, nor a folder that contains a file of `keep`.
+    """Check that an export can be written to a folder, as `check_export` does, and return its absolute path. Raises UserError. The
+    current folder is never replaced, nor a folder that contains a file of `keep`.
     """
     target = target.expanduser().absolute()
     if not target.name:

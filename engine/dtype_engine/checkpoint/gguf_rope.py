@@ -106,7 +106,7 @@ def _partial(own: Mapping[str, Any], config: Mapping[str, Any], possible: bool, 
 
 
 def _number(own: Mapping[str, Any], name: str, default: float, found: Rope) -> float:
-    """Return the number in the field `name` of `own`, or `default` if the field is missing or no number. In the latter case, the
+    """Return the number in the field `name` of `own`, or `default` if the field is missing or no number. If it is no number, the
     name is added to `found.lost`.
     """
     value = own.get(name, default)

@@ -149,7 +149,9 @@ def parameters_meant(tensors: Mapping[str, Stored], parts: Iterable[str]) -> dic
 
 
 def _declared_scheme(config: Mapping[str, Any] | None) -> str | None:
-    """Return what config.json declares, in words that complete "a weight that is ...", such as "quantized by gptq, 4 bit"."""
+    """Return what config.json declares, in words that complete "a weight that is ...", such as "quantized by gptq, 4 bit", or None
+    if it declares nothing.
+    """
     declared = (config or {}).get("quantization_config")
     method = declared.get("quant_method") if isinstance(declared, Mapping) else None
     if not declared or not method:

@@ -56,7 +56,7 @@ class DaskPool(AbstractContextManager["DaskPool"]):
         self, evaluations: Sequence[Evaluation], cancelled: IsCancelled = never
     ) -> Iterator[tuple[int, Evaluated]]:
         """Run the evaluations, and yield (index, result) of each as soon as it is done. If a worker dies, Dask repeats its
-        evaluations. `cancelled` does not stop evaluations that are running.
+        evaluations. `cancelled` does not stop evaluations that are running. Raises UserError, Cancelled.
         """
         from distributed.scheduler import KilledWorker
 

@@ -114,7 +114,7 @@ def results(
 
     started: returns the executor. broken: called if the executor breaks, for example because a process was killed. Unfinished
     evaluations are then submitted to the executor that `started` returns next. ahead: the maximum number of submitted evaluations
-    that are unfinished; a pause takes effect only after all of them are done.
+    that are unfinished; a pause takes effect only after all of them are done. Raises UserError, Cancelled.
     """
     waiting = dict(enumerate(evaluations))
     breaks = 0

@@ -184,8 +184,8 @@ def write_recipe(
     units: Mapping[str, str] | None = None,
     lost: Sequence[ValueLoss] = (),
 ) -> str:
-    """Return the text of a recipe file. model: the model for which the recipe was made. comments: one for each rule. units:
-    comments for the metrics in `measured`, by name. lost: the tensors to list under `lost`.
+    """Return the text of a recipe file, without the entries whose argument is None. model: the model for which the recipe was made.
+    comments: one for each rule. units: comments for the metrics in `measured`, by name. lost: the tensors to list under `lost`.
     """
     lines = [f"version: {VERSION}"]
     if model:

@@ -69,7 +69,7 @@ def limited(
     source: str, shown: str, kind: Anchored = "fullmatch", before: int = 0, dotall: bool = True
 ) -> Callable[[str], bool]:
     """Compile a regular expression as `compile_regex` does, but without limits on length and repeat counts: for expressions that
-    are cheap to compile.
+    are cheap to compile. Raises PatternError.
     """
     import regex  # the import takes 10 ms, and few recipes need it
 

@@ -24,7 +24,7 @@ _EFFECTS: Mapping[str, tuple[str, str]] = {
 def result(
     rule: str, message: str, tensor: str, file: str = "", line: int | None = None, level: str = "error"
 ) -> dict[str, Any]:
-    """Return a SARIF result. rule: the id of the rule that describes this kind of finding. line: counted from 1."""
+    """Return a SARIF result. rule: the id of the rule that describes this kind of finding. line: counted from 1, or None."""
     place: dict[str, Any] = {"artifactLocation": {"uri": file}}
     if line is not None:
         place["region"] = {"startLine": line}

@@ -87,7 +87,7 @@ class OutputDrift:
         return self.values.get(name)
 
     def by_name(self) -> dict[str, float | None]:
-        """Return all metrics of the output, by name."""
+        """Return all metrics of the output, by name. A metric that was not measured is None."""
         return {name: getattr(self, name) for name in (*NAMES, *self.values)}
 
 
@@ -199,7 +199,9 @@ class Extent:
 
     @property
     def error(self) -> float | None:
-        """The relative error of the mean KL or, without KL, of the L2 error. It decides when a measurement may stop."""
+        """The relative error of the mean KL or, without KL, of the L2 error; None if unknown. It decides when a measurement may
+        stop.
+        """
         return self.rel_l2_error if self.kl_error is None else self.kl_error
 
     @property

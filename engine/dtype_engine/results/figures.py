@@ -122,7 +122,9 @@ def has_kl(output: OutputDrift) -> bool:
 
 
 def kl_error(output: OutputDrift, extent: Extent) -> float | None:
-    """Return the standard error of the mean KL in nats: over positions or, if not all inputs were run, of the estimate for all."""
+    """Return the standard error of the mean KL in nats: over positions or, if not all inputs were run, of the estimate for all
+    inputs. None if unknown.
+    """
     if extent.whole:
         return output.kl_mean_se
     return None if output.kl_mean is None or extent.kl_error is None else abs(output.kl_mean) * extent.kl_error

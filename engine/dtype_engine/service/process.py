@@ -96,7 +96,7 @@ class EngineProcess(Engine):
 
     @property
     def process_id(self) -> int | None:
-        """The ID of the engine's process, or of the process that connects to it."""
+        """The ID of the engine's process, or of the process that connects to it. None while there is no connection."""
         connection = self._connection
         return connection.process_id if connection is not None else None
 

@@ -45,8 +45,8 @@ def check(
     progress: Progress = ignore,
 ) -> CheckReport:
     """Check a checkpoint for errors, and return a report of the findings. title, against_title: the names of `checkpoint` and
-    `against` in the report. against: the source, which should have the same tensors. values: whether to check the values of all
-    tensors, too. Raises UserError if a file can't be read, or if `values` is set and the values are not on this machine.
+    `against` in the report. against: the source, which should have the same tensors, or None. values: whether to check the values
+    of all tensors, too. Raises UserError if a file can't be read, or if `values` is set and the values are not on this machine.
     """
     started = time.perf_counter()
     if values:

@@ -254,7 +254,7 @@ def _packed_scale_shapes(weight: PackedWeight, tensors: Tensors, config: Config)
 
 
 def _integers(config: Config) -> Iterator[tuple[int, int | None]]:
-    """Yield the (bits per value, declared group size) with which integer weights are packed, according to the configuration."""
+    """Yield (bits per value, declared group size or None) for each way in which `config` says that integer weights are packed."""
     for _, weights in config_groups(declared(config), "weights"):
         bits, columns = weights.get("num_bits"), weights.get("group_size")
         if weights.get("type", "int") == "int" and isinstance(bits, int) and 0 < bits <= 8:

@@ -156,7 +156,7 @@ def gguf_tensors(context: Context) -> dict[str, tuple[str, ...]]:
 
 
 def name_map(title: str, model_type: str | None, blocks: int) -> Callable[[str], str | None]:
-    """Return a function that takes a module's name in transformers and returns its name in GGUF, both without `.weight`.
+    """Return a function that takes a module's name in transformers and returns its name in GGUF or None, both without `.weight`.
 
     title: the model's name, for errors. blocks: the number of its layers. Raises UserError for an unknown architecture.
     """
