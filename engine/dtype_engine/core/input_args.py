@@ -78,14 +78,16 @@ def with_files(options: Options, paths: Sequence[Path]) -> Options:
 
 
 def data_options(options: Options) -> Options:
-    """Return the options with the files of `options.data` as the only inputs, or unchanged if there are none."""
+    """Return the options with the files of `options.data` as the only inputs, or unchanged if `options.data` is empty."""
     if not options.data:
         return options
     return with_files(dataclasses.replace(parse_inputs_line(options, ""), data=(), chat=options.chat), options.data)
 
 
 def _paths(text: str) -> list[Path] | None:
-    """Return the files that a line names, or None for a prompt. Raises UserError if all words name files and one is missing."""
+    """Return the files that a line names, or None if the line is a prompt. Raises UserError if all words name files and one is
+    missing.
+    """
     whole = Path(text).expanduser()
     if _exists(whole):
         return [whole]

@@ -6,7 +6,7 @@
       - {pattern: "*", dtype: float16}
       - {pattern: "type:LayerNorm", dtype: float32}
     settings: {autocast: bfloat16}    # how the candidate is run
-    measured:                         # metrics of a run; nothing depends on them
+    measured:                         # metrics of a run, only for the reader
       kl_mean: 0.0013
       lost: [{tensor: norm.weight, dtype: float16, overflowed: 1, vanished: 0}]    # values that a cast made infinite or zero
 
@@ -42,7 +42,7 @@ _KEYS = {"version", "model", "rules", "settings", "measured"}
 
 Figure = str | int | float | bool | None
 LOST = "lost"
-"""The key in `measured` for the tensors with values that their cast made infinite or zero. All other keys hold single metrics."""
+"""The key in `measured` for tensors of which the cast made values infinite or zero. All other keys hold single metrics."""
 MOST_LOSSES = 1000
 """Maximum number of tensors that a recipe file lists under `lost`."""
 
@@ -59,7 +59,7 @@ class RecipeFile:
     measured: Mapping[str, Figure] = dataclasses.field(default_factory=dict)
     """Metrics of an earlier run, by name, without the entry `lost`."""
     lost: tuple[ValueLoss, ...] = ()
-    """The tensors with values that their cast made infinite or zero in that run."""
+    """The tensors of which the cast made values infinite or zero in that run."""
 
 
 def read_recipe_file(path: Path) -> RecipeFile:
@@ -127,7 +127,7 @@ class _Loss(msgspec.Struct):
 
 @contextmanager
 def _errors_in(where: str) -> Iterator[None]:
-    """Put `where` before the message of a UserError."""
+    """A context manager that puts `where` before the message of a UserError."""
     try:
         yield
     except UserError as error:
@@ -184,7 +184,9 @@ def write_recipe(
     units: Mapping[str, str] | None = None,
     lost: Sequence[ValueLoss] = (),
 ) -> str:
-    """Return the text of a recipe file. comments: one for each rule. units: those of the metrics in `measured`, by name."""
+    """Return the text of a recipe file, without the entries whose argument is None. model: the model for which the recipe was made.
+    comments: one for each rule. units: comments for the metrics in `measured`, by name. lost: the tensors to list under `lost`.
+    """
     lines = [f"version: {VERSION}"]
     if model:
         lines.append(f"model: {_scalar(model)}  # what it was made for")

@@ -13,7 +13,7 @@ def fused_words(dtype: str, taken: Set[str], planned: Mapping[str, str], groups:
     `k_proj, v_proj: new scale` if their common scale changes, `k_proj, v_proj differ: vLLM refuses` if their format then differs.
 
     planned: the dtype of each weight before the cast. groups: the model's groups of fused weights. This runs after every key press,
-    so of groups that are alike in every layer, only one is examined.
+    so it examines only one of the groups that are alike in all layers.
     """
     storage = frozenset(dtypes.STORAGE_DTYPES)
     if dtype not in dtypes.CASTABLE_DTYPES or (dtype not in storage and storage.isdisjoint(planned.values())):
@@ -50,8 +50,8 @@ def layer_name(name: str) -> str:
 
 
 def scale_shared_with(name: str, planned: Mapping[str, str]) -> str:
-    """Return the layers whose weights share a scale with the weight `name`, such as `k, v`, or "". Called for every row that is
-    drawn.
+    """Return the layers whose weights share a scale with the weight `name`, such as `k, v`, or "". planned: the dtype of each
+    weight. Called for every row that is drawn.
     """
     group = {member: planned[member] for member in siblings(name) if member in planned}
     members = scale_groups(group).get(name, ()) if len(group) > 1 else ()
@@ -59,7 +59,9 @@ def scale_shared_with(name: str, planned: Mapping[str, str]) -> str:
 
 
 def fused_with(name: str, planned: Mapping[str, str]) -> str:
-    """Return which weights vLLM and SGLang fuse with the weight `name`, and whether they accept the planned formats, or ""."""
+    """Return words for the user that name the weights which vLLM and SGLang fuse with the weight `name`, and say whether both
+    programs accept the planned formats, or "" if there are none. planned: the dtype of each weight.
+    """
     group = {member: planned[member] for member in siblings(name) if member in planned}
     if len(group) < 2:
         return ""

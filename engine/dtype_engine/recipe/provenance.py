@@ -28,7 +28,9 @@ _COMMENTS = {
 def _figures(
     plan: Plan, report: DriftReport | None, versions: Mapping[str, str], losses: Sequence[ValueLoss] | None
 ) -> dict[str, Figure]:
-    """Return the entry `measured` of a recipe file: bytes, versions of libraries, the drift of the main output, and lost values."""
+    """Return the entry `measured` of a recipe file: bytes, versions of libraries, the drift of the main output, and the number of
+    values that casts lose (`losses`, None if unknown).
+    """
     measured: dict[str, Figure] = {"stored_bytes": plan.stored_bytes, "planned_bytes": plan.planned_bytes}
     if report is not None:
         for row in figures_in("recipe"):
@@ -57,8 +59,8 @@ def recipe_text(
 ) -> str:
     """Return the text of a recipe file for a plan, with comments and units.
 
-    title: the name of the model. report: the measurement of the plan; it contains the tensors with infinite or zero values. lost:
-    the same tensors for a plan without a report, or None if they are unknown. versions: those of the libraries, by name.
+    title: the name of the model. report: the measurement of the plan; it lists the tensors that lose values. lost: these tensors
+    for a plan without a report, or None if they are unknown. versions: of the libraries, by name.
     """
     losses = report.lost if report is not None and report.lost is not None else lost
     return write_recipe(

@@ -41,7 +41,7 @@ class Limit(msgspec.Struct, frozen=True):
     """A limit on a figure of the output or on one of the user's metrics."""
 
     option: str
-    """The option that sets the limit: `max_kl`, or `min accuracy` for `--min` and `--max`. A maximum begins with `max`."""
+    """The option that sets the limit: `max_kl`, or `min accuracy` for `--min accuracy=...`. An upper limit begins with `max`."""
     name: str
     limit: float
     is_change: bool = False
@@ -49,7 +49,9 @@ class Limit(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, text: str, kind: Literal["min", "max"]) -> Limit:
-        """Parse the value of `--min` or `--max`: `accuracy=90%` or, for a change, `accuracy=-1%`. Raises UserError."""
+        """Parse the value of `--min` or `--max`: `accuracy=90%` or, with a sign, a limit on the change: `accuracy=-1%`. Raises
+        UserError.
+        """
         name, _, number = text.rpartition("=")
         if not name or not re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?%?", number):
             raise UserError(
@@ -63,15 +65,15 @@ class Verdict(msgspec.Struct, frozen=True):
     """Whether a measured drift meets one limit."""
 
     name: str
-    """`Limit.option`."""
+    """The `option` of the limit."""
     limit: float
     value: float | None
-    """None if it was not measured."""
+    """The measured value, or None if it was not measured."""
     passed: bool
     finite: bool = True
     """Whether the output is finite and what is limited is no NaN, in the reference and in the candidate."""
     what: str = ""
-    """What is limited, such as "mean KL"."""
+    """The name of the limited value, such as "mean KL"."""
     unit: str = ""
 
     def __str__(self) -> str:
@@ -110,8 +112,8 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 def verdicts(limits: Iterable[Limit], output: OutputDrift, metrics: Iterable[MetricChange] = ()) -> tuple[Verdict, ...]:
-    """Return whether each limit is met. What was not measured and NaN, in the reference or in the candidate, meet none, nor does
-    anything if the output is not finite in either.
+    """Return whether the output and the user's metrics meet each limit. NaN in the reference or in the candidate, and a value that
+    was not measured, meet no limit. If the output is not finite in either, no limit is met.
     """
     changes = {each.name: each for each in metrics}
     return tuple(_verdict(each, output, changes.get(each.name)) for each in limits)

@@ -33,11 +33,9 @@ _POLL_S = 0.1
 
 
 def relay(session: str, linger_s: float, compressed: bool) -> int:
-    """Connect standard input and output to the engine with the token `session`, and start it if it is not running. Returns the
-    exit status.
-
-    linger_s: how many seconds a new engine waits for a connection. compressed: whether it compresses its events. Raises
-    UserError if other users may enter the sockets' folder.
+    """Connect standard input and output to the engine with the token `session`, and start it if it is not running. Returns the exit
+    status. linger_s: how many seconds a new engine waits for a connection. compressed: whether a new engine compresses its events.
+    Raises UserError if other users may enter the sockets' folder.
     """
     started_in = os.getcwd()
     folder = state_folder() / "engines"
@@ -82,7 +80,9 @@ def _enter(folder: Path) -> None:
 def _reach(
     session: str, started_in: str, linger_s: float, compressed: bool
 ) -> tuple[socket.socket, subprocess.Popen[bytes] | None]:
-    """Connect to an engine, starting it if it is not running. Returns the engine's process, too, if this call started it."""
+    """Connect to an engine, starting it if needed. Returns (connection, the engine's process if this call started it or None).
+    started_in: the working directory of a new engine. Other arguments: as in `relay`.
+    """
     name = f"{session}.socket"
     with _folder_locked():
         child = None
@@ -118,7 +118,9 @@ def _remove(path: str) -> None:
 def _start(
     listener: socket.socket, session: str, started_in: str, linger_s: float, compressed: bool
 ) -> subprocess.Popen[bytes]:
-    """Start an engine that survives a hang-up. It inherits the socket `listener` and a locked log file."""
+    """Start an engine that survives a hang-up. It inherits the socket `listener` and a locked log file. Other arguments: as in
+    `_reach`.
+    """
     log = os.open(f"{session}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -138,7 +140,7 @@ def _start(
 
 
 def _is_running(session: str) -> bool:
-    """Return whether an engine is running: it then holds the lock on its log file."""
+    """Return whether an engine is running. A running engine holds the lock on its log file."""
     try:
         log = os.open(f"{session}.log", os.O_RDONLY | os.O_NOFOLLOW)
     except OSError:

@@ -1,8 +1,8 @@
 """AWQ's three layouts with 4 bits, as AutoAWQ, GPTQModel and AutoRound write them. An int32 word holds eight codes. `x` is a layer.
 
-"gemm": `x.qweight` [in, out / 8] holds the codes. A word holds the codes of eight outputs, which from the lowest bits on are the
-outputs 0, 2, 4, 6, 1, 3, 5 and 7. `x.qzeros` [groups, out / 8] holds zero points, which are packed in the same way. `x.scales`
-[groups, out] holds a scale for each group and output.
+"gemm": `x.qweight` [in, out / 8] holds the codes. A word holds the codes of eight outputs, in the order 0, 2, 4, 6, 1, 3, 5, 7 from
+the lowest bits on. `x.qzeros` [groups, out / 8] holds zero points, which are packed in the same way. `x.scales` [groups, out] holds
+a scale for each group and output.
 
 "gemv": `x.qweight` [out, in / 8] holds the codes. A word holds the codes of eight successive inputs. `x.qzeros` [out, words] holds
 a zero point for each group, and `x.scales` [out, 8 * words] holds a scale for each group. Both are padded, so they may have more
@@ -80,7 +80,9 @@ def _padded_size(sizes: set[int], columns: int, places: int) -> int | None:
 def _layout(
     codes: CheckpointTensor, scale: CheckpointTensor, zero: CheckpointTensor, sizes: set[int]
 ) -> tuple[dict[str, Any], int, int, int] | None:
-    """Return (settings, rows, columns, columns of a group) of a weight, or None if the shapes fit no layout of AWQ."""
+    """Return (settings, rows, columns, columns of a group) of a weight, or None if the shapes fit no layout of AWQ. sizes: the
+    declared group sizes.
+    """
     (columns, words), (groups, rows) = codes.shape, scale.shape
     if rows == 8 * words and zero.shape == (groups, words):
         size = group_size(sizes, columns, groups)
@@ -96,4 +98,4 @@ def _layout(
 SCHEME = Scheme(
     "awq", "awq", _read, settings_files=("quant_config.json",), ignored=("modules_to_not_convert",), ignored_by=("awq",)
 )
-"""The tensors have the names of GPTQ's."""
+"""AWQ's tensors have the names of GPTQ's tensors, so the layout of GPTQ describes both."""

@@ -1,7 +1,8 @@
 """Finds few patterns that match exactly a given set of names among all names of a model.
 
 Names are split at dots. Names that differ in only one component are merged repeatedly: the component gets a list of alternatives,
-so a merged pattern matches no additional name. A list of numbers is replaced by "any number" if the pattern still matches none.
+so a merged pattern matches no additional name. A list of numbers is replaced by "any number" if the pattern then still matches no
+additional name.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def products(wanted: Iterable[str], universe: Collection[str]) -> list[Product]:
 
 
 def _merged(unmerged: list[Product], index: int, numbers: bool) -> list[Product]:
-    """Merge patterns that differ only in component `index`. numbers: whether to merge components that are numbers or words."""
+    """Merge patterns that differ only in component `index`. numbers: whether to merge numbers; if False, words."""
     groups: dict[object, set[str]] = {}
     whole: dict[object, Product] = {}
     for product in unmerged:
@@ -56,7 +57,9 @@ def _merged(unmerged: list[Product], index: int, numbers: bool) -> list[Product]
 
 
 def _widened(product: Product, others: list[list[str]]) -> Product:
-    """Return `product` with each list of numbers replaced by "any number", unless it would then match one of the names `others`."""
+    """Return `product` with each list of numbers replaced by "any number", unless it would then match a name in `others`, which are
+    split at dots.
+    """
     for index, choice in enumerate(product):
         if choice is not None and len(choice) > 1 and all(is_number(text) for text in choice):
             wider = (*product[:index], None, *product[index + 1 :])

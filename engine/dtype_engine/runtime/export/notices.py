@@ -41,7 +41,7 @@ def uncast_notices(items: Sequence[ExportTensor], infos: Mapping[str, TensorInfo
 
 
 def unwritten_notice(tree: Tree, planned: Mapping[str, str]) -> tuple[str, ...]:
-    """Return a notice about tensors that the rules cast and no file holds: non-persistent buffers."""
+    """Return a notice about non-persistent buffers that the rules cast, because no file holds them. planned: dtypes by name."""
     names = [
         name
         for name, tensor in tree.tensors.items()
@@ -56,7 +56,9 @@ def unwritten_notice(tree: Tree, planned: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def kept_wide_notice(tree: Tree, items: Sequence[ExportTensor], infos: Mapping[str, TensorInfo]) -> tuple[str, ...]:
-    """Return a notice about 16-bit tensors that transformers widens to float32, because the model's code requires it."""
+    """Return a notice about 16-bit tensors that transformers widens to float32, because the model's code requires it. infos: the
+    model's tensors by their names in the files.
+    """
     wide = widest(item.dtype for item in items)
     computed = [item.name for item in items if item.dtype in COMPUTE_DTYPES and item.name in infos]
     names = [name for name in computed if loaded_dtype(tree, infos[name], wide) != wide]
@@ -73,7 +75,7 @@ def _tensors(names: Sized) -> str:
 
 
 def tied_notice(tied: Mapping[str, str]) -> tuple[str, ...]:
-    """Return a notice that each tied weight is written under one name. tied: the written name for each one that is left out."""
+    """Return a notice that each tied weight is written under one name. tied: maps each omitted name to the written one."""
     if not tied:
         return ()
     name, first = next(iter(tied.items()))
@@ -85,7 +87,7 @@ def tied_notice(tied: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def split_notice(items: Sequence[ExportTensor]) -> tuple[str, ...]:
-    """Return a notice if vLLM and SGLang will refuse weights that they fuse, such as query and key, in different formats."""
+    """Return a notice if vLLM and SGLang will refuse several formats for weights that they fuse, such as query and key."""
     planned = {item.name: item.dtype for item in items}
     groups = split_groups(planned)
     if not groups:

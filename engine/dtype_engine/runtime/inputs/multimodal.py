@@ -43,13 +43,13 @@ def is_contrastive(model: LiveModel) -> bool:
 
 
 def image_token(model: LiveModel) -> int | None:
-    """Return the id of the token in whose place a language model puts a feature vector of a picture, if it has one."""
+    """Return the id of the token that a language model replaces by a feature vector of a picture, or None if there is none."""
     ids = (getattr(model.module.config, name, None) for name in ("image_token_id", "image_token_index"))
     return next((token for token in ids if isinstance(token, int)), None)
 
 
 def picture_and_text_inputs(model: LiveModel, options: InputOptions) -> Inputs:
-    """Return inputs with pictures and texts. Raises UserError if one can't be used, and NoForward if none can be made."""
+    """Return inputs with pictures and texts. Raises UserError if any can't be used, and NoForward if no picture can be made."""
     pictures, made_of = make_pictures(model, options)
     if is_contrastive(model):
         return _contrastive_inputs(model, options, pictures, made_of)
@@ -150,7 +150,7 @@ def _vision_language_inputs(
 
 
 def processor_template(model: LiveModel) -> str | None:
-    """Return the chat template of the processor of a vision language model, if it has one."""
+    """Return the chat template of the processor of a vision language model, or None if it has none."""
     template = getattr(processor_of(model), "chat_template", None) if image_token(model) is not None else None
     return template.get("default") if isinstance(template, dict) else template
 
@@ -187,8 +187,9 @@ def _image_mark(model: LiveModel, processor: Any) -> str:
 def _by_hand(
     model: LiveModel, picture: Picture, text: str, given: bool, token: int, limits: InputLimits
 ) -> tuple[dict[str, Any], str]:
-    """Build the arguments for a picture and a prompt without the model's processor. Returns (the arguments, a phrase which says
-    how the prompt was created). The token ids have one image token (`token`) for each feature vector of the picture.
+    """Build the arguments for a picture and a prompt (`text`) without the model's processor. Returns (the arguments, a phrase that
+    says how the prompt was created). given: whether the user provided the prompt. The token ids have one image token (`token`) for
+    each feature vector of the picture.
     """
     config = model.module.config
     names = parameters(model.module)
@@ -208,7 +209,7 @@ def _by_hand(
 
 
 def _features(model: LiveModel, picture: Picture) -> int:
-    """Return how many token positions a picture takes up, by the model's vision part. Raises NoForward if that fails."""
+    """Return how many token positions a picture takes up, computed by the model's vision part. Raises NoForward if that fails."""
     ask = getattr(model.module, "get_image_features", None)
     if ask is None:
         raise NoForward(f"{model.title}: how many tokens a picture takes is not known; {hint('tensors')}")

@@ -68,7 +68,7 @@ def unknown_arguments(model: LiveModel, batch: Batch) -> tuple[list[str], list[s
 
 
 def with_labels(model: LiveModel, inputs: Inputs) -> Inputs:
-    """Turn arguments that the forward pass does not take into labels for the user's metrics."""
+    """Return `inputs`, in which the arguments that the forward pass does not take became labels for the user's metrics."""
     batches = tuple(batch.with_labels(unknown_arguments(model, batch)[0]) for batch in inputs.batches)
     return dataclasses.replace(inputs, batches=batches)
 
@@ -110,7 +110,7 @@ def _check_ids(model: LiveModel, name: str, value: torch.Tensor, where: str) -> 
 
 
 def id_count(model: LiveModel, name: str) -> int | None:
-    """Return how many different ids the argument `name` may hold, such as the size of the vocabulary for `input_ids`, if known."""
+    """Return how many different ids the argument `name` may hold (for `input_ids`, the vocabulary's size), or None if unknown."""
     config = model.module.config
     if name != "input_ids":
         decoder = getattr(config, "decoder", None) if name == "decoder_input_ids" else None
@@ -131,7 +131,9 @@ def id_count(model: LiveModel, name: str) -> int | None:
 
 
 def _check_pixels(model: LiveModel, value: torch.Tensor, where: str) -> None:
-    """Raise UserError if `pixel_values` has the wrong dimensions or channels for a model with a convolution over pictures."""
+    """Raise UserError if `pixel_values` (`value`) has the wrong dimensions or channels for a model with a convolution over
+    pictures. where: the words with which the error begins.
+    """
     vision = getattr(model.module.config, "vision_config", None) or model.module.config
     wanted = getattr(vision, "num_channels", None)
     if not isinstance(wanted, int):

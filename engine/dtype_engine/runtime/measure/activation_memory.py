@@ -1,4 +1,4 @@
-"""Measures the memory that a forward pass needs beside the weights in a real pass, or estimates it without computing anything.
+"""Measures the memory that a forward pass needs in addition to the weights, or estimates it without computing anything.
 
 A measurement adds up what torch's allocator hands out and gets back, workspace inside kernels included. An estimate counts the live
 bytes of all storages that operations create. It does not see the workspace of a kernel, whose size depends on the machine: for
@@ -41,11 +41,13 @@ _LOOPED = (64, 128, 256)
 extrapolated from these, because following such a loop takes milliseconds per token.
 """
 _MODULE = "dtype_engine.module:"
-"""The prefix of the marks in a record of allocations that say which module begins to run."""
+"""The prefix of the marks in the profiler's record that name the module which begins to run."""
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the live bytes of the storages that operations create, except those of tensors that are `known`, and their peak."""
+    """Counts the live bytes of the storages that operations create, and their peak. known: tensors that exist before the
+    operations. Their storages do not count.
+    """
 
     def __init__(self, known: Iterable[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -74,12 +76,12 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._now -= self._counted.pop(key, 0)
 
     def enter(self, module: str) -> None:
-        """Note that a module begins to run."""
+        """Note that the module named `module` begins to run."""
         self.running = module
 
 
 def _safe_softmax(scores: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Compute what `SAFE_SOFTMAX` does by the operations of its kernel, whose results take memory until its end."""
+    """Return the result of `SAFE_SOFTMAX`, computed by separate operations, as its kernel does, so that `LiveBytes` sees them."""
     found = torch.softmax(scores, dim, dtype)
     masked = scores.isneginf()
     return found.masked_fill_(masked.all(dim, keepdim=True), 0.0)
@@ -87,7 +89,7 @@ def _safe_softmax(scores: torch.Tensor, dim: int, dtype: torch.dtype | None = No
 
 @contextmanager
 def _naming_modules(module: nn.Module, on_module: Callable[[str], None]) -> Iterator[None]:
-    """While the block runs, call `on_module` with the name of each submodule of `module` that begins to run."""
+    """In the `with` block, call `on_module` with the name of each submodule of `module` that begins to run."""
     with ExitStack() as hooks:
         for name, child in module.named_modules():
             hooks.enter_context(child.register_forward_pre_hook(lambda *_, name=name: on_module(name)))
@@ -96,23 +98,24 @@ def _naming_modules(module: nn.Module, on_module: Callable[[str], None]) -> Iter
 
 def measured(module: nn.Module, context: int, batch: int) -> ActivationMemory:
     """Run the model, as it is cast now, over `batch` sequences of `context` random tokens, and return the peak of the memory that
-    this needs. Raises NoForward if it is not known which inputs have this size, or if the pass fails.
+    the pass needs. Raises NoForward if the pass fails, or if it is not known how to make inputs of this size for the model.
     """
     return _pass(module, _inputs(module, context, batch), context, batch, estimated=False)[0]
 
 
 class ActivationEstimator:
-    """Estimates the peak of the memory of forward passes of any size, without computing anything or taking that memory. It is an
+    """Estimates the peak of the memory of forward passes of any size, without computing values or allocating this memory. It is an
     upper bound: a real pass may leave out work that depends on values, such as applying a mask that masks nothing.
 
-    module: a model without data, on the meta device, which this object changes. dtype: the dtype in which the passes compute.
+    module: a model without data, on the meta device, whose parameters and buffers this object replaces. dtype: the dtype in which
+    the passes compute.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
         self._module = module.eval()
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._width = 1
-        """The size of an element in the dtype of the passes, divided by its size in the dtype of the fake tensors."""
+        """The size of an element in the dtype of the passes, divided by the size of an element in the dtype of the fake tensors."""
         self._make_tensors(dtype)
         self._dtype = dtype
 
@@ -128,7 +131,7 @@ class ActivationEstimator:
 
     def estimate(self, context: int, batch: int) -> ActivationMemory:
         """Return an upper bound for a pass over `batch` sequences of `context` tokens. Raises NoForward if the operations of a pass
-        depend on values, which are unknown without running it, or if it is not known which inputs have this size.
+        depend on values, which are unknown without running it, or if it is not known how to make inputs of this size for the model.
         """
         if context > _LOOPED[-1] and self._loops:
             known = {length: self.estimate(length, batch) for length in _LOOPED}
@@ -177,7 +180,9 @@ def estimator_of(checkpoint: Checkpoint, options: ModelOptions, dtype: str) -> A
 def _pass(
     module: nn.Module, inputs: Mapping[str, Any], context: int, batch: int, estimated: bool
 ) -> tuple[ActivationMemory, int]:
-    """Return (the memory that a pass needs, the number of its operations, which is 0 if only the profiler follows them)."""
+    """Run a pass, or follow it without data if `estimated`. Returns (the memory that the pass needs, the number of its operations).
+    The number is 0 if torch's profiler measured the pass, which does not count operations.
+    """
     operations = 0
     known = [*module.parameters(), *module.buffers(), *filter(torch.is_tensor, inputs.values())]
     what = f"the memory of a pass over {context:,} tokens can't be {'estimated' if estimated else 'measured'}"
@@ -258,7 +263,7 @@ def _cache_tensors(output: Any) -> list[torch.Tensor]:
 
 
 def _inputs(module: nn.Module, context: int, batch: int) -> dict[str, Any]:
-    """Return arguments for one pass of a transformers model. Raises NoForward for others."""
+    """Return arguments for one pass of a transformers model. Raises NoForward if the size of an argument is unknown."""
     config: Any = getattr(module, "config", None)
     like = next((tensor for tensor in module.parameters() if tensor.is_floating_point()), torch.empty(0))
     names = inspect.signature(module.forward).parameters

@@ -34,7 +34,7 @@ ENOUGH_POSITIONS = 256
 """The noise floor is measured over as many batches as it needs to compare this many output rows, such as tokens."""
 _SAME_ROWS = 1e-2
 _MORE_THAN_ROUNDING = 1e-3
-"""A relative difference of a row (60 dB) that is larger than those that the order of float32 sums makes in most rows."""
+"""A relative difference (60 dB) that most rows do not reach if float32 numbers are only added in another order."""
 _RUNS = 4
 """How many runs the progress counts for each batch: the reference, another attention, and two for a batch of two."""
 
@@ -50,8 +50,9 @@ def measure_noise_floor(
     """Return the noise floor: the largest differences between the reference run and two variants of it, one with a different
     attention implementation and one with each input twice in a batch. Variants that the model does not support are skipped.
 
-    behavior: what earlier passes have shown about the model. `on_progress(done, total)` is called with the numbers of finished runs
-    and of all runs, each on one input; `total` is an estimate. Raises NoForward if the reference run fails.
+    behavior: what earlier passes have shown about the model. classes_dim: as in `RunSettings`. `on_progress(done, total)` is called
+    with the numbers of finished runs and of all runs, each on one input; `total` is an estimate. Raises NoForward if the reference
+    run fails.
     """
     comparisons: dict[str, OutputMetrics] = {}
     positions = 0
@@ -96,15 +97,16 @@ def _worst(drifts: dict[str, OutputDrift], positions: int) -> NoiseFloor:
 def _variants(
     runner: ForwardRunner, batch: Batch, reference: torch.Tensor
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Rerun the reference in variants. Yields (a variant's name, its main output or None if it fails)."""
+    """Run variants of the reference. Yields (name, main output or None if it fails). reference: the reference run's main output."""
     with other_attention(runner.model.module) as attention:
         yield f"{attention} attention", _attempt(runner, batch, reference, 1) if attention else None
     yield "batch of two", _attempt(runner, Batch(_twice(batch.args), _twice(batch.kwargs)), reference, 2)
 
 
 def _attempt(runner: ForwardRunner, batch: Batch, reference: torch.Tensor, times: int) -> torch.Tensor | None:
-    """Run the reference on a batch in which each input occurs `times` times. Returns the main output for the first copy, or None if
-    the run fails or the copies have different outputs. reference: the main output for the inputs without repetition.
+    """Run the reference on `batch`, in which each input occurs `times` times. Returns the main output for the first copy, or None
+    if the run fails, if the copies have different outputs, or if most rows differ from `reference` by more than rounding.
+    reference: the main output for the inputs without repetition.
     """
     try:
         output = main_output(runner.reference(runner.reference_call(batch)).output)[1]
@@ -121,8 +123,8 @@ def _attempt(runner: ForwardRunner, batch: Batch, reference: torch.Tensor, times
 
 def _is_other_arithmetic(reference: torch.Tensor, again: torch.Tensor) -> bool:
     """Return whether most rows of `again` differ from those of `reference` by more than rounding. Then the examples of a batch
-    affect each other, as those do that a norm of the whole batch divides, and a batch of two is no repetition. Few rows that differ
-    are no reason: a router may send a token elsewhere because of the last bit.
+    affect each other, for example through a norm of the whole batch, and a batch of two does not repeat the reference. A few
+    differing rows do not count: a router may send a token elsewhere because of the last bit.
     """
     size, difference = (torch.linalg.vector_norm(each, dim=-1) for each in (reference, again - reference))
     return float((difference > _MORE_THAN_ROUNDING * size).float().mean()) > 0.5

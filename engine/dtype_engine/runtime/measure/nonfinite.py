@@ -4,8 +4,8 @@ helps.
 One more pass runs inside a mode that sees every operation in its actual dtype. An operation is the culprit if it returns non-finite
 values for finite arguments, and more of them than in the reference run. An attention mask that becomes -infinity is no error by
 itself. If NaN comes of it, as from a softmax of nothing but -infinity, the operation that made the -infinity is the culprit. Then
-the sets of rules of `nonfinite_scopes.py` are tried until the output is finite or, if it is from the start because the model's code
-clamps or saturates, until all modules are.
+the sets of rules of `nonfinite_scopes.py` are tried until the output is finite. If the output is finite from the start, because the
+model's code clamps or saturates, they are tried until all modules are finite.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class _NonFiniteOp:
     operation: str
     dtype: str
     largest: float
-    """The largest |value| of its weights or, if these are finite, of its arguments."""
+    """The largest |value| of the operation's weights or, if these are finite, of its arguments."""
     weights: tuple[str, ...]
-    """Its weights that are not finite."""
+    """The operation's weights that are not finite."""
     constant: float | None = None
     """A number in the model's code that becomes infinite or zero in the operation's dtype."""
     sources: tuple[str, ...] = ()
@@ -88,11 +88,11 @@ class _OpObserver(TorchFunctionMode):
         self.largest: dict[tuple[str, str], float] = {}
         """The largest finite |value| of the results, by (module, operation)."""
         self.reached: dict[str, float] = {}
-        """By weight name, the largest finite |value| of the activations that the weight was multiplied with or added to."""
+        """By weight name, the largest finite |value| of results and other arguments of the operations that use the weight."""
         self._vanished: dict[str, float] = {}
 
     def observing(self, mode: WeightMode) -> _OpObserver:
-        """Return this observer for the pass of `mode`, as `PassOptions.around`."""
+        """Observe a pass under `mode`. Returns this observer, which is the context that `PassOptions.around` has to return."""
         self.observed = mode
         return self
 
@@ -213,8 +213,8 @@ def diagnose_nonfinite(
     """Find the operation that causes non-finite values in a model measured under `recipe`, and rules that avoid them.
 
     modules, output: the results of that measurement, with modules in the order of the pass. If the output is finite but modules are
-    not, the rules make every module finite. `on_trial(done, total)` is called before each trial of rules. The model stays cast as
-    in the last trial. Raises NoForward, KernelError, Cancelled.
+    not, the rules make every module finite. `on_trial(done, total)` is called before each trial, with the numbers of tried and of
+    all sets of rules. The model stays cast as in the last trial. Raises NoForward, KernelError, Cancelled.
     """
     reference_bad = bool(output.nonfinite_reference and not output.nonfinite)
     modules = list(modules)
@@ -304,7 +304,9 @@ class _Origin:
 
 
 def _find_origin(runner: ForwardRunner, inputs: Inputs, first: str, reference_bad: bool) -> _Origin:
-    """Find where non-finite values arise. first: the first module in whose output the measurement found some, or ""."""
+    """Find where non-finite values arise. first: the first module in whose output the measurement found such values, or "".
+    reference_bad: whether to search in the reference run, because only the reference has such values in its main output.
+    """
     for batch in inputs.batches:
         plain = _OpObserver(runner.model.by_id)
         came_out = _FinishedModules(plain)
@@ -344,7 +346,9 @@ def _find_origin(runner: ForwardRunner, inputs: Inputs, first: str, reference_ba
 def _finite_output_under(
     meter: DriftMeter, tree: Tree, recipe: Recipe, what: Literal["output", "modules"], cancelled: IsCancelled
 ) -> OutputDrift | None:
-    """Return the drift under a recipe, or None if the model can't run or an output is not finite: the main or, by `what`, any."""
+    """Return the drift under a recipe, or None if the model can't run, or if its values are not finite: those of the main output
+    or, if `what` is "modules", of any output.
+    """
     plan = make_plan(tree, recipe)
     meter.model.apply(plan.dtypes, cancelled=cancelled, caches=plan.caches)
     try:
@@ -358,7 +362,7 @@ def _finite_output_under(
 def _better_in_float32(
     meter: DriftMeter, tree: Tree, recipe: Recipe, rules: Scope, output: OutputDrift, cancelled: IsCancelled
 ) -> tuple[Scope, OutputDrift]:
-    """Try float32 instead of bfloat16. Returns the better rules, and the drift under them. output: that under `rules`."""
+    """Try float32 instead of bfloat16 in `rules`. Returns the better rules, and their drift. output: the drift under `rules`."""
     wider = tuple(Rule.make(rule.pattern, "float32") for rule in rules)
     after = _finite_output_under(meter, tree, recipe.then(*wider), "modules", cancelled)
     return (wider, after) if after is not None and drifts_less(after, output) else (rules, output)
@@ -381,7 +385,7 @@ def _largest(tensor: torch.Tensor) -> float:
 
 
 def _constant(args: Arguments, kwargs: dict[str, Any]) -> bool:
-    """Return whether an argument of a torch call is infinity or NaN, so that the model's code intends non-finite values."""
+    """Return whether an argument of a torch call is infinity or NaN. The model's code then intends non-finite values."""
     return any(isinstance(value, float) and not math.isfinite(value) for value in (*args, *kwargs.values()))
 
 
@@ -402,7 +406,7 @@ def _only_masked(tensor: torch.Tensor) -> bool:
 
 def _masks(result: torch.Tensor, smallest_given: float) -> bool:
     """Return whether the non-finite values of a result are an attention mask, which is no error: all are -infinity, and the
-    smallest number among the arguments was already close to the dtype's lowest value.
+    smallest number among the arguments (`smallest_given`) was already close to the dtype's lowest value.
     """
     lowest = torch.finfo(result.dtype).min
     odd = result[~torch.isfinite(result)]

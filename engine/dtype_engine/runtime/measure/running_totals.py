@@ -33,7 +33,7 @@ class ReferenceRecord:
     attended: AttendedPositions
     """The padding masks that the model passed to torch's attention modules (`nn.MultiheadAttention`)."""
     modules: dict[tuple[str, int], torch.Tensor] | None
-    """The outputs of modules by (module, number of its call), or None if modules are not compared. One may be `output` itself."""
+    """Outputs by (module, number of its call), or None if modules are not compared. A module's output may be `output` itself."""
     left_out: frozenset[str] = frozenset()
     """The names of modules with an output that was not recorded, because it did not fit into memory."""
     choices: Mapping[tuple[str, int], torch.Tensor] = field(default_factory=dict)
@@ -149,11 +149,11 @@ class RunningTotals:
             self._kl_means.append(float(positions.kl.mean()))
 
     def has(self, number: int, with_modules: bool) -> bool:
-        """Return whether the results of a sequence were added. with_modules: whether those of its modules must have been, too."""
+        """Return whether the results of a sequence were added. with_modules: whether those of its modules are needed, too."""
         return number in self.numbers and (not with_modules or number in self._modules)
 
     def saved(self) -> SavedTotals:
-        """Return the results until now as plain data, from which `restored` makes equal totals."""
+        """Return the results so far as plain data. `restored` makes equal totals from them."""
         sequences = []
         for number in self.numbers:
             one, modules = self._comparison.sequences[number], self._modules.get(number)
@@ -174,7 +174,9 @@ class RunningTotals:
 
     @classmethod
     def restored(cls, saved: SavedTotals, total: int, routed: bool) -> RunningTotals:
-        """Return totals with the results of `saved`. total, routed: as for the class."""
+        """Return totals with the results of `saved`. total: the number of all sequences. routed: whether the model routes tokens to
+        experts.
+        """
         totals = cls(saved.output_name, torch.empty((0,) * saved.dimensions), saved.classes_dim, total, routed)
         totals._reference_seconds, totals._candidate_seconds = saved.seconds
         totals._left_out, totals._left_wide = set(saved.modules_left_out), set(saved.left_wide)
@@ -206,7 +208,9 @@ class RunningTotals:
         return tuple(self._module(name, self._modules) for name in names if name not in self._left_out)
 
     def modules_with(self, number: int, modules: Mapping[str, ModuleSums]) -> tuple[ModuleDrift, ...]:
-        """Return the drifts of `modules` over all sequences. modules: the results of the sequence `number`, which still runs."""
+        """Return the drift of each module in `modules`, over the sequences added so far and the sequence `number`, which is still
+        running. modules: the results of this sequence, by module name.
+        """
         sequences = {**self._modules, number: modules}
         return tuple(self._module(name, sequences) for name in modules)
 
@@ -234,7 +238,7 @@ class RunningTotals:
 
     @property
     def extent(self) -> Extent:
-        """How many sequences were compared, and an estimate of how far each metric is from its value over all sequences."""
+        """How many sequences were compared, and an estimate of each metric's distance from its value over all sequences."""
         sequences = [self._comparison.sequences[number] for number in self.numbers]
         errors = (None, None) if self._routed and len(sequences) < self._total else self._errors(sequences)
         return Extent(
@@ -248,7 +252,9 @@ class RunningTotals:
         )
 
     def _errors(self, sequences: Sequence[SequenceFigures]) -> tuple[float | None, float | None]:
-        """Return the relative standard errors of (the relative L2 error, the mean KL) over the sequences run so far, or None."""
+        """Return the relative standard errors of (the relative L2 error, the mean KL) over the sequences run so far, each None if
+        unknown.
+        """
         # The squared relative L2 error is also a mean: that of each sequence's squared error, weighted by its energy.
         energies = [sequence.sums.energy for sequence in sequences]
         squares = [each.sums.noise / each.sums.energy if each.sums.energy else 0.0 for each in sequences]

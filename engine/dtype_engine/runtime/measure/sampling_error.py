@@ -36,8 +36,8 @@ _BLOCK = 16
 
 def relative_error(weights: Sequence[float], means: Sequence[float], total: int, within: float = 0.0) -> float | None:
     """Return the relative standard error of the weighted mean of `means`, as an estimate of the mean over all `total` sequences. It
-    is 0.0 if all sequences were run, and None if the mean is 0 or not finite. weights, means: those of each sequence that was run.
-    within: the standard error of the first sequence's own mean (see `batch_means_error`).
+    is 0.0 if all sequences were run, and None if the mean is 0 or not finite. weights, means: one number for each sequence that was
+    run. within: the standard error of the first sequence's own mean (see `batch_means_error`).
     """
     count, weight = len(means), sum(weights)
     if count >= total:
@@ -56,20 +56,22 @@ def relative_error(weights: Sequence[float], means: Sequence[float], total: int,
 
 def log_normal_error(variance: float) -> float:
     """Return the relative standard error of a positive, skewed estimate from its relative variance: half the distance from 1 to the
-    upper limit of the log-normal 95 % interval around 1, for a small variance its square root. (Burnham et al., "Design and
-    Analysis Methods for Fish Survival Experiments", 1987, 2.I.1.)
+    upper limit of the log-normal 95 % interval around 1. For a small variance, this is the variance's square root. (Burnham et al.,
+    "Design and Analysis Methods for Fish Survival Experiments", 1987, 2.I.1.)
     """
     return math.expm1(2 * math.sqrt(math.log1p(variance))) / 2
 
 
 def _student_factor(freedom: int) -> float:
-    """Return Student's 97.5 % quantile over the normal one, for a `freedom` of 3 or more (Abramowitz and Stegun, 26.7.5)."""
+    """Return Student's 97.5 % quantile divided by the normal one, for a `freedom` of 3 or more (Abramowitz and Stegun, 26.7.5)."""
     square = statistics.NormalDist().inv_cdf(0.975) ** 2
     return 1 + (square + 1) / (4 * freedom) + (5 * square**2 + 16 * square + 3) / (96 * freedom**2)
 
 
 def batch_means_error(values: torch.Tensor) -> float:
-    """Return the standard error of the mean of correlated values [positions] by means of blocks, or 0.0 without two blocks."""
+    """Return the standard error of the mean of correlated values [positions], computed from the means of blocks of positions.
+    Returns 0.0 if there are fewer than two blocks.
+    """
     blocks = len(values) // _BLOCK
     if blocks < 2:
         return 0.0

@@ -39,7 +39,7 @@ _WITH_TENSORS = ("_parameters", "_buffers", "_modules")
 
 @contextmanager
 def stored_values(model: LiveModel) -> Iterator[None]:
-    """Let the parameters of `model` hold their stored values in the `with` block. On the CPU, this copies no data."""
+    """Let the parameters of `model` hold their stored values in the `with` block. On the CPU, no data is copied."""
     changed = [weight for weight in model.weights.values() if weight.differs]
     try:
         for weight in changed:
@@ -66,7 +66,7 @@ def as_every_pass(
     call are computed again from the currently cast weights. Yields the saved state, and a function that restores it immediately and
     returns whether the model is `stateful`.
 
-    behavior: records as `stateful` whether anything had to be restored. modules: the modules whose state is restored. watching:
+    behavior: its `stateful` becomes True if anything had to be restored. modules: the modules whose state is restored. watching:
     tells whether the pass has changed tensors. earlier: the state that was saved before an earlier pass. It is used again if it
     still holds.
     """
@@ -93,8 +93,8 @@ def _uncompiled() -> AbstractContextManager[None]:
 
 class SavedState:
     """The saved state of some modules: their tensors, numbers, containers and objects, and the tensors in attributes of their
-    classes, in global variables of the Python modules that define these classes, and in what functions there keep, for example in a
-    `functools.lru_cache`.
+    classes, in global variables of the Python modules that define these classes, and in containers and caches of functions there,
+    such as a `functools.lru_cache`.
     """
 
     def __init__(self, modules: Collection[nn.Module]) -> None:
@@ -134,7 +134,7 @@ class SavedState:
                 self._add(value, _DEPTH)
 
     def _add_shared(self, kinds: Collection[type]) -> None:
-        """Save the attributes of classes and their bases, and the global variables of the Python modules that define them."""
+        """Save the attributes of the classes `kinds` and their bases, and the global variables of the modules that define them."""
         own = {base for kind in kinds for base in kind.__mro__ if base.__module__.partition(".")[0] not in _NOT_OWN}
         names = {base.__module__ for base in own}
         holders: list[type | ModuleType] = [*own, *(sys.modules[name] for name in names if name in sys.modules)]
@@ -179,7 +179,7 @@ class SavedState:
 
     def _restore_shared(self) -> bool:
         """Restore those shared attributes and containers in which a tensor was added, replaced or removed, and clear the caches of
-        functions that hold tensors. Returns whether there were any.
+        functions that hold tensors. Returns whether anything was restored or cleared.
         """
         restored = False
         for cached in self._caches:
@@ -303,7 +303,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _has_same(container: Any, had: Any) -> bool:
-    """Return whether a container holds the same objects as its copy. `==` on tensors is elementwise, so identity is compared."""
+    """Return whether a container has the same objects as its copy `had`. `==` on tensors is elementwise, so identity counts."""
     if isinstance(container, set):
         return bool(container == had)
     same = len(container) == len(had) and all(map(is_, container, had))

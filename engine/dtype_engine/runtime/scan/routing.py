@@ -51,7 +51,7 @@ class TopKCall:
     index: int
     """The index among all `topk` calls of the pass."""
     margins: torch.Tensor
-    """[tokens], with an autograd graph."""
+    """The k-th score minus the next score of each token: [tokens], with an autograd graph."""
 
 
 @dataclass
@@ -71,7 +71,9 @@ class TopKSample:
 
 
 def sample_calls(calls: Sequence[TopKCall], sequence: int, sequences: int) -> list[TopKCall]:
-    """Return the calls that the sequence with this index samples. Different sequences choose different calls, to cover all."""
+    """Return those of `calls` that the sequence with the index `sequence` samples, of `sequences` in all. Different sequences
+    choose different calls, to cover all.
+    """
     count = len(calls)
     if not count:
         return []

@@ -54,7 +54,7 @@ class SequenceScores:
     """Whether the backward passes used all vectors of the second-order term, so that `sums` has no sampling error."""
     topk_samples: list[TopKSample] = field(default_factory=list)
     measured: dict[Key, float] = field(default_factory=dict)
-    """Drifts, in the unit of `sums`, that were measured by separate passes and replace its estimates."""
+    """Drifts that were measured by separate passes, in the unit of `sums`. They replace the estimates in `sums`."""
 
     def replace(self, key: Key, drift: float) -> None:
         """Replace the estimate for one (weight, dtype) by a measured drift, summed over the sequence's positions."""
@@ -72,8 +72,8 @@ def combine_scores(
     num_probes: int,
     free: Callable[[str, str], bool],
 ) -> Scores:
-    """Return (score, standard error) by (weight, dtype). num_probes: backward passes per sequence. free(weight, dtype): whether
-    the cast rounds nothing; the score is then 0.
+    """Return (score, standard error) by (weight, dtype), from the finished sequences (`done`). wanted: the dtypes of each weight.
+    num_probes: backward passes per sequence. free(weight, dtype): whether the cast rounds nothing; the score is then 0.
     """
     normalizers = [sequence.normalizer for sequence in done]
     normalizer, count = sum(normalizers), len(done)
@@ -135,8 +135,8 @@ def _shrink_to_mean(
 ) -> dict[Key, tuple[float, float]]:
     """Return two factors for each score that changes: one for the score, and one for its variance.
 
-    A score's factor shrinks the ratio of `sums` to `independent` (see `SequenceScores`) towards the mean ratio of its weight.
-    variance: the relative variance of the samples.
+    A score's factor shrinks the ratio of `sums` to `independent` (see `SequenceScores`), over the sequences `done`, towards the
+    mean ratio of its weight. wanted: the dtypes of each weight. variance: the relative variance of the samples.
     """
     groups: list[dict[Key, float]] = []
     for name, targets in wanted.items():

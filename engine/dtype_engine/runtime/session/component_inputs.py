@@ -31,8 +31,9 @@ _NOT_RECORDED = ("return_dict", "generator")
 
 
 def inputs_of(model: LiveModel, options: Options) -> Inputs:
-    """Return the inputs that `make_inputs` creates or, for a component without default inputs, what one run of the pipeline passes
-    to it. Raises NoForward if there are no inputs, and UserError if the user's inputs do not fit the model.
+    """Return the inputs that `make_inputs` creates. For a component without default inputs, return the arguments that one run of
+    its pipeline passes to the component. Raises NoForward if there are no inputs, and UserError if the user's inputs do not fit the
+    model.
     """
     try:
         return make_inputs(model, options)
@@ -95,6 +96,6 @@ def _recorded(component: nn.Module) -> Iterator[list[dict[str, Any]]]:
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy on the CPU, with floating-point values in float32, or in float64 if they are."""
+    """Return a copy on the CPU. Floating-point values become float32, or stay float64."""
     wide = tensor.is_floating_point() and tensor.dtype != torch.float64
     return tensor.detach().to("cpu", torch.float32 if wide else None, copy=True)

@@ -17,7 +17,7 @@ _SIDES = ("reference", "candidate")
 
 
 def check_pictures(session: Session, folder: Path, force: bool) -> None:
-    """Raise UserError if the model produces no pictures, or if a file exists that `save_pictures` would write."""
+    """Raise UserError if the model makes no pictures or, unless `force`, if a file exists that `save_pictures` would write."""
     if picture_range(session.model.module) is None:
         raise UserError(f"{session.model.title} makes no pictures to save")
     for number in range(1, len(session.need_inputs().batches) + 1):
@@ -30,7 +30,7 @@ def save_pictures(session: Session, folder: Path, force: bool) -> list[Path]:
     """Do a reference run and a candidate run on every input, and write their pictures to `folder` as `1-reference.png`,
     `1-candidate.png`, and so on. Of a video, the first frame is written. Returns the paths of the files.
 
-    force: whether to replace existing files. Raises UserError as `check_pictures`, and if a file can't be written.
+    force: whether to replace existing files. Raises UserError if `check_pictures` does, or if a file can't be written.
     """
     check_pictures(session, folder, force)
     pixels = picture_range(session.model.module)

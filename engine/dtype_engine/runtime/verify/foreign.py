@@ -36,7 +36,7 @@ _PART = "part of a weight that is "
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """The tensors of one of the two checkpoints, keyed by its own names."""
+    """The tensors of one of the two checkpoints, keyed by their names in this checkpoint."""
 
     stored: Mapping[str, tuple[str, tuple[int, ...]]]
     """The stored dtype, a name in `core.dtypes` or a block format of GGUF, and the shape of each tensor."""
@@ -45,8 +45,8 @@ class _Side:
     decoded: frozenset[str] = frozenset()
     """The tensors whose values `read` computes from codes and scales, or from blocks of GGUF."""
     parts: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    """The stored tensors of weights that this program can't decode, each with the name that the weight had before it was quantized,
-    and a phrase that describes it.
+    """The stored tensors of weights that this program can't decode, keyed by name: (the weight's name before it was quantized, a
+    phrase that describes the tensor).
     """
 
 
@@ -134,7 +134,7 @@ def compare_foreign(
 
 
 def _nothing_in_common(titles: str, theirs: _Side, ours: _Side, mapped: bool) -> UserError:
-    """Return the error for two checkpoints without a common name. mapped: False if only one of them has llama.cpp's names."""
+    """Return the error for two checkpoints (`titles`) without a common name. mapped: False if only one has llama.cpp's names."""
     why = (
         ", so there is nothing to compare"
         if mapped
@@ -200,7 +200,7 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def _compare(name: str, found: str, theirs: _Side, ours: _Side) -> ComparedTensor:
     """Count the elements of a tensor that differ from the source's values cast to the tensor's dtype, some at a time, and find the
-    largest difference. name, found: its names in the checkpoint and in the source.
+    largest difference. name, theirs: the tensor's name in the checkpoint, and the checkpoint. found, ours: the same for the source.
     """
     (dtype, _), (source_dtype, _) = theirs.stored[name], ours.stored[found]
     before, after = ours.read(found).reshape(-1), theirs.read(name).reshape(-1)

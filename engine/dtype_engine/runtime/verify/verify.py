@@ -40,8 +40,8 @@ from dtype_engine.runtime.verify.independent_block_formats import finite_largest
 from dtype_engine.runtime.verify.source_values import SourceValues, of_files, of_module, with_decoded
 
 CompareItems = Callable[[Contents], Iterator[tuple[Sequence[int], Sequence[str | None]]]]
-"""Compares the tensors of an export with its source in other processes. Yields pairs in any order: the indexes of some tensors in
-`Contents.items`, and for each of these what is wrong with it, or None.
+"""A function that compares the tensors of an export with its source in other processes. Yields pairs in any order: the indexes of
+some tensors in `Contents.items`, and for each of these what is wrong with it, or None.
 """
 _HEAD, _TAIL = 1 << 20, 1 << 16
 """How many bytes at the beginning of a file, which include the header, and at its end the fingerprint covers."""
@@ -59,8 +59,8 @@ class OpenExport:
     """Caches the largest |value| of tensors with a common scale, keyed by their names."""
 
     def problems(self, indexes: Sequence[int], cancelled: IsCancelled = never) -> list[str | None]:
-        """Return what is wrong with each of some tensors, given by their indexes in `contents.items`, or None. Raises UserError if
-        a file can't be read, and Cancelled.
+        """Return, for each of the tensors with these indexes in `contents.items`, what is wrong with it, or None. Raises UserError
+        if a file can't be read, and Cancelled.
         """
         found = []
         for index in indexes:
@@ -70,7 +70,7 @@ class OpenExport:
         return found
 
     def _shared(self, item: ExportTensor) -> float | None:
-        """Return the largest finite |value| of all tensors that have a common scale with a tensor, or None if it has its own."""
+        """Return the largest finite |value| of all tensors that share a scale with a tensor, or None if it shares no scale."""
         if item.shared is None:
             return None
         names = item.shared.names
@@ -79,7 +79,7 @@ class OpenExport:
         return self.largest[names]
 
     def _difference(self, item: ExportTensor) -> str | None:
-        """Return what is wrong with one tensor of the export by its plan (`item`) and its source, or None."""
+        """Return what is wrong with one tensor of the export, compared with its plan (`item`) and its source, or None."""
         for index, entry in enumerate(item.entries):
             if entry.name not in self.exported.read:
                 return "has no scales" if index else "is missing"
@@ -105,8 +105,8 @@ class OpenExport:
         return None
 
     def _scale_problem(self, entry: TensorEntry, item: ExportTensor) -> str | None:
-        """Return what is wrong with the scale of a layer's inputs (`entry`), or None. If the weight is exported as stored and the
-        source has an input scale, both must be equal. Otherwise it must be finite and positive.
+        """Return what is wrong with the exported scale of a layer's inputs (`entry`), or None. If the weight is exported as stored
+        and the source has an input scale, both scales must be equal. Otherwise, the exported one must be finite and positive.
         """
         scale = self.exported.read[entry.name]()
         if item.dtype == item.stored and entry.name in self.source.names:
@@ -216,8 +216,9 @@ def compare(
     cancelled: IsCancelled = never,
     elsewhere: CompareItems | None = None,
 ) -> tuple[TensorDifference, ...]:
-    """Return the differences between an export and `contents`, of which only names, dtypes and shapes are used. Values are computed
-    from the source without the code of the exporter, with `Tensor.to` or, for formats with scales, by their formula.
+    """Return the differences between the export in `folder` and `contents`, of which only names, dtypes and shapes are used. The
+    expected values are computed from the source without the code of the exporter, with `Tensor.to` or, for formats with scales, by
+    their formula.
 
     on_bytes: called with the number of bytes compared until now and the number of all bytes. elsewhere: compares the tensors in
     other processes. Raises UserError if a file can't be read, and Cancelled.
@@ -298,7 +299,7 @@ def quantize_independently(
     scale = max |w| / (the dtype's largest value), per channel (dimension 0) or per tensor, over finite values only. The scale is 1
     if all values are zero. It is never below float32's smallest normal value, and never so large that the largest code times the
     scale is infinite. Codes are w / scale, clamped and rounded half to even; NaN is 0 in int8. shared: the largest |w| of all
-    tensors that have a common scale with this one; if None, it has its own.
+    tensors that have a common scale with this one; if None, this tensor shares no scale.
     """
     row = dtypes.BY_NAME[dtype]
     wide = values.to(torch.float32)
@@ -327,8 +328,8 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _values_differ(entry: TensorEntry, expected: torch.Tensor, stored: torch.Tensor, cast: bool) -> str | None:
-    """Return how many elements of two tensors differ, as a sentence, or None. cast: whether the tensor was cast, so that all bit
-    patterns of NaN count as equal.
+    """Return how many elements of two tensors differ, as a sentence, or None. expected, stored: the tensor computed from the
+    source, and the exported one. cast: whether the tensor was cast, so that all bit patterns of NaN count as equal.
     """
     if expected.numel() != stored.numel() or expected.dtype != stored.dtype:
         return f"{entry.name} has {expected.numel()} values in the source"
@@ -347,7 +348,7 @@ def _calibrated(contents: Contents) -> tuple[str, ...]:
 
 
 def _not_compared(folder: Path, contents: Contents) -> tuple[str, ...]:
-    """Return a notice with the files that were not compared, as they hold no weights and the source has none such, or ()."""
+    """Return a notice with the files that were not compared, because they are neither weights nor copies from the source, or ()."""
     known = {"README.md", "recipe.yaml", *(path for _, path in contents.layout.copied)}
     others = sorted(
         printable(str(entry.relative_to(folder)))
@@ -369,10 +370,9 @@ def drift_of_export(
     options: ModelOptions,
     cancelled: IsCancelled = never,
 ) -> OutputDrift:
-    """Measure the drift of the model that is loaded from an export from the model of which it was made.
-
-    session: the open source of the export. source: where it was opened from. Raises UserError if the two models do not have the
-    same weights.
+    """Measure the drift of the model that is loaded from an export (`exported`), with the model of which the export was made as the
+    reference. session: the open source of the export. source: what the session was opened from. Raises UserError if the two models
+    do not have the same weights, or if the model can't be run.
     """
     model, inputs = session.model, session.inputs
     if model.checkpoint is not None:

@@ -24,7 +24,8 @@ How = Literal["mapped", "copied"]
 
 def source_of(checkpoint: Checkpoint, name: str, how: How = "mapped") -> WeightSource:
     """Return the source of a weight of a checkpoint. Its values have the stored dtype, or float32 for a weight that is stored as
-    codes. Nothing is read before the values are asked for. name: a key in `checkpoint.weights`.
+    codes. Nothing is read until the values are needed. name: a key in `checkpoint.weights`. how: how to read plain values (see
+    `How`).
     """
     if name in checkpoint.coded:
         return CodedSource(checkpoint.coded[name])
@@ -32,8 +33,8 @@ def source_of(checkpoint: Checkpoint, name: str, how: How = "mapped") -> WeightS
 
 
 class FileSource(WeightSource):
-    """A weight of plain values, which are read from their file at each use. If they can't be mapped, the loader of the pickle has
-    them, or reading raises UserError because there are none.
+    """A weight of plain values, which are read from their file at each use. Values that can't be mapped come from the loader of the
+    pickle. If the loader has none, reading raises UserError.
     """
 
     def __init__(self, checkpoint: Checkpoint, stored: CheckpointTensor, how: How = "mapped") -> None:
@@ -81,8 +82,7 @@ class FileSource(WeightSource):
 def read_stored(checkpoint: Checkpoint, stored: CheckpointTensor, alone: bool = False) -> torch.Tensor:
     """Return a tensor of a checkpoint exactly as its file stores it, for example codes without their scales.
 
-    alone: whether to read nothing around it, as in `read_mapped`. Raises UserError if the file can't be read or the tensor has no
-    plain values.
+    alone: as in `read_mapped`. Raises UserError if the file can't be read or the tensor has no plain values.
     """
     if stored.refusal is not None:
         raise UserError(f"{printable(stored.name)} {stored.refusal}, so its values can't be read")

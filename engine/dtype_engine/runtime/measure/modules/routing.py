@@ -18,9 +18,9 @@ from dtype_engine.runtime.model.live import LiveModel
 
 _ROUTER = re.compile(r"(^|[._])(gate|router|wg)$")
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "top_k_experts")
-"""Keys in the configurations of models whose value is the number of experts per token."""
+"""Keys in the configurations of models. The value of each is the number of experts per token."""
 _BIASED = ("n_group", "e_score_correction_bias", "use_expert_bias", "moe_router_enable_expert_bias")
-"""Keys in the configurations of models for settings that affect which experts a router chooses, beside the scores."""
+"""Keys in the configurations of models for settings, other than the scores, that affect which experts a router chooses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Routing:
     experts: frozenset[int]
     """All numbers of experts in the configuration. A module that outputs this many values for each token may be a router."""
     chosen: int | None
-    """The number of experts to which a token is sent. None if it is unknown, or if they are not those with the largest scores."""
+    """The number of experts to which a token is sent. None if unknown, or if a router does not choose by the largest scores."""
 
     @classmethod
     def of(cls, model: LiveModel) -> Routing | None:
@@ -77,7 +77,7 @@ class RoutingComparer:
         self._changed[module.rpartition(".")[0]] = tokens
 
     def rerouted_by(self, module: str) -> int:
-        """Return the number of all tokens in the call of a router that chose other experts for any token, and else 0."""
+        """Return the number of all tokens in the call of the router `module` if it chose other experts for any, otherwise 0."""
         return self._changed.get(module.rpartition(".")[0], 0) if _ROUTER.search(module) else 0
 
     def is_shifted(self, module: str, output: torch.Tensor) -> bool:

@@ -22,7 +22,7 @@ _GPU_CHUNK_ELEMENTS = 1 << 22
 
 @dataclass(slots=True)
 class ElementSums:
-    """Sums over elements of the reference's output r and the candidate's output c, all in float64."""
+    """Sums over elements of the reference's output r and the candidate's output c, all in float64, with Δ = c - r."""
 
     elements: int = 0
     nonfinite: int = 0
@@ -32,17 +32,17 @@ class ElementSums:
     nonfinite_candidate: int = 0
     """Number of elements that are NaN or infinite in the candidate, without those that are minus infinity in both."""
     sum_abs: float = 0.0
-    """Σ|Δ|"""
+    """Σ|Δ|: the sum of the absolute differences."""
     max_abs: float = 0.0
-    """max |Δ|"""
+    """max |Δ|: the largest absolute difference."""
     noise: float = 0.0
-    """ΣΔ²"""
+    """ΣΔ²: the sum of the squared differences."""
     energy: float = 0.0
-    """Σr²"""
+    """Σr²: the sum of the reference's squared values."""
     energy_candidate: float = 0.0
-    """Σc²"""
+    """Σc²: the sum of the candidate's squared values."""
     product: float = 0.0
-    """Σrc"""
+    """Σrc: the sum of the products of reference and candidate."""
 
     def add(self, other: ElementSums) -> None:
         """Add the sums over further elements."""
@@ -89,8 +89,8 @@ def sum_chunks(
     """Call `sums_of` for successive slices of an output, of `step` rows or, if it is flat, elements, and return the sum of the
     results, added up in order.
 
-    `sums_of` also gets `buffers` float64 buffers of the slice's shape on the output's device. They are reused for the next slice,
-    because touching new memory takes longer than computing the sums.
+    `sums_of` also gets `buffers` float64 buffers of the slice's shape on the output's device. The buffers are reused for the next
+    slice, because touching new memory takes longer than computing the sums.
 
     parallel: whether several threads share the work on the CPU. This helps only if a slice takes a millisecond or more, since
     handing over Python's lock at every torch operation takes longer than an operation on a small slice.
@@ -124,7 +124,7 @@ def widen(values: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
 
 def sums_of_small(r: torch.Tensor, delta: torch.Tensor) -> ElementSums | None:
     """Return the sums over some elements of the outputs in less time than `sums_of_any`, or None if Δ is not finite, or so large
-    that computing the candidate's sums from r and Δ would lose digits. delta: Δ, which is overwritten. Both are float64 and
+    that computing the candidate's sums from r and Δ would lose digits. delta: Δ, which is overwritten. r and delta are float64 and
     contiguous.
     """
     r, delta = r.view(-1), delta.view(-1)
@@ -138,7 +138,7 @@ def sums_of_small(r: torch.Tensor, delta: torch.Tensor) -> ElementSums | None:
 
 
 def sums_of_any(r: torch.Tensor, c: torch.Tensor) -> ElementSums:
-    """Return the sums over some float64 elements of the outputs, which may differ by any amount, and may be infinite or NaN."""
+    """Return the sums over some float64 elements r and c of the outputs, which may differ by any amount, be infinite or NaN."""
     r, c = r.view(-1), c.view(-1)
     finite = torch.isfinite(r) & torch.isfinite(c)
     same = (r == c) | (torch.isnan(r) & torch.isnan(c))
