@@ -80,16 +80,35 @@ def call_instead(module: nn.Module, function: Callable[..., Any]) -> Callable[[]
     """Redirect calls of a module, but not of its copies, to `function`, which gets the module as its first argument. Returns a
     function that undoes this.
     """
-    before = module.__dict__.get(_COMPILED_CALL)
-    bound = module.__dict__[_COMPILED_CALL] = MethodType(function, module)
+    return _put(module, _COMPILED_CALL, MethodType(function, module))
+
+
+def without_dtype_check(module: nn.RNNBase) -> Callable[[], None]:
+    """Let an `nn.RNN`, `nn.LSTM` or `nn.GRU` call torch whatever the dtype of its input. By itself, it first compares that dtype in
+    Python with the dtype of its first weight, and raises if they differ. Returns a function that undoes this.
+    """
+
+    def check_input(module: nn.RNNBase, values: torch.Tensor, batch_sizes: torch.Tensor | None) -> None:
+        with WithoutModes():
+            first = module._flat_weights[0].dtype  # type: ignore[union-attr]
+            if values.dtype != first:
+                values = torch.empty(values.shape, dtype=first, device="meta")
+            type(module).check_input(module, values, batch_sizes)
+
+    return _put(module, "check_input", MethodType(check_input, module))
+
+
+def _put(module: nn.Module, name: str, value: Any) -> Callable[[], None]:
+    before = module.__dict__.get(name)
+    module.__dict__[name] = value
 
     def undo() -> None:
-        if module.__dict__.get(_COMPILED_CALL) is not bound:
+        if module.__dict__.get(name) is not value:
             return
         if before is None:
-            del module.__dict__[_COMPILED_CALL]
+            del module.__dict__[name]
         else:
-            module.__dict__[_COMPILED_CALL] = before
+            module.__dict__[name] = before
 
     return undo
 

@@ -13,7 +13,13 @@ from torch import nn
 from dtype_engine.core.callbacks import ignore
 from dtype_engine.core.cancellation import IsCancelled
 from dtype_engine.core.errors import Cancelled
-from dtype_engine.runtime.libraries.torch_private import WithoutModes, as_called, call_instead, has_forward_hooks
+from dtype_engine.runtime.libraries.torch_private import (
+    WithoutModes,
+    as_called,
+    call_instead,
+    has_forward_hooks,
+    without_dtype_check,
+)
 from dtype_engine.runtime.model.device_map import MovesInputs
 from dtype_engine.runtime.passes.forward_pass import ForwardPass
 from dtype_engine.runtime.passes.output_cache import clone_output
@@ -57,6 +63,8 @@ class ModuleCalls:
         """Check for cancellation before each submodule call from now on, and report the calls to the current pass if `reports`."""
         made = self._reporting if reports else self._stopping
         self._undo = [call_instead(module, made(name)) for name, module in self._modules.items()]
+        # The mode asks torch whether it takes an input, for recurrent layers as for all other operations.
+        self._undo += [without_dtype_check(module) for module in self.modules if isinstance(module, nn.RNNBase)]
 
     def remove(self) -> None:
         """Stop intercepting calls, and restore the modules."""
@@ -75,7 +83,7 @@ class ModuleCalls:
             if name in self._blocks:
                 self._on_block(name)
             if (run := self.under_way) is not None and not run.is_elsewhere(name, module):
-                args = self._arguments_of(run, module, args, kwargs)
+                self._note_masks(run, module, args, kwargs)
             return as_called(module, *args, **kwargs)
 
         return call
@@ -88,7 +96,7 @@ class ModuleCalls:
             if self._cancelled():
                 raise Cancelled
             run.begin(name, args, kwargs)
-            args = self._arguments_of(run, module, args, kwargs)
+            self._note_masks(run, module, args, kwargs)
             earlier = run.earlier_call(name)
             if earlier is None:
                 if name in self._blocks:
@@ -108,15 +116,11 @@ class ModuleCalls:
 
         return call
 
-    def _arguments_of(self, run: ForwardPass, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Return the arguments for a module, which the mode changes for an RNN, and record the masks of torch's attention."""
-        if isinstance(module, nn.RNNBase):
-            with WithoutModes():
-                return run.mode.arguments_of(module, args)
+    def _note_masks(self, run: ForwardPass, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Record the masks of torch's attention."""
         if type(module) is nn.MultiheadAttention:  # the arguments of a subclass can have other meanings
             with self._apart():
                 run.attended.add(module, *args, **kwargs)
-        return args
 
     def _apart(self) -> AbstractContextManager[object]:
         """Return a context for the arithmetic of observers, in which no torch-function mode intercepts calls, and autocast and the
