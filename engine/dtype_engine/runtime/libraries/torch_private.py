@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from operator import attrgetter
+from threading import Lock
 from types import MethodType
 from typing import Any
 
@@ -80,37 +81,49 @@ def call_instead(module: nn.Module, function: Callable[..., Any]) -> Callable[[]
     """Redirect calls of a module, but not of its copies, to `function`, which gets the module as its first argument. Returns a
     function that undoes this.
     """
-    return _put(module, _COMPILED_CALL, MethodType(function, module))
-
-
-def without_dtype_check(module: nn.RNNBase) -> Callable[[], None]:
-    """Let an `nn.RNN`, `nn.LSTM` or `nn.GRU` call torch whatever the dtype of its input. By itself, it first compares that dtype in
-    Python with the dtype of its first weight, and raises if they differ. Returns a function that undoes this.
-    """
-
-    def check_input(module: nn.RNNBase, values: torch.Tensor, batch_sizes: torch.Tensor | None) -> None:
-        with WithoutModes():
-            first = module._flat_weights[0].dtype  # type: ignore[union-attr]
-            if values.dtype != first:
-                values = torch.empty(values.shape, dtype=first, device="meta")
-            type(module).check_input(module, values, batch_sizes)
-
-    return _put(module, "check_input", MethodType(check_input, module))
-
-
-def _put(module: nn.Module, name: str, value: Any) -> Callable[[], None]:
-    before = module.__dict__.get(name)
-    module.__dict__[name] = value
+    before = module.__dict__.get(_COMPILED_CALL)
+    bound = module.__dict__[_COMPILED_CALL] = MethodType(function, module)
 
     def undo() -> None:
-        if module.__dict__.get(name) is not value:
+        if module.__dict__.get(_COMPILED_CALL) is not bound:
             return
         if before is None:
-            del module.__dict__[name]
+            del module.__dict__[_COMPILED_CALL]
         else:
-            module.__dict__[name] = before
+            module.__dict__[_COMPILED_CALL] = before
 
     return undo
+
+
+class _WithoutDtypeCheck:
+    """A context manager. During its `with` block, `nn.RNN`, `nn.LSTM` and `nn.GRU` call torch whatever the dtype of their input.
+    Otherwise they first compare it in Python with the dtype of their first weight, and raise where torch would raise as well.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._blocks, self._original = Lock(), 0, nn.RNNBase.check_input
+
+    def __enter__(self) -> None:
+        def check_input(module: nn.RNNBase, values: torch.Tensor, batch_sizes: torch.Tensor | None) -> None:
+            with WithoutModes():
+                first = module._flat_weights[0].dtype  # type: ignore[union-attr]
+                if values.dtype != first:
+                    values = torch.empty(values.shape, dtype=first, device="meta")
+                self._original(module, values, batch_sizes)
+
+        with self._lock:  # the blocks of several threads may overlap
+            if not self._blocks:
+                self._original, nn.RNNBase.check_input = nn.RNNBase.check_input, check_input  # type: ignore[method-assign]
+            self._blocks += 1
+
+    def __exit__(self, *exception: object) -> None:
+        with self._lock:
+            self._blocks -= 1
+            if not self._blocks:
+                nn.RNNBase.check_input = self._original  # type: ignore[method-assign]
+
+
+without_dtype_check = _WithoutDtypeCheck()
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from enum import Enum
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -28,6 +28,7 @@ from dtype_engine.runtime.libraries.torch_private import (
     base_of,
     is_wrapped,
     unwrapped,
+    without_dtype_check,
 )
 from dtype_engine.runtime.model.live import Weight
 from dtype_engine.runtime.modes.activations import ActivationRounding, Rounds
@@ -128,7 +129,13 @@ class WeightMode(TorchFunctionMode):
         """Whether the forward pass has changed a weight or one of the tensors in `kept`."""
         return bool(self.written or self.old_values)
 
+    def __enter__(self) -> Self:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        without_dtype_check.__enter__()  # whether torch takes an input is asked of torch
+        return self
+
     def __exit__(self, *exception: Any) -> None:
+        without_dtype_check.__exit__()
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
         for data, before in self.old_values.values():
             data.copy_(before)

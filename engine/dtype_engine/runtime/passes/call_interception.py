@@ -13,13 +13,7 @@ from torch import nn
 from dtype_engine.core.callbacks import ignore
 from dtype_engine.core.cancellation import IsCancelled
 from dtype_engine.core.errors import Cancelled
-from dtype_engine.runtime.libraries.torch_private import (
-    WithoutModes,
-    as_called,
-    call_instead,
-    has_forward_hooks,
-    without_dtype_check,
-)
+from dtype_engine.runtime.libraries.torch_private import WithoutModes, as_called, call_instead, has_forward_hooks
 from dtype_engine.runtime.model.device_map import MovesInputs
 from dtype_engine.runtime.passes.forward_pass import ForwardPass
 from dtype_engine.runtime.passes.output_cache import clone_output
@@ -63,8 +57,6 @@ class ModuleCalls:
         """Check for cancellation before each submodule call from now on, and report the calls to the current pass if `reports`."""
         made = self._reporting if reports else self._stopping
         self._undo = [call_instead(module, made(name)) for name, module in self._modules.items()]
-        # The mode asks torch whether it takes an input, for recurrent layers as for all other operations.
-        self._undo += [without_dtype_check(module) for module in self.modules if isinstance(module, nn.RNNBase)]
 
     def remove(self) -> None:
         """Stop intercepting calls, and restore the modules."""

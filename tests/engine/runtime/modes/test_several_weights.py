@@ -5,6 +5,9 @@ only where torch raises.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +21,6 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import dtype_engine as de
 from dtype_engine import Recipe, Rule
-from dtype_engine.runtime.passes.outputs import main_output
 
 pytestmark = pytest.mark.cpu_only("which dtypes torch takes differs from device to device")
 ROWS = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(0))
@@ -79,6 +81,11 @@ def normed() -> nn.Module:
     return of_recurrent(weight_norm(nn.GRU(8, 6, batch_first=True), "weight_ih_l0"))
 
 
+def made_in_the_pass(owner: Any, x: torch.Tensor) -> torch.Tensor:
+    weights = {f"{name}_l0": getattr(owner, name) for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")}
+    return torch.func.functional_call(nn.GRU(8, 6, batch_first=True), weights, (x,))[0]  # type: ignore[no-any-return]
+
+
 def both_layouts(owner: Any, x: torch.Tensor) -> torch.Tensor:
     turned = x.transpose(0, 1)
     return functional.linear(turned, owner.w, owner.b) + functional.linear(turned.contiguous(), owner.w, owner.b)
@@ -126,6 +133,9 @@ MAKE: dict[str, Callable[[], nn.Module]] = {
     "GRU, float32 state": lambda: of_recurrent(nn.GRU(8, 6, batch_first=True), from_float32),
     "GRU, subclass": lambda: of_recurrent(OfItsInput(8, 6, batch_first=True)),
     "GRU, weight_norm": normed,
+    "GRU, made in the pass": matrices(
+        made_in_the_pass, weight_ih=(18, 8), weight_hh=(18, 6), bias_ih=(18,), bias_hh=(18,)
+    ),
     "torch.gru": matrices(by_torch, w_ih=(18, 8), w_hh=(18, 6), b_ih=(18,), b_hh=(18,)),
     "GRUCell": lambda: Runs(nn.GRUCell(8, 6), stepped),
     "LSTMCell": lambda: Runs(nn.LSTMCell(8, 6), stepped),
@@ -209,11 +219,28 @@ def test_bias_of_a_recurrent_layer_in_another_dtype_changes_no_other_weight() ->
     assert not any(row.torch_raises for row in session.flow())
 
 
-def test_recurrent_layer_compares_dtypes_again_after_a_pass() -> None:
-    module = nn.GRU(8, 6)
+def test_recurrent_layer_of_a_checkpoint_runs_in_mixed_dtypes_as_it_was_measured(tmp_path: Path) -> None:
+    module = nn.GRU(8, 6, batch_first=True)
     session = de.open(module, inputs=(ROWS,))
     session.cast("*", "bfloat16")
-    output = main_output(candidate_output(session))[1]
-    assert output.dtype == torch.bfloat16
+    session.cast("bias_hh_l0", "float32")
+    measured = candidate_output(session)
+    session.export(tmp_path / "mixed")
+    loaded = de.load_pretrained(tmp_path / "mixed", module=nn.GRU(8, 6, batch_first=True))
+    with de.mixed_dtypes(), torch.no_grad():
+        assert torch.equal(loaded(ROWS)[0], measured)
+
+
+def test_recurrent_layer_compares_dtypes_again_after_passes_of_several_threads() -> None:
+    module = nn.GRU(8, 6).bfloat16()
+    with ThreadPoolExecutor(1) as other, ExitStack() as outer:
+        outer.enter_context(de.mixed_dtypes())
+        mode = de.mixed_dtypes()
+        other.submit(mode.__enter__).result()
+        outer.close()
+        assert other.submit(module, ROWS).result()[0].dtype == torch.bfloat16
+        other.submit(mode.__exit__, None, None, None).result()
     with pytest.raises(ValueError, match="does not match weight dtype"):
         module(ROWS)
+    with de.mixed_dtypes(), pytest.raises(RuntimeError, match=r"input\.size"):
+        module(ROWS[..., :7])
