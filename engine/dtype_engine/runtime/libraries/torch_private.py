@@ -101,7 +101,8 @@ class _WithoutDtypeCheck:
     """
 
     def __init__(self) -> None:
-        self._lock, self._blocks, self._original = Lock(), 0, nn.RNNBase.check_input
+        self._lock, self._blocks = Lock(), 0
+        self._original: Callable[..., None] = nn.RNNBase.check_input
 
     def __enter__(self) -> None:
         def check_input(module: nn.RNNBase, values: torch.Tensor, batch_sizes: torch.Tensor | None) -> None:
@@ -113,7 +114,8 @@ class _WithoutDtypeCheck:
 
         with self._lock:  # the blocks of several threads may overlap
             if not self._blocks:
-                self._original, nn.RNNBase.check_input = nn.RNNBase.check_input, check_input  # type: ignore[method-assign]
+                self._original = nn.RNNBase.check_input
+                nn.RNNBase.check_input = check_input  # type: ignore[assignment, method-assign]
             self._blocks += 1
 
     def __exit__(self, *exception: object) -> None:
