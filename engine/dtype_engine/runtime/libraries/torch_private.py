@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from operator import attrgetter
 from threading import Lock
 from types import MethodType
@@ -15,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary as WeakIdKeyDictionary
 
+from dtype_engine.core.replaced import replaced
 from dtype_engine.core.tree import Kind
 
 WithoutModes = DisableTorchFunction
@@ -101,28 +103,32 @@ class _WithoutDtypeCheck:
     """
 
     def __init__(self) -> None:
-        self._lock, self._blocks = Lock(), 0
-        self._original: Callable[..., None] = nn.RNNBase.check_input
+        self._lock, self._blocks, self._undo = Lock(), 0, ExitStack()
 
     def __enter__(self) -> None:
-        def check_input(module: nn.RNNBase, values: torch.Tensor, batch_sizes: torch.Tensor | None) -> None:
-            with WithoutModes():
-                first = module._flat_weights[0].dtype  # type: ignore[union-attr]
-                if values.dtype != first:
-                    values = torch.empty(values.shape, dtype=first, device="meta")
-                self._original(module, values, batch_sizes)
-
         with self._lock:  # the blocks of several threads may overlap
             if not self._blocks:
-                self._original = nn.RNNBase.check_input
-                nn.RNNBase.check_input = check_input  # type: ignore[assignment, method-assign]
+                self._undo.enter_context(replaced(nn.RNNBase, "check_input", _checks_all_but_dtypes()))
             self._blocks += 1
 
     def __exit__(self, *exception: object) -> None:
         with self._lock:
             self._blocks -= 1
             if not self._blocks:
-                nn.RNNBase.check_input = self._original  # type: ignore[method-assign]
+                self._undo.close()
+
+
+def _checks_all_but_dtypes() -> Callable[[nn.RNNBase, torch.Tensor, torch.Tensor | None], None]:
+    by_torch = nn.RNNBase.check_input
+
+    def check_input(module: nn.RNNBase, values: torch.Tensor, batch_sizes: torch.Tensor | None) -> None:
+        with WithoutModes():
+            first = module._flat_weights[0].dtype  # type: ignore[union-attr]
+            if values.dtype != first:
+                values = torch.empty(values.shape, dtype=first, device="meta")
+            by_torch(module, values, batch_sizes)
+
+    return check_input
 
 
 without_dtype_check = _WithoutDtypeCheck()
