@@ -46,7 +46,7 @@ class CastsByHand(TorchFunctionMode):
 
 
 def by_hand(make: Callable[[], tuple[nn.Module, Any]], recipe: dict[str, str]) -> tuple[torch.Tensor, bool]:
-    """The main output with the tensors cast by hand, and whether casts had to be added."""
+    """Return the main output of the model with its tensors cast by hand, and whether casts had to be added."""
     module, inputs = make()
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if name in recipe:

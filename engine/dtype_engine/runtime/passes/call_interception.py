@@ -33,7 +33,7 @@ class ModuleCalls:
         modules: the module and all its submodules.
 
     cancelled: called before each submodule call. autocast_on: the device type for which passes enable torch.autocast, or None.
-    blocks: the names of modules before whose calls `on_block(name)` is called.
+    blocks: names of modules. `on_block(name)` is called before each call of one of them.
     """
 
     def __init__(
