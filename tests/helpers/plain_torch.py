@@ -37,9 +37,8 @@ class CastsByHand(TorchFunctionMode):
         target = functools.reduce(torch.promote_types, (tensor.dtype for tensor in weights or floats))
         if func.__name__.endswith("_") and (func.__name__ == "__setitem__" or not func.__name__.endswith("__")):
             target = args[0].dtype
-        flat = [
-            each.to(target) if isinstance(each, torch.Tensor) and each.is_floating_point() else each for each in flat
-        ]
+        made = {id(tensor): tensor.to(target) for tensor in floats}  # a tensor that is given twice stays one tensor
+        flat = [made.get(id(each), each) for each in flat]
         args, kwargs = torch.utils._pytree.tree_unflatten(flat, spec)
         self.acted = True
         return func(*args, **kwargs)

@@ -122,7 +122,7 @@ def _form(value: Any) -> Any:
     For a tensor, these are the dtype, the number of dimensions, whether it is contiguous, whether it is empty, and whether a
     transform such as `torch.vmap` wraps it. For a string, flag or dtype, it is the value. A container is described by what it
     contains. (Contiguity matters because `linear` adds a bias of another dtype only if the input is not contiguous, emptiness
-    because `bmm` compares no dtypes if it has nothing to multiply.)
+    because convolutions of nothing compare no dtypes.)
     """
     if isinstance(value, torch.Tensor):
         contiguous = value.layout is torch.strided and value.is_contiguous()

@@ -92,11 +92,11 @@ def both_layouts(owner: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def nothing_then_all(owner: Any, x: torch.Tensor) -> torch.Tensor:
-    return torch.cat([torch.bmm(x[:0], owner.w[:0]), torch.bmm(x, owner.w)])
+    return torch.cat([functional.conv1d(x[:0], owner.w), functional.conv1d(x, owner.w)])
 
 
 def all_then_nothing(owner: Any, x: torch.Tensor) -> torch.Tensor:
-    return torch.cat([torch.bmm(x, owner.w), torch.bmm(x[:0], owner.w[:0])])
+    return torch.cat([functional.conv1d(x, owner.w), functional.conv1d(x[:0], owner.w)])
 
 
 def bag(layer: Any, x: torch.Tensor) -> torch.Tensor:
@@ -153,8 +153,8 @@ MAKE: dict[str, Callable[[], nn.Module]] = {
     ),
     "addmm": matrices(lambda owner, x: torch.addmm(owner.b, x[0], owner.w), **W_B),
     "baddbmm": matrices(lambda owner, x: torch.baddbmm(owner.b, x, owner.w), w=(3, 8, 8), b=(1, 8)),
-    "bmm, nothing, then all": matrices(nothing_then_all, w=(3, 8, 8)),
-    "bmm, all, then nothing": matrices(all_then_nothing, w=(3, 8, 8)),
+    "conv1d, nothing, then all": matrices(nothing_then_all, w=(4, 5, 3)),
+    "conv1d, all, then nothing": matrices(all_then_nothing, w=(4, 5, 3)),
     "EmbeddingBag": with_bag,
 }
 
