@@ -110,8 +110,7 @@ def mixed_dtypes(device: str = "cpu") -> AbstractContextManager[Any]:
     """Return a context manager in which a plain PyTorch model runs although its weights have several dtypes.
 
     Where torch raises because dtypes differ, as in a bfloat16 `linear` of float32 inputs, the inputs are cast to the weight's
-    dtype, as in the measurements of `Session.drift`. All else is as in plain torch. `nn.RNN`, `nn.LSTM` and `nn.GRU` compare
-    dtypes before they call torch, so they still raise. `device` is the one on which the model runs.
+    dtype, as in the measurements of `Session.drift`. All else is as in plain torch. `device` is the one on which the model runs.
 
     Example:
         >>> import torch

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from operator import attrgetter
+from threading import Lock
 from types import MethodType
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary as WeakIdKeyDictionary
 
+from dtype_engine.core.replaced import replaced
 from dtype_engine.core.tree import Kind
 
 WithoutModes = DisableTorchFunction
@@ -92,6 +95,43 @@ def call_instead(module: nn.Module, function: Callable[..., Any]) -> Callable[[]
             module.__dict__[_COMPILED_CALL] = before
 
     return undo
+
+
+class _WithoutDtypeCheck:
+    """A context manager. During its `with` block, `nn.RNN`, `nn.LSTM` and `nn.GRU` call torch whatever the dtype of their input.
+    Otherwise they first compare it in Python with the dtype of their first weight, and raise where torch would raise as well.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._blocks, self._undo = Lock(), 0, ExitStack()
+
+    def __enter__(self) -> None:
+        with self._lock:  # the blocks of several threads may overlap
+            if not self._blocks:
+                self._undo.enter_context(replaced(nn.RNNBase, "check_input", _checks_all_but_dtypes()))
+            self._blocks += 1
+
+    def __exit__(self, *exception: object) -> None:
+        with self._lock:
+            self._blocks -= 1
+            if not self._blocks:
+                self._undo.close()
+
+
+def _checks_all_but_dtypes() -> Callable[[nn.RNNBase, torch.Tensor, torch.Tensor | None], None]:
+    by_torch = nn.RNNBase.check_input
+
+    def check_input(module: nn.RNNBase, values: torch.Tensor, batch_sizes: torch.Tensor | None) -> None:
+        with WithoutModes():
+            first = module._flat_weights[0].dtype  # type: ignore[union-attr]
+            if values.dtype != first:
+                values = torch.empty(values.shape, dtype=first, device="meta")
+            by_torch(module, values, batch_sizes)
+
+    return check_input
+
+
+without_dtype_check = _WithoutDtypeCheck()
 
 
 def is_compiled(module: nn.Module) -> bool:

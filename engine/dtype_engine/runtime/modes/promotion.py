@@ -1,9 +1,9 @@
 """Runs torch calls whose float arguments have several dtypes. If torch refuses a call, it is repeated with one common dtype.
 
 Whether torch refuses a call is found by trying. The answer is remembered for later calls of the same operation whose arguments have
-the same dtypes, numbers of dimensions, layouts and flags. The common dtype is that of the weights among the arguments (promoted, if
-they have several dtypes). If there are no weights, it is the promoted dtype of all float arguments. An operation that writes to an
-argument uses that argument's dtype.
+the same dtypes, numbers of dimensions, layouts and flags, and are empty or not. The common dtype is that of the weights among the
+arguments (promoted, if they have several dtypes). If there are no weights, it is the promoted dtype of all float arguments. An
+operation that writes to an argument uses that argument's dtype.
 """
 
 from __future__ import annotations
@@ -119,13 +119,14 @@ def cast_of(
 def _form(value: Any) -> Any:
     """Return a hashable description of the properties of an argument that decide whether torch refuses it.
 
-    For a tensor, these are the dtype, the number of dimensions, whether it is contiguous, and whether a transform such as
-    `torch.vmap` wraps it. For a string, flag or dtype, it is the value. A container is described by what it contains. (Contiguity
-    matters because `linear` adds a bias of another dtype only if the input is not contiguous.)
+    For a tensor, these are the dtype, the number of dimensions, whether it is contiguous, whether it is empty, and whether a
+    transform such as `torch.vmap` wraps it. For a string, flag or dtype, it is the value. A container is described by what it
+    contains. (Contiguity matters because `linear` adds a bias of another dtype only if the input is not contiguous, emptiness
+    because convolutions of nothing compare no dtypes.)
     """
     if isinstance(value, torch.Tensor):
         contiguous = value.layout is torch.strided and value.is_contiguous()
-        return value.dtype, value.ndim, contiguous, is_wrapped(value)
+        return value.dtype, value.ndim, contiguous, not value.numel(), is_wrapped(value)
     if isinstance(value, (list, tuple)):
         return type(value), *map(_form, value)
     if isinstance(value, dict):

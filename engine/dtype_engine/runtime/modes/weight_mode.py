@@ -11,11 +11,10 @@ again, so that all passes start from the same weights.
 
 from __future__ import annotations
 
-import functools
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from enum import Enum
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -29,6 +28,7 @@ from dtype_engine.runtime.libraries.torch_private import (
     base_of,
     is_wrapped,
     unwrapped,
+    without_dtype_check,
 )
 from dtype_engine.runtime.model.live import Weight
 from dtype_engine.runtime.modes.activations import ActivationRounding, Rounds
@@ -43,7 +43,7 @@ from dtype_engine.runtime.modes.op_tables import (
     takes_rows,
     tensors_in,
 )
-from dtype_engine.runtime.modes.promotion import ImplicitCast, call_mixed, cast_of
+from dtype_engine.runtime.modes.promotion import ImplicitCast, call_mixed
 from dtype_engine.runtime.numerics.activations import InputFormat
 
 _FLOATS = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
@@ -123,17 +123,19 @@ class WeightMode(TorchFunctionMode):
         self.old_values: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """By `id`: (weight or tensor in `kept` that the pass has changed through a view, copy of its old values to restore)."""
         self._addresses: list[tuple[int, int, torch.Tensor]] | None = None
-        self._dtypes: dict[int, torch.dtype] = {}
-        """What a recurrent module sees as the `dtype` of its first weight, keyed by the weight's `id`: the dtype to which
-        `arguments_of` has cast the module's inputs, since the module raises if the two differ.
-        """
 
     @property
     def wrote(self) -> bool:
         """Whether the forward pass has changed a weight or one of the tensors in `kept`."""
         return bool(self.written or self.old_values)
 
+    def __enter__(self) -> Self:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        without_dtype_check.__enter__()  # whether torch takes an input is asked of torch
+        return self
+
     def __exit__(self, *exception: Any) -> None:
+        without_dtype_check.__exit__()
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
         for data, before in self.old_values.values():
             data.copy_(before)
@@ -226,7 +228,7 @@ class WeightMode(TorchFunctionMode):
         if weight is not None:
             self.note_use(key)
             if func.__self__ is torch.Tensor.dtype:
-                return self._dtypes.get(key) or (self._dtype_of(key, weight) if key in self.replaced else func(*args))
+                return self._dtype_of(key, weight) if key in self.replaced else func(*args)
         if func.__self__ not in TENSOR_PROPERTIES or (key not in self.replaced and self.rounding is None):
             return func(*args)
         if key not in self.replaced:
@@ -285,36 +287,6 @@ class WeightMode(TorchFunctionMode):
         if any(id(each) in self.weights or each in self.standing_for for each in (tensor, base) if each is not None):
             return True
         return any(id(each) in self.weights for each in self.sharing_memory(tensor))
-
-    def arguments_of(self, module: nn.RNNBase, args: Arguments) -> Arguments:
-        """Return the positional arguments with which to call `nn.RNN`, `nn.LSTM` or `nn.GRU`. These classes compare dtypes in
-        Python and raise before they call torch, so float arguments are cast to the promoted dtype of the module's weights.
-        """
-        if torch.is_autocast_enabled(self.device.type):
-            return args
-        floats = [tensor for tensor in tensors_in(args, {}) if tensor.is_floating_point()]
-        if not floats:
-            return args
-        weights = [tensor for layer in module.all_weights for tensor in layer]
-        dtypes = [self._dtype_beside(tensor, floats[0].dtype) for tensor in weights]
-        target = functools.reduce(torch.promote_types, dtypes)
-        self._dtypes = {id(weights[0]): target}
-        casts = {}
-        for tensor in floats:
-            if tensor.dtype != target:
-                casts[id(tensor)] = tensor.to(target)
-                self.added = True
-                if self.record is not None:
-                    self.record(cast_of(tensor, target, type(module).__name__.lower(), self, torch_raises=True))
-        return replace_tensors(args, {}, casts)[0]
-
-    def _dtype_beside(self, tensor: torch.Tensor, activation: torch.dtype) -> torch.dtype:
-        key = id(tensor)
-        if key not in self.replaced:
-            return tensor.dtype
-        if key not in self.written and self.is_quantized(self.weights[key]):
-            return activation
-        return self._dtype_of(key, self.weights[key])
 
     def _run(self, func: Any, name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
         """Call a torch function if a weight has to be replaced, dtypes differ, or casts or quantized weights are tracked."""

@@ -75,7 +75,7 @@ class ModuleCalls:
             if name in self._blocks:
                 self._on_block(name)
             if (run := self.under_way) is not None and not run.is_elsewhere(name, module):
-                args = self._arguments_of(run, module, args, kwargs)
+                self._note_masks(run, module, args, kwargs)
             return as_called(module, *args, **kwargs)
 
         return call
@@ -88,7 +88,7 @@ class ModuleCalls:
             if self._cancelled():
                 raise Cancelled
             run.begin(name, args, kwargs)
-            args = self._arguments_of(run, module, args, kwargs)
+            self._note_masks(run, module, args, kwargs)
             earlier = run.earlier_call(name)
             if earlier is None:
                 if name in self._blocks:
@@ -108,15 +108,11 @@ class ModuleCalls:
 
         return call
 
-    def _arguments_of(self, run: ForwardPass, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Return the positional arguments for a call, which the mode may cast for an RNN. Record the masks of torch's attention."""
-        if isinstance(module, nn.RNNBase):
-            with WithoutModes():
-                return run.mode.arguments_of(module, args)
+    def _note_masks(self, run: ForwardPass, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Record the masks of torch's attention."""
         if type(module) is nn.MultiheadAttention:  # the arguments of a subclass can have other meanings
             with self._apart():
                 run.attended.add(module, *args, **kwargs)
-        return args
 
     def _apart(self) -> AbstractContextManager[object]:
         """Return a context for the arithmetic of observers, in which no torch-function mode intercepts calls, and autocast and the

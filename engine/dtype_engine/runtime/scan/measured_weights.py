@@ -68,7 +68,7 @@ class CastWeightsMode(ReferenceMode):
         for key, value in self._values.items():
             tensor = self.weights[key].tensor
             self._values[key], tensor.data = tensor.data, value
-        super().__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:

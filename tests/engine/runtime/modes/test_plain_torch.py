@@ -1,7 +1,7 @@
 """What a candidate computes against plain torch: the same module with its tensors cast by hand, and no mode.
 
-Where plain torch raises, a mode of this file adds the casts that the design names, written without any of the engine's code. The
-default runs some recipes of some architectures; `DTYPE_TUI_WIDE=1` runs all.
+Where plain torch raises, `by_hand` adds the casts that the design names, written without any of the engine's code. The default
+runs some recipes of some architectures; `DTYPE_TUI_WIDE=1` runs all.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import transformers
 from tests.helpers import architectures
 from tests.helpers.candidate_output import candidate_output
 from tests.helpers.measured_on import DEVICE
+from tests.helpers.plain_torch import by_hand
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import dtype_engine as de
 from dtype_engine import Recipe, Rule
-from dtype_engine.runtime.passes.outputs import main_output
 
 DTYPES = ["float64", "float32", "bfloat16", "float16"]
 WIDE = bool(os.environ.get("DTYPE_TUI_WIDE"))
@@ -217,69 +217,6 @@ QUICK = (
     "rwkv",
     "writes",
 )
-
-
-class CastsByHand(TorchFunctionMode):
-    """Plain torch, and where it raises the casts of the design: to the dtype of the parameters and buffers (or views of these)
-    that the call has, else the promoted one; an operation in place to that of what it writes to.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
-        self.acted = False
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        flat, spec = torch.utils._pytree.tree_flatten((args, kwargs))
-        floats = [each for each in flat if isinstance(each, torch.Tensor) and each.is_floating_point()]
-        try:
-            return func(*args, **kwargs)
-        except (RuntimeError, ValueError):
-            if len({tensor.dtype for tensor in floats}) < 2:
-                raise
-        weights = [tensor for tensor in floats if id(tensor) in self.own or id(tensor._base) in self.own]
-        target = functools.reduce(torch.promote_types, (tensor.dtype for tensor in weights or floats))
-        if func.__name__.endswith("_") and (func.__name__ == "__setitem__" or not func.__name__.endswith("__")):
-            target = args[0].dtype
-        flat = [
-            each.to(target) if isinstance(each, torch.Tensor) and each.is_floating_point() else each for each in flat
-        ]
-        args, kwargs = torch.utils._pytree.tree_unflatten(flat, spec)
-        self.acted = True
-        return func(*args, **kwargs)
-
-
-def by_hand(make: Callable[[], tuple[nn.Module, Any]], recipe: dict[str, str]) -> tuple[torch.Tensor, bool]:
-    """Return the main output of the model with its tensors cast by hand, and whether casts had to be added."""
-    module, inputs = make()
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if name in recipe:
-            tensor.data = tensor.data.to(getattr(torch, recipe[name]))
-    adds = CastsByHand(module)
-
-    def joined(layer: nn.RNNBase, args: Any) -> Any:
-        """Cast by hand for modules that compare dtypes before they call torch."""
-        dtypes = {weight.dtype for weight in layer.parameters()}
-        target = functools.reduce(torch.promote_types, dtypes)
-        if dtypes == {args[0].dtype}:
-            return None
-        adds.acted = True
-        for weight in layer.parameters():
-            weight.data = weight.data.to(target)
-        return args[0].to(target), *args[1:]
-
-    for layer in module.modules():
-        if isinstance(layer, nn.RNNBase):
-            layer.register_forward_pre_hook(joined)
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # it is off for reference and candidate alike
-    try:
-        with torch.no_grad(), adds:
-            output = main_output(module(**inputs) if isinstance(inputs, dict) else module(*inputs))[1]
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
-    return output, adds.acted
 
 
 def recipes(session: de.Session, count: int) -> list[dict[str, str]]:

@@ -375,6 +375,16 @@ def test_scan_scores_an_embedding_in_front_of_a_recurrent_layer(name: str) -> No
     assert scan[table, "bfloat16"] == pytest.approx(exact[table, "bfloat16"], rel=1e-3)
 
 
+@pytest.mark.parametrize("name", ["torch_lstm", "torch_gru"])
+def test_first_weight_of_a_recurrent_layer_is_scanned_without_a_cast_of_its_input(name: str) -> None:
+    """The layer compares the dtypes of the two, but torch then computes with all of its weights in float32."""
+    module, inputs = architectures.make(name)
+    session = de.open(module, inputs=inputs)
+    scan, exact = (session.scan(["bfloat16"], **how).scores() for how in ({"draws": 64}, {"exact": True}))
+    for weight in ("recurrent.weight_ih_l0", "recurrent.weight_hh_l0"):
+        assert scan[weight, "bfloat16"] == pytest.approx(exact[weight, "bfloat16"], rel=0.4)
+
+
 def test_weight_without_gradient_is_tried_in_the_narrowest_dtype() -> None:
     """The stored format is among the dtypes, since a weight may round to 16 bits. The format's number of bits is unknown here."""
     tried: list[Any] = []
