@@ -99,6 +99,8 @@ class WeightMode(TorchFunctionMode):
         """Rounds activations that quantized weights multiply. None if the run setting `quantize_activations` is "none"."""
         self.record: Callable[[ImplicitCast], None] | None = None
         """A function that is called with every implicit cast, or None if casts are not recorded."""
+        self.requiring_grad = False
+        """Whether values that replace a weight require gradients, as the weight in plain torch does (`Weight.requires_grad`)."""
         self.added = False
         """Whether the forward pass did more than plain torch would: it dequantized a weight, or cast the arguments of a call."""
         self.module = ""
@@ -428,6 +430,8 @@ class WeightMode(TorchFunctionMode):
         held = {key: weight for key, weight in found.items() if key not in self.written}
         values = dict(zip(held, self.values_of(list(held.values()), dtype, name), strict=True))
         for key, value in values.items():
+            if self.requiring_grad and found[key].requires_grad and value.is_floating_point():
+                value = values[key] = value.detach().requires_grad_()
             self.standing_for[value] = key
         for key in found.keys() - held.keys():
             value = self.written[key]

@@ -296,7 +296,7 @@ class ForwardRunner:
         self, mode: WeightMode, call: Callable[[], Output], caches: CacheWatcher | None = None
     ) -> PassResult[Output]:
         """Run the model under any mode. `call` may enable gradients. caches: intercepts the KV caches that the model writes."""
-        return self._run(call, mode, _NOTHING, _IGNORES, caches=caches)
+        return self._run(call, mode, PassOptions(graph=True), _IGNORES, caches=caches)
 
     def _for_all(self, name: str, context: Callable[[], AbstractContextManager[T]]) -> AbstractContextManager[T]:
         """Return a context for a pass. If passes take turns, the first to ask for `name` enters it, and it ends with the last."""
@@ -338,6 +338,9 @@ class ForwardRunner:
         device = self.model.device
         with ExitStack() as contexts:
             contexts.enter_context(torch.no_grad())
+            mode.requiring_grad = not options.graph
+            if mode.requiring_grad:
+                contexts.enter_context(self._for_all("flags", self.model.requiring_grad))
             if autocast is not None:
                 contexts.enter_context(torch.autocast(device.type, autocast))
             if options.around is not None:
