@@ -21,6 +21,7 @@ from dtype_engine.core.options import STORED, RunSettings
 from dtype_engine.runtime.device import enough_memory, exact_float32, random_states, set_random_states, synchronize
 from dtype_engine.runtime.formats.dequantize import torch_dtype
 from dtype_engine.runtime.inputs import Batch
+from dtype_engine.runtime.libraries.silence_libraries import without_future_warnings
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.modes.activations import ActivationRounding
 from dtype_engine.runtime.modes.candidate import CandidateMode, candidate_dtype
@@ -338,6 +339,7 @@ class ForwardRunner:
         device = self.model.device
         with ExitStack() as contexts:
             contexts.enter_context(torch.no_grad())
+            contexts.enter_context(self._for_all("warnings", without_future_warnings))
             mode.requiring_grad = not options.graph
             if mode.requiring_grad:
                 contexts.enter_context(self._for_all("flags", self.model.requiring_grad))
