@@ -55,17 +55,39 @@ def unwritten_notice(tree: Tree, planned: Mapping[str, str]) -> tuple[str, ...]:
     )
 
 
-def kept_wide_notice(tree: Tree, items: Sequence[ExportTensor], infos: Mapping[str, TensorInfo]) -> tuple[str, ...]:
-    """Return a notice about 16-bit tensors that transformers widens to float32, because the model's code requires it."""
+def kept_wide_notice(
+    tree: Tree, items: Sequence[ExportTensor], infos: Mapping[str, TensorInfo], of_diffusers: bool
+) -> tuple[str, ...]:
+    """Return a notice about 16-bit tensors that the loader widens to float32, because the model's code requires it. items: those of
+    one model. of_diffusers: whether diffusers loads it, in the dtype that the user passes, or transformers, in the widest.
+    """
     wide = widest(item.dtype for item in items)
-    computed = [item.name for item in items if item.dtype in COMPUTE_DTYPES and item.name in infos]
-    names = [name for name in computed if loaded_dtype(tree, infos[name], wide) != wide]
+    names = []
+    for item in items:
+        if item.dtype in COMPUTE_DTYPES and item.name in infos:
+            loaded = item.dtype if of_diffusers else wide
+            if loaded_dtype(tree, infos[item.name], loaded, of_diffusers) != loaded:
+                names.append(item.name)
     if not names:
         return ()
+    loader, more = ("diffusers", "; with the preset islands-fp32 they do not") if of_diffusers else ("transformers", "")
     return (
-        f"from_pretrained of transformers computes {_tensors(names)} in float32, first {printable(names[0])}, as the model's code "
-        "requires, so its outputs differ a little from what was measured",
+        f"from_pretrained of {loader} computes {_tensors(names)} in float32, first {printable(names[0])}, as the model's code "
+        f"requires, so its outputs differ a little from what was measured{more}",
     )
+
+
+def passed_dtype(tree: Tree, items: Sequence[ExportTensor], infos: Mapping[str, TensorInfo]) -> str:
+    """Return the dtype to pass to `from_pretrained` of diffusers for a model of several dtypes, so that every weight has the dtype
+    of the export: some are in float32 because the model's code requires it. "" if there is no such dtype.
+    """
+    computed = {item.name: item.dtype for item in items if item.dtype in COMPUTE_DTYPES and item.name in infos}
+    narrow = set(computed.values()) - {"float32"}
+    if len(narrow) != 1 or "float32" not in computed.values():
+        return ""
+    dtype = narrow.pop()
+    loaded = {name: loaded_dtype(tree, infos[name], dtype, of_diffusers=True) for name in computed}
+    return dtype if loaded == computed else ""
 
 
 def _tensors(names: Sized) -> str:
