@@ -92,7 +92,7 @@ def section(contents: Contents, name: str) -> list[str]:
 
 
 def _otherwise(contents: Contents) -> list[str]:
-    return [line for each in contents.otherwise for line in ("", f"{escaped(each[:1].upper() + each[1:])}.")]
+    return [line for each in contents.otherwise for line in ("", f"{escaped(each)}.")]
 
 
 def _pipeline(class_name: str, name: str) -> list[str]:

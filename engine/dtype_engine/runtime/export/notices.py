@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence, Set, Sized
 
 from dtype_engine.core.dtypes import COMPUTE_DTYPES, widest
 from dtype_engine.core.fused import split_groups
 from dtype_engine.core.text import printable
-from dtype_engine.core.tree import TensorInfo, Tree
+from dtype_engine.core.tree import TensorInfo, Tree, ancestors
 from dtype_engine.recipe.loader_facts import loaded_dtype
+from dtype_engine.recipe.presets import covering
 from dtype_engine.runtime.export.contents import ExportTensor, own_layout
 
 
@@ -70,11 +71,21 @@ def kept_wide_notice(
                 names.append(item.name)
     if not names:
         return ()
-    loader, more = ("diffusers", "; with the preset islands-fp32 they do not") if of_diffusers else ("transformers", "")
+    loader, more = "transformers", ""
+    if of_diffusers:
+        rules = ", ".join(f"{pattern}=f32" for pattern in _patterns(tree, {infos[name].name for name in names}))
+        loader, more = "diffusers", f"; with {rules} as the last rules they do not"
     return (
         f"from_pretrained of {loader} computes {_tensors(names)} in float32, first {printable(names[0])}, as the model's code "
         f"requires, so its outputs differ a little from what was measured{more}",
     )
+
+
+def _patterns(tree: Tree, names: Set[str]) -> list[str]:
+    """Return patterns of the tensors with these names, those of whole modules by the module."""
+    whole = {module for module in tree.modules if module and {each.name for each in tree.below(module)} <= names}
+    inside = (next((each for each in ancestors(name) if each in whole), name) for name in sorted(names))
+    return covering(tree, dict.fromkeys(inside))
 
 
 def passed_dtype(tree: Tree, items: Sequence[ExportTensor], infos: Mapping[str, TensorInfo]) -> str:
