@@ -18,6 +18,7 @@ from dtype_engine.core.errors import Cancelled, NoForward, UserError
 from dtype_engine.core.foreign_code import foreign_code, with_type
 from dtype_engine.core.kv_formats import KV_FORMATS
 from dtype_engine.core.options import STORED, RunSettings
+from dtype_engine.recipe.loader_facts import is_kept_in_float32
 from dtype_engine.runtime.device import enough_memory, exact_float32, random_states, set_random_states, synchronize
 from dtype_engine.runtime.formats.dequantize import torch_dtype
 from dtype_engine.runtime.inputs import Batch
@@ -142,10 +143,14 @@ class ForwardRunner:
         return self._batch(batch, torch.float64 if stored == {"float64"} else torch.float32)
 
     def candidate_batch(self, batch: Batch) -> Batch:
-        """Return a batch for a candidate run, with float inputs as the run setting `float_inputs` says."""
+        """Return a batch for a candidate run, with float inputs as the run setting `float_inputs` says: as they are, or in the
+        dtype of the first weight that the model's code does not keep in float32.
+        """
         dtype = None
         if self.settings.float_inputs != "given":
-            first = next((weight for weight in self.model.weights.values() if weight.info.castable), None)
+            castable = [weight for weight in self.model.weights.values() if weight.info.castable]
+            own = (each for each in castable if not is_kept_in_float32(self.model.tree, each.info))
+            first = next(own, castable[0] if castable else None)
             dtype = torch.float32 if first is None else candidate_dtype(first, self._compute)
         return self._batch(batch, dtype)
 
