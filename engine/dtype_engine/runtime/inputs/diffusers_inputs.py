@@ -29,6 +29,8 @@ _MOST_PATCHES = 128
 """The largest height and width in patches, which is that of pictures of 2,048 x 2,048 pixels."""
 _TIME_IDS = 6
 """How many numbers SDXL takes that describe the sizes and the position of the picture."""
+_HINT = 4
+"""How many channels of the latents a UNet of Kandinsky computes from a hint, such as a map of depths."""
 _PICTURE = 256
 """The largest height and width, in pixels, of the pictures that a pipeline is asked for."""
 _VIDEO = 64
@@ -85,8 +87,9 @@ def _unet(config: Any, draw: _Draw, step: torch.Tensor) -> dict[str, Any]:
     height, width = (min(side, _LARGEST) for side in _size(config))
     cross = config.cross_attention_dim
     cross = config.get("encoder_hid_dim") or (cross[0] if isinstance(cross, (list, tuple)) else cross)
+    channels = config.in_channels - (_HINT if config.get("addition_embed_type") == "image_hint" else 0)
     inputs: dict[str, Any] = {
-        "sample": draw(1, config.in_channels, height, width),
+        "sample": draw(1, channels, height, width),
         "timestep": step.long(),
         "encoder_hidden_states": draw(1, _TOKENS, cross),
     }
@@ -236,6 +239,7 @@ def pipeline_inputs(model: LiveModel, options: InputOptions, steps: int | None =
     call: dict[str, Any] = {"num_inference_steps": steps}
     size = min(_VIDEO if "num_frames" in arguments else _PICTURE, _default_size(pipeline))
     call |= {name: size for name in ("height", "width") if name in arguments}
+    call |= {"use_resolution_binning": False} if "use_resolution_binning" in arguments else {}  # keeps the size
     call |= {"num_frames": _FRAMES} if "num_frames" in arguments else {}
     texts, given = prompt_texts(options, (_PROMPT,))
     calls: list[dict[str, Any]]
