@@ -22,7 +22,7 @@ from dtype_engine.runtime.building.load import build_on_meta, load
 from dtype_engine.runtime.inputs import Batch, Inputs, make_inputs
 from dtype_engine.runtime.inputs.diffusers_inputs import pipeline_inputs
 from dtype_engine.runtime.libraries.silence_libraries import quiet
-from dtype_engine.runtime.model.containers import with_tensors
+from dtype_engine.runtime.model.containers import copied, with_tensors
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.passes.runner import ForwardRunner
 
@@ -120,4 +120,4 @@ def _recorded(component: nn.Module) -> Iterator[list[dict[str, Any]]]:
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy on the CPU, with floating-point values in float32, or in float64 if they are."""
     wide = tensor.is_floating_point() and tensor.dtype != torch.float64
-    return tensor.detach().to("cpu", torch.float32 if wide else None, copy=True)
+    return copied(tensor.detach()).to("cpu", torch.float32 if wide else None)
