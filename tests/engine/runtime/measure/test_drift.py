@@ -27,7 +27,6 @@ from dtype_engine.runtime.measure import drift
 from dtype_engine.runtime.measure.drift import DriftMeter
 from dtype_engine.runtime.measure.listener import MeasurementListener
 from dtype_engine.runtime.measure.modules.recorder import ModuleRecorder
-from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.passes.outputs import main_output
 from dtype_engine.runtime.passes.runner import ForwardRunner
 
@@ -104,9 +103,9 @@ def test_outputs_of_modules_are_freed_when_a_measurement_ends(monkeypatch: pytes
             kept.extend(weakref.ref(each) for each in self.outputs.values())
 
     monkeypatch.setattr(drift, "ModuleRecorder", Recorder)
-    monkeypatch.setattr(LiveModel, "cache_budget", 0)  # too little to keep outputs for another recipe
     module = nn.Sequential(nn.Linear(8, 37), nn.ReLU(), nn.Linear(37, 3))
-    session = de.open(module, inputs={"input": torch.ones(2, 8)})
+    nothing_kept = de.Options(reference_bytes=1)
+    session = de.open(module, inputs={"input": torch.ones(2, 8)}, options=nothing_kept)
     session.cast("*", "bfloat16")
     gc.collect()
     gc.disable()
