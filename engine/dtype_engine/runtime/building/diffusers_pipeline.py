@@ -29,8 +29,6 @@ _LONGEST_PROMPT = 2_048
 _LONGEST_OF_LANGUAGE_MODELS = 2_000_000
 """The same for a pipeline that takes a length itself: its tokenizers may name the positions of language models."""
 _NO_LENGTH = 1e29
-_PIPELINES = "diffusers.pipelines.pipeline_utils"
-"""The Python module that defines the base class of all pipelines."""
 
 
 class PipelineModule(nn.Module):
@@ -71,7 +69,7 @@ class PipelineModule(nn.Module):
 
 def _makes_sounds(pipeline_class: type) -> bool:
     """Return whether the main output of a pipeline is sound: its Python module then imports the class of such outputs."""
-    modules = {base.__module__ for base in pipeline_class.__mro__} - {_PIPELINES}
+    modules = {base.__module__ for base in pipeline_class.__mro__} - {"diffusers.pipelines.pipeline_utils"}
     return any(hasattr(sys.modules.get(name), "AudioPipelineOutput") for name in modules)
 
 

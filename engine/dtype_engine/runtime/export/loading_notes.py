@@ -26,11 +26,6 @@ def short(contents: Contents) -> str:
             "PeftModel.from_pretrained(base, folder) of PEFT loads it and casts it to float32, unless the base model is in 16 bits "
             "and autocast_adapter_dtype is False."
         )
-    if contents.passed:
-        return (
-            f"{class_name}.from_pretrained(folder, dtype=torch.{contents.passed}) of diffusers loads it in these dtypes. So does "
-            "dtype_engine.load_pretrained(folder, module=...)."
-        )
     if _is_mixed(contents):
         return (
             f"{class_name}.from_pretrained(folder).float() of diffusers loads it in float32; without float() it raises where two "

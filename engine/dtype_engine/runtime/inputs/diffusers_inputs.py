@@ -29,8 +29,6 @@ _MOST_PATCHES = 128
 """The largest height and width in patches, which is that of pictures of 2,048 x 2,048 pixels."""
 _TIME_IDS = 6
 """How many numbers SDXL takes that describe the sizes and the position of the picture."""
-_HINT = 4
-"""How many channels of the latents a UNet of Kandinsky computes from a hint, such as a map of depths."""
 _PICTURE = 256
 """The largest height and width, in pixels, of the pictures that a pipeline is asked for."""
 _VIDEO = 64
@@ -87,9 +85,8 @@ def _unet(config: Any, draw: _Draw, step: torch.Tensor) -> dict[str, Any]:
     height, width = (min(side, _LARGEST) for side in _size(config))
     cross = config.cross_attention_dim
     cross = config.get("encoder_hid_dim") or (cross[0] if isinstance(cross, (list, tuple)) else cross)
-    channels = config.in_channels - (_HINT if config.get("addition_embed_type") == "image_hint" else 0)
     inputs: dict[str, Any] = {
-        "sample": draw(1, channels, height, width),
+        "sample": draw(1, config.in_channels, height, width),
         "timestep": step.long(),
         "encoder_hidden_states": draw(1, _TOKENS, cross),
     }
@@ -119,14 +116,7 @@ def _added_conditions(config: Any, draw: _Draw, height: int, width: int) -> dict
     if "image" in kind or "image" in projection:
         of_text = kind == "text_image" or projection == "text_image_proj"
         added["image_embeds"] = draw(1, config.cross_attention_dim if of_text else config.encoder_hid_dim)
-    if kind == "image_hint":
-        added["hint"] = draw(1, 3, 8 * height, 8 * width)
     return added
-
-
-def _waves(config: Any, draw: _Draw, step: torch.Tensor) -> dict[str, Any]:
-    """Return random latents for the decoder of a sound. step: ignored."""
-    return {"z": draw(1, config.decoder_input_channels, _LARGEST)}
 
 
 def _autoencoder(config: Any, draw: _Draw, step: torch.Tensor) -> dict[str, Any]:
@@ -212,7 +202,6 @@ def _pixart(config: Any, draw: _Draw, step: torch.Tensor) -> dict[str, Any]:
 
 _MAKERS: dict[str, Callable[[Any, _Draw, torch.Tensor], dict[str, Any]]] = {
     "UNet2DCondition": _unet,
-    "AutoencoderOobleck": _waves,
     "Autoencoder": _autoencoder,
     "SD3": _sd3,
     "FluxTransformer": _flux,

@@ -74,8 +74,6 @@ def why_no_text(module: Any) -> str | None:
         return None
     if picture_range(module) is not None:
         return f"a {type(module).__name__} makes pictures and no text; they can be seen when they are measured"
-    if getattr(module, "sound_rate", None):
-        return f"a {type(module).__name__} makes sounds and no text; drift --save-pictures writes them"
     return f"a {type(module).__name__} does not generate text; open a model with a language model head or a captioner"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import struct
+import io
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,6 @@ from dtype_engine.runtime.session.session import Session
 
 _SIDES = ("reference", "candidate")
 _MOST_CHANNELS = 2
-_FLOATS = 3
-"""The number of the format of WAV files whose values are float32, which clips none and keeps small differences."""
 
 
 def check_pictures(session: Session, folder: Path, force: bool) -> None:
@@ -79,12 +77,11 @@ def _wave(output: torch.Tensor, rate: int) -> bytes:
     """Return the first sound of a batch as a WAV file with its values in float32. output: [batch, channels, samples] or [batch,
     samples]. rate: samples per second. Raises UserError for an output of another shape, such as a spectrogram.
     """
+    import soundfile
+
     first = output[0] if output.ndim > 2 else output[:1]
-    channels = first.shape[0]
-    if first.ndim != 2 or channels > _MOST_CHANNELS:
+    if first.ndim != 2 or first.shape[0] > _MOST_CHANNELS:
         raise UserError(f"an output of the shape {list(output.shape)} is no sound of one or two channels to save")
-    values = first.detach().to("cpu", torch.float32).T.contiguous().numpy().astype("<f4").tobytes()
-    form = struct.pack("<HHIIHH", _FLOATS, channels, rate, 4 * channels * rate, 4 * channels, 32)
-    chunks = ((b"fmt ", form), (b"fact", struct.pack("<I", first.shape[1])), (b"data", values))
-    body = b"WAVE" + b"".join(name + struct.pack("<I", len(data)) + data for name, data in chunks)
-    return b"RIFF" + struct.pack("<I", len(body)) + body
+    file, values = io.BytesIO(), first.detach().to("cpu", torch.float32).T
+    soundfile.write(file, values.numpy(), rate, "FLOAT", format="WAV")  # clips no value, and keeps small differences
+    return file.getvalue()

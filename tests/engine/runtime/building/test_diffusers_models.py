@@ -228,8 +228,6 @@ PLAIN = {
 }  # fmt: skip
 UNETS: dict[str, dict[str, Any]] = {
     "Kandinsky 2.2": KANDINSKY | {"addition_embed_type": "image", "encoder_hid_dim_type": "image_proj"},
-    "Kandinsky 2.2 with a hint": KANDINSKY
-    | {"addition_embed_type": "image_hint", "encoder_hid_dim_type": "image_proj", "in_channels": 8},
     "Kandinsky 2.1": KANDINSKY | {"addition_embed_type": "text_image", "encoder_hid_dim_type": "text_image_proj"},
     "a number of classes": PLAIN | {"num_class_embeds": 4},
     "embeddings of classes": PLAIN | {"class_embed_type": "projection", "projection_class_embeddings_input_dim": 8},

@@ -16,7 +16,6 @@ import dtype_engine as de
 from dtype_engine.cli import cli
 from dtype_engine.cli.program import run
 from dtype_engine.core.errors import UserError
-from dtype_engine.runtime.measure.generation import why_no_text
 
 diffusers = pytest.importorskip("diffusers")
 soundfile = pytest.importorskip("soundfile")
@@ -52,7 +51,6 @@ def test_sound_is_measured_and_saved_as_a_wave(pipelines: Path, tmp_path: Path, 
     report = session.drift()
     assert report.output.max_abs == (candidate.double() - reference.double()).abs().max().item()
     assert (report.output.psnr_db, report.output.ssim, report.pictures) == (None, None, ())
-    assert "makes sounds" in (why_no_text(session.model.module) or "")
     out = tmp_path / "out"
     assert run(cli, "dtype-engine", ["drift", str(folder), "--cast", "*=bf16", "--save-pictures", str(out)]) == 0
     assert sorted(file.name for file in out.iterdir()) == ["1-candidate.wav", "1-reference.wav"]
@@ -68,7 +66,8 @@ def test_sound_is_measured_and_saved_as_a_wave(pipelines: Path, tmp_path: Path, 
 def test_decoders_of_sounds_make_no_pictures(pipelines: Path, tmp_path: Path, family: str) -> None:
     """Stable Audio's decoder makes waves. That of AudioLDM makes spectrograms, which no file of sound can hold."""
     session = de.open(str(save_pipeline(family, pipelines) / "vae"))
-    assert session.need_inputs().description == "2 calls of random latents of a sound"
+    described = {"audioldm": "2 calls of random latents of a sound", "stable_audio": "1 call that stable_audio makes"}
+    assert session.need_inputs().description.startswith(described[family])
     session.cast("*", "bfloat16")
     report = session.drift()
     assert 0 < report.output.rel_l2 < 0.1
