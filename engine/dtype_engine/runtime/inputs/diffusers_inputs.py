@@ -26,7 +26,7 @@ _EARLIEST, _LATEST = 900.0, 100.0
 _TOKENS = 16
 _LARGEST = 64
 _MOST_PATCHES = 128
-"""The largest height and width in patches, which is that of pictures of 2,048 x 2,048 pixels."""
+"""The largest height and width of latents, in patches, as for pictures of 2,048 x 2,048 pixels."""
 _TIME_IDS = 6
 """How many numbers SDXL takes that describe the sizes and the position of the picture."""
 _PICTURE = 256
@@ -44,8 +44,8 @@ def is_diffusers_module(module: nn.Module) -> bool:
 
 
 def diffusers_inputs(model: LiveModel, options: InputOptions) -> Inputs:
-    """Return one call of the model for each of a few time steps. Raises NoForward for an unknown class, and UserError for texts or
-    pictures.
+    """Return inputs with one call of the model for each of a few time steps. Raises NoForward if the arguments are unknown, and
+    UserError if the user provided texts, pictures or audio.
     """
     if options.prompts or options.texts or options.images or options.audio:
         raise UserError(f"{model.title} takes latents, and no text, picture or audio; {hint('tensors')}")
@@ -214,8 +214,8 @@ _MAKERS: dict[str, Callable[[Any, _Draw, torch.Tensor], dict[str, Any]]] = {
 
 
 def pipeline_inputs(model: LiveModel, options: InputOptions, steps: int | None = None) -> Inputs:
-    """Return one call of a diffusers pipeline for each prompt. Raises NoForward for a pipeline that needs more than a prompt, and
-    UserError if the user provided pictures or audio. steps: how many denoising steps each call makes, by default 4.
+    """Return inputs with one call of a diffusers pipeline for each prompt. Raises NoForward for a pipeline that needs more than a
+    prompt, and UserError if the user provided pictures or audio. steps: how many denoising steps each call makes, by default 4.
     """
     makes = f"{model.title} makes {'pictures' if picture_range(model.module) else 'sounds'} of prompts"
     if options.images:
@@ -252,7 +252,7 @@ def pipeline_inputs(model: LiveModel, options: InputOptions, steps: int | None =
 
 
 def _default_size(pipeline: Any) -> int:
-    """Return the height and width, in pixels, of the pictures that a pipeline makes if it is called without a size."""
+    """Return the default height and width, in pixels, of the pictures that a pipeline makes, but at most `_PICTURE`."""
     part = getattr(pipeline, "unet", None) or getattr(pipeline, "transformer", None)
     size = part.config.get("sample_size") if part is not None else None
     scale = getattr(pipeline, "vae_scale_factor", None) or 8
