@@ -77,11 +77,6 @@ def loaded_dtype(tree: Tree, tensor: TensorInfo, dtype: str, of_diffusers: bool 
     return "float32" if strict or plain else dtype
 
 
-def is_kept_in_float32(tree: Tree, tensor: TensorInfo) -> bool:
-    """Return whether the model's code declares for any loader that a tensor stays in float32."""
-    return loaded_dtype(tree, tensor, "bfloat16", of_diffusers=True) == "float32"
-
-
 Kind = tuple[str, bool]
 """What decides how a weight is loaded: (its format, whether it belongs to experts that are packed)."""
 

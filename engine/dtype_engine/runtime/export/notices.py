@@ -73,7 +73,9 @@ def kept_wide_notice(
         return ()
     loader, more = "transformers", ""
     if of_diffusers:
-        rules = ", ".join(f"{pattern}=f32" for pattern in _patterns(tree, {infos[name].name for name in names}))
+        rules = ", ".join(
+            printable(f"{pattern}=f32") for pattern in _patterns(tree, {infos[name].name for name in names})
+        )
         loader, more = "diffusers", f"; with {rules} as the last rules they do not"
     return (
         f"from_pretrained of {loader} computes {_tensors(names)} in float32, first {printable(names[0])}, as the model's code "

@@ -33,14 +33,6 @@ def quiet() -> Iterator[None]:
 
 
 @contextmanager
-def without_future_warnings() -> Iterator[None]:
-    """Ignore in the `with` block what libraries announce to the authors of a model's code. Other warnings are shown."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        yield
-
-
-@contextmanager
 def no_stderr() -> Iterator[None]:
     """Discard what Python code writes to `sys.stderr` in the `with` block: compressed-tensors logs names without escaping them."""
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):

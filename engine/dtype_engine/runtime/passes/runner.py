@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -18,11 +19,10 @@ from dtype_engine.core.errors import Cancelled, NoForward, UserError
 from dtype_engine.core.foreign_code import foreign_code, with_type
 from dtype_engine.core.kv_formats import KV_FORMATS
 from dtype_engine.core.options import STORED, RunSettings
-from dtype_engine.recipe.loader_facts import is_kept_in_float32
+from dtype_engine.recipe.loader_facts import loaded_dtype
 from dtype_engine.runtime.device import enough_memory, exact_float32, random_states, set_random_states, synchronize
 from dtype_engine.runtime.formats.dequantize import torch_dtype
 from dtype_engine.runtime.inputs import Batch
-from dtype_engine.runtime.libraries.silence_libraries import without_future_warnings
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.modes.activations import ActivationRounding
 from dtype_engine.runtime.modes.candidate import CandidateMode, candidate_dtype
@@ -44,6 +44,8 @@ Output = TypeVar("Output")
 T = TypeVar("T")
 _NOTHING = PassOptions()
 _IGNORES = ModuleObserver()
+_NO_FUTURE_WARNINGS = partial(warnings.catch_warnings, action="ignore", category=FutureWarning)
+"""Hides what libraries announce to the authors of a model's code."""
 
 
 class ForwardRunner:
@@ -149,7 +151,8 @@ class ForwardRunner:
         dtype = None
         if self.settings.float_inputs != "given":
             castable = [weight for weight in self.model.weights.values() if weight.info.castable]
-            own = (each for each in castable if not is_kept_in_float32(self.model.tree, each.info))
+            tree = self.model.tree
+            own = (each for each in castable if loaded_dtype(tree, each.info, "bfloat16", True) == "bfloat16")
             first = next(own, castable[0] if castable else None)
             dtype = torch.float32 if first is None else candidate_dtype(first, self._compute)
         return self._batch(batch, dtype)
@@ -349,7 +352,7 @@ class ForwardRunner:
         device = self.model.device
         with ExitStack() as contexts:
             contexts.enter_context(torch.no_grad())
-            contexts.enter_context(self._for_all("warnings", without_future_warnings))
+            contexts.enter_context(self._for_all("warnings", _NO_FUTURE_WARNINGS))
             mode.requiring_grad = not options.graph
             if mode.requiring_grad:
                 contexts.enter_context(self._for_all("flags", self.model.requiring_grad))
