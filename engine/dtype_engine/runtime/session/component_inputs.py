@@ -55,8 +55,8 @@ def inputs_of(model: LiveModel, options: Options) -> Inputs:
 
 
 def _may_be_refused(model: LiveModel, inputs: Inputs) -> bool:
-    """Return whether the model's code refuses the first of some inputs in a pass that computes nothing and needs no weights. It may
-    also refuse values that such a pass does not have.
+    """Return whether the model's code refuses the first of some inputs in a pass on the meta device, which computes nothing and
+    needs no weights. False if such a pass can't tell, because the code reads values.
     """
     if model.checkpoint is None:
         return False
@@ -65,8 +65,8 @@ def _may_be_refused(model: LiveModel, inputs: Inputs) -> bool:
     try:
         with quiet(), torch.no_grad():
             inputs.batches[0].on(torch.device("meta")).run(module.eval())
-    except Exception:
-        return True
+    except Exception as error:
+        return "meta" not in str(error)
     return False
 
 
