@@ -432,8 +432,9 @@ class WeightMode(TorchFunctionMode):
         """
         held = {key: weight for key, weight in found.items() if key not in self.written}
         values = dict(zip(held, self.values_of(list(held.values()), dtype, name), strict=True))
+        requiring_grad = self.requiring_grad and not torch.is_grad_enabled()  # torch.func.grad allows no `requires_grad_`
         for key, value in values.items():
-            if self.requiring_grad and found[key].requires_grad and value.is_floating_point():
+            if requiring_grad and found[key].requires_grad and value.is_floating_point():
                 value = values[key] = value.detach().requires_grad_()
             self.standing_for[value] = key
         for key in found.keys() - held.keys():
