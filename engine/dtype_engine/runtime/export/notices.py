@@ -59,8 +59,9 @@ def unwritten_notice(tree: Tree, planned: Mapping[str, str]) -> tuple[str, ...]:
 def kept_wide_notice(
     tree: Tree, items: Sequence[ExportTensor], infos: Mapping[str, TensorInfo], of_diffusers: bool
 ) -> tuple[str, ...]:
-    """Return a notice about 16-bit tensors that the loader widens to float32, because the model's code requires it. items: those of
-    one model. of_diffusers: whether diffusers loads it, in the dtype that the user passes, or transformers, in the widest.
+    """Return a notice about 16-bit tensors that the loader widens to float32, because the model's code requires it. items: the
+    tensors of one model. infos: the model's tensors by their names in the files. of_diffusers: whether diffusers loads it, in the
+    dtype that the user passes, or transformers, in the widest.
     """
     wide = widest(item.dtype for item in items)
     names = []
@@ -120,7 +121,7 @@ def tied_notice(tied: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def split_notice(items: Sequence[ExportTensor]) -> tuple[str, ...]:
-    """Return a notice if vLLM and SGLang will refuse weights that they fuse, such as query and key, in different formats."""
+    """Return a notice if vLLM and SGLang will refuse several formats for weights that they fuse, such as query and key."""
     planned = {item.name: item.dtype for item in items}
     groups = split_groups(planned)
     if not groups:

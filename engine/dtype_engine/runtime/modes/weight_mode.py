@@ -432,7 +432,9 @@ class WeightMode(TorchFunctionMode):
         """
         held = {key: weight for key, weight in found.items() if key not in self.written}
         values = dict(zip(held, self.values_of(list(held.values()), dtype, name), strict=True))
-        requiring_grad = self.requiring_grad and not torch.is_grad_enabled()  # torch.func.grad allows no `requires_grad_`
+        requiring_grad = (
+            self.requiring_grad and not torch.is_grad_enabled()
+        )  # torch.func.grad allows no `requires_grad_`
         for key, value in values.items():
             if requiring_grad and found[key].requires_grad and value.is_floating_point():
                 value = values[key] = value.detach().requires_grad_()
@@ -499,7 +501,7 @@ class WeightMode(TorchFunctionMode):
                 self.old_values[id(shared)] = shared.data, shared.data.clone()
 
     def _set_data(self, key: int, value: torch.Tensor) -> None:
-        """Replace a weight by `value` for the rest of the forward pass, because the model's code has assigned to its `data`."""
+        """Replace the weight with the `id` `key` by `value` for the rest of the pass: the model's code has assigned to `data`."""
         if id(value) in self.replaced:
             value = self._value(id(value))
         value = value.detach()

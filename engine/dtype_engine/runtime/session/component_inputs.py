@@ -32,8 +32,8 @@ _NOT_RECORDED = ("return_dict", "generator")
 
 
 def inputs_of(model: LiveModel, options: Options) -> Inputs:
-    """Return the inputs that `make_inputs` creates or, for a component of a pipeline for which there are none or that refuses them,
-    what one run of the pipeline passes to it. Raises NoForward if there are no inputs, and UserError if the user's inputs do not
+    """Return the inputs that `make_inputs` creates. For a component that has none or refuses them, return the arguments that one
+    run of its pipeline passes to the component. Raises NoForward if there are no inputs, and UserError if the user's inputs do not
     fit the model.
     """
     given = options.prompts or options.texts or options.images or options.audio or options.tensors is not None
