@@ -166,6 +166,78 @@ def dit() -> Any:
     return diffusers.DiTPipeline(transformer=transformer, vae=_vae(), scheduler=diffusers.DDIMScheduler())
 
 
+def cogvideox() -> Any:
+    """A table of positions has as many rows for tokens of the prompt as the pipeline pads a prompt to: 226."""
+    import diffusers
+
+    transformer = diffusers.CogVideoXTransformer3DModel(
+        num_attention_heads=4, attention_head_dim=16, in_channels=4, out_channels=4, time_embed_dim=2, text_embed_dim=32,
+        num_layers=1, sample_width=4, sample_height=4, sample_frames=9, patch_size=2, temporal_compression_ratio=4,
+        max_text_seq_length=226,
+    )  # fmt: skip
+    vae = diffusers.AutoencoderKLCogVideoX(
+        in_channels=3, out_channels=3, down_block_types=("CogVideoXDownBlock3D",) * 4, block_out_channels=(8,) * 4,
+        up_block_types=("CogVideoXUpBlock3D",) * 4, latent_channels=4, layers_per_block=1, norm_num_groups=2,
+    )  # fmt: skip
+    return diffusers.CogVideoXPipeline(
+        tokenizer=_t5_tokenizer(),
+        text_encoder=_t5(),
+        vae=vae,
+        transformer=transformer,
+        scheduler=diffusers.DDIMScheduler(),
+    )
+
+
+def stable_audio() -> Any:
+    import diffusers
+    import transformers
+
+    transformer = diffusers.StableAudioDiTModel(
+        sample_size=4, in_channels=3, num_layers=2, attention_head_dim=4, num_key_value_attention_heads=2, out_channels=3,
+        cross_attention_dim=4, time_proj_dim=8, global_states_input_dim=8, cross_attention_input_dim=4,
+    )  # fmt: skip
+    vae = diffusers.AutoencoderOobleck(
+        encoder_hidden_size=6, downsampling_ratios=[1, 2], decoder_channels=3, decoder_input_channels=3, audio_channels=2,
+        channel_multiples=[2, 4], sampling_rate=4,
+    )  # fmt: skip
+    config = transformers.T5Config(vocab_size=64, d_model=4, d_kv=4, d_ff=37, num_layers=2, num_heads=2)
+    return diffusers.StableAudioPipeline(
+        vae=vae, text_encoder=transformers.T5EncoderModel(config), tokenizer=_t5_tokenizer(), transformer=transformer,
+        projection_model=diffusers.StableAudioProjectionModel(4, 4, 0, 32),
+        scheduler=diffusers.DPMSolverMultistepScheduler(solver_order=2),
+    )  # fmt: skip
+
+
+def audioldm() -> Any:
+    import diffusers
+    import transformers
+
+    unet = diffusers.UNet2DConditionModel(
+        block_out_channels=(8, 16), layers_per_block=1, norm_num_groups=8, sample_size=32, in_channels=4, out_channels=4,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        cross_attention_dim=(8, 16), class_embed_type="simple_projection", projection_class_embeddings_input_dim=8,
+        class_embeddings_concat=True,
+    )  # fmt: skip
+    vae = diffusers.AutoencoderKL(
+        block_out_channels=[8, 16], in_channels=1, out_channels=1, norm_num_groups=8, latent_channels=4,
+        down_block_types=["DownEncoderBlock2D"] * 2, up_block_types=["UpDecoderBlock2D"] * 2,
+    )  # fmt: skip
+    text = transformers.ClapTextConfig(
+        hidden_size=8, intermediate_size=37, num_attention_heads=1, num_hidden_layers=1, vocab_size=64, projection_dim=8,
+        bos_token_id=0, eos_token_id=2, pad_token_id=1,
+    )  # fmt: skip
+    waves = transformers.SpeechT5HifiGanConfig(
+        model_in_dim=8, sampling_rate=16000, upsample_initial_channel=16, upsample_rates=[2, 2], upsample_kernel_sizes=[4, 4],
+        resblock_kernel_sizes=[3, 7], resblock_dilation_sizes=[[1, 3, 5], [1, 3, 5]], normalize_before=False,
+    )  # fmt: skip
+    return diffusers.AudioLDMPipeline(
+        vae=vae, text_encoder=transformers.ClapTextModelWithProjection(text), tokenizer=_t5_tokenizer(), unet=unet,
+        scheduler=diffusers.DDIMScheduler(), vocoder=transformers.SpeechT5HifiGan(waves),
+    )  # fmt: skip
+
+
+FURTHER: dict[str, Callable[[], Any]] = {"cogvideox": cogvideox, "stable_audio": stable_audio, "audioldm": audioldm}
+"""Pipelines that need more than those of `FAMILIES`: a length of prompts, another output than pictures, other conditions."""
 FAMILIES: dict[str, Callable[[], Any]] = {
     "sd15": sd15, "sdxl": sdxl, "sd3": sd3, "flux": flux, "wan": wan, "ltx": ltx, "dit": dit,
 }  # fmt: skip
@@ -174,9 +246,19 @@ COMPONENTS = [(name, "vae") for name in FAMILIES] + [
 ]
 
 
+def make_pipeline(family: str) -> Any:
+    """Return a pipeline, whose models are in evaluation mode and have the same weights each time."""
+    torch.manual_seed(0)
+    pipeline = (FAMILIES | FURTHER)[family]()
+    pipeline.set_progress_bar_config(disable=True)
+    for part in pipeline.components.values():
+        if isinstance(part, torch.nn.Module):
+            part.eval()
+    return pipeline
+
+
 def save_pipeline(family: str, folder: Path) -> Path:
     """Save a pipeline of a family in its usual layout, unless it is there, and return its folder."""
     if not (folder / family).is_dir():
-        torch.manual_seed(0)
-        FAMILIES[family]().save_pretrained(folder / family)
+        make_pipeline(family).save_pretrained(folder / family)
     return folder / family

@@ -8,6 +8,7 @@ own. Its library (diffusers or transformers) determines the names of its files.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,12 @@ from dtype_engine.checkpoint.weight_files import (
     NoWeights,
     find_weight_files,
     read_config,
+    read_json,
     read_shards,
     resolve_inside,
 )
 from dtype_engine.checkpoint.weight_sets import several_sets
+from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 
 
@@ -51,6 +54,14 @@ class Component:
     def prefix(self) -> str:
         """The prefix of the names of this component's tensors in the pipeline, such as `unet.`."""
         return f"{self.name}."
+
+
+def index_around(folder: Path) -> Mapping[str, Any]:
+    """Return the `model_index.json` of the pipeline of which a folder is a component, or {} if it is of none."""
+    with suppress(UserError):
+        index = read_json(folder.parent / PIPELINE_INDEX) if (folder.parent / PIPELINE_INDEX).is_file() else {}
+        return index if folder.name in component_names(index) else {}
+    return {}
 
 
 def component_names(index: Mapping[str, Any]) -> tuple[str, ...]:

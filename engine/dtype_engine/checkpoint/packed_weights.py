@@ -112,7 +112,7 @@ def quantized_parts(tensors: Mapping[str, Stored], config: Mapping[str, Any] | N
         module, _, local = name.rpartition(".")
         if module not in holders and _TABLE_WORD.search(module.rpartition(".")[2]):
             module, local = module.rpartition(".")[0], "codebook"
-        if name in found:
+        if name in found or holders.get(module) == name:
             continue
         if module in holders and _SCALE_WORD.search(local):
             codes = holders[module]

@@ -59,8 +59,8 @@ if TYPE_CHECKING:
     "--save-pictures",
     type=click.Path(path_type=Path),
     metavar="FOLDER",
-    help="If the model makes pictures: write those of the reference and of the candidate for each input to this folder, as "
-    "PNG files.",
+    help="If the model makes pictures or sounds: write those of the reference and of the candidate for each input to this "
+    "folder, as PNG or WAV files.",
 )
 @click.option(
     "--save",

@@ -65,12 +65,15 @@ _WIDENED_EXPERTS = LoaderFacts(Outcome.COMPUTED_IN_BFLOAT16, ("bfloat16",), Outc
 """The facts about experts in formats with a scale for each block. transformers dequantizes experts when it packs them."""
 
 
-def loaded_dtype(tree: Tree, tensor: TensorInfo, dtype: str) -> str:
-    """Return a tensor's dtype after `from_pretrained(dtype=...)`, which keeps tensors in float32 if the model's class says so."""
+def loaded_dtype(tree: Tree, tensor: TensorInfo, dtype: str, of_diffusers: bool = False) -> str:
+    """Return a tensor's dtype after `from_pretrained(dtype=...)`, which keeps tensors in float32 if the model's class says so: in
+    transformers by `_keep_in_fp32_modules` for float16 alone, in diffusers for bfloat16 as well.
+    """
     kept = [tree.modules[name].keep_in_fp32 or "" for name in ancestors(tensor.name)]
     kept.append(tree.kept_in_fp32.get(tensor.name, ""))
     strict = any("_keep_in_fp32_modules_strict" in why for why in kept) and dtype in ("float16", "bfloat16")
-    plain = any("_keep_in_fp32_modules" in why for why in kept) and dtype == "float16"
+    plain = any("_keep_in_fp32_modules" in why for why in kept)
+    plain = plain and (dtype == "float16" or (of_diffusers and dtype == "bfloat16"))
     return "float32" if strict or plain else dtype
 
 

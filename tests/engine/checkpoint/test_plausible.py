@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ REAL: dict[str, tuple[dict[str, Any], int]] = {
     "Wan": ({"rope_max_seq_len": 1024, "num_attention_heads": 40, "attention_head_dim": 128, "eps": 1e-06}, 0),
     "a base of rotary embeddings": ({"theta": 10_000_000, "rope_theta": 5e8, "axes_dims_rope": [16, 56, 56]}, 0),
     "a scheduler": ({"num_train_timesteps": 1000, "beta_end": 0.012, "max_shift": 1.15, "sigma_max": 1e9}, 0),
+    "bounds that are never reached": ({"lambda_min_clipped": -math.inf, "sigma_max": math.inf, "shift": math.nan}, 0),
     "a stated absence": ({"sample_size": None, "patch_size": None, "num_attention_heads": None}, 0),
 }  # fmt: skip
 IMPOSSIBLE: dict[str, tuple[dict[str, Any], str]] = {

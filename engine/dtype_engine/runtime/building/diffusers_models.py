@@ -79,15 +79,25 @@ def with_placeholders(module: nn.Module) -> None:
         for name, parameter in list(part.named_parameters(recurse=False)):
             if parameter.is_meta:
                 empty = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
-                tensor_slots(part, name)[name] = nn.Parameter(empty, requires_grad=False)
+                tensor_slots(part, name)[name] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
 
 
-def run_decoder(module: nn.Module) -> None:
-    """If a module is an autoencoder, make its forward pass run only the decoder, which turns latents into a picture."""
+def run_decoder(module: nn.Module, of_sound: bool) -> None:
+    """If a module is an autoencoder, make its forward pass run only the decoder, which turns latents into a picture, a wave of
+    sound or a spectrogram. of_sound: whether the pipeline around it makes sounds.
+    """
     if hasattr(module, "decode") and hasattr(module, "encode"):
         autoencoder: Any = module
         autoencoder.forward = MethodType(_decode, module)
-        autoencoder.picture_range = (-1.0, 1.0)
+        autoencoder.sound_rate = rate = sampling_rate(module)
+        autoencoder.picture_range = None if of_sound or rate is not None else (-1.0, 1.0)
+
+
+def sampling_rate(part: Any) -> int | None:
+    """Return the values per second of the sounds that a model makes, as its configuration says, or None."""
+    config = getattr(part, "config", None)
+    rates = [getattr(config, name, None) for name in ("sampling_rate", "sample_rate")]
+    return next((rate for rate in rates if type(rate) is int and rate > 0), None)
 
 
 def _decode(autoencoder: Any, z: torch.Tensor, **settings: Any) -> Any:

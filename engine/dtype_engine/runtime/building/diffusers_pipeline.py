@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from dtype_engine.checkpoint.components import index_around
 from dtype_engine.checkpoint.plausible import refuse_large_tables
 from dtype_engine.checkpoint.weight_files import PIPELINE_INDEX, read_json, refuse_links_out, resolve_inside
 from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.foreign_code import failures_as
 from dtype_engine.core.text import printable
 from dtype_engine.runtime.building.architecture import reason
-from dtype_engine.runtime.building.diffusers_models import import_diffusers
+from dtype_engine.runtime.building.diffusers_models import import_diffusers, sampling_rate
 from dtype_engine.runtime.libraries.hf_private import install_output_hooks
 from dtype_engine.runtime.libraries.hub import offline
 from dtype_engine.runtime.libraries.silence_libraries import no_stderr, quiet
@@ -31,13 +34,15 @@ _NO_LENGTH = 1e29
 
 
 class PipelineModule(nn.Module):
-    """Runs a pipeline: `forward(seed, **call)` returns its pictures or its video as a tensor with values from 0 to 1. `call` holds
-    the pipeline's arguments, such as `prompt`. Tensors of models that the pipeline converts while it runs, as SDXL's does with a
-    VAE in float16 (`force_upcast`), are restored.
+    """Runs a pipeline: `forward(seed, **call)` returns its pictures or its video as a tensor with values from 0 to 1, or its sounds
+    as waves, [batch, channels, samples] or [batch, samples]. `call` holds the pipeline's arguments, such as `prompt`. Tensors of
+    models that the pipeline converts while it runs, as SDXL's does with a VAE in float16 (`force_upcast`), are restored.
     """
 
-    picture_range = (0.0, 1.0)
-    """The pixel values of black and of full brightness."""
+    picture_range: tuple[float, float] | None = (0.0, 1.0)
+    """The pixel values of black and of full brightness. None: the pipeline makes sounds."""
+    sound_rate: int | None = None
+    """The values per second of its sounds, if it makes any and its models say so."""
 
     def __init__(self, pipeline: Any) -> None:
         super().__init__()
@@ -45,6 +50,9 @@ class PipelineModule(nn.Module):
         for name, part in pipeline.components.items():
             if isinstance(part, nn.Module):
                 self.add_module(name, part)
+        if _makes_sounds(type(pipeline)):
+            rates = (sampling_rate(pipeline.components.get(name)) for name in ("vocoder", "vae", "unet"))
+            self.picture_range, self.sound_rate = None, next((rate for rate in rates if rate), None)
 
     def forward(self, seed: torch.Tensor, **call: Any) -> torch.Tensor:
         held = [(tensor, tensor.data) for tensor in (*self.parameters(), *self.buffers())]
@@ -59,6 +67,22 @@ class PipelineModule(nn.Module):
             return picture
         values = torch.as_tensor(picture)
         return values.movedim(-1, -3) if values.ndim > 3 else values  # NumPy pictures have their channels last
+
+
+def _makes_sounds(pipeline_class: type) -> bool:
+    """Return whether the main output of a pipeline is sound: its Python module then imports the class of such outputs."""
+    modules = {base.__module__ for base in pipeline_class.__mro__} - {"diffusers.pipelines.pipeline_utils"}
+    return any(hasattr(sys.modules.get(name), "AudioPipelineOutput") for name in modules)
+
+
+def is_inside_sound_pipeline(folder: Path) -> bool:
+    """Return whether a folder is that of a component of a pipeline that makes sounds."""
+    if not (index := index_around(folder)):
+        return False
+    made: Any = None
+    with suppress(Exception), quiet():  # the name is unknown, or the class needs a package that is not installed
+        made = getattr(import_diffusers(folder.name), str(index.get("_class_name")))
+    return isinstance(made, type) and _makes_sounds(made)
 
 
 def make_pipeline(folder: Path, parts: Mapping[str, nn.Module], title: str) -> PipelineModule:

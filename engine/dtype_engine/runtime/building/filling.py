@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+import torch
 from torch import nn
 
 from dtype_engine.checkpoint import Checkpoint
@@ -42,7 +43,6 @@ def load_into(
     placements: where tensors of the files are loaded; by default under their own names. Raises UserError unless the checkpoint and
     the module have tensors of the same names and shapes.
     """
-    module.requires_grad_(False)
     infos, tensors = collect_tensors(module)
     by_any_name = {name: info for info in infos for name in info.names if info.persistent}
     sources = {}
@@ -57,10 +57,17 @@ def load_into(
             source = sources[info.name] = CodedSource(checkpoint.coded[name], tensors[info.name].dtype)
             tensors[info.name].data = source.held(CPU)
         else:
-            tensors[info.name].data = read_stored(checkpoint, stored)
+            fill(tensors[info.name], read_stored(checkpoint, stored))
     if missing := [info.name for info in infos if info.persistent and info.name not in filled]:
         raise UserError(f"{checkpoint.path} lacks {len(missing)} tensors of this model, first {missing[0]}")
     return Loaded(module, sources)
+
+
+def fill(tensor: torch.Tensor, data: torch.Tensor) -> None:
+    """Give a tensor of a module other data. torch allows gradients of floating-point values alone."""
+    if not data.is_floating_point():
+        tensor.requires_grad_(False)
+    tensor.data = data
 
 
 def loading_dtype(checkpoint: Checkpoint) -> str:

@@ -31,7 +31,7 @@ from dtype_engine.runtime.building.diffusers_models import (
     run_decoder,
     with_placeholders,
 )
-from dtype_engine.runtime.building.diffusers_pipeline import conversions, make_pipeline
+from dtype_engine.runtime.building.diffusers_pipeline import conversions, is_inside_sound_pipeline, make_pipeline
 from dtype_engine.runtime.building.filling import Loaded, load_into, loading_dtype
 from dtype_engine.runtime.building.python_source import load_python
 from dtype_engine.runtime.building.shapes import refuse_misshapen
@@ -112,7 +112,7 @@ def _from_checkpoint(
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     loaded = load_module(checkpoint, source.title, options, on_step, memory)
     if is_diffusers(checkpoint.config):
-        run_decoder(loaded.module)
+        run_decoder(loaded.module, is_inside_sound_pipeline(folder))
     on_step("listing the weights")
     live = LiveModel.wrap(
         loaded.module,

@@ -22,7 +22,7 @@ from dtype_engine.core.units import plural
 from dtype_engine.results.coverage import Coverage
 from dtype_engine.runtime.building.architecture import architecture, make, reason, without_quantization
 from dtype_engine.runtime.building.constructed_buffers import construct_buffers
-from dtype_engine.runtime.building.filling import Loaded, loading_dtype
+from dtype_engine.runtime.building.filling import Loaded, fill, loading_dtype
 from dtype_engine.runtime.building.module_sources import inputs_notice, sources_of_module
 from dtype_engine.runtime.building.quantized_loading import refuse_unread
 from dtype_engine.runtime.building.shapes import refuse_misshapen
@@ -66,7 +66,6 @@ def load_transformers(
             if module.can_generate() and (folder / "generation_config.json").is_file():
                 module.generation_config = transformers.GenerationConfig.from_pretrained(folder)
         of_buffers = construct_buffers(module, torch_dtype(loading_dtype(checkpoint)))
-    module.requires_grad_(False)
     held = module.state_dict(keep_vars=True)
     for name, source in sources.items():
         held[name].data = source.held(CPU)
@@ -150,6 +149,6 @@ def _restore_stored(module: nn.Module, checkpoint: Checkpoint, placements: Mappi
             continue
         stored = checkpoint.weights[name]
         if not placement.part and stored.shape == tuple(tensor.shape):
-            tensor.data = read_stored(checkpoint, stored)
+            fill(tensor, read_stored(checkpoint, stored))
         elif dtype in dtypes.COMPUTE_DTYPES:
             tensor.data = tensor.data.to(torch_dtype(dtype))

@@ -154,6 +154,8 @@ class Contents:
     """Sentences for the user that name the tensors which the source lacks."""
     otherwise: tuple[str, ...] = ()
     """Sentences for the user, without their final dot, about tensors that loaders give another dtype than was measured."""
+    passed: str = ""
+    """The dtype to pass to diffusers for a model of several dtypes, so that every weight has the dtype of the export; or ""."""
     has_cache_formats: bool = False
     """Whether the recipe gives KV caches a format."""
     cache_scheme: dict[str, Any] | None = None

@@ -9,7 +9,7 @@ import json
 
 from dtype_engine.core.dtypes import COMPUTE_DTYPES
 from dtype_engine.core.text import printable
-from dtype_engine.reports.markdown import code_span
+from dtype_engine.reports.markdown import code_span, escaped
 from dtype_engine.runtime.export.contents import Contents
 
 
@@ -46,6 +46,11 @@ _MIXED = (
     "raises an error where two of them meet. This gives every weight in the dtype of the table:",
 )
 
+_PASSED = (
+    "gives every weight in the dtype of the table (`torch_dtype` in older versions of diffusers): what is in float32 there is what",
+    "the model's code keeps so. So does this:",
+)
+
 
 def _is_mixed(contents: Contents) -> bool:
     return len({item.dtype for item in contents.items if item.dtype in COMPUTE_DTYPES}) > 1
@@ -54,26 +59,35 @@ def _is_mixed(contents: Contents) -> bool:
 def section(contents: Contents, name: str) -> list[str]:
     """Return the lines of the README's section on loading with diffusers or PEFT. name: the name of the export's folder."""
     if contents.layout.kind == "pipeline":
-        return _pipeline(contents.layout.class_name, name)
+        return _pipeline(contents.layout.class_name, name) + _otherwise(contents)
     if contents.layout.kind == "adapter":
         return _adapter(contents.layout.base, name)
     class_name = contents.layout.class_name
-    mixed = _is_mixed(contents)
+    given, words = ".float()" if _is_mixed(contents) else "", _MIXED if _is_mixed(contents) else _UNIFORM
+    arguments = quoted(name)
+    if contents.passed:
+        arguments, given, words = f"{arguments}, dtype=torch.{contents.passed}", "", _PASSED
     return [
         *python_lines(
+            *(["import torch"] if contents.passed else []),
             f"from diffusers import {class_name}",
             "",
-            f"model = {class_name}.from_pretrained({quoted(name)}){'.float()' if mixed else ''}",
+            f"model = {class_name}.from_pretrained({arguments}){given}",
         ),
         "",
-        *(_MIXED if mixed else _UNIFORM),
+        *words,
         "",
         *python_lines(
             "import dtype_engine as de",
             "",
             f"model = de.load_pretrained({quoted(name)}, module={class_name}.from_config(...))",
         ),
+        *_otherwise(contents),
     ]
+
+
+def _otherwise(contents: Contents) -> list[str]:
+    return [line for each in contents.otherwise for line in ("", f"{escaped(each)}.")]
 
 
 def _pipeline(class_name: str, name: str) -> list[str]:
@@ -84,8 +98,8 @@ def _pipeline(class_name: str, name: str) -> list[str]:
         "",
         "It is a diffusers pipeline in the layout of its source: every component is in its folder, with its configuration.",
         "diffusers loads each of its own models in one dtype: float32, or the `dtype` that you pass (`torch_dtype` in older",
-        "versions), which may be a dict by component. Components of transformers are loaded in the dtype that their",
-        "`config.json` names, which holds all their values exactly.",
+        "versions), which may be a dict by component, and keeps in float32 what the code of some models requires. Components of",
+        "transformers are loaded in the dtype that their `config.json` names, which holds all their values exactly.",
         "",
         "This gives every weight in the dtype of the table, for a component of transformers and one of diffusers:",
         "",

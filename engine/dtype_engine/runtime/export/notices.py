@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence, Set, Sized
 
 from dtype_engine.core.dtypes import COMPUTE_DTYPES, widest
 from dtype_engine.core.fused import split_groups
 from dtype_engine.core.text import printable
-from dtype_engine.core.tree import TensorInfo, Tree
+from dtype_engine.core.tree import TensorInfo, Tree, ancestors
 from dtype_engine.recipe.loader_facts import loaded_dtype
+from dtype_engine.recipe.presets import covering
 from dtype_engine.runtime.export.contents import ExportTensor, own_layout
 
 
@@ -55,19 +56,52 @@ def unwritten_notice(tree: Tree, planned: Mapping[str, str]) -> tuple[str, ...]:
     )
 
 
-def kept_wide_notice(tree: Tree, items: Sequence[ExportTensor], infos: Mapping[str, TensorInfo]) -> tuple[str, ...]:
-    """Return a notice about 16-bit tensors that transformers widens to float32, because the model's code requires it. infos: the
-    model's tensors by their names in the files.
+def kept_wide_notice(
+    tree: Tree, items: Sequence[ExportTensor], infos: Mapping[str, TensorInfo], of_diffusers: bool
+) -> tuple[str, ...]:
+    """Return a notice about 16-bit tensors that the loader widens to float32, because the model's code requires it. items: the
+    tensors of one model. infos: the model's tensors by their names in the files. of_diffusers: whether diffusers loads it, in the
+    dtype that the user passes, or transformers, in the widest.
     """
     wide = widest(item.dtype for item in items)
-    computed = [item.name for item in items if item.dtype in COMPUTE_DTYPES and item.name in infos]
-    names = [name for name in computed if loaded_dtype(tree, infos[name], wide) != wide]
+    names = []
+    for item in items:
+        if item.dtype in COMPUTE_DTYPES and item.name in infos:
+            loaded = item.dtype if of_diffusers else wide
+            if loaded_dtype(tree, infos[item.name], loaded, of_diffusers) != loaded:
+                names.append(item.name)
     if not names:
         return ()
+    loader, more = "transformers", ""
+    if of_diffusers:
+        rules = ", ".join(
+            printable(f"{pattern}=f32") for pattern in _patterns(tree, {infos[name].name for name in names})
+        )
+        loader, more = "diffusers", f"; with {rules} as the last rules they do not"
     return (
-        f"from_pretrained of transformers computes {_tensors(names)} in float32, first {printable(names[0])}, as the model's code "
-        "requires, so its outputs differ a little from what was measured",
+        f"from_pretrained of {loader} computes {_tensors(names)} in float32, first {printable(names[0])}, as the model's code "
+        f"requires, so its outputs differ a little from what was measured{more}",
     )
+
+
+def _patterns(tree: Tree, names: Set[str]) -> list[str]:
+    """Return patterns of the tensors with these names, those of whole modules by the module."""
+    whole = {module for module in tree.modules if module and {each.name for each in tree.below(module)} <= names}
+    inside = (next((each for each in ancestors(name) if each in whole), name) for name in sorted(names))
+    return covering(tree, dict.fromkeys(inside))
+
+
+def passed_dtype(tree: Tree, items: Sequence[ExportTensor], infos: Mapping[str, TensorInfo]) -> str:
+    """Return the dtype to pass to `from_pretrained` of diffusers for a model of several dtypes, so that every weight has the dtype
+    of the export: some are in float32 because the model's code requires it. "" if there is no such dtype.
+    """
+    computed = {item.name: item.dtype for item in items if item.dtype in COMPUTE_DTYPES and item.name in infos}
+    narrow = set(computed.values()) - {"float32"}
+    if len(narrow) != 1 or "float32" not in computed.values():
+        return ""
+    dtype = narrow.pop()
+    loaded = {name: loaded_dtype(tree, infos[name], dtype, of_diffusers=True) for name in computed}
+    return dtype if loaded == computed else ""
 
 
 def _tensors(names: Sized) -> str:

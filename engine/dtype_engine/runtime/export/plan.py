@@ -10,6 +10,7 @@ from dtype_engine.checkpoint.check.parts import unpaired_sentences
 from dtype_engine.checkpoint.completeness import what_is_missing
 from dtype_engine.checkpoint.modeling_source import foreign_prefix
 from dtype_engine.checkpoint.source import Source
+from dtype_engine.checkpoint.weight_sets import is_diffusers
 from dtype_engine.core import dtypes
 from dtype_engine.core.block_formats import divides
 from dtype_engine.core.errors import UserError
@@ -28,6 +29,7 @@ from dtype_engine.runtime.export.layout import layout_of
 from dtype_engine.runtime.export.notices import (
     kept_wide_notice,
     layout_notice,
+    passed_dtype,
     split_notice,
     tied_notice,
     uncast_notices,
@@ -161,8 +163,9 @@ def _placed_contents(
     refuse_scales(layout, items)
     refuse_unwritable(checkpoint, items)
     otherwise = unwritten_notice(tree, planned)
-    if checkpoint.of_transformers:
-        otherwise += kept_wide_notice(tree, items, infos)
+    for prefix, of_diffusers in _loaders(checkpoint):
+        of_model = [item for item in items if item.name.startswith(prefix)]
+        otherwise += kept_wide_notice(tree, of_model, infos, of_diffusers)
     notices = (
         *(checkpoint.notices if checkpoint.form == "pickle" else checkpoint.of_sets),
         *layout_notice(items),
@@ -180,7 +183,16 @@ def _placed_contents(
     return Contents(
         title, _checked(items), recipe, config, folder, (*linears, *of_experts), notices, files, layout,
         checkpoint.identities, tied, settings, otherwise=otherwise,
+        passed=passed_dtype(tree, items, infos) if layout.kind == "component" else "",
     )  # fmt: skip
+
+
+def _loaders(checkpoint: Checkpoint) -> list[tuple[str, bool]]:
+    """Return, for each model in a checkpoint, the prefix of its tensors, and whether diffusers loads it or transformers."""
+    if checkpoint.form == "diffusers":
+        return [(component.prefix, is_diffusers(component.config)) for component in checkpoint.components]
+    of_diffusers = is_diffusers(checkpoint.config)
+    return [("", of_diffusers)] if of_diffusers or checkpoint.of_transformers else []
 
 
 def _items_of_files(

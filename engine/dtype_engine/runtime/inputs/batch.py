@@ -17,7 +17,7 @@ from dtype_engine.core.text import printable
 from dtype_engine.results.inputs import InputBatch, InputsSummary, InputTensor
 from dtype_engine.runtime.formats.dequantize import dtype_name
 from dtype_engine.runtime.libraries.torch_private import WithoutModes
-from dtype_engine.runtime.model.containers import named_tensors_in, with_tensors
+from dtype_engine.runtime.model.containers import copied, named_tensors_in, with_tensors
 
 _SHOWN = 160
 """The maximum number of characters of a batch's text in a summary."""
@@ -66,13 +66,13 @@ class Batch:
         """
         copies: dict[int, torch.Tensor] = {}
 
-        def copied(tensor: torch.Tensor) -> torch.Tensor:
+        def once(tensor: torch.Tensor) -> torch.Tensor:
             if id(tensor) not in copies:
-                copies[id(tensor)] = tensor.clone()
+                copies[id(tensor)] = copied(tensor)
             return copies[id(tensor)]
 
         with WithoutModes():  # the model does not call these operations
-            args, kwargs = with_tensors((self.args, self.kwargs), copied)
+            args, kwargs = with_tensors((self.args, self.kwargs), once)
         return module(*args, **kwargs)
 
     def on(self, device: torch.device, floats: torch.dtype | None = None) -> Batch:

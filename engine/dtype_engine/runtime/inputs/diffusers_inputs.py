@@ -18,6 +18,7 @@ from dtype_engine.core.units import plural
 from dtype_engine.runtime.inputs.batch import Batch, Inputs
 from dtype_engine.runtime.inputs.text import prompt_texts
 from dtype_engine.runtime.model.live import LiveModel
+from dtype_engine.runtime.numerics.compare.pictures import picture_range
 
 _STEPS = 2
 _EARLIEST, _LATEST = 900.0, 100.0
@@ -37,35 +38,28 @@ _FRAMES = 9
 _PROMPT = "a photograph of a cat"
 
 
-class NoDefaultInputs(NoForward):
-    """Raised if nothing says which arguments the class of a diffusers model takes."""
-
-
 def is_diffusers_module(module: nn.Module) -> bool:
     """Return whether a module's class is a model class of diffusers."""
     return any(base.__module__.startswith("diffusers.models.") for base in type(module).__mro__)
 
 
 def diffusers_inputs(model: LiveModel, options: InputOptions) -> Inputs:
-    """Return inputs with one call of the model for each of a few time steps. Raises NoDefaultInputs if the arguments are unknown,
-    and UserError if the user provided texts, pictures or audio.
+    """Return inputs with one call of the model for each of a few time steps. Raises NoForward if the arguments are unknown, and
+    UserError if the user provided texts, pictures or audio.
     """
     if options.prompts or options.texts or options.images or options.audio:
         raise UserError(f"{model.title} takes latents, and no text, picture or audio; {hint('tensors')}")
     name = type(model.module).__name__
     make = next((make for prefix, make in _MAKERS.items() if name.startswith(prefix)), None)
     if make is None:
-        raise NoDefaultInputs(
-            f"{model.title}: no forward pass: nothing says what to run a {name} on; {hint('tensors')}"
-        )
+        raise NoForward(f"{model.title}: no forward pass: nothing says what to run a {name} on; {hint('tensors')}")
     count = options.sequences or _STEPS
     steps = torch.linspace(_EARLIEST, _LATEST, count)
-    with failures_as(
-        NoDefaultInputs, f"{model.title}: no forward pass: its config.json does not say what a {name} takes"
-    ):
+    with failures_as(NoForward, f"{model.title}: no forward pass: its config.json does not say what a {name} takes"):
         draws = [partial(torch.randn, generator=torch.Generator().manual_seed(number)) for number in range(count)]
         calls = [make(model.module.config, draw, steps[number : number + 1]) for number, draw in enumerate(draws)]
-    what = "random latents of a picture" if "z" in calls[0] else "random latents, text embeddings and time steps"
+    of = "a picture" if picture_range(model.module) else "a sound"
+    what = f"random latents of {of}" if "z" in calls[0] else "random latents, text embeddings and time steps"
     batches, made_of = tuple(Batch(kwargs=call) for call in calls), f"{what}, in the shapes that the configuration says"
     return Inputs(batches, f"{plural(count, 'call')} of {what}", made_of=(made_of,))
 
@@ -96,13 +90,33 @@ def _unet(config: Any, draw: _Draw, step: torch.Tensor) -> dict[str, Any]:
         "timestep": step.long(),
         "encoder_hidden_states": draw(1, _TOKENS, cross),
     }
-    if config.get("addition_embed_type") == "text_time":
-        pooled = config.projection_class_embeddings_input_dim - _TIME_IDS * config.addition_time_embed_dim
-        sizes = torch.tensor([[8.0 * height, 8.0 * width, 0, 0, 8.0 * height, 8.0 * width]])
-        inputs["added_cond_kwargs"] = {"text_embeds": draw(1, pooled), "time_ids": sizes}
+    if added := _added_conditions(config, draw, height, width):
+        inputs["added_cond_kwargs"] = added
+    if config.get("class_embed_type") in ("projection", "simple_projection"):
+        inputs["class_labels"] = draw(1, config.projection_class_embeddings_input_dim)
+    elif config.get("num_class_embeds"):
+        inputs["class_labels"] = torch.tensor([1])
     if config.get("time_cond_proj_dim"):
         inputs["timestep_cond"] = draw(1, config.time_cond_proj_dim)
     return inputs
+
+
+def _added_conditions(config: Any, draw: _Draw, height: int, width: int) -> dict[str, torch.Tensor]:
+    """Return the conditions that a UNet takes besides text: of SDXL the sizes, of Kandinsky the embedding of a picture.
+    height, width: of the latents.
+    """
+    kind, projection = config.get("addition_embed_type") or "", config.get("encoder_hid_dim_type") or ""
+    added: dict[str, torch.Tensor] = {}
+    if kind == "text_time":
+        pooled = config.projection_class_embeddings_input_dim - _TIME_IDS * config.addition_time_embed_dim
+        sizes = torch.tensor([[8.0 * height, 8.0 * width, 0, 0, 8.0 * height, 8.0 * width]])
+        added |= {"text_embeds": draw(1, pooled), "time_ids": sizes}
+    elif kind == "text_image":
+        added["text_embeds"] = draw(1, config.cross_attention_dim)
+    if "image" in kind or "image" in projection:
+        of_text = kind == "text_image" or projection == "text_image_proj"
+        added["image_embeds"] = draw(1, config.cross_attention_dim if of_text else config.encoder_hid_dim)
+    return added
 
 
 def _autoencoder(config: Any, draw: _Draw, step: torch.Tensor) -> dict[str, Any]:
@@ -203,17 +217,19 @@ def pipeline_inputs(model: LiveModel, options: InputOptions, steps: int | None =
     """Return inputs with one call of a diffusers pipeline for each prompt. Raises NoForward for a pipeline that needs more than a
     prompt, and UserError if the user provided pictures or audio. steps: how many denoising steps each call makes, by default 4.
     """
+    makes = f"{model.title} makes {'pictures' if picture_range(model.module) else 'sounds'} of prompts"
     if options.images:
-        raise UserError(f"{model.title} makes pictures of prompts; {hint('no-picture')}")
+        raise UserError(f"{makes}; {hint('no-picture')}")
     if options.audio:
-        raise UserError(f"{model.title} makes pictures of prompts; {hint('no-sound')}")
+        raise UserError(f"{makes}; {hint('no-sound')}")
     pipeline = model.module.__dict__["pipeline"]
     arguments = inspect.signature(pipeline.__call__).parameters
     steps = steps or _PIPELINE_STEPS
     call: dict[str, Any] = {"num_inference_steps": steps}
     size = min(_VIDEO if "num_frames" in arguments else _PICTURE, _default_size(pipeline))
     call |= {name: size for name in ("height", "width") if name in arguments}
-    call |= {name: value for name, value in (("num_frames", _FRAMES), ("max_sequence_length", 64)) if name in arguments}
+    call |= {"use_resolution_binning": False} if "use_resolution_binning" in arguments else {}  # keeps the size
+    call |= {"num_frames": _FRAMES} if "num_frames" in arguments else {}
     texts, given = prompt_texts(options, (_PROMPT,))
     calls: list[dict[str, Any]]
     if "prompt" in arguments:

@@ -176,7 +176,8 @@ class DriftMeter:
         """
         batches, totals = self.inputs.batches, begun
         progress = MeasurementProgress(listener.on_progress, batches, self._calls, self._modules)
-        with ForwardRunner(self.model, self.settings, listener.cancelled, behavior=self.behavior) as runner:
+        running = ForwardRunner(self.model, self.settings, listener.cancelled, behavior=self.behavior)
+        with closing(progress), running as runner:
             runner.calibrate_caches(batches)
             steps_left = (
                 step

@@ -40,7 +40,7 @@ class MeasurementProgress:
         over which the reference also has to run. rest: the estimated fraction of these sequences that the requested precision
         needs. While `rest` is below 1, the reported total may fall, but it does not rise.
         """
-        self._end_passes()
+        self.close()
         left = [self._sizes[number] * (2 if number in with_reference else 1) for number in numbers]
         total = self._done + max(left[0], int(rest * sum(left)))
         self._total = max(self._done + left[0], min(total, self._total)) if rest < 1 and self._total else total
@@ -51,7 +51,7 @@ class MeasurementProgress:
         every_module: whether the pass observes the outputs of all modules.
         """
         if run != self._run:
-            self._end_passes()
+            self.close()
         self._run = run
         running = _PassProgress(self._report, self._sizes[number], every_module, observer or _IGNORES)
         self._running.append(running)
@@ -66,7 +66,8 @@ class MeasurementProgress:
         expected = self._calls.get(running.every_module) or max(self._calls.values(), default=self._modules)
         return int(min(1.0, running.finished / max(1, expected)) * running.size)
 
-    def _end_passes(self) -> None:
+    def close(self) -> None:
+        """End the passes that run. What observes them, with the outputs of all modules, is then free at once."""
         for running in self._running:
             self._done += running.size
             self._calls[running.every_module] = running.finished

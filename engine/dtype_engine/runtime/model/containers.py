@@ -56,5 +56,13 @@ def with_tensors(value: Any, change: Change) -> Any:
     return copied
 
 
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy with the same strides, by which torch chooses kernels. `clone` gives views of a part of a tensor others."""
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_contiguous() or not tensor.numel():
+        return tensor.clone()
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.as_strided((span,), (1,)).clone().as_strided(tensor.shape, tensor.stride(), 0)
+
+
 def _is_dataclass(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -74,6 +75,10 @@ class Weight:
     """The names of the weights that currently have a common tensor scale, including this one, such as q, k and v in NVFP4."""
     part_losses: dict[tuple[str, int], ValueLoss] = field(default_factory=dict)
     """Caches losses of a weight that is cast in parts (`in_parts`), keyed by the dtype and the index of the part."""
+    requires_grad: bool = False
+    """Whether the model's code made it a parameter that requires gradients. torch chooses some kernels by that, without gradients
+    too: `linear` in float16 rounds otherwise for an input that is not contiguous.
+    """
     _sharing: tuple[Weight, ...] = ()
     _amax: float | None = None
 
@@ -376,6 +381,7 @@ class LiveModel:
             more = f" and {len(compiled) - 1} more" if len(compiled) > 1 else ""
             notice = f"compiled by torch.compile: {compiled[0]}{more}; what is compiled runs as it was written"
             rest["notices"] = (*rest.get("notices", ()), notice)
+        trained = {name for name, each in module.named_parameters(remove_duplicate=False) if each.requires_grad}
         module.eval().requires_grad_(False)
         sources = sources or {}
         originals = _on_device(module, device, places, sources)
@@ -399,7 +405,10 @@ class LiveModel:
             tensor = tensors[info.name]
             original = originals.get(id(tensor), tensor.data)
             source = sources.get(info.name) or PlainSource(original)
-            weights[info.name] = Weight(info, tensor, source, info.dtype, decoded=not source.plain)
+            requires_grad = not trained.isdisjoint(info.names)
+            weights[info.name] = Weight(
+                info, tensor, source, info.dtype, decoded=not source.plain, requires_grad=requires_grad
+            )
         tree = tree_of(module, [*infos, *unused_infos])
         if checkpoint is not None:  # the module's own configuration may lack what quantized checkpoints declare
             tree.kv_cache = msgspec.structs.replace(tree.kv_cache, declared=declared_formats(checkpoint.config))
@@ -455,6 +464,20 @@ class LiveModel:
         finally:
             if pending:
                 trim_heap()
+
+    @contextmanager
+    def requiring_grad(self) -> Iterator[None]:
+        """Let the weights that require gradients in plain torch do so in the `with` block, where no gradients are recorded."""
+        weights = [
+            each.tensor for each in self.weights.values() if each.requires_grad and each.tensor.is_floating_point()
+        ]
+        try:
+            for tensor in weights:
+                tensor.requires_grad_()
+            yield
+        finally:
+            for tensor in weights:
+                tensor.requires_grad_(False)
 
     @property
     def resident_bytes(self) -> int:

@@ -80,7 +80,7 @@ def call_mixed(func: Any, name: str, args: Arguments, kwargs: dict[str, Any], si
         except (RuntimeError, ValueError, TypeError) as error:
             if before is not None:
                 before.restore()
-            refusal = error
+            refusal = error.with_traceback(None)  # which would keep the frames of the pass, with all that it holds
         else:
             _accepted.add(form)
             if site.record is not None and name not in _KEEP_DTYPES:

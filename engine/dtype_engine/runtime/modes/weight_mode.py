@@ -99,6 +99,8 @@ class WeightMode(TorchFunctionMode):
         """Rounds activations that quantized weights multiply. None if the run setting `quantize_activations` is "none"."""
         self.record: Callable[[ImplicitCast], None] | None = None
         """A function that is called with every implicit cast, or None if casts are not recorded."""
+        self.requiring_grad = False
+        """Whether values that replace a weight require gradients, as the weight in plain torch does (`Weight.requires_grad`)."""
         self.added = False
         """Whether the forward pass did more than plain torch would: it dequantized a weight, or cast the arguments of a call."""
         self.module = ""
@@ -402,7 +404,12 @@ class WeightMode(TorchFunctionMode):
         """
         held = {key: weight for key, weight in found.items() if key not in self.written}
         values = dict(zip(held, self.values_of(list(held.values()), dtype, name), strict=True))
+        requiring_grad = (
+            self.requiring_grad and not torch.is_grad_enabled()
+        )  # torch.func.grad allows no `requires_grad_`
         for key, value in values.items():
+            if requiring_grad and found[key].requires_grad and value.is_floating_point():
+                value = values[key] = value.detach().requires_grad_()
             self.standing_for[value] = key
         for key in found.keys() - held.keys():
             value = self.written[key]

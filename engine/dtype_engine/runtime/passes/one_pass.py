@@ -41,6 +41,8 @@ class PassOptions:
     """Receives all keys and values that the pass writes into KV caches, for example to calibrate scales. The pass itself then
     rounds no cache. If None, a pass with cast weights rounds its caches as the recipe says.
     """
+    graph: bool = False
+    """Whether the pass may record an autograd graph, in which weights are constants."""
     amax: Mapping[str, torch.Tensor] | None = None
     """The largest |value| of each head, float32 [heads], keyed by the name of the cache tensor, with which `ForwardRunner.partial`
     rounds KV caches. If None, the values of the reference run are used.

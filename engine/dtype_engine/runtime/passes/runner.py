@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -18,6 +19,7 @@ from dtype_engine.core.errors import Cancelled, NoForward, UserError
 from dtype_engine.core.foreign_code import foreign_code, with_type
 from dtype_engine.core.kv_formats import KV_FORMATS
 from dtype_engine.core.options import STORED, RunSettings
+from dtype_engine.recipe.loader_facts import loaded_dtype
 from dtype_engine.runtime.device import enough_memory, exact_float32, random_states, set_random_states, synchronize
 from dtype_engine.runtime.formats.dequantize import torch_dtype
 from dtype_engine.runtime.inputs import Batch
@@ -42,6 +44,8 @@ Output = TypeVar("Output")
 T = TypeVar("T")
 _NOTHING = PassOptions()
 _IGNORES = ModuleObserver()
+_NO_FUTURE_WARNINGS = partial(warnings.catch_warnings, action="ignore", category=FutureWarning)
+"""Hides what libraries announce to the authors of a model's code."""
 
 
 class ForwardRunner:
@@ -141,10 +145,15 @@ class ForwardRunner:
         return self._batch(batch, torch.float64 if stored == {"float64"} else torch.float32)
 
     def candidate_batch(self, batch: Batch) -> Batch:
-        """Return a batch for a candidate run, with float inputs as the run setting `float_inputs` says."""
+        """Return a batch for a candidate run, with float inputs as the run setting `float_inputs` says: as they are, or in the
+        dtype of the first weight that the model's code does not keep in float32.
+        """
         dtype = None
         if self.settings.float_inputs != "given":
-            first = next((weight for weight in self.model.weights.values() if weight.info.castable), None)
+            castable = [weight for weight in self.model.weights.values() if weight.info.castable]
+            tree = self.model.tree
+            own = (each for each in castable if loaded_dtype(tree, each.info, "bfloat16", True) == "bfloat16")
+            first = next(own, castable[0] if castable else None)
             dtype = torch.float32 if first is None else candidate_dtype(first, self._compute)
         return self._batch(batch, dtype)
 
@@ -301,7 +310,7 @@ class ForwardRunner:
         self, mode: WeightMode, call: Callable[[], Output], caches: CacheWatcher | None = None
     ) -> PassResult[Output]:
         """Run the model under any mode. `call` may enable gradients. caches: intercepts the KV caches that the model writes."""
-        return self._run(call, mode, _NOTHING, _IGNORES, caches=caches)
+        return self._run(call, mode, PassOptions(graph=True), _IGNORES, caches=caches)
 
     def _for_all(self, name: str, context: Callable[[], AbstractContextManager[T]]) -> AbstractContextManager[T]:
         """Return a context for a pass. Passes that take turns share one for each `name`: the first enters it, and it ends with the
@@ -347,6 +356,10 @@ class ForwardRunner:
         device = self.model.device
         with ExitStack() as contexts:
             contexts.enter_context(torch.no_grad())
+            contexts.enter_context(self._for_all("warnings", _NO_FUTURE_WARNINGS))
+            mode.requiring_grad = not options.graph
+            if mode.requiring_grad:
+                contexts.enter_context(self._for_all("flags", self.model.requiring_grad))
             if autocast is not None:
                 contexts.enter_context(torch.autocast(device.type, autocast))
             if options.around is not None:

@@ -1,4 +1,4 @@
-"""Creates inputs for a component of a diffusers pipeline whose class has no default inputs, by one run of the whole pipeline."""
+"""Creates inputs for a component of a diffusers pipeline whose own inputs fail, by one run of the whole pipeline."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from dtype_engine.checkpoint.components import component_names
+from dtype_engine.checkpoint.components import index_around
 from dtype_engine.checkpoint.source import locate
-from dtype_engine.checkpoint.weight_files import PIPELINE_INDEX, read_json
 from dtype_engine.core.cancellation import never
 from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.foreign_code import failures_as
 from dtype_engine.core.options import InputOptions, ModelOptions, Options, RunSettings
 from dtype_engine.core.units import plural
-from dtype_engine.runtime.building.load import load
+from dtype_engine.runtime.building.diffusers_models import run_decoder
+from dtype_engine.runtime.building.load import build_on_meta, load
 from dtype_engine.runtime.inputs import Batch, Inputs, make_inputs
-from dtype_engine.runtime.inputs.diffusers_inputs import NoDefaultInputs, pipeline_inputs
-from dtype_engine.runtime.model.containers import with_tensors
+from dtype_engine.runtime.inputs.diffusers_inputs import pipeline_inputs
+from dtype_engine.runtime.libraries.silence_libraries import quiet
+from dtype_engine.runtime.model.containers import copied, with_tensors
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.passes.runner import ForwardRunner
 
@@ -31,23 +32,42 @@ _NOT_RECORDED = ("return_dict", "generator")
 
 
 def inputs_of(model: LiveModel, options: Options) -> Inputs:
-    """Return the inputs that `make_inputs` creates. For a component without default inputs, return the arguments that one run of
-    its pipeline passes to the component. Raises NoForward if there are no inputs, and UserError if the user's inputs do not fit the
-    model.
+    """Return the inputs that `make_inputs` creates. For a component that has none or refuses them, return the arguments that one
+    run of its pipeline passes to the component. Raises NoForward if there are no inputs, and UserError if the user's inputs do not
+    fit the model.
     """
-    try:
+    given = options.prompts or options.texts or options.images or options.audio or options.tensors is not None
+    if given or model.folder is None or not index_around(model.folder):
         return make_inputs(model, options)
-    except NoDefaultInputs as unknown:
-        folder = model.folder
-        if folder is None or not (index := folder.parent / PIPELINE_INDEX).is_file():
-            raise
-        if folder.name not in component_names(read_json(index)):
-            raise
+    try:
+        made = make_inputs(model, options)
+        if not _may_be_refused(model, made):
+            return made
+        with ForwardRunner(model, RunSettings(), never, watch=False) as runner:
+            runner.reference(runner.reference_call(made.batches[0]))
+        return made
+    except NoForward as unknown:
         try:
             with failures_as(NoForward, "it can't be run"):
-                return _from_pipeline(model, folder.parent.name, options)
+                return _from_pipeline(model, model.folder.parent.name, options)
         except UserError as error:
             raise NoForward(f"{unknown.sentence}; nor can the pipeline around it: {error.sentence}") from None
+
+
+def _may_be_refused(model: LiveModel, inputs: Inputs) -> bool:
+    """Return whether the model's code refuses the first of some inputs in a pass on the meta device, which computes nothing and
+    needs no weights. False if such a pass can't tell, because the code reads values.
+    """
+    if model.checkpoint is None:
+        return False
+    module = build_on_meta(model.checkpoint, ModelOptions())[0].to("meta")
+    run_decoder(module, of_sound=False)
+    try:
+        with quiet(), torch.no_grad():
+            inputs.batches[0].on(torch.device("meta")).run(module.eval())
+    except Exception as error:
+        return "meta" not in str(error)
+    return False
 
 
 def _from_pipeline(model: LiveModel, title: str, options: Options) -> Inputs:
@@ -77,6 +97,7 @@ def _recorded(component: nn.Module) -> Iterator[list[dict[str, Any]]]:
     name = "decode" if hasattr(component, "decode") and hasattr(component, "encode") else "forward"
     original: Callable[..., Any] = getattr(component, name)
     signature = inspect.signature(original)
+    required = {name for name, each in signature.parameters.items() if each.default is each.empty}
     calls: list[dict[str, Any]] = []
 
     def recording(*args: Any, **kwargs: Any) -> Any:
@@ -84,7 +105,8 @@ def _recorded(component: nn.Module) -> Iterator[list[dict[str, Any]]]:
         named |= named.pop("kwargs", {})
         if name == "decode":  # the decoder's forward pass calls its argument z
             named = {"z": named.pop(next(iter(named))), **named}
-        kept = {key: value for key, value in named.items() if key not in _NOT_RECORDED and value is not None}
+        absent = {key for key, value in named.items() if value is None and key not in required}
+        kept = {key: value for key, value in named.items() if key not in _NOT_RECORDED and key not in absent}
         calls.append(with_tensors(kept, _copied))
         return original(*args, **kwargs)
 
@@ -98,4 +120,4 @@ def _recorded(component: nn.Module) -> Iterator[list[dict[str, Any]]]:
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy on the CPU. Floating-point values become float32, or stay float64."""
     wide = tensor.is_floating_point() and tensor.dtype != torch.float64
-    return tensor.detach().to("cpu", torch.float32 if wide else None, copy=True)
+    return copied(tensor.detach()).to("cpu", torch.float32 if wide else None)

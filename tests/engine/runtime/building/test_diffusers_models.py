@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from tests.helpers.pipelines import COMPONENTS, FAMILIES, save_pipeline
+from safetensors.torch import load_file, save_file
+from tests.helpers.pipelines import COMPONENTS, make_pipeline, save_pipeline
 
 import dtype_engine as de
 from dtype_engine.cli import cli
@@ -133,12 +134,7 @@ def test_component_option_opens_a_component_or_is_refused_with_the_reason(
 
 def what_the_pipeline_passes(family: str, component: str, prompt: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the arguments by name that a pipeline of diffusers passes to a component in a run of 2 steps."""
-    torch.manual_seed(0)
-    pipeline = FAMILIES[family]()
-    pipeline.set_progress_bar_config(disable=True)
-    for each in pipeline.components.values():
-        if isinstance(each, torch.nn.Module):
-            each.eval()
+    pipeline = make_pipeline(family)
     part = getattr(pipeline, component)
     name = "decode" if component == "vae" else "forward"
     original, calls = getattr(part, name), []
@@ -167,7 +163,7 @@ def test_model_of_unknown_class_runs_on_the_inputs_of_its_pipeline(
     session = de.open(str(folder), options=de.Options(settings=de.RunSettings(float_inputs="model")))
     run_with = {"prompt": "a photograph of a cat", "height": 32, "width": 32}
     if family == "wan":
-        run_with |= {"num_frames": 9, "max_sequence_length": 64}
+        run_with |= {"num_frames": 9}
     calls = what_the_pipeline_passes(family, component, run_with)
     recorded = [batch.kwargs for batch in session.need_inputs().batches]
     for call, passed in zip(recorded, calls, strict=True):
@@ -219,3 +215,89 @@ def test_float32_parameters_are_those_that_diffusers_keeps(pipelines: Path) -> N
     islands = presets.preset("islands-fp32").recipe(tree)
     decided = make_plan(tree, islands).decided_by
     assert {name for name in kept if tree.tensors[name].persistent} <= decided.keys()
+
+
+KANDINSKY = {
+    "block_out_channels": (32, 64), "layers_per_block": 1, "sample_size": 8, "in_channels": 4, "out_channels": 8,
+    "down_block_types": ("ResnetDownsampleBlock2D", "SimpleCrossAttnDownBlock2D"),
+    "mid_block_type": "UNetMidBlock2DSimpleCrossAttn",
+    "up_block_types": ("SimpleCrossAttnUpBlock2D", "ResnetUpsampleBlock2D"), "cross_attention_dim": 16, "encoder_hid_dim": 24,
+    "attention_head_dim": 4, "resnet_time_scale_shift": "scale_shift",
+}  # fmt: skip
+PLAIN = {
+    "block_out_channels": (32, 64), "layers_per_block": 1, "sample_size": 8, "cross_attention_dim": 16,
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"), "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+}  # fmt: skip
+UNETS: dict[str, dict[str, Any]] = {
+    "Kandinsky 2.2": KANDINSKY | {"addition_embed_type": "image", "encoder_hid_dim_type": "image_proj"},
+    "Kandinsky 2.1": KANDINSKY | {"addition_embed_type": "text_image", "encoder_hid_dim_type": "text_image_proj"},
+    "a number of classes": PLAIN | {"num_class_embeds": 4},
+    "embeddings of classes": PLAIN | {"class_embed_type": "projection", "projection_class_embeddings_input_dim": 8},
+}
+
+
+@pytest.mark.parametrize("name", UNETS)
+def test_unet_gets_the_conditions_that_its_configuration_names(tmp_path: Path, name: str) -> None:
+    import diffusers
+
+    torch.manual_seed(0)
+    diffusers.UNet2DConditionModel(**UNETS[name]).save_pretrained(tmp_path / "unet")
+    session = de.open(str(tmp_path / "unet"), options=de.Options(settings=de.RunSettings(float_inputs="model")))
+    calls = [batch.kwargs for batch in session.need_inputs().batches]
+    reference, candidate = (in_diffusers(tmp_path / "unet", calls, dtype) for dtype in (torch.float32, torch.bfloat16))
+    session.cast("*", "bfloat16")
+    assert session.drift().output.max_abs == (candidate - reference).abs().max().item()
+
+
+def test_export_with_islands_loads_as_it_was_measured(pipelines: Path, tmp_path: Path) -> None:
+    """diffusers keeps in float32 what `_keep_in_fp32_modules` of Wan names, also in a model that is loaded in bfloat16."""
+    pytest.importorskip("accelerate")
+    import diffusers
+
+    source = save_pipeline("wan", pipelines) / "transformer"
+    session = de.open(str(source), options=de.Options(settings=de.RunSettings(float_inputs="model")))
+    calls = [batch.kwargs for batch in session.need_inputs().batches]
+    reference = in_diffusers(source, calls, torch.float32)
+    session.cast("*", "bfloat16")
+    (notice,) = session.export(tmp_path / "all").notices
+    words = r"from_pretrained of diffusers computes 11 tensors in float32, .* with (.*) as the last rules they do not"
+    found = re.search(words, notice)
+    assert found is not None
+    assert "computes 11 tensors in float32" in (tmp_path / "all" / "README.md").read_text()
+    for rule in found[1].split(", "):
+        session.cast(*rule.split("="))
+    measured = session.drift().output
+    assert not session.export(tmp_path / "islands").notices
+    assert 'from_pretrained("islands", dtype=torch.bfloat16)\n' in (tmp_path / "islands" / "README.md").read_text()
+    loaded = diffusers.WanTransformer3DModel.from_pretrained(tmp_path / "islands", torch_dtype=torch.bfloat16).eval()
+    assert {name: each.dtype for name, each in loaded.state_dict().items()} == {
+        name: each.dtype
+        for name, each in load_file(tmp_path / "islands" / "diffusion_pytorch_model.safetensors").items()
+    }
+    with torch.no_grad():
+        outputs = [
+            loaded(**{name: value.bfloat16() if value.is_floating_point() else value for name, value in call.items()})
+            for call in calls
+        ]
+    difference = torch.cat([output.sample.double().flatten() for output in outputs]) - reference
+    assert measured.max_abs == difference.abs().max().item()
+    assert measured.mean_abs == pytest.approx(difference.abs().mean().item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_float8_weights_without_scales_are_widened(pipelines: Path, tmp_path: Path, dtype: torch.dtype) -> None:
+    """As diffusers widens them: norms and biases too. An export has the values that the casts give."""
+    shutil.copytree(save_pipeline("sd15", pipelines) / "unet", tmp_path / "unet")
+    file = tmp_path / "unet" / "diffusion_pytorch_model.safetensors"
+    stored = {name: tensor.to(dtype) for name, tensor in load_file(file).items()}
+    save_file(stored, file)
+    session = de.open(str(tmp_path / "unet"), options=de.Options(settings=de.RunSettings(float_inputs="model")))
+    assert session.tree.stored_bytes == sum(tensor.numel() for tensor in stored.values())
+    calls = [batch.kwargs for batch in session.need_inputs().batches]
+    reference, candidate = (in_diffusers(tmp_path / "unet", calls, each) for each in (torch.float32, torch.bfloat16))
+    assert session.drift().output.max_abs == 0
+    session.cast("*", "bfloat16")
+    assert session.drift().output.max_abs == (candidate - reference).abs().max().item()
+    session.export(tmp_path / "out")
+    written = load_file(tmp_path / "out" / "diffusion_pytorch_model.safetensors")
+    assert all(torch.equal(written[name], tensor.bfloat16()) for name, tensor in stored.items())

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tests.helpers.pipelines import FAMILIES, save_pipeline
+from safetensors.torch import load_file, save_file
+from tests.helpers.pipelines import FAMILIES, make_pipeline, save_pipeline
 from torch import nn
 
 import dtype_engine as de
@@ -36,12 +38,10 @@ def opened(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> de.
 
 def in_diffusers(family: str, session: de.Session, dtypes: dict[str, torch.dtype]) -> torch.Tensor:
     """Return the pictures of plain diffusers with the tensors of the given components cast to the given dtypes."""
-    torch.manual_seed(0)
-    pipeline = FAMILIES[family]()
-    pipeline.set_progress_bar_config(disable=True)
+    pipeline = make_pipeline(family)
     for name, part in pipeline.components.items():
         if isinstance(part, nn.Module):
-            for tensor in part.eval().state_dict(keep_vars=True).values():
+            for tensor in part.state_dict(keep_vars=True).values():
                 if tensor.is_floating_point() and name in dtypes:
                     tensor.data = tensor.data.to(dtypes[name])
     pictures = []
@@ -92,8 +92,7 @@ def test_vae_upcast_by_the_pipeline_is_noted_and_restored(pipelines: Path, monke
 def test_float16_vae_that_makes_a_black_picture_is_located_and_remedied(
     pipelines: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torch.manual_seed(0)
-    pipeline = FAMILIES["sd15"]()
+    pipeline = make_pipeline("sd15")
     with torch.no_grad():
         pipeline.vae.decoder.up_blocks[0].resnets[1].conv2.weight *= 3e5
     pipeline.save_pretrained(pipelines / "black")
@@ -182,3 +181,56 @@ def test_pictures_of_reference_and_candidate_are_saved(
     assert "1-reference.png exists; replace it with --force" in capsys.readouterr().err
     assert run(cli, "dtype-engine", ["drift", "--sequences", "1", "--save-pictures", str(tmp_path / "none")]) == 2
     assert "makes no pictures" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("family", ["sdxl", "flux", "cogvideox"])
+def test_pipeline_in_float16_equals_what_diffusers_runs(
+    pipelines: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit: in float16, torch rounds differently by the layout of inputs and by whether weights require gradients."""
+    session = opened(save_pipeline(family, pipelines), monkeypatch)
+    parts = {name for name in session.tree.modules if name and "." not in name}
+    reference, candidate = (
+        in_diffusers(family, session, dict.fromkeys(parts, dtype)) for dtype in (torch.float32, torch.float16)
+    )
+    session.cast("*", "float16")
+    output = session.drift().output
+    assert output.mean_abs == pytest.approx((candidate - reference).abs().mean().item(), rel=1e-12)
+    assert output.max_abs == (candidate - reference).abs().max().item()
+
+
+def test_pipeline_is_called_with_its_own_arguments(pipelines: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for family in ("cogvideox", "sd3", "flux", "wan"):
+        call = opened(save_pipeline(family, pipelines), monkeypatch).need_inputs().batches[0].kwargs
+        assert call.keys() - {"num_frames"} == {"seed", "prompt", "num_inference_steps", "height", "width"}
+
+
+def test_passes_show_no_future_warning(pipelines: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SDXL's pipeline calls a function that diffusers has deprecated."""
+    session = opened(save_pipeline("sdxl", pipelines), monkeypatch)
+    session.cast("vae", "float16")
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        session.drift()
+    assert [str(each.message) for each in shown if issubclass(each.category, FutureWarning)] == []
+
+
+def test_drift_of_pipelines_with_a_float8_component(pipelines: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_pipeline("flux", pipelines / "float8")
+    file = folder / "transformer" / "diffusion_pytorch_model.safetensors"
+    stored = {name: tensor.to(torch.float8_e4m3fn) for name, tensor in load_file(file).items()}
+    save_file(stored, file)
+    session = opened(folder, monkeypatch)
+    pictures = []
+    for dtype in (torch.float32, torch.bfloat16):
+        pipeline = make_pipeline("flux")
+        pipeline.transformer.load_state_dict({name: tensor.float() for name, tensor in stored.items()})
+        for part in pipeline.components.values():
+            if isinstance(part, nn.Module):
+                part.to(dtype)
+        call = dict(session.need_inputs().batches[0].kwargs)
+        generator = torch.Generator().manual_seed(int(call.pop("seed")))
+        pictures.append(pipeline(**call, generator=generator, output_type="pt")[0].double())
+    assert session.drift().output.max_abs == 0
+    session.cast("*", "bfloat16")
+    assert session.drift().output.max_abs == (pictures[1] - pictures[0]).abs().max().item()

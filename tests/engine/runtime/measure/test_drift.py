@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -24,6 +26,7 @@ from dtype_engine.results.drift import Extent
 from dtype_engine.runtime.measure import drift
 from dtype_engine.runtime.measure.drift import DriftMeter
 from dtype_engine.runtime.measure.listener import MeasurementListener
+from dtype_engine.runtime.measure.modules.recorder import ModuleRecorder
 from dtype_engine.runtime.passes.outputs import main_output
 from dtype_engine.runtime.passes.runner import ForwardRunner
 
@@ -90,6 +93,30 @@ def test_kept_outputs_stay_within_their_budget() -> None:
             session.cast("*.mlp", dtype)
             session.drift(MeasurementListener(on_sequence=lambda totals: kept.append(session.memory().kept_bytes or 0)))  # noqa: B023
         assert max(kept) <= budget
+
+
+def test_outputs_of_modules_are_freed_when_a_measurement_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, and not by the next collection of reference cycles: those of a large picture take gigabytes."""
+    kept = list[weakref.ref[torch.Tensor]]()
+
+    class Recorder(ModuleRecorder):
+        def __call__(self, module: str, call: int, output: torch.Tensor) -> None:
+            super().__call__(module, call, output)
+            kept.extend(weakref.ref(each) for each in self.outputs.values())
+
+    monkeypatch.setattr(drift, "ModuleRecorder", Recorder)
+    module = nn.Sequential(nn.Linear(8, 37), nn.ReLU(), nn.Linear(37, 3))
+    nothing_kept = de.Options(reference_bytes=1)
+    session = de.open(module, inputs={"input": torch.ones(2, 8)}, options=nothing_kept)
+    session.cast("*", "bfloat16")
+    gc.collect()
+    gc.disable()
+    try:
+        assert len(session.drift().modules) == 3
+        assert len(kept) > 3
+        assert [each for each in kept if each() is not None] == []
+    finally:
+        gc.enable()
 
 
 def test_modules_too_large_for_memory_are_noted_as_not_compared(

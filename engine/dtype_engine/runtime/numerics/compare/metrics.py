@@ -84,7 +84,7 @@ class OutputMetrics:
             figures.sums.elements = reference.numel() // kept.numel() * int(kept.sum())
         place = len(self.sequences) if number is None else number
         self.sequences[place] = figures
-        if self.picture_range is not None and reference.ndim >= 3:
+        if self.picture_range is not None and reference.ndim >= 4:
             self._pictures[place] = picture_sums(reference, candidate, *self.picture_range)
 
     def result(self) -> OutputDrift:
