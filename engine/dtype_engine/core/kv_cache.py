@@ -33,6 +33,10 @@ class KVCacheTensor(msgspec.Struct, frozen=True):
     """Elements for one sequence of a recurrent state, whatever the number of tokens. 0 for keys and values."""
     window: int | None = None
     """The tokens that a query attends to, itself included, if the layer has a sliding window or chunks."""
+    state_dtype: str | None = None
+    """The dtype of a recurrent state whatever the model computes in, mostly float32, or None if it is the model's."""
+    runs: int = 1
+    """How often a pass runs the layer, each time with a cache of its own: more than once in models that loop, as HRM does."""
     shared_with: Name | None = None
     """The cache tensor of another layer that this layer reads instead of one of its own. This tensor takes no memory."""
     source: Literal["decoder", "encoder"] = "decoder"
@@ -74,7 +78,8 @@ class KVCacheTensor(msgspec.Struct, frozen=True):
         return context if self.window is None else min(context, self.window - 1)
 
     def shape(self, context: int, batch: int = 1, encoder_tokens: int | None = None) -> tuple[int, int, int, int]:
-        """Return (batch, heads, tokens, width); for a recurrent state, heads and tokens are 1. Arguments as in `tokens`."""
+        """Return (batch x runs, heads, tokens, width); for a recurrent state, heads and tokens are 1. Arguments as in `tokens`."""
+        batch *= self.runs
         if self.fixed:
             return batch, 1, 0 if self.shared_with else 1, self.fixed
         return batch, self.heads, self.tokens(context, encoder_tokens), self.per_token // self.heads
@@ -84,11 +89,8 @@ class KVCacheTensor(msgspec.Struct, frozen=True):
         return math.prod(self.shape(context, batch, encoder_tokens))
 
     def nbytes(self, dtype: str, context: int, batch: int = 1, encoder_tokens: int | None = None) -> int:
-        """Return the bytes if the elements are in `dtype`, without scales. The state of a recurrence is always in float32, as
-        in transformers. The other arguments are those of `tokens`.
-        """
-        bits = 32 if self.part == "ssm_state" else dtypes.BY_NAME[dtype].bits
-        return self.elements(context, batch, encoder_tokens) * bits // 8
+        """Return the bytes in `state_dtype` or, without one, in `dtype`, without scales. Other arguments: as in `tokens`."""
+        return self.elements(context, batch, encoder_tokens) * dtypes.BY_NAME[self.state_dtype or dtype].bits // 8
 
 
 class KVCache(msgspec.Struct, frozen=True):
