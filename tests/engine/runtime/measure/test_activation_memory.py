@@ -48,8 +48,8 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "experts and delta nets": (
         "Qwen3NextForCausalLM", "Qwen3NextConfig",
         {**_GROUPED, "num_hidden_layers": 4, "head_dim": 16, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
-         "num_experts": 4, "num_experts_per_tok": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
-         "linear_value_head_dim": 16},
+         "num_experts": 4, "num_experts_per_tok": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+         "linear_key_head_dim": 8, "linear_value_head_dim": 16},
     ),
     "experts and Mamba": (
         "JambaForCausalLM", "JambaConfig",
