@@ -70,6 +70,8 @@ _FUSED = (
 _COMPRESSED = ("kv_a_proj_with_mqa", "kv_a_proj")
 _CONVOLUTIONS = ("conv1d", "conv", "conv_1d", "q_conv1d", "k_conv1d", "v_conv1d")
 """The convolutions of a recurrent layer. Files of some delta nets, such as Kimi Linear's, hold three for the module's one."""
+_INKLING = "_sconv"
+"""The end of the names of Inkling's convolutions, which run in float32 whatever the model's dtype."""
 _OUTPUT = ("out_proj", "o_proj", "dense")
 _SHARING = "mamba_decoder"
 """The child of each layer of Zamba that also runs an attention, whose weights these layers share and a file holds once."""
@@ -112,6 +114,10 @@ def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
         if isinstance(nested, Mapping):
             return _text_config(nested)
     return config
+
+
+_States = dict[str, tuple[int, str | None]]
+"""The states of a layer: their elements and dtypes, where None is the model's dtype, keyed by part."""
 
 
 class _Reader:
@@ -226,15 +232,12 @@ class _Reader:
         for part, elements in zip(("k", "v"), sizes, strict=True):
             heads = self.heads if self.heads and elements % self.heads == 0 else 1
             yield tensor(part, per_token=elements, heads=heads, **more)
-        fused = children.get("qkv_proj", module)
-        first, second = (_shape(fused.children.get(f"conv_qk_{kind}")) for kind in ("depthwise", "grouped"))
-        if first and second and (width := _outputs(fused.children.get("v_proj_delayed"))):  # Zaya
-            yield tensor("conv_state", fixed=first[0] * (first[-1] + second[-1] - 2))
-            yield tensor("ssm_state", fixed=width)
+        for part, (elements, dtype) in _states_in_attention(children).items():
+            yield tensor(part, fixed=elements, state_dtype=dtype)
 
-    def _states(self, module: Module) -> dict[str, tuple[int, str | None]] | None:
-        """Return the states of a recurrent layer as {part: (elements, dtype)}, where None is the model's dtype, or None for other
-        layers. Recurrences are computed in float32, whatever the model's dtype, except MiniMax's.
+    def _states(self, module: Module) -> _States | None:
+        """Return the states of a recurrent layer, or None for other layers. Recurrences run in float32 whatever the model's
+        dtype, except MiniMax's.
         """
         children = module.children
         if "receptance" in children:
@@ -242,7 +245,7 @@ class _Reader:
             if shifted is None or width is None or self.config.get("model_type") != "rwkv":
                 self.notes["the states of recurrent layers are not counted: their sizes are not known here"] = None
                 return {}
-            before: dict[str, tuple[int, str | None]] = {"conv_state": (shifted, None)}
+            before: _States = {"conv_state": (shifted, None)}
             # The numerator, the denominator and the maximum of each channel.
             return before | ({"ssm_state": (3 * width, "float32")} if "time_decay" in module.tensors else {})
         shapes = [shape for name in _CONVOLUTIONS if (shape := _shape(children.get(name))) and len(shape) == 3]
@@ -251,9 +254,8 @@ class _Reader:
             return {"conv_state": (channels * (kernel - 1), None), "ssm_state": (channels, "float32")}
         if shapes:
             state = self._recurrent_state(module)
-            convolved: dict[str, tuple[int, str | None]] = {
-                "conv_state": (sum(each[0] * each[2] for each in shapes), None)
-            }
+            dtype = "float32" if module.label.endswith(_INKLING) else None
+            convolved: _States = {"conv_state": (sum(each[0] * each[2] for each in shapes), dtype)}
             return convolved | ({"ssm_state": (state, "float32")} if state else {})
         if "output_gate" in children and "qkv_proj" in children and self.query_heads and self.head_dim:
             return {"ssm_state": (self.query_heads * self.head_dim**2, None)}  # MiniMax's lightning attention
@@ -281,6 +283,8 @@ class _Reader:
             shape = _shape(fused)
             queries = self.query_heads * self.head_dim
             wholes = {queries + 2 * planned, 2 * queries + 2 * planned, 2 * planned}  # HRM's also has a gate
+            if "kv_proj" in children and shape:  # of JetMoe; DeepSeek V4's has keys alone
+                shape = shape[:1]
             return (planned, planned) if shape is None or not wholes.isdisjoint(shape) else None
         shares = "q_proj" in children and _first(self.config, "num_kv_shared_layers") is not None
         return (planned, planned) if shares else None
@@ -316,6 +320,17 @@ class _Reader:
         ]
 
 
+def _states_in_attention(children: Mapping[str, Module]) -> _States:
+    """Return the states of convolutions in an attention. children: of the attention."""
+    inner = children["qkv_proj"].children if "qkv_proj" in children else children
+    first, second = (_shape(inner.get(f"conv_qk_{kind}")) for kind in ("depthwise", "grouped"))
+    if first and second and (width := _outputs(inner.get("v_proj_delayed"))):  # Zaya
+        return {"conv_state": (first[0] * (first[-1] + second[-1] - 2), None), "ssm_state": (width, None)}
+    shapes = [_shape(children[part + _INKLING].children.get("conv1d")) for part in "kv" if part + _INKLING in children]
+    elements = sum(shape[0] * shape[-1] for shape in shapes if shape)
+    return {"conv_state": (elements, "float32")} if elements else {}
+
+
 def _of_other_layers(layers: Iterable[Module], found: Iterable[KVCacheTensor]) -> Iterator[KVCacheTensor]:
     """Yield the caches of layers that run the attention of another layer and lack its weights. found: those of all others."""
     owned = {
@@ -333,7 +348,7 @@ class _Windows:
 
     def __init__(self, config: Mapping[str, Any], notes: dict[str, None]) -> None:
         self._types = _layer_types(config)
-        self._sliding = _first(config, "sliding_window", "attention_window_size")
+        self._sliding = _first(config, "sliding_window", "sliding_window_size", "attention_window_size")
         self._chunk = _first(config, "attention_chunk_size")
         if config.get("use_sliding_window") is False:
             self._sliding = None
