@@ -336,8 +336,8 @@ def _of_other_layers(layers: Iterable[Module], found: Iterable[KVCacheTensor]) -
     owned = {
         layer.name: [tensor for tensor in found if tensor.name.startswith(f"{layer.name}.shared_")] for layer in layers
     }
-    owner = next(filter(owned.get, owned), None)
-    for name in owned if owner is not None else ():
+    owner = next(filter(owned.get, owned), "")
+    for name in owned if owner else ():
         numbers = [int(part) for part in name.split(".") if is_number(part)]
         for tensor in owned[owner] if not owned[name] else ():
             yield replace(tensor, name=name + tensor.name.removeprefix(owner), layer=numbers[0])
