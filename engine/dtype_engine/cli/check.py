@@ -10,7 +10,7 @@ from dtype_engine.cli.request import RunRequest
 from dtype_engine.core.errors import UserError
 
 _MOST_TENSORS = 10_000
-"""Up to how many tensors a checkpoint is compared with its architecture by default, for which torch is imported."""
+"""By default, a checkpoint with more tensors is not compared with its architecture, because this comparison imports torch."""
 
 
 @click.command(cls=ModelCommand, rules=False, runs=False)

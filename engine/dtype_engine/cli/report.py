@@ -96,7 +96,7 @@ def report(request: RunRequest, file: Path, with_speed: bool, force: bool, as_ob
 
 
 def of_session(session: Session) -> _Subject:
-    """Return what a report is about: the model's tree, its plan, its title, and how the candidate is run."""
+    """Return the subject of a report: (the model's tree, its plan, its title, the run settings)."""
     return session.tree, session.plan, session.model.title, session.settings
 
 
@@ -114,7 +114,7 @@ def write_report(file: Path, force: bool, source: Source, subject: _Subject, mea
 
 
 def _losses(known: Planned) -> tuple[ValueLoss, ...] | None:
-    """Return the values that the planned casts make infinite or zero, or None if there are no files or they can't be read."""
+    """Return how many values of each tensor the planned casts lose, or None if there are no files or they can't be read."""
     if known.checkpoint is None:
         return None
     from dtype_engine.runtime.measure.planned_casts import losses_in_files

@@ -15,7 +15,9 @@ _FILE = "tokenizer.json"
 
 
 def tokenizer_findings(checkpoint: Checkpoint, endings: tuple[str, ...]) -> Iterator[Finding]:
-    """Yield a finding if the tokenizer has an id beyond the rows of the embedding, whose name ends so. Raises UserError."""
+    """Yield a finding if the embedding has no row for the largest id of the tokenizer. endings: the ends of names of embeddings.
+    Raises UserError if `tokenizer.json` can't be read.
+    """
     folder = checkpoint.path
     if checkpoint.form not in ("safetensors", "pickle") or not folder.is_dir() or not (folder / _FILE).is_file():
         return
