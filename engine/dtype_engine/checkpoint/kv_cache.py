@@ -143,7 +143,7 @@ class _Reader:
 
     def read(self) -> KVCache:
         found: list[KVCacheTensor] = []
-        sharing: list[Module] = []
+        sharing: dict[str, int] = {}
         unknown: list[str] = []
         beyond = 0
         inside = ""
@@ -155,7 +155,7 @@ class _Reader:
             if not numbers or self._in_an_encoder(module.name) or (inside and module.name.startswith(inside)):
                 continue
             if _SHARING in module.children:
-                sharing.append(module)
+                sharing[module.name] = numbers[0]
                 continue
             # Two attentions of one layer, as LongCat's `layers.3.self_attn.1`, are two layers of the cache.
             layer = 2 * numbers[0] + numbers[1] if is_number(module.label) and len(numbers) > 1 else numbers[0]
@@ -333,16 +333,20 @@ def _states_in_attention(children: Mapping[str, Module]) -> _States:
     return {"conv_state": (elements, "float32")} if elements else {}
 
 
-def _of_other_layers(layers: Iterable[Module], found: Iterable[KVCacheTensor]) -> Iterator[KVCacheTensor]:
-    """Yield the caches of layers that run the attention of another layer and lack its weights. found: those of all others."""
-    owned = {
-        layer.name: [tensor for tensor in found if tensor.name.startswith(f"{layer.name}.shared_")] for layer in layers
-    }
-    owner = next(filter(owned.get, owned), "")
-    for name in owned if owner else ():
-        numbers = [int(part) for part in name.split(".") if is_number(part)]
-        for tensor in owned[owner] if not owned[name] else ():
-            yield replace(tensor, name=name + tensor.name.removeprefix(owner), layer=numbers[0])
+def _of_other_layers(layers: Mapping[str, int], found: Iterable[KVCacheTensor]) -> Iterator[KVCacheTensor]:
+    """Yield the caches of layers that run the attention of another layer and lack its weights.
+
+    layers: the numbers of all layers that run an attention which they may share, by name. found: the caches of all others.
+    """
+    owned: dict[str, list[KVCacheTensor]] = {}
+    for tensor in found:
+        name, shared, _ = tensor.name.partition(".shared_")
+        if shared and name in layers:
+            owned.setdefault(name, []).append(tensor)
+    owner, tensors = next(iter(owned.items()), ("", []))
+    for name, number in layers.items():
+        for tensor in tensors if name not in owned else ():
+            yield replace(tensor, name=name + tensor.name.removeprefix(owner), layer=number)
 
 
 class _Windows:
