@@ -2,7 +2,7 @@
 
 A measurement adds up what torch's allocator hands out and gets back, workspace inside kernels included. An estimate counts the live
 bytes of all storages that operations create. It does not see the workspace of a kernel, whose size depends on the machine: for
-example, attention on a CPU uses some hundred KiB for each thread.
+example, attention on a CPU uses some hundred KiB for each thread, and a product in bfloat16 may use its result in float32.
 """
 
 from __future__ import annotations
@@ -79,9 +79,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._counted[key] = storage.nbytes()
                 self._now += storage.nbytes()
                 weakref.finalize(storage, self._forget, key)
-        highest = self._now + _copied_operands(func, args)
-        if highest > self.peak:
-            self.peak, self.module = highest, self.running
+        if self._now > self.peak:
+            self.peak, self.module = self._now, self.running
         return result
 
     def _forget(self, key: int) -> None:
@@ -90,19 +89,6 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def enter(self, module: str) -> None:
         """Note that a module begins to run."""
         self.running = module
-
-
-def _copied_operands(func: Any, args: Iterable[Any]) -> int:
-    """Return the bytes of the copies that a described element-wise operation makes while it runs: a CPU converts operands of
-    several dtypes to the widest of them first, and a GPU does so while it reads them.
-    """
-    if torch.Tag.pointwise not in func.tags:
-        return 0
-    operands = [each for each in args if isinstance(each, FakeTensor) and each.dim() and each.dtype != torch.bool]
-    if len({each.dtype for each in operands}) < 2:
-        return 0
-    common = functools.reduce(torch.promote_types, (each.dtype for each in operands))
-    return sum(each.numel() * common.itemsize for each in operands if each.dtype != common)
 
 
 def _safe_softmax(scores: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:

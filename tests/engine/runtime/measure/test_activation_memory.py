@@ -65,6 +65,9 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "pictures": ("ViTForImageClassification", "ViTConfig", {**_SMALL, "image_size": 224}),
 }  # fmt: skip
 
+_WIDENED = {"experts and Mamba": 4 * BATCH * CONTEXT * 128, "position table": 4 * BATCH * CONTEXT * 3 * 64}
+"""The bytes of the float32 copies that a CPU makes, at the peak, of operands in 16 bits beside others in float32."""
+
 
 def make(name: str) -> nn.Module:
     model, config, settings = MODELS[name]
@@ -162,7 +165,7 @@ def test_activation_estimate_is_a_close_upper_bound(name: str, dtype: str) -> No
             layer.attn.embed_positions = layer.attn.embed_positions.float()  # as `from_pretrained` leaves it
     real = measured(module, CONTEXT, BATCH)
     found = ActivationEstimator(without_data(module), getattr(torch, dtype)).estimate(CONTEXT, BATCH)
-    workspace = (64 << 10) * torch.get_num_threads()
+    workspace = (64 << 10) * torch.get_num_threads() + (0 if dtype == "float32" else _WIDENED.get(name, 0))
     assert real.nbytes - workspace <= found.nbytes <= 1.05 * real.nbytes
     assert found.module == real.module
     assert found.estimated
