@@ -8,7 +8,7 @@ neither tells is stated in `KVCache.notes`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -66,10 +66,18 @@ _CROSS = re.compile(
 _ATTENTION = re.compile(r".*att(entio)?n.*", re.I)
 _KEYS = ("k_proj", "key_proj", "key", "k", "k_lin", "wk")
 _VALUES = ("v_proj", "value_proj", "value", "v", "v_lin", "wv")
-_FUSED = ("qkv_proj", "query_key_value", "c_attn", "Wqkv", "qkv", "qkv_lin", "att_proj", "in_proj_qkv")
+_FUSED = (
+    "qkv_proj", "query_key_value", "c_attn", "Wqkv", "qkv", "qkv_lin", "att_proj", "in_proj_qkv", "gqkv_proj", "kv_proj",
+)  # fmt: skip
 _COMPRESSED = ("kv_a_proj_with_mqa", "kv_a_proj")
-_CONVOLUTIONS = ("conv1d", "conv", "conv_1d")
-_CHILDREN = {*_KEYS, *_FUSED, *_COMPRESSED, *_CONVOLUTIONS, "rg_lru", "receptance", "q_proj"}
+_CONVOLUTIONS = ("conv1d", "conv", "conv_1d", "q_conv1d", "k_conv1d", "v_conv1d")
+"""The convolutions of a recurrent layer. Files of some delta nets, such as Kimi Linear's, hold three for the module's one."""
+_INKLING = "_sconv"
+"""The end of the names of Inkling's convolutions, which run in float32 whatever the model's dtype."""
+_OUTPUT = ("out_proj", "o_proj", "dense")
+_SHARING = "mamba_decoder"
+"""The child of each layer of Zamba that also runs an attention, whose weights these layers share and a file holds once."""
+_CHILDREN = {*_KEYS, *_FUSED, *_COMPRESSED, *_CONVOLUTIONS, _SHARING, "rg_lru", "receptance", "q_proj"}
 """A module is examined for a cache if it has one of these children, or if its name is that of an attention."""
 _TEXT_CONFIGS = ("thinker_config", "text_config", "llm_config", "language_config", "decoder", "text")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_decoder_layers", "decoder_layers", "num_layers")
@@ -110,6 +118,10 @@ def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return config
 
 
+_States = dict[str, tuple[int, str | None]]
+"""The states of a layer: their elements and dtypes, where None is the model's dtype, keyed by part."""
+
+
 class _Reader:
     def __init__(self, tree: Tree, config: Mapping[str, Any]) -> None:
         self.tree = tree
@@ -133,6 +145,7 @@ class _Reader:
 
     def read(self) -> KVCache:
         found: list[KVCacheTensor] = []
+        sharing: dict[str, int] = {}
         unknown: list[str] = []
         beyond = 0
         inside = ""
@@ -143,6 +156,9 @@ class _Reader:
             numbers = [int(part) for part in module.name.split(".") if is_number(part) and len(part) < 9]
             if not numbers or self._in_an_encoder(module.name) or (inside and module.name.startswith(inside)):
                 continue
+            if _SHARING in module.children:
+                sharing[module.name] = numbers[0]
+                continue
             # Two attentions of one layer, as LongCat's `layers.3.self_attn.1`, are two layers of the cache.
             layer = 2 * numbers[0] + numbers[1] if is_number(module.label) and len(numbers) > 1 else numbers[0]
             tensors = list(self._of_module(module, layer))
@@ -152,6 +168,7 @@ class _Reader:
             elif (
                 _is_attention(module.label)
                 and "norm" not in module.label
+                and module.children  # a norm or a scale of Falcon or Zaya has none
                 and not (unknown and module.name.startswith(f"{unknown[-1]}."))
             ):
                 unknown.append(module.name)
@@ -170,7 +187,7 @@ class _Reader:
         if not found:
             reason = "none of the modules is an attention or a recurrent layer whose cache is known here"
             return KVCache(none_because="; ".join(self.notes) or reason)
-        return KVCache(tuple(self._shared(found)), tuple(self.notes))
+        return KVCache(tuple(self._shared([*found, *_of_other_layers(sharing, found)])), tuple(self.notes))
 
     def _in_an_encoder(self, name: str) -> bool:
         parts = name.split(".")
@@ -186,19 +203,9 @@ class _Reader:
             return KVCacheTensor(f"{module.name}.{KV_CACHE}.{part}", layer, **sizes)
 
         children = module.children
-        if "receptance" in children:
-            self.notes["the states of recurrent layers are not counted: their sizes are not known here"] = None
-            return
-        convolution = next((children[name] for name in _CONVOLUTIONS if name in children), None)
-        if convolution is not None and (shape := _shape(convolution)) is not None and len(shape) == 3:
-            if "rg_lru" in children:  # RecurrentGemma: one state of each channel
-                yield tensor("conv_state", fixed=shape[0] * (shape[2] - 1))
-                yield tensor("ssm_state", fixed=shape[0])
-                return
-            yield tensor("conv_state", fixed=shape[0] * shape[2])
-            state = self._recurrent_state(module)
-            if state:
-                yield tensor("ssm_state", fixed=state)
+        if (states := self._states(module)) is not None:
+            for part, (elements, dtype) in states.items():
+                yield tensor(part, fixed=elements, state_dtype=dtype)
             return
         if compressed := next((children[name] for name in _COMPRESSED if name in children), None):
             rank = _first(self.config, "kv_lora_rank") or _outputs(children.get("kv_a_layernorm"))
@@ -212,10 +219,6 @@ class _Reader:
             if "indexer" in children and (keys := _outputs(children["indexer"].children.get("wk"))):
                 yield tensor("indexer", per_token=keys)
             return
-        if "output_gate" in children and "qkv_proj" in children and self.query_heads and self.head_dim:
-            # MiniMax's lightning attention
-            yield tensor("ssm_state", fixed=self.query_heads * self.head_dim**2)
-            return
         if self.windows.kind(layer) == "linear_attention":
             return
         sizes = self._keys_and_values(module)
@@ -227,9 +230,44 @@ class _Reader:
             more |= {"source": "encoder", "length": _first(self.config, "max_source_positions")}
             if more["length"] is None:
                 self.notes["cross attention is counted with as many tokens of the encoder as the context has"] = None
+        more["runs"] = self._runs(module)
         for part, elements in zip(("k", "v"), sizes, strict=True):
             heads = self.heads if self.heads and elements % self.heads == 0 else 1
             yield tensor(part, per_token=elements, heads=heads, **more)
+        for part, (elements, dtype) in _states_in_attention(children).items():
+            yield tensor(part, fixed=elements, state_dtype=dtype)
+
+    def _states(self, module: Module) -> _States | None:
+        """Return the states of a recurrent layer, or None for other layers. Recurrences run in float32 whatever the model's
+        dtype, except MiniMax's.
+        """
+        children = module.children
+        if "receptance" in children:
+            shifted, width = _inputs(children["receptance"]), _outputs(children.get("key"))
+            if shifted is None or width is None or self.config.get("model_type") != "rwkv":
+                self.notes["the states of recurrent layers are not counted: their sizes are not known here"] = None
+                return {}
+            before: _States = {"conv_state": (shifted, None)}
+            # The numerator, the denominator and the maximum of each channel.
+            return before | ({"ssm_state": (3 * width, "float32")} if "time_decay" in module.tensors else {})
+        shapes = [shape for name in _CONVOLUTIONS if (shape := _shape(children.get(name))) and len(shape) == 3]
+        if shapes and "rg_lru" in children:  # RecurrentGemma: one state of each channel
+            (channels, _, kernel), *_ = shapes
+            return {"conv_state": (channels * (kernel - 1), None), "ssm_state": (channels, "float32")}
+        if shapes:
+            state = self._recurrent_state(module)
+            dtype = "float32" if module.label.endswith(_INKLING) else None
+            convolved: _States = {"conv_state": (sum(each[0] * each[2] for each in shapes), dtype)}
+            return convolved | ({"ssm_state": (state, "float32")} if state else {})
+        if "output_gate" in children and "qkv_proj" in children and self.query_heads and self.head_dim:
+            return {"ssm_state": (self.query_heads * self.head_dim**2, None)}  # MiniMax's lightning attention
+        return None
+
+    def _runs(self, module: Module) -> int:
+        """Return how often a pass runs an attention: in HRM's two stacks, once in each high, or in each low cycle."""
+        stacks = set(module.name.split(".")) & {"H_module", "L_module"}
+        high, low = _first(self.config, "H_cycles") or 2, _first(self.config, "L_cycles") or 3
+        return (high * low if "L_module" in stacks else high) if stacks else 1
 
     def _keys_and_values(self, module: Module) -> tuple[int, int] | None:
         """Return (elements of the keys, elements of the values) for one token, or None if the module is no attention of a known
@@ -247,20 +285,25 @@ class _Reader:
         fused = next((children[name] for name in _FUSED if name in children), None)
         if fused is not None:
             shape = _shape(fused)
-            whole = self.query_heads * self.head_dim + 2 * planned
-            return (planned, planned) if shape is None or whole in shape or 2 * planned in shape else None
+            queries = self.query_heads * self.head_dim
+            wholes = {queries + 2 * planned, 2 * queries + 2 * planned, 2 * planned}  # HRM's also has a gate
+            if "kv_proj" in children and shape:  # of JetMoe; DeepSeek V4's has keys alone
+                shape = shape[:1]
+            return (planned, planned) if shape is None or not wholes.isdisjoint(shape) else None
         shares = "q_proj" in children and _first(self.config, "num_kv_shared_layers") is not None
         return (planned, planned) if shares else None
 
     def _recurrent_state(self, module: Module) -> int:
         """Return the number of elements of a recurrent layer's state without that of its convolution, or 0 if it is unknown."""
-        decay = module.tensors.get("A_log")
+        decay = module.children.get("forget_gate", module).tensors.get("A_log")  # of Kimi Linear: in a child
         if decay is None:
             return 0  # a convolution alone, as in LFM2
         if len(decay.shape) == 2:  # Mamba: one state of each channel
             return decay.numel
-        inner = _inputs(module.children.get("out_proj") or module.children.get("o_proj"))
-        state = _first(self.config, "linear_key_head_dim", "state_size", "mamba_d_state", "ssm_state_size")
+        inner = next(filter(None, (_inputs(module.children.get(name)) for name in _OUTPUT)), None)
+        state = _first(
+            self.config, "linear_key_head_dim", "linear_head_dim", "state_size", "mamba_d_state", "ssm_state_size"
+        )
         if inner is None or state is None:
             self.notes[
                 f"not counted: the recurrent state of {printable(module.name)}, whose size config.json does not tell"
@@ -283,12 +326,39 @@ class _Reader:
         ]
 
 
+def _states_in_attention(children: Mapping[str, Module]) -> _States:
+    """Return the states of convolutions in an attention. children: of the attention."""
+    inner = children["qkv_proj"].children if "qkv_proj" in children else children
+    first, second = (_shape(inner.get(f"conv_qk_{kind}")) for kind in ("depthwise", "grouped"))
+    if first and second and (width := _outputs(inner.get("v_proj_delayed"))):  # Zaya
+        return {"conv_state": (first[0] * (first[-1] + second[-1] - 2), None), "ssm_state": (width, None)}
+    shapes = [_shape(children[part + _INKLING].children.get("conv1d")) for part in "kv" if part + _INKLING in children]
+    elements = sum(shape[0] * shape[-1] for shape in shapes if shape)
+    return {"conv_state": (elements, "float32")} if elements else {}
+
+
+def _of_other_layers(layers: Mapping[str, int], found: Iterable[KVCacheTensor]) -> Iterator[KVCacheTensor]:
+    """Yield the caches of layers that run the attention of another layer and lack its weights.
+
+    layers: the numbers of all layers that run an attention which they may share, by name. found: the caches of all others.
+    """
+    owned: dict[str, list[KVCacheTensor]] = {}
+    for tensor in found:
+        name, shared, _ = tensor.name.partition(".shared_")
+        if shared and name in layers:
+            owned.setdefault(name, []).append(tensor)
+    owner, tensors = next(iter(owned.items()), ("", []))
+    for name, number in layers.items():
+        for tensor in tensors if name not in owned else ():
+            yield replace(tensor, name=name + tensor.name.removeprefix(owner), layer=number)
+
+
 class _Windows:
     """Tells how many tokens the sliding window of each layer has, according to config.json."""
 
     def __init__(self, config: Mapping[str, Any], notes: dict[str, None]) -> None:
         self._types = _layer_types(config)
-        self._sliding = _first(config, "sliding_window", "attention_window_size")
+        self._sliding = _first(config, "sliding_window", "sliding_window_size", "attention_window_size")
         self._chunk = _first(config, "attention_chunk_size")
         if config.get("use_sliding_window") is False:
             self._sliding = None
@@ -343,18 +413,18 @@ def _layer_count(config: Mapping[str, Any]) -> int:
     return min(_first(config, *_LAYERS) or 0, MOST_MODULES)
 
 
-def _shape(module: Module) -> tuple[int, ...] | None:
-    weight = module.tensors.get("weight")
+def _shape(module: Module | None) -> tuple[int, ...] | None:
+    weight = None if module is None else module.tensors.get("weight")
     if weight is None or weight.uncastable_reason is not None or weight.logical_numel is not None:
         return None
     return weight.shape
 
 
 def _outputs(module: Module | None) -> int | None:
-    shape = None if module is None else _shape(module)
+    shape = _shape(module)
     return shape[0] if shape else None
 
 
 def _inputs(module: Module | None) -> int | None:
-    shape = None if module is None else _shape(module)
+    shape = _shape(module)
     return shape[1] if shape and len(shape) > 1 else None

@@ -33,6 +33,10 @@ class KVCacheTensor(msgspec.Struct, frozen=True):
     """Elements of a recurrent state for one sequence, independent of the number of tokens. 0 for keys and values."""
     window: int | None = None
     """How many tokens a query attends to, its own included, if the layer has a sliding window or chunks; otherwise None."""
+    state_dtype: str | None = None
+    """The dtype of a recurrent state whatever the model computes in, mostly float32, or None if it is the model's."""
+    runs: int = 1
+    """How often a pass runs the layer, each time with a cache of its own: more than once in models that loop, as HRM does."""
     shared_with: Name | None = None
     """The cache tensor of another layer that this layer reads, so that this tensor takes no memory. None if the layer has
     its own.
@@ -78,9 +82,10 @@ class KVCacheTensor(msgspec.Struct, frozen=True):
         return context if self.window is None else min(context, self.window - 1)
 
     def shape(self, context: int, batch: int = 1, encoder_tokens: int | None = None) -> tuple[int, int, int, int]:
-        """Return (batch, heads, tokens, width); for a recurrent state, heads and tokens are 1. batch: the number of sequences. The
-        other arguments are those of `tokens`.
+        """Return (batch x runs, heads, tokens, width); for a recurrent state, heads and tokens are 1. batch: sequences.
+        Others: as in `tokens`.
         """
+        batch *= self.runs
         if self.fixed:
             return batch, 1, 0 if self.shared_with else 1, self.fixed
         return batch, self.heads, self.tokens(context, encoder_tokens), self.per_token // self.heads
@@ -90,11 +95,10 @@ class KVCacheTensor(msgspec.Struct, frozen=True):
         return math.prod(self.shape(context, batch, encoder_tokens))
 
     def nbytes(self, dtype: str, context: int, batch: int = 1, encoder_tokens: int | None = None) -> int:
-        """Return the bytes of the tensor if its elements are in `dtype`, without scales. The state of a recurrence is always in
-        float32, as in transformers. The other arguments are those of `shape`.
+        """Return the bytes of the tensor if its elements are in `dtype`, or in `state_dtype` if it has one, without scales.
+        The other arguments are those of `tokens`.
         """
-        bits = 32 if self.part == "ssm_state" else dtypes.BY_NAME[dtype].bits
-        return self.elements(context, batch, encoder_tokens) * bits // 8
+        return self.elements(context, batch, encoder_tokens) * dtypes.BY_NAME[self.state_dtype or dtype].bits // 8
 
 
 class KVCache(msgspec.Struct, frozen=True):

@@ -38,11 +38,12 @@ def default_context(tree: Tree) -> int:
 def cache_bytes(tree: Tree, formats: Mapping[str, str], dtype: str, context: int, batch: int) -> dict[str, int]:
     """Return the bytes of the KV cache for `batch` sequences of `context` tokens, keyed by format, the largest first.
 
-    formats: the formats that rules give, by name of the cache tensor. dtype: of all other cache tensors.
+    formats: the formats that rules give, by name of the cache tensor. dtype: of all other cache tensors, except states that have a
+    dtype of their own.
     """
     found: dict[str, int] = {}
     for tensor in tree.kv_cache.tensors:
-        form = formats.get(tensor.name, dtype)
+        form = formats.get(tensor.name, tensor.state_dtype or dtype)
         found[form] = found.get(form, 0) + cache_tensor_bytes(tensor, form, context, batch)
     return dict(sorted(found.items(), key=lambda entry: -entry[1]))
 

@@ -33,6 +33,7 @@ def check_kv_cache(cache: KVCache) -> None:
     """Raise ValueError if a KV cache has impossible values, such as an unknown dtype or a negative size."""
     if cache.dtype is not None:
         check_dtypes((cache.dtype,))
+    check_dtypes(tensor.state_dtype for tensor in cache.tensors if tensor.state_dtype is not None)
     if not 0 < (cache.longest or 1) < 1 << 40:
         raise ValueError(f"no model was made for {cache.longest} tokens")
     for tensor in cache.tensors:
@@ -41,6 +42,7 @@ def check_kv_cache(cache: KVCache) -> None:
             tensor.per_token,
             tensor.fixed,
             tensor.heads - 1,
+            tensor.runs - 1,
             (tensor.window or 1) - 1,
             tensor.length or 0,
         )

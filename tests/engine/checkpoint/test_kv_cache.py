@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from msgspec.structs import replace
+from safetensors.torch import load_file
 from tests.helpers.transformers_caches import cache_argument, cache_of
 from torch import nn
 
@@ -40,6 +44,16 @@ _SHARED = {
     "hidden_size_per_layer_input": 8, "layer_types": ["sliding_attention", "full_attention"] * 3, "sliding_window": 5,
 }  # fmt: skip
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_chunk_size": 4}
+_DELTA = {
+    **_GROUPED, "num_hidden_layers": 4, "head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 4, "linear_value_head_dim": 8,
+}  # fmt: skip
+_KIMI = {
+    **_MLA, "num_hidden_layers": 2, "pad_token_id": 0, "linear_head_dim": 8, "linear_num_heads": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+_ZAMBA = {**_SMALL, "num_key_value_heads": 4, "num_hidden_layers": 6, "mamba_d_state": 4}
+_ZAMBA2 = {**_ZAMBA, "n_mamba_heads": 8, "chunk_size": 4}
 
 ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "grouped heads": ("Llama", "ForCausalLM", _GROUPED),
@@ -69,12 +83,40 @@ ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "hybrid of attention and delta nets": (
         "Qwen3Next", "ForCausalLM",
-        {**_GROUPED, "num_hidden_layers": 4, "head_dim": 8, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8,
-         "num_experts": 4, "num_experts_per_tok": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-         "linear_key_head_dim": 4, "linear_value_head_dim": 8},
+        {**_DELTA, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8, "num_experts": 4, "num_experts_per_tok": 2},
     ),
     "attention beside Mamba 2": (
         "FalconH1", "ForCausalLM", {**_GROUPED, **_MAMBA, "mamba_d_ssm": 64},
+    ),
+    "three convolutions in files": ("OlmoHybrid", "ForCausalLM", {**_DELTA, "pad_token_id": 0}),
+    "MLA and delta nets with gates": ("KimiLinear", "ForCausalLM", _KIMI),
+    "delta nets with a dense output": ("BailingHybrid", "ForCausalLM", _KIMI),
+    "layers that share attention weights": (
+        "Zamba2", "ForCausalLM", {**_ZAMBA2, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid", "mamba", "hybrid"]},
+    ),
+    "layers that share two attentions": (
+        "Zamba2", "ForCausalLM",
+        {**_ZAMBA2, "num_mem_blocks": 2, "layers_block_type": ["hybrid", "mamba", "hybrid", "hybrid", "mamba", "hybrid"]},
+    ),
+    "Mamba and shared attention": (
+        "Zamba", "ForCausalLM", {**_ZAMBA, "n_mamba_heads": 2, "attn_layer_period": 2, "attn_layer_offset": 1},
+    ),
+    "layers that run several times": ("HrmText", "ForCausalLM", {**_SMALL, "num_hidden_layers": 2, "head_dim": 8}),
+    "lightning attention": (
+        "MiniMax", "ForCausalLM",
+        {**_GROUPED, "head_dim": 8, "num_hidden_layers": 4, "num_local_experts": 2, "block_size": 4},
+    ),
+    "convolutions of queries and keys": ("Zaya", "ForCausalLM", {**_GROUPED, "head_dim": 8, "num_experts": 2}),
+    "convolutions in float32": (
+        "Inkling", "ForCausalLM",
+        {**_GROUPED, "head_dim": 8, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8,
+         "sliding_window_size": 5, "moe_intermediate_size": 8, "n_routed_experts": 4, "num_experts_per_tok": 2,
+         "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"]},
+    ),
+    "experts of queries": (
+        "JetMoe", "ForCausalLM",
+        {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_key_value_heads": 2, "kv_channels": 8,
+         "intermediate_size": 32, "num_local_experts": 2, "num_experts_per_tok": 2},
     ),
     "convolutions": ("Lfm2", "ForCausalLM", {**_GROUPED, "full_attn_idxs": [2]}),
     "Mamba": ("Mamba", "ForCausalLM", {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}),
@@ -106,37 +148,43 @@ def make(architecture: str) -> nn.Module:
     return getattr(transformers, family + task)(getattr(transformers, config_name)(**settings)).eval()
 
 
-def real_cache(module: nn.Module) -> Iterator[tuple[int, str, bool, int]]:
-    """Run the module, and yield (layer, attribute, whether of cross attention, elements) of each tensor of its cache."""
+def real_cache(module: nn.Module) -> Iterator[tuple[int, str, bool, torch.Tensor]]:
+    """Run the module, and yield (layer, attribute, whether of cross attention, tensor) of each tensor of its cache."""
     decoded = torch.randint(3, 63, (BATCH, CONTEXT))
     inputs = {"input_ids": decoded}
     if module.config.is_encoder_decoder:
         inputs = {"input_ids": torch.randint(3, 63, (BATCH, ENCODED)), "decoder_input_ids": decoded}
     if module.config.model_type == "whisper":
-        inputs = {"input_features": torch.randn(BATCH, 8, 40), "decoder_input_ids": decoded}
+        inputs = {"input_features": torch.randn(BATCH, 8, 40).to(module.dtype), "decoder_input_ids": decoded}
     with torch.no_grad():
         output = module(**inputs, use_cache=True)
     cache = cache_of(output)
     of_encoders = [getattr(cache, "self_attention_cache", cache), getattr(cache, "cross_attention_cache", None)]
+    for index, held in enumerate(getattr(cache, "linear_cache", ())):  # MiniMax's
+        if len(held):
+            yield index, "recurrent_states", False, held
     for cross, one in enumerate(of_encoders):
         for index, layer in enumerate(one.layers if one is not None else ()):
             for attribute in _PARTS:
                 held = getattr(layer, attribute, None)
                 for tensor in held.values() if isinstance(held, dict) else [held]:
                     if tensor is not None and tensor.numel():
-                        yield index, attribute, bool(cross), tensor.numel()
+                        yield index, attribute, bool(cross), tensor
 
 
-def header_tree(module: nn.Module) -> Tree:
-    return from_tensors(
-        TensorInfo(name, tuple(tensor.shape), "float32") for name, tensor in module.state_dict().items()
-    )
+def header_tree(module: Any) -> Tree:
+    """The tree of what `save_pretrained` writes: weights that modules share once, some under other names than the module's."""
+    with tempfile.TemporaryDirectory() as folder:
+        module.save_pretrained(folder)
+        saved = load_file(Path(folder, "model.safetensors"))
+    return from_tensors(TensorInfo(name, tuple(tensor.shape), "float32") for name, tensor in saved.items())
 
 
 def from_headers(module: nn.Module) -> KVCache:
     """Return the KV cache found from names, shapes and config.json as `save_pretrained` would write them."""
+    tree = header_tree(module)  # which also writes the dtype into the configuration
     config = json.loads(module.config.to_json_string(use_diff=True)) | {"architectures": [type(module).__name__]}
-    return kv_cache(header_tree(module), config)
+    return kv_cache(tree, config)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -145,21 +193,49 @@ def test_kv_cache_sizes_equal_those_of_the_cache_of_transformers(architecture: s
     found = from_headers(module)
     assert found.none_because is None
 
-    expected = sorted(real_cache(module))
-    listed = sorted(
-        (tensor.layer, attribute, tensor.source == "encoder", tensor.elements(CONTEXT, BATCH, ENCODED))
-        for tensor in found.tensors
-        for attribute, parts in _PARTS.items()
-        if tensor.part in parts and tensor.shared_with is None
-    )
-    assert listed == expected
-    assert found.nbytes("float32", CONTEXT, BATCH, ENCODED) == 4 * sum(elements for *_, elements in expected)
+    real = list(real_cache(module))
+    assert found.nbytes("float32", CONTEXT, BATCH, ENCODED) == sum(tensor.nbytes for *_, tensor in real)
+    if architecture not in ("layers that run several times", "convolutions in float32"):  # these list several as one
+        expected = sorted((*place, tensor.numel()) for *place, tensor in real)
+        listed = sorted(
+            (tensor.layer, attribute, tensor.source == "encoder", tensor.elements(CONTEXT, BATCH, ENCODED))
+            for tensor in found.tensors
+            for attribute, parts in _PARTS.items()
+            if tensor.part in parts and tensor.shared_with is None
+        )
+        assert listed == expected
 
     modules = dict(module.named_modules())
-    for tensor in found.tensors:
-        assert getattr(modules[tensor.module], "layer_idx", tensor.layer) in (tensor.layer, None)
     live = kv_cache(tree_of(module), module.config.to_dict())
-    assert live == found
+    for tensor in live.tensors:
+        assert getattr(modules[tensor.module], "layer_idx", tensor.layer) in (tensor.layer, None, -1)
+    renamed = {"delta nets with a dense output": "attention", "layers that run several times": "attn"}
+    as_in_modules = [
+        replace(tensor, name=tensor.name.replace(f".{old}.", ".self_attn."))
+        if (old := renamed.get(architecture))
+        else tensor
+        for tensor in found.tensors
+    ]
+    assert sorted(live.tensors, key=repr) == sorted(as_in_modules, key=repr)
+    assert (live.notes, live.dtype, live.longest) == (found.notes, found.dtype, found.longest)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_cache_of_a_bfloat16_model_has_the_bytes_of_the_real_cache(architecture: str) -> None:
+    """Most recurrent states are in float32 all the same, and convolutions and MiniMax's states are not."""
+    module = make(architecture).to(torch.bfloat16)
+    found = from_headers(module).nbytes("bfloat16", CONTEXT, BATCH, ENCODED)
+    assert found == sum(tensor.nbytes for *_, tensor in real_cache(module))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_states_of_rwkv_equal_those_that_its_modules_return(dtype: str) -> None:
+    """It keeps them in a list, not in transformers' cache."""
+    settings = transformers.RwkvConfig(vocab_size=64, hidden_size=32, num_hidden_layers=3)
+    module = transformers.RwkvForCausalLM(settings).to(getattr(torch, dtype)).eval()
+    with torch.no_grad():
+        state = module(torch.randint(3, 63, (BATCH, CONTEXT)), use_cache=True).state
+    assert from_headers(module).nbytes(dtype, CONTEXT, BATCH) == sum(tensor.nbytes for tensor in state)
 
 
 def test_layers_that_share_a_kv_cache_name_the_layer_that_holds_it() -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from dtype_engine.core.kv_cache import KVCache
+from dtype_engine.core.kv_cache import KVCache, KVCacheTensor
 from dtype_engine.core.tree import TensorInfo, from_tensors
 from dtype_engine.recipe import Recipe, Rule, make_plan
-from dtype_engine.recipe.serving_memory import default_context, largest_context, serving_dtype
+from dtype_engine.recipe.serving_memory import cache_bytes, default_context, largest_context, serving_dtype
 
 
 @pytest.mark.parametrize("budget", [0, 999, 1000, 1010, 5000, 12345, 10**6, 10**9])
@@ -45,6 +45,22 @@ def test_serving_dtype_is_the_dtype_of_most_weights() -> None:
     assert dtype(Rule("*", "float16")) == "float16"
     assert dtype(Rule("a", "int8"), named="float16") == "float16"
     assert dtype(Rule("a", "int8")) == "bfloat16"
+
+
+def test_cache_bytes_are_listed_by_the_dtype_of_each_tensor() -> None:
+    tree = from_tensors([])
+    tensors = (
+        KVCacheTensor("a.kv_cache.k", 0, per_token=6, heads=2),
+        KVCacheTensor("b.kv_cache.conv_state", 1, fixed=5),
+        KVCacheTensor("b.kv_cache.ssm_state", 1, fixed=700, state_dtype="float32"),
+        KVCacheTensor("c.kv_cache.ssm_state", 2, fixed=9),
+        KVCacheTensor("d.kv_cache.v", 0, per_token=6, heads=2, runs=3),
+    )
+    tree.kv_cache = KVCache(tensors)
+    expected = {"float32": 2 * 700 * 4, "bfloat16": 2 * (6 * 10 + 5 + 9 + 3 * 6 * 10) * 2}
+    assert cache_bytes(tree, {}, "bfloat16", 10, 2) == expected
+    per_token = cache_bytes(tree, {"d.kv_cache.v": "fp8@token"}, "bfloat16", 10, 2)["fp8@token"]
+    assert per_token == 3 * cache_bytes(tree, {"a.kv_cache.k": "fp8@token"}, "bfloat16", 10, 2)["fp8@token"]
 
 
 def test_default_context_is_at_most_the_longest_context_of_the_model() -> None:

@@ -134,7 +134,7 @@ class Experiment:
     def cache_totals(self, tensors: Iterable[KVCacheTensor]) -> Totals:
         found, compute = Totals(), serving_dtype(self.totals[""], self.tree.kv_cache)
         for tensor in tensors:
-            form = self.plan.caches.get(tensor.name, compute)
+            form = self.plan.caches.get(tensor.name, tensor.state_dtype or compute)
             elements = tensor.elements(self.tokens, self.served.batch)
             found.add(form, elements, cache_tensor_bytes(tensor, form, self.tokens, self.served.batch))
         return found

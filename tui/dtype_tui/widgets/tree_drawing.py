@@ -179,7 +179,8 @@ def _cache_words(cache: Sequence[KVCacheTensor], node: Module) -> str:
         return f"[{tensor.fixed:,}]"
     heads = f"{tensor.heads} × " if tensor.heads > 1 else ""
     window = f", window {tensor.window:,}" if tensor.window is not None else ""
-    return f"[{heads}{tensor.per_token // tensor.heads}]{window}"
+    runs = f", {tensor.runs} runs" if tensor.runs > 1 else ""
+    return f"[{heads}{tensor.per_token // tensor.heads}]{window}{runs}"
 
 
 def _class_words(row: Row) -> str:

@@ -35,7 +35,7 @@ def construct_buffers(module: nn.Module, dtype: torch.dtype) -> tuple[str, ...]:
     if not buffers or all(type(part).__module__.startswith(_COMPLETE) for part in module.modules()):
         return ()
     try:
-        with foreign_code(), _default_dtype(dtype), parameters_without_data():
+        with foreign_code(), default_dtype(dtype), parameters_without_data():
             made = _non_persistent(type(module)(copy.deepcopy(module.config)))
     except Exception as error:  # the model's own code, which may raise anything
         return (_unknown(list(buffers), f"the constructor of {type(module).__name__} failed: {reason(error)}"),)
@@ -102,7 +102,8 @@ def parameters_without_data() -> Iterator[None]:
 
 
 @contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Let constructors make tensors in `dtype` if they name none, as `from_pretrained` does, while the `with` block runs."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._C import DisableTorchFunction
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary as WeakIdKeyDictionary
@@ -23,6 +24,8 @@ WithoutModes = DisableTorchFunction
 """A context manager. During its `with` block, no `TorchFunctionMode` intercepts calls of torch functions."""
 SAFE_SOFTMAX = torch.ops.aten._safe_softmax.default
 """The softmax of attention that torch computes without a fused kernel. To a `TorchDispatchMode` it is one operation."""
+GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default
+"""The matrix products of experts with the tokens that each of them receives."""
 TO_COPY = torch.ops.aten._to_copy.default
 """The operation that a `TorchDispatchMode` receives for every cast of a tensor."""
 # attrgetter is a C function, which matters since this is called during a forward pass.

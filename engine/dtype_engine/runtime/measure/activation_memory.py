@@ -2,7 +2,7 @@
 
 A measurement adds up what torch's allocator hands out and gets back, workspace inside kernels included. An estimate counts the live
 bytes of all storages that operations create. It does not see the workspace of a kernel, whose size depends on the machine: for
-example, attention on a CPU uses some hundred KiB for each thread.
+example, attention on a CPU uses some hundred KiB for each thread, and a product in bfloat16 may use its result in float32.
 """
 
 from __future__ import annotations
@@ -30,10 +30,19 @@ from dtype_engine.core.foreign_code import failures_as
 from dtype_engine.core.options import ModelOptions
 from dtype_engine.recipe.serving_memory import interpolated
 from dtype_engine.results.serving_memory import ActivationMemory
+from dtype_engine.runtime.building.constructed_buffers import default_dtype
 from dtype_engine.runtime.building.load import build_on_meta
 from dtype_engine.runtime.building.shapes import refuse_misshapen
 from dtype_engine.runtime.formats.dequantize import torch_dtype
-from dtype_engine.runtime.libraries.torch_private import SAFE_SOFTMAX, FakeTensorMode, TorchDispatchMode, storage_id
+from dtype_engine.runtime.libraries.torch_private import (
+    GROUPED_PRODUCT,
+    SAFE_SOFTMAX,
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    own_tensors,
+    storage_id,
+)
 from dtype_engine.runtime.modes.kv_cache import CACHE_FIELDS
 
 _LOOPED = (64, 128, 256)
@@ -60,7 +69,11 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is SAFE_SOFTMAX:
             with self:
                 return _safe_softmax(*args)
-        result = func(*args, **(kwargs or {}))
+        if func is GROUPED_PRODUCT and isinstance(args[0], FakeTensor) and args[0].dim() == 2 < args[1].dim():
+            # Torch describes it in bfloat16 only, and kernels of CPUs know it in every dtype.
+            result = args[0].new_empty(len(args[0]), args[1].shape[-1])
+        else:
+            result = func(*args, **(kwargs or {}))
         self.operations += 1
         for tensor in result if isinstance(result, list | tuple) else (result,):
             if isinstance(tensor, torch.Tensor) and (key := storage_id(tensor)) not in self._counted:
@@ -104,8 +117,9 @@ def measured(module: nn.Module, context: int, batch: int) -> ActivationMemory:
 
 
 class ActivationEstimator:
-    """Estimates the peak of the memory of forward passes of any size, without computing values or allocating this memory. It is an
-    upper bound: a real pass may leave out work that depends on values, such as applying a mask that masks nothing.
+    """Estimates the peak of the memory of forward passes of any size, without computing anything or taking that memory. It is an
+    upper bound: a real pass may leave out work that depends on values, such as applying a mask that masks nothing. Every tensor
+    counts in the dtype that the pass gives it: norms, softmax and routers are mostly in float32.
 
     module: a model without data, on the meta device, whose parameters and buffers this object replaces. dtype: the dtype in which
     the passes compute.
@@ -114,18 +128,12 @@ class ActivationEstimator:
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
         self._module = module.eval()
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._width = 1
-        """The size of an element in the dtype of the passes, divided by the size of an element in the dtype of the fake tensors."""
-        self._make_tensors(dtype)
-        self._dtype = dtype
-
-    def _make_tensors(self, dtype: torch.dtype) -> None:
-        """Replace the module's parameters and buffers by fake tensors on the CPU. Floating-point tensors get the dtype `dtype`."""
-        with self._mode:
+        with self._mode:  # replaces the tensors by fake ones on the CPU
             for child in self._module.modules():
-                for name, tensor in [*child.named_parameters(recurse=False), *child.named_buffers(recurse=False)]:
-                    kept = dtype if tensor.is_floating_point() else tensor.dtype
-                    fake = torch.empty(tensor.shape, dtype=kept, device="cpu")
+                for name, tensor, kind in list(own_tensors(child)):
+                    # A buffer that no file holds, such as the angles of a rotary embedding, keeps its dtype under every recipe.
+                    cast = tensor.is_floating_point() and kind != "non-persistent buffer"
+                    fake = torch.empty(tensor.shape, dtype=dtype if cast else tensor.dtype, device="cpu")
                     is_parameter = isinstance(tensor, nn.Parameter)
                     setattr(child, name, nn.Parameter(fake, requires_grad=False) if is_parameter else fake)
 
@@ -137,16 +145,7 @@ class ActivationEstimator:
             known = {length: self.estimate(length, batch) for length in _LOOPED}
             nbytes = interpolated({length: found.nbytes for length, found in known.items()}, context)
             return dataclasses.replace(known[_LOOPED[-1]], nbytes=round(nbytes), context=context)
-        try:
-            found, _ = self._estimate(context, batch)
-        except NoForward:
-            if self._dtype != torch.float32 or self._width > 1:
-                raise
-            # Torch can't describe some operations of float32, such as products of grouped experts.
-            self._make_tensors(torch.bfloat16)
-            self._width = 2
-            found, _ = self._estimate(context, batch)
-        return dataclasses.replace(found, nbytes=self._width * found.nbytes)
+        return self._estimate(context, batch)[0]
 
     @functools.cached_property
     def _loops(self) -> bool:
@@ -172,7 +171,8 @@ def estimator_of(checkpoint: Checkpoint, options: ModelOptions, dtype: str) -> A
     """Return an estimator for passes of a checkpoint's model that compute in `dtype`. Only headers are read. Raises NoForward if
     the architecture is unknown or its tensors have other shapes.
     """
-    module, placements = build_on_meta(checkpoint, options)
+    with default_dtype(torch_dtype(dtype)):
+        module, placements = build_on_meta(checkpoint, options)
     refuse_misshapen(module, checkpoint, placements, checkpoint.path)
     return ActivationEstimator(module, torch_dtype(dtype))
 
@@ -257,7 +257,7 @@ def _cache_tensors(output: Any) -> list[torch.Tensor]:
             collect(item)
 
     fields = getattr(output, "__dict__", {})  # as attributes, transformers warns of the names that it no longer uses
-    for name in CACHE_FIELDS:
+    for name in (*CACHE_FIELDS, "state"):  # RWKV's
         collect(fields.get(name))
     return list(found.values())
 
