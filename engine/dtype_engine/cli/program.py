@@ -37,6 +37,19 @@ def print_json(value: Any) -> None:
     answers().writelines(f"{line}\n" for line in lines)
 
 
+@contextlib.contextmanager
+def errors_as_sarif(command: str, wanted: bool) -> Iterator[None]:
+    """Print a UserError as a SARIF log without results if that is `wanted`, so that a code host shows why there are none."""
+    try:
+        yield
+    except UserError as error:
+        if wanted:
+            from dtype_engine.reports.sarif import failure
+
+            print_json(failure(command, str(error)))
+        raise
+
+
 def _is_plain(text: str) -> bool:
     return is_printable(text) and answers_can_hold(text)
 

@@ -1,0 +1,143 @@
+"""Checks that the files hold what config.json declares: quantized weights, and the numbers of layers and of tokens."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from dtype_engine.checkpoint.check.values import pieces
+from dtype_engine.checkpoint.checkpoint import Checkpoint
+from dtype_engine.checkpoint.modeling_source import is_known
+from dtype_engine.checkpoint.packed_weights import NOT_CODES
+from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
+from dtype_engine.checkpoint.schemes import CODES, CodedWeight
+from dtype_engine.checkpoint.schemes.configuration import config_groups, declared, mapping, quant_method
+from dtype_engine.checkpoint.schemes.layout import PackedWeight
+from dtype_engine.core.text import printable
+from dtype_engine.core.units import plural
+from dtype_engine.results.check import Finding
+
+_PACKING = ("gptq", "awq", "auto-round", "fp8", "compressed-tensors")
+"""The methods whose codes and scales loaders look for, and do not make of plain weights as they load."""
+_NOT_PACKED = ("dense", "fake")
+"""Words for formats of these methods that have plain weights."""
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+_LAYER = re.compile(r"(.*?\b(?:layers|layer|blocks|block|h))\.(\d{1,6})\.")
+_UNLIKE = re.compile(r"nextn|mtp|block_configs|shar")
+"""Matches the entries of models that have further layers, or layers without tensors."""
+
+
+def scheme_findings(checkpoint: Checkpoint, weights: list[PackedWeight]) -> Iterator[Finding]:
+    """Yield a finding for each way in which quantization settings and files contradict each other. Raises UserError."""
+    config, settings = checkpoint.config or {}, declared(checkpoint.config or {})
+    method = quant_method(settings)
+    packed = any(tensor.dtype not in NOT_CODES for tensor in checkpoint.tensors.values())
+    if method in _PACKING and not packed and not str(settings.get("format") or "").startswith(_NOT_PACKED):
+        what = f"declares {method}, and no tensor of the files holds codes"
+        yield _finding("quantization_config", what)
+    read = {weight.parts[CODES].name for weight in checkpoint.coded.values()}
+    unread = [] if read else weights
+    if (
+        unread
+        and not settings
+        and not mapping(config.get("quantization"))
+        and is_known(config)
+        and not _beside(checkpoint)
+    ):
+        what = f"is not there, and {plural(len(unread), 'weight')} {'is' if len(unread) == 1 else 'are'} "
+        yield _finding("quantization_config", f"{what}{unread[0].layout.what}, first {printable(unread[0].name)}")
+    yield from _misplaced_settings(config, {weight.module.removesuffix(".") for weight in weights})
+    for weight in checkpoint.coded.values():
+        if weight.scheme.name == "gptq" and settings.get("desc_act") is True and "g_idx" not in weight.parts:
+            what = (
+                "has no g_idx beside it, and config.json declares columns in the order of their activations (desc_act)"
+            )
+            yield Finding("missing-part", weight.parts[CODES].name, what, weight.parts[CODES].file.name)
+        zero = _zero_points(weight)
+        if zero is not None and _is_symmetric(weight, settings) and not _in_the_middle(weight, zero):
+            what = (
+                "holds zero points other than the middle of the codes, and config.json declares symmetric quantization"
+            )
+            yield Finding("declared-scheme", zero.name, what, zero.file.name)
+
+
+def _finding(entry: str, what: str) -> Finding:
+    return Finding("declared-scheme", entry, what, "config.json")
+
+
+def _beside(checkpoint: Checkpoint) -> bool:
+    """Return whether a JSON file beside config.json may hold quantization settings."""
+    folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+    return any(re.search("quant|qmap", file.name) for file in folder.glob("*.json"))
+
+
+def _misplaced_settings(config: Mapping[str, Any], modules: set[str]) -> Iterator[Finding]:
+    """Yield a finding if settings are given for a module of the files under another prefix than it has. modules: the quantized."""
+    settings = declared(config)
+    for each in (mapping(config.get("quantization")) or settings, mapping(settings.get("extra_config"))):
+        given = {name for name, of_module in each.items() if "." in name and isinstance(of_module, Mapping)}
+        strange = sorted(given - modules)
+        for module in sorted(modules - given) if strange else ():
+            named = [name for name in strange if f".{name}".endswith(f".{module}") or f".{module}".endswith(f".{name}")]
+            if named:
+                what = f"is not in the files, which have {printable(module)}: {plural(len(strange), 'module')} with settings of "
+                yield _finding(
+                    named[0], f"{what}{'its' if len(strange) == 1 else 'their'} own may have another prefix there"
+                )
+                break
+
+
+def _zero_points(weight: CodedWeight) -> CheckpointTensor | None:
+    """Return the tensor that would hold other zero points than the middle, if a weight has one that can be read."""
+    zero = weight.parts.get("zero") if weight.scheme.name == "gptq" else None
+    if weight.scheme.name == "ct":
+        zero = next((part for part in weight.beside if part.name.endswith("weight_zero_point")), None)
+        zero = zero if zero is not None and zero.dtype == "int8" else None
+    return zero if zero is not None and zero.bytes is not None else None
+
+
+def _is_symmetric(weight: CodedWeight, settings: Mapping[str, Any]) -> bool:
+    if weight.scheme.name == "ct":
+        return all(group.get("symmetric") is True for _, group in config_groups(settings, "weights"))
+    places = (settings, *mapping(settings.get("dynamic")).values(), *mapping(settings.get("extra_config")).values())
+    return {place["sym"] for place in map(mapping, places) if "sym" in place} == {True}
+
+
+def _in_the_middle(weight: CodedWeight, zero: CheckpointTensor) -> bool:
+    """Return whether all zero points of symmetric codes are the middle, by the bytes of the tensor. Raises UserError."""
+    assert zero.bytes is not None
+    held = b"".join(pieces(zero.bytes))
+    if zero.dtype == "int8":  # signed codes, whose middle is 0
+        return not any(held)
+    bits, row = weight.settings["bits"], 4 * zero.shape[-1]
+    middle = (1 << (bits - 1)) - weight.settings["added"]
+    pattern = sum(middle << (bits * place) for place in range(32)).to_bytes(4 * bits, "little")  # 32 codes
+    return held == (pattern * (row // len(pattern) + 1))[:row] * zero.shape[0]
+
+
+def size_findings(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Yield a finding if the files have other layers or fewer rows of the embedding than config.json declares. Only names tell, so
+    a model whose architecture is known is compared with that instead.
+    """
+    config = checkpoint.config or {}
+    text = mapping(config.get("text_config")) or config
+    stacks: dict[str, set[int]] = {}
+    for match in filter(None, map(_LAYER.match, checkpoint.weights)):
+        stacks.setdefault(match[1], set()).add(int(match[2]))
+    key, count = next(((key, text[key]) for key in _LAYERS if type(text.get(key)) is int), ("", 0))
+    if count > 0 and len(stacks) == 1 and not any(map(_UNLIKE.search, (*config, *text))):
+        ((stack, held),) = stacks.items()
+        absent, last = sorted(set(range(min(count, 100_000))) - held), max(held)
+        if len(held) > 1 and absent:
+            more = f" (and {len(absent) - 1} more)" if len(absent) > 1 else ""
+            yield Finding(
+                "declared-size",
+                key,
+                f"is {count:,}, and no tensor is in {printable(stack)}.{absent[0]}{more}",
+                "config.json",
+            )
+        if len(held) > 1 and last >= count:
+            yield Finding(
+                "declared-size", key, f"is {count:,}, and the files have {printable(stack)}.{last}", "config.json"
+            )
