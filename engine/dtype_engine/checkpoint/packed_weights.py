@@ -126,6 +126,11 @@ def quantized_parts(tensors: Mapping[str, Stored], config: Mapping[str, Any] | N
     return found
 
 
+def is_of_activations(name: str) -> bool:
+    """Return whether a tensor is a scale of activations or of the key-value cache by its name."""
+    return _OF_INPUTS.search(name.rpartition(".")[2]) is not None
+
+
 def parameters_meant(tensors: Mapping[str, Stored], parts: Iterable[str]) -> dict[str, Count]:
     """Return the number of parameters that each of the tensors `parts` of quantized weights represents. The codes represent all
     parameters of the weight, and other tensors none. It is "unknown" for codes that are packed in bytes or words.

@@ -16,7 +16,13 @@ from dtype_engine.checkpoint.check.tokenizer import tokenizer_findings
 from dtype_engine.checkpoint.check.values import count_scales, find_bad_values, integer_range, same_bytes
 from dtype_engine.checkpoint.checkpoint import Checkpoint
 from dtype_engine.checkpoint.modeling_source import foreign_prefix, kept_in_float32, wrappers
-from dtype_engine.checkpoint.packed_weights import OF_ACTIVATIONS, names_of_parts, packed_weights, quantized_parts
+from dtype_engine.checkpoint.packed_weights import (
+    OF_ACTIVATIONS,
+    is_of_activations,
+    names_of_parts,
+    packed_weights,
+    quantized_parts,
+)
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes import CODES, CodedWeight
 from dtype_engine.checkpoint.schemes.layout import PackedWeight
@@ -222,9 +228,8 @@ def _bad_scales(checkpoint: Checkpoint, weights: list[PackedWeight], progress: P
         for suffix, part in own.parts.items():
             if suffix in ("_scale", "_scale_inv", "_global_scale"):
                 wanted[part.name] = part.dtype == "uint8", False, True
-    for name, why in quantized_parts(tensors).items():
-        if why == OF_ACTIVATIONS:  # 0 and -1 may stand for scales that were not calibrated
-            wanted.setdefault(name, (False, True, True))
+    for name in filter(is_of_activations, tensors):  # 0 and -1 may stand for scales that were not calibrated
+        wanted.setdefault(name, (False, True, True))
     findings, read = [], 0
     for done, (name, (exponents, signed, zeros)) in enumerate(wanted.items()):
         counted = count_scales(tensors[name], exponents)

@@ -18,10 +18,8 @@ from dtype_engine.core.text import printable
 from dtype_engine.core.units import plural
 from dtype_engine.results.check import Finding
 
-_PACKING = ("gptq", "awq", "auto-round", "fp8", "compressed-tensors")
-"""The methods whose codes and scales loaders look for, and do not make of plain weights as they load."""
-_NOT_PACKED = ("dense", "fake")
-"""Words for formats of these methods that have plain weights."""
+_PACKING = ("gptq", "awq", "auto-round", "fp8")
+"""The methods whose codes loaders look for, and do not make of plain weights as they load."""
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _LAYER = re.compile(r"(.*?\b(?:layers|layer|blocks|block|h))\.(\d{1,6})\.")
 _UNLIKE = re.compile(r"nextn|mtp|block_configs|shar")
@@ -31,35 +29,33 @@ _UNLIKE = re.compile(r"nextn|mtp|block_configs|shar")
 def scheme_findings(checkpoint: Checkpoint, weights: list[PackedWeight]) -> Iterator[Finding]:
     """Yield a finding for each way in which quantization settings and files contradict each other. Raises UserError."""
     config, settings = checkpoint.config or {}, declared(checkpoint.config or {})
-    method = quant_method(settings)
-    packed = any(tensor.dtype not in NOT_CODES for tensor in checkpoint.tensors.values())
-    if method in _PACKING and not packed and not str(settings.get("format") or "").startswith(_NOT_PACKED):
-        what = f"declares {method}, and no tensor of the files holds codes"
-        yield _finding("quantization_config", what)
-    read = {weight.parts[CODES].name for weight in checkpoint.coded.values()}
-    unread = [] if read else weights
-    if (
-        unread
-        and not settings
-        and not mapping(config.get("quantization"))
-        and is_known(config)
-        and not _beside(checkpoint)
-    ):
-        what = f"is not there, and {plural(len(unread), 'weight')} {'is' if len(unread) == 1 else 'are'} "
-        yield _finding("quantization_config", f"{what}{unread[0].layout.what}, first {printable(unread[0].name)}")
+    described = settings or mapping(config.get("quantization"))
+    read = [weight for weight in checkpoint.coded.values() if not weight.own]
+    if _are_needed(settings) and all(tensor.dtype in NOT_CODES for tensor in checkpoint.tensors.values()):
+        yield _finding(
+            "quantization_config", f"declares {quant_method(settings)}, and no tensor of the files holds codes"
+        )
+    if weights and not read and not described and is_known(config) and not _beside(checkpoint):
+        what = f"is not there, and {plural(len(weights), 'weight')} {'is' if len(weights) == 1 else 'are'} "
+        yield _finding("quantization_config", f"{what}{weights[0].layout.what}, first {printable(weights[0].name)}")
     yield from _misplaced_settings(config, {weight.module.removesuffix(".") for weight in weights})
-    for weight in checkpoint.coded.values():
+    for weight in read:
+        codes, zero = weight.parts[CODES], _zero_points(weight)
         if weight.scheme.name == "gptq" and settings.get("desc_act") is True and "g_idx" not in weight.parts:
-            what = (
-                "has no g_idx beside it, and config.json declares columns in the order of their activations (desc_act)"
-            )
-            yield Finding("missing-part", weight.parts[CODES].name, what, weight.parts[CODES].file.name)
-        zero = _zero_points(weight)
+            what = "has no g_idx beside it, and config.json declares ordered columns (desc_act)"
+            yield Finding("missing-part", codes.name, what, codes.file.name)
         if zero is not None and _is_symmetric(weight, settings) and not _in_the_middle(weight, zero):
-            what = (
-                "holds zero points other than the middle of the codes, and config.json declares symmetric quantization"
-            )
+            what = "holds other zero points than the middle of the codes, and config.json declares symmetric ones"
             yield Finding("declared-scheme", zero.name, what, zero.file.name)
+
+
+def _are_needed(settings: Mapping[str, Any]) -> bool:
+    """Return whether loaders look for codes, and make none of plain weights, by the quantization settings in config.json."""
+    method = quant_method(settings)
+    if method != "compressed-tensors":
+        return method in _PACKING
+    plain = str(settings.get("format") or "dense").startswith(("dense", "fake"))
+    return not plain and any(weights for _, weights in config_groups(settings, "weights"))
 
 
 def _finding(entry: str, what: str) -> Finding:

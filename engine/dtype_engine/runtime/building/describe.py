@@ -135,7 +135,7 @@ def with_architecture(
 
     Raises UserError if transformers does not have the architecture that `options` name.
     """
-    if checkpoint.form == "diffusers":
+    if checkpoint.form == "diffusers" and not checkpoint.headers_alone:
         return _with_components(report, source, options, checkpoint)
     known = describe(source, options, checkpoint)
     if known.coverage is None:
@@ -171,8 +171,7 @@ def _with_components(report: CheckReport, source: Source, options: ModelOptions,
         assert opened is not None
         found = with_architecture(check(opened, name), part, options, opened)
         for each in found.findings:
-            place = f"{name}/{each.file}" if each.file else ""
-            full = Finding(each.kind, f"{name}.{each.tensor}", each.what, place)
+            full = Finding(each.kind, f"{name}.{each.tensor}", each.what, f"{name}/{each.file or 'config.json'}")
             findings.setdefault((full.kind, full.tensor), full)
         unchecked |= {f"{name}: {sentence}": None for sentence in found.unchecked if sentence not in unchecked}
     return dataclasses.replace(report, findings=tuple(findings.values()), unchecked=tuple(unchecked))
