@@ -59,6 +59,10 @@ def test_symmetric_codes_have_zero_points_in_the_middle(
     case.tensors["m.qzeros"] = words(zeros, bits)
     case.save(folder)
     assert found(capsys, folder) == [("declared-scheme", "m.qzeros")]
+    for command in (["inspect", str(folder)], ["weights", str(folder)]):
+        assert run(cli, "dtype-engine", command) == 0
+        said = capsys.readouterr()
+        assert "m.qzeros holds other zero points than the middle" in said.out + said.err
     declared["sym"] = False
     case.save(folder)
     assert found(capsys, folder) == []

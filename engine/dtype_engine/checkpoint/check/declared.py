@@ -40,13 +40,25 @@ def scheme_findings(checkpoint: Checkpoint, weights: list[PackedWeight]) -> Iter
         yield _finding("quantization_config", f"{what}{weights[0].layout.what}, first {printable(weights[0].name)}")
     yield from _misplaced_settings(config, {weight.module.removesuffix(".") for weight in weights})
     for weight in read:
-        codes, zero = weight.parts[CODES], _zero_points(weight)
+        codes = weight.parts[CODES]
         if weight.scheme.name == "gptq" and settings.get("desc_act") is True and "g_idx" not in weight.parts:
             what = "has no g_idx beside it, and config.json declares ordered columns (desc_act)"
             yield Finding("missing-part", codes.name, what, codes.file.name)
-        if zero is not None and _is_symmetric(weight, settings) and not _in_the_middle(weight, zero):
-            what = "holds other zero points than the middle of the codes, and config.json declares symmetric ones"
-            yield Finding("declared-scheme", zero.name, what, zero.file.name)
+        yield from _zero_point_findings(weight, settings)
+
+
+def zero_point_sentences(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Return a sentence for the user, in a tuple, if the zero points of the first weight contradict config.json."""
+    first = next((weight for weight in checkpoint.coded.values() if _zero_points(weight) is not None), None)
+    found = _zero_point_findings(first, declared(checkpoint.config or {})) if first is not None else ()
+    return tuple(f"{printable(each.tensor)} {each.what}, so runtimes may compute other values" for each in found)
+
+
+def _zero_point_findings(weight: CodedWeight, settings: Mapping[str, Any]) -> Iterator[Finding]:
+    zero = _zero_points(weight)
+    if zero is not None and _is_symmetric(weight, settings) and not _in_the_middle(weight, zero):
+        what = "holds other zero points than the middle of the codes, and config.json declares symmetric ones"
+        yield Finding("declared-scheme", zero.name, what, zero.file.name)
 
 
 def _are_needed(settings: Mapping[str, Any]) -> bool:
@@ -73,15 +85,19 @@ def _misplaced_settings(config: Mapping[str, Any], modules: set[str]) -> Iterato
     settings = declared(config)
     for each in (mapping(config.get("quantization")) or settings, mapping(settings.get("extra_config"))):
         given = {name for name, of_module in each.items() if "." in name and isinstance(of_module, Mapping)}
-        strange = sorted(given - modules)
-        for module in sorted(modules - given) if strange else ():
-            named = [name for name in strange if f".{name}".endswith(f".{module}") or f".{module}".endswith(f".{name}")]
-            if named:
-                what = f"is not in the files, which have {printable(module)}: {plural(len(strange), 'module')} with settings of "
-                yield _finding(
-                    named[0], f"{what}{'its' if len(strange) == 1 else 'their'} own may have another prefix there"
-                )
-                break
+        strange, bare = given - modules, modules - given
+        pairs = [(name, end) for name in strange for end in _ends(name) if end in bare]
+        pairs += [(end, module) for module in bare for end in _ends(module) if end in strange]
+        if pairs:
+            name, module = min(pairs)
+            more = f"; settings of {len(strange) - 1:,} more are not used" if len(strange) > 1 else ""
+            yield _finding(name, f"has settings of its own, and the files have {printable(module)} in its place{more}")
+
+
+def _ends(name: str) -> Iterator[str]:
+    """Yield what follows each dot of a name."""
+    while name := name.partition(".")[2]:
+        yield name
 
 
 def _zero_points(weight: CodedWeight) -> CheckpointTensor | None:
