@@ -97,7 +97,7 @@ def test_name_of_a_tensor_is_no_link(
     assert result["locations"][0]["logicalLocations"][0]["fullyQualifiedName"] == f"{name}.weight"
 
 
-@pytest.mark.parametrize("kind", ["cut shard", "lost index", "no folder", "recipe"])
+@pytest.mark.parametrize("kind", ["cut shard", "pointer", "lost index", "no folder", "recipe"])
 def test_run_without_results_says_why(
     kind: str, make_llama: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -105,6 +105,8 @@ def test_run_without_results_says_why(
     shard = min(folder.glob("model-*.safetensors"))
     if kind == "cut shard":
         shard.write_bytes(shard.read_bytes()[:-10])
+    elif kind == "pointer":
+        shard.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 20123\n")
     elif kind == "lost index":
         (folder / "model.safetensors.index.json").unlink()
     elif kind == "no folder":
@@ -116,10 +118,9 @@ def test_run_without_results_says_why(
     assert (status, found["results"]) == (2, [])
     assert (said["executionSuccessful"], said["exitCode"]) == (False, 2)
     (notification,) = said["toolExecutionNotifications"]
-    assert (notification["level"], shard.name in notification["message"]["text"]) == (
-        "error",
-        kind in ("cut shard", "lost index"),
-    )
+    text = notification["message"]["text"]
+    assert (notification["level"], shard.name in text) == ("error", kind in ("cut shard", "pointer", "lost index"))
+    assert ("git lfs pull" in text) == (kind == "pointer")
 
 
 def test_file_of_a_component_is_below_its_folder(
