@@ -58,10 +58,8 @@ StartEngine = Callable[[Callable[[events.Event], None], Callable[[], None]], Eng
 
 
 class DtypeApp(BaseApp[None]):
-    """The app for exploring a model.
-
-    start_engine: creates the engine, given the function to call with every event, from any thread, and one that waits until the app
-    has handled all of them.
+    """The app for exploring a model. start_engine: creates the engine, given the function to call with every event, from any
+    thread, and one that waits until the app has handled all of them.
     """
 
     CSS_PATH = "app.tcss"
@@ -219,9 +217,7 @@ class DtypeApp(BaseApp[None]):
         default_namespace: DOMNode | None = None,
         namespaces: Mapping[str, DOMNode] | None = None,
     ) -> bool:
-        """Run an action as Textual does, and report it to the tour. Returns whether it was handled. A read-only session says why it
-        refuses one.
-        """
+        """Run an action as Textual does, and report it to the tour. A read-only session says why it refuses one."""
         # Actions of the tree need no panes, unlike those of others, such as `screen.next_pane`.
         if default_namespace is not self.main.tree_view or not isinstance(action, str) or "." in action:
             await self._complete()

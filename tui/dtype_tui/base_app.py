@@ -94,9 +94,8 @@ class BaseApp(App[ReturnType]):
         return messages_of(self)
 
     def _refresh_notifications(self) -> None:
-        """Show the newest unread message, in place of Textual's toasts.
-
-        Textual calls this for every new message, and when another window becomes the topmost one.
+        """Show the newest unread message instead of Textual's toasts. Called for every new one, and when the topmost window
+        changes.
         """
         said = self.messages
         for old in said[:-MOST_MESSAGES]:

@@ -288,9 +288,8 @@ class MainScreen(OpensWindows):
             self.side.recipe.show("", message.name)
 
     def action_worst(self) -> None:
-        """Go to the module in whose code values stop being finite or, if there is none, to the one with the largest drift.
-
-        Each further press goes to the module with the next smaller drift and, from the last, back to the first.
+        """Go to the module in whose code values stop being finite, or to the one with the largest drift. Each further press goes to
+        the next smaller drift and, from the last, back to the first.
         """
         results = self.experiment.results
         names = list(dict.fromkeys([results.origin, *(drift.name for drift in results.worst_modules())]))

@@ -1,6 +1,5 @@
-"""The part of the main screen that opens windows for keys and results, and acts on the user's choice in them.
-
-A window's module is imported when it opens, so that the first paint does not wait for it.
+"""The part of the main screen that opens windows, and acts on the user's choice in them. A window's module is imported when it
+opens, so that the first paint does not wait for it.
 """
 
 from __future__ import annotations

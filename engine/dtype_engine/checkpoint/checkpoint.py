@@ -44,11 +44,11 @@ class Checkpoint:
     metadata: dict[str, str] = field(default_factory=dict)
     """The merged metadata of all safetensors headers, or the fields `general.*` and `quantize.*` of a GGUF header."""
     form: Form = "safetensors"
-    """What decides how the files are read."""
+    """The form of the files, which decides how they are read."""
     values: Mapping[str, Any] | None = None
-    """The values of pickles by tensor name, since their headers can't be read without them. None for other files."""
+    """The values of the tensors in pickles, by name, since a pickle is only read as a whole. None for other files."""
     base: str | None = None
-    """The name of the model to which a PEFT adapter is applied. None for other checkpoints, and if the files do not say it."""
+    """The model to which a PEFT adapter is applied, "an unnamed model" if its files do not say it. None for other checkpoints."""
     notices: tuple[str, ...] = ()
     """Sentences about the checkpoint that the user should see."""
     identities: tuple[FileIdentity, ...] = ()
@@ -62,26 +62,26 @@ class Checkpoint:
     read_by: WeightSet | None = None
     """The set of weights in the folder that was opened; None for single files and pipelines."""
     passed_over: tuple[str, ...] = ()
-    """What else of the folder are weights, in words for the user. transformers (or diffusers) passes over them."""
+    """The other weights in the folder, in words for the user. transformers (or diffusers) does not load them."""
     in_config: frozenset[str] = frozenset()
-    """Tensors whose values `config` holds: the factors of a rotary embedding in a GGUF file."""
+    """Names of tensors whose values are entries of `config`: the factors of a rotary embedding in a GGUF file."""
     lost: tuple[str, ...] = ()
     """Sentences about the entries of a GGUF file that change what the model computes, and that neither `config` nor the weights can
-    hold. If there are any, the model is not run or exported, because it would be another one.
+    hold. If there are any, the model is not run or exported, because it would compute other outputs.
     """
     headers_alone: str = ""
-    """If the values are on a hub: a sentence that says so, and how they are downloaded. Otherwise ""."""
+    """A sentence for the user if the values are only on a hub, with the way to download them. "" if the values are here."""
 
     @property
     def of_sets(self) -> tuple[str, ...]:
-        """One sentence for the user if the folder has more weights than those that are read."""
+        """One sentence for the user if the folder has more weights than those that are read, otherwise ()."""
         if self.read_by is None or not self.passed_over:
             return ()
         return (several_sets(self.read_by, self.passed_over, self.config),)
 
     @property
     def of_transformers(self) -> bool:
-        """Whether transformers loads an export of this: it is a whole model, whose architecture is known and not of diffusers."""
+        """Whether transformers can load an export of this: a whole model of a known architecture, but not one of diffusers."""
         return (
             self.config is not None and self.form in ("safetensors", "pickle", "gguf") and not is_diffusers(self.config)
         )
@@ -106,7 +106,7 @@ class Checkpoint:
 
     @property
     def renamed(self) -> Mapping[str, str]:
-        """Maps llama.cpp's names to the model's, such as `output_norm.weight` to `model.norm.weight`, if nothing is decoded."""
+        """Maps llama.cpp's names of tensors that need no decoding to the model's: `output_norm.weight` to `model.norm.weight`."""
         return self._of_gguf[1]
 
     @cached_property
@@ -129,7 +129,8 @@ class Checkpoint:
     @gc_paused()
     def weights(self) -> dict[str, CheckpointTensor]:
         """The tensors, keyed by the names that the model gives them. A tied weight appears under each of its names. A weight in
-        `coded` appears as one tensor of the weight's shape, with the bytes of all its parts that no earlier weight shares.
+        `coded` appears as one tensor of the weight's shape. Its `nbytes` is the sum over its parts, without parts that it shares
+        with an earlier weight.
         """
         besides = self.owners.keys() | self.in_config
         of_codes: dict[str, list[CheckpointTensor]] = {}
@@ -154,7 +155,7 @@ class Checkpoint:
         return found | {alias: found[first] for alias, first in self.aliases.items()}
 
     def dtype(self, name: str) -> str:
-        """Return the dtype in which a key of `weights` is stored, with `@tensor` at its end if all values have a single scale."""
+        """Return the dtype in which the weight `name` of `weights` is stored. It ends in `@tensor` if all values share a scale."""
         return self.weights[name].dtype
 
     @cached_property
@@ -173,7 +174,7 @@ class Checkpoint:
         return tensor.stored_as or tuple(name for name in tensor.names if name in self.weights)[:1]
 
     def tree(self) -> Tree:
-        """Return the module tree, built from the tensor names. Module classes are unknown, and of ties only `aliases` are known."""
+        """Return the module tree, built from the tensor names. Module classes are unknown, and the only ties are `aliases`."""
         unread, own = self.unread, {name for name, weight in self.coded.items() if weight.own}
         parts = quantized_parts(unread, self.config)
         further: dict[str, tuple[str, ...]] = {}
@@ -214,13 +215,13 @@ class Checkpoint:
 
     @property
     def why_another_model(self) -> str:
-        """A clause that names the first of the entries in `lost`, or "" if there are none."""
+        """The first sentence of `lost`, with the number of the others, or "" if there are none."""
         more = f" (and {len(self.lost) - 1} more)" if len(self.lost) > 1 else ""
         return self.lost[0] + more if self.lost else ""
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """The notices, without those about the index and about further sets of weights, which are said where these are listed."""
+        """The notices, except those about the index and about further sets of weights, which are reported separately."""
         elsewhere = (*(self.index.sentences if self.index is not None else ()), *self.of_sets)
         return tuple(notice for notice in self.notices if notice not in elsewhere)
 

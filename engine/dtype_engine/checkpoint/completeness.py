@@ -20,7 +20,7 @@ class LeftOutFile:
 
     name: str
     tensors: tuple[str, ...]
-    """The tensors that are in none of the files that the index names."""
+    """Names of this file's tensors that are in none of the files that the index names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,18 +29,18 @@ class IndexReport:
 
     name: str
     found: int
-    """How many of the tensors that the index lists are in one of the files that it names."""
+    """How many of the tensors that the index lists are in one of the files that the index names."""
     missing: tuple[tuple[str, str], ...] = ()
     """(tensor name, file name in the index) of each tensor that the index lists, but that is in none of its files."""
     left_out: tuple[LeftOutFile, ...] = ()
     moved: tuple[tuple[str, str, str], ...] = ()
-    """(tensor name, file name in the index, name of its file) of each tensor that is in another file than the index says."""
+    """(tensor name, file name in the index, name of the file that has it) of each tensor that is not in the file of the index."""
     unnamed: tuple[str, ...] = ()
     """Names of the tensors that the index does not list, although they are in a file that the index names."""
 
     @property
     def coverage(self) -> Coverage:
-        """Which of the tensors that the index or left-out files have are in the files that the index names."""
+        """Which tensors are in the files that the index names, among all tensors of the index and of left-out files."""
         beside = tuple(name for file in self.left_out for name in file.tensors)
         absent = tuple(name for name, _ in self.missing)
         return Coverage(self.found + len(absent) + len(beside), absent + beside)
@@ -70,9 +70,9 @@ class IndexReport:
 def what_is_missing(
     index: IndexReport | None, coverage: Coverage | None, model: str, prefix: str = ""
 ) -> tuple[str, ...]:
-    """Return sentences that say which tensors a checkpoint lacks or has in other shapes than its model. coverage: which of the
-    model's tensors are in the files. model: the class of the model. prefix: what all names in the files begin with and the model's
-    own do not.
+    """Return sentences for the user about the tensors that a checkpoint lacks, or whose shapes differ from those in its model.
+    coverage: which of the model's tensors are in the files. model: the class of the model. prefix: the prefix that all names in the
+    files have and the model's names lack, or "".
     """
     said = index.sentences[: bool(index.missing) + len(index.left_out)] if index is not None else ()
     known = set(index.coverage.missing) if index is not None else set()
@@ -94,7 +94,7 @@ def compare_index(
     files: Collection[Path],
 ) -> IndexReport:
     """Return the differences between an index (`weight_map`) and the tensors in `files`, which it names. Another file in the folder
-    counts as left out if its name begins like theirs, and it holds tensors that they lack.
+    counts as left out if its name begins like that of one of `files`, and it holds tensors that these files lack.
     """
     missing = [(tensor, file) for tensor, file in weight_map.items() if tensor not in tensors]
     moved = [

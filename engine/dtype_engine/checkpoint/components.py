@@ -43,13 +43,13 @@ class Component:
     """Whether the weights are in pickles. The tensors of such a component are not among those of the pipeline."""
     identities: tuple[FileIdentity, ...] = ()
     variant: str | None = None
-    """The variant of the files, such as fp16, if the component has no files without one."""
+    """The variant of the files, such as fp16, if the component has only files of a variant, otherwise None."""
     notices: tuple[str, ...] = ()
     """Sentences for the user about the component's files."""
 
     @property
     def prefix(self) -> str:
-        """What the pipeline adds to the names of this component's tensors, such as `unet.`."""
+        """The prefix of the names of this component's tensors in the pipeline, such as `unet.`."""
         return f"{self.name}."
 
 
@@ -63,7 +63,7 @@ def component_names(index: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def read_components(folder: Path, index: Mapping[str, Any]) -> tuple[tuple[Component, ...], dict[str, Any]]:
-    """Return the components that have weights, and all tensors but pickled ones, such as `unet.conv.weight`. Raises UserError."""
+    """Return (the components with weights, all tensors but pickled ones, by names such as `unet.conv.weight`). Raises UserError."""
     components: list[Component] = []
     tensors: dict[str, Any] = {}
     for name in component_names(index):

@@ -13,7 +13,7 @@ from dtype_engine.checkpoint.weight_sets import likely_files
 _FILES = (".safetensors", ".gguf", ".pth", ".pt", ".ckpt", ".bin")
 _MARKS = ("config.json", "model_index.json", "adapter_config.json")
 _LIMIT = 200
-"""The most entries of a folder that are examined, and models in the Hugging Face cache that are listed."""
+"""The maximum number of entries of a folder that are examined, and of models in the Hugging Face cache that are listed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,9 @@ class LocalModel:
 
 
 def find_models(folder: Path) -> list[LocalModel]:
-    """Return the checkpoints in `folder`, or the folder if it is one, then those in the Hugging Face cache, each newest first."""
+    """Return the checkpoints in `folder`, or the folder if it is one, then the models in the Hugging Face cache, each group newest
+    first.
+    """
     return sorted(_of_folder(folder), key=_newest_first) + sorted(_of_cache(), key=_newest_first)[:_LIMIT]
 
 

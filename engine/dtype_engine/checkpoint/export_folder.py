@@ -1,5 +1,5 @@
-"""Checks the folder or file to which an export is to be written. A folder that exists is replaced only if it is an earlier export
-of this program, which `recipe.yaml` and the second paragraph of `README.md` show. Every version since 0.1.0 writes both.
+"""Checks the folder or file to which an export is to be written. A folder that exists is replaced only if its `recipe.yaml` and the
+second paragraph of its `README.md` show that it is an earlier export of this program. Every version since 0.1.0 writes both.
 """
 
 from __future__ import annotations
@@ -23,12 +23,15 @@ _MARKS = {
     "recipe.yaml": re.compile(r"version: \d+\n(model: .*\n)?rules:"),
     "README.md": re.compile(r"# .*\n\n`.*`, cast by the rules in `recipe\.yaml` and written by dtype-engine \d+\.\d+"),
 }
-"""How the files of an export begin."""
+"""Maps the name of a file in an export to a pattern for the beginning of its text."""
 _MOST_READ = 1 << 16
 
 
 def check_typed_path(typed: str, for_export: bool, source: Path | None) -> bool:
-    """Return whether saving to what the user typed replaces something. Raises UserError if nothing can be saved there."""
+    """Return whether saving to the path that the user typed replaces something. for_export: whether a checkpoint is saved, not a
+    single file such as a report. source: the model that is exported, which is never replaced. Raises UserError if nothing can be
+    saved there.
+    """
     taken, path = is_taken(typed), Path(typed)
     if for_export:
         check_export(path, True, [source] if source is not None else [])
@@ -44,8 +47,8 @@ def is_one_file(target: Path) -> bool:
 
 def check_export(target: Path, force: bool = False, keep: Iterable[Path] = ()) -> Path:
     """Check that an export can be written to `target`, a folder or one file, and return its absolute path. Raises UserError if it
-    can't be created, or if it exists and must not be replaced. force: whether a file, or an earlier export of this program, may be.
-    keep: files that are never replaced.
+    can't be created, or if it exists and must not be replaced. force: whether a file, or an earlier export of this program, may be
+    replaced. keep: files that are never replaced.
     """
     if not is_one_file(target):
         return check_folder(target, force, keep)
@@ -56,7 +59,7 @@ def check_export(target: Path, force: bool = False, keep: Iterable[Path] = ()) -
 
 
 def check_folder(target: Path, force: bool = False, keep: Iterable[Path] = ()) -> Path:
-    """As `check_export` for a folder. Neither the current folder is replaced nor one that contains a file of `keep`."""
+    """Do what `check_export` does, for a folder. The current folder is never replaced, nor one that contains a file of `keep`."""
     target = target.expanduser().absolute()
     if not target.name:
         raise UserError(f"{target} can't be exported to: name a new folder")

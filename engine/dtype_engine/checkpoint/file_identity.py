@@ -18,7 +18,7 @@ from dtype_engine.core.throttle import Throttle
 
 @dataclass(frozen=True, slots=True)
 class FileIdentity:
-    """What identifies a file's state when it was opened."""
+    """The state of a file when it was opened, to detect later changes."""
 
     path: Path
     device: int
@@ -60,7 +60,9 @@ def refuse_changed(files: Iterable[FileIdentity]) -> None:
 
 @contextmanager
 def unchanged(files: tuple[FileIdentity, ...]) -> Iterator[None]:
-    """A context manager that raises UserError if one of `files` changes before or in its block, instead of any other error."""
+    """A context manager that raises UserError, in place of any error but Cancelled, if one of `files` changes before the block
+    ends.
+    """
     refuse_changed(files)
     try:
         yield
@@ -73,7 +75,9 @@ def unchanged(files: tuple[FileIdentity, ...]) -> Iterator[None]:
 
 
 class Watch:
-    """Checks that files do not change while they are read. `look` can be called often: it examines them ten times a second."""
+    """Checks that files do not change while they are read. `look` can be called often: it checks the files at most ten times a
+    second.
+    """
 
     def __init__(self, files: Iterable[FileIdentity]) -> None:
         self._files = tuple(files)

@@ -75,7 +75,9 @@ def needs_torch(path: Path) -> bool:
 
 
 def peek_first_shard(path: Path) -> Tree | None:
-    """Return the tree of a large checkpoint's first shard, for a screen that can't wait. None for a small checkpoint."""
+    """Return the tree of a checkpoint's first shard, for a screen that can't wait. None if the index is small or the shard can't be
+    read.
+    """
     try:
         if not path.is_dir() or os.path.getsize(path / INDEX) < _LONG_HEADERS:
             return None
@@ -172,7 +174,7 @@ def _open_folder(folder: Path, trust_pickle: bool, absent_shards: bool) -> Check
 
 
 def _with_unread(checkpoint: Checkpoint, found: WeightFiles, unread: tuple[str, ...]) -> Checkpoint:
-    """Return a checkpoint of a folder with the set of weights that was read, and with a notice if there are others (`unread`)."""
+    """Return a checkpoint of a folder with the set of weights that was read, and a notice if `unread` names others."""
     checkpoint = dataclasses.replace(checkpoint, read_by=found.read_by, passed_over=unread)
     return dataclasses.replace(checkpoint, notices=(*checkpoint.notices, *checkpoint.of_sets))
 

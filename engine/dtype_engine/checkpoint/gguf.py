@@ -1,4 +1,6 @@
-"""Reads the names, shapes and types of a model's tensors from the headers of its GGUF files. The `gguf` package has the types."""
+"""Reads the names, shapes and types of a model's tensors from the headers of its GGUF files. The `gguf` package defines the
+types.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,8 @@ _NUMBER, _COUNT, _TENSORS = "split.no", "split.count", "split.tensors.count"
 
 
 def read_gguf_model(path: Path) -> tuple[tuple[FileIdentity, ...], dict[str, CheckpointTensor], dict[str, Any]]:
-    """Return (the state of each file, from before it was read; the tensors of all files; the fields of the first, which hold for
-    all).
+    """Return (the state of each file before it was read; the tensors of all files by name; the fields of the first file, which hold
+    for all).
 
     path: the file of the model, or one of its parts. Raises UserError, also if a part is missing or belongs to another model.
     """
@@ -82,8 +84,8 @@ def read_gguf(path: Path) -> tuple[dict[str, CheckpointTensor], dict[str, Any]]:
     """Return the tensors of a GGUF file by name, and the fields of its header by name, with the name of `general.file_type`, such
     as "Q4_K_M", instead of its number. Raises UserError, which names the file and the problem.
 
-    Types that only GGUF has (block types such as Q4_K or IQ2_XS) keep their own names, in lower case. If the gguf package can't
-    dequantize such a type, only the number of bytes is known.
+    Types that only GGUF has (block types such as Q4_K or IQ2_XS) keep their own names, in lower case. Tensors that the gguf package
+    can't dequantize have a `refusal`.
     """
     from gguf.constants import LlamaFileType
 
@@ -104,7 +106,9 @@ def read_gguf(path: Path) -> tuple[dict[str, CheckpointTensor], dict[str, Any]]:
 
 
 def _specification(path: Path, header: GGUFHeader, tensor: GGUFTensor, size: int) -> CheckpointTensor:
-    """Convert the header of a tensor in a file of `size` bytes. Raises UserError for an unknown type or bytes outside."""
+    """Return the CheckpointTensor of a tensor's header. size: of the file. Raises UserError for an unknown type or bytes outside
+    the file.
+    """
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
     try:
@@ -141,7 +145,7 @@ def _specification(path: Path, header: GGUFHeader, tensor: GGUFTensor, size: int
 
 @cache
 def _dequantizes(kind: Any, nbytes: int) -> bool:
-    """Return whether the gguf package can dequantize a type, by trying it on a block of zeros, which has `nbytes` bytes."""
+    """Return whether the gguf package can dequantize a type, by trying it on a block of zeros. nbytes: the bytes of a block."""
     import numpy
     from gguf.quants import dequantize
 

@@ -1,7 +1,7 @@
 """Decides whether a field of a GGUF header changes what the model computes.
 
-llama.cpp reads the fields whose names begin with the architecture, as in "llama.logit_scale". A field that no configuration of
-transformers gets may only have a value with which the model computes what its configuration says.
+llama.cpp reads the fields whose names begin with the architecture, as in "llama.logit_scale". A field that has no place in
+transformers' configuration must have a value with which the model computes what that configuration says.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _VALUES: Mapping[str, tuple[Any, ...]] = {
     "swin_norm": (False,),
     "tensor_data_layout": ("Meta AI original pth",),
 }  # fmt: skip
-"""The values with which a field changes nothing. An `expert_gating_func` of 1 is softmax, which all these models have."""
+"""Maps a field to the values with which it changes nothing. An `expert_gating_func` of 1 is softmax, which all models have."""
 _ENTRIES: Mapping[str, str] = {
     "attention.value_length": "head_dim", "attention.key_length_swa": "head_dim", "attention.value_length_swa": "head_dim",
     "rope.dimension_count_swa": "head_dim", "rope.freq_base_swa": "rope_theta", "embedding_length_out": "hidden_size",
     "attention.layer_norm_epsilon": "rms_norm_eps",
 }  # fmt: skip
-"""The entry of config.json whose value a field must have to change nothing."""
+"""Maps a field to the entry of config.json whose value the field must have to change nothing."""
 
 
 def _window(value: Any, config: Config) -> bool:
@@ -52,7 +52,9 @@ def _window(value: Any, config: Config) -> bool:
 
 
 def _norm_of_experts(value: Any, config: Config) -> bool:
-    """Return whether the experts' weights are normalized as in the model class. Mixtral has no entry for it, and always does it."""
+    """Return whether the field agrees with how the model class normalizes the weights of experts. Mixtral's configuration has no
+    entry for it, because Mixtral always normalizes them.
+    """
     experts = {"num_experts", "num_local_experts"} & config.keys()
     return not experts or value is config.get("norm_topk_prob", config["model_type"] == "mixtral")
 
@@ -67,7 +69,9 @@ _RULES: Mapping[str, Callable[[Any, Config], bool]] = {
 
 
 def changes_nothing(name: str, value: Any, config: Config) -> bool:
-    """Return whether a field, named without the architecture, leaves the model as config.json says. Unknown ones do not."""
+    """Return whether a field does not change what the model of config.json computes. False if the field is unknown. name: of the
+    field, without the architecture's prefix.
+    """
     if name in _RULES:
         return _RULES[name](value, config)
     if name in _ENTRIES:
@@ -76,6 +80,6 @@ def changes_nothing(name: str, value: Any, config: Config) -> bool:
 
 
 def _same(value: Any, other: Any) -> bool:
-    """Return whether two values are equal. A GGUF file has numbers in float32."""
+    """Return whether two values are equal. Numbers are compared with a tolerance, since a GGUF file has them in float32."""
     numbers = all(type(each) in (int, float) for each in (value, other))
     return math.isclose(value, other, rel_tol=1e-6) if numbers else type(value) is type(other) and value == other

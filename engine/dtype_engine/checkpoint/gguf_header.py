@@ -25,10 +25,10 @@ _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _WIDTHS = {kind: struct.calcsize(f"={code}") for kind, code in _FORMATS.items()}
 _UINT32, _TEXT, _LIST = 4, 8, 9
 _LONGEST_TEXT = 4096
-"""The most bytes of the text of a field. Longer texts, such as chat templates, are skipped."""
+"""The maximum length of a field's text in bytes. Longer texts, such as chat templates, are skipped."""
 _MOST_DIMENSIONS = 8
 _MOST_TEXTS = 20_000_000
-"""The most strings in all lists of a header. The largest vocabularies have 300,000."""
+"""The maximum number of strings in all lists of a header. The largest vocabularies have 300,000."""
 _DEEPEST = 4
 _LONGEST_NAME = 65_535
 
@@ -43,7 +43,7 @@ class GGUFTensor:
 
     name: str
     shape: tuple[int, ...]
-    """In torch's order."""
+    """The shape, with dimensions in torch's order."""
     kind: int
     """The number by which GGUF identifies the type."""
     start: int
@@ -60,7 +60,7 @@ class GGUFHeader:
     data_start: int = 0
     tensors: list[GGUFTensor] = field(default_factory=list)
     fields: dict[str, int | float | bool | str] = field(default_factory=dict)
-    """The header's fields by name, of lists only the `ListLength`, and without longer texts."""
+    """The header's fields by name, with the `ListLength` instead of a list, and without texts over `_LONGEST_TEXT`."""
 
 
 def read_gguf_header(path: Path) -> GGUFHeader:

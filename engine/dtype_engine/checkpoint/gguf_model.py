@@ -123,7 +123,7 @@ _FAMILIES = {
         _WINDOW_FIELDS, {"pad_token_id": None},
     ),
 }  # fmt: skip
-"""By `general.architecture`. That of `mixtral` (with a number of experts) and `mistral` (with a window) is "llama", too."""
+"""Keyed by `general.architecture`, except `mixtral` and `mistral`: their files say "llama", and give experts or a window."""
 _BY_MODEL_TYPE = {family.model_type: family for family in _FAMILIES.values()}
 
 
@@ -230,9 +230,9 @@ def _config(
 def read(
     tensors: Mapping[str, CheckpointTensor], config: Mapping[str, Any] | None
 ) -> tuple[dict[str, CodedWeight], dict[str, str]]:
-    """Return (the weights of a GGUF file that must be decoded, by their names in transformers; a mapping from the names in the file
-    of the other tensors to their names in transformers). A tensor that transformers does not have keeps its name. config: None if
-    the architecture is not known.
+    """Return (the weights of a GGUF file that must be decoded, by their names in transformers; the names in transformers of the
+    other tensors, by their names in the file). A tensor that transformers does not have keeps its name. config: None if the
+    architecture is not known.
     """
     readable = {own: tensor for own, tensor in tensors.items() if tensor.refusal is None}
     if config is None:
@@ -261,7 +261,8 @@ def read(
 
 def _name(own: str, family: _Family, blocks: int) -> tuple[str | None, str]:
     """Return a tensor's name in transformers and llama.cpp's word for it: `model.layers.0.self_attn.q_proj.weight` and `attn_q` for
-    `blk.0.attn_q.weight`. The name is None if transformers has no such tensor, and has `{}` for the number of stacked experts.
+    `blk.0.attn_q.weight`. The name is None if transformers has no such tensor, and has `{}` in place of an expert's number if the
+    tensor stacks all experts.
     """
     stem, _, kind = own.rpartition(".")
     if stem in _WHOLE and kind == "weight":
@@ -275,7 +276,7 @@ def _name(own: str, family: _Family, blocks: int) -> tuple[str | None, str]:
 
 
 def _changes(local: str, family: _Family, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return steps of llama.cpp's converter to undo, such as {"heads": 32} for reordered rows or {"offset": -1.0} for norms."""
+    """Return the settings with which the decoder undoes llama.cpp's converter: {"heads": 32} for reordered rows, for example."""
     if family.reordered and local in ("attn_q", "attn_k"):
         heads = config["num_attention_heads"]
         return {"heads": heads if local == "attn_q" else config.get("num_key_value_heads", heads)}

@@ -90,7 +90,9 @@ def describe_rope(
 
 
 def _partial(own: Mapping[str, Any], config: Mapping[str, Any], possible: bool, found: Rope) -> int:
-    """Return how many elements of each head are rotated, which may be some only if `possible`, and add their share to `found`."""
+    """Return how many elements of each head are rotated, and add their share to `found` unless all are rotated. possible: whether
+    the model class can rotate a part of them.
+    """
     head: int = config["head_dim"]
     rotated = own.get(_DIMENSIONS, head)
     if rotated == head and type(rotated) is int:
@@ -104,7 +106,9 @@ def _partial(own: Mapping[str, Any], config: Mapping[str, Any], possible: bool, 
 
 
 def _number(own: Mapping[str, Any], name: str, default: float, found: Rope) -> float:
-    """Return the number in a field. Return `default` if the field is missing or has something else, which is then lost."""
+    """Return the number in a field, or `default` if it is missing or no number. A name without a number is added to
+    `found.lost`.
+    """
     value = own.get(name, default)
     if type(value) in (int, float) and math.isfinite(value):
         return float(value)
@@ -115,7 +119,7 @@ def _number(own: Mapping[str, Any], name: str, default: float, found: Rope) -> f
 def _factors(
     tensors: Mapping[str, CheckpointTensor], count: int, found: Rope
 ) -> tuple[list[float], list[float]] | None:
-    """Return the `count` factors of short and of long sequences, or None if the file has none."""
+    """Return (`count` factors for short sequences, `count` factors for long ones), or None if the file has none to use."""
     read: dict[str, list[float]] = {}
     for name in sorted(set(ROPE_FACTORS) & tensors.keys()):
         tensor = tensors[name]

@@ -44,7 +44,7 @@ from dtype_engine.core.user_folders import HEADERS, cache_folder
 
 SCHEME = "hf://"
 Progress = Callable[[str, int, int], None]
-"""Takes (what is being done, the amount done, the total amount), while something is read from a hub."""
+"""A function of (what is being done, the amount done, the total amount), called while something is read from a hub."""
 
 _ADDRESS = re.compile(
     rf"{SCHEME}(?:models/)?(?P<repo>[\w.-]{{1,96}}/[\w.-]{{1,96}})(?:@(?P<revision>refs/(?:pr|convert)/[\w.-]+|[^/@]+))?"
@@ -55,27 +55,29 @@ _SIDE_FILES = ("config.json", PIPELINE_INDEX, "adapter_config.json", "recipe.yam
 _INDEX_FILE = re.compile(r"[\w.-]+\.index(\.[\w-]+)?\.json")
 _LARGEST_DESCRIPTION = 1 << 18
 _FIRST_RANGE = 3 << 15
-"""How many bytes of a safetensors file are read at once. Few headers are longer: those of DeepSeek-V3 (671 B) have 70 kB."""
+"""How many bytes are read first from a safetensors file. Few headers are longer: those of DeepSeek-V3 (671 B) have 70 kB."""
 _FIRST_GGUF_RANGE = 1 << 20
 _NEAR = 1 << 16
 """If two ranges of a file are at most this many bytes apart, one request reads both."""
 _MOST_BYTES = 1 << 30
 """The most bytes to read for the headers of one model. A model of 671 billion parameters has 20 MB of headers and index."""
 _MOST_SECONDS = 3600
-"""The most seconds in which the list of files, or the headers of one model, are read."""
+"""The maximum time for reading the list of files, or the headers of one model, in seconds."""
 _MOST_FILES = 20_000
 _TOGETHER, _TOGETHER_IN_A_FILE = 16, 4
 """How many files are read at once, and how many ranges of each: 64 requests, fewer than the 100 connections of the HTTP client."""
 _DOWNLOADS_TOGETHER = 8
 _BRANCH = "main"
-"""The branch that an address without a revision means."""
+"""The branch that is used if an address names no revision."""
 _MODEL_FILES = ("*.json", "*.txt", "*.model", "*.py", "*.jinja")
 """The files that a model needs in addition to its weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class HubAddress:
-    """The address of a model on a hub: `hf://org/name`, `hf://org/name@revision`, or `hf://org/name/path` inside it."""
+    """The address of a model on a hub, `hf://org/name` or `hf://org/name@revision`, or of a file or folder in it,
+    `hf://org/name/path`.
+    """
 
     repo: str
     revision: str | None = None
@@ -128,7 +130,7 @@ class HubAddress:
         return hub_faults(str(self), self.revision or _BRANCH)
 
     def listing(self) -> HubModel:
-        """Ask the hub which files the model has. Raises UserError."""
+        """Request the list of the model's files from the hub, and return it. Raises UserError."""
         with self.faults():
             from huggingface_hub import constants  # HfApi, which says the same, takes long to import
 
@@ -163,7 +165,7 @@ class _File(msgspec.Struct):
 
     @property
     def digest(self) -> str | None:
-        """The digest after which huggingface_hub would name the content in its cache, if the hub says it."""
+        """The digest by which huggingface_hub names the file's content in its cache. None if the hub does not say it."""
         return self.lfs.sha256 if self.lfs is not None else self.blobId
 
 
@@ -182,7 +184,7 @@ class HubModel:
     sizes: dict[str, int | None]
     """The size of each file in bytes, by the file's path in the repository; None if the hub does not tell it."""
     digests: dict[str, str | None] = field(default_factory=dict)
-    """What the hub says to be the digest of each file's content. It is untrusted."""
+    """The digest of each file's content according to the hub (untrusted), by the file's path. None if the hub gives none."""
 
     def downloaded(self, cache: Path) -> Path | None:
         """Return the folder or file of the model in the Hugging Face cache, or None unless all its weights are there."""
@@ -193,7 +195,9 @@ class HubModel:
         return repository.snapshot(self.commit) / self.address.path
 
     def headers(self, on_progress: Progress = ignore) -> Path:
-        """Return a folder (or file) with the headers of the model as sparse files, which are read once. Raises UserError."""
+        """Read the headers that were not saved before, and return the folder (or file) with all headers as sparse files. Raises
+        UserError.
+        """
         wanted, weights = self._side_files(), self._weight_files()
         readable = [name for name in weights if not name.endswith(PICKLES)]
         if not readable:
@@ -274,7 +278,7 @@ class HubModel:
         return f"only the headers of {self.address} are here, not its {size} of weights: {hint('download')}"
 
     def _files_to_download(self) -> list[str]:
-        """Return the weights' files and, unless one was named, those that the model needs beside them. Raises UserError."""
+        """Return the files of weights and, unless the address names a file, other files that the model needs. Raises UserError."""
         weights = self._to_download()
         at = f"{self.address.path}/" if self.address.path else ""
         beside = [
@@ -321,7 +325,9 @@ class HubModel:
         )
 
     def _files(self, matches: Callable[[str], bool], beside: bool = False) -> list[str]:
-        """Return matching files in the folder of the address (`beside`: of its file) and, of a pipeline, in its components."""
+        """Return the files whose names match, in the address's folder and in the components of a pipeline there. beside: whether
+        the address is a file, so that the file's folder is searched.
+        """
         folder = self.address.path.rpartition("/")[0] if beside else self.address.path
         at = f"{folder}/" if folder else ""
         deep = int(f"{at}{PIPELINE_INDEX}" in self.sizes)
@@ -358,7 +364,7 @@ def _in_threads(
     names: list[str],
     on_done: Callable[[int], object] = ignore,
 ) -> None:
-    """Call `work` for each name, and `on_done` with the number of calls that are over. An error stops all that `reader` reads."""
+    """Call `work` for each name, and `on_done` with the number of finished calls. If a call raises, `reader` is stopped."""
     with ThreadPoolExecutor(threads) as pool:
         jobs = [pool.submit(work, name) for name in names]
         try:
@@ -387,7 +393,7 @@ def _is_name(word: str) -> bool:
 
 
 def _is_repository(text: str) -> bool:
-    """Return whether a text is `org/name` or `name`. The cache writes `--` for the slash, so no name may have it, or `..`."""
+    """Return whether a text is `org/name` or `name`. False for `--`, which the cache writes for the slash, and `..`."""
     words = text.split("/")
     return (
         len(words) <= 2
@@ -405,7 +411,7 @@ class _HeaderReader(HubReader):
         super().__init__(str(address), _MOST_BYTES, _MOST_SECONDS)
 
     def save_header(self, url: str, path: Path, size: int) -> None:
-        """Save a file of `size` bytes: of a weights file, the header as a sparse file, and any other file as a whole."""
+        """Save a file of `size` bytes: only the header, as a sparse file, if it is a weights file; otherwise all of it."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with written(path) as partial:
             if path.suffix == ".safetensors":
@@ -428,7 +434,7 @@ class _HeaderReader(HubReader):
             self._add_descriptions(url, partial, read_header(partial)[0].values())
 
     def _save_gguf(self, url: str, partial: Path, size: int) -> None:
-        """Save the header of a GGUF file, which does not give its length: ever longer ranges are read until it is complete."""
+        """Save the header of a GGUF file. Its length is unknown, so further ranges are read until it is complete."""
         start, wanted = b"", _FIRST_GGUF_RANGE
         while True:
             start += self.read(url, len(start), min(wanted, size - len(start)), size)

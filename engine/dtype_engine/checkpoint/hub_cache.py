@@ -25,7 +25,7 @@ class CachedRepository:
     """The folder of a repository in the Hugging Face cache."""
 
     def __init__(self, cache: Path, repository: str) -> None:
-        """repository: `org/name`, which must have been checked to be no path to elsewhere."""
+        """repository: `org/name`. The caller must have checked that it can't lead out of the cache."""
         self._folder = cache / f"models--{repository.replace('/', '--')}"
 
     def snapshot(self, commit: str) -> Path:
@@ -36,9 +36,9 @@ class CachedRepository:
         return has_size(self.snapshot(commit) / name, size)
 
     def add(self, commit: str, name: str, size: int, digest: str | None, write: Callable[[IO[bytes]], object]) -> bool:
-        """Store the file `name` of a commit. digest: the digest of its content that the hub says, or None. A content of this digest
-        and size that is there already is used again; otherwise, `write` writes it to a file. Returns whether it did. Raises
-        OSError, and whatever `write` raises; then nothing is stored.
+        """Store the file `name` of a commit, and return whether `write` was called. It is called with a file to which it writes the
+        content, unless the cache has a content of this digest and size, which is then used again. digest: as the hub says, or None.
+        Raises OSError, and whatever `write` raises; then nothing is stored.
         """
         path = self.snapshot(commit) / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -61,7 +61,9 @@ class CachedRepository:
         return is_new
 
     def name_branch(self, branch: str, commit: str) -> None:
-        """Say that `commit` is the newest of a branch, whose name must have been checked to be no path to elsewhere."""
+        """Record `commit` as the newest of a branch. The caller must have checked that the branch's name can't lead out of the
+        cache.
+        """
         path = self._folder / "refs" / branch
         path.parent.mkdir(exist_ok=True)
         write_text_atomic(path, commit, replace=True)
@@ -69,7 +71,7 @@ class CachedRepository:
 
 @contextmanager
 def written(path: Path) -> Iterator[Path]:
-    """Yield the path of a temporary file, which becomes `path` after the block, and is deleted if that raises."""
+    """A context manager with the path of a temporary file, which is renamed to `path` at the end, or deleted after an error."""
     partial = _beside(path)
     try:
         yield partial
@@ -80,7 +82,7 @@ def written(path: Path) -> Iterator[Path]:
 
 
 def _beside(path: Path) -> Path:
-    """Return the path of a temporary file of this thread. huggingface_hub gives its own the same ending."""
+    """Return the path of this thread's temporary file for `path`. Its name ends like those of huggingface_hub's temporary files."""
     return path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.incomplete")
 
 

@@ -26,7 +26,7 @@ from dtype_engine.core.units import human_bytes
 _TRIES = 3
 _PAUSE_S = 0.5
 _PROGRESS_BYTES = 1 << 20
-"""If this many bytes of a file have arrived since the last failure, the tries begin anew."""
+"""If this many bytes of a file have arrived since the last failure, tries are counted from 1 again."""
 _MEANINGS = {
     401: "it asks for a token (HF_TOKEN, `hf auth login`)",
     403: "the token may not read it",
@@ -43,7 +43,7 @@ _ENCODINGS = {"identity": False, "gzip": True, "deflate": True}
 """Accepted `Content-Encoding`s, and whether they compress. With others, a few bytes could decompress to any size."""
 _ZLIB_OR_GZIP = 32 + zlib.MAX_WBITS
 _OVERHEAD = 1 << 16
-"""By how many bytes a compressed answer may exceed what it decompresses to."""
+"""How many bytes longer a compressed answer may be than the decompressed one."""
 
 
 class HubReader:
@@ -56,7 +56,9 @@ class HubReader:
         most_seconds: float = math.inf,
         cancelled: IsCancelled = never,
     ) -> None:
-        """most_bytes, most_seconds: limits for all answers together. cancelled: called for each piece of an answer."""
+        """most_bytes, most_seconds: limits for all answers together. cancelled: called for each piece; if True, Cancelled is
+        raised.
+        """
         from huggingface_hub.utils import build_hf_headers
 
         self.title = title
@@ -72,14 +74,16 @@ class HubReader:
         self._stopped = True
 
     def read(self, url: str, start: int, count: int, size: int | None = None) -> bytes:
-        """Return `count` bytes from `start` on of a file of `size` bytes, or fewer if that is None. Raises UserError."""
+        """Return `count` bytes of a file from `start` on. size: of the file; if None, fewer bytes may be returned. Raises
+        UserError.
+        """
         for attempt in range(1, _TRIES + 1):
             with self._tried_again(attempt):
                 return b"".join(self._pieces(url, start, count, size)) if count else b""
         raise AssertionError
 
     def save(self, url: str, size: int, file: IO[bytes], on_bytes: Callable[[int], object] = ignore) -> None:
-        """Write the whole file at `url` to `file`, going on after a failure where it stopped. Raises UserError and Cancelled."""
+        """Write the whole file at `url` to `file`. After a failure, only the rest is repeated. Raises UserError and Cancelled."""
         done, attempt = 0, 1
         while done < size:
             before = done
@@ -92,7 +96,9 @@ class HubReader:
 
     @contextmanager
     def _tried_again(self, attempt: int) -> Iterator[None]:
-        """Suppress an error after which the request can be made again, and wait for that. attempt: counted from 1."""
+        """A context manager that suppresses an error and waits if the request may be tried again. attempt: number of this try, from
+        1.
+        """
         from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
         try:
@@ -137,8 +143,8 @@ class HubReader:
             raise self._lie(f"its answer ends after {arrived:,} of {wanted:,} bytes", url)
 
     def _send(self, url: str, headers: dict[str, str]) -> Any:
-        """Return the response of a GET request, once its headers are here. They are awaited in a thread, which is left alone if
-        they take too long, since the HTTP client limits only the time between two bytes. Raises UserError.
+        """Return the response of a GET request, once its headers are here. A thread waits for them and is abandoned if they take
+        too long, since the HTTP client limits only the time between two bytes. Raises UserError.
         """
         from huggingface_hub import constants
         from huggingface_hub.utils import get_session
@@ -177,7 +183,9 @@ class HubReader:
             raise self._lie(f"its list of files says {size:,} bytes, its answer {printable(str(total), 40)}", url)
 
     def _decoded(self, response: Any, most: int, url: str) -> Iterator[bytes]:
-        """Yield the body decompressed. `iter_bytes` would yield nothing for compressed bytes that stand for no byte."""
+        """Yield the decompressed body: one piece, even if empty, for each that arrives. The client's `iter_bytes` omits empty
+        pieces.
+        """
         encoding = response.headers.get("content-encoding", "identity")
         if encoding not in _ENCODINGS:
             raise self._lie(f"its answer is compressed as {printable(encoding, 40)}", url)

@@ -23,7 +23,7 @@ from dtype_engine.core.units import plural
 
 
 def kv_cache(tree: Tree, config: Mapping[str, Any] | None) -> KVCache:
-    """Return a model's KV cache while it generates text. config: `config.json`, or the live model's configuration as a dict."""
+    """Return the KV cache of a model that generates text. config: `config.json`, or the live model's configuration as a dict."""
     if config is None:
         return KVCache(none_because="no config.json tells the model's architecture, so that its KV cache is unknown")
     architecture, named = tree.root.class_name, config.get("architectures")
@@ -68,7 +68,7 @@ _FUSED = ("qkv_proj", "query_key_value", "c_attn", "Wqkv", "qkv", "qkv_lin", "at
 _COMPRESSED = ("kv_a_proj_with_mqa", "kv_a_proj")
 _CONVOLUTIONS = ("conv1d", "conv", "conv_1d")
 _CHILDREN = {*_KEYS, *_FUSED, *_COMPRESSED, *_CONVOLUTIONS, "rg_lru", "receptance", "q_proj"}
-"""A module is examined for a cache only if it has one of these children."""
+"""A module is examined for a cache if it has one of these children, or if its name is that of an attention."""
 _TEXT_CONFIGS = ("thinker_config", "text_config", "llm_config", "language_config", "decoder", "text")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_decoder_layers", "decoder_layers", "num_layers")
 _QUERY_HEADS = ("num_attention_heads", "n_head", "decoder_attention_heads", "num_heads", "n_heads")
@@ -96,7 +96,7 @@ def _generates(architecture: str, config: Mapping[str, Any]) -> bool:
 
 
 def _first(config: Mapping[str, Any], *names: str) -> int | None:
-    """Return the value of the first of the named entries that is a positive whole number."""
+    """Return the value of the first of the named entries that is a positive whole number, or None if there is none."""
     return next((value for name in names if (value := size(config.get(name))) is not None), None)
 
 
@@ -230,7 +230,9 @@ class _Reader:
             yield tensor(part, per_token=elements, heads=heads, **more)
 
     def _keys_and_values(self, module: Module) -> tuple[int, int] | None:
-        """Return the elements of keys and values for one token, or None if this is no attention whose layout is known here."""
+        """Return (elements of the keys, elements of the values) for one token, or None if the module is no attention of a known
+        layout.
+        """
         children = module.children
         planned = self.heads * self.head_dim if self.heads and self.head_dim else None
         keys = next((children[name] for name in _KEYS if name in children), None)
@@ -249,7 +251,7 @@ class _Reader:
         return (planned, planned) if shares else None
 
     def _recurrent_state(self, module: Module) -> int:
-        """Return the elements of a recurrent layer's state beside that of its convolution, or 0 if there is none or unknown."""
+        """Return the number of elements of a recurrent layer's state without that of its convolution, or 0 if it is unknown."""
         decay = module.tensors.get("A_log")
         if decay is None:
             return 0  # a convolution alone, as in LFM2
@@ -265,7 +267,7 @@ class _Reader:
         return inner * state
 
     def _shared(self, found: list[KVCacheTensor]) -> list[KVCacheTensor]:
-        """Set `shared_with` of the last layers of Gemma 3n and 4, which read the cache of an earlier one with the same window."""
+        """Return `found` with `shared_with` for the last layers of Gemma 3n and 4. They read an earlier layer's cache."""
         count = _first(self.config, "num_kv_shared_layers")
         if not count or not self.layers:
             return found
@@ -308,7 +310,7 @@ class _Windows:
 
 
 def _layer_types(config: Mapping[str, Any]) -> list[str] | None:
-    """Return the kind of attention of each layer, as config.json lists them or by transformers' rules for the model type."""
+    """Return each layer's kind of attention from config.json or transformers' rules for the model type. None if unknown."""
     listed = config.get("layer_types")
     if isinstance(listed, list) and all(isinstance(kind, str) for kind in listed):
         return listed

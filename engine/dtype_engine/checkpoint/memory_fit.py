@@ -18,15 +18,16 @@ _STEP, _MOST_TIMED, _TIMED_S = 1 << 20, 256 << 20, 0.3
 
 
 def why_no_pass(checkpoint: Checkpoint, options: ModelOptions) -> str | None:
-    """Return a sentence that says why a checkpoint is not run with these options, as `shortfall` does, or None."""
+    """Return why a checkpoint is not run with these options (the sentence of `shortfall`), or None if it is run."""
     if options.over_memory and not checkpoint.headers_alone:
         return None
     return shortfall(checkpoint, options.max_memory)
 
 
 def shortfall(checkpoint: Checkpoint, limits: Mapping[str, int]) -> str | None:
-    """Return a sentence that says why a checkpoint does not fit into memory and how long it would take from the disk, or None if it
-    fits. Weights are mapped, so the limit is the total memory. limits: the most bytes to use, by "cpu" or another device.
+    """Return a sentence that says why a checkpoint does not fit into memory and how long a pass from the disk would take, or None
+    if it fits. Weights are mapped, so the limit is the total memory. limits: the maximum bytes to use of each device, such as
+    "cpu".
     """
     if checkpoint.headers_alone:
         return f"no forward pass: {checkpoint.headers_alone}. {fit(checkpoint.stored_bytes)}"

@@ -43,7 +43,9 @@ def is_known(config: Mapping[str, Any] | None) -> bool:
 
 
 def kept_in_float32(config: Mapping[str, Any] | None) -> tuple[set[str], set[str]]:
-    """Return parts of the names of tensors that stay in float32 in any 16-bit model of an architecture, and in float16 alone."""
+    """Return (parts of names of tensors that stay in float32 in every 16-bit model, those of tensors that stay in float32 only in a
+    float16 model).
+    """
     always, in_float16 = set[str](), set[str]()
     for strict, literal in _KEPT.findall(_source(_model_type(config))):
         with suppress(ValueError, SyntaxError):
@@ -54,11 +56,11 @@ def kept_in_float32(config: Mapping[str, Any] | None) -> tuple[set[str], set[str
 
 
 def foreign_prefix(names: Collection[str], config: Mapping[str, Any] | None) -> str:
-    """Return the extra prefix of all tensor names in a checkpoint, for which transformers does not find the tensors, such as
+    """Return the extra prefix of all tensor names in a checkpoint, because of which transformers does not find the tensors, such as
     `language_model.` in `language_model.model.layers.0` or `module._orig_mod.` in `module._orig_mod.model.layers.0` if the
     architecture's own prefix is `model.`. Returns "" if there is none, or if the architecture is unknown.
 
-    A common prefix is extra only if the architecture's own follows it in most names. config: the content of config.json.
+    A common prefix is extra only if the architecture's own prefix follows it in most names. config: the content of config.json.
     """
     known = tuple(f"{prefix}." for prefix in _PREFIX.findall(_source(_model_type(config))) if prefix)
     prefix, rest = "", list(names)

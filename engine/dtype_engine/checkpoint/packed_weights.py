@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dtype_engine.checkpoint.schemes.layout import PackedWeight
 
 NOT_CODES = frozenset({"float64", "float32", "bfloat16", "float16", "int64", "bool"})
-"""The dtypes in files without quantized weights. Every scheme has a tensor of another dtype: the codes, or what describes them."""
+"""The dtypes of plain weights. Every quantized weight has a tensor of another dtype: its codes, or one that describes them."""
 _SCALE_WORD = re.compile(
     r"scal(e|ing)|zero|absmax|quant|codebook|g_idx|_shift|^q?biases$|^s$|^S[UV]$|^smooth_|^weight_bias$|^(proj|lora)_(up|down)$"
 )
@@ -26,7 +26,7 @@ _SCALE_WORD = re.compile(
 _TABLE_WORD = re.compile(r"centroids|codebook")
 """Matches the name of a module with a table of values for the codes of its parent, such as VPTQ's `x.centroids` for `x`."""
 _OF_INPUTS = re.compile(r"(^|_)([kvq]|kv|input|output|activation)_scale$|scale_input$|_act$")
-"""Matches the last part of a scale's name if it is one of inputs, outputs or the key-value cache, and so not of codes."""
+"""Matches the last part of a scale's name if the scale belongs to inputs, outputs or the key-value cache, not to codes."""
 OF_ACTIVATIONS = "is a scale of activations or of the key-value cache by its name"
 """The reason, for the user, why scales whose names match `_OF_INPUTS` are not cast."""
 Count = int | Literal["unknown"] | None
@@ -46,7 +46,7 @@ class Stored(Protocol):
 
 
 def packed_weights(tensors: Mapping[str, Stored]) -> list[PackedWeight]:
-    """Return the weights that other programs quantized, by the names and dtypes of their tensors, if codes and scales are there."""
+    """Return the weights with codes and scales that other programs quantized, recognized by names and dtypes of tensors."""
     if are_plain(tensors):
         return []
     from dtype_engine.checkpoint.schemes.layout import PackedWeight
@@ -77,8 +77,8 @@ def are_plain(tensors: Mapping[str, Stored]) -> bool:
 
 
 def quantized_parts(tensors: Mapping[str, Stored], config: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """Return the tensors (codes, scales, ...) of weights that other programs quantized, and which are therefore never cast, each
-    with the reason for the user. It names the method that `config`, the content of config.json, declares.
+    """Return the names of tensors (codes, scales, ...) of weights that other programs quantized, each with the reason, for the
+    user, why the tensor is never cast. The reason names the method that `config`, the content of config.json, declares.
     """
     if are_plain(tensors):
         return {}

@@ -1,4 +1,4 @@
-"""Limits the objects that a pickle may create: one byte can create one of sixty bytes. torch is not imported."""
+"""Limits the objects that a pickle may create: one byte of it can create an object of sixty bytes. torch is not imported."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dtype_engine.core.regular_files import open_regular
 MOST_OPCODES = 5_000_000
 """The most opcodes in one pickle. A state dict has about 45 per tensor, so this allows more than 100,000 tensors."""
 _LEGACY_PICKLES = 5
-"""The pickles before the raw bytes of torch's old format: magic number, version, machine, object and storage keys."""
+"""The number of pickles before the raw bytes of torch's old format: magic number, version, machine, object and storage keys."""
 
 
 class TooManyOpcodes(Exception):
@@ -27,7 +27,7 @@ class TooManyOpcodes(Exception):
 
 
 def some_opcodes(pickled: bytes | BinaryIO) -> Iterator[tuple[Any, Any, int | None]]:
-    """Yield what `pickletools.genops` does. Raises TooManyOpcodes after `MOST_OPCODES`, and ValueError for a damaged pickle."""
+    """Yield (opcode, argument, position) as `pickletools.genops` does. Raises TooManyOpcodes, and ValueError if it is damaged."""
     for count, step in enumerate(pickletools.genops(pickled)):
         if count > MOST_OPCODES:
             raise TooManyOpcodes

@@ -33,11 +33,11 @@ _STORAGES = {
 
 
 def check_archive(path: Path, trust: bool) -> tuple[bool, bool]:
-    """Return (whether a zip archive has compressed records, so that it can't be mapped; whether it has compiled code). trust:
+    """Return (whether a zip archive has compressed records, so that it can't be mapped; whether it has TorchScript code). trust:
     whether to accept pickles that torch.save would not write.
 
-    Raises UserError if a record is missing, shorter than the storage of the pickle, present twice, compressed in a way that torch
-    can't read, or inflates to more than the free memory.
+    Raises UserError if a record is missing, shorter than the storage that the pickle declares, present twice, compressed in a way
+    that torch can't read, or inflates to more than the free memory.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -122,7 +122,7 @@ def _checked_records(path: Path, records: list[zipfile.ZipInfo]) -> dict[str, zi
 
 
 def _check_overlaps(path: Path, records: list[zipfile.ZipInfo]) -> None:
-    """Raise UserError if the bytes of two records overlap. Only the header in front of each record tells where they begin."""
+    """Raise UserError if the bytes of two records overlap. Only the header in front of a record tells where its bytes begin."""
     end, before = 0, ""
     with open(path, "rb") as file:
         for record in sorted(records, key=lambda record: record.header_offset):
@@ -170,14 +170,14 @@ class _Global(str):
 
 
 _PLACEHOLDER = object()
-"""Stands, on the simulated stack, for any object that is not a string, number, tuple or class name."""
+"""Represents, on the simulated stack, any object that is not a string, number, tuple or class name."""
 
 
 def storage_claims(pickled: bytes) -> dict[str, int]:
-    """Return how many bytes a pickle that torch wrote claims for each storage, by the storage's key.
+    """Return the size in bytes that a pickle of torch declares for each storage, by the storage's key.
 
-    The pickle's opcodes are run only on strings, numbers and names of classes: nothing is imported, called or created. Raises
-    ValueError for a storage reference that torch would not write, and pickletools' errors for a damaged pickle.
+    Of the pickle's opcodes, only the effects on strings, numbers and names of classes are simulated: nothing is imported, called or
+    created. Raises ValueError for a storage reference that torch would not write, and pickletools' errors for a damaged pickle.
     """
     stack: list[Any] = []
     marks: list[int] = []
@@ -222,7 +222,9 @@ def storage_claims(pickled: bytes) -> dict[str, int]:
 
 
 def _step(opcode: Any, stack: list[Any], marks: list[int]) -> None:
-    """Run an opcode that does not concern storages, with placeholders as results. marks: the heights of the stack at MARKs."""
+    """Apply the stack effect of an opcode that does not concern storages, with placeholders as results. marks: stack heights at
+    MARKs.
+    """
     before = [kind.name for kind in opcode.stack_before]
     if "mark" in before:
         del stack[marks.pop() :]

@@ -43,14 +43,14 @@ _NESTED = (
 _PACKED = "_packed_params._packed_params"
 """The end of the name under which a quantized layer of torch.ao saves its weight and its bias as one value."""
 _AVERAGES = frozenset({"model_ema", "ema_model", "params_ema", "ema", "module_ema", "ema_module"})
-"""First parts of names of averages over training steps ("exponential moving average"), as trainers call them."""
+"""Prefixes that trainers give to the names of averages of weights over training steps ("exponential moving average")."""
 
 
 def read_pickles(
     files: tuple[Path, ...], trust: bool
 ) -> tuple[dict[str, CheckpointTensor], dict[str, torch.Tensor], dict[str, str], tuple[str, ...]]:
-    """Return (the headers of all tensors in pickles; the values, memory-mapped if possible; the first name of each further name
-    of a tensor; sentences for the user). trust: whether the files may run code. Raises UserError.
+    """Return (the headers of all tensors in pickles; the values, memory-mapped if possible; for each further name of a tensor, its
+    first name; sentences for the user). trust: whether the files may run code. Raises UserError.
     """
     tensors: dict[str, CheckpointTensor] = {}
     values: dict[str, torch.Tensor] = {}
@@ -101,7 +101,7 @@ def _specification(name: str, tensor: torch.Tensor, file: Path) -> CheckpointTen
 
 
 def _sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors of which a sparse tensor consists, from what pickle writes of it."""
+    """Return the tensors of which a sparse tensor consists, such as its indices and values."""
     import torch
 
     _, (_, parts), *_ = tensor.detach().__reduce_ex__(2)  # type: ignore[no-untyped-call]
@@ -118,7 +118,7 @@ def _past_the_end(tensor: torch.Tensor) -> bool:
 
 
 def _storage_key(tensor: torch.Tensor) -> Any:
-    """Return a key that is equal for two tensors that are one tied weight. None for a tensor without strided memory."""
+    """Return a key that is equal for two tensors of one tied weight. None if the tensor is empty, nested, sparse or on meta."""
     import torch
 
     if tensor.is_nested or tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
@@ -174,7 +174,7 @@ def load_pickle(path: Path, trust: bool) -> Any:
 
 @contextlib.contextmanager
 def _modules_of_this_folder() -> Iterator[None]:
-    """Let imports find modules in this folder: a trusted pickle may refer to some that its author wrote."""
+    """A context manager in which imports find modules in the current folder: a trusted pickle may refer to its author's modules."""
     here = os.getcwd()
     added = here not in sys.path
     if added:
@@ -205,7 +205,7 @@ def _refused(path: Path, error: Exception) -> str:
 
 def state_dict(loaded: Any, path: Path) -> tuple[dict[str, torch.Tensor], tuple[str, ...]]:
     """Return the model's weights in the content of a pickle, by name, and notices for the user: which entry of the file was chosen,
-    and how many tensors the others hold. Raises UserError if there are no tensors, or if two have the same name.
+    and how many tensors other entries hold. Raises UserError if there are no tensors, or if two have the same name.
     """
     import torch
     from torch import nn
@@ -267,7 +267,7 @@ def _average_notices(tensors: Mapping[str, torch.Tensor], path: Path) -> Iterato
 
 
 def _weights(loaded: Mapping[Any, Any]) -> tuple[Mapping[Any, Any], str]:
-    """Return the mapping with the most tensors in `loaded`, and its path in it, such as `model.state_dict`, or "" for all."""
+    """Return (the mapping with the most tensors in `loaded`, its path there, such as `model.state_dict`, or "" for `loaded`)."""
     best, most, entry = loaded, _count(loaded), ""
     level = [("", loaded)]
     for _ in range(_DEEPEST):
@@ -283,7 +283,7 @@ def _weights(loaded: Mapping[Any, Any]) -> tuple[Mapping[Any, Any], str]:
 
 
 def _nested(level: Iterable[tuple[str, Mapping[Any, Any]]]) -> Iterator[tuple[str, Mapping[Any, Any]]]:
-    """Yield (path, mapping) of what is inside mappings or modules, first under keys that are usual names for weights."""
+    """Yield (path, mapping) for each mapping or module inside the given mappings, first under usual names for weights."""
     from torch import nn
 
     for place, mapping in level:
@@ -327,7 +327,7 @@ size. A tensor that exceeds both is refused: no weight is such a tensor, and rea
 """
 _MOST_LOOKED_AT = 1_000_000
 _DEEPEST = 3
-"""How deep weights are looked for. `model.state_dict` in a trainer's file is two deep."""
+"""The maximum depth at which weights are looked for. `model.state_dict` in a trainer's file has depth two."""
 _LONGEST_PLACE = 200
 
 

@@ -1,8 +1,8 @@
-"""Checks that a configuration and the tensors next to it can belong to one model, by their numbers alone.
+"""Checks by numbers alone whether a configuration and the tensors next to it can belong to one model.
 
 `config.json` determines the time and memory for building a module, so a file of a few bytes could demand any amount. A module has
-at least one tensor per layer, and one with as many elements as the module is wide. The shapes in the headers therefore limit the
-numbers in a genuine configuration.
+at least one tensor per layer, and a tensor with at least as many elements as its width. The shapes in the headers therefore limit
+the numbers in a genuine configuration.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dtype_engine.core.units import human_bytes
 
 
 class ImpossibleConfig(NoForward):
-    """Raised if no model can be made of a configuration, or none that the tensors next to it could belong to."""
+    """Raised if no model has the numbers in a configuration, or if they contradict the tensors next to it."""
 
 
 _COUNTS = re.compile(r"(.*_)?((n|num)_layers?|layers|blocks|depths?|experts)$")
@@ -36,11 +36,11 @@ _MOST_POSITIONS = 100_000_000
 """Ten times the longest context of any model in 2026. Some models compute a row of a table for each position."""
 _DEEPEST = 20
 _FACTORS = re.compile(r".*(theta|period|scale|shift|sigma\w*|_eps|epsilon)$")
-"""Matches keys of configurations of diffusers whose numbers are factors, which may be large."""
+"""Matches keys in configurations of diffusers whose numbers are factors, which may be large."""
 _ROWS = re.compile(r".*(seq_len|seq_length|timesteps|positions?(_embeddings)?|rope\w*|axes_dims?\w*|max_length)$")
-"""Matches keys of diffusers for which a table has a row for each unit: `rope_max_seq_len`, `num_train_timesteps`."""
+"""Matches keys in configurations of diffusers that give the number of rows of a table, such as `rope_max_seq_len`."""
 _SIDES = ("sample_size", "pos_embed_max_size")
-"""The keys of diffusers for which a table has a row for each unit of an area: the square of the number."""
+"""The keys in configurations of diffusers whose square is the number of rows of a table."""
 _MOST_OF_DIFFUSERS = 1_000_000
 _MOST_ROWS = 100_000
 _LARGEST_TABLE = 512 << 20
@@ -49,7 +49,7 @@ _FLOAT64 = 8
 
 
 def refuse_impossible(config: Mapping[str, Any], checkpoint: Checkpoint, where: str) -> None:
-    """Raise ImpossibleConfig if a number can't be right for the checkpoint's tensors. where: the beginning of the message."""
+    """Raise ImpossibleConfig if a number in `config` contradicts the checkpoint's tensors. where: the beginning of the message."""
     tensors = len(checkpoint.weights)
     most = max((math.prod(tensor.shape) for tensor in checkpoint.weights.values()), default=0)
     for name, value in _numbers(config):
@@ -78,9 +78,9 @@ def refuse_impossible(config: Mapping[str, Any], checkpoint: Checkpoint, where: 
 
 
 def refuse_large_tables(config: Mapping[str, Any], where: str, most_elements: int = 0) -> None:
-    """Raise NoForward if a number in a configuration of diffusers would make its class compute a table, which is in no file, of
-    more memory than any model needs. where: the file name with which the message begins. most_elements: those of the largest tensor
-    in the files.
+    """Raise NoForward if a number in a configuration of diffusers would make the model's class compute a table, which is in no
+    file, of more memory than any model needs. where: the file name with which the message begins. most_elements: the number of
+    elements of the largest tensor in the files.
     """
     for name, value in _numbers(config):
         key = name.rpartition(".")[2]
@@ -102,12 +102,14 @@ def refuse_large_tables(config: Mapping[str, Any], where: str, most_elements: in
 
 
 def _whole(value: object) -> int:
-    """Return a number as a whole number, or 0 for anything else, which makes no table."""
+    """Return a number truncated to an integer, or 0 for anything else."""
     return int(value) if isinstance(value, (int, float)) and math.isfinite(value) else 0
 
 
 def _numbers(config: Mapping[str, Any], before: str = "", depth: int = 0) -> Iterator[tuple[str, float]]:
-    """Yield (dotted name, number) for every number of a configuration and those inside it. A list yields its largest number."""
+    """Yield (dotted name, number) for every number in a configuration, nested mappings included. A list yields its largest
+    number.
+    """
     for key, value in config.items():
         name = f"{before}{key}"
         if isinstance(value, Mapping) and depth < _DEEPEST:

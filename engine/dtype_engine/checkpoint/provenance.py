@@ -61,7 +61,7 @@ class Provenance:
 
 
 def provenance(folder: Path, config: Mapping[str, Any] | None, metadata: Mapping[str, str]) -> Provenance:
-    """Return what the files in a folder say about how they were quantized. config: the content of config.json. metadata: that of
+    """Return what the files in a folder say about how the weights were quantized. config: the content of config.json. metadata: of
     safetensors headers, or the fields of a GGUF header. Files that can't be read are ignored.
     """
     declared = dict(_declared(folder, config or {}))
@@ -79,7 +79,7 @@ def provenance(folder: Path, config: Mapping[str, Any] | None, metadata: Mapping
 
 
 def _declared(folder: Path, config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield (name, value) of the quantization settings in all files, last those of config.json, which replace others."""
+    """Yield (name, value) of the quantization settings in all files. Those of config.json come last and replace others."""
     for scheme in reversed(schemes()):
         for name in scheme.settings_files:
             with suppress(OSError, UserError):

@@ -24,8 +24,8 @@ from dtype_engine.core.text import printable
 LONGEST_HEADER = 100_000_000
 """The limit of the safetensors library, in bytes."""
 MOST_TENSORS = 500_000
-"""The most tensors in a checkpoint, for which headers and tree take about 10 s and 700 MB. The largest model of 2026 has 90,427
-(DeepSeek-V3, 671 B), or three times as many if each weight is packed in parts.
+"""The maximum number of tensors in a checkpoint. Headers and tree of so many take about 10 s and 700 MB. The largest model of 2026
+has 90,427 (DeepSeek-V3, 671 B), or three times as many if each weight is packed in parts.
 """
 _MOST_DIMENSIONS = 64
 _BRACES = 100_000
@@ -41,13 +41,13 @@ class ByteRange:
 
 
 class CheckpointTensor(msgspec.Struct, frozen=True, gc=False):
-    """The header of one tensor. A struct, because large checkpoints have 90,000, and is made 15 times as fast as a dataclass."""
+    """The header of one tensor. Large checkpoints have 90,000, and a struct is made 15 times as fast as a dataclass."""
 
     name: str
     shape: tuple[int, ...]
-    """As a safetensors header gives it. For `float4_e2m1fn_x2` it counts values, two of which share a byte."""
+    """The shape as in a safetensors header. For `float4_e2m1fn_x2`, it counts values, two of which share a byte."""
     dtype: str
-    """torch's name, such as `bfloat16`, or with `packed` a GGUF block type such as `q4_k`, or a format such as `gptq:int4@g128`."""
+    """torch's name, such as `bfloat16`. If `packed`: a GGUF block type such as `q4_k`, or a format such as `gptq:int4@g128`."""
     file: Path
     start: int | None
     """Offset of the tensor's first byte in the file, or None if its bytes are not contiguous (pickles)."""
@@ -61,7 +61,7 @@ class CheckpointTensor(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def bytes(self) -> ByteRange | None:
-        """Where the file holds the tensor's bytes as torch reads them. None if it does not, or if they can't be read here."""
+        """The range of the file with the tensor's values as torch stores them. None if there is none, or it can't be read."""
         if self.start is None or self.packed or self.refusal is not None or self.absent:
             return None
         return ByteRange(self.file, self.start, self.nbytes)
@@ -136,14 +136,14 @@ def _no_duplicates(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 _Known = dict[tuple[str, tuple[int, ...], int], tuple[str, tuple[int, ...]]]
-"""Maps (dtype in the header, shape, number of bytes) to (torch's name for the dtype, shape), for all that fit together. Thousands
-of tensors have a few of them, which are checked once, and share their shape, a tuple of 120 bytes.
+"""Maps (dtype in the header, shape, number of bytes) to (torch's name for the dtype, shape), for combinations that were checked.
+Thousands of tensors have a few combinations; each is checked once, and its tensors share one shape, a tuple of 120 bytes.
 """
 _INT = {int}
 
 
 def _entry(path: Path, name: str, entry: Any, body_start: int, size: int, known: _Known) -> CheckpointTensor:
-    """Check the entry of a header. body_start: the offset at which the tensors' bytes begin. size: the file's."""
+    """Check a header's entry and return its tensor. body_start: the offset at which the tensors' bytes begin. size: the file's."""
     if not name:
         raise UserError(f"{path}: the header has a tensor without a name")
     try:
@@ -166,7 +166,7 @@ def _entry(path: Path, name: str, entry: Any, body_start: int, size: int, known:
 
 
 def _check_shape(path: Path, name: str, code: str, shape: tuple[int, ...], nbytes: int) -> tuple[str, tuple[int, ...]]:
-    """Return torch's name for the dtype `code`, and the shape. Raises UserError unless a tensor of both has `nbytes` bytes."""
+    """Return torch's name for the dtype `code`, and the shape. Raises UserError unless such a tensor has `nbytes` bytes."""
     dtype = dtypes.BY_SAFETENSORS[code]
     if len(shape) > _MOST_DIMENSIONS or not all(map(_in_range, shape)):
         raise UserError(f"{path}: tensor {printable(name)} has no valid shape")

@@ -31,7 +31,7 @@ _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A model that was located but not opened: a checkpoint at `path`, or `attribute` of a Python file or module."""
+    """A model that was located: a checkpoint at `path`, or the class or function `attribute` of a Python file or module."""
 
     kind: Literal["checkpoint", "python"]
     title: str
@@ -71,8 +71,8 @@ class Source:
         return checkpoint
 
     def peek(self) -> tuple[Tree | None, bool]:
-        """Return (a module tree that can be shown at once, whether it is the whole tree). For a very large checkpoint, it is the
-        tree of the first shard; for a Python source or a pickle, which need torch, it is None. Raises UserError.
+        """Return (a module tree that can be shown at once, whether it is the whole tree). A very large checkpoint gets the tree of
+        its first shard; a Python source or a pickle, which need torch, gets None. Raises UserError.
         """
         if self.kind != "checkpoint" or self.path is None or needs_torch(self.path):
             return None, False
@@ -84,7 +84,7 @@ class Source:
         return checkpoint.tree(), True
 
     def refuse_other_options(self, options: ModelOptions) -> None:
-        """Raise UserError if `options` have an option that does not apply to a checkpoint or to Python code, whichever this is."""
+        """Raise UserError for an option that does not apply: `weights` for a checkpoint, `architecture` for Python code."""
         if self.kind == "checkpoint" and options.weights is not None:
             raise UserError(
                 "--weights goes with the code of a model, as in file.py:Name --weights model.pth, and "
@@ -102,13 +102,13 @@ def locate(
     on_progress: Progress = ignore,
 ) -> Source:
     """Find the model that a text names: a folder or file of a checkpoint, `file.py:Name`, `package.module:Name`, a Hugging Face id
-    in the local cache (with `download`, also on the hub), or `hf://org/name` on a hub. Of the latter, only the headers are read
-    unless `download` is set or the model is in the local cache. None means the built-in demo, and so does `demo` unless a file has
-    this name.
+    in the local cache (with `download`, also on the hub), or `hf://org/name` on a hub. Of a model on a hub, only the headers are
+    read unless `download` is set or the model is in the local cache. None means the built-in demo, and so does `demo` unless a file
+    has this name.
 
-    trust_pickle: whether pickles may run code. python_only_by: for a text from a file, which must not choose what code runs: the
-    option, such as `--model`, by which the user can name Python code. The text may then name none. on_progress: called while
-    something is read from a hub. Raises UserError, which lists where the model was looked for.
+    trust_pickle: whether pickles may run code. python_only_by: if set, `model` must not name Python code, as in a text from a file,
+    which must not choose what code runs. It is the option, such as `--model`, by which the user can name code. on_progress: called
+    while something is read from a hub. Raises UserError, which lists where the model was looked for.
     """
     if model is None or not model.startswith(_ON_HUB):
         return dataclasses.replace(_located(model, trust_pickle, download, python_only_by, on_progress), asked=model)
@@ -171,8 +171,8 @@ def is_python(model: str | None) -> bool:
 
 
 def component_of(model: str, name: str, download: bool = False) -> str:
-    """Return the path of the folder of one component of a diffusers pipeline, such as "unet". An address of a hub or of another
-    machine gets the name at its end. Raises UserError if there is no such folder.
+    """Return the path of the folder of one component of a diffusers pipeline, such as "unet". For an address of a hub or of another
+    machine, return the address with the name appended. Raises UserError if there is no such folder.
     """
     if model.startswith(("ssh://", _ON_HUB)):
         return f"{model.rstrip('/')}/{name}"
@@ -251,7 +251,7 @@ def hub_cache() -> Path:
 
 
 def _cached(model: str) -> Path | None:
-    """Return the folder of a model in the Hugging Face cache: the snapshot of revision `main`, or else the only snapshot."""
+    """Return a model's folder in the Hugging Face cache: the snapshot of revision `main`, or else the only snapshot, or None."""
     folder = hub_cache() / f"models--{model.replace('/', '--')}"
     try:
         revision = (folder / "refs" / "main").read_text(encoding="utf-8").strip()

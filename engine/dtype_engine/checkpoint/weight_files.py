@@ -28,7 +28,7 @@ _NEVER_OPENED = (
     ".safetensors", ".gguf", *PICKLES, ".onnx", ".h5", ".msgpack", ".md", ".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp", ".pdf",
     ".html", ".csv", ".parquet", ".ipynb", ".log", ".zip", ".gz",
 )  # fmt: skip
-"""The ends of the names of files that no tokenizer, processor or scheduler is read from."""
+"""The ends of names of files from which no tokenizer, processor or scheduler is read."""
 _OPENED_FOLDERS = re.compile(r"additional_chat_templates|tokenizer|processor|extractor")
 """Matches the names of the folders from which transformers reads templates and parts of a processor."""
 
@@ -61,13 +61,13 @@ class WeightFiles:
 
     paths: tuple[Path, ...]
     read_by: WeightSet | None = None
-    """The set of weights to which the files belong. None for an only file whose name is none that libraries look for."""
+    """The set of weights to which the files belong. None if libraries do not look for their names."""
     index: str | None = None
     """The name of the index that names the files, or None if there is none."""
     weight_map: Mapping[str, str] | None = None
     """The content of this index: the file name of each tensor."""
     unread: tuple[str, ...] = ()
-    """What else of the folder are weights, such as a second set, in words for the user."""
+    """Other weights in the folder, such as a second set, in words for the user."""
 
 
 def find_weight_files(folder: Path, config: Mapping[str, Any] | None, absent_shards: bool = False) -> WeightFiles:
@@ -103,7 +103,7 @@ def find_weight_files(folder: Path, config: Mapping[str, Any] | None, absent_sha
 
 
 def _index_of_file(folder: Path, index: WeightSet, single: WeightSet) -> dict[str, str] | None:
-    """Return the content of an index that lists just the tensors of a single safetensors file, as MLX writes it, or None."""
+    """Return the content of an index that names only one safetensors file, as MLX writes it, or None for other indices."""
     if not index.has_index or index.pickled or single.pickled:
         return None
     try:
@@ -145,7 +145,7 @@ _GGUF_PART = re.compile(r"(?P<name>.+)-\d{5}-of-(?P<count>\d{5})\.gguf", re.DOTA
 
 
 def gguf_parts(name: str) -> list[str]:
-    """Return the names of all parts of a GGUF model, in order, for one such as `model-00001-of-00003.gguf`, else []."""
+    """Return the names of all parts of a GGUF model in order, given one such as `model-00001-of-00003.gguf`, [] for other names."""
     match = _GGUF_PART.fullmatch(name)
     if match is None:
         return []
@@ -158,7 +158,7 @@ _NOT_WEIGHTS = ("training_args.bin", "optimizer.pt", "scheduler.pt", "optimizer.
 
 
 def read_index(index: Path) -> dict[str, str]:
-    """Return the name of the file that holds each tensor, as an index says. Raises UserError if the file is not an index."""
+    """Return an index as a mapping from tensor names to file names. Raises UserError if the file is not an index."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or set(map(type, weight_map.values())) != {str}:
         raise UserError(f"{index}: it has no 'weight_map' of tensor names to files")
@@ -200,8 +200,8 @@ def refuse_link_out(folder: Path, name: str) -> None:
 
 def refuse_links_out(folder: Path) -> None:
     """Raise UserError if a library that loads a tokenizer, a processor or a scheduler could open a link out of the folder, whose
-    text would become part of a result. All files are checked but those of kinds that no such library reads, since their names
-    differ from class to class, and weights, which are checked where they are found.
+    text would become part of a result. Since the names differ from class to class, all files are checked except for kinds that no
+    such library reads, and weights, which are checked where they are found.
     """
     with reading(folder):
         names = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))

@@ -1,7 +1,7 @@
 """Decides, by the names of a folder's files, which of them are a model's weights: those that transformers or diffusers would load.
 
 A folder may hold a model several times: in one file and in shards with an index, as safetensors and as pickles, in variants such as
-fp16. Each is a set of weights. Both libraries look for the sets in a fixed order, and load the first one without a word of the
+fp16. Each is a set of weights. Both libraries look for the sets in a fixed order, and load the first one without mentioning the
 others.
 """
 
@@ -32,7 +32,7 @@ NAMED_WEIGHTS = "transformers_weights"
 """The entry of `config.json` that names the file of weights which transformers loads. Other programs ignore it."""
 NO_WEIGHTS = "not-for-transformers--see-README.md.safetensors"
 """The value of `transformers_weights` in an export that transformers would load with other values, such as random ones for weights
-in our own layout. There is no such file, so that `from_pretrained` raises and names it.
+in our own layout. No file has this name, so `from_pretrained` raises an error with the name.
 """
 OF_ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 _SHARD = re.compile(
@@ -61,8 +61,8 @@ class WeightSet:
 
 
 def weight_sets(names: Collection[str], config: Mapping[str, Any] | None) -> tuple[WeightSet, ...]:
-    """Return the sets of weights in a folder with files of these names: first the one that the library loads whose `config` this is
-    (a file that it names may be missing in `names`), last those of variants.
+    """Return the sets of weights in a folder with files of these names: first the set that transformers or diffusers loads, last
+    the sets of variants. config: the content of config.json. A file that it names is included even if `names` lacks it.
     """
     of_diffusers = is_diffusers(config)
     order = (OF_DIFFUSERS + OF_TRANSFORMERS if of_diffusers else OF_TRANSFORMERS + OF_DIFFUSERS) + OF_ADAPTERS
@@ -82,8 +82,8 @@ def is_diffusers(config: Mapping[str, Any] | None) -> bool:
 
 
 def unread_weights(names: Collection[str], read: Collection[str], sets: Collection[WeightSet]) -> tuple[str, ...]:
-    """Return what else of a folder are weights, in words for the user: sets that are not read, and other files. names: those of the
-    files in the folder. read: those of the files that are read. sets: those of the folder, of which the first is read.
+    """Return the weights in a folder that are not read, in words for the user: sets, and other files. names: of all files in the
+    folder. read: names of the files that are read. sets: all sets of the folder, the first of which is read.
     """
     first, *others = sets
     said = [each.name for each in others]
@@ -109,7 +109,7 @@ def likely_files(names: Collection[str]) -> tuple[str, ...]:
 
 
 def is_second_set(name: str, first: WeightSet | None) -> bool:
-    """Return whether a name of `unread_weights` is a whole model in the format of `first`, which others may read instead."""
+    """Return whether an entry of `unread_weights` is a whole model in the format of `first`, which other programs may read."""
     if first is None:
         return False
     shard = _SHARD.fullmatch(name.partition(" and ")[0])
@@ -144,7 +144,7 @@ def _with_variant(usual: str) -> re.Pattern[str]:
 
 
 def _group(name: str) -> str:
-    """Return a text that the shards of one index, and this index, have in common."""
+    """Return a text that is equal for an index and each of its shards."""
     shard = _SHARD.fullmatch(name)
     if shard is not None:
         return f"{shard['stem']}.{shard['suffix']}{shard['variant'] or shard['late'] or ''}"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from dtype_engine.results.check import CheckReport
 
 _MOST_TENSORS = 10_000
-"""Up to how many tensors a checkpoint is compared with its architecture by default, for which torch is imported."""
+"""By default, a checkpoint with more tensors is not compared with its architecture, because this comparison imports torch."""
 
 
 @click.command(cls=ModelCommand, rules=False, runs=False)

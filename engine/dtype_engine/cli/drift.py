@@ -163,7 +163,7 @@ def drift(
 
 @dataclass(frozen=True, slots=True)
 class _Details:
-    """What `dtype-engine drift` prints in addition to the `DriftReport`. None: not measured, or nothing found."""
+    """Results that `dtype-engine drift` prints after the `DriftReport`. A field is None if not measured, or nothing was found."""
 
     floor: NoiseFloor | None
     nonfinite: NonFiniteDiagnosis | None
@@ -232,7 +232,7 @@ def _refuse_targets(recipe: Path | None, report: Path | None, force: bool) -> No
 
 
 def _measured(session: Session, save: Path | None) -> DriftReport:
-    """Measure the drift. If it is interrupted, say how to continue from the file `save`."""
+    """Return the measured drift. If the user interrupts the measurement, say how to continue it from the file `save`."""
     from dtype_engine.runtime.measure.listener import MeasurementListener
 
     try:
@@ -246,7 +246,7 @@ def _measured(session: Session, save: Path | None) -> DriftReport:
 
 
 def _refuse_before_measuring(session: Session, tokens: int | None, pictures: Path | None, force: bool) -> None:
-    """Raise UserError if what --generate or --save-pictures ask for can't be done after the measurement, which may take hours."""
+    """Raise UserError before the measurement, which may take hours, if --generate or --save-pictures can't be done after it."""
     from dtype_engine.runtime.measure.generation import why_no_text
     from dtype_engine.runtime.session.saved_pictures import check_pictures
 

@@ -25,9 +25,9 @@ from dtype_engine.results.as_json import as_json
 from dtype_engine.results.export import CastReport, ComparedTensor, ExportReport, VerifyReport
 
 _SHOWN = 20
-"""How many tensors of a kind the texts list."""
+"""The maximum number of tensors of one kind that the texts list."""
 _TENSOR_BYTES = 1 << 30
-"""Bytes of memory that a worker of `verify` needs for one tensor and its casts."""
+"""Estimated bytes of memory that a worker of `verify` needs for one tensor and its casts."""
 
 
 @click.command(cls=ModelCommand)
@@ -174,7 +174,7 @@ def _rate(what: str) -> Callable[[int, int], None]:
 
 
 def export_text(report: ExportReport) -> str:
-    """Return as text an export's rules, the bytes in each dtype, the folder and the speed."""
+    """Return an export's rules, bytes in each dtype, folder and speed as text."""
     rate = f", {human_bytes(report.nbytes / report.seconds)}/s" if report.seconds else ""
     in_folders = any("/" in name for name in report.files)
     files = report.files[0] if len(report.files) == 1 else f"{len(report.files)} {'files' if in_folders else 'shards'}"
@@ -196,7 +196,7 @@ def export_text(report: ExportReport) -> str:
 
 
 def cast_text(report: CastReport) -> str:
-    """Return as text how another program's checkpoint compares with its source."""
+    """Return the comparison of another program's checkpoint with its source as text."""
     lines = [
         f"checkpoint {printable(report.folder, 1000)}",
         f"against    {report.model}",

@@ -1,4 +1,4 @@
-"""`dtype-engine inspect`: what a checkpoint stores."""
+"""`dtype-engine inspect`: shows the modules, dtypes and bytes of a checkpoint."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def inspect(
 def _as_object(
     source: Source, planned: Planned, coverage: Coverage | None, incomplete: tuple[str, ...]
 ) -> dict[str, Any]:
-    """Return what --json prints. incomplete: sentences about tensors that are missing."""
+    """Return the object that --json prints. incomplete: sentences about tensors that are missing."""
     tree, plan, checkpoint = planned.tree, planned.plan, planned.checkpoint
     totals = tree.totals(plan.dtypes)
     whole = totals[""]
@@ -145,9 +145,9 @@ def _sums(totals: Totals) -> dict[str, Any]:
 def _coverage(
     request: RunRequest, source: Source, checkpoint: Checkpoint | None
 ) -> tuple[Coverage | None, tuple[str, ...]]:
-    """Return how many of the model's tensors are in its files (None if unknown), and sentences about the missing ones.
+    """Return (how many of the model's tensors are in its files or None if unknown, sentences about the missing tensors).
 
-    The architecture, whose import takes seconds, is asked only if rules or options need it anyway, or if the index or the tensor
+    The architecture, whose import takes seconds, is only built if rules or options need it anyway, or if the index or the tensor
     names suggest that tensors are missing.
     """
     if checkpoint is None:

@@ -1,7 +1,7 @@
 """`dtype-engine mcp`: serves commands as tools to agents that speak the Model Context Protocol, on standard input and output.
 
-Each call of a tool runs the command of the same name in a process of its own, which is ended at the time limit. A call can name
-only models and text files in the allowed folders. It can't give options that run code, download or write files.
+Each call of a tool runs its command in a process of its own, which is ended at the time limit. A call can name only models and text
+files in the allowed folders. It can't give options that run code, download or write files.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class Tool:
     left_out: tuple[str, ...] = ()
     """Parameters that this tool leaves out, besides those in `LEFT_OUT`."""
     defaults: Mapping[str, int] = field(default_factory=dict)
-    """Of parameters, unless the answer is JSON."""
+    """Defaults of parameters by name, in place of the command's. An answer in JSON ignores them."""
     help: str = ""
-    """What the tool does, or "" if the help of the command says so."""
+    """The description of the tool, or "" to take the help of the command."""
 
 
 TOOLS = (
@@ -84,7 +84,7 @@ LEFT_OUT = _RUN_CODE | _WRITE_OR_DOWNLOAD | _READ_OTHER_FILES | _OF_THE_MACHINE
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Which models and files an agent may read by calling the server's tools."""
+    """The models and files that an agent may read by calling the server's tools."""
 
     folders: tuple[Path, ...]
     """The folders from which models and text files may be read."""
@@ -92,7 +92,7 @@ class Access:
     """Whether models on a hub (`hf://org/name`) and in the Hugging Face cache may be read."""
 
     def model(self, text: str) -> str:
-        """Return the argument MODEL for the model that an agent named. Raises UserError unless it may be read."""
+        """Return the argument MODEL for the model that an agent named. Raises UserError unless the agent may read the model."""
         from dtype_engine.checkpoint.source import is_python
 
         if Path(text).expanduser().exists():
@@ -162,7 +162,7 @@ def make_server(access: Access, seconds: float, engine: Sequence[str] = ENGINE) 
 
 
 def command_of(tool: Tool) -> tuple[click.Command, dict[str, click.Option]]:
-    """Return the command of a tool, and those of its options that agents can give, by the names of the tool's parameters."""
+    """Return (the command of a tool, the options of the command that agents can give, by the tool's parameter names)."""
     from dtype_engine.cli import cli
 
     command = cli.get_command(click.Context(cli), tool.command)
@@ -175,7 +175,7 @@ def command_of(tool: Tool) -> tuple[click.Command, dict[str, click.Option]]:
 
 @dataclass(eq=False)
 class _Call:
-    """Runs the command of a tool, in the form of a function with the tool's parameters, from which the server makes a schema."""
+    """A function with the parameters of a tool, which runs the tool's command. The server makes a schema of the signature."""
 
     tool: Tool
     access: Access
@@ -216,7 +216,7 @@ class _Call:
         return words
 
     async def _answer(self, arguments: Sequence[str], json: bool) -> str:
-        """Return what the command prints for these arguments. Raises UserError if it fails or takes too long."""
+        """Return the output of the command for these arguments. Raises UserError if the command fails or takes too long."""
         import anyio
 
         name, environment = self.tool.command, os.environ | {"PYTHONIOENCODING": "utf-8"}  # decoded as UTF-8 below
@@ -236,7 +236,7 @@ class _Call:
 
 
 def _name(option: click.Option) -> str:
-    """Return the parameter for an option: the name of its values, such as `casts`, if it may be repeated, otherwise its own."""
+    """Return a tool's parameter name for an option: the list's name, such as `casts`, if it may be repeated, else its own."""
     return str(option.name) if option.multiple else option.opts[-1].removeprefix("--").replace("-", "_")
 
 

@@ -388,8 +388,8 @@ MEASURING = (*REFERENCE, *_MEASURING, *METRICS)
 class ModelCommand(click.Command):
     """A command about one model. Its function receives a `RunRequest` as `request`, and the command's other parameters.
 
-    rules: whether it has --cast, --recipe and --preset. runs: whether it has the options of a forward pass (device, inputs and
-    settings). also: further options of the request, such as `REFERENCE`. checks_inputs: whether the input files are on this
+    rules: whether the command has --cast, --recipe and --preset. runs: whether it has the options of a forward pass (device, inputs
+    and settings). also: further options of the request, such as `REFERENCE`. checks_inputs: whether the input files are on this
     machine, and are checked first. The argument MODEL is added unless there is a parameter named `model`.
     """
 
@@ -411,7 +411,7 @@ class ModelCommand(click.Command):
         self._shared = {"model", *(parameter.name for parameter in (*rule_options, *model_options))}
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments. If the user typed a rule without --cast, the error says so."""
+        """Parse the arguments. If the user typed a rule without --cast, the error says that --cast is missing."""
         try:
             return super().parse_args(ctx, args)
         except click.UsageError as error:

@@ -38,9 +38,9 @@ workers_option = click.option(
 def over_workers(
     workers: str | int | None, session: Session, source: Source, parts: int, private: int
 ) -> Iterator[tuple[Over | None, Callable[[int, int], None]]]:
-    """Start the workers for a command. Yields them, or None for this process, and a function `show(done, total)`.
-
-    parts: how many independent tasks the work has. private: bytes that each process needs in addition to the mapped checkpoint.
+    """A context manager that starts the workers for a command. It yields (the workers or None for this process, a function
+    `show(done, total)` that shows the progress). parts: the number of independent tasks. private: bytes that each process needs in
+    addition to the mapped checkpoint.
     """
     if workers is None:
         yield None, partial(say_count, plural(1, "worker"))

@@ -59,12 +59,12 @@ def _json_character(character: str) -> str:
 
 
 def answer(text: str, nl: bool = True) -> None:
-    """Print the result of a command, with control characters escaped, and those that the encoding of standard output lacks."""
+    """Print the result of a command. Control characters, and characters that the encoding of standard output lacks, are escaped."""
     click.echo(without_controls(text), answers(), nl)
 
 
 def answer_file(text: str) -> None:
-    """Print the content of a file. Raises UserError if the encoding lacks a character, since an escape would be another content."""
+    """Print the content of a file. Raises UserError if the encoding lacks a character, since an escape would change the content."""
     if not answers_can_hold(text):
         raise UserError(
             f"standard output is {answers().encoding}, which lacks characters of this file: name a file with -o, or set "
@@ -83,7 +83,7 @@ _step = ""
 
 
 def say(step: str) -> None:
-    """Show what the program is doing, in place of what was shown before, if standard error is a terminal. "" erases it."""
+    """Show the current step in place of the last one, if standard error is a terminal. "" erases the line."""
     global _step
     if (step or _step) and sys.stderr.isatty():
         sys.stderr.write(f"\r\x1b[K{step}")
@@ -97,7 +97,7 @@ def _last_line(sentence: str) -> None:
 
 
 def note(sentences: Iterable[str]) -> None:
-    """Print each sentence on standard error as a note, about what the result itself does not say."""
+    """Print each sentence on standard error as a note."""
     for sentence in sentences:
         print_stderr(f"dtype-engine: note: {sentence}")
 
@@ -107,9 +107,9 @@ _pace = JobPace()
 
 
 def say_share(what: str, done: int, total: int, text: str = "", job: str = "") -> None:
-    """Show how much of a piece of work is done, and the remaining time once it can be estimated; without a total, only the text.
-
-    what: the work, such as "exporting". text: what to show in its place. job: the longer job that `done` and `total` count, if any.
+    """Show how much of a piece of work is done, and the remaining time once it can be estimated. If `total` is 0, only the text is
+    shown. what: the work, such as "exporting". text: shown in place of `what`, if not "". job: the job whose time is estimated, or
+    "" for `what`.
     """
     if not total:
         say(text or what)
@@ -123,17 +123,17 @@ def say_share(what: str, done: int, total: int, text: str = "", job: str = "") -
 
 
 def say_count(what: str, done: int, total: int | None) -> None:
-    """Show how much is done, with the numbers, as in `causes: 3 of 40`. total: None if unknown."""
+    """Show progress with its numbers, as in `causes: 3 of 40`. total: None if unknown."""
     say_share(what, done, total or 0, f"{what}: {done} of {total}" if total else f"{what}: {done}")
 
 
 def say_progress(run: str, done: int, total: int) -> None:
-    """Show how much of a measurement is done. run: what is running, such as "reference"."""
+    """Show how much of a measurement is done. run: the model that is running, such as "reference"."""
     say_share(f"measuring: {run}", done, total, job="measuring")
 
 
 class _EndedBySignal(KeyboardInterrupt):
-    """Signal `number` asks this program to end."""
+    """Raised if the signal `number` asks this program to end."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -141,14 +141,14 @@ class _EndedBySignal(KeyboardInterrupt):
 
 
 def _ended_by(error: BaseException) -> int:
-    """Return the number of the signal in an error or, if click made it an `Abort`, in its cause; otherwise SIGINT."""
+    """Return the number of the signal in an error or, if click turned the error into an `Abort`, in its cause; otherwise SIGINT."""
     cause = error if isinstance(error, _EndedBySignal) else error.__cause__
     return cause.number if isinstance(cause, _EndedBySignal) else signal.SIGINT
 
 
 @contextlib.contextmanager
 def _raised_signals() -> Iterator[None]:
-    """While the block runs, SIGHUP and SIGTERM raise `_EndedBySignal`, unless they are ignored, as under nohup."""
+    """A context manager in which SIGHUP and SIGTERM raise `_EndedBySignal`, unless these signals are ignored, as under nohup."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread can set handlers
         return
@@ -167,7 +167,7 @@ def _raised_signals() -> Iterator[None]:
 
 
 def run(command: click.Command, program: str, arguments: Sequence[str] | None = None) -> int:
-    """Run a click command and return its exit status. program: its name in messages. arguments: if None, those of this process."""
+    """Run a click command and return its exit status. program: the name in messages. arguments: None means this process's."""
     fill_closed()
     try:
         with own_output():
@@ -211,7 +211,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def report_unexpected(program: str, error: BaseException) -> int:
-    """Print `unexpected`, after the traceback if the environment variable DTYPE_TUI_TRACEBACK is set. Returns the exit status."""
+    """Print the line that `unexpected` returns, after the traceback if DTYPE_TUI_TRACEBACK is set. Returns the exit status."""
     if os.environ.get(TRACEBACK):
         traceback.print_exception(error)
     _last_line(f"{program}: {unexpected(error)}")

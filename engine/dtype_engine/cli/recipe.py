@@ -140,7 +140,7 @@ def lint(request: RunRequest, file: Path, target: str, as_sarif: bool, as_object
 
 
 def _lint_serving(sarif_of: Path | None, context: Context, target: str, as_object: bool) -> int:
-    """Print how the runtime `target` would load an export, as SARIF about the file `sarif_of` if that is given."""
+    """Print how the runtime `target` would load an export. If `sarif_of` (a recipe file) is not None, print SARIF about it."""
     runtime = next(name for name in RUNTIMES if name == target)
     reading = lint_serving(context, runtime)
     if sarif_of is not None:
@@ -235,7 +235,7 @@ def _from_file(file: Path, request: RunRequest) -> Context:
 
 
 def _context(request: RunRequest, python_only_by: str | None = None) -> Context:
-    """Return the plan of the request's recipe, and what is known of its model. python_only_by: as in `RunRequest.locate`."""
+    """Return the plan of the request's recipe, with the facts about its model. python_only_by: as in `RunRequest.locate`."""
     from dtype_engine.runtime.building.describe import describe
 
     source = request.locate(python_only_by)

@@ -96,7 +96,7 @@ def report(request: RunRequest, file: Path, with_speed: bool, force: bool, as_ob
 
 
 def of_session(session: Session) -> _Subject:
-    """Return what a report is about: the model's tree, its plan, its title, and how the candidate is run."""
+    """Return the subject of a report: (the model's tree, its plan, its title, the run settings)."""
     return session.tree, session.plan, session.model.title, session.settings
 
 

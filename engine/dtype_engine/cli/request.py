@@ -1,4 +1,4 @@
-"""What a command line asks about one model, as plain data. `ModelCommand` builds it once, and nothing changes it."""
+"""The request of a command line about one model, as plain data. `ModelCommand` builds it once, and nothing changes it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class RunRequest(msgspec.Struct, frozen=True):
     model: str | None
     """MODEL as the user typed it, or None. With --against OTHER, this is OTHER, and MODEL is the reference."""
     options: Options
-    """They include the settings of the recipe file, unless the command line sets them, too."""
+    """The options, with the settings of the recipe file except for those that the command line sets."""
     recipe: Recipe = msgspec.field(default_factory=Recipe)
     """The rules of the recipe file, followed by the rules of --cast."""
     preset: str | None = None
@@ -102,7 +102,7 @@ class RunRequest(msgspec.Struct, frozen=True):
     def locate(self, python_only_by: str | None = None) -> Source:
         """Find the model. Raises UserError, also for an option that does not apply to this kind of model.
 
-        python_only_by: the option that the error names for Python code, or None to allow it.
+        python_only_by: the option that the error for Python code names, or None to allow Python code.
         """
         from dtype_engine.checkpoint.source import locate, locate_metric
 
@@ -159,7 +159,7 @@ class RunRequest(msgspec.Struct, frozen=True):
 
 
 def _options(values: Mapping[str, Any], runs: bool) -> Options:
-    """Return the `Options` that the values of a command's parameters give. runs: whether these include the options of a forward
+    """Return the `Options` for the values of a command's parameters. runs: whether the values include the options of a forward
     pass. Raises UserError for a dtype that is unknown or not allowed.
     """
     given = {option.name: values[option.name] for option in dataclasses.fields(Options) if option.name in values}

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Scanning:
-    """The values of `_scan_options`."""
+    """The values of the options in `_scan_options`."""
 
     family: str | None
     dtype_names: str | None
@@ -297,7 +297,7 @@ def merge(files: tuple[Path, ...], output: Path, force: bool) -> None:
 
 
 def _check_limits(budget: str | None, max_predicted: float | None, limits: tuple[Limit, ...], verifies: bool) -> None:
-    """Raise UserError unless the user has given one limit. limits: those of --min and --max."""
+    """Raise UserError if limits are missing or exclude each other. limits: of --min, --max. verifies: whether --verify is given."""
     if limits and not verifies:
         raise UserError("--min and --max are limits on measured metrics: add --verify K")
     if (budget is not None and max_predicted is not None) or (budget is None and max_predicted is None and not limits):

@@ -13,16 +13,16 @@ from dtype_engine.core.errors import UserError
 
 _STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
 _answers: list[TextIO] = []
-"""The streams to which running commands write their results. A command may run another; the innermost one is last."""
+"""The streams to which running commands write their results. A command may run another one; the innermost command is last."""
 
 
 class ReaderGone(Exception):
-    """The reader of standard output, such as `head`, has closed it. The program must end without a message, as by SIGPIPE."""
+    """Raised if the reader of standard output, such as `head`, has closed it. The program must end silently, as by SIGPIPE."""
 
 
 class _StandardOutput(io.FileIO):
-    """A copy of standard output that raises ReaderGone or UserError if a write fails. click would end the program for any OSError,
-    also for one in a model's files.
+    """A copy of standard output that raises ReaderGone or UserError if a write fails. If it raised OSError, click could not tell
+    this from an OSError about a model's files, and would end the program.
 
     After an error it discards all output, because Python flushes the buffer once more at exit.
     """
@@ -45,7 +45,7 @@ class _StandardOutput(io.FileIO):
 
 def fill_closed() -> None:
     """Open /dev/null in place of each standard stream that was closed when Python started. Otherwise the next file that is opened
-    gets its descriptor.
+    would get the stream's descriptor.
     """
     for number, (name, mode) in enumerate(_STREAMS):
         if getattr(sys, name) is not None:
@@ -73,8 +73,8 @@ def drop_unwritten() -> None:
 
 @contextmanager
 def own_output() -> Iterator[None]:
-    """Replace `sys.stdout`, unless it was replaced already, with a copy that raises ReaderGone or UserError if a write fails. The
-    block must flush it, because errors of the flush at its end are ignored.
+    """A context manager that replaces `sys.stdout`, unless it was replaced already, with a copy that raises ReaderGone or UserError
+    if a write fails. The block must flush it, because errors of the flush at its end are ignored.
 
     Characters that the encoding lacks are written as escapes, such as `\\u0394`, as Python does on standard error.
     """
@@ -96,7 +96,8 @@ def own_output() -> Iterator[None]:
 
 @contextmanager
 def answers_alone() -> Iterator[None]:
-    """While the block runs, only `answer` writes to standard output. All else, such as a model's code, writes to standard error.
+    """A context manager in which only `answer` writes to standard output. All other code, such as a model's, writes to standard
+    error.
 
     C code and child processes write to file descriptor 1, and may do so as late as the end of the process. If `own_output` has made
     a copy, descriptor 1 is therefore redirected to standard error for good.

@@ -84,16 +84,18 @@ threshold_options = with_options(
 
 
 def all_limits(values: Mapping[str, Any], metrics: Sequence[str]) -> tuple[Limit, ...]:
-    """Return the limits that all options set. The arguments and errors are those of `min_and_max_limits`."""
+    """Return the limits that all options set: `--min`, `--max` and options for a single figure, such as `--max-kl`. The arguments
+    and errors are those of `min_and_max_limits`.
+    """
     rows = sorted((row for row in FIGURES.values() if row.option), key=lambda row: row.option)
     single = (Limit(row.option, row.name, values[row.option]) for row in rows if values[row.option] is not None)
     return *single, *min_and_max_limits(values, metrics)
 
 
 def min_and_max_limits(values: Mapping[str, Any], metrics: Sequence[str]) -> tuple[Limit, ...]:
-    """Return the limits that --min and --max set. values: those of a command's parameters, keyed by parameter name. metrics: the
-    user's own metrics, as `Options.metrics` names them. Raises UserError for a limit that is not understood, and for a name that
-    neither a figure nor a metric has.
+    """Return the limits that --min and --max set. values: of a command's parameters, by parameter name. metrics: the user's own
+    metrics, as `Options.metrics` names them. Raises UserError for a limit that can't be parsed, and for a name that neither a
+    figure nor a metric has.
     """
     limits = [
         *(Limit.parse(text, "min") for text in values["least"]),

@@ -1,4 +1,4 @@
-"""`dtype-engine weights`: what casts do to the values of a checkpoint, and how two checkpoints differ. No model is run."""
+"""`dtype-engine weights`: reports how casts change the values of a checkpoint, or how two checkpoints differ. No model is run."""
 
 from __future__ import annotations
 
@@ -81,9 +81,9 @@ def weights(request: RunRequest, against: str | None, save: Path | None, as_obje
 
 
 def _compare(request: RunRequest, against: str, save: Path | None, as_object: bool) -> int:
-    """Compare each weight of MODEL, the reference, with that of `against`, print the result, and return the exit status.
-
-    save: the file from which the comparison continues. If it is interrupted, what is done is printed, and saved there.
+    """Compare each weight of MODEL, the reference, with the same weight of `against`, print the result, and return the exit status.
+    save: the file from which the comparison continues, or None. If the user interrupts it, the finished part is printed and saved
+    there.
     """
     from dtype_engine.checkpoint.source import locate
     from dtype_engine.reports.text_weights import comparison_text

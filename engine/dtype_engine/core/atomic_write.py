@@ -49,7 +49,9 @@ def write_text_atomic(path: Path, text: str, replace: bool = False, mode: int | 
 
 
 def check_target(path: Path, replace: bool = False) -> Path:
-    """Return the absolute path of a file to write. Raises UserError if it is a folder, has no parent, or may not be replaced."""
+    """Return the absolute path of a file to write. Raises UserError if it is a folder, its parent folder is missing, or it may not
+    be replaced.
+    """
     try:
         path = path.expanduser().absolute()
         if "\0" in str(path):
@@ -77,7 +79,7 @@ def is_taken(typed: str) -> bool:
 
 
 def rename_new(temporary: str, path: Path) -> None:
-    """Rename a temporary file, by a hard link where there are any: unlike a rename, it raises FileExistsError."""
+    """Rename a temporary file to `path`. If possible, a hard link is used, which raises FileExistsError if `path` exists."""
     try:
         os.link(temporary, path)
     except FileExistsError:

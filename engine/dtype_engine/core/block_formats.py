@@ -46,7 +46,7 @@ class Part(msgspec.Struct, frozen=True):
     """One of the tensors that store a weight in a file, such as its codes or its scales."""
 
     suffix: str
-    """What follows the weight's name in this tensor's name; "" for the codes."""
+    """The end of this tensor's name, after the weight's name; "" for the codes."""
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
@@ -55,7 +55,7 @@ class Part(msgspec.Struct, frozen=True):
 CODES, SCALE, SCALE_INV = "", "_scale", "_scale_inv"
 TENSOR_SCALE, ZERO_POINT, SHAPE = "_global_scale", "_zero_point", "_shape"
 INPUT_SCALE = "input_global_scale"
-"""Suffix of the NVFP4 scale of a layer's inputs, 448 * 6 / max |input|: the largest fp8 and fp4 values."""
+"""Suffix of the NVFP4 scale of a layer's inputs, 448 * 6 / max |input|, in which 448 and 6 are the largest fp8 and fp4 values."""
 _BYTES = {
     "uint8": 1,
     "int8": 1,
@@ -69,7 +69,7 @@ _BYTES = {
 
 
 def matrices(shape: Sequence[int], columns: int) -> tuple[int, int, int]:
-    """Return (number of matrices, rows of each, values in a row) of a weight. columns: how many values a block is wide."""
+    """Return (number of matrices, rows of each, values in a row) of a weight. columns: the number of columns of a block."""
     if len(shape) < 2:
         return 1, 1, math.prod(shape)
     if len(shape) == 2:
@@ -80,7 +80,7 @@ def matrices(shape: Sequence[int], columns: int) -> tuple[int, int, int]:
 
 
 def scale_grid(shape: Sequence[int], blocks: Blocks) -> tuple[int, int]:
-    """Return (rows, columns) of the tensor of a weight's scales. Those of several matrices are stacked one below the other."""
+    """Return (rows, columns) of the tensor of a weight's scales. The scales of several matrices are stacked one below the other."""
     count, rows, width = matrices(shape, blocks.columns)
     return count * -(-rows // blocks.rows), -(-width // blocks.columns)
 
@@ -99,7 +99,7 @@ def packed_width(width: int, bits: int, packing: Packing) -> int:
 
 
 def parts(shape: Sequence[int], blocks: Blocks, bits: int, codes: str) -> tuple[Part, ...]:
-    """Return the tensors that store a weight in a file: the codes, the scales, and then what else the format has. bits: of a
+    """Return the tensors that store a weight in a file: the codes, the scales, and then further tensors of the format. bits: of a
     code. codes: the dtype of codes that are not packed.
     """
     count, rows, width = matrices(shape, blocks.columns)

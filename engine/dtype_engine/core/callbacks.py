@@ -10,7 +10,7 @@ T = TypeVar("T")
 class Fixed(Generic[T]):
     """A callback that accepts any arguments and always returns the same value.
 
-    Its `repr` is its name, which `help()` shows for an argument's default. For a function, it would show an address.
+    Its `repr` is its name, which `help()` shows for an argument's default. For a function, `help()` would show an address.
     """
 
     def __init__(self, name: str, value: T) -> None:

@@ -10,7 +10,7 @@ from dtype_engine.core.callbacks import Fixed
 _POLL_S = 0.05
 
 IsCancelled = Callable[[], bool]
-"""Returns whether the work must stop. It is called often, so it must be quick."""
+"""A function that returns whether the work must stop. It is called often, so it must be quick."""
 
 
 never = Fixed("never", False)
@@ -18,7 +18,7 @@ never = Fixed("never", False)
 
 
 class CancelToken:
-    """Pauses, resumes or stops work from any thread. The work calls it as its function `cancelled`."""
+    """Pauses, resumes or stops work from any thread. The work calls the token as its function `cancelled`."""
 
     def __init__(self) -> None:
         self._cancelled = threading.Event()

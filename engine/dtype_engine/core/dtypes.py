@@ -19,7 +19,7 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.suggest import nearest
 
 STORED = "stored"
-"""What a rule may give in place of a dtype: its tensors keep the dtypes that they have in the checkpoint."""
+"""The target of a rule, in place of a dtype, whose tensors keep the dtypes that they have in the checkpoint."""
 
 
 PER_TENSOR = "@tensor"
@@ -50,7 +50,7 @@ class DType(msgspec.Struct, frozen=True):
 
     @property
     def torch_name(self) -> str:
-        """torch's name for the dtype in a running model. For a format with scales, it is that of the codes."""
+        """torch's name for the dtype in a running model. For a format with scales, the dtype of its codes."""
         return self.code_dtype or self.name.removesuffix(PER_TENSOR)
 
 
@@ -161,8 +161,8 @@ _SCALES = {"tensor": PER_TENSOR, "t": PER_TENSOR, "channel": "", "c": ""}
 
 
 def short_name(name: str) -> str:
-    """Return the short name of a dtype, such as `bf16`. That of another program's format follows the colon, as in
-    `gptq:int4@g128`; that of a KV cache's format keeps its `kv:`. An unknown name is unchanged.
+    """Return the short name of a dtype, such as `bf16`. The short name of another program's format is the part after the colon:
+    `int4@g128` for `gptq:int4@g128`. That of a KV cache's format keeps its `kv:`. An unknown name is returned unchanged.
     """
     if name.startswith("kv:"):
         return f"kv:{short_name(name[3:])}"
@@ -230,7 +230,7 @@ def padded(shape: Sequence[int], dtype: str) -> bool:
 
 
 def quantizes_activations(dtype: str) -> bool:
-    """Return whether runtimes that serve this format also round activations to it; not for group-quantized integers."""
+    """Return whether runtimes that serve this format also round activations to it. For integers in groups, they do not."""
     row = BY_NAME.get(dtype)
     if row is None or dtype not in STORAGE_DTYPES:
         return False
@@ -258,7 +258,7 @@ def nbytes_in(shape: Sequence[int], dtype: str) -> int:
 
 
 def widest(stored: Iterable[str]) -> str:
-    """Return the smallest compute dtype that holds all values of the compute dtypes in `stored`, or float32 if it has none."""
+    """Return the smallest compute dtype that holds all values of the compute dtypes in `stored`, float32 if `stored` has none."""
     stored_floats = {dtype for dtype in stored if dtype in COMPUTE_DTYPES}
     if not stored_floats:
         return "float32"

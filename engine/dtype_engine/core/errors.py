@@ -7,8 +7,8 @@ from dtype_engine.core.text import printable
 
 
 def one_line(error: BaseException, most: int = 200, with_type: bool = False) -> str:
-    """Return an exception's message as one printable line of at most `most` characters, or its type's name if it is empty.
-    with_type: put the type's name before it, as in "KeyError: 'weight'".
+    """Return an exception's message as one printable line of at most `most` characters, or its type's name if the message is empty.
+    with_type: put the type's name before the message, as in "KeyError: 'weight'".
     """
     name = type(error).__name__
     text = printable(" ".join(str(error).split()), most)
@@ -21,7 +21,7 @@ def lacks_memory(error: BaseException) -> bool:
 
 
 class UserError(Exception):
-    """Bad input. The message is shown to the user unchanged; on the command line the exit status is 2.
+    """Raised for bad input. The message is shown to the user unchanged; on the command line the exit status is 2.
 
     Example:
         >>> try:

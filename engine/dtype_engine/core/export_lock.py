@@ -39,7 +39,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def sibling(target: Path, purpose: str) -> Path:
-    """Return an unused path for a folder next to an export's target, which the caller creates. purpose: such as "partial"."""
+    """Return an unused path, next to an export's target, for a folder that the caller creates. purpose: such as "partial"."""
     return target.parent / f"{_prefix(target, purpose)}{secrets.token_hex(8)}"
 
 

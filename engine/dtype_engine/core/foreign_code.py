@@ -16,13 +16,13 @@ class ExitCalled(RuntimeError):
 
 
 class LibraryPanic(RuntimeError):
-    """Raised for what else `except Exception` does not catch, such as pyo3's PanicException of a library in Rust."""
+    """Raised for any other error that `except Exception` does not catch, such as pyo3's PanicException of a library in Rust."""
 
 
 @contextmanager
 def foreign_code() -> Iterator[None]:
-    """A context manager that turns what `except Exception` would not catch into `ExitCalled` or `LibraryPanic`, except a
-    KeyboardInterrupt. Otherwise, a SystemExit would end this program without a message, and a panic the engine's thread.
+    """A context manager that turns errors which `except Exception` would not catch into `ExitCalled` or `LibraryPanic`, except for
+    KeyboardInterrupt. A SystemExit would end this program without a message, and a panic would end the engine's thread.
     """
     try:
         yield
@@ -41,7 +41,7 @@ def with_type(error: BaseException) -> str:
 
 
 def with_line(file: str | None) -> Callable[[BaseException], str]:
-    """Return a function like `with_type` that adds which line was running of the file with this `co_filename`."""
+    """Return a function like `with_type` whose text also says which line of `file` (a `co_filename`) was running."""
 
     def described(error: BaseException) -> str:
         cause = error.__cause__ if isinstance(error, (ExitCalled, LibraryPanic)) else error

@@ -23,7 +23,9 @@ _WEIGHT = ".weight"
 
 
 def siblings(name: str) -> tuple[str, ...]:
-    """Return the names of all weights, present or not, that are fused with `name`, itself included, or ()."""
+    """Return all names of weights in the fused group with `name`, even of weights that a model lacks, or () if there is no
+    group.
+    """
     module, dot, local = name.removesuffix(_WEIGHT).rpartition(".")
     if not name.endswith(_WEIGHT) or local not in _GROUP_OF:
         return ()
@@ -39,8 +41,8 @@ def fused_groups(names: Iterable[str]) -> tuple[tuple[str, ...], ...]:
 
 
 def scale_groups(planned: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """Return, for each weight that shares its tensor scale, the names of all that do: the members of a fused group in the same
-    format with tensor scales (NVFP4). planned: dtypes by weight name.
+    """Return, for each weight that shares its tensor scale, the names of all weights with this scale: the members of a fused group
+    that have the same format with tensor scales (NVFP4). planned: dtypes by weight name.
     """
     shared: dict[str, tuple[str, ...]] = {}
     with_scale = [name for name, dtype in planned.items() if _has_tensor_scale(dtype)]
@@ -53,7 +55,7 @@ def scale_groups(planned: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
 
 
 def whole_scale_group(name: str, dtype: str, names: Collection[str]) -> tuple[str, ...]:
-    """Return the weights that share one tensor scale if `name` and all of `names` have the format `dtype`, or ()."""
+    """Return the weights in `names`, `name` included, that share one tensor scale if all have the format `dtype`, or ()."""
     if not _has_tensor_scale(dtype):
         return ()
     group = tuple(member for member in siblings(name) if member in names)

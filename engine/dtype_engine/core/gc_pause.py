@@ -12,10 +12,11 @@ _frozen = False
 
 @contextmanager
 def gc_paused(freeze: bool = False) -> Iterator[None]:
-    """Turn the garbage collector off for code that creates very many long-lived objects, which it would scan repeatedly.
+    """A context manager that turns the garbage collector off for code that creates very many long-lived objects, since the
+    collector would scan them repeatedly.
 
     freeze: also exclude all objects that then exist from later collections, because they live as long as the program. Only the
-    first such block in a process does this, so that models opened later can be freed.
+    first block with `freeze` in a process does this, so that models opened later can be freed.
     """
     global _frozen
     was_on = gc.isenabled()

@@ -78,7 +78,7 @@ def with_files(options: Options, paths: Sequence[Path]) -> Options:
 
 
 def data_options(options: Options) -> Options:
-    """Return the options with the files of `options.data` as the only inputs, or unchanged if there are none."""
+    """Return the options with the files of `options.data` as the only inputs, or unchanged if `options.data` is empty."""
     if not options.data:
         return options
     return with_files(dataclasses.replace(parse_inputs_line(options, ""), data=(), chat=options.chat), options.data)

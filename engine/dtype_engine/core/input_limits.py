@@ -40,7 +40,7 @@ class InputLimits:
     """Maximum bytes of the text that the chat template makes from one conversation."""
 
     def refuse_file(self, kind: str, what: str, amount: float) -> None:
-        """Raise UserError if a file of the user exceeds the limit `kind`, such as "pixels". amount: in its unit."""
+        """Raise UserError if a file of the user exceeds the limit `kind`, such as "pixels". amount: in the limit's unit."""
         if amount > getattr(self, kind):
             raise UserError(f"{what} has {self._excess(kind, amount)}")
 

@@ -10,7 +10,7 @@ _PACE_SHARE = 0.02
 """Fraction of a job that must be done, after `_PACE_S` seconds, before its remaining time is estimated."""
 _LONG_S = 10.0
 _LONG_SHARE = 0.005
-"""The same after `_LONG_S` seconds. Of a job of an hour, `_PACE_SHARE` is more than a minute."""
+"""The fraction that suffices after `_LONG_S` seconds. In a job of an hour, `_PACE_SHARE` takes more than a minute."""
 
 
 class JobPace:
@@ -24,7 +24,7 @@ class JobPace:
         """(seconds, fraction of the job done) when the running job first reported its progress."""
 
     def follow(self, job: str, share: float | None) -> None:
-        """Record which fraction of a job is done, or None if it is unknown. A smaller one than before is a new start."""
+        """Record the fraction of a job that is done, None if it is unknown. A fraction below the last one counts as a new start."""
         if share is None:
             self._begun = None
         elif self._begun is None or job != self._job or share < (self._share or 0.0):

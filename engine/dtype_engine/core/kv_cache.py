@@ -30,13 +30,15 @@ class KVCacheTensor(msgspec.Struct, frozen=True):
     heads: int = 1
     """The heads among which `per_token` is divided equally. 1 if all heads share the elements, as MLA's latent."""
     fixed: int = 0
-    """Elements for one sequence of a recurrent state, whatever the number of tokens. 0 for keys and values."""
+    """Elements of a recurrent state for one sequence, independent of the number of tokens. 0 for keys and values."""
     window: int | None = None
-    """The tokens that a query attends to, itself included, if the layer has a sliding window or chunks."""
+    """How many tokens a query attends to, its own included, if the layer has a sliding window or chunks; otherwise None."""
     shared_with: Name | None = None
-    """The cache tensor of another layer that this layer reads instead of one of its own. This tensor takes no memory."""
+    """The cache tensor of another layer that this layer reads, so that this tensor takes no memory. None if the layer has
+    its own.
+    """
     source: Literal["decoder", "encoder"] = "decoder"
-    """Whose tokens the keys and values belong to: in cross attention, those of the encoder."""
+    """The part of the model whose tokens have these keys and values: the encoder in cross attention."""
     length: int | None = None
     """The number of the encoder's tokens if the model fixes it for cross attention, as Whisper does."""
 
@@ -65,7 +67,9 @@ class KVCacheTensor(msgspec.Struct, frozen=True):
         return None if self.part in ("k", "v", "latent", "rope") else "the state of a recurrent layer stays as it is"
 
     def tokens(self, context: int, encoder_tokens: int | None = None) -> int:
-        """Return for how many tokens of a sequence values are kept. encoder_tokens: None means as many as `context`."""
+        """Return how many tokens of a sequence of `context` tokens the cache keeps. encoder_tokens: None means as many as
+        `context`.
+        """
         if self.shared_with is not None:
             return 0
         if self.source == "encoder":
@@ -74,7 +78,9 @@ class KVCacheTensor(msgspec.Struct, frozen=True):
         return context if self.window is None else min(context, self.window - 1)
 
     def shape(self, context: int, batch: int = 1, encoder_tokens: int | None = None) -> tuple[int, int, int, int]:
-        """Return (batch, heads, tokens, width); for a recurrent state, heads and tokens are 1. Arguments as in `tokens`."""
+        """Return (batch, heads, tokens, width); for a recurrent state, heads and tokens are 1. batch: sequences. Others: as in
+        `tokens`.
+        """
         if self.fixed:
             return batch, 1, 0 if self.shared_with else 1, self.fixed
         return batch, self.heads, self.tokens(context, encoder_tokens), self.per_token // self.heads
@@ -84,8 +90,8 @@ class KVCacheTensor(msgspec.Struct, frozen=True):
         return math.prod(self.shape(context, batch, encoder_tokens))
 
     def nbytes(self, dtype: str, context: int, batch: int = 1, encoder_tokens: int | None = None) -> int:
-        """Return the bytes if the elements are in `dtype`, without scales. The state of a recurrence is always in float32, as
-        in transformers. The other arguments are those of `tokens`.
+        """Return the bytes of the tensor if its elements are in `dtype`, without scales. The state of a recurrence is always in
+        float32, as in transformers. The other arguments are those of `tokens`.
         """
         bits = 32 if self.part == "ssm_state" else dtypes.BY_NAME[dtype].bits
         return self.elements(context, batch, encoder_tokens) * bits // 8
@@ -96,7 +102,7 @@ class KVCache(msgspec.Struct, frozen=True):
 
     tensors: tuple[KVCacheTensor, ...] = ()
     notes: tuple[str, ...] = ()
-    """Sentences for the user: what the files leave open, and which sizes are therefore missing or only upper bounds."""
+    """Sentences for the user: what the files do not tell, and which sizes are therefore missing or only upper bounds."""
     none_because: str | None = None
     """Why the model keeps no KV cache, or None if it keeps one."""
     declared: tuple[tuple[str, str, str], ...] = ()
@@ -106,7 +112,7 @@ class KVCache(msgspec.Struct, frozen=True):
     dtype: str | None = None
     """The dtype in which the model computes, as its configuration says."""
     longest: int | None = None
-    """The number of tokens for which the model was made, as its configuration says."""
+    """The maximum length of a sequence in tokens, as the model's configuration says."""
 
     def nbytes(self, dtype: str, context: int, batch: int = 1, encoder_tokens: int | None = None) -> int:
         """Return the bytes of all tensors. The arguments are those of `KVCacheTensor.nbytes`."""

@@ -7,13 +7,13 @@ import threading
 from collections.abc import Callable
 
 _MODULES = {"checkpoint": 3000, "python": 1300}
-"""How many modules are imported about when a model is open. transformers 5.23 has 3,003; a Python file may need none."""
+"""About how many modules have been imported when a model is open. transformers 5.23 has 3,003; a Python file may need none."""
 _INTERVAL_S = 0.2
 _MOST_BY_IMPORTS = 0.95
 """The largest fraction that imports may account for; building the model and its inputs comes later."""
 
 READING_INPUTS = "reading the inputs"
-"""The last step. Its time depends on the inputs and not on imports, so its total is unknown."""
+"""The last step of opening. Its time depends on the inputs and not on imports, so its total is unknown."""
 
 
 class OpeningProgress:

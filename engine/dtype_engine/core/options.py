@@ -37,7 +37,7 @@ class RunSettings:
     """Whether floating inputs are cast to the dtype of the model's first weight ("model"), as `inputs.to(model.dtype)` does."""
     quantize_activations: Literal["none", "weights"] = "none"
     """Whether the input of each matrix product with a quantized weight is rounded to the weight's format ("weights"), as in
-    runtimes that serve W8A8 and W4A4. For a weight that another program quantized, it is rounded as the checkpoint's
+    runtimes that serve W8A8 and W4A4. For a weight that another program quantized, the input is rounded as the checkpoint's
     configuration declares.
     """
     classes_dim: ClassesDim = "auto"
@@ -97,7 +97,7 @@ class ModelOptions:
 
     @property
     def reference_model(self) -> str | None:
-        """The path or name of the checkpoint whose weights the reference has, or None if it has the model's own."""
+        """The path or name of the checkpoint whose weights the reference has, or None if the reference has the model's own."""
         return None if self.reference in (FLOAT32, STORED) else self.reference
 
 
@@ -114,7 +114,7 @@ class InputOptions:
     sequence_length: int | None = None
     """The maximum tokens in a sequence; longer texts are split. If None, 512 or the model's maximum if that is less."""
     sequences: int | None = None
-    """The maximum number of calibration sequences to run. If None, all."""
+    """The maximum number of calibration sequences to run. If None, all are run."""
     images: tuple[Path, ...] = ()
     """Image files, which the model's own processor converts to inputs."""
     audio: tuple[Path, ...] = ()
@@ -122,7 +122,7 @@ class InputOptions:
     tensors: Path | None = None
     """A file (.safetensors, .npz or .pt) with every argument of the forward pass by name, in place of all other inputs."""
     limits: InputLimits = field(default_factory=InputLimits)
-    """Images, audio, texts and model files that exceed a limit are refused."""
+    """The limits on images, audio, texts and model files. A file that exceeds a limit is refused."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class MeasureOptions:
     metrics: tuple[str, ...] = ()
     """The user's own metrics: `file.py:NAME` or `package.module:NAME`, which run that code, or `lm-eval:TASK`."""
     data: tuple[Path, ...] = ()
-    """Files of texts, images, audio or tensors, on which `metrics` are measured. If empty, the inputs."""
+    """Files of texts, images, audio or tensors, on which `metrics` are measured. If empty, they are measured on the inputs."""
     precision: float | None = None
     """The relative standard error of the drift at which a measurement stops. If None, it runs all inputs."""
     floor: Literal["auto", "always", "never"] = "auto"

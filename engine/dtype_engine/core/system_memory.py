@@ -14,7 +14,7 @@ import psutil
 _GROUPS, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _VERSION_1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
 _VERSION_2 = "memory.max", "memory.current", ""
-"""A group's files with the limit and the used bytes, and the prefix in `memory.stat` of what includes subgroups."""
+"""A group's files with the limit and the used bytes, and the prefix of the entries in `memory.stat` that include subgroups."""
 _sharing_processes = 1
 
 
@@ -25,7 +25,7 @@ def total_memory() -> int:
 
 
 def free_memory() -> int:
-    """Return how many bytes are free for this process, with those of files' pages, which the system can drop."""
+    """Return how many bytes are free for this process. Cached pages of files count as free, because the system can drop them."""
     free = int(psutil.virtual_memory().available)
     for folder, (limit, current, prefix) in _groups():
         most, used = _number(folder / limit), _number(folder / current)
@@ -70,8 +70,8 @@ def _file_pages(file: Path, prefix: str) -> int:
 
 
 def _groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
-    """Yield the folders of the control groups to which this process may belong, and the names in them: its own, those around
-    it, and the roots, which are its own in a container.
+    """Yield the folders of the control groups to which this process may belong, and the names of their files. They are the
+    process's own group, the groups around it, and the roots, which are its own in a container.
     """
     try:
         lines = _OWN_GROUPS.read_text(errors="replace").splitlines()

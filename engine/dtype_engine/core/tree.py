@@ -46,15 +46,15 @@ class TensorInfo:
     uncastable_reason: str | None = None
     """Why no rule can cast the tensor, for example as part of a quantized weight. None also if only its dtype prevents that."""
     own_codes: bool = False
-    """Whether it holds codes, for example in float8 or int8, with scales in the files, as in this program's own exports."""
+    """Whether the tensor holds codes, such as float8 or int8, whose scales are in the files, as in this program's own exports."""
     made_on_load: bool = False
     """Whether the model creates this tensor because the files do not hold it. Its bytes are then not counted."""
     stored_as: tuple[Name, ...] = ()
-    """The names in the files, if they differ; several for a packed tensor. Patterns match them, too."""
+    """The tensor's names in the files, if they differ from `name`; several for a packed tensor. Patterns match them, too."""
     logical_numel: int | Literal["unknown"] | None = None
-    """The number of parameters of a quantized weight; "unknown" if that can't be computed. None: each element is one."""
+    """The number of parameters of a quantized weight; "unknown" if that can't be computed. None: each element is a parameter."""
     reference_dtype: str | None = None
-    """The dtype of this tensor in the checkpoint whose weights the reference has, if that is another."""
+    """The dtype of this tensor in the checkpoint with the reference's weights. None if they are the model's own."""
     numel: int = field(init=False, repr=False, compare=False)
     nbytes: int = field(init=False, repr=False, compare=False)
     """Bytes as stored, scales included."""
@@ -97,7 +97,7 @@ class TensorInfo:
 
     @property
     def why_not_cast(self) -> str:
-        """Why a rule does not cast the tensor, after its name: "is stored as int64, which is never cast"."""
+        """Words that say why a rule does not cast the tensor and follow its name: "is stored as int64, which is never cast"."""
         if self.castable and not self.persistent:
             return "is a buffer that no file holds, which only a rule with its own name casts"
         return self.uncastable_reason or f"is stored as {self.dtype}, which is never cast"
@@ -117,7 +117,7 @@ class Module(msgspec.Struct):
     tensors: dict[str, TensorInfo] = msgspec.field(default_factory=dict)
     """The tensors that the module itself holds, by local name. The alias of a tied weight maps to its canonical tensor."""
     keep_in_fp32: str | None = None
-    """If the model's code requires this module to be in float32: a phrase for the user that cites this code."""
+    """A phrase for the user that cites the model's code if the code requires this module to be in float32, otherwise None."""
     first: int = 0
     """Index in `Tree.order` of the first tensor at or below this module."""
     end: int = 0
@@ -179,7 +179,7 @@ class Totals(msgspec.Struct):
         return "-" if self.tied and not self.nbytes else human_count(self.parameters)
 
     def mix(self) -> list[tuple[str, float]]:
-        """Return pairs (dtype, fraction of the bytes), largest first. Tied weights count only where there is nothing else."""
+        """Return pairs (dtype, fraction of the bytes), largest first. Tied weights count only if there are no other tensors."""
         held = self.nbytes or self.tied
         whole = sum(held.values())
         shares = [(dtype, size / whole if whole else 0.0) for dtype, size in held.items() if size or not whole]
@@ -217,7 +217,7 @@ class NodeTotals(Mapping[str, Totals]):
         return self.of((self._tree.modules[module],))
 
     def of(self, modules: Sequence[Module]) -> Totals:
-        """Return the totals of several modules added up: neighboring children of one module, in the tree's order."""
+        """Return the sum of the totals of several modules. They must be neighboring children of one module, in the tree's order."""
         start, stop = modules[0].first, modules[-1].end
         found = Totals()
         for dtype, indices in self._indices.items():
@@ -330,7 +330,7 @@ class Tree:
         return self.tensors.get(self._canonical.get(name, name))
 
     def below(self, module: str) -> Iterator[TensorInfo]:
-        """Yield each tensor at or below a module once, in the order of `order`, and then what `tied_into` returns."""
+        """Yield each tensor at or below a module once, in the order of `order`, and then the tied weights of `tied_into`."""
         node = self.modules[module]
         yield from self.order[node.first : node.end]
         yield from self.tied_into(module)

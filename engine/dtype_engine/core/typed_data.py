@@ -45,12 +45,12 @@ def refuse_unknown(what: str, names: Iterable[object], known: Collection[str]) -
 
 
 def as_plain(data: object) -> Any:
-    """Convert a struct or dataclass to plain JSON types. Paths become absolute: it may be read in another folder."""
+    """Convert a struct or dataclass to plain JSON types. Paths become absolute, as the result may be read in another folder."""
     return msgspec.to_builtins(data, enc_hook=_path_text)
 
 
 def path_of(kind: type, value: object) -> Path:
-    """Convert a string to a Path, as msgspec's `dec_hook`. Raises ValueError for another kind or value."""
+    """Convert a string to a Path, as msgspec's `dec_hook`. Raises ValueError if `kind` is not Path, or the value is no string."""
     if kind is not Path or not isinstance(value, str):
         raise ValueError(f"expected a path, got {type(value).__name__}")
     return Path(value)

@@ -65,7 +65,9 @@ def time_left(seconds: float) -> str:
 
 
 def decibels(value: float | None) -> str:
-    """Return decibels as text, such as `46.50 dB`; `exact` for infinity, and words for what is not finite or None."""
+    """Return decibels as text, such as `46.50 dB`; `exact` for infinity, `not finite` for NaN or -infinity, `not comparable` for
+    None.
+    """
     if value is None:
         return "not comparable"
     if math.isnan(value):
@@ -76,7 +78,7 @@ def decibels(value: float | None) -> str:
 
 
 def signed(value: float, digits: int) -> str:
-    """Return a number with its sign and `digits` decimals, such as `+0.26`. What rounds to 0 gets the sign `+`."""
+    """Return a number with its sign and `digits` decimals, such as `+0.26`. A number that rounds to 0 gets the sign `+`."""
     return f"{round(value, digits) + 0.0:+.{digits}f}"
 
 

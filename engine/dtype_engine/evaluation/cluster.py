@@ -16,7 +16,7 @@ from dtype_engine.evaluation.specs import Evaluated, Evaluation
 
 _CONNECT_S = 10
 _AHEAD = 8
-"""How many unfinished evaluations are submitted for each worker: some are left for workers that join later."""
+"""The maximum number of unfinished evaluations submitted for each worker. The rest is left for workers that join later."""
 
 
 class DaskPool(AbstractContextManager["DaskPool"]):
@@ -55,7 +55,7 @@ class DaskPool(AbstractContextManager["DaskPool"]):
     def results(
         self, evaluations: Sequence[Evaluation], cancelled: IsCancelled = never
     ) -> Iterator[tuple[int, Evaluated]]:
-        """Run evaluations as a `Pool`. If a worker dies, Dask repeats its evaluations. Running ones can't be cancelled."""
+        """Do what `Pool.results` does. If a worker dies, Dask repeats its evaluations. Running evaluations can't be cancelled."""
         from distributed.scheduler import KilledWorker
 
         try:

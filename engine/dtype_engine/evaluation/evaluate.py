@@ -30,12 +30,12 @@ _lock = threading.Lock()  # a cluster's worker may have several threads, but a p
 
 @dataclass
 class _ThisProcess:
-    """What this process keeps open."""
+    """The model or export, and the latest search for causes, that this process keeps for further tasks."""
 
     opened: tuple[specs.Opened, Session] | tuple[specs.Exported, OpenExport] | None = None
-    """A model or an export: memory may not have room for two."""
+    """The open model or export with what it was opened for. There is only one, because memory may not have room for two."""
     attribution: tuple[Session, Recipe, RunSettings, Attribution] | None = None
-    """The latest search for causes, and what it belongs to. It holds outputs, so any other task drops it."""
+    """The latest search for causes, with its session, recipe and settings. It holds outputs, so any other task drops it."""
     cancelled: IsCancelled = never
 
 
@@ -48,7 +48,7 @@ def cancel_by(cancelled: IsCancelled) -> None:
 
 
 def evaluate(evaluation: specs.Evaluation) -> specs.Evaluated:
-    """Run an evaluation. Raises Cancelled, and UserError, for example if this machine has another model or other inputs."""
+    """Return the result of an evaluation. Raises Cancelled, and UserError, such as for another model or other inputs."""
     with _lock:
         wanted, task = evaluation.opened, evaluation.task
         if _process.opened is None or _process.opened[0] != wanted:
@@ -68,7 +68,7 @@ def evaluate(evaluation: specs.Evaluation) -> specs.Evaluated:
 def perform(
     session: Session, task: specs.Task, cancelled: IsCancelled
 ) -> ScannedSequence | MeasuredWeight | DriftReport | PartDrift:
-    """Run a task in an open session, whose recipe it may change. Raises UserError, Cancelled."""
+    """Return the result of a task in an open session, whose recipe may change. Raises UserError, Cancelled."""
     from dtype_engine.runtime.scan.exact import ExactScan
 
     if isinstance(task, specs.PartAlone):
@@ -105,7 +105,7 @@ def _part_alone(session: Session, task: specs.PartAlone, cancelled: IsCancelled)
 
 
 def describe(session: Session) -> tuple[str, str]:
-    """Return hashes of an open model's weights and of its inputs. Raises UserError if the model can't be run."""
+    """Return (hash of an open model's weights, hash of its inputs). Raises UserError if the model can't be run."""
     from dtype_engine.runtime.scan.saved import Fingerprint
 
     if session.inputs is None:

@@ -30,7 +30,7 @@ VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"
 """The environment variables that say which GPUs a process sees: of CUDA and ROCm, and of Intel (XPU)."""
 _POLL_S = 0.1
 _MOST_BREAKS = 3
-"""The pool gives up after the workers have died so many times in a row without finishing a single evaluation."""
+"""The pool gives up after the workers have died this many times in a row without finishing a single evaluation."""
 _PROCESS_BYTES = 700 << 20
 """Estimated bytes of a worker process in addition to the model: Python, torch, transformers, small outputs."""
 
@@ -66,7 +66,7 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
     def results(
         self, evaluations: Sequence[Evaluation], cancelled: IsCancelled = never
     ) -> Iterator[tuple[int, Evaluated]]:
-        """Run evaluations as a `Pool`. If a process is killed, the unfinished ones run in new processes."""
+        """Do what `Pool.results` does. If a process is killed, unfinished evaluations run in new processes."""
         self._stop.clear()
         try:
             yield from results(self._started, self._broken, evaluations, cancelled, 2 * self.workers)
@@ -111,8 +111,8 @@ def results(
     """Run evaluations on an executor, and yield (index, result) of each as soon as it is done.
 
     started: returns the executor. broken: called if the executor breaks, for example because a process was killed. Unfinished
-    evaluations are then submitted to the executor that `started` returns next. ahead: how many are submitted and unfinished at
-    most; a pause takes effect only after all of them are done.
+    evaluations are then submitted to the executor that `started` returns next. ahead: the maximum number of submitted evaluations
+    that are unfinished; a pause takes effect only after all of them are done.
     """
     waiting = dict(enumerate(evaluations))
     breaks = 0
@@ -145,7 +145,7 @@ def results(
 
 
 def _finished(futures: dict[Future[Evaluated], int], cancelled: IsCancelled) -> Iterator[Future[Evaluated]]:
-    """Wait until a future is done. Yields all that are, those with a result before those with an error. Raises Cancelled."""
+    """Wait until futures are done, and yield these: first those with a result, then those with an error. Raises Cancelled."""
     done: set[Future[Evaluated]] = set()
     while not done:
         if cancelled():
@@ -155,7 +155,7 @@ def _finished(futures: dict[Future[Evaluated], int], cancelled: IsCancelled) -> 
 
 
 def fitting(workers: int, private: int) -> int:
-    """Return how many of `workers` processes fit into the free memory. private: bytes of each beside the shared checkpoint."""
+    """Return how many of `workers` processes fit into free memory, at least 1. private: bytes of each without the shared files."""
     return max(1, min(workers, math.floor(free_memory() / (private + _PROCESS_BYTES))))
 
 
@@ -167,7 +167,7 @@ def visible_gpus(count: int, environment: Mapping[str, str] = os.environ) -> tup
 
 
 def assigned(index: int, gpus: tuple[str, ...], environment: MutableMapping[str, str] = os.environ) -> None:
-    """Make this process, the pool's `index`-th, see only its own GPU, if there are any, before it uses one."""
+    """Make this process, number `index` of the pool, see only one of `gpus`, by environment variables, before it uses a GPU."""
     if gpus:
         environment.update(dict.fromkeys(VISIBLE_GPUS, gpus[index % len(gpus)]))
 
@@ -175,8 +175,8 @@ def assigned(index: int, gpus: tuple[str, ...], environment: MutableMapping[str,
 def _start_worker(stop: Event, workers: int, started: Synchronized[int], gpus: tuple[str, ...]) -> None:
     """Prepare a new worker process: give it its GPU, make it ignore Ctrl+C, and end it with its parent process.
 
-    stop: set to cancel the evaluations. workers: how many share the machine's memory. started: how many processes the pool has
-    started before.
+    stop: set to cancel the evaluations. workers: the number of processes that share the machine's memory. started: the number of
+    processes that the pool has started before.
     """
     with started.get_lock():
         index, started.value = started.value, started.value + 1

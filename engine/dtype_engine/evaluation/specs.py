@@ -32,12 +32,12 @@ class Opened:
     """The model and the inputs that a worker has to open."""
 
     model: str | None
-    """As the user named it, but with an absolute path; None for the demo."""
+    """The model as the user named it, but with an absolute path; None for the demo."""
     options: Options
     weights: str
-    """The hash of the weights. A worker that finds another one refuses the model."""
+    """The hash of the weights. A worker whose files have another hash refuses the model."""
     inputs: str
-    """The hash of the inputs, likewise."""
+    """The hash of the inputs. A worker whose inputs have another hash refuses the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Exported:
     folder: Path
     """The absolute path of the export."""
     contents: str
-    """A hash of the tensors' names, shapes and dtypes and of all files. A worker that finds another one refuses the export."""
+    """A hash of the tensors' names, shapes and dtypes and of all files. A worker that computes another hash refuses it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +93,8 @@ class PartAlone:
 
 @dataclass(frozen=True, slots=True)
 class CompareTensors:
-    """Task: compare exported tensors, by their positions in the list of all, with the values that the recipe should give. The
-    result has a sentence for each wrong tensor, and None for each right one.
+    """Task: compare exported tensors, given by their indexes in the list of all, with the values that the recipe should give. The
+    result has a sentence for each wrong tensor, and None for each correct one.
     """
 
     indexes: tuple[int, ...]
@@ -125,7 +125,7 @@ class Evaluated:
 
 
 def other_versions(result: Evaluated) -> str:
-    """Return how a result's versions differ, if that can affect metrics: `process 17 on node3 has torch 2.10.0 (here 2.9.1)`."""
+    """Return how versions differ if that can affect metrics, as in `process 17 on node3 has torch 2.10.0 (here 2.9.1)`, else ""."""
     own = versions()
     others = [
         f"{_SAID.get(name, name)} {printable(result.versions.get(name, 'unknown'), 60)} (here {own[name]})"
@@ -136,7 +136,7 @@ def other_versions(result: Evaluated) -> str:
 
 
 def model_text(source: Source) -> str | None:
-    """Return the MODEL that opens a source from any folder: its absolute path, or a Hugging Face id. None for the demo."""
+    """Return the MODEL that opens a source from any current folder: its absolute path, or a Hugging Face id. None for the demo."""
     if source.path is None or source.asked is None:
         return source.asked
     if source.kind == "python":

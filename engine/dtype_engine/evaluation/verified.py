@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 def candidates(
     session: Session, budget: int | None, max_drift: float | None, constraints: Constraints, count: int
 ) -> tuple[Solution, ...]:
-    """Return up to `count` recipes to measure: the best within a limit on bytes (`budget`) or on predicted drift (`max_drift`),
-    and others near it; without a limit, recipes spread over the Pareto front.
+    """Return up to `count` recipes to measure: the best within a limit on bytes (`budget`) or on predicted drift (`max_drift`), and
+    others near it; without a limit (both None), recipes spread over the Pareto front.
 
     Raises UserError, and OutOfReach if no recipe meets the limit.
     """

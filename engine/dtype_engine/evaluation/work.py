@@ -40,10 +40,10 @@ class Over:
     pool: Pool
     opened: specs.Opened
     on_notice: Callable[[str], None] = lambda sentence: None
-    """Called with a sentence, once each, if a worker has other versions of this program, of torch or of the platform."""
+    """Called with a sentence if a worker has other versions of this program, of torch or of the platform, once per sentence."""
 
     def results(self, tasks: Sequence[specs.Task], cancelled: IsCancelled) -> Iterator[tuple[int, specs.Evaluated]]:
-        """Run tasks on the workers. Yields (index of the task, its result) as soon as it is done. Raises Cancelled."""
+        """Run tasks on the workers. Yields (index of a task, its result) as soon as it is done. Raises UserError, Cancelled."""
         noted: set[str] = set()
         for index, result in self.pool.results([specs.Evaluation(self.opened, task) for task in tasks], cancelled):
             other = specs.other_versions(result)
@@ -71,7 +71,7 @@ def scan(
     on_estimate: OnEstimate = lambda report: None,
     cancelled: IsCancelled = never,
 ) -> ScanReport:
-    """Run what is left of a session's scan on the workers, and return the report. With the same number of threads, it equals
+    """Run the rest of a session's scan on the workers, and return the report. With the same number of threads, the report equals
     that of `task.run` to the last bit.
 
     Each task scans one sequence or, in an exact scan, one weight in one dtype. `on_progress("scan", done, total)` is called
@@ -108,8 +108,8 @@ def drifts(
 ) -> Iterator[tuple[int, DriftReport]]:
     """Measure several recipes, each with its settings. Yields (index of the recipe, report) as soon as one is measured.
 
-    over: the workers that measure. If None, this session does, and its model stays cast by the last recipe. Raises the errors
-    of `Session.drift`.
+    over: the workers that measure. If None, `session` measures, and its model stays cast by the last recipe. Raises the errors of
+    `Session.drift`.
     """
     tasks = [specs.RecipeDrift(*recipe) for recipe in recipes]
     if over is not None:
@@ -153,8 +153,8 @@ def comparing(pool: Pool, threads: int, folder: Path, source: Source, options: O
     """Return a function for `verify` to call, which compares the tensors of an export with their source on the workers of
     `pool`.
 
-    It takes the list of all exported tensors, and yields pairs: indexes in this list, and for each of them None or a sentence
-    that says what is wrong. threads: how many each worker uses. options: how the workers open both.
+    The function takes the list of all exported tensors, and yields pairs: indexes in this list, and for each index None or a
+    sentence that says what is wrong. threads: the number for each worker. options: with which the workers open both.
     """
     from dtype_engine.runtime.verify.verify import fingerprint
 
@@ -174,7 +174,7 @@ def comparing(pool: Pool, threads: int, folder: Path, source: Source, options: O
 
 
 def _groups(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield the indexes of tensors in groups of at most `_GROUP_BYTES` and `_GROUP_TENSORS`. A single tensor may be larger."""
+    """Yield the indexes of tensors in groups of at most `_GROUP_BYTES` and `_GROUP_TENSORS`. A group of one may be larger."""
     group: list[int] = []
     nbytes = 0
     for index, size in enumerate(sizes):

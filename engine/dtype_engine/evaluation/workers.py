@@ -31,8 +31,8 @@ def parse_workers(text: str) -> int | str:
 class Workers(AbstractContextManager["Workers"]):
     """Starts workers when they are first needed. They keep their model open until `close`.
 
-    requested: the result of `parse_workers`. on_notice: called if fewer workers start than requested. most: the number of
-    tasks, if it is known: more workers would be useless.
+    requested: the result of `parse_workers`. on_notice: called with a sentence if fewer workers start than requested. most: the
+    number of tasks, if known, which limits the workers.
     """
 
     def __init__(self, requested: int | str, on_notice: Callable[[str], None], most: int | None = None) -> None:
@@ -64,7 +64,9 @@ class Workers(AbstractContextManager["Workers"]):
         return self._pool
 
     def _fitting(self, requested: int, private: int, gpus: tuple[str, ...]) -> int:
-        """Return how many workers to start: at most one for each task or GPU, and what fits into memory. A notice says why."""
+        """Return how many workers to start: at most one per task or GPU, and as many as fit into memory. A notice says why
+        fewer.
+        """
         wanted = min(requested, self._most or requested)
         if gpus and len(gpus) < wanted:
             self._on_notice(f"{plural(len(gpus), 'worker')} of the {requested} asked for: one for each GPU")
@@ -75,7 +77,9 @@ class Workers(AbstractContextManager["Workers"]):
         return fit
 
     def threads(self, threads: int | None, private: int) -> int:
-        """Return how many threads each worker gets: an equal part of `threads` if all are on this machine."""
+        """Return how many threads each worker gets: an equal part of `threads` if all workers are on this machine, otherwise
+        all.
+        """
         from dtype_engine.runtime.session.opening import threads_each
 
         pool = self.pool(private)

@@ -4,11 +4,9 @@
     model: all-MiniLM-L6-v2           # the model for which the recipe was made
     rules:                            # the last rule that matches wins
       - {pattern: "*", dtype: float16}
-      - {pattern: "type:LayerNorm", dtype: float32}
-    settings: {autocast: bfloat16}    # how the candidate is run
-    measured:                         # metrics of a run; nothing depends on them
-      kl_mean: 0.0013
-      lost: [{tensor: norm.weight, dtype: float16, overflowed: 1, vanished: 0}]    # values that a cast made infinite or zero
+      - {pattern: "type:LayerNorm", dtype: float32} settings: {autocast: bfloat16}    # how the candidate is run measured:
+        # metrics of a run, only for the reader kl_mean: 0.0013 lost: [{tensor: norm.weight, dtype: float16, overflowed: 1,
+        vanished: 0}]    # values that a cast made infinite or zero
 
 Only `version` and `rules` are required.
 """
@@ -42,7 +40,7 @@ _KEYS = {"version", "model", "rules", "settings", "measured"}
 
 Figure = str | int | float | bool | None
 LOST = "lost"
-"""The key in `measured` for the tensors with values that their cast made infinite or zero. All other keys hold single metrics."""
+"""The key in `measured` for tensors of which the cast made values infinite or zero. All other keys hold single metrics."""
 MOST_LOSSES = 1000
 """Maximum number of tensors that a recipe file lists under `lost`."""
 
@@ -59,7 +57,7 @@ class RecipeFile:
     measured: Mapping[str, Figure] = dataclasses.field(default_factory=dict)
     """Metrics of an earlier run, by name, without the entry `lost`."""
     lost: tuple[ValueLoss, ...] = ()
-    """The tensors with values that their cast made infinite or zero in that run."""
+    """The tensors of which the cast made values infinite or zero in that run."""
 
 
 def read_recipe_file(path: Path) -> RecipeFile:
@@ -127,7 +125,7 @@ class _Loss(msgspec.Struct):
 
 @contextmanager
 def _errors_in(where: str) -> Iterator[None]:
-    """Put `where` before the message of a UserError."""
+    """A context manager that puts `where` before the message of a UserError."""
     try:
         yield
     except UserError as error:
@@ -184,7 +182,7 @@ def write_recipe(
     units: Mapping[str, str] | None = None,
     lost: Sequence[ValueLoss] = (),
 ) -> str:
-    """Return the text of a recipe file. comments: one for each rule. units: those of the metrics in `measured`, by name."""
+    """Return the text of a recipe file. comments: one for each rule. units: comments for the metrics in `measured`, by name."""
     lines = [f"version: {VERSION}"]
     if model:
         lines.append(f"model: {_scalar(model)}  # what it was made for")

@@ -13,7 +13,7 @@ def fused_words(dtype: str, taken: Set[str], planned: Mapping[str, str], groups:
     `k_proj, v_proj: new scale` if their common scale changes, `k_proj, v_proj differ: vLLM refuses` if their format then differs.
 
     planned: the dtype of each weight before the cast. groups: the model's groups of fused weights. This runs after every key press,
-    so of groups that are alike in every layer, only one is examined.
+    so it examines only one of the groups that are alike in all layers.
     """
     storage = frozenset(dtypes.STORAGE_DTYPES)
     if dtype not in dtypes.CASTABLE_DTYPES or (dtype not in storage and storage.isdisjoint(planned.values())):
@@ -59,7 +59,7 @@ def scale_shared_with(name: str, planned: Mapping[str, str]) -> str:
 
 
 def fused_with(name: str, planned: Mapping[str, str]) -> str:
-    """Return which weights vLLM and SGLang fuse with the weight `name`, and whether they accept the planned formats, or ""."""
+    """Return words on the weights that vLLM and SGLang fuse with `name`, and whether both accept the planned formats, or ""."""
     group = {member: planned[member] for member in siblings(name) if member in planned}
     if len(group) < 2:
         return ""

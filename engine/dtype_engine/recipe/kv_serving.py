@@ -1,4 +1,4 @@
-"""Which options tell an inference runtime the formats that a plan gives to KV caches, and what each runtime can't do.
+"""Finds the options that tell an inference runtime which formats a plan gives to KV caches, and formats that a runtime lacks.
 
 The sources are vLLM (main branch, 2026: `vllm/config/cache.py`, `CacheDType` and `kv_cache_dtype_skip_layers`), SGLang
 (`server_args.py`, `kv_cache_dtype`) and llama.cpp (`common/arg.cpp`, `--cache-type-k` and `--cache-type-v`).
@@ -31,7 +31,7 @@ class CacheProblem:
 
     why: str
     refused: bool
-    """Whether the runtime lacks the format or the mix of formats. If False, it runs, but with other values."""
+    """Whether the runtime lacks the format or the mix of formats. If False, the runtime has it, but computes other values."""
     tensors: tuple[str, ...]
 
     @property
@@ -41,15 +41,15 @@ class CacheProblem:
 
 @dataclass(frozen=True, slots=True)
 class CacheServing:
-    """How to tell one runtime the formats of KV caches, and what it would do differently."""
+    """How to tell one runtime the formats of KV caches, and how the runtime would depart from them."""
 
     flags: tuple[str, ...] = ()
-    """The words for its command line, such as `--kv-cache-dtype` and `fp8`. Empty if no option can tell it the formats."""
+    """The words of the runtime's command line, such as `--kv-cache-dtype` and `fp8`. Empty if no option can set the formats."""
     problems: tuple[CacheProblem, ...] = ()
 
 
 def cache_serving(tree: Tree, caches: Mapping[str, str], runtime: str) -> CacheServing:
-    """Return how to tell "vllm", "sglang" or "llama.cpp" the formats of KV caches. caches: those that rules give, by tensor."""
+    """Return how to tell "vllm", "sglang" or "llama.cpp" the formats of KV caches. caches: the rules' formats, by tensor name."""
     if not caches:
         return CacheServing()
     return _llama_cpp(tree, caches) if runtime == "llama.cpp" else _with_one_dtype(tree, caches, runtime)

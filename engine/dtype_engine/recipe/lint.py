@@ -13,20 +13,20 @@ from dtype_engine.recipe.targets.base import Context, Match, Target
 
 @dataclass(frozen=True, slots=True)
 class RuleComparison:
-    """What one rule's pattern matches here and in another tool, among the tensors that the tool's patterns can change."""
+    """The tensors that one rule's pattern matches in this program and in another tool."""
 
     pattern: str
     dtype: str
     here: int
     """Number of tensors that the rule matches in this program."""
     there: int
-    """Number of tensors that it would match in the other tool."""
+    """Number of tensors that the rule would match in the other tool."""
     only_here: tuple[str, ...]
-    """Canonical names of the tensors that it matches in this program alone."""
+    """Canonical names of the tensors that the rule matches only in this program, without those counted in `beyond`."""
     only_there: tuple[str, ...]
-    """Canonical names of the tensors that it would match in the other tool alone."""
+    """Canonical names of the tensors that the rule would match only in the other tool."""
     beyond: int
-    """Number of further tensors that it matches in this program, and that no pattern of the other tool can change."""
+    """Number of tensors that the rule matches in this program, and that no pattern of the other tool can change."""
     problem: str | None = None
     """Why the other tool matches fewer tensors, or None if the reason is unknown."""
 
@@ -44,7 +44,7 @@ class Lint:
     """How the target matches patterns, such as by `re.match` on module names."""
     rules: tuple[RuleComparison, ...]
     overruled: tuple[tuple[str, str, str], ...] = ()
-    """Tensors for which another of the matching rules wins there: (tensor, pattern that wins here, pattern that wins there)."""
+    """Tensors for which the target applies another matching rule: (tensor, pattern that wins here, pattern that wins there)."""
     caches: CacheServing = field(default_factory=CacheServing)
     """For llama.cpp: how to give KV caches the recipe's formats. Empty for other targets."""
 
@@ -58,7 +58,7 @@ class Lint:
 
 
 def lint(context: Context, target: Target) -> Lint:
-    """Match every rule as this program and as `target` would. Rules that select only KV caches are not compared. Raises TooSlow."""
+    """Compare what each rule matches in this program and in `target`. Rules only for KV caches are left out. Raises TooSlow."""
     plan, matchable = context.plan, target.matchable(context)
     compared: list[RuleComparison] = []
     there_by_rule: list[frozenset[str]] = []

@@ -1,7 +1,6 @@
-"""Facts about transformers: which values its `from_pretrained` loads from an export for weights that are stored with scales.
-
-Each fact was tried with transformers 5.23 and 5.24 and compressed-tensors 0.20 (the fp8 layout of DeepSeek also with accelerate
-1.15), and the tests check each of them with the installed versions.
+"""Facts about transformers: which values its `from_pretrained` loads from an export for weights that are stored with scales. Each
+fact was tested with transformers 5.23 and 5.24 and compressed-tensors 0.20 (the fp8 layout of DeepSeek also with accelerate 1.15),
+and the tests check each of them with the installed versions.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ class LoaderFacts:
     """What `from_pretrained` loads for weights in one format."""
 
     plain: Outcome
-    """Without further arguments."""
+    """The outcome without further arguments."""
     plain_same_in: Container[str]
-    """The dtypes in `config.json` with which the values are nevertheless the same."""
+    """The dtypes in `config.json` with which the loaded values are the same, so that `plain` does not apply."""
     dequantized: Outcome
-    """With `CompressedTensorsConfig(dequantize=True)`."""
+    """The outcome with `CompressedTensorsConfig(dequantize=True)`."""
     dequantized_same_in: Container[str]
 
     def outcome(self, wide: str, dequantize: bool) -> Outcome:
@@ -60,14 +59,14 @@ _LAYERS = {
     "pack-quantized": LoaderFacts(Outcome.SAME, _ANY, Outcome.BFLOAT16, ("bfloat16",)),
     "fp8": _ALWAYS_SAME,
 }
-"""For linear layers, by the layout of their weights."""
+"""The facts about linear layers, by the layout of their weights."""
 _ZERO_POINTS = LoaderFacts(Outcome.FAILS_TO_LOAD, (), Outcome.BFLOAT16, ("bfloat16",))
 _WIDENED_EXPERTS = LoaderFacts(Outcome.COMPUTED_IN_BFLOAT16, ("bfloat16",), Outcome.COMPUTED_IN_BFLOAT16, ("bfloat16",))
-"""For experts in formats with a scale for each block: transformers dequantizes them when it packs them into one weight."""
+"""The facts about experts in formats with a scale for each block. transformers dequantizes experts when it packs them."""
 
 
 def loaded_dtype(tree: Tree, tensor: TensorInfo, dtype: str) -> str:
-    """Return a tensor's dtype after `from_pretrained(dtype=...)`, which keeps what some models name in float32."""
+    """Return a tensor's dtype after `from_pretrained(dtype=...)`, which keeps tensors in float32 if the model's class says so."""
     kept = [tree.modules[name].keep_in_fp32 or "" for name in ancestors(tensor.name)]
     kept.append(tree.kept_in_fp32.get(tensor.name, ""))
     strict = any("_keep_in_fp32_modules_strict" in why for why in kept) and dtype in ("float16", "bfloat16")
@@ -76,11 +75,11 @@ def loaded_dtype(tree: Tree, tensor: TensorInfo, dtype: str) -> str:
 
 
 Kind = tuple[str, bool]
-"""What decides how a weight is loaded: (its format, whether it belongs to an expert that is packed with others)."""
+"""What decides how a weight is loaded: (its format, whether it belongs to experts that are packed)."""
 
 
 def outcomes(kinds: Collection[Kind], wide: str) -> dict[Kind, tuple[Outcome, Outcome]]:
-    """Return how each kind of weight is loaded without further arguments, and with `dequantize=True`, as a pair."""
+    """Return, for each kind of weight, (the outcome without further arguments, the outcome with `dequantize=True`)."""
     found = {}
     formats = {dtype for dtype, expert in kinds if not expert}
     # With `dequantize=True`, transformers applies one scheme of compressed-tensors to all linear layers.
@@ -102,11 +101,11 @@ def loader_facts(dtype: str, expert: bool) -> LoaderFacts:
 
 
 _EXPERTS_BESIDE_OTHERS = ("float8_e4m3fn", "float8_e4m3fn@tensor")
-"""Formats of experts that transformers loads whatever format other experts have."""
+"""Formats of experts that transformers loads even if other experts have other formats."""
 _EXPERTS_ALONE = (
     *(name for name in dtypes.BLOCK_FORMATS if name.startswith("mxfp4")), "int4@g128", "int4@g32", "int8@g128",
 )  # fmt: skip
-"""Formats of experts that it loads if all experts of the model have the same."""
+"""Formats of experts that transformers loads only if all experts of the model have the same format."""
 
 
 def needs_one_format(dtype: str) -> bool:
@@ -123,8 +122,8 @@ def why_not_loaded(dtype: str, expert: bool, beside_experts: bool, wide: str) ->
     """Return why `from_pretrained` without further arguments does not load and run a model with a weight in a format that other
     programs read, or None if it does.
 
-    expert: whether the weight is that of experts that transformers packs. beside_experts: whether it is in another layer of a model
-    with such experts, which may have no scales. wide: the dtype in `config.json`.
+    expert: whether the weight belongs to experts that transformers packs. beside_experts: whether it is in another layer of a model
+    with such experts, which may be stored without scales. wide: the dtype in `config.json`.
     """
     if layout(dtype) == "fp8":
         return "it needs the accelerate package, and its layout allows no other formats"
@@ -140,12 +139,13 @@ def misread_experts(formats: Collection[str], first: str = "", split: bool = Fal
     """Return what `from_pretrained` does wrong with experts that it packs, such as "it raises an error when it packs experts in
     mxfp8", or None if it loads them correctly or their layout is not that of compressed-tensors.
 
-    transformers decodes all experts by one group of the settings: the first whose targets are the experts of a layer, and if there
-    is none, the first at all (`get_experts_scheme` in `integrations/compressed_tensors.py`). Only a group of 8-bit floats lets
+    transformers decodes all experts by one group of the settings: the first group whose targets are the experts of a layer or, if
+    there is none, the first group (`get_experts_scheme` in `integrations/compressed_tensors.py`). Only a group of 8-bit floats lets
     experts without scales pass.
 
     formats: the dtypes of all packed experts, including dtypes without scales. first: the format of the first group, or "" if no
-    linear layer has scales. split: whether some layer has experts in several formats, so that no target matches all of them.
+    linear layer has scales. split: whether some layer has experts in several formats, so that no target matches all experts of the
+    layer.
     """
     scaled = {dtype for dtype in formats if dtype in dtypes.STORAGE_DTYPES}
     if not formats or not {*scaled, *([first] if first else [])} <= set(DESCRIBED):

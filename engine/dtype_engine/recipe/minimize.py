@@ -1,8 +1,8 @@
 """Finds a short, readable recipe that gives every weight its wanted dtype.
 
 Rules are chosen greedily. Their patterns are whole kinds of modules (`*.mlp.down_proj`), ranges of numbered layers
-(`model.layers.{3..9}.mlp`), classes, and single names. Each step adds the rule with the most corrected minus newly wrong weights.
-Each pattern is matched against the tree itself, so the resulting plan is exact for any names.
+(`model.layers.{3..9}.mlp`), classes, and single names. Each step adds the rule with the largest number of corrected weights minus
+newly wrong weights. Each pattern is matched against the tree itself, so the resulting plan is exact for any names.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ _MOST_KINDS = 4
 
 
 def minimize(tree: Tree, wanted: Mapping[str, str], after: Recipe | None = None) -> Recipe:
-    """Return a short recipe under which the tensors in `wanted` get these dtypes and all others stay as stored. The keys are
-    canonical names of tensors, and names of KV cache tensors.
-
-    after: a recipe to which the result will be appended. Tensors that are not in `wanted` then keep their dtypes under it.
+    """Return a short recipe under which the tensors in `wanted` get these dtypes and all others stay as stored. The keys of
+    `wanted` are canonical names of tensors, and names of KV cache tensors. after: a recipe to which the result will be appended.
+    Tensors that are not in `wanted` then keep the dtypes that `after` gives them.
     """
     after = after or Recipe()
     now = dict(make_plan(tree, after).dtypes)
@@ -42,7 +41,7 @@ def minimize(tree: Tree, wanted: Mapping[str, str], after: Recipe | None = None)
 
 
 def _pruned(tree: Tree, rules: list[Rule], target: Mapping[str, str], after: Recipe) -> Recipe:
-    """Return `rules` as a recipe, without those that are not needed to give all tensors the dtypes in `target` after `after`."""
+    """Return `rules` as a recipe without unneeded rules: after `after`, the recipe gives all tensors the dtypes in `target`."""
     index = 0
     while index < len(rules):
         fewer = Recipe((*rules[:index], *rules[index + 1 :]))
@@ -54,7 +53,7 @@ def _pruned(tree: Tree, rules: list[Rule], target: Mapping[str, str], after: Rec
 
 
 class _Proposals:
-    """The patterns that a recipe could contain next, and the tensors that each selects."""
+    """Proposes rules for a recipe. target: the wanted dtype of every tensor, by name."""
 
     def __init__(self, tree: Tree, target: Mapping[str, str]) -> None:
         self.tree = tree
@@ -74,9 +73,9 @@ class _Proposals:
         return rules
 
     def best(self, now: Mapping[str, str], wrong: set[str]) -> tuple[Rule, tuple[str, ...]]:
-        """Return the rule that corrects the most weights, less those that it makes wrong, and the tensors that it selects. If
-        several do, the shortest pattern is best. now: the dtype of each tensor so far. wrong: the tensors whose dtype is not the
-        wanted one.
+        """Return (the best rule, the tensors that it selects). The best rule has the largest number of corrected tensors minus
+        newly wrong ones and, if several rules have it, the shortest pattern. now: the dtype of each tensor so far. wrong: the
+        tensors whose dtype is not the wanted one.
         """
         best: tuple[float, int, str, str] | None = None
         for pattern in (*self._patterns, *self._ranges(wrong)):
@@ -114,7 +113,7 @@ class _Proposals:
         return list(patterns)
 
     def _ranges(self, wrong: Iterable[str]) -> list[str]:
-        """Return patterns for single names, and for ranges of layers whose `mlp.down_proj`, for example, needs the same dtype."""
+        """Return patterns for single names, and for ranges of layers in which, for example, `mlp.down_proj` needs one dtype."""
         layers: dict[tuple[str, str], dict[int, set[str]]] = {}
         literal: dict[str, None] = {}
         kinds = {kind for name in wrong for kind in _kinds(name)}
@@ -163,7 +162,7 @@ class _Proposals:
 
 
 class _CacheProposals(_Proposals):
-    """The same for KV caches and their formats."""
+    """Proposes rules for KV caches. target: the wanted format of every KV cache tensor, by name."""
 
     def _select(self, pattern: str) -> tuple[str, ...]:
         return select(self.tree, pattern).caches

@@ -1,12 +1,10 @@
 """The pattern language, which says which tensors a rule selects.
 
-    model.layers.3.mlp          a module and everything below it, or one tensor
-    model.*.mlp                 a glob as `fnmatch` has it: `*` crosses dots, `?`, `[0-9]`, `[!q]`
-    *.mlp                       the same, but `*.` at the beginning can also match nothing: `mlp` at the top level matches, too
-    model.layers.{0..7}.mlp     a range; {00..07} keeps its zeros
-    *.{q,k,v}_proj              alternatives, which may contain globs and braces
-    re:.*\\.(gate|up)_proj       a regular expression of the `regex` package, over the whole name
-    type:LayerNorm, type:*Norm  modules by class
+    model.layers.3.mlp          a module and everything below it, or one tensor model.*.mlp                 a glob as `fnmatch` has
+    it: `*` crosses dots, `?`, `[0-9]`, `[!q]` *.mlp                       a glob that begins with `*.` also matches without it:
+    `mlp` at the top level matches, too model.layers.{0..7}.mlp     a range; {00..07} keeps its zeros *.{q,k,v}_proj
+    alternatives, which may contain globs and braces re:.*\\.(gate|up)_proj       a regular expression of the `regex` package, over
+    the whole name type:LayerNorm, type:*Norm  modules by class
 
 A pattern selects a tensor if it matches the tensor's own name or the name of a module above it. It must match the whole name, so
 `model.layers.1` never matches `model.layers.10`.
@@ -52,11 +50,11 @@ class Pattern:
         return not self.by_class and bool(self._matches(name))
 
     def matches_class(self, class_name: str | None) -> bool:
-        """Return whether the pattern selects modules by class, as `type:*Norm` does, and matches this one."""
+        """Return whether the pattern selects modules by class, as `type:*Norm` does, and matches this class."""
         return self.by_class and class_name is not None and bool(self._matches(class_name))
 
     def selects(self, tensor: str) -> bool:
-        """Return whether the pattern matches a tensor's own name or that of a module above it. Classes are not considered."""
+        """Return whether the pattern matches a tensor's own name or the name of a module above it. Classes are not considered."""
         return self.matches(tensor) or any(self.matches(module) for module in ancestors(tensor) if module)
 
     def matches_exactly(self, tensor: str) -> bool:
@@ -98,11 +96,11 @@ class _Piece(msgspec.Struct, frozen=True):
 
     source: str
     length: int | None
-    """Number of characters of every text that it matches, or None if these differ in length."""
+    """Number of characters of every text that the piece matches, or None if such texts differ in length."""
     stars: int = 0
-    """Number of wildcards for any number of characters. Each of them makes matching slower."""
+    """Number of `*` wildcards. Each of them makes matching slower."""
     choices: float = 1.0
-    """An upper bound on the number of texts that its braces can stand for: 6 for `{a,b}{c,d,e}`."""
+    """An upper bound on the number of texts that the piece's braces can stand for: 6 for `{a,b}{c,d,e}`."""
 
 
 _STAR = _Piece(".*", None, 1)
@@ -134,9 +132,9 @@ def _sequence(text: str, at: int, depth: int) -> tuple[_Piece, int]:
 def _concatenated(pieces: list[_Piece], whole: bool) -> _Piece:
     """Return one regular expression for translated pieces of a glob. whole: whether they are the entire glob.
 
-    In an entire glob, the text between two stars is matched only at its first occurrence in a name: a later one would leave less of
-    the name for the rest of the glob. Without backtracking, the time for `*a*a*a*b` grows with the length of the name, and not with
-    its fourth power. This does not apply to texts of varying length, such as `{a,bc}`.
+    In an entire glob, the text between two stars is matched only at its first occurrence in a name, because a later occurrence
+    would leave less of the name for the rest of the glob. Without backtracking, the time for `*a*a*a*b` grows with the length of
+    the name, and not with its fourth power. This does not apply to texts of varying length, such as `{a,bc}`.
     """
     stars = [index for index, piece in enumerate(pieces) if piece is _STAR]
     lengths = [piece.length for piece in pieces]

@@ -23,14 +23,14 @@ MATCHING_S = 5.0
 
 
 class Selection(msgspec.Struct, frozen=True):
-    """What a pattern selects in a tree."""
+    """The modules, tensors and KV caches that a pattern selects in a tree."""
 
     modules: frozenset[str]
     """The names of the modules that the pattern matches. A module inside another matched module is left out."""
     tensors: tuple[str, ...]
     """The canonical names of the selected tensors that can be cast."""
     uncastable: tuple[str, ...] = ()
-    """Those that are never cast, such as integers, and non-persistent buffers that the pattern does not name specifically."""
+    """Names of selected tensors that are never cast, such as integers, and of non-persistent buffers that are not named exactly."""
     caches: tuple[str, ...] = ()
     """The names of the selected KV cache tensors. Only patterns that name caches, such as `*.kv_cache`, select any."""
 
@@ -38,7 +38,7 @@ class Selection(msgspec.Struct, frozen=True):
         return len(self.tensors) + len(self.caches)
 
     def for_dtype(self, dtype: str) -> Selection:
-        """Return what a rule with this pattern and dtype selects: weights and caches only if they can have the dtype."""
+        """Return the selection of a rule with this pattern and `dtype`: without weights or without caches if they can't have it."""
         if dtype in ONLY_KV:
             return msgspec.structs.replace(self, tensors=(), uncastable=())
         may_be_caches = dtype in KV_FORMATS or dtype == dtypes.STORED
@@ -46,7 +46,7 @@ class Selection(msgspec.Struct, frozen=True):
 
 
 def select(tree: Tree, pattern: str, seconds: float = MATCHING_S) -> Selection:
-    """Return what a pattern selects. Raises PatternError for an invalid one, and TooSlow if matching takes more than `seconds`."""
+    """Return the selection of a pattern. Raises PatternError if it is invalid, and TooSlow if matching takes over `seconds`."""
     with time_limit(seconds):
         return _selected(tree, compile_pattern(pattern))
 
@@ -92,7 +92,7 @@ class RuleEffect(msgspec.Struct, frozen=True):
     rule: Rule
     tensors: tuple[TensorInfo, ...]
     decides: int
-    """How many of `tensors` and `caches` get its dtype. A later rule overrides it for the others."""
+    """How many of `tensors` and `caches` get the rule's dtype. A later rule decides the dtype of the others."""
     caches: tuple[str, ...] = ()
     """The names of the KV cache tensors that the rule selects."""
 
@@ -121,13 +121,13 @@ class Plan(msgspec.Struct, frozen=True):
     decided_by: Mapping[str, int]
     """The index of the rule that decides the dtype of a tensor or the format of a KV cache tensor, by name, if a rule does."""
     selections: tuple[Selection, ...]
-    """What each rule selects, in the recipe's order."""
+    """The selection of each rule, in the recipe's order."""
     stored_bytes: int
     planned_bytes: int
     pending_classes: tuple[int, ...] = ()
-    """Indices of the rules that select modules by class, and nothing yet, because the model's classes are still unknown."""
+    """Indices of the rules that select modules by class. They select nothing yet, because the model's classes are still unknown."""
     caches: Mapping[str, str] = msgspec.field(default_factory=dict)
-    """The formats that rules give to KV cache tensors, by name. The others keep the dtype that the model's code gives them."""
+    """The formats that rules give to KV cache tensors, by name. Other KV caches keep the dtype that the model's code gives them."""
     too_slow: tuple[int, ...] = ()
     """Indices of the rules whose patterns take too long to match. They select nothing in the plan."""
 
@@ -167,8 +167,8 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 _latest: WeakKeyDictionary[Tree, Plan] = WeakKeyDictionary()
-"""The plan that was made last for each tree, because the same plan is often needed twice, such as while the user types a rule and
-when it is applied. With 90,000 tensors, a plan takes 0.1 s, for which a key press would wait.
+"""The last plan of each tree, because the same plan is often needed twice, such as while the user types a rule and when the rule is
+applied. With 90,000 tensors, a plan takes 0.1 s, which would delay a key press.
 """
 
 
@@ -228,8 +228,8 @@ def tensor_bytes(tensor: TensorInfo, dtype: str) -> int:
 
 
 def rules_in_doubt(tree: Tree, recipe: Recipe) -> bool:
-    """Return whether some rules match nothing in this tree, but might once the model's architecture is known. Raises TooSlow. A
-    tree that was built from the files alone lacks module classes and the aliases of tied weights.
+    """Return whether some rules match nothing in this tree, but may match something once the model's architecture is known. A tree
+    that was built from the files alone lacks module classes and the aliases of tied weights. Raises TooSlow.
     """
     plan = make_plan(tree, recipe)
     plan.refuse_too_slow()
@@ -268,7 +268,7 @@ NO_CLASSES = (
 
 
 def explain_no_match(tree: Tree, pattern: str, taken: Selection | None = None) -> str:
-    """Return a sentence that says why a pattern selects nothing in the tree. taken: what it selects, if the caller has it."""
+    """Return a sentence that says why a pattern selects nothing in the tree. taken: the pattern's selection, if it is known."""
     named = f"pattern {shortened(pattern)}"
     if names_caches(pattern) and not tree.caches:
         return f"{named} names KV caches: {tree.kv_cache.none_because or 'this model has none that a rule can give a format'}"

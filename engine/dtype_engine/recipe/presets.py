@@ -1,4 +1,4 @@
-"""Presets: ready-made recipes for many models. Their rules are computed for a tree, in which each of them matches something."""
+"""Presets: ready-made recipes for many models. Their rules are computed for a tree, and each rule matches something in it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Preset:
     needs_classes: bool = True
     """Whether the preset works only if the classes of the modules are known."""
     _declared: str = ""
-    """What the model must declare for it, in words."""
+    """What the model's files must declare for the preset, in words for the user, or ""."""
 
     def recipe(self, tree: Tree) -> Recipe:
         """Return the rules for a tree. Raises UserError if module classes are needed and unknown, or if no rule matches."""
@@ -88,7 +88,7 @@ def _packed_experts(module: Module) -> bool:
 
 
 def _by_class(tree: Tree, wanted: Callable[[Module], bool]) -> list[str]:
-    """Return patterns of the modules that are `wanted`: `type:CLASS` if all modules of a class are, otherwise patterns by name."""
+    """Return patterns for the modules for which `wanted` is true: `type:CLASS` if all of a class are wanted, otherwise names."""
     chosen: dict[str, list[str]] = {}
     every: dict[str, int] = {}
     for name, module in tree.modules.items():
@@ -134,7 +134,7 @@ def _kept_by_modelopt(tree: Tree) -> Iterable[str]:
 
 
 def _kept_wide(tree: Tree) -> Iterable[str]:
-    """Return patterns of what published checkpoints in block formats keep in 16 bits: the head, routers, vision towers, mixers."""
+    """Return patterns of modules that published checkpoints in block formats keep in 16 bits: head, routers, vision, mixers."""
     return dict.fromkeys((*KEPT_BY_MODELOPT, *heads(tree)))
 
 
@@ -145,7 +145,7 @@ def _declared_caches(tree: Tree) -> Iterator[Rule]:
 
 
 def _casts(*steps: tuple[Callable[[Tree], Iterable[str]], str]) -> Callable[[Tree], Iterable[Rule]]:
-    """Return a function that makes rules for a tree. steps: the patterns of what is cast to each dtype; later ones win."""
+    """Return a function that makes rules for a tree. steps: pairs (function from tree to patterns, dtype). Later steps win."""
     return lambda tree: [Rule(pattern, dtype) for patterns, dtype in steps for pattern in patterns(tree)]
 
 
@@ -214,7 +214,7 @@ PRESETS: dict[str, Preset] = {
 
 
 def preset(name: str) -> Preset:
-    """Return the preset with this name. Raises UserError for an unknown one, which suggests the nearest."""
+    """Return the preset with this name. Raises UserError for an unknown name, which suggests the nearest one."""
     if name in PRESETS:
         return PRESETS[name]
     near = nearest(name, PRESETS)
@@ -246,8 +246,8 @@ class PresetEffect:
 def preset_effects(
     tree: Tree, needed: Callable[[Plan], int] = lambda plan: plan.planned_bytes
 ) -> Iterator[PresetEffect]:
-    """Yield the effect of every preset on the tree, in the order of `PRESETS`. On a very large model, each takes a while. needed:
-    returns the bytes of memory that the model needs under a plan; by default, those of its weights.
+    """Yield the effect of every preset on the tree, in the order of `PRESETS`. On a very large model, each effect takes a while.
+    needed: returns the bytes of memory that the model needs under a plan; by default, the bytes of its weights.
     """
     for preset in PRESETS.values():
         try:

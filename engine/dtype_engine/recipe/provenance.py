@@ -57,8 +57,8 @@ def recipe_text(
 ) -> str:
     """Return the text of a recipe file for a plan, with comments and units.
 
-    title: the name of the model. report: the measurement of the plan; it contains the tensors with infinite or zero values. lost:
-    the same tensors for a plan without a report, or None if they are unknown. versions: those of the libraries, by name.
+    title: the name of the model. report: the measurement of the plan; it lists the tensors that lose values. lost: these tensors
+    for a plan without a report, or None if they are unknown. versions: of the libraries, by name.
     """
     losses = report.lost if report is not None and report.lost is not None else lost
     return write_recipe(

@@ -68,7 +68,7 @@ def compile_regex(
 def limited(
     source: str, shown: str, kind: Anchored = "fullmatch", before: int = 0, dotall: bool = True
 ) -> Callable[[str], bool]:
-    """Compile as `compile_regex` does, but whatever its length and repeat counts are: for expressions that are cheap to compile."""
+    """Do what `compile_regex` does, without limits on length and repeat counts: for expressions that are cheap to compile."""
     import regex  # the import takes 10 ms, and few recipes need it
 
     _seconds_left(shown)

@@ -38,8 +38,8 @@ class Rule:
 
     @classmethod
     def make(cls, pattern: str, dtype: object) -> Rule:
-        """Return a rule. dtype: a name in any spelling, or a `torch.dtype`. Raises UserError if either is invalid, or if the
-        pattern names KV caches and they can't have the dtype.
+        """Return a rule. dtype: a name in any spelling, or a `torch.dtype`. Raises UserError if pattern or dtype is invalid, or if
+        the tensors that the pattern names can't have the dtype.
         """
         compiled = compile_pattern(pattern)
         if names_caches(compiled.text):
@@ -66,7 +66,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """An ordered list of rules; the last one that selects a tensor decides its dtype. It is immutable and hashable, so that
+    """An ordered list of rules; the last rule that selects a tensor decides its dtype. A recipe is immutable and hashable, so that
     measurements can be stored by recipe.
 
     Example:
@@ -122,7 +122,7 @@ class History(Generic[_State]):
         return self._states[self._at]
 
     def push(self, state: _State) -> bool:
-        """Make `state` the current one, and discard states that were undone. Returns False if it already is the current one."""
+        """Make `state` the current state, and discard states that were undone. Returns False if it is the current state already."""
         if state == self.current:
             return False
         self._states[self._at + 1 :] = [state]

@@ -12,8 +12,8 @@ DESCRIBED = PER_CHANNEL + tuple(
     for name in dtypes.BLOCK_FORMATS
     if (blocks := dtypes.BY_NAME[name].blocks) is not None and blocks.layout not in ("", "fp8")
 )
-"""Formats that a scheme can describe. A scheme does not say by which rule MX scales were computed, so MX formats with any rule are
-among them: compressed-tensors computes scales by one rule, but reads scales of any.
+"""Formats that a scheme can describe. MX formats with any rule for scales are among them, because a scheme does not say the rule:
+compressed-tensors computes scales by one rule, and reads any scales.
 """
 
 
@@ -28,7 +28,7 @@ def layout(dtype: str) -> str:
 
 
 def weight_scheme(dtype: str) -> dict[str, Any]:
-    """Return how a scheme describes weights of a dtype in `DESCRIBED`, with entries such as `num_bits`."""
+    """Return the scheme's entries for weights of a dtype in `DESCRIBED`, such as `num_bits`."""
     row = dtypes.BY_NAME[dtype]
     scheme: dict[str, Any] = {"num_bits": row.bits, "type": row.kind, "symmetric": True}
     blocks = row.blocks
@@ -45,10 +45,11 @@ def weight_scheme(dtype: str) -> dict[str, Any]:
 
 
 def activation_scheme(dtype: str) -> dict[str, Any] | None:
-    """Return how a scheme describes the inputs of weights of a dtype in `DESCRIBED`, or None if they are not quantized.
+    """Return the scheme's entries for the inputs of layers with weights of a dtype in `DESCRIBED`, or None if inputs are not
+    quantized.
 
     The entries are those of FP8_DYNAMIC, W8A8, FP8_BLOCK, MXFP8, MXFP4 and NVFP4 (`quantization/quant_scheme.py`): a scale for each
-    token, or for each block of a token. NVFP4 also has one scale for all inputs of a layer, which the file holds.
+    token, or for each block of a token. NVFP4 also has one scale for all inputs of a layer, which is in the file.
     """
     row = dtypes.BY_NAME[dtype]
     if not dtypes.quantizes_activations(dtype):

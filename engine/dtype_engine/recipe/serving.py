@@ -1,4 +1,4 @@
-"""Predicts how a runtime would treat an export of a plan. Each check names the file in the runtime's source code behind it.
+"""Predicts how a runtime would treat an export of a plan. Each check names the file in the runtime's source code that it follows.
 
 The runtimes are vLLM (main branch, 2026) and SGLang (a version that supports a single compressed-tensors format per checkpoint).
 Both read an export in the layout in which it was written: compressed-tensors, or DeepSeek's fp8.
@@ -37,7 +37,7 @@ class Finding:
     """What the runtime does: it refuses to load the tensors, computes with other values, does not quantize them, or runs slower."""
     why: str
     source: str
-    """The file and the function in the runtime's source code from which the limitation is known."""
+    """The file and the function in the runtime's source code that has the limitation."""
     tensors: tuple[str, ...]
     """Canonical names of the affected tensors."""
 
@@ -68,10 +68,12 @@ class _Export:
     quantised: Mapping[str, str]
     """The format of each weight that the plan quantizes, by weight name."""
     written: Mapping[str, str]
-    """Those of them that the export stores in a layout that other programs read."""
+    """The entries of `quantised` that the export stores in a layout that other programs read."""
 
     def source(self, vllm: str, sglang: str = "") -> str:
-        """Return a place in the runtime's source code. sglang: what SGLang has instead of `vllm`, if it is not the same."""
+        """Return the path of a file in the runtime's source code. vllm: its path in vLLM. sglang: its path in SGLang if it
+        differs.
+        """
         return f"{_VLLM}/{vllm}" if self.runtime == "vllm" else f"{_SGLANG}/{sglang or vllm}"
 
 
@@ -98,7 +100,7 @@ def lint_serving(context: Context, runtime: Runtime) -> ServingLint:
 
 
 def _not_written(export: _Export, refused: Mapping[str, str | None]) -> Iterator[Finding]:
-    """An export stores weights without a public layout in one that only this program reads. refused: why a weight has none."""
+    """Yield findings for weights that no other program reads. refused: why a weight has no public layout, or None, by name."""
     by_reason: dict[str, list[str]] = {}
     for name, reason in refused.items():
         if reason is not None:
@@ -109,7 +111,7 @@ def _not_written(export: _Export, refused: Mapping[str, str | None]) -> Iterator
 
 
 def _routers(export: _Export) -> Iterator[Finding]:
-    """Routers of mixture-of-experts models are created with `quant_config=None`, that is, without parameters for scales."""
+    """Yield a finding if routers of experts are quantized: runtimes create routers without parameters for scales."""
     names = tuple(name for name in export.quantised if layer_name(name) in _ROUTERS)
     if names:
         models = "vllm/model_executor" if export.runtime == "vllm" else "python/sglang/srt"
@@ -118,7 +120,7 @@ def _routers(export: _Export) -> Iterator[Finding]:
 
 
 def _split(export: _Export) -> Iterator[Finding]:
-    """`should_ignore_layer` raises if it ignores only some members of a group of fused layers, such as q, k and v."""
+    """Yield a finding for each group of weights that runtimes fuse, such as q, k and v, if its members have different formats."""
     planned = export.context.plan.dtypes
     for group in split_groups(planned):
         why = f"fused into one layer, and in several formats: {_listed(group, planned)}"
@@ -131,7 +133,7 @@ def _split(export: _Export) -> Iterator[Finding]:
 
 
 def _experts(export: _Export) -> Iterator[Finding]:
-    """`get_moe_method` raises if the projections of a layer's experts have different formats."""
+    """Yield a finding for each layer whose packed experts have several formats, because `get_moe_method` raises for it."""
     planned = export.context.plan.dtypes
     layers: dict[str, list[str]] = {}
     for name in planned:
@@ -149,7 +151,7 @@ def _listed(names: Sequence[str], planned: Mapping[str, str]) -> str:
 
 
 def _missing(export: _Export) -> Iterator[Finding]:
-    """`_match_fused_layer` requires a match for every member of a group, also for one that the model does not have."""
+    """Yield a finding for each group of fused weights if the model lacks a member, because `_match_fused_layer` requires all."""
     source = export.source("compressed_tensors/utils.py: _match_fused_layer")
     for group in fused_groups(export.quantised):
         absent = [name for name in siblings(group[0]) if name not in export.context.tree.tensors]
@@ -159,14 +161,14 @@ def _missing(export: _Export) -> Iterator[Finding]:
 
 
 def _one_scale(export: _Export) -> Iterator[Finding]:
-    """Fused fp8 weights with one scale each are quantized again with the largest scale, which changes values."""
+    """Yield a finding for each group of fused fp8 weights with one scale each: runtimes requantize them with the largest."""
     source = export.source("utils/w8a8_utils.py: requantize_with_max_scale", "fp8_utils.py")
     for group in fused_groups(name for name, dtype in export.written.items() if dtype == "float8_e4m3fn@tensor"):
         yield Finding("other values", "fused, and quantized again with the largest scale of the members", source, group)
 
 
 def _blocks_of_merged(export: _Export) -> Iterator[Finding]:
-    """`validate_fp8_block_shape` raises if a block would span two of the weights that are fused."""
+    """Yield a finding for each group of fused weights if a block would span two weights: `validate_fp8_block_shape` raises."""
     tree, source = export.context.tree, export.source("utils/fp8_utils.py: validate_fp8_block_shape", "fp8_utils.py")
     for group in fused_groups(name for name, dtype in export.written.items() if _block_rows(dtype) > 1):
         dtype = export.written[group[0]]
@@ -184,7 +186,7 @@ def whole_when_fused(tree: Tree, name: str, dtype: str) -> bool:
 
 
 def _marlin(export: _Export) -> Iterator[Finding]:
-    """Marlin, the usual kernel for group-quantized integers, does not support all shapes. For others, few devices have a kernel."""
+    """Yield a finding if weights have shapes that Marlin, the usual kernel for group-quantized integers, does not support."""
     written = [name for name, dtype in export.written.items() if layout(dtype) == "pack-quantized"]
     fused = {name: group for group in fused_groups(written) for name in group}
     tensors = export.context.tree.tensors
@@ -201,7 +203,7 @@ def _marlin(export: _Export) -> Iterator[Finding]:
 
 
 def _whole_format(export: _Export) -> Iterator[Finding]:
-    """SGLang supports only one layout per checkpoint, and not the layout `mixed-precision`."""
+    """Yield a finding if the export has several layouts, and the runtime is SGLang, which supports one layout per checkpoint."""
     layouts = sorted({layout(dtype) for dtype in export.written.values()})
     if export.runtime == "sglang" and len(layouts) > 1:
         source = export.source("compressed_tensors/compressed_tensors.py: _get_scheme_from_parts")
@@ -210,7 +212,7 @@ def _whole_format(export: _Export) -> Iterator[Finding]:
 
 
 def _asymmetric(export: _Export) -> Iterator[Finding]:
-    """SGLang's `_is_wNa16_group_channel` requires symmetric quantization, without zero points."""
+    """Yield a finding if weights have zero points, and the runtime is SGLang, whose `_is_wNa16_group_channel` refuses them."""
     names = tuple(
         name for name, dtype in export.written.items()
         if (blocks := dtypes.BY_NAME[dtype].blocks) is not None and blocks.zero_points
@@ -221,7 +223,7 @@ def _asymmetric(export: _Export) -> Iterator[Finding]:
 
 
 def _int8(export: _Export) -> Iterator[Finding]:
-    """`_quantization_scheme_map_from_config` allows unquantized inputs only for float weights."""
+    """Yield a finding if the layout `int-quantized` is used without quantized activations, which runtimes refuse."""
     names = tuple(name for name, dtype in export.written.items() if layout(dtype) == "int-quantized")
     if export.context.activations == "none" and names:
         why = "int-quantized is for W8A8, and the recipe leaves activations wide: set quantize_activations, or use int8@g128"
@@ -230,7 +232,7 @@ def _int8(export: _Export) -> Iterator[Finding]:
 
 
 def _always_quantised(export: _Export) -> Iterator[Finding]:
-    """DeepSeek's fp8 layout requests quantized activations, and vLLM quantizes those of MXFP4 and MXFP8 without a request."""
+    """Yield findings for formats whose activations the runtime always quantizes: DeepSeek's fp8 and, in vLLM, MX."""
     if export.context.activations != "none":
         return
     deepseek = tuple(name for name, dtype in export.quantised.items() if layout(dtype) == "fp8")
@@ -251,8 +253,8 @@ def _block_rows(dtype: str) -> int:
 
 
 def no_layout(tree: Tree, name: str, dtype: str, experts: bool = False) -> str | None:
-    """Return why no other program can read the weight `name` in the format `dtype`, which has scales, or None if one can. experts:
-    whether to treat experts that the model packs into one tensor as separate linear layers, as exports store them.
+    """Return why no other program can read the weight `name` in the format with scales `dtype`, or None if another one can.
+    experts: whether to treat experts that the model packs into one tensor as separate linear layers, as exports store them.
     """
     tensor, blocks = tree.tensors[name], dtypes.BY_NAME[dtype].blocks
     if not layout(dtype):
@@ -280,7 +282,7 @@ def packed_experts(tree: Tree, name: str) -> bool:
 
 
 def serving_lines(lint: ServingLint, shown: Callable[[Sequence[str]], str]) -> list[str]:
-    """Return the findings as lines of text. shown: abbreviates a list of tensor names."""
+    """Return the findings as lines of text. shown: returns a short text for a list of tensor names."""
     lines = [f"{lint.runtime}: by its source"]
     for finding in lint.findings:
         lines += [f"! {finding.effect}: {finding.why}", f"    {shown(finding.tensors)}", f"    {finding.source}"]

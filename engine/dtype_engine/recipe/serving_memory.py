@@ -23,8 +23,8 @@ MOST_TOKENS = 1 << 24
 
 
 def serving_dtype(model: Totals, cache: KVCache) -> str:
-    """Return the dtype in which a served model computes: that of most weights if torch computes in it, otherwise the one that its
-    configuration names, otherwise bfloat16. model: the totals of the whole model under the recipe.
+    """Return the dtype in which a served model computes: the dtype of most weights if torch computes in it, otherwise the dtype
+    that the model's configuration names, otherwise bfloat16. model: the totals of the whole model under the recipe.
     """
     most = next(iter(model.mix()), ("", 0.0))[0]
     return most if most in dtypes.COMPUTE_DTYPES else cache.dtype or "bfloat16"
@@ -38,7 +38,7 @@ def default_context(tree: Tree) -> int:
 def cache_bytes(tree: Tree, formats: Mapping[str, str], dtype: str, context: int, batch: int) -> dict[str, int]:
     """Return the bytes of the KV cache for `batch` sequences of `context` tokens, keyed by format, the largest first.
 
-    formats: the formats that rules give, by cache tensor. dtype: that of all other cache tensors.
+    formats: the formats that rules give, by name of the cache tensor. dtype: of all other cache tensors.
     """
     found: dict[str, int] = {}
     for tensor in tree.kv_cache.tensors:
@@ -55,7 +55,7 @@ def cache_tensor_bytes(tensor: KVCacheTensor, form: str, context: int, batch: in
 
 
 def cache_change(tree: Tree, plan: Plan, context: int) -> tuple[int, int]:
-    """Return the bytes of the KV cache of one sequence of `context` tokens without rules, and under the plan."""
+    """Return (bytes of the KV cache of one sequence of `context` tokens without rules, bytes of it under the plan)."""
     before, after = (
         sum(cache_bytes(tree, formats, serving_dtype(totals[""], tree.kv_cache), context, 1).values())
         for formats, totals in (({}, tree.totals()), (plan.caches, tree.totals(plan.dtypes)))
@@ -66,10 +66,10 @@ def cache_change(tree: Tree, plan: Plan, context: int) -> tuple[int, int]:
 def largest_context(
     fixed: Callable[[int], int], activations: Callable[[int], int] | None, budget: int, longest: int
 ) -> int:
-    """Return the largest number of tokens, at most `longest`, with which a model fits in a budget of bytes, or 0 if none does.
-
-    fixed: returns the bytes of weights and KV cache for a number of tokens. activations: returns those of activations. A call of it
-    takes seconds, so it is called for at most eight numbers. The result is one of these: a few percent more may fit as well.
+    """Return the largest number of tokens, at most `longest`, with which a model fits in a budget of bytes, or 0 if no number fits.
+    fixed: returns the bytes of weights and KV cache for a number of tokens. activations: returns the bytes of activations. A call
+    of `activations` takes seconds, so it is called for at most eight numbers, and the result is one of these: a few percent more
+    tokens may fit, too.
     """
     high = _largest(fixed, budget, longest)
     if activations is None or high == 0:
@@ -91,7 +91,7 @@ def largest_context(
 
 
 def _largest(total: Callable[[int], float], budget: int, high: int) -> int:
-    """Return the largest number up to `high` whose total fits in the budget, or 0. total: never falls as the number grows."""
+    """Return the largest number up to `high` whose total fits in the budget, or 0. total: a function that never decreases."""
     low = 0
     while low < high:
         middle = (low + high + 1) // 2
@@ -100,8 +100,8 @@ def _largest(total: Callable[[int], float], budget: int, high: int) -> int:
 
 
 def interpolated(known: Mapping[int, int], context: int) -> float:
-    """Return the bytes of activations on the parabola through the three of the `known` numbers of tokens that are nearest to
-    `context`. They grow with the context or, where attention needs its whole matrix, with its square.
+    """Return the bytes of activations at `context`, on the parabola through the three nearest points of `known` (bytes by number of
+    tokens). Activations grow with the context or, if attention needs its whole matrix, with the square of the context.
     """
     near = sorted(known, key=lambda point: abs(point - context))[:3]
     return sum(
@@ -118,7 +118,7 @@ class Load(msgspec.Struct, frozen=True):
     batch: int = 1
     """The number of sequences."""
     kv: str | None = None
-    """The format of KV caches to which no rule gives one, or None for the dtype in which the model computes."""
+    """The format of KV caches to which no rule gives a format, or None for the dtype in which the model computes."""
 
 
 def serving_memory(
@@ -132,8 +132,9 @@ def serving_memory(
 ) -> ServingMemory:
     """Return the memory that a model takes when it is served under a plan.
 
-    model: its name. activations: returns the memory of a pass over a number of tokens, or None to leave it out. totals: those of
-    the whole model under the plan, if the caller has them. Raises what `activations` raises.
+    model: its name. budget: the available memory in bytes, or None. activations: returns the memory of a pass over a number of
+    tokens; None: activations are left out. totals: of the whole model under the plan, if the caller has them. Raises what
+    `activations` raises.
     """
     context, batch = load.context, load.batch
     cache, longest = tree.kv_cache, tree.kv_cache.longest

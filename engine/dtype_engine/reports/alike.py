@@ -8,9 +8,9 @@ from dtype_engine.core.tree import Module, Tree, ancestors, is_number
 
 
 class AlikeModules:
-    """Two modules are alike if they have the same class, the same children and the same tensors, in the same order, and if the
-    recipe gives their KV caches the same formats. Tensors are the same if their local names, shapes, kinds, stored and planned
-    dtypes are equal.
+    """Finds modules that are alike. Such modules have the same class, the same children and the same tensors, in the same order,
+    and the recipe gives their KV caches the same formats. Tensors are the same if their local names, shapes, kinds, stored and
+    planned dtypes are equal.
     """
 
     def __init__(self, tree: Tree, planned: Mapping[str, str], caches: Mapping[str, str] | None = None) -> None:
@@ -24,7 +24,7 @@ class AlikeModules:
         self._has_ties = any(tensor.aliases for tensor in tree.tensors.values())
 
     def runs(self, modules: Sequence[Module]) -> Iterator[list[Module]]:
-        """Yield runs of neighboring children of a module that are alike. Only those whose labels are numbers can share a run."""
+        """Yield runs of neighboring children of a module that are alike. Only children whose labels are numbers can share a run."""
         run: list[Module] = []
         for module in modules:
             if run and not self._are_alike(run[-1], module):

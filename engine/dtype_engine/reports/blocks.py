@@ -8,7 +8,7 @@ from typing import Literal
 from dtype_engine.results.pictures import Picture
 
 Grade = Literal["", "green", "yellow", "orange", "red"]
-"""The color of the mark on a tile. The words on the tile say the same, so that the color can be ignored. "" means no color."""
+"""The color of the mark on a tile, or "" for none. The tile's words have the same meaning, so that the color can be ignored."""
 
 
 class Identifier(str):
@@ -19,7 +19,7 @@ class Identifier(str):
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table of text. The columns from index `numbers` on are right-aligned; with -1, none are."""
+    """A table of text. The columns from index `numbers` on are right-aligned; with -1, no column is."""
 
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -28,7 +28,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class StackedBars:
-    """A chart of horizontal bars on one scale. Each is divided into segments, such as bytes by dtype."""
+    """A chart of horizontal bars on one scale. Each bar is divided into segments, such as bytes by dtype."""
 
     title: str
     bars: tuple[tuple[str, tuple[tuple[str, float, str], ...]], ...]
@@ -37,7 +37,7 @@ class StackedBars:
 
 @dataclass(frozen=True, slots=True)
 class BarChart:
-    """A chart with one value for each name, in order. The value is None if the name has none. A larger value is better."""
+    """A chart with one value for each name, in order. The value is None if it is unknown. A larger value is better."""
 
     title: str
     points: tuple[tuple[str, float | None], ...]
@@ -50,7 +50,7 @@ class Pictures:
 
     title: str
     pictures: tuple[tuple[str, Picture], ...]
-    """(label, picture) of each."""
+    """(label, picture) of each picture."""
 
 
 @dataclass(frozen=True, slots=True)

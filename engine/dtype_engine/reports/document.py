@@ -42,15 +42,15 @@ _FIGURES = ("SQNR", "max |Δ|", "non-finite")
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What is known of the model under a plan beside the plan itself."""
+    """The results of measuring a model under a plan."""
 
     drift: DriftReport | None = None
     no_drift: str = ""
-    """Why there is no measurement."""
+    """Why `drift` is None, or ""."""
     lost: Sequence[ValueLoss] | None = None
-    """Without a measurement: the weights with values that their cast makes infinite or zero, or None if these are unknown."""
+    """If `drift` is None: the weights of which the cast makes values infinite or zero, or None if these weights are unknown."""
     nonfinite: NonFiniteDiagnosis | None = None
-    """Where values stop being finite in the measurement, or None if all are finite."""
+    """The diagnosis if values in the measurement are not finite, otherwise None."""
     speed: SpeedReport | None = None
 
 
@@ -98,7 +98,7 @@ def _cache_text(tree: Tree, plan: Plan) -> str:
 
 
 def _lost(plan: Plan, losses: Sequence[ValueLoss] | None) -> list[Section]:
-    """Return the section about values that casts made infinite or zero, if a rule casts anything. losses: None: not counted."""
+    """Return the section about values that casts made infinite or zero, if a rule casts anything. losses: None if not counted."""
     if not any(rule.dtype != dtypes.STORED for rule in plan.recipe.rules):
         return []
     if losses is None:
@@ -120,7 +120,9 @@ def _lost(plan: Plan, losses: Sequence[ValueLoss] | None) -> list[Section]:
 
 
 def rules_section(tree: Tree, plan: Plan) -> Section:
-    """Return the section about the rules: how many tensors each matches, how many of them get its dtype, and their bytes."""
+    """Return the section about the rules: how many tensors each rule matches, how many of these get the rule's dtype, and their
+    bytes.
+    """
     if not plan.recipe.rules:
         return Section("Rules", ("None: every tensor as stored.",))
     rows = tuple(
@@ -213,7 +215,7 @@ def _nonfinite_section(diagnosis: NonFiniteDiagnosis) -> Section:
 
 
 def tree_section(tree: Tree, plan: Plan) -> Section:
-    """Return the section about modules with weights: the root and as many levels below it as fit in about forty rows."""
+    """Return the section about modules with weights: the root and as many levels below the root as fit in about forty rows."""
     stored, planned = tree.totals(), tree.totals(plan.dtypes)
     rows = []
     for name, modules in _table_rows(tree):
@@ -244,8 +246,8 @@ def _table_rows(tree: Tree) -> list[tuple[str, list[Module]]]:
 
 
 def _child_rows(name: str, modules: list[Module]) -> list[tuple[str, list[Module]]]:
-    """Return the rows one level below a row. Below `model.layers` there is one row `model.layers.{0..5}` for six layers of a class,
-    and below that one row `model.layers.{0..5}.mlp` for their six MLPs.
+    """Return the rows one level below a row. Below the row `model.layers` there is one row `model.layers.{0..5}` for six layers of
+    a class, and below the latter one row `model.layers.{0..5}.mlp` for the six MLPs.
     """
     prefix = f"{name}." if name else ""
     labels = list(modules[0].children)
@@ -270,7 +272,7 @@ def _leaves(tree: Tree, drift: DriftReport) -> list[ModuleDrift]:
 
 
 def picture_sections(drift: DriftReport) -> list[Section]:
-    """Return the section with the pictures that both models make, if they make any."""
+    """Return a list of the section with the pictures that both models make, [] if they make none."""
     pairs = tuple(
         Pictures(f"Input {number}", (("reference", pair.reference), ("candidate", pair.candidate)))
         for number, pair in enumerate(drift.pictures, 1)

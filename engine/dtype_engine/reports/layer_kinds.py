@@ -1,7 +1,7 @@
 """Sorts a model's tensors by the kind of layer that holds them (attention, MLP, norms, ...).
 
-No file says what a layer is for, so names and class names decide. Of the parts of a tensor's dotted name, the last one that is
-recognized gives the kind. In `model.layers.0.self_attn.q_norm.weight` this is `q_norm`: a norm inside an attention.
+No file tells the kind of a layer, so names and class names decide. The last part of a tensor's dotted name that is recognized gives
+the kind. In `model.layers.0.self_attn.q_norm.weight` this part is `q_norm`: a norm inside an attention.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def _recognised(module: Module) -> str | None:
 
 
 def _kind_of_output(parent: str, tree: Tree) -> str | None:
-    """Return the kind of a module `output`: the head if it is a child of the model (Llama's original files, GGUF), and the MLP's
-    second matrix if it is a sibling of `intermediate` (BERT).
+    """Return the kind of a module `output`: "head" if it is a child of the model (Llama's original files, GGUF), "MLP" if it is a
+    sibling of `intermediate` (BERT), where it is the MLP's second matrix, otherwise None.
     """
     if not parent:
         return "head"
@@ -89,7 +89,7 @@ def kind_of_tensor(name: str, kinds: Mapping[str, str]) -> str:
 def totals_by_kind(tree: Tree, planned: Mapping[str, str]) -> dict[str, Totals]:
     """Return the totals of the tensors of each kind of layer, in the order of KINDS. planned: dtypes by tensor name.
 
-    Their sums are the model's own totals: a tied weight counts once, by its canonical name.
+    The sums over all kinds are the model's totals: a tied weight counts once, by its canonical name.
     """
     kinds = kinds_of_modules(tree)
     found: dict[str, Totals] = {}

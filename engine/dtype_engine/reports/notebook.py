@@ -22,7 +22,9 @@ _ROWS = 12
 
 
 def session_html(title: str, tree: Tree, plan: Plan, inputs: str) -> str:
-    """Return HTML for an open model: its rules, and its modules with their dtypes and bytes. inputs: a description of them."""
+    """Return HTML for an open model: its rules, and its modules with their dtypes and bytes. inputs: a description of the
+    inputs.
+    """
     sections = (rules_section(tree, plan), tree_section(tree, plan))
     size = f"{human_bytes(plan.stored_bytes)} stored, {human_bytes(plan.planned_bytes)} planned"
     return as_fragment(Report(f"Session: {printable(title, 200)}", f"{size}; {printable(inputs, 300)}.", sections))

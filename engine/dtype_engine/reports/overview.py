@@ -1,4 +1,6 @@
-"""Writes the beginning of a report: tiles about size, drift and speed, and one sentence that says what the rules save and cost."""
+"""Writes the beginning of a report: tiles about size, drift and speed, and one sentence on the bytes that the rules save and the
+drift.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def _change(stored: int, planned: int) -> str:
 
 
 def verdict_tile(drift: DriftReport | None, no_drift: str = "", nonfinite: NonFiniteDiagnosis | None = None) -> Tile:
-    """Return the tile about drift, with the word that rates it, and the metrics behind it. no_drift: why there is none."""
+    """Return the tile about drift: the word that rates the drift, and the metrics behind the word. no_drift: why `drift` is
+    None.
+    """
     if drift is None:
         return Tile("drift", "not measured", (printable(no_drift, 200) or "no forward pass was run",))
     output, said = drift.output, meaning(drift.output, None, drift.modules)
@@ -54,7 +58,7 @@ def verdict_tile(drift: DriftReport | None, no_drift: str = "", nonfinite: NonFi
 
 
 def third_tile(planned: Totals, speed: SpeedReport | None) -> Tile:
-    """Return the tile about the candidate's speed or, if that was not measured, about the parameters."""
+    """Return the tile about the candidate's speed or, if the speed was not measured, about the parameters."""
     row = next((row for row in speed.rows if row.what == "candidate"), None) if speed is not None else None
     if speed is None or row is None:
         return Tile("parameters", planned.parameters_text, (mix_text(planned) if planned.nbytes else "no weights",))
@@ -72,7 +76,9 @@ def plain_sentence(
     losses: Sequence[ValueLoss] | None,
     caches: str = "",
 ) -> str:
-    """Return one sentence about the model, the rules, what they save and the drift. no_drift, caches: as for the tiles."""
+    """Return one sentence about the model, the rules, the bytes that they save, and the drift. no_drift, caches: as for the
+    tiles.
+    """
     name, rules = printable(title, 60), plan.recipe.rules
     stored, planned = human_bytes(plan.stored_bytes), human_bytes(plan.planned_bytes)
     if not rules:

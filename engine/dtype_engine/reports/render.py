@@ -1,4 +1,4 @@
-"""Renders a report as HTML or Markdown, as the extension of its file says."""
+"""Renders a report as HTML or Markdown, according to the extension of its file."""
 
 from __future__ import annotations
 
@@ -25,6 +25,6 @@ def check_name(path: Path) -> None:
 
 
 def render(report: Report, path: Path) -> str:
-    """Return the text of a report, in the format of the file's extension. Raises UserError if there is none."""
+    """Return the text of a report in the format of the path's extension. Raises UserError if the extension is of no format."""
     check_name(path)
     return FORMATS[path.suffix.lower()](report)

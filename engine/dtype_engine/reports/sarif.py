@@ -15,7 +15,7 @@ from dtype_engine.recipe.lint import Lint
 from dtype_engine.recipe.serving import ServingLint
 
 _MOST_TENSORS = 1_000
-"""Maximum number of SARIF results for one finding, which has a result for each affected tensor."""
+"""Maximum number of SARIF results for one finding. Each affected tensor is a result."""
 _EFFECTS: Mapping[str, tuple[str, str]] = {
     "refused": ("the runtime refuses to load weights", "error"),
     "other values": ("the runtime computes with other values", "error"),
@@ -27,7 +27,7 @@ _EFFECTS: Mapping[str, tuple[str, str]] = {
 def result(
     rule: str, message: str, tensor: str, file: str = "", line: int | None = None, level: str = "error"
 ) -> dict[str, Any]:
-    """Return a SARIF result. rule: the id of its rule, which describes this kind of finding. file: a URI. line: counted from 1."""
+    """Return a SARIF result. rule: the id of the rule that describes this kind of finding. file: a URI. line: counted from 1."""
     place: dict[str, Any] = {"artifactLocation": {"uri": file}}
     if line is not None:
         place["region"] = {"startLine": line}
@@ -62,7 +62,7 @@ def _without_links(text: str) -> str:
 
 
 def sarif(command: str, rules: Mapping[str, tuple[str, str]], results: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Return a SARIF log, as an object for JSON. rules: (title, why it matters) by id."""
+    """Return a SARIF log, as an object for JSON. rules: (title, why such findings matter) by id."""
     ids = list(rules)
     listed = [
         {"id": rule, "shortDescription": {"text": title}, "fullDescription": {"text": why}}
@@ -78,7 +78,9 @@ def sarif(command: str, rules: Mapping[str, tuple[str, str]], results: Iterable[
 
 
 def lint_sarif(file: Path, lint: Lint) -> dict[str, Any]:
-    """Return which tensors the patterns of a recipe file match differently here and in another tool, a result for each tensor."""
+    """Return SARIF with a result for each tensor that a pattern of a recipe file matches in only one of this program and another
+    tool.
+    """
     rules = {
         "pattern-differs": (
             f"a pattern matches other tensors in {lint.target}",
@@ -115,7 +117,7 @@ def lint_sarif(file: Path, lint: Lint) -> dict[str, Any]:
 
 
 def serving_sarif(file: Path, lint: ServingLint) -> dict[str, Any]:
-    """Return what a runtime would do with an export of a recipe file, with a result for each affected tensor."""
+    """Return SARIF on how a runtime would treat an export of a recipe file, with a result for each affected tensor."""
     rules = {
         effect.replace(" ", "-"): (title, f"Predicted for {lint.runtime} from its source code.")
         for effect, (title, _) in _EFFECTS.items()

@@ -1,4 +1,4 @@
-"""Draws charts as SVG images for an HTML page. All that a color shows is also written as text.
+"""Draws charts as SVG images for an HTML page. Everything that a color shows is also written as text.
 
 Horizontal positions are percentages of the page's width, so that on a phone the columns get narrower but not the texts.
 """
@@ -15,7 +15,7 @@ _COLOURS = ("#4477aa", "#ee8866", "#44aa77", "#aa4488", "#bbaa33", "#888888")
 
 
 def stacked_bars_svg(chart: StackedBars) -> str:
-    """Return horizontal bars on one scale. Above each is a line with its name and the names of its segments."""
+    """Return horizontal bars on one scale. Above each bar is a line with the name of the bar and the names of its segments."""
     largest = max((sum(size for _, size, _ in pieces) for _, pieces in chart.bars), default=0.0)
     if not largest:
         return ""
@@ -36,7 +36,7 @@ def stacked_bars_svg(chart: StackedBars) -> str:
 
 
 def bar_chart_svg(chart: BarChart) -> str:
-    """Return a column for each name, in order. The three lowest values are marked, and named below the chart."""
+    """Return a chart with a column for each name, in order. The three lowest values are marked, and named below the chart."""
     values = [value for _, value in chart.points if value is not None]
     if not values:
         return ""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def mix_text(totals: Totals) -> str:
-    """Return the share of the bytes that each dtype has, as in `bf16 83 % · f32 17 %`, or the name of the only dtype."""
+    """Return each dtype's share of the bytes, as in `bf16 83 % · f32 17 %`, or only the name if there is one dtype."""
     shares = totals.mix()
     if len(shares) == 1:
         return dtypes.short_name(shares[0][0])
@@ -31,7 +31,7 @@ def mix_text(totals: Totals) -> str:
 
 
 def sum_of(parts: Iterable[Totals]) -> Totals:
-    """Return the totals of several modules together."""
+    """Return the sum of the totals of several modules."""
     whole = Totals()
     for part in parts:
         whole.add_totals(part)
@@ -44,7 +44,7 @@ def found_text(coverage: Coverage | None) -> str:
 
 
 def generation_text(text: Generation) -> str:
-    """Return how both models continue a prompt. In both texts, the first token that differs is in brackets."""
+    """Return the texts with which both models continue a prompt. In both texts, the first token that differs is in brackets."""
     lines = [f"prompt     {_one_line(text.prompt)}"]
     for name, written in (("reference", text.reference), ("candidate", text.candidate)):
         same = text.same_tokens
@@ -85,7 +85,7 @@ def weights_text(errors: Sequence[WeightError]) -> str:
 
 
 def skipped_text(skipped: Sequence[SkippedTensor]) -> str:
-    """Return one line: how many tensors are never cast, and the name of the first with the reason."""
+    """Return one line with the number of tensors that are never cast, the name of the first one, and the reason."""
     first = skipped[0]
     return f"left out   {plural(len(skipped), 'tensor')}, first {printable(first.name, 100)}: {first.why}"
 
@@ -119,7 +119,7 @@ def speed_cells(row: SpeedRow, report: SpeedReport) -> list[str]:
 
 
 def cache_change_text(before: int, after: int, context: int) -> str:
-    """Return the bytes of a KV cache without rules and under a recipe, and the context."""
+    """Return words with the bytes of a KV cache before (without rules) and after (under a recipe), and the number of tokens."""
     sizes = human_bytes(before) if before == after else f"{human_bytes(before)} → {human_bytes(after)}"
     return f"{sizes} for one sequence of {context:,} tokens"
 
@@ -181,7 +181,7 @@ def _figure_lines(report: DriftReport, about: About) -> list[str]:
 
 
 def flow_text(casts: Sequence[ImplicitCastStats]) -> str:
-    """Return a table of implicit casts, in this order."""
+    """Return a table of implicit casts, in the given order."""
     if not casts:
         return "no implicit casts: every operation was given one dtype"
     rows = [("module", "operation", "from → to", "elements", "times", "plain torch")]

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from dtype_engine.checkpoint import Checkpoint
 
 SHOWN = 20
-"""How many findings of one kind the text lists."""
+"""The maximum number of findings of one kind that the text lists."""
 
 
 def check_text(report: CheckReport) -> str:
-    """Return the findings by kind, with the reason why each kind matters."""
+    """Return the report as text: the findings by kind, with the reason why each kind matters."""
     share = f"; {report.coverage}" if report.coverage is not None else ""
     read = [plural(report.tensors, "header"), plural(report.scales, "tensor") + " of scales"]
     read += [f"the values of {plural(report.values, 'tensor')}"] if report.values is not None else []
@@ -46,7 +46,7 @@ def by_kind(report: CheckReport) -> dict[str, list[Finding]]:
 
 
 def check_json(report: CheckReport) -> dict[str, Any]:
-    """Return the findings as an object for JSON, and what is known of each kind that was found."""
+    """Return the report as an object for JSON, with a description of each kind of problem that was found."""
     return {**as_json(report), "kinds": {kind: as_json(KINDS[kind]) for kind in by_kind(report)}}
 
 

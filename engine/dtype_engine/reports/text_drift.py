@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 _MOST_CAUSES = 12
 _CANCELLING = 1.2
-"""Causes are percentages of the whole drift unless a module alone drifts by more than this many times the whole: drifts then cancel
-each other, and percentages would mislead.
+"""A cause is given as a percentage of the whole drift, unless a module alone causes more than this many times the whole drift:
+drifts then cancel each other, and a percentage would mislead.
 """
 
 
@@ -32,14 +32,14 @@ def reference_words(reference: str) -> str:
 
 
 def extent_text(extent: Extent) -> str:
-    """Return how much of the inputs was measured, such as `2 of 6 sequences, 184 tokens`, and how much padding was left out."""
+    """Return words on the inputs that were measured, such as `2 of 6 sequences, 184 tokens`, and on padding that was left out."""
     whole = "sequence" if extent.of_tokens else "input"
     part = "token" if extent.of_tokens else "position"
     return f"{extent.done:,} of {plural(extent.total, whole)}, {plural(extent.positions, part)}{extent.left_out_text}"
 
 
 def modules_extent_text(report: DriftReport) -> str:
-    """Return on how many sequences modules were compared, as in `2 of 6 sequences`, or "" if on all."""
+    """Return the number of sequences on which modules were compared, as in `2 of 6 sequences`, or "" for all sequences."""
     extent = report.sequences
     if report.modules_sequences >= extent.total:
         return ""
@@ -47,7 +47,7 @@ def modules_extent_text(report: DriftReport) -> str:
 
 
 def partial_text(reading: PartialDrift) -> str:
-    """Return what a running measurement has so far: `KL 1.234e-03 ± 2e-05 nats, 2 of 6 sequences`."""
+    """Return the main figure of a running measurement so far: `KL 1.234e-03 ± 2e-05 nats, 2 of 6 sequences`."""
     output, extent = reading.output, reading.extent
     if output.nonfinite:
         return "not finite"
@@ -64,7 +64,7 @@ def floor_text(floor: NoiseFloor) -> str:
 
 
 def floor_lines(floor: NoiseFloor | None, output: OutputDrift, modules: Iterable[ModuleDrift] = ()) -> list[str]:
-    """Return a line that rates the drift with a word such as "small" and, if it is known, one with the noise floor."""
+    """Return a line that rates the drift with a word such as "small" and, unless `floor` is None, a line with the noise floor."""
     lines = [f"meaning    {meaning(output, floor, modules)}"]
     if floor is None:
         return lines
@@ -88,7 +88,7 @@ def nonfinite_lines(diagnosis: NonFiniteDiagnosis) -> list[str]:
 
 
 def remedy_result(diagnosis: NonFiniteDiagnosis) -> str:
-    """Return the effect of the rules: `the output is finite` or, if it was finite before, the SQNR without and with them."""
+    """Return the effect of the remedy's rules: `the output is finite` or, if it was before, the SQNR without and with the rules."""
     before, after = diagnosis.before, diagnosis.after
     if before is None or after is None or before.nonfinite:
         return "the output is finite" + (" where the reference is" if diagnosis.reason else "")
@@ -124,7 +124,7 @@ def value_sentence(diagnosis: NonFiniteDiagnosis) -> str:
 
 
 def causes_headline(report: AttributionReport) -> str:
-    """Return a sentence on what causes most: `62 % of the output's drift enters at model.layers.1.mlp.down_proj`."""
+    """Return a sentence on the main cause: `62 % of the output's drift enters at model.layers.1.mlp.down_proj`."""
     if report.whole == 0:
         return f"the weights' dtypes change nothing in the output over these {report.positions:,} positions"
     if not report.causes:
@@ -142,7 +142,7 @@ def causes_headline(report: AttributionReport) -> str:
 
 
 def share_words(contribution: Contribution) -> str:
-    """Return a module's drift as a percentage of the whole drift, or `-`."""
+    """Return a contribution as a percentage of the whole drift, or `-` if the percentage is unknown."""
     return "-" if contribution.share is None else f"{100 * contribution.share:.1f} %"
 
 
@@ -157,7 +157,7 @@ def causes_footing(report: AttributionReport) -> str:
 
 
 def causes_text(report: AttributionReport) -> str:
-    """Return the two sentences above, and a table of the modules that cause the most drift."""
+    """Return the sentences of `causes_headline` and `causes_footing`, and a table of the modules that cause the most drift."""
     lines = [f"causes     {causes_headline(report)}", f"           {causes_footing(report)}"]
     if not report.causes:
         return lines[0]
@@ -177,6 +177,6 @@ def causes_text(report: AttributionReport) -> str:
 
 
 def cause_label(contribution: Contribution) -> str:
-    """Return the name of a module, or that of a subtree with its number of modules."""
+    """Return the name of a module, or the name of a subtree and its number of modules."""
     name = printable(contribution.name, 200) or "the model itself"
     return f"{name} ({contribution.modules} modules)" if contribution.modules > 1 else name

@@ -21,12 +21,12 @@ _HEAD = ("module", "dtype, % of bytes", "parameters", "bytes")
 
 @dataclass(frozen=True, slots=True)
 class TreeView:
-    """Which part of the tree `tree_text` shows, and in which order."""
+    """The settings of `tree_text`: the levels and the order of modules."""
 
     depth: int | None = None
     """How many levels below the model are shown; None shows all."""
     fold: bool = False
-    """Whether neighboring layers that are alike are folded: the first is shown whole, and all others together as one line."""
+    """Whether neighboring layers that are alike are folded: the first layer is shown, and all others as one line."""
     by_bytes: bool = False
     """Whether the largest children of a module come first. Otherwise they are in the model's order."""
 
@@ -47,7 +47,7 @@ class _Rows:
         self._alike = AlikeModules(tree, plan.dtypes, plan.caches) if view.fold else None
 
     def below(self, module: Module, level: int) -> Iterator[tuple[str, str, str, str]]:
-        """Yield the row of a module, and those of its tensors and children. level: the number of modules above it."""
+        """Yield the row of a module, and the rows of its tensors and children. level: the number of modules above the module."""
         class_name = f"  {module.class_name}" if module.class_name else ""
         yield _module_row("  " * level + (module.label or self._title) + class_name, self._totals[module.name])
         if self._view.depth is not None and level >= self._view.depth:

@@ -42,7 +42,9 @@ def loss_words(loss: ValueLoss) -> str:
 
 
 def _counted(changes: Mapping[str, int], of_what: Callable[[int], str]) -> list[str]:
-    """Return the changes with their numbers, as in `64 of 128 values became infinite`. Only the first says of what they are."""
+    """Return changes with their numbers, as in `64 of 128 values became infinite`. of_what: returns the first number with
+    its noun.
+    """
     counts = [(words, count) for words, count in changes.items() if count]
     return [f"{f'{count:,}' if place else of_what(count)} {words}" for place, (words, count) in enumerate(counts)]
 
@@ -56,7 +58,7 @@ def _of(count: int, loss: ValueLoss) -> str:
 
 
 def headline(losses: Sequence[ValueLoss]) -> str:
-    """Return the numbers over all tensors: `64 values became infinite, 12 became zero, in 2 tensors`, or "" if all is rounding."""
+    """Return the numbers over all tensors: `64 values became infinite, 12 became zero, in 2 tensors`, or "" for mere rounding."""
     lost = severe(losses)
     if not lost:
         return ""
@@ -70,7 +72,7 @@ def headline(losses: Sequence[ValueLoss]) -> str:
 
 
 def loss_sentences(losses: Sequence[ValueLoss], most: int = 8) -> list[str]:
-    """Return `severe_sentences`, and a sentence about all tensors in which values became zero by ordinary rounding."""
+    """Return the sentences of `severe_sentences`, and a sentence about all tensors in which values became zero only by rounding."""
     lines = severe_sentences(losses, most)
     rounded = [loss for loss in losses if loss.is_rounding]
     if rounded:
@@ -84,14 +86,16 @@ def loss_sentences(losses: Sequence[ValueLoss], most: int = 8) -> list[str]:
 
 
 def severe_sentences(losses: Sequence[ValueLoss], most: int = 8) -> list[str]:
-    """Return a sentence for each of the first `most` tensors whose values were not only rounded, and how many more there are."""
+    """Return a sentence for each of the first `most` tensors that lost values not only by rounding, and one with the number of
+    others.
+    """
     lost = severe(losses)
     lines = [loss_sentence(loss) for loss in lost[:most]]
     return [*lines, f"and {len(lost) - most:,} more tensors lose values"] if len(lost) > most else lines
 
 
 def loss_lines(losses: Sequence[ValueLoss]) -> list[str]:
-    """Return `loss_sentences` as lines for a terminal."""
+    """Return the sentences of `loss_sentences` as lines for a terminal."""
     return [f"{'lost' if not index else '':<10} {line}" for index, line in enumerate(loss_sentences(losses))]
 
 
@@ -117,7 +121,7 @@ def suggestion(rules: Sequence[str]) -> str:
 
 
 def remedy_words(remedy: LossRemedy) -> str:
-    """Return `tried: SQNR 3.33 dB → 47.10 dB, planned 42.43 MiB → 42.43 MiB`, or why the rules were not tried."""
+    """Return words such as `tried: SQNR 3.33 dB → 47.10 dB, planned 42.43 MiB → 42.43 MiB`, or why the rules were not tried."""
     size = f"planned {human_bytes(remedy.planned_bytes_before)} → {human_bytes(remedy.planned_bytes)}"
     if remedy.before is None or remedy.after is None:
         return f"not tried: {printable(remedy.reason, 400)}; {size}"

@@ -10,7 +10,7 @@ from dtype_engine.results.serving_memory import ServingMemory
 
 
 def memory_text(memory: ServingMemory) -> str:
-    """Return a table of what takes memory, then what fits in the budget, and what is not known."""
+    """Return a table of the parts that take memory, then the context that fits in the budget, and notes about unknown sizes."""
     rows = [
         ("weights", human_bytes(memory.weights_bytes), ""),
         ("KV cache", human_bytes(memory.kv_bytes), cache_words(memory)),
@@ -24,12 +24,12 @@ def memory_text(memory: ServingMemory) -> str:
 
 
 def size_words(memory: ServingMemory) -> str:
-    """Return what the memory is for, such as `4 sequences of 512 tokens`."""
+    """Return the load for which the memory is computed, such as `4 sequences of 512 tokens`."""
     return f"{plural(memory.batch, 'sequence')} of {memory.context:,} tokens"
 
 
 def cache_words(memory: ServingMemory) -> str:
-    """Return the formats of the KV cache, and how it grows, as in `fp8; 576 B for each further token`."""
+    """Return the formats of the KV cache, and its growth, as in `fp8; 576 B for each further token`."""
     if not memory.kv_dtypes:
         return "none"
     grows = memory.kv_bytes_per_token
@@ -38,7 +38,7 @@ def cache_words(memory: ServingMemory) -> str:
 
 
 def budget_words(memory: ServingMemory) -> list[str]:
-    """Return a sentence that says up to which number of tokens the model fits in the budget, if there is one."""
+    """Return one sentence with the number of tokens up to which the model fits in the budget, [] without a budget."""
     if memory.budget is None or memory.largest_context is None:
         return []
     budget, batch = human_bytes(memory.budget), f" (batch {memory.batch})" if memory.batch > 1 else ""

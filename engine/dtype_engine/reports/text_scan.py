@@ -18,7 +18,7 @@ _ROWS = 20
 
 
 def scan_text(report: ScanReport) -> str:
-    """Return for each dtype the sum of all weights' scores, and the weights with the highest scores."""
+    """Return a scan as text: the sum of all weights' scores in each dtype, and the weights with the highest scores."""
     how = "each measured alone" if report.exact else f"estimated, {report.draws} backward passes a sequence"
     passes = report.scan_seconds / report.forward_seconds if report.forward_seconds else math.nan
     lines = [
@@ -45,7 +45,7 @@ def scan_text(report: ScanReport) -> str:
 
 
 def totals_heading(report: ScanReport) -> str:
-    """Return what the sums of a scan's scores are about."""
+    """Return a heading for the sums of a scan's scores, such as "all weights in one dtype"."""
     of_caches = {dtype.startswith(SCANNED) for dtype in report.dtypes}
     if len(of_caches) > 1:
         return "all weights, or all KV caches (kv:), in one dtype"

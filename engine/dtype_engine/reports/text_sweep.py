@@ -14,7 +14,7 @@ _WIDTH, _HEIGHT = 60, 12
 
 
 def sweep_text(report: SweepReport) -> str:
-    """Return a table of recipes, smallest first, then a plot of drift over bytes. A `*` marks those that no other recipe beats."""
+    """Return a table of recipes, smallest first, and a plot of drift over bytes. `*` marks recipes that no other recipe beats."""
     lines = [
         f"model      {report.model}, stored {human_bytes(report.stored_bytes)}",
         f"inputs     {report.inputs}",

@@ -14,7 +14,9 @@ _SHOWN = 3
 
 
 def comparison_text(report: WeightsComparison) -> str:
-    """Return a table of the weights whose values differ, the lowest SQNR first, the number of equal ones, and what has no pair."""
+    """Return a table of the weights whose values differ, lowest SQNR first, the number of equal weights, and weights without a
+    pair.
+    """
     equal = [weight for weight in report.weights if weight.equal]
     lines = [
         f"reference  {printable(report.reference, 200)}",
@@ -47,6 +49,6 @@ def _table(differing: Sequence[WeightDifference]) -> list[str]:
 
 
 def _name(weight: WeightDifference) -> str:
-    """Return the name of a weight, or both if they differ: `blk.0.attn_q.weight = model.layers.0.self_attn.q_proj.weight`."""
+    """Return the name of a weight, or both names if they differ: `blk.0.attn_q.weight = model.layers.0.self_attn.q_proj.weight`."""
     name = printable(weight.name, 100)
     return name if weight.name == weight.reference_name else f"{printable(weight.reference_name, 100)} = {name}"

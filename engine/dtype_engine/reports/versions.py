@@ -12,8 +12,8 @@ from dtype_engine.core.version import __version__
 def versions() -> dict[str, str]:
     """Return the versions of the program, of the libraries that do the arithmetic, of Python and of the system, by name.
 
-    A library that is already imported, as for every measurement, gives its own version: torch's includes the build (`2.13.0+cpu`),
-    and two builds may differ in the last digits of a metric.
+    A library that is already imported, as after every measurement, tells its own version: torch's version includes the build
+    (`2.13.0+cpu`), and two builds may differ in the last digits of a metric.
     """
     named = {"dtype_engine": __version__}
     for name in ("torch", "transformers"):
@@ -23,7 +23,7 @@ def versions() -> dict[str, str]:
 
 
 def installed(name: str) -> str | None:
-    """Return the version of an installed package."""
+    """Return the version of a package, or None if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

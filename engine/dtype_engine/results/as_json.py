@@ -13,7 +13,7 @@ from dtype_engine.results.figures import FIGURES
 
 
 def as_json(value: Any) -> Any:
-    """Return `value` as objects for JSON. Infinity and NaN become None, and fields with the metadata `json=False` are left out."""
+    """Return a result as an object for JSON. Infinity and NaN become None. Fields with the metadata `json=False` are left out."""
     if isinstance(value, OutputDrift):
         return as_json(value.by_name() | {row.name: row.of(value) for row in FIGURES.values()})
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

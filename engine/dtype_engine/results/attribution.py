@@ -24,7 +24,7 @@ class NoiseFloor:
     """The noise floor: the drift of the reference from itself when the same float32 arithmetic runs in another order."""
 
     ways: tuple[str, ...]
-    """The repeated runs, such as "eager attention"; each metric is the worst of all. If there are none, the floor is unknown."""
+    """The repeated runs, such as "eager attention". Each metric is the worst of all runs. Without runs, the floor is unknown."""
     positions: int
     """How many positions of the main output (its rows, such as tokens) were compared."""
     sqnr_db: float
@@ -34,7 +34,7 @@ class NoiseFloor:
     top1_agreement: float | None = None
 
     def covers(self, output: OutputDrift) -> bool:
-        """Return whether a drift is not above the noise floor, by mean KL if both have one, otherwise by SQNR."""
+        """Return whether a drift is not above the noise floor, by mean KL if both have a mean KL, otherwise by SQNR."""
         if not self.ways or output.nonfinite or output.max_abs == 0:
             return False
         if output.kl_mean is not None and self.kl_mean is not None:
@@ -47,11 +47,11 @@ class Contribution:
     """The drift of the main output if the recipe casts only the weights in one module or subtree."""
 
     name: Name
-    """Of the module or of the subtree's topmost module."""
+    """The name of the module, or of the subtree's topmost module."""
     modules: int
     """How many modules with weights the subtree contains; 1 for a single module."""
     drift: float
-    """In the unit of the `AttributionReport`. Infinity if the output is not finite."""
+    """The drift in the unit of the `AttributionReport`. Infinity if the output is not finite."""
     share: float | None
     """`drift` divided by the drift of the whole recipe on the same inputs, or None if the quotient is not finite."""
     local_sqnr_db: float | None = None
@@ -75,7 +75,7 @@ class AttributionReport:
     """How many forward passes were run. Some were partial: they began at the first module that the cast affects."""
     seconds: float
     causes: tuple[Contribution, ...]
-    """The largest first."""
+    """The contributions, largest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class PartialAttribution:
     """The causes of a drift while `done` of `total` modules and subtrees have been measured."""
 
     report: AttributionReport
-    """The report on those. Only these count in `together`, `passes` and `seconds`."""
+    """The report on the measured modules and subtrees. Its `together`, `passes` and `seconds` are of these alone."""
     done: int
     total: int
 
@@ -96,8 +96,8 @@ class NonFiniteDiagnosis:
     """
 
     kind: Literal["weight", "activation", "reference", "unknown"]
-    """What exceeds the range of `dtype`: the values of `weights`, or an activation, which is the operation's result or was cast for
-    it. "reference": the float32 reference itself is not finite. "unknown": none of these.
+    """What exceeds the range of `dtype`: the values of `weights`, or an activation, which is the operation's result or an input
+    cast for the operation. "reference": the float32 reference itself is not finite. "unknown": none of these.
     """
     first_module: Name
     """The first module that runs whose output is finite in the reference but not in the candidate."""
@@ -113,11 +113,11 @@ class NonFiniteDiagnosis:
     largest_reference: float | None
     """The largest magnitude of the operation's result in the reference."""
     remedy: tuple[str, ...]
-    """Rules to append to the recipe's, with which the output was finite wherever the reference is. Empty if none were found."""
+    """Rules to append to the recipe's rules. With them, the output was finite wherever the reference is. () if none were found."""
     reason: str = ""
-    """Why no rules were found or, with a remedy, that the reference itself has values that are not finite."""
+    """Why no rules were found. If there are rules: a sentence if the reference has values that are not finite, otherwise ""."""
     constant: float | None = None
-    """The constant in the model's code that is the cause, because it becomes infinite (as masks do) or zero (as an epsilon)."""
+    """The constant in the model's code that is the cause: it becomes infinite (in a mask) or zero (an epsilon). Otherwise None."""
     before: OutputDrift | None = None
     """The drift of the main output without the rules in `remedy`."""
     after: OutputDrift | None = None
@@ -126,12 +126,12 @@ class NonFiniteDiagnosis:
 
 @dataclass(frozen=True, slots=True)
 class LossRemedy:
-    """Rules to append to the recipe's, for tensors with values that its casts make infinite or zero."""
+    """Rules to append to the recipe's rules, for tensors of which the recipe's casts make values infinite or zero."""
 
     rules: tuple[str, ...]
     tensors: tuple[Name, ...]
-    """The tensors that the rules match. Each gets a dtype in which none of its values becomes infinite or zero: its stored one, if
-    no dtype with fewer bits has them all.
+    """The tensors that the rules match. Each tensor gets a dtype in which none of its values becomes infinite or zero: its stored
+    dtype if no dtype with fewer bits holds all values.
     """
     planned_bytes_before: int
     """The bytes of the whole model without these rules."""
@@ -142,7 +142,7 @@ class LossRemedy:
     after: OutputDrift | None = None
     """The drift of the main output with these rules, over the same inputs. None if it was not measured."""
     reason: str = ""
-    """Why it was not measured."""
+    """Why the drift with the rules was not measured, or ""."""
 
     @property
     def improves(self) -> bool:

@@ -161,9 +161,9 @@ class Finding:
     kind: str
     """A key of `KINDS`."""
     tensor: Name
-    """What has the problem: a tensor, a file or a field of config.json."""
+    """The name of what has the problem: a tensor, a file or a field of config.json."""
     what: str
-    """What is wrong, in words that follow that name in a sentence, such as "has no scales"."""
+    """The problem, in words that follow this name in a sentence, such as "has no scales"."""
     file: str = ""
 
 
@@ -185,4 +185,4 @@ class CheckReport:
     against: str | None = None
     """The source with which the checkpoint was compared."""
     coverage: Coverage | None = None
-    """Which tensors of the architecture, or of those that the index lists, the files have. None if both are unknown."""
+    """Which tensors of the architecture, or else of the index, are in the files. None if both are unknown."""

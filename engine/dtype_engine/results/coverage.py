@@ -14,14 +14,14 @@ class Misshapen:
     """A tensor whose shape in the files is not the one that the configuration gives it."""
 
     name: str
-    """In the files, or that of a packed tensor, such as all experts of a layer, if loading makes one of several."""
+    """The name in the files or, if loading packs several tensors, such as a layer's experts, the name of the packed tensor."""
     stored: tuple[int, ...]
     expected: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """Which of a model's tensors, as its architecture or the checkpoint's index has them, are in its files."""
+    """Which of a model's tensors are in its files. The tensors are those of its architecture or of the checkpoint's index."""
 
     expected: int
     missing: tuple[str, ...] = ()
@@ -39,7 +39,7 @@ class Coverage:
         return f"{self.found:,} of {plural(self.expected, 'tensor')} found"
 
     def sentences(self, model: str) -> tuple[str, ...]:
-        """Return a sentence about missing tensors and one about unused ones, if there are any. model: the name of its class."""
+        """Return a sentence about missing tensors and one about unused tensors, if there are any. model: the name of its class."""
         said = (("has {} that the files lack", self.missing), ("has no place for {} of the files", self.unused))
         return tuple(
             f"{model} {words.format(plural(len(names), 'tensor'))}, first {printable(names[0])}"
@@ -48,7 +48,7 @@ class Coverage:
         )
 
     def of_shapes(self, model: str) -> tuple[str, ...]:
-        """Return a sentence if tensors have another shape in the model. model: the name of its class."""
+        """Return a sentence if tensors have another shape in the model, otherwise (). model: the name of the model's class."""
         if not self.misshapen:
             return ()
         first, count = self.misshapen[0], len(self.misshapen)

@@ -41,7 +41,7 @@ the actual next token, from -1 to 1. `_se` is the standard error of a mean over 
 class OutputDrift:
     """How far the candidate's main output is from the reference's, over all elements, computed in float64.
 
-    Each of `NAMES` is an attribute. It is None where it was not measured. c is the candidate's output and r the reference's.
+    Each of `NAMES` is an attribute, which is None if it was not measured. c is the candidate's output and r the reference's.
     """
 
     elements: int
@@ -60,7 +60,7 @@ class OutputDrift:
     nonfinite_reference: int = 0
     """The number of elements of r that are NaN or +infinity. -infinity is not counted, since masks have it."""
     positions: int | None = None
-    """At how many positions the output has a distribution, or None if it has none."""
+    """At how many positions the output has a distribution, or None if the output has no distributions."""
     kl_mean: float | None = None
     """The mean of KL(p ‖ q) = Σ p log(p / q) over positions, in nats."""
     kl_mean_se: float | None = None
@@ -69,23 +69,23 @@ class OutputDrift:
     scored_tokens: int | None = None
     """At how many positions the actual next token is known."""
     values: Mapping[str, float] = field(default_factory=dict)
-    """Whatever else was measured, by name."""
+    """The metrics that have no field, by name."""
 
     @classmethod
     def fields_of(cls, values: Mapping[str, float | None]) -> dict[str, Any]:
-        """Return the fields of an output with these values, keyed by name as in JSON."""
+        """Return the arguments of `OutputDrift` for values by their names in JSON."""
         known = {name: value for name, value in values.items() if value is not None}
         own = {name: known.pop(name) for name in cls.__slots__ if name in known}
         return own | {"values": known}
 
     def __getattr__(self, name: str) -> float | None:
-        """Return one of `values`, or None if it was not measured."""
+        """Return the entry of `values` with this name, or None if it was not measured."""
         if name not in NAMES and (name == "values" or name not in self.values):
             raise AttributeError(f"a drift has no figure {name!r}")
         return self.values.get(name)
 
     def by_name(self) -> dict[str, float | None]:
-        """Return everything that is measured of an output, by name."""
+        """Return all metrics of the output, by name."""
         return {name: getattr(self, name) for name in (*NAMES, *self.values)}
 
 
@@ -95,9 +95,9 @@ class ModuleDrift:
 
     name: Name
     sqnr_db: float | None
-    """Infinity if both outputs are equal. None if they can't be compared, for example because an expert got other tokens."""
+    """The SQNR in dB; infinity for equal outputs. None if they can't be compared, for example if an expert got other tokens."""
     max_abs: float
-    """In the output's own unit."""
+    """The largest absolute difference, in the output's own unit."""
     nonfinite: int
     """The number of elements that are not finite and differ from the reference's."""
 
@@ -118,7 +118,7 @@ def _has_inner(module: str, names: Sequence[str]) -> bool:
 def worst_modules(modules: Iterable[ModuleDrift]) -> list[ModuleDrift]:
     """Return the modules whose outputs differ from the reference, most non-finite values first, then the lowest SQNR.
 
-    A module that merely returns the output of a module inside it, as an MLP returns that of its last projection, is left out.
+    A module that merely returns the output of a module inside it, as an MLP returns its last projection's output, is left out.
     """
     differing = [each for each in modules if each.nonfinite or each.sqnr_db not in (None, math.inf)]
     alike: dict[tuple[object, ...], list[str]] = {}
@@ -134,7 +134,9 @@ def worst_modules(modules: Iterable[ModuleDrift]) -> list[ModuleDrift]:
 
 @dataclass(frozen=True, slots=True)
 class ImplicitCastStats:
-    """Implicit casts of one kind in a forward pass: `operation` in `module` got values of `source` and computed in `target`."""
+    """Implicit casts of one kind in a forward pass: `operation` in `module` got values in dtype `source` and computed in
+    `target`.
+    """
 
     module: Name
     operation: str
@@ -145,7 +147,7 @@ class ImplicitCastStats:
     """How many elements were cast, over all `count` casts."""
     count: int
     torch_raises: bool
-    """Whether plain torch refuses this operation on mixed dtypes. It then works only because this program converts the inputs."""
+    """Whether plain torch refuses this operation on mixed dtypes, so that it only works because this program converts inputs."""
 
     @property
     def in_torch(self) -> str:
@@ -167,7 +169,7 @@ class Seconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
-    """How many of the inputs were run for a measurement, and how precisely its metrics estimate those of all inputs.
+    """How many of the inputs were run for a measurement, and how precisely its metrics estimate the metrics over all inputs.
 
     Errors are relative: the standard error of a metric divided by the metric (`runtime/measure/sampling_error.py`). They are 0.0
     once all inputs were run, and None if unknown.
@@ -193,7 +195,7 @@ class Extent:
 
     @property
     def error(self) -> float | None:
-        """The error of the mean KL or, without KL, of the L2 error. It decides when a measurement may stop."""
+        """The relative error of the mean KL or, without KL, of the L2 error. It decides when a measurement may stop."""
         return self.rel_l2_error if self.kl_error is None else self.kl_error
 
     @property
@@ -206,8 +208,8 @@ class Extent:
         return self.whole or (precision is not None and self.error is not None and self.error <= precision)
 
     def rest_for(self, precision: float | None) -> float:
-        """Estimate which share (0 to 1) of the remaining sequences must be run until `error` is at most `precision`, from a square
-        of the error after n of N sequences that is proportional to (N - n) / n.
+        """Estimate which share (0 to 1) of the remaining sequences must be run until `error` is at most `precision`. It assumes
+        that the square of the error after n of N sequences is proportional to (N - n) / n.
         """
         left = self.total - self.done
         if precision is None or not self.error or left <= 0:
@@ -239,30 +241,30 @@ class DriftReport:
     output: OutputDrift
     """The drift of the main output over all sequences that were run."""
     modules: tuple[ModuleDrift, ...]
-    """In the order in which the modules were first called."""
+    """The drift of each module, in the order in which the modules were first called."""
     memory: MemoryStats
     seconds: Seconds
     sequences: Extent
-    """What was run for `output`."""
+    """The sequences that were run for `output`."""
     modules_sequences: int
     """On how many sequences modules were compared: all, or about a sixth of the inputs, the first sequence among them."""
     notices: tuple[str, ...] = ()
     lost: tuple[ValueLoss, ...] | None = ()
-    """The weights with values that their cast made infinite or zero, or clipped. None if they were not counted."""
+    """The weights of which the cast made values infinite or zero, or clipped them. None if they were not counted."""
     activations: Literal["none", "weights"] = "none"
     """The setting `quantize_activations` with which the candidate was run."""
     coverage: Coverage | None = None
-    """None for a model without a checkpoint."""
+    """Which of the model's tensors are in its files. None for a model without a checkpoint."""
     metrics: tuple[MetricChange, ...] = ()
     """The user's own metrics, such as an accuracy."""
     weights_only: bool = False
     """Whether activations stayed unquantized although runtimes quantize them for weights in the recipe's formats."""
     pictures: tuple[PicturePair, ...] = ()
-    """What both models make of the first inputs, made smaller if it is large. Empty unless the model makes pictures."""
+    """The pictures that both models make of the first inputs, reduced if they are large. Empty unless the model makes pictures."""
 
     @property
     def inputs_run(self) -> str:
-        """A description of the inputs, with how many sequences were run if not all were, and how much padding was left out."""
+        """A description of the inputs, with the number of sequences that were run if not all were, and of left-out padding."""
         run = self.sequences
         words = self.inputs if run.whole else f"{self.inputs}; {run.done:,} of {run.total:,} were run"
         return words + run.left_out_text
@@ -275,8 +277,8 @@ SQUARED = "relative squared error"
 
 
 def unit_for(classes_dim: int | None, dimensions: int) -> str:
-    """Return the unit of the drift by which recipes are ranked. From three dimensions on, there is a distribution for each token if
-    logits lie in the last dimension, otherwise for each pixel.
+    """Return the unit of the drift by which recipes are ranked. An output of three or more dimensions has a distribution for each
+    token if logits lie in the last dimension, otherwise for each pixel.
 
     classes_dim: the dimension along which logits lie, or None if the output is no distribution. dimensions: of the main output.
     """
@@ -288,7 +290,7 @@ def unit_for(classes_dim: int | None, dimensions: int) -> str:
 
 
 def drifts_less(one: OutputDrift, other: OutputDrift) -> bool:
-    """Return whether `one` drifts less than `other`: by non-finite values first, then by mean KL or, without KL, by relative L2."""
+    """Return whether `one` has less drift than `other`: by non-finite values, then by mean KL or, without KL, by relative L2."""
     if one.nonfinite != other.nonfinite:
         return one.nonfinite < other.nonfinite
     if one.kl_mean is not None and other.kl_mean is not None:

@@ -26,16 +26,16 @@ class ExportReport:
     rules: tuple[str, ...]
     config_dtype: str
     nbytes: int
-    """Of all tensors, scales included, file headers excluded."""
+    """The bytes of all tensors, scales included, file headers excluded."""
     files: tuple[str, ...]
     """The files with weights, within the folder."""
     dtypes: dict[str, ExportedDtype]
     seconds: float
     notices: tuple[str, ...] = ()
     lost: tuple[ValueLoss, ...] = ()
-    """The weights with values that their cast made infinite or zero, or clipped."""
+    """The weights of which the cast made values infinite or zero, or clipped them."""
     coverage: Coverage | None = None
-    """Which of the model's tensors, or of those that the index lists, the source checkpoint has. None if both are unknown."""
+    """Which tensors of the model's architecture, or else of the index, the source checkpoint has. None if both are unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class TensorDifference:
 
     name: str
     what: str
-    """How it differs, in words that follow its name in a sentence."""
+    """The difference, in words that follow the tensor's name in a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,8 @@ class ComparedTensor:
     dtype: str
     elements: int
     differing: int | None
-    """How many elements differ from those that `Tensor.to` makes of the source's tensor. Two NaN are equal. None if this tensor was
-    decoded from codes with scales, which do not come from `Tensor.to`.
+    """How many elements differ from the source's tensor after `Tensor.to`. Two NaN are equal. None if this tensor was decoded from
+    codes with scales, which `Tensor.to` does not make.
     """
     max_abs: float
     """The largest difference from the source's tensor; infinity if a value is finite in only one of them."""
@@ -75,7 +75,7 @@ class CastReport:
     folder: str
     model: str
     nbytes: int
-    """Of the tensors that were compared, in the checkpoint's dtypes."""
+    """The bytes of the tensors that were compared, in the checkpoint's dtypes."""
     tensors: tuple[ComparedTensor, ...]
     differences: tuple[TensorDifference, ...]
     """Tensors that only the checkpoint or only its source has, and tensors whose shapes in the two differ."""
@@ -99,18 +99,20 @@ class VerifyReport:
     model: str
     rules: tuple[str, ...]
     tensors: int
-    """How many were compared bit for bit. Other programs' loaders read both sides, so that no error of our reader hides one."""
+    """How many tensors were compared bit for bit. Other loaders read both sides, so an error of our reader can't hide a
+    difference.
+    """
     nbytes: int
     differences: tuple[TensorDifference, ...]
     seconds: float
     drift_before: OutputDrift | None = None
     """The drift of the source, cast in memory by the recipe, from the float32 reference. None if not measured."""
     drift_after: OutputDrift | None = None
-    """The drift of the model that is loaded from the export, from the same reference. It is equal if the export is exact."""
+    """The drift of the model loaded from the export, from the same reference. It equals `drift_before` if the export is exact."""
     unchecked: tuple[str, ...] = ()
     """Sentences about what was not compared, and may differ."""
     lost: tuple[ValueLoss, ...] = ()
-    """The weights with values that their cast made infinite or zero, as the export's recipe file says."""
+    """The weights of which the cast made values infinite or zero, according to the export's recipe file."""
 
     @property
     def same(self) -> bool:

@@ -18,28 +18,28 @@ if TYPE_CHECKING:
     from dtype_engine.results.drift import Extent, OutputDrift
 
 View = Literal["text", "report", "repr", "details", "pane", "pane_without_kl", "comparison", "history", "recipe"]
-"""Where figures are shown: the text of `dtype-engine drift`; reports; the `repr` of a drift report; the app's details of the model,
-its Drift pane with and without a mean KL, its windows that compare and that list recipes; and recipe files, which have no texts.
+"""The places that show figures: the text of `dtype-engine drift`; reports; the `repr` of a drift report; the app's details of the
+model, its Drift pane with and without a mean KL, its windows that compare and that list recipes; and recipe files.
 """
 About = Literal["values", "distribution", "predictions"]
 
 
 class Shown(msgspec.Struct, frozen=True):
-    """How a view shows a figure, where this differs from what its row says."""
+    """How a view shows a figure, if this differs from the figure's row."""
 
     label: str | None = None
-    """`{item}` in it becomes "token" or, if positions are not tokens of a text, "class"."""
+    """The label. `{item}` in it becomes "token" or, if positions are not tokens of a text, "class"."""
     form: Callable[[float], str] | None = None
     text: Callable[[OutputDrift, Extent], str | None] | None = None
-    """Returns the text in place of `form`, or None to leave the figure out."""
+    """A function that returns the text, in place of `form`, or None to leave the figure out."""
     around: str = "{}"
     """A template into which the text is put. `{positions}` is the number of positions."""
     order: int = 0
-    """Lower numbers come first, equal ones in the order of the table."""
+    """Figures with lower numbers come first, figures with equal numbers in the order of the table."""
 
 
 class Figure(msgspec.Struct, frozen=True):
-    """A row of the table."""
+    """A number that describes a drift. It is a row of the table `FIGURES`."""
 
     name: str
     """The key in JSON and in recipe files, and the name for `--min` and `--max`."""
@@ -49,10 +49,10 @@ class Figure(msgspec.Struct, frozen=True):
     with_error: Callable[[float, float | None], str] | None = None
     """Formats the value with its standard error, whose name ends in `_se`, in views without a form of their own."""
     unit: str = ""
-    """The unit behind values in messages about limits. " %": the value is a share from 0 to 1."""
+    """The unit after values in messages about limits. " %": the value is a share from 0 to 1."""
     better: Literal["less", "more"] | None = None
     about: About = "values"
-    """All values of the output, or its distributions at each position, or their likeliest classes and the correct next tokens."""
+    """What the figure compares: values of the output, its distributions at each position, or its predictions of the next token."""
     what: str = ""
     """What the figure is, for reports. `{positions}` is the number of positions."""
     comment: str = ""
@@ -60,11 +60,11 @@ class Figure(msgspec.Struct, frozen=True):
     baseline: Callable[[float], str] | None = None
     """Formats the value of the baseline recipe, beside the current one in the app's details."""
     option: str = ""
-    """The command-line option that limits this figure besides `--min` and `--max`, such as `max_kl`."""
+    """The command-line option, besides `--min` and `--max`, that limits this figure, such as `max_kl`, or ""."""
     compute: Callable[[OutputDrift], float | None] | None = None
-    """Returns the value, if it follows from others."""
+    """A function that computes the value from other figures, or None if the value is measured."""
     shown: Mapping[str, Shown] | None = None
-    """The views that show the figure. None: all, as this row says."""
+    """The views that show the figure. None: all views show it as this row says."""
 
     def of(self, output: OutputDrift) -> float | None:
         """Return the value of an output, or None if it was not measured."""
@@ -101,13 +101,13 @@ class Cell(NamedTuple):
 
 
 def figures_in(view: View, *about: About) -> list[Figure]:
-    """Return the figures that a view shows, in order: those about any of `about`, or all if nothing is given."""
+    """Return the figures that a view shows, in its order. about: only figures about one of these; all figures if none is given."""
     rows = (row for row in FIGURES.values() if row.shown is None or view in row.shown)
     return sorted((row for row in rows if not about or row.about in about), key=lambda row: row.shown_in(view).order)
 
 
 def cells(view: View, output: OutputDrift, extent: Extent, *about: About) -> list[Cell]:
-    """Return the figures that a view shows of an output over some inputs. about: as in `figures_in`."""
+    """Return the figures of an output as a view shows them. extent: the inputs that were run. about: as in `figures_in`."""
     texts = ((row, row.text_in(view, output, extent)) for row in figures_in(view, *about))
     return [Cell(row, row.label_in(view, extent.of_tokens), text) for row, text in texts if text is not None]
 
@@ -118,20 +118,20 @@ def has_kl(output: OutputDrift) -> bool:
 
 
 def kl_error(output: OutputDrift, extent: Extent) -> float | None:
-    """Return the standard error of the mean KL in nats, over positions or, if not all inputs were run, of the estimate for all."""
+    """Return the standard error of the mean KL in nats: over positions or, if not all inputs were run, of the estimate for all."""
     if extent.whole:
         return output.kl_mean_se
     return None if output.kl_mean is None or extent.kl_error is None else abs(output.kl_mean) * extent.kl_error
 
 
 def kl_text(output: OutputDrift, extent: Extent) -> str | None:
-    """Return the mean KL as `1.234e-03 ± 2e-05 nats`."""
+    """Return the mean KL, such as `1.234e-03 ± 2e-05 nats`, or None if it was not measured."""
     error = kl_error(output, extent)
     return None if output.kl_mean is None else f"{output.kl_mean:.3e}{'' if error is None else f' ± {error:.0e}'} nats"
 
 
 def sqnr_error(output: OutputDrift, extent: Extent) -> str:
-    """Return ` ± 0.40`, the error in dB with which the SQNR of some inputs estimates that of all, or ""."""
+    """Return the error in dB of the SQNR as an estimate for all inputs, such as ` ± 0.40`, or "" if all inputs were run."""
     known = not extent.whole and extent.rel_l2_error is not None and math.isfinite(output.sqnr_db)
     return f" ± {20 / math.log(10) * (extent.rel_l2_error or 0.0):.2f}" if known else ""
 
@@ -142,7 +142,7 @@ def sqnr_text(output: OutputDrift, extent: Extent) -> str:
 
 
 def main_text(output: OutputDrift, extent: Extent) -> str:
-    """Return the figure that stands for the drift: `KL 1.234e-03 ± 2e-05 nats` or `SQNR 43.17 dB`."""
+    """Return the main figure of the drift as text: `KL 1.234e-03 ± 2e-05 nats` or, without KL, `SQNR 43.17 dB`."""
     return f"KL {kl_text(output, extent)}" if has_kl(output) else f"SQNR {sqnr_text(output, extent)}"
 
 
@@ -187,7 +187,7 @@ def psnr_and_ssim(output: OutputDrift) -> str | None:
 
 
 def _ssim_or_blank(output: OutputDrift, _: Extent) -> str | None:
-    """Return "" for a picture that is too small for an SSIM, so that figures stay in their columns."""
+    """Return the SSIM as text, "" if the picture is too small for an SSIM (columns then stay aligned), or None without pictures."""
     ssim = "" if output.ssim is None else f"{output.ssim:.5f}"
     return None if output.psnr_db is None else ssim
 
@@ -205,7 +205,7 @@ def _percent(digits: int, unit: str = " %") -> Callable[[float], str]:
 
 
 def _in(*views: View, **others: Shown) -> dict[str, Shown]:
-    """Return the views that show a figure: `views` as its row says, and `others` as given."""
+    """Return the views that show a figure: `views` as the figure's row says, and `others` as given."""
     return {**dict.fromkeys(views, Shown()), **others}
 
 

@@ -19,9 +19,9 @@ class InputBatch:
     """The inputs of one forward pass."""
 
     what: str
-    """The beginning of the text, or a name for the image or audio."""
+    """A description of the inputs: the beginning of the text, or a name for the image or audio."""
     positions: int | None
-    """The number of tokens over all rows, of the decoder if it has its own inputs. None if the input is no sequence of tokens."""
+    """The number of tokens in all rows (of the decoder's inputs, if it has its own). None if the input is no sequence of tokens."""
     tensors: tuple[InputTensor, ...]
 
 

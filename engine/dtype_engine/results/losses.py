@@ -9,12 +9,12 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.text import Name
 
 _ROUNDING_SHARE = 0.01
-"""A cast that makes a smaller share of a tensor's values zero may only round."""
+"""If a cast makes a smaller share of a tensor's values zero, this may be ordinary rounding."""
 
 
 def _rounds_to_zero(dtype: str) -> bool:
-    """Return whether a dtype is so coarse that any share of zeros is ordinary rounding. All values under half a step become zero:
-    of normally distributed values 1 in 80 in int8 and 1 in 13 in mxfp4, and more if there are outliers.
+    """Return whether a dtype is so coarse that any share of zeros is ordinary rounding. All values under half a step become zero: 1
+    in 80 normally distributed values in int8, 1 in 13 in mxfp4, and more if there are outliers.
     """
     row = dtypes.BY_NAME[dtype]
     return row.kind == "int" or row.bits < 8
@@ -22,27 +22,28 @@ def _rounds_to_zero(dtype: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ValueLoss:
-    """How many values of one tensor the cast to `dtype` made infinite or zero, or clipped to the dtype's largest value, exactly.
+    """The exact numbers of values of one tensor that the cast to `dtype` made infinite or zero, or clipped to the dtype's largest
+    value.
 
     Casts to dtypes with scales (float8, int8) always make some small values zero, which is ordinary rounding (`is_rounding`). Lists
-    for the user leave out tensors with no other change.
+    for the user leave out tensors with only such zeros.
     """
 
     tensor: Name
     dtype: str
     overflowed: int
-    """Finite before the cast but not after it."""
+    """Number of values that are finite before the cast but not after it."""
     vanished: int
-    """Not zero before the cast but zero after it."""
+    """Number of values that are not zero before the cast but zero after it."""
     elements: int
     channels: int = 0
-    """In how many output channels more than half of the nonzero values became zero. A channel is an index of the first dimension
-    or, in a block format, a row of the matrices into which the weight is divided. A vector is one channel.
+    """Number of output channels in which more than half of the nonzero values became zero. A channel is an index of the first
+    dimension or, in a block format, a row of the matrices into which the weight is divided. A vector is one channel.
     """
     saturated: int = 0
-    """Too large for the scale, so that they were clipped to the dtype's largest value."""
+    """Number of values that were too large for the scale, and were clipped to the dtype's largest value."""
     nonfinite: int = 0
-    """Not finite before the cast."""
+    """Number of values that are not finite before the cast."""
 
     @property
     def is_rounding(self) -> bool:
@@ -55,17 +56,19 @@ class ValueLoss:
 
     @property
     def is_listed(self) -> bool:
-        """Whether lists for the user have this tensor: the cast did not only round, or made zeros in a dtype without scales."""
+        """Whether lists for the user have this tensor: it lost more than rounding, or values became zero in a dtype without
+        scales.
+        """
         return not self.is_rounding or (self.vanished > 0 and self.dtype not in dtypes.STORAGE_DTYPES)
 
 
 def total(losses: Sequence[ValueLoss]) -> ValueLoss:
-    """Return the loss of a tensor from those of its parts, at least one, such as the experts that it holds, all in one dtype."""
+    """Return the loss of a tensor as the sum over its parts, such as packed experts. losses: at least one, all in one dtype."""
     counts = ("overflowed", "vanished", "elements", "channels", "saturated", "nonfinite")
     return replace(losses[0], **{name: sum(getattr(loss, name) for loss in losses) for name in counts})
 
 
 def severe(losses: Sequence[ValueLoss]) -> list[ValueLoss]:
-    """Return those in which a cast did not only round, by the share of values that became infinite, then zero, largest first."""
+    """Return the losses that are not only rounding, sorted by the share that became infinite, then zero, largest first."""
     lost = [loss for loss in losses if not loss.is_rounding]
     return sorted(lost, key=lambda loss: (-loss.overflowed / loss.elements, -loss.vanished / loss.elements))

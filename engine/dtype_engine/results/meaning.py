@@ -36,7 +36,7 @@ def rounding_sqnr_db(mantissa: int) -> float:
 
 
 def cosine_at(sqnr_db: float) -> float:
-    """Return the cosine similarity that belongs to an SQNR in dB, if the error is orthogonal to the reference."""
+    """Return the cosine similarity for an SQNR in dB, assuming that the error is orthogonal to the reference."""
     return 1 / math.sqrt(1 + 10 ** (-sqnr_db / 10))
 
 
@@ -69,7 +69,7 @@ _SQNR: tuple[tuple[float, Word, str], ...] = (
 
 def sqnr_limits(output: OutputDrift | None) -> tuple[tuple[float, Word], ...]:
     """Return pairs (minimum SQNR in dB, word) for rating the SQNRs of modules, from the best word to the worst. A module whose SQNR
-    equals that of the main output gets the same word as `output`.
+    equals the main output's SQNR gets the same word as `output`.
 
     If the output has a KL, the limits are the SQNRs at which it would have the KLs that separate the words. The KL of a small error
     is proportional to the square of the error, so if the SQNR is 10 dB lower, the KL is ten times as large.
@@ -114,8 +114,8 @@ def _module_drift_words(modules: Iterable[ModuleDrift]) -> str:
 
 
 def meaning(output: OutputDrift, floor: NoiseFloor | None = None, modules: Iterable[ModuleDrift] = ()) -> Meaning:
-    """Return a word that rates a drift, and the comparison on which it is based. floor: over the same inputs. modules: these may
-    drift although the output does not, for example before a saturated softmax.
+    """Return a word that rates a drift, and the comparison on which it is based. floor: measured on the same inputs, or None.
+    modules: may drift although the output does not, for example before a saturated softmax.
     """
     if output.nonfinite or math.isnan(output.sqnr_db):
         return Meaning("broken", "not finite")

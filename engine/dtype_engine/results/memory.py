@@ -1,4 +1,4 @@
-"""How much memory a model and the process use, in bytes."""
+"""The memory that a model and the process use, in bytes."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ class MemoryStats:
     """The memory of a model and of the process, in bytes. An unknown number is None."""
 
     stored_bytes: int | None = None
-    """Of the tensors in the checkpoint."""
+    """Bytes of the tensors in the checkpoint."""
     planned_bytes: int | None = None
-    """Of these tensors in the dtypes of the recipe."""
+    """Bytes of the same tensors in the dtypes of the recipe."""
     cache_stored_bytes: int | None = None
-    """Of the KV cache of one sequence of `cache_context` tokens without rules. None if the recipe gives the cache no format."""
+    """Bytes of the KV cache of one sequence of `cache_context` tokens without rules. None if the recipe gives it no format."""
     cache_planned_bytes: int | None = None
-    """The same in the recipe's formats."""
+    """Bytes of the same KV cache in the recipe's formats."""
     cache_context: int | None = None
     cast_caches: int = 0
     """The number of KV cache tensors to which the recipe gives a format."""
     resident_bytes: int | None = None
-    """Of the live module's tensors, including non-persistent buffers."""
+    """Bytes of the live module's tensors, including non-persistent buffers."""
     resident_by_device: tuple[tuple[str, int], ...] = ()
     limits: tuple[tuple[str, int], ...] = ()
-    """What weights may take on each device that `--max-memory` names, as pairs (device, bytes)."""
+    """Pairs (device that `--max-memory` names, maximum bytes of weights on it)."""
     rss_bytes: int | None = None
     """The resident set size of the process: its memory that is in RAM."""
     anonymous_bytes: int | None = None
@@ -37,8 +37,8 @@ class MemoryStats:
     device_reserved_bytes: int | None = None
     device_peak_bytes: int | None = None
     kept_bytes: int | None = None
-    """Of module outputs that are kept to speed up the next measurement. The process or the device has them."""
+    """Bytes of module outputs that are kept to speed up the next measurement, in the process or on the device."""
     kept_budget_bytes: int | None = None
     """The largest value that `kept_bytes` may have."""
     read_bytes: int | None = None
-    """Of weights that were read from the files since the last measurement began. None if the model does not run from the disk."""
+    """Bytes of weights read from the files since the last measurement began. None if the model does not run from the disk."""

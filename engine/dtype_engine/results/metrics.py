@@ -13,12 +13,12 @@ class MetricChange:
     reference: float
     candidate: float
     error: float | None
-    """The standard error of `difference`: that of the mean of the examples' differences or, if `resampled`, the standard deviation
-    over resamples of the examples. None for a single example.
+    """The standard error of `difference`: of the mean of the examples' differences or, if `resampled`, the standard deviation over
+    resamples of the examples. None for a single example.
     """
     examples: int
     changed: int
-    """The number of examples on which the two have different values."""
+    """The number of examples on which reference and candidate have different values."""
     resampled: bool = False
     """Whether the metric is computed from all examples together, as an F1 score is. Otherwise it is a mean over examples."""
 

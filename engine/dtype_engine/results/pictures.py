@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 MOST_PICTURES = 4
-"""The number of inputs whose pictures are kept: the first ones."""
+"""The maximum number of inputs whose pictures are kept."""
 MOST_PIXELS = 256
 """Maximum width and height in pixels."""
 
@@ -20,7 +20,7 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class PicturePair:
-    """What both models make of one input. Of a video, it is the first frame."""
+    """The pictures that both models make of one input. Of a video, the first frame is taken."""
 
     reference: Picture
     candidate: Picture

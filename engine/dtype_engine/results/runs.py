@@ -27,17 +27,17 @@ class Generation:
     reference: Written
     candidate: Written
     finished: bool = True
-    """Whether both texts are complete. First the reference's grows, then the candidate's."""
+    """Whether both texts are complete. The reference generates its text first, then the candidate."""
 
     @property
     def same_tokens(self) -> int:
-        """How many tokens both texts have in common at their beginning."""
+        """The number of tokens at the beginning that both texts have in common."""
         pairs = zip(self.reference.ids, self.candidate.ids, strict=False)
         return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     @property
     def differs(self) -> bool:
-        """Whether the texts differ in a token. While they are generated, only as many tokens count as both have."""
+        """Whether the texts differ in a token. Until both are complete, only tokens up to the end of the shorter one count."""
         if self.finished:
             return self.reference.ids != self.candidate.ids
         return self.same_tokens < min(len(self.reference.ids), len(self.candidate.ids))

@@ -1,4 +1,4 @@
-"""The results of scans and searches: scores of weights, predicted drift, and a Pareto front. Bytes are those in planned dtypes."""
+"""The results of scans and searches: scores of weights, predicted drift, and a Pareto front. Bytes are of planned dtypes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ class WeightScore:
     score: float
     """The drift of the output in the unit of the `ScanReport`; infinity if the output is not finite."""
     error: float | None = None
-    """The standard error over sequences, or over backward passes of one. About 95 of 100 exact scores are within two of these."""
+    """The standard error over sequences or, for a single sequence, over backward passes. About 95 % of exact scores are within two
+    standard errors.
+    """
 
 
 def loader_name(formats: str) -> str:
@@ -42,7 +44,7 @@ class ScanReport:
     reference: str
     inputs: str
     unit: str
-    """Of the scores: that of `unit_for`."""
+    """The unit of the scores, from `unit_for`."""
     exact: bool
     """Whether each score was measured by a forward pass. Otherwise scores are estimated from backward passes."""
     draws: int
@@ -58,9 +60,9 @@ class ScanReport:
     activations: Literal["none", "weights"] = "none"
     """The setting `quantize_activations` with which the scan was made."""
     coverage: Coverage | None = None
-    """None if no checkpoint was loaded."""
+    """How many of the model's tensors are in its files. None if no checkpoint was loaded."""
     loader: str = "own"
-    """Whose formats a search takes if the user names none: "transformers" for a checkpoint of transformers, otherwise "own"."""
+    """The program whose formats a search takes by default: "transformers" for a checkpoint of transformers, otherwise "own"."""
 
     def __repr__(self) -> str:
         names = {weight.name for weight in self.weights}
@@ -132,7 +134,7 @@ class SearchReport:
     measured: float | None = None
     notices: tuple[str, ...] = ()
     lost: tuple[ValueLoss, ...] = ()
-    """The weights with values that the recipe's casts make infinite or zero, or clip."""
+    """The weights of which the recipe's casts make values infinite or zero, or clip them."""
     candidates: tuple[Candidate, ...] = ()
     """The recipes that the search measured. The best of them is the recipe of this report."""
     held_out: str | None = None
@@ -140,11 +142,11 @@ class SearchReport:
     metrics: tuple[MetricChange, ...] = ()
     """The user's own metrics under the recipe."""
     coverage: Coverage | None = None
-    """None if no checkpoint was loaded."""
+    """How many of the model's tensors are in its files. None if no checkpoint was loaded."""
     context: int | None = None
-    """If the planned bytes include KV caches: the number of tokens in each of their sequences."""
+    """The number of tokens in each sequence of the KV caches if the planned bytes include them, otherwise None."""
     cache_bytes: int = 0
-    """How many of the `planned_bytes` are those of KV caches."""
+    """The bytes of KV caches in `planned_bytes`."""
     formats: str = "own"
     """The program that loads an export of every point: "transformers", a runtime such as "vllm", or "own" for this program."""
 

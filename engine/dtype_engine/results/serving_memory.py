@@ -30,21 +30,21 @@ class ServingMemory:
     context: int
     batch: int
     weights_bytes: int
-    """Under the recipe, scales included."""
+    """Bytes of the weights under the recipe, scales included."""
     kv_bytes: int
-    """Of keys and values of all layers, and the states of recurrent layers."""
+    """Bytes of the keys and values of all layers, and of the states of recurrent layers."""
     kv_bytes_per_token: int
-    """By how much the KV cache of one sequence grows with one more token after `context` tokens."""
+    """Bytes by which the KV cache of one sequence grows with one more token after `context` tokens."""
     kv_dtypes: tuple[str, ...]
-    """The formats of the KV cache's tensors, that with the most bytes first. Empty if the model keeps no cache."""
+    """The formats of the KV cache's tensors, sorted by bytes, largest first. Empty if the model keeps no cache."""
     activations: ActivationMemory | None = None
     notes: tuple[str, ...] = ()
     """Sentences about what is not known, and which sizes are therefore missing or only upper bounds."""
     budget: int | None = None
     largest_context: int | None = None
-    """The largest number of tokens that fits in the budget; 0 if even one does not fit. None without a budget."""
+    """The largest number of tokens that fits in the budget; 0 if one token does not fit. None without a budget."""
     longest: int | None = None
-    """The number of tokens for which the model was made, if its configuration says so."""
+    """The maximum length of a sequence in tokens, if the model's configuration names it."""
 
     @property
     def total_bytes(self) -> int:
@@ -52,5 +52,5 @@ class ServingMemory:
 
     @property
     def fits(self) -> bool | None:
-        """None without a budget."""
+        """Whether `total_bytes` is at most `budget`. None without a budget."""
         return None if self.budget is None else self.total_bytes <= self.budget

@@ -19,9 +19,9 @@ class SweepRow:
     rules: tuple[str, ...]
     planned_bytes: int
     drift: float
-    """What recipes are ranked by, in the unit of the `SweepReport`. Infinity if the output is not finite."""
+    """The drift by which recipes are ranked, in the unit of the `SweepReport`. Infinity if the output is not finite."""
     best: bool
-    """Whether the output is finite, and no other recipe is at least as good in planned bytes and drift and better in one."""
+    """Whether the output is finite, and no other recipe is at least as good in planned bytes and in drift, and better in one."""
     output: OutputDrift
     metrics: tuple[MetricChange, ...] = ()
     """The user's own metrics, such as an accuracy."""

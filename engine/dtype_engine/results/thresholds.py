@@ -20,7 +20,7 @@ class Limit(msgspec.Struct, frozen=True):
     """A limit on a figure of the output or on one of the user's metrics."""
 
     option: str
-    """The option that sets the limit: `max_kl`, or `min accuracy` for `--min` and `--max`. A maximum begins with `max`."""
+    """The option that sets the limit: `max_kl`, or `min accuracy` for `--min accuracy=...`. An upper limit begins with `max`."""
     name: str
     limit: float
     is_change: bool = False
@@ -42,15 +42,15 @@ class Verdict(msgspec.Struct, frozen=True):
     """Whether a measured drift meets one limit."""
 
     name: str
-    """`Limit.option`."""
+    """The `option` of the limit."""
     limit: float
     value: float | None
-    """None if it was not measured."""
+    """The measured value, or None if it was not measured."""
     passed: bool
     finite: bool = True
     """Whether all values of the output are finite."""
     what: str = ""
-    """What is limited, such as "mean KL"."""
+    """The name of the limited value, such as "mean KL"."""
     unit: str = ""
 
     def __str__(self) -> str:
@@ -85,7 +85,9 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 def verdicts(limits: Iterable[Limit], output: OutputDrift, metrics: Iterable[MetricChange] = ()) -> tuple[Verdict, ...]:
-    """Return whether each limit is met. NaN and what was not measured meet none, nor do figures of an output that is not finite."""
+    """Return whether each limit is met. NaN, a value that was not measured, and figures of an output that is not finite meet
+    none.
+    """
     changes = {each.name: each for each in metrics}
     return tuple(_verdict(each, output, changes.get(each.name)) for each in limits)
 

@@ -1,4 +1,4 @@
-"""What casts do to the values of each tensor, and how the weights of two checkpoints differ, as plain data."""
+"""The errors of casts in each tensor, and the differences between the weights of two checkpoints, as plain data."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ class WeightError:
     max_abs: float
     rel_l2: float
     sqnr_db: float | None
-    """In dB: infinity if no value changes, minus infinity if values became infinite. None if it would mislead: some stored values
-    are not finite, or the values that became zero are so small that the SQNR exceeds 200 dB.
+    """The SQNR in dB: infinity if no value changes, minus infinity if values became infinite. None if it would mislead: some stored
+    values are not finite, or the values that became zero are so small that the SQNR exceeds 200 dB.
     """
     overflowed: int
-    """Finite before the cast, infinite after it."""
+    """Number of values that are finite before the cast and infinite after it."""
     saturated: int
-    """Infinite before the cast, the dtype's largest value after it."""
+    """Number of values that are infinite or too large before the cast, and the dtype's largest value after it."""
     underflowed: int
-    """Not zero before the cast, zero after it."""
+    """Number of values that are not zero before the cast and zero after it."""
     subnormal: int
-    """Subnormal after the cast, so that they have fewer bits of precision."""
+    """Number of values that are subnormal after the cast, with fewer bits of precision."""
     nonfinite: int
-    """Not finite before the cast."""
+    """Number of values that are not finite before the cast."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class WeightStats:
     exponents: ExponentHistogram
     errors: tuple[WeightError, ...]
     reference: ModuleDrift | None = None
-    """If the reference has the weights of another checkpoint: how far the tensor, as it is cast now, is from the reference's."""
+    """The drift of the tensor, as it is cast, from the reference's, if the reference has another checkpoint's weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +70,9 @@ class WeightDifference:
     """How one weight differs between two checkpoints. Δ is the candidate's values minus the reference's."""
 
     name: Name
-    """In the candidate's files."""
+    """The name in the candidate's files."""
     reference_name: Name
-    """In the reference's files."""
+    """The name in the reference's files."""
     reference: str
     """The dtype or format in the reference's files, such as "bfloat16" or "gptq:int4@g128"."""
     candidate: str
@@ -81,7 +81,7 @@ class WeightDifference:
     equal: bool
     """Whether all values are equal. NaN equals NaN."""
     sqnr_db: float
-    """In dB: infinity if all values are equal, minus infinity if an element is finite in only one of the two checkpoints."""
+    """The SQNR in dB: infinity if all values are equal, minus infinity if an element is finite in only one checkpoint."""
     max_abs: float
     """The largest |Δ|."""
     mean_abs: float
@@ -96,7 +96,7 @@ class WeightDifference:
 
 @dataclass(frozen=True, slots=True)
 class DifferentShape:
-    """A weight whose values can't be compared, because it has these shapes in the two checkpoints."""
+    """A weight whose values can't be compared, because its shapes in the two checkpoints differ."""
 
     name: Name
     reference: tuple[int, ...]
@@ -111,7 +111,7 @@ class WeightsComparison:
     """The title of the checkpoint."""
     candidate: str
     weights: tuple[WeightDifference, ...]
-    """Those with the lowest SQNR first, and equal ones last."""
+    """The weights that both have, sorted by SQNR, lowest first. Equal weights come last."""
     shapes: tuple[DifferentShape, ...]
     only_reference: tuple[Name, ...]
     """The weights that only the reference has."""

@@ -16,8 +16,8 @@ from dtype_engine.core.system_memory import memory_budget
 
 
 def pick_device(wanted: str) -> torch.device:
-    """Return the device that a user names as "cpu", "cuda:1" or "mps", or as "auto": this machine's accelerator if it supports
-    float64, as CUDA does, and otherwise the CPU. Raises UserError if this machine lacks the device.
+    """Return the device that a user names, such as "cpu", "cuda:1" or "mps". For "auto", return this machine's accelerator if it
+    supports float64, as CUDA does, and otherwise the CPU. Raises UserError if this machine lacks the device.
     """
     here = torch.accelerator.current_accelerator(check_available=True)
     if wanted == "auto":
@@ -53,7 +53,7 @@ def accelerator_names() -> list[str]:
 
 
 def hardware() -> dict[str, str]:
-    """Return, for bug reports, the instruction set of torch's CPU kernels, such as "AVX512", its threads, and all accelerators."""
+    """Return, for bug reports, the instruction set of torch's CPU kernels, the number of its threads, and all accelerators."""
     return {
         "kernels": torch.backends.cpu.get_cpu_capability(),
         "threads": str(torch.get_num_threads()),
@@ -70,13 +70,13 @@ def synchronize(device: torch.device) -> None:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Start a new measurement of the peak memory that tensors take on a device, if it has this counter."""
+    """Start a new measurement of the peak memory that tensors take on a device, if the device reports this peak."""
     _ask(device, "reset_peak_memory_stats")
 
 
 def allocated_bytes(device: torch.device) -> tuple[int | None, int | None, int | None]:
-    """Return three numbers of bytes on a device: what tensors take, what torch has reserved, and the peak of what tensors took,
-    each None if the device does not report it, as the CPU.
+    """Return three numbers of bytes on a device: (what tensors take, what torch has reserved, the peak of what tensors took). Each
+    is None if the device, such as the CPU, does not report it.
     """
     allocated = _ask(device, "memory_allocated")
     if allocated is None and device.type == "mps":
@@ -106,7 +106,7 @@ def cache_budget(device: torch.device) -> int:
 
 @contextmanager
 def enough_memory(what: str, device: torch.device, raised: type[UserError] = UserError) -> Iterator[None]:
-    """Convert torch's out-of-memory errors in the `with` block to errors of type `raised`, which name `what` and the device."""
+    """Convert torch's out-of-memory errors in the `with` block to `raised` errors whose message names `what` and the device."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -115,7 +115,7 @@ def enough_memory(what: str, device: torch.device, raised: type[UserError] = Use
 
 
 def _ask(device: torch.device, name: str) -> Any:
-    """Return the result of the function `name` of torch's module for a device, such as `torch.cuda`, or None if it has none."""
+    """Return the result of the function `name` of torch's module for a device, such as `torch.cuda`, or None if there is none."""
     function = None if device.type == "cpu" else getattr(torch.get_device_module(device), name, None)
     return None if function is None else function(device)
 
@@ -185,8 +185,8 @@ def same_random_numbers(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def differentiable_recurrence(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Make recurrent layers such as `nn.LSTM` differentiable in the `with` block, although `module` is in evaluation mode, in which
-    cuDNN can't do so: torch's own kernels run instead.
+    """Make recurrent layers such as `nn.LSTM` differentiable in the `with` block, although `module` is in evaluation mode. cuDNN
+    can't differentiate them in this mode, so torch's own kernels run instead.
     """
     recurrent = device.type == "cuda" and any(isinstance(each, nn.RNNBase) for each in module.modules())
     with replaced(torch.backends.cudnn, "enabled", False) if recurrent else nullcontext():
@@ -195,8 +195,8 @@ def differentiable_recurrence(module: nn.Module, device: torch.device) -> Iterat
 
 @contextmanager
 def exact_float32(device: torch.device) -> Iterator[None]:
-    """Make torch compute products and convolutions of float32 tensors in full float32 during the `with` block. By default, it uses
-    TF32, with a mantissa of 10 bits, for convolutions on CUDA. A program may also have allowed bfloat16 for matrix products.
+    """Make torch compute products and convolutions of float32 tensors in full float32 during the `with` block. By default, torch
+    uses TF32, with a mantissa of 10 bits, for convolutions on CUDA. A program may also have allowed bfloat16 for matrix products.
     """
     matmul = torch.get_float32_matmul_precision()
     cudnn: Any = torch.backends.cudnn

@@ -49,7 +49,7 @@ def parse_allowed(text: str) -> tuple[str, tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class SearchConstraints:
-    """What the user requires of the recipe that a search finds. `lines` is the text that the user typed."""
+    """The user's requirements for the recipe that a search finds. `lines` is the text that the user typed."""
 
     constraints: Constraints = field(default_factory=Constraints)
     budget: int | None = None

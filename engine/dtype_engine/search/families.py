@@ -32,15 +32,15 @@ class Family:
 
     name: str
     dtypes: tuple[str, ...]
-    """The dtypes that are scanned for it if the user names none."""
+    """The dtypes that are scanned for the program if the user names none."""
     only_these: bool
     """Whether the program loads no other dtypes than `dtypes`, apart from the stored ones."""
     refusal: Callable[[Loadable, str, str], str | None] = lambda loadable, name, dtype: None
-    """Returns why the program can't load a weight, given by name, in a format with scales, or None if it can."""
+    """A function of (model, weight's name, format with scales) that returns why the program can't load it, or None."""
     fuses: bool = False
     """Whether the program fuses sibling layers, such as q, k and v, into one, so that they must have one format."""
     packs_experts: bool = False
-    """Whether the program packs all experts, and then reads some formats only if all experts of the model have the same one."""
+    """Whether the program packs all experts, so that it reads some formats only if all experts of a model have the same one."""
 
 
 def _by_transformers(loadable: Loadable, name: str, dtype: str) -> str | None:
@@ -76,18 +76,18 @@ FAMILIES = {
         Family(OWN, _SCANNED, only_these=False),
     )
 }
-"""The programs for whose formats one can search, by name."""
+"""The programs to whose formats a search can be limited, by name."""
 
 
 class Loadable:
-    """What the program of a family loads of one model. scanned: the dtypes that the export may have besides the stored ones."""
+    """Tells in which dtypes a program (`family`) loads a model's weights. scanned: an export's dtypes besides the stored ones."""
 
     def __init__(self, tree: Tree, family: str, scanned: Iterable[str]) -> None:
         self.tree = tree
         self.family = FAMILIES[family]
         self.scanned = [dtype for dtype in scanned if not dtype.startswith(SCANNED)]
         self.experts = tuple(name for name in tree.tensors if packed_experts(tree, name))
-        """The weights that pack experts, which the files store one by one."""
+        """The names of weights that pack experts. The files store each expert by itself."""
         self.wide = dtypes.widest({*self.scanned, *(tensor.dtype for tensor in tree.tensors.values())})
         """The widest dtype that `config.json` of the export can name."""
 
@@ -101,20 +101,20 @@ class Loadable:
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """Patterns of weights that need one format if they are in the same module."""
+        """Patterns for weights that need the same format if they are in the same parent module."""
         if not self.family.fuses:
             return ()
         return tuple(pattern for names in FUSED_LAYERS if select(self.tree, pattern := f"*.{{{','.join(names)}}}"))
 
     @property
     def alike(self) -> tuple[str, ...]:
-        """The names of weights that all need one format, wherever they are."""
+        """The names of weights that all need the same format in the whole model."""
         if not self.family.packs_experts or not any(map(needs_one_format, self.scanned)):
             return ()
         return self.experts
 
     def require(self, dtype: str, names: Collection[str], asked: str) -> None:
-        """Raise UserError if the program loads none of these weights in `dtype`. asked: what the user asked for."""
+        """Raise UserError if the program loads none of the weights `names` in `dtype`. asked: the user's words, for the message."""
         if not names or any(self.refusal(name, dtype) is None for name in names):
             return
         first = next(iter(names))
@@ -133,7 +133,7 @@ def require_loadable(tree: Tree, family: str, scanned: Collection[str]) -> None:
 
 
 def stays_wide(tree: Tree, name: str) -> bool:
-    """Return whether runtimes keep a weight in at least 16 bits: norms, biases, and routers, which are small but affect much."""
+    """Return whether runtimes keep a weight in at least 16 bits, as norms, biases, and routers, which are small and sensitive."""
     shape = tree.tensors[name].shape
     module = name.rpartition(".")[0]
     local = module.rpartition(".")[2]
@@ -143,7 +143,7 @@ def stays_wide(tree: Tree, name: str) -> bool:
 
 
 def loaded_scores(tree: Tree, report: ScanReport, family: str) -> tuple[ScanReport, str]:
-    """Return the scan without scores in dtypes in which the program does not load the weight, and a sentence about them, or ""."""
+    """Return (the scan without scores of weights in dtypes in which the program can't load them, a sentence about these or "")."""
     loadable = Loadable(tree, family, report.dtypes)
     kept: list[WeightScore] = []
     left_out: list[WeightScore] = []

@@ -1,9 +1,9 @@
 """Finds the best recipe for a budget by solving a multiple-choice knapsack problem over bytes and predicted drift.
 
 An item is a weight, or several weights that must have the same dtype. Its choices are the dtypes that it may have. The lower convex
-hulls of all items, merged by slope, give the Pareto front: by the scores, no mix of dtypes is both smaller and better than a point
-of the front. For a budget between two points, the best mix is found exactly: Lagrangian bounds exclude all but a few choices, and
-these few are enumerated.
+hulls of all items, merged by slope, give the Pareto front: according to the scores, no mix of dtypes is both smaller and better
+than a point of the front. For a budget between two points, the best mix is found exactly: Lagrangian bounds exclude all but a few
+choices, and these few are enumerated.
 
 The hulls are from P. Sinha and A. A. Zoltners, "The Multiple-Choice Knapsack Problem" (Operations Research 27, 1979). That few
 choices remain is from D. Pisinger, "A Minimal Algorithm for the Multiple-Choice Knapsack Problem" (European Journal of Operational
@@ -34,7 +34,7 @@ _MOST_STATES = 20_000
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One possible dtype of an `Item`, with the size of its weights in this dtype, and the drift that a scan predicts for it."""
+    """One possible dtype of an `Item`, with the size of the item's weights in this dtype, and the drift that a scan predicts."""
 
     dtype: str
     bytes: int
@@ -43,7 +43,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Weights that must have the same dtype. `choices` are sorted by bytes, and none is beaten by another in bytes and drift."""
+    """Weights that must have the same dtype. `choices` are sorted by bytes; none has fewer bytes and less drift than another."""
 
     weights: tuple[str, ...]
     choices: tuple[Choice, ...]
@@ -58,18 +58,18 @@ class Constraints:
     groups: tuple[str, ...] = ()
     """Patterns such as `*.{q,k,v}_proj`. All weights that one of them matches in the same parent module get the same dtype."""
     dtypes: tuple[str, ...] = ()
-    """The dtypes that are allowed in addition to the stored dtype. If empty, all scanned dtypes are."""
+    """The dtypes that are allowed in addition to the stored dtype. If empty, all scanned dtypes are allowed."""
     only: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    """Pairs (pattern, dtypes): a weight that matches may have only these dtypes. The last matching pattern decides. A norm, bias or
-    router may have a format with scales only if one of these patterns matches it.
+    """Pairs (pattern, dtypes): a weight that matches the pattern may have only these dtypes. The last matching pattern decides. A
+    norm, bias or router may have a format with scales only if one of these patterns matches it.
     """
     context: int | None = None
-    """The number of tokens in each sequence of the KV caches, whose formats are then chosen, too. None leaves them out."""
+    """The number of tokens in each sequence of the KV caches, whose formats the search then chooses. None leaves them out."""
     batch: int = 1
     """The number of sequences in the KV caches. It counts only if `context` is given."""
     formats: str = ""
-    """The program that is to load the export, a name in `families.FAMILIES`: weights get only dtypes in which it loads them. ""
-    means the program that loads the model itself, as the session decides, and in this module no limit.
+    """The program that is to load the export, a name in `families.FAMILIES`: weights get only dtypes in which it can load them. ""
+    is no limit in this module; the session replaces it by the program that loads the model.
     """
 
 
@@ -85,7 +85,9 @@ class Solution:
 def make_items(
     tree: Tree, scores: Mapping[tuple[str, str], float], constraints: Constraints = Constraints()
 ) -> list[Item]:
-    """Return the items. scores: the drift by (weight, dtype). Raises UserError for unmatched patterns or unscanned dtypes."""
+    """Return the items of a search. scores: the drift by (weight, dtype). Raises UserError for unmatched patterns, unscanned
+    dtypes, and weights for which no common dtype is allowed.
+    """
     weights = [name for name, tensor in tree.tensors.items() if tensor.castable and tensor.counted]
     scanned = {dtype for _, dtype in scores}
     weights_of_model = frozenset(weights)
@@ -138,10 +140,10 @@ def _cache_choices(
     allowed: frozenset[str],
     constraints: Constraints,
 ) -> tuple[Choice, ...]:
-    """Return the possible formats of a KV cache tensor. allowed: those that the user allows, such as `kv:fp8`.
+    """Return the possible formats of a KV cache tensor. allowed: the formats that the user allows, such as `kv:fp8`.
 
-    `dtypes.STORED` stands for the format that the model writes without a rule, whose drift is 0. It is left out if `allowed` names
-    other formats only and a scan has scored at least one of them.
+    `dtypes.STORED` stands for the format that the model writes without a rule, whose drift is 0. `STORED` is left out if `allowed`
+    names only other formats and a scan has scored at least one of them.
     """
     context, batch = constraints.context or 0, constraints.batch
     choices = [
@@ -157,7 +159,7 @@ def _cache_choices(
 
 
 def written_dtype(tree: Tree) -> str:
-    """Return the dtype that a KV cache is assumed to have without a rule: that of most weights, or bfloat16."""
+    """Return the dtype that a KV cache is assumed to have without a rule: the dtype of most weights, or bfloat16."""
     most = next(iter(tree.totals()[""].mix()), ("", 0.0))[0]
     return most if most in dtypes.COMPUTE_DTYPES else "bfloat16"
 
@@ -212,7 +214,7 @@ def _groups(tree: Tree, weights: Sequence[str], patterns: Iterable[str], alike: 
 
 
 def _undominated(choices: Iterable[Choice]) -> tuple[Choice, ...]:
-    """Return the choices that no other beats in both bytes and drift, sorted by bytes. Of equal ones, the widest dtype is kept."""
+    """Return the choices that no other beats in both bytes and drift, sorted by bytes. Of equal choices, the widest stays."""
     # A dtype that only its file format knows, such as GGUF's q4_k, is the stored one.
     bits = {name: known.bits for name, known in dtypes.BY_NAME.items()}
     ordered = sorted(choices, key=lambda each: (each.bytes, each.score, -bits.get(each.dtype, math.inf)))
@@ -226,7 +228,7 @@ def _undominated(choices: Iterable[Choice]) -> tuple[Choice, ...]:
 
 @dataclass
 class ParetoFront:
-    """The Pareto front of bytes against predicted drift, from the smallest dtypes on. At each point, one item gets a larger one."""
+    """The Pareto front of bytes against predicted drift. From each point to the next, one item gets a larger dtype."""
 
     items: Sequence[Item]
     fixed: int = 0
@@ -275,7 +277,7 @@ class ParetoFront:
         return self.solution(start)
 
     def smallest_reaching(self, most: float) -> Solution | None:
-        """Return the smallest solution whose predicted drift is at most `most`, or None if no solution reaches that."""
+        """Return the smallest solution whose predicted drift is at most `most`, or None if there is no such solution."""
         index = bisect.bisect_left(range(len(self.points)), True, key=lambda at: self._score(self._chosen(at)) <= most)
         if index == len(self.points):
             return None
@@ -317,7 +319,7 @@ def make_front(
 
 
 def _slope(low: Choice, high: Choice) -> float:
-    """Return by how much an item's predicted drift decreases for each additional byte from the dtype `low` to the larger `high`."""
+    """Return how much an item's predicted drift decreases per additional byte if `low` is replaced by the larger `high`."""
     return (low.score - high.score) / (high.bytes - low.bytes) if math.isfinite(low.score) else math.inf
 
 

@@ -20,7 +20,7 @@ from dtype_engine.results.scan import Prediction, ScanReport, WeightScore
 
 
 def is_lossless(stored: str, dtype: str) -> bool:
-    """Return whether casting a weight from the dtype `stored` to `dtype` leaves the output as it is in the reference run.
+    """Return whether casting a weight from the dtype `stored` to `dtype` leaves the output equal to the reference's.
 
     The reference computes in float64 with a weight stored in float64, and in float32 with all others. bfloat16 changes the output
     even for a weight stored in it, because operations then round to bfloat16.
@@ -38,7 +38,7 @@ def scalar_drift(output: OutputDrift) -> float:
 
 
 def predict(tree: Tree, plan: Plan, report: ScanReport, scores: Mapping[tuple[str, str], float]) -> Prediction:
-    """Return the predicted drift of a plan. scores: `report.scores()`. Raises UserError if a weight has none in its dtype."""
+    """Return the predicted drift of a plan. scores: `report.scores()`. Raises UserError if a planned dtype has no score."""
     total = 0.0
     for name, dtype in plan.dtypes.items():
         tensor = tree.tensors[name]
@@ -57,8 +57,9 @@ def predict(tree: Tree, plan: Plan, report: ScanReport, scores: Mapping[tuple[st
 
 
 def aggregate_by_node(tree: Tree, scores: Mapping[tuple[str, str], float], dtype: str) -> dict[str, float]:
-    """Return the sum of the scores in `dtype` of all weights at or below each node of the tree, by name: a module (the root is "")
-    or a weight. A weight that several modules share counts once in each of them. scores: the drift by (weight, dtype).
+    """Return the sum of the scores in `dtype` of all weights at or below each node of the tree, by the node's name. A node is a
+    module (the root is "") or a weight. A weight that several modules share counts once in each of them. scores: the drift by
+    (weight, dtype).
     """
     sums: dict[str, float] = {}
     every = {name: tensor.names for name, tensor in tree.tensors.items()} | {name: (name,) for name in tree.caches}

@@ -32,16 +32,15 @@ def solve(front: ParetoFront, budget: int | None = None, max_drift: float | None
 
 
 def spread(front: ParetoFront, count: int) -> tuple[Solution, ...]:
-    """Return up to `count` solutions of the front: the smallest, the largest, and others at even steps between them."""
+    """Return up to `count` solutions of the front: the smallest, the largest, and others at even steps of the front's points."""
     steps = [round(step * (len(front.points) - 1) / max(1, count - 1)) for step in range(count)]
     return tuple(front.solution_at(index) for index in dict.fromkeys(steps))
 
 
 def around(front: ParetoFront, budget: int | None, max_drift: float | None, count: int) -> tuple[Solution, ...]:
-    """Return up to `count` solutions: the best one under a limit, as `solve` returns it, then points of the front near it in bytes.
-
-    With a limit on bytes, these need no more bytes than the best. With a limit on drift, they may need more, because the drift is
-    only predicted and may be too high. Raises what `solve` raises.
+    """Return up to `count` solutions: the best one under a limit, which `solve` returns, then points of the front that are near the
+    best one in bytes. With a limit on bytes, these points need no more bytes than the best one. With a limit on drift, they may
+    need more, because the drift is only predicted and may be too high. Raises what `solve` raises.
     """
     first, sizes = solve(front, budget, max_drift), [point.bytes for point in front.points]
     if budget is not None:

@@ -27,8 +27,8 @@ class SetRecipe(Message, frozen=True):
 
 
 class FollowRecipe(Message, frozen=True):
-    """Make `recipe` the current recipe. Its rules differ from those before, but give every tensor the same dtype, so that
-    earlier metrics stay valid. If there are none, the new recipe is measured.
+    """Make `recipe` the current recipe. Its rules differ from those of the last recipe, but give every tensor the same dtype, so
+    that the last recipe's metrics stay valid. If there are no metrics, the new recipe is measured.
     """
 
     recipe: Recipe
@@ -47,8 +47,8 @@ class Pause(Message, frozen=True):
 
 
 class Cancel(Message, frozen=True):
-    """Stop the running command and drop the waiting ones, or only those with the name `name`. If casts to the current recipe
-    are stopped halfway, the next command completes them.
+    """Stop the running command and drop the waiting ones. If `name` is given, only commands with this name are stopped and dropped.
+    If casts to the current recipe are stopped halfway, the next command completes them.
     """
 
     name: str | None = None
@@ -65,15 +65,15 @@ class Traits(msgspec.Struct, frozen=True):
     rank: int = 3
     """Commands of a lower rank run first."""
     once: bool = True
-    """Whether a newer one replaces a waiting one."""
+    """Whether a newer command replaces a waiting one of the same name."""
     needs_model: bool = True
-    """Whether it needs a live model. If False, the files of a checkpoint suffice."""
+    """Whether the command needs a live model. If False, the files of a checkpoint suffice."""
     names_path: bool = False
-    """Whether it names files to read or to write. An engine that is opened read-only refuses it."""
+    """Whether the command names files to read or to write. A read-only engine refuses it."""
     finishes: bool = False
-    """Whether only the user can stop it while it runs, and not a newer recipe or newer inputs."""
+    """Whether only the user can stop the running command; a newer recipe or newer inputs can't."""
     follows: bool = False
-    """Whether it runs after a measurement to complete it. In the app, both appear as one job."""
+    """Whether the command runs after a measurement to complete it. In the app, both appear as one job."""
 
 
 class Command(Message, frozen=True):
@@ -87,8 +87,8 @@ class Command(Message, frozen=True):
 
 
 class SetInputs(Command, frozen=True):
-    """Run the model on the inputs that `line` names: a prompt, or the paths of files. Then measure the current recipe on them.
-    A command that this stops runs again if the new inputs are refused.
+    """Use the inputs that `line` names: a prompt, or the paths of files. Then measure the current recipe on them. A command that
+    was stopped for this runs again if the new inputs are refused.
     """
 
     traits = Traits("inputs", rank=0, names_path=True)
@@ -131,7 +131,7 @@ class OpenOverMemory(Command, frozen=True):
 
 
 class Scan(Command, frozen=True):
-    """Estimate, for every weight and every dtype in `dtypes`, how much the output drifts if only this weight is cast to it.
+    """Estimate, for every weight and every dtype in `dtypes`, how much the output drifts if only this weight is cast to this dtype.
     Resumes the last scan if it had the same dtypes. A newer recipe interrupts the scan.
     """
 
@@ -149,7 +149,7 @@ class MeasureRecipes(Command, frozen=True):
 
 
 class Save(Command, frozen=True):
-    """Write what `request` names, for the recipe that was current when the app sent it."""
+    """Write the file or folder of `request`, for the recipe that was current when the app sent the request."""
 
     traits = Traits("write", once=False, needs_model=False, names_path=True, finishes=True)
     request: SaveRequest

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from dtype_engine.service.message import Message
 
 COMMAND = (sys.executable, "-P", "-m", "dtype_engine.service.stdio")
-"""Starts an engine on this machine. With `-P`, no file in the working directory can replace a library."""
+"""The command that starts an engine on this machine. With `-P`, no file in the working directory can replace a library."""
 
 
 THIS_MACHINE = "the engine"
-"""What messages to the user call an engine that runs on this machine."""
+"""The name, in messages to the user, of an engine that runs on this machine."""
 SESSION = "{session}"
 """A placeholder in an engine's command for a token that identifies it, so that the same command can later reconnect to it."""
 _KEPT_OF_STDERR = 4096
@@ -38,7 +38,7 @@ ENGINE_ENDED = 70
 
 
 class NoAnswer(UserError):
-    """Raised if the started process ends without a message. status: its exit status. words: that and its last line, as text."""
+    """Raised if the started process ends without a message. status: its exit status. words: status and last line, as text."""
 
     def __init__(self, message: str, status: int | None, words: str) -> None:
         super().__init__(message)
@@ -48,16 +48,18 @@ class NoAnswer(UserError):
 
 @dataclass(frozen=True)
 class EngineCommand:
-    """The command that starts an engine, or reconnects to one, and what is known about that engine."""
+    """The command that starts an engine, or reconnects to one, with facts about the engine."""
 
     arguments: Sequence[str] = COMMAND
-    """The words of the command. With SESSION among them, the engine outlives its connection."""
+    """The words of the command. If one of them contains SESSION, the engine outlives its connection."""
     name: str = THIS_MACHINE
-    """What messages to the user call the engine, such as "me@gpu1"."""
+    """The engine's name in messages to the user, such as "me@gpu1"."""
     compressed: bool = False
     """Whether the engine compresses its events."""
     unattended: Sequence[str] = ()
-    """The command for reconnecting while the app's screen is open and ssh can't ask for a password. If empty, `arguments`."""
+    """The command for reconnecting while the app's screen is open and ssh can't ask for a password. If empty, `arguments` is
+    used.
+    """
 
     @property
     def is_local(self) -> bool:
@@ -70,8 +72,8 @@ class EngineCommand:
         return any(SESSION in argument for argument in self.arguments)
 
     def start(self, session: str = "", attended: bool = False) -> subprocess.Popen[bytes]:
-        """Run the command, and return the process. session: replaces SESSION. attended: whether somebody can answer a question
-        for a password. Raises UserError.
+        """Run the command, and return the process. session: replaces SESSION. attended: whether somebody can enter a password.
+        Raises UserError.
         """
         arguments = self.arguments if attended or not self.unattended else self.unattended
         try:
@@ -86,7 +88,7 @@ def new_session() -> str:
 
 
 def start_process(arguments: Sequence[str], own_group: bool = True) -> subprocess.Popen[bytes]:
-    """Start a process with pipes. own_group: whether to protect it from signals such as Ctrl+C. Raises OSError."""
+    """Start a process with pipes. own_group: whether to protect the process from signals such as Ctrl+C. Raises OSError."""
     return subprocess.Popen(
         arguments,
         stdin=subprocess.PIPE,
@@ -98,13 +100,13 @@ def start_process(arguments: Sequence[str], own_group: bool = True) -> subproces
 
 
 def last_line(output: bytes) -> str:
-    """Return the last line of what a process has written, or ""."""
+    """Return the last line of a process's output, or ""."""
     lines = output.decode(errors="replace").strip().splitlines()
     return printable(lines[-1], 200) if lines else ""
 
 
 def signal_words(number: int) -> str:
-    """Return the probable reason why the signal with this number has ended an engine, for an error message."""
+    """Return words for an error message: the probable reason why an engine was ended by the signal with this number."""
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     match number:
         case signal.SIGKILL:

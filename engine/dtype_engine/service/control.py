@@ -18,7 +18,7 @@ class Hello(Message, frozen=True):
     missing: tuple[str, ...] = ()
     """Packages that the engine needs but that are not installed."""
     requests: int = 0
-    """How many requests the engine has received since `Open`. After a reconnection, the app repeats all later ones."""
+    """How many requests the engine has received since `Open`. After a reconnection, the app repeats all later requests."""
     is_open: bool = False
     """Whether the engine still has a model open from an earlier connection."""
 
@@ -49,7 +49,7 @@ class Opened(Message, frozen=True):
 
 
 class Acknowledge(Message, frozen=True):
-    """Tells the engine how many events have arrived, which it then need not keep for a reconnection."""
+    """Tells the engine how many events have arrived. The engine need not keep these events for a reconnection."""
 
     received: int
 
@@ -59,7 +59,7 @@ class PlanExport(Message, frozen=True):
 
 
 class CheckPath(Message, frozen=True):
-    """Asks for a `PathChecked` event. `for_export`: whether the path is the folder of an export or a file."""
+    """Asks for a `PathChecked` event. `for_export`: whether the path is an export's folder, otherwise a file."""
 
     path: str
     for_export: bool

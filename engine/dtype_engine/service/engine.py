@@ -33,7 +33,7 @@ class Engine(ABC):
 
     @abstractmethod
     def save(self, request: SaveRequest) -> None:
-        """Write what `request` names, for the current recipe. Only `Cancel` can stop it."""
+        """Write the file or folder of `request`, for the current recipe. Only `Cancel` can stop it."""
 
     @abstractmethod
     def plan_export(self) -> None:
@@ -41,7 +41,7 @@ class Engine(ABC):
 
     @abstractmethod
     def check_path(self, path: str, for_export: bool) -> None:
-        """Ask for a `PathChecked` event, which comes at once. for_export: whether `path` is an export's folder or a file."""
+        """Ask for a `PathChecked` event, which comes at once. for_export: whether `path` is an export's folder, else a file."""
 
     @abstractmethod
     def close(self, wait_s: float = CLOSE_WAIT_S) -> None:

@@ -33,8 +33,8 @@ class Event(Message, frozen=True):
 
 
 class LoadingProgress(Event, frozen=True):
-    """Progress while the model is being opened: `done` of about `total` Python modules are imported, which takes most of the
-    time. A total of 0 means that the number is unknown.
+    """Progress while the model is being opened: `done` of about `total` Python modules are imported, which takes most of the time.
+    A total of 0 means that the total is unknown.
     """
 
     step: str
@@ -44,7 +44,7 @@ class LoadingProgress(Event, frozen=True):
 
 
 class HeadersRead(Event, frozen=True):
-    """All headers of the checkpoint are read. `tree` replaces the one that the app built from only some of them."""
+    """All headers of the checkpoint are read. `tree` replaces the tree that the app built from only some headers."""
 
     tree: Tree
     notices: tuple[str, ...] = ()
@@ -67,11 +67,11 @@ class ModelReady(Event, frozen=True):
     no_text: str | None = None
     """Why the model can't generate text, or None if it can."""
     memory_bytes: int | None = None
-    """How many bytes the model's device has or, on the CPU, models may use. None if this is unknown."""
+    """The memory of the model's device or, on the CPU, the memory that models may use, in bytes. None if unknown."""
     provenance: tuple[str, ...] = ()
     """As in `HeadersRead`."""
     reference: str = "float32"
-    """What drift is measured from: "float32", "as stored (bfloat16)", or the path or name of another checkpoint."""
+    """The reference of the drift: "float32", "as stored (bfloat16)", or the path or name of another checkpoint."""
 
 
 class InputsReady(Event, frozen=True):
@@ -87,7 +87,7 @@ class InputsRefused(Event, frozen=True):
 
 
 class OpenFailed(Event, frozen=True):
-    """The model could not be opened. At most the tree from its file headers is available."""
+    """The model could not be opened. Only the tree from its files' headers may be available."""
 
     message: str
     classes_follow: bool = False
@@ -109,13 +109,13 @@ class CastDone(Event, frozen=True):
 
     recipe: Recipe
     lost: tuple[dtype_engine.results.losses.ValueLoss, ...] | None
-    """For each tensor, how many values casts make infinite, make zero or clip. None if they were not counted."""
+    """For each tensor that loses values, how many values casts make infinite, make zero or clip. None if they were not counted."""
     reason: str = ""
-    """Why `lost` is None, or ""."""
+    """Why `lost` is None, or "" if no reason is shown."""
 
 
 class MeasuringProgress(Event, frozen=True):
-    """A measurement has processed `done` of `total` input elements, such as tokens. Each counts once in every pass."""
+    """A measurement has processed `done` of `total` input elements, such as tokens. Each element counts once for every pass."""
 
     recipe: Recipe
     run: str
@@ -137,7 +137,7 @@ class WorkingProgress(Event, frozen=True):
 
 
 class ModulesMeasured(Event, frozen=True):
-    """The drift of some modules over the inputs so far. Later events replace it for the modules that they contain."""
+    """The drift of some modules over the inputs so far. A later event replaces the drift of the modules that it contains."""
 
     recipe: Recipe
     modules: tuple[dtype_engine.results.drift.ModuleDrift, ...]
@@ -173,9 +173,9 @@ class JobDone(Event, frozen=True):
     recipe: Recipe | None
     """The recipe to which the result belongs, or None if the result does not depend on the recipe."""
     ask: Ask
-    """The command that is answered."""
+    """The command to which this is the answer."""
     result: object
-    """Of the type that the job's function `run` returns."""
+    """The result, of the type that the job's function `run` returns."""
 
 
 class ExportPlanned(Event, frozen=True):
@@ -226,7 +226,7 @@ class Composed(Event, frozen=True):
 
 
 class ScanUpdated(Event, frozen=True):
-    """A scan's estimates so far, which do not depend on the current recipe. finished: whether all its inputs were run."""
+    """A scan's estimates so far, which do not depend on the current recipe. finished: whether the scan has run all its inputs."""
 
     report: dtype_engine.results.scan.ScanReport
     finished: bool
@@ -303,7 +303,7 @@ class EngineLost(Event, frozen=True):
 
 
 class EngineBack(Event, frozen=True):
-    """The engine is connected again. What it emitted meanwhile follows."""
+    """The engine is connected again. The events that it emitted meanwhile follow."""
 
 
 REPLACEABLE = (
@@ -322,7 +322,7 @@ REPLACEABLE = (
 
 
 def is_opened(event: Event) -> bool:
-    """Return whether the event ends the opening of a model. The caller then turns garbage collection on again."""
+    """Return whether the event ends the opening of a model, so that the caller turns garbage collection on again."""
     return isinstance(event, ModelReady | Idle | EngineEnded | EngineLost) or (
         isinstance(event, OpenFailed) and not event.classes_follow
     )

@@ -25,7 +25,7 @@ class FrameReader:
         self._buffer = bytearray()
 
     def find_mark(self, compressed: bool) -> bool:
-        """Skip what comes before the mark, such as text of a login shell. Returns False if the stream ends without it. Raises
+        """Skip all bytes up to the mark, such as text of a login shell. Returns False if the stream ends without the mark. Raises
         WireError if no mark comes within a megabyte. compressed: whether the rest of the stream is compressed.
         """
         while (index := self._buffer.find(MARK)) < 0:

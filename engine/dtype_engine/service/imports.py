@@ -9,7 +9,7 @@ _thread: threading.Thread | None = None
 
 
 def begin_imports() -> None:
-    """Import torch and what uses it in another thread. A failed import is reported when a model is opened."""
+    """Import torch and the modules that use it in another thread. A failed import is reported when a model is opened."""
     global _thread
     _thread = threading.Thread(target=_import, name="dtype-engine-imports", daemon=True)
     _thread.start()

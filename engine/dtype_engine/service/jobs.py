@@ -45,16 +45,16 @@ Result = TypeVar("Result")
 
 
 class Work(msgspec.Struct, Generic[Partial], frozen=True):
-    """What a job runs with. `Partial` is the type of the results that it has before it ends; None if it has none."""
+    """The model and callbacks that a job gets. `Partial` is the type of its results before it ends, None if there are none."""
 
     model: OpenModel
     processes: WorkerProcesses
     recipe: Recipe
     token: CancelToken
     report: dtype_engine.results.drift.DriftReport | None
-    """The last measurement, which is one of the current recipe; None if the model can't be run."""
+    """The last measurement, which is of the current recipe. None if the model can't be run."""
     last: object
-    """The last result of a job that does not depend on the recipe, or None."""
+    """The last result of this job if it does not depend on the recipe, otherwise None."""
     on_progress: OnProgress
     on_partial: Callable[[Partial], None]
     """Called with the result so far."""
@@ -78,11 +78,13 @@ class Job(Traits, Generic[Parameters, Partial, Result], frozen=True, kw_only=Tru
     """A question that the app can ask, or a step that completes a measurement."""
 
     run: Callable[[Work[Partial], Parameters], Result | None]
-    """Returns None if there is nothing to report."""
+    """The function that runs the job. It returns None if there is nothing to report."""
     check: Callable[[Result], None] = ignore
-    """Checks a result that came from another process. Raises ValueError, and UserError for a rule that does not parse."""
+    """Checks a result from another process. It raises ValueError for a wrong result, and UserError for a rule that does not
+    parse.
+    """
     too_many: str = ""
-    """What to say of the waiting jobs, after their number, if there are too many. Only if `once` is False."""
+    """Words for the user that follow the number of waiting jobs if there are too many. Only used if `once` is False."""
     of_recipe: bool = True
     """Whether the result depends on the recipe."""
 
@@ -272,9 +274,9 @@ def _compare_weights(work: Work[None], _: None) -> tuple[dtype_engine.results.dr
 
 
 FLOW = Job("flow", run=_trace_casts)
-"""Record the implicit casts of one pass: inside operations that receive a tensor in another dtype than they compute in."""
+"""Record the implicit casts of one pass: inside operations that compute in another dtype than a tensor that they receive."""
 CAUSES = Job("causes", run=_attribute_drift)
-"""Find the modules that cause the drift of the output, by casting one at a time."""
+"""Find the modules that cause the drift of the output, by casting one module at a time."""
 GENERATE = Job("generate", run=_generate)
 """Generate text with the float32 reference, and with the model cast to the current recipe."""
 SPEED = Job("speed", run=_measure_speed, check=_check_speed)
@@ -293,13 +295,13 @@ VALUES = Job(
 )
 """Report how often each exponent occurs in one tensor, and the error of casting it to other dtypes."""
 NONFINITE = Job("nonfinite", run=_find_nonfinite, check=lambda found: check_rules(found.remedy), rank=2, follows=True)
-"""Find out why the output in the last measurement is not finite, and a rule that makes it finite."""
+"""Find out why the output in the last measurement is not finite, and which rules make it finite."""
 LOSS_REMEDY = Job("losses", run=_find_loss_remedy, check=lambda found: check_rules(found.rules), rank=2, follows=True)
 """Find rules that prevent the current casts from making weight values infinite or zero."""
 FLOOR = Job("floor", run=_measure_floor, rank=IDLE_RANK, follows=True, of_recipe=False)
-"""Measure the drift of the reference from itself in another order of arithmetic, once for each set of inputs."""
+"""Measure the noise floor: the drift of the reference from itself in another order of arithmetic. Once for each set of inputs."""
 WEIGHTS = Job("weights", run=_compare_weights, rank=IDLE_RANK, follows=True)
-"""Compare each weight, as the current recipe casts it, with that of the checkpoint that serves as the reference."""
+"""Compare each weight, as the current recipe casts it, with the same weight of the checkpoint that serves as the reference."""
 JOBS: dict[str, Job[Any, Any, Any]] = {
     job.name: job
     for job in (FLOW, CAUSES, GENERATE, SPEED, ACTIVATIONS, CHECK, VALUES, NONFINITE, LOSS_REMEDY, FLOOR, WEIGHTS)

@@ -33,11 +33,9 @@ _POLL_S = 0.1
 
 
 def relay(session: str, linger_s: float, compressed: bool) -> int:
-    """Connect standard input and output to the engine with the token `session`, and start it if it is not running. Returns the
-    exit status.
-
-    linger_s: how many seconds a new engine waits for a connection. compressed: whether it compresses its events. Raises
-    UserError if other users may enter the sockets' folder.
+    """Connect standard input and output to the engine with the token `session`, and start it if it is not running. Returns the exit
+    status. linger_s: how many seconds a new engine waits for a connection. compressed: whether a new engine compresses its events.
+    Raises UserError if other users may enter the sockets' folder.
     """
     started_in = os.getcwd()
     folder = state_folder() / "engines"
@@ -82,7 +80,7 @@ def _enter(folder: Path) -> None:
 def _reach(
     session: str, started_in: str, linger_s: float, compressed: bool
 ) -> tuple[socket.socket, subprocess.Popen[bytes] | None]:
-    """Connect to an engine, starting it if it is not running. Returns the engine's process, too, if this call started it."""
+    """Connect to an engine, starting it if needed. Returns (connection, the engine's process if this call started it or None)."""
     name = f"{session}.socket"
     with _folder_locked():
         child = None
@@ -138,7 +136,7 @@ def _start(
 
 
 def _is_running(session: str) -> bool:
-    """Return whether an engine is running: it then holds the lock on its log file."""
+    """Return whether an engine is running. A running engine holds the lock on its log file."""
     try:
         log = os.open(f"{session}.log", os.O_RDONLY | os.O_NOFOLLOW)
     except OSError:

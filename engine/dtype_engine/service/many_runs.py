@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dtype_engine.runtime.session.session import Session
 
 _MOST_KEPT = 20
-"""How many saved scans are kept."""
+"""The maximum number of earlier saved scans that are kept when a scan begins."""
 
 
 class ManyRuns:
@@ -31,7 +31,7 @@ class ManyRuns:
         self._processes = processes
         self._emit = emit
         self._measuring: MeasureRecipes | None = None
-        """The command that ran last. If it runs again after an interruption, it skips the recipes `_measured`."""
+        """The command that ran last. If it runs again after an interruption, it skips the recipes with the indexes `_measured`."""
         self._measured: set[int] = set()
 
     def scan(self, session: Session, recipe: Recipe, command: Scan, token: CancelToken) -> None:
@@ -72,7 +72,7 @@ class ManyRuns:
         self._emit(events.ScanUpdated(report, True))
 
     def recipes(self, session: Session, recipe: Recipe, command: MeasureRecipes, token: CancelToken) -> None:
-        """Measure several recipes, and then cast to `recipe`, the current one, again. Raises the errors of `Session.drift`."""
+        """Measure the recipes of `command`, then cast to `recipe`, the current one, again. Raises the errors of `Session.drift`."""
         from dtype_engine.evaluation import work
 
         if command is not self._measuring:
@@ -100,8 +100,8 @@ def kept_scans_folder() -> Path:
 
 
 def _keep(scan: ScanInParts, on_unsaved: Callable[[str], None]) -> None:
-    """Save a scan's results after every sequence, and continue it from those that an earlier engine saved for the same weights,
-    inputs, dtypes and library versions.
+    """Save a scan's results after every sequence, and continue the scan from results that an earlier engine saved for the same
+    weights, inputs, dtypes and library versions.
 
     If the file can't be written, `on_unsaved` is called once with the reason, and the scan continues unsaved.
     """

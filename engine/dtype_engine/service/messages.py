@@ -1,7 +1,7 @@
 """Encodes messages as MessagePack, for an engine in another process.
 
 A tree is sent before its event, in parts of a few hundred tensors, because decoding it in one piece would delay the handling of
-keys. Every message that arrives is checked: first its types, and then its values, because a wrong one could make the app fail.
+keys. Every message that arrives is checked: first its types, and then its values, because a wrong value could make the app fail.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ _ANSWERS: Any = Union[(control.Hello, control.Opened, *events.Event.__subclasses
 
 
 def _plain(value: object) -> str | None:
-    """Encode a Path as a string, and a tree as None, because its parts are sent before the event. msgspec's `enc_hook`."""
+    """Encode a Path as a string and a tree as None, as msgspec's `enc_hook`. A tree's parts are sent before its event."""
     if isinstance(value, Tree):
         return None
     if isinstance(value, Path):
@@ -96,7 +96,7 @@ _ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
 
 
 def _from_plain(kind: type, value: object) -> object:
-    """Decode a Path; a job's parameters (`object`) stay plain until its row says their type. msgspec's `dec_hook`."""
+    """Decode a Path, as msgspec's `dec_hook`. A job's parameters (`object`) stay plain: the job's row tells their type."""
     return value if kind is object else path_of(kind, value)
 
 
@@ -139,7 +139,7 @@ class AnswerDecoder:
         self._tensors: list[TensorInfo] = []
         self._kv_cache = KVCache()
         self._bytes = 0
-        """Total bytes of the parts that have arrived of the incomplete tree."""
+        """Total bytes of the incomplete tree's parts that have arrived."""
         self._shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
         """Maps each shape to itself, so that tensors share one tuple: 90,000 tensors may have only a few dozen shapes."""
 
@@ -168,8 +168,8 @@ class AnswerDecoder:
             raise WireError(str(error)) from None
 
     def _tree_of(self, kind: type, value: object) -> object:
-        """Return the tree of an event, which is encoded as None after its parts. What belongs to a job stays plain, as in
-        `_from_plain`. msgspec's `dec_hook`. Raises ValueError for a field of another type.
+        """Return the tree of an event, made of the parts that came before it, as msgspec's `dec_hook`. Parameters and results of
+        jobs (`object`) stay plain, as in `_from_plain`. Raises ValueError for a field of another type.
         """
         if kind is object:
             return value
@@ -215,7 +215,8 @@ class AnswerDecoder:
 
 
 def check_event(event: Answer) -> None:
-    """Check the values of an event, which may come from another program. Its recipe is only compared by the app.
+    """Check the values of an event, which may come from another program. Its recipe is not checked, because the app only compares
+    it.
 
     Raises ValueError for a value that no engine of this version sends, and UserError for a rule that does not parse.
     """
@@ -258,7 +259,7 @@ def _check_jobs(names: Iterable[str]) -> None:
 
 
 class JobTypes(typing.NamedTuple):
-    """The types of what a job takes, of its results while it runs, and of its result."""
+    """The types of a job's parameters, of its results while it runs, and of its final result."""
 
     parameters: Any
     partial: Any
@@ -274,7 +275,7 @@ def job_types(run: Callable[..., object]) -> JobTypes:
 
 
 def _typed(ask: Ask) -> Ask:
-    """Return the request with its parameters as the type that the job takes. Raises ValueError for an unknown job."""
+    """Return the request with its parameters converted to the type that the job takes. Raises ValueError for an unknown job."""
     if ask.job not in JOBS:
         raise ValueError(f"there is no job {ask.job}")
     return msgspec.structs.replace(
@@ -283,7 +284,7 @@ def _typed(ask: Ask) -> Ask:
 
 
 def _with_result(event: events.JobDone | events.JobGrown) -> events.JobDone | events.JobGrown:
-    """Return the event with its result as the type that the job has."""
+    """Return the event with its result converted to the job's type of results. Raises ValueError if the job has no such result."""
     ask = _typed(event.ask)
     types = job_types(ask.traits.run)
     result = msgspec.convert(event.result, types.result if isinstance(event, events.JobDone) else types.partial)

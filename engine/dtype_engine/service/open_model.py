@@ -31,7 +31,7 @@ class OpenModel:
     why_closed: str = ""
     """Why the model could not be loaded, or ""."""
     opens_next: tuple[Source, Options] | None = None
-    """What must be opened in place of this model: the whole model after a download, or the same with other options."""
+    """The model to open in place of this one: the whole model after a download, or the same model with other options."""
 
     @property
     def available(self) -> Available:

@@ -32,7 +32,7 @@ def _merged(waiting: deque[events.Event], event: events.ModulesMeasured) -> even
 
 
 class Outbox:
-    """A thread-safe queue of events on their way to the app. `add` drops waiting events that a newer event replaces.
+    """A thread-safe queue of events on their way to the app. A newer event replaces waiting events as in `add`.
 
     keep: whether an event stays stored after `take` has returned it, until the app acknowledges it. After the app has
     reconnected, `take` returns the stored events again. Events are numbered in the order in which they were first taken.
@@ -71,7 +71,7 @@ class Outbox:
                 self._acknowledged += 1
 
     def open(self, received: int = 0) -> None:
-        """Let `take` return events. The app has received the first `received` of them; later ones are returned again."""
+        """Let `take` return events. The app has received the first `received` events; later ones are returned again."""
         self.acknowledge(received)
         with self._changed:
             self._waiting.extendleft(reversed(self._left))

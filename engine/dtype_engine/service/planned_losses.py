@@ -41,8 +41,7 @@ class PlannedLosses:
         """Emit a `CastDone` event with the values that the recipe's casts lose and, if there are any, the result of the job
         `LOSS_REMEDY`: rules that prevent this. Raises Cancelled.
 
-        Unless `read_all` is set, nothing is read if more than `MAX_AUTOMATIC_BYTES` would be; the event then says how many are
-        needed.
+        Unless `read_all` is set, nothing is read if more than `MAX_AUTOMATIC_BYTES` are needed; the event then says how many.
         """
         plan = make_plan(tree, recipe)
         if all(dtype == tree.tensors[name].dtype for name, dtype in plan.dtypes.items()):
@@ -84,7 +83,7 @@ class PlannedLosses:
             emit(events.JobDone(recipe, Ask(LOSS_REMEDY.name), found))
 
     def waiting_bytes(self, checkpoint: Checkpoint, tree: Tree, plan: Plan) -> int:
-        """Return how many bytes of weights must be read for the casts of a plan that were not counted before."""
+        """Return how many bytes of weights must be read to count the losses of a plan's casts that were not counted before."""
         found = 0
         for name, dtype in plan.dtypes.items():
             names = checkpoint.names_of(tree.tensors[name]) if dtype != tree.tensors[name].dtype else ()

@@ -36,21 +36,21 @@ if TYPE_CHECKING:
 _ACKNOWLEDGE_EVERY = 32
 _MOST_UNHANDLED = 8
 _MOST_UNHANDLED_BYTES = 1 << 20
-"""After so many messages or bytes, reading from the engine pauses until the app has handled them."""
+"""After this many messages or bytes, reading from the engine pauses until the app has handled them."""
 _IN_FORCE = (SetInputs, SetSettings, SetRecipe)
 """Requests that stay in force. After a restart, the new engine gets the last one of each type, in this order."""
 _RECONNECT_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-"""The seconds to wait before each attempt to reconnect; the last is used for all further ones. They are long, because each
-attempt may be a login that the server refuses.
+"""The seconds to wait before each attempt to reconnect; the last number is used for all further attempts. The waits are long,
+because each attempt may be a login that the server refuses.
 """
 
 
 class EngineProcess(Engine):
     """An engine in a process of its own, which this object starts. `emit` is called from this object's threads.
 
-    opening: names the model, and how it is opened. process: a process that was already started with `command`. connection: to
-    an engine that was already asked to open the model. session: the token of the engine. wait: returns when the app has handled
-    all events that were emitted; the thread that reads from the engine calls it without a lock.
+    opening: the model, and the options to open it. process: a process that was already started with `command`, or None. connection:
+    a connection to an engine that was already asked to open the model, or None. session: the token of the engine. wait: returns
+    when the app has handled all events that were emitted; the thread that reads from the engine calls it without a lock.
     """
 
     can_restart: ClassVar[bool] = True
@@ -77,7 +77,7 @@ class EngineProcess(Engine):
         self._in_force: dict[type[Message], Message] = {}
         """The last request of each type in `_IN_FORCE`."""
         self._requests: list[Message] = []
-        """Requests to send after `Open`. A lingering engine's are kept, because a cut may lose them."""
+        """Requests to send after `Open`. They are kept if the engine lingers, because a cut connection may lose them."""
         self._is_connected = False
         """Whether the connection is intact and the engine was asked to open the model."""
         self._given_up = threading.Event()
@@ -86,7 +86,9 @@ class EngineProcess(Engine):
         """How many events have come from the current engine."""
         self._memory: MemoryStats | None = None
         self._pending: list[SaveRequest] = []
-        """The saves that the engine has not completed. If an engine on this machine dies, their remains are removed."""
+        """The saves that the engine has not completed. If an engine on this machine dies, the remains of its exports are
+        removed.
+        """
         self._closing = False
         self._restarting = False
         self._ended = False
@@ -174,7 +176,7 @@ class EngineProcess(Engine):
             self._connection.send(request)
 
     def _send_kept(self, connection: Connection, received: int) -> None:
-        """Send the stored requests but the first `received`, which the engine has. Later ones are sent at once."""
+        """Send the stored requests except the first `received`, which the engine already has. Later requests are sent at once."""
         with self._lock:
             for request in self._requests[received:]:
                 connection.send(request)
@@ -224,7 +226,7 @@ class EngineProcess(Engine):
         return reason
 
     def _follow(self, connection: Connection, decoder: messages.AnswerDecoder) -> str | None:
-        """Pass on events until the connection ends. Returns why the engine has ended, or None if only the line was cut."""
+        """Pass on events until the connection ends. Returns why the engine has ended, or None if only the connection was cut."""
         from dtype_engine.service.frames import WireError
 
         name = self._command.name
@@ -257,7 +259,7 @@ class EngineProcess(Engine):
         return f"{name} ended: {signal_words(-status)}" + (f"; it held {human_bytes(held)}" if held is not None else "")
 
     def _take(self, answer: messages.Answer | None, connection: Connection) -> None:
-        """Process one decoded message, and pass on events. Raises WireError for one that only this class may emit."""
+        """Process one decoded message, and pass it on if it is an event. Raises WireError for an event of only this class."""
         from dtype_engine.service.frames import WireError
 
         match answer:
@@ -317,7 +319,7 @@ class EngineProcess(Engine):
         return connection
 
     def _reconnected(self, cut: Connection) -> Connection:
-        """Reconnect to a running engine, however long it takes. Raises UserError if the engine has ended."""
+        """Return a new connection to a running engine, trying until one succeeds. Raises UserError if the engine has ended."""
         name = self._command.name
         words = f" ({line})" if (line := cut.last_line()) else ""
         self._emit(events.EngineLost(f"the connection to {name} is cut{words}"))

@@ -37,7 +37,7 @@ MOST_ALIKE = 100
 
 @dataclass(frozen=True)
 class Queue:
-    """The running and the waiting commands, and what decides which runs next. `reported` clears the last three fields."""
+    """The running and the waiting commands, and the state that decides which runs next. `reported` clears the last three fields."""
 
     recipe: Recipe = field(default_factory=Recipe)
     settings: RunSettings = field(default_factory=RunSettings)
@@ -46,7 +46,7 @@ class Queue:
     running: Command | None = None
     waiting: tuple[Command, ...] = (Measure(),)
     stopping: Literal["", "newer", "user"] = ""
-    """Why the running command is being stopped: by a newer command or the user. "": it is not."""
+    """Who stops the running command: a newer command or the user. "" if it is not being stopped."""
     failed: bool = False
     """Whether the last measurement ended with an error and therefore has no metrics."""
     in_full: bool = False
@@ -103,7 +103,7 @@ def take(queue: Queue) -> Queue:
 def finish(
     queue: Queue, outcome: Literal["done", "failed", "interrupted"], follow_ups: Iterable[Command] = ()
 ) -> Queue:
-    """Return the queue after the running command has ended. follow_ups: commands that must run next to complete it."""
+    """Return the queue after the running command has ended. follow_ups: further commands that complete it."""
     running, by_user = queue.running, queue.stopping == "user"
     assert running is not None
     result = replace(queue, running=None, stopping="")
@@ -120,7 +120,7 @@ def finish(
 
 
 def reported(queue: Queue) -> Queue:
-    """Return the queue after the app was told what was refused and, once no command runs, what was stopped or dropped."""
+    """Return the queue after the app was told which commands were refused and, if none runs, which were stopped or dropped."""
     if queue.running is not None:
         return replace(queue, refused=())
     return replace(queue, stopped=None, dropped=(), refused=())

@@ -36,8 +36,8 @@ Emit = Callable[[events.Event], None]
 class CommandRunner:
     """Runs commands on the worker's thread.
 
-    emit_memory: called when casts have changed the memory in use. in_full: returns whether the user wants the running
-    measurement to run all inputs and compare modules over all of them, whatever the options say.
+    emit_memory: called when casts have changed the memory in use. in_full: returns whether the running measurement must run all
+    inputs and compare modules over all of them, regardless of the options.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class CommandRunner:
         self._processes.close()
 
     def run(self, command: Command, recipe: Recipe, settings: RunSettings, token: CancelToken) -> Iterable[Command]:
-        """Run one command. Returns the commands that must run next to complete it. Raises the session's errors."""
+        """Run one command, and return further commands that complete it. Raises the session's errors."""
         session = self._model.session
         if session is not None:
             session.settings = settings
@@ -158,8 +158,8 @@ class CommandRunner:
         return [Ask(name) for name in names]
 
     def _drift(self, session: Session, recipe: Recipe, counts_later: bool, token: CancelToken) -> DriftReport | None:
-        """Measure the drift. Returns None if only what follows the passes has failed, such as counting lost values; the result
-        of the passes is then emitted here. counts_later: whether lost values are counted after the passes.
+        """Return the measured drift, or None if the passes succeeded and a later step failed, such as counting lost values; the
+        passes' result is then emitted here. counts_later: whether lost values are counted after the passes.
         """
         measured: list[DriftReport] = []
         try:
@@ -253,8 +253,8 @@ class CommandRunner:
         model.opens_next = model.source, replace(model.options, over_memory=True)
 
     def _save(self, command: commands.Save, settings: RunSettings, token: CancelToken) -> Iterable[Command]:
-        """Run a save request, and emit the result, also of a failure, which does not affect the recipe's metrics. Returns
-        `ApplyRecipe` if the save has cast the model to another recipe than the current one.
+        """Run a save request, and emit its success or failure, which does not affect the recipe's metrics. Returns `ApplyRecipe` if
+        the save has cast the model to another recipe than before.
         """
         from dtype_engine.service.writer import SaveContext, compose, run_save
 
@@ -287,7 +287,7 @@ class CommandRunner:
 
 
 def _wants_floor(session: Session, report: DriftReport) -> bool:
-    """Return whether to measure the noise floor. Where all weights are on the disk, only if it may explain the drift."""
+    """Return whether to measure the noise floor. With "auto", a model run from the disk is measured only if drift may be noise."""
     option, memory = session.options.floor, session.model.memory
     if option == "auto" and memory.limited and not memory.keeps_pages:
         return near_floor(report.output)

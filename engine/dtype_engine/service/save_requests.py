@@ -29,7 +29,7 @@ class RecipeRequest(Message, frozen=True):
     replace: bool = False
     drift: dtype_engine.results.drift.DriftReport | None = None
     as_text: bool = False
-    """Whether to send the text to the app, which then writes the file because it runs on another machine."""
+    """Whether to send the text to the app, which writes the file itself because it runs on another machine."""
 
 
 class ReportRequest(Message, frozen=True):
@@ -40,9 +40,9 @@ class ReportRequest(Message, frozen=True):
     drift: dtype_engine.results.drift.DriftReport | None = None
     """A measurement of the recipe. If None, the recipe is measured for the report."""
     nonfinite: dtype_engine.results.attribution.NonFiniteDiagnosis | None = None
-    """Where values stop being finite. None if all are finite, or if the app does not know it yet."""
+    """The module in which values stop being finite. None if all are finite, or if the app has not received it yet."""
     speed: dtype_engine.results.runs.SpeedReport | None = None
-    """The times of forward passes. If None, the report has none: they are not measured for it."""
+    """The times of forward passes. If None, the report has no times; they are not measured for it."""
 
 
 class ConvertRequest(Message, frozen=True):

@@ -88,7 +88,7 @@ class EngineServer:
             self._worker.close()
 
     def _open(self, request: control.Open, writer: FrameWriter) -> bool:
-        """Start the worker. Sends the model's title or why it can't be opened. Returns whether the worker was started."""
+        """Start the worker, and return whether it was started. Sends the model's title, or why the model can't be opened."""
         from dtype_engine.checkpoint.source import locate
         from dtype_engine.core.errors import UserError
         from dtype_engine.core.input_args import check_files
@@ -142,8 +142,8 @@ class EngineServer:
 
 
 def own_streams() -> tuple[Callable[[int], bytes], Callable[[bytes], object]]:
-    """Reserve standard input and output for messages, and return functions that read from the one and write to the other. From
-    now on, a model's code reads an empty standard input, and its output goes to standard error.
+    """Reserve standard input and output for messages, and return (a function that reads from standard input, a function that writes
+    to standard output). From now on, a model's code reads an empty standard input, and its output goes to standard error.
     """
     incoming, outgoing = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDONLY)

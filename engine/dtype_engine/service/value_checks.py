@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from dtype_engine.results.pictures import PicturePair
 
 LARGEST_EXPONENT = 1100
-"""The largest |exponent| to base 2 of a value: subnormal float64 reaches -1074."""
+"""The maximum absolute value of a number's exponent to base 2: subnormal float64 reaches -1074."""
 _MOST_SHOWN = 100
-"""Maximum length of a list that the app draws whole: it handles no keys meanwhile."""
+"""Maximum length of a list that the app draws as a whole, because it handles no keys while it draws."""
 MOST_NOTICES = 1000
 """Maximum number of notices, which are sentences for the user, in one event."""
 

@@ -40,7 +40,7 @@ _SAMPLE_S = 0.25
 
 
 class _MemorySampler:
-    """A thread that emits `Memory` events, four a second while `busy` is set, and none until `session` is set."""
+    """A thread that emits four `Memory` events per second while `busy` and `session` are set."""
 
     def __init__(self, emit: Callable[[events.Event], None]) -> None:
         self.busy = threading.Event()
@@ -68,7 +68,8 @@ class _MemorySampler:
 
 
 class Worker(Engine):
-    """Opens `source` in the background, then runs commands. `emit` is called from the worker's threads and from the callers'.
+    """Opens `source` in the background, then runs commands. `emit` is called from the worker's threads and from its callers'
+    threads.
 
     After opening, the worker measures the latest recipe, at first the empty one. If the model can't be loaded, commands about
     the stored tensors still work. read_headers: as in `open_model`.
@@ -88,7 +89,7 @@ class Worker(Engine):
         """Cancelling this token stops the running command. Each command gets a new token."""
         self._closing = threading.Event()
         self._model: OpenModel | None = None
-        """Set once, before `_opened` is set."""
+        """The opened model. It is set once, before `_opened` is set."""
         self._opened = threading.Event()
         """Set when the model is open, and by `close`."""
         self._planned_losses = PlannedLosses()
@@ -151,7 +152,7 @@ class Worker(Engine):
                 thread.join(max(0.0, until - time.monotonic()))
 
     def _replace_queue(self, queue: Queue) -> None:
-        """Make `queue` the current queue, and emit which commands were refused or stopped. The caller must hold the lock."""
+        """Make `queue` the current queue, and emit which commands were refused, stopped or dropped. The caller holds the lock."""
         self._queue = reported(queue)
         if queue.stopping:
             self._token.cancel()
@@ -166,7 +167,9 @@ class Worker(Engine):
             self._emit(events.Stopped(queue.recipe, queue.stopped, queue.dropped))
 
     def _emit_jobs(self) -> None:
-        """Emit the names of the running and waiting commands. The caller must hold the lock, so that the last is the newest."""
+        """Emit the names of the running and waiting commands. The caller must hold the lock, so that the last event is the
+        newest.
+        """
         running = self._queue.running
         name = job_names(self._queue, (running,))[0] if running is not None else ""
         self._emit(events.Jobs(name, job_names(self._queue, self._queue.waiting)))
@@ -185,7 +188,7 @@ class Worker(Engine):
         self._emit(events.Idle())
 
     def _serve(self) -> tuple[Source, Options] | None:
-        """Open the model and run commands on it. Returns what must be opened next, or None once the worker is closed."""
+        """Open the model and run commands on it. Returns (source, options) of the next model, or None once the worker is closed."""
         from dtype_engine.service.run_commands import CommandRunner  # the first paint does not need it
 
         self._memory.busy.set()
@@ -205,7 +208,7 @@ class Worker(Engine):
         return model.opens_next
 
     def _next(self) -> tuple[Queue, CancelToken] | None:
-        """Wait for a command. Returns the queue with it running and its cancel token, or None if the worker is closed."""
+        """Wait for a command. Returns (the queue with the command running, its cancel token), or None if the worker is closed."""
         with self._changed:
             if not self._queue.waiting and not self._closing.is_set():
                 self._memory.busy.clear()
@@ -250,7 +253,7 @@ class Worker(Engine):
             self._emit(events.Refused(command.name, message))
 
     def _plan_export(self, queue: Queue) -> None:
-        """Wait until the model is open, and emit what an export would write, or why there can be none."""
+        """Wait until the model is open, and emit what an export would write, or why it can't be exported."""
         from dtype_engine.service.writer import SaveContext, plan_export
 
         self._opened.wait()

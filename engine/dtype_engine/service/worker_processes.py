@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from dtype_engine.runtime.session.session import Session
 
 OnProgress = Callable[[str, int, int], None]
-"""Called with the current step in a few words, and with how many of how many steps are done."""
+"""A function of (the current step in a few words, number of units done, total number of units)."""
 
 
 class WorkerProcesses:
-    """Starts worker processes for an open model when they are first needed, if `Options.workers` asks for them. Only `close`
-    may be called from other threads than the worker's. on_notice: called with notes to the user.
+    """Starts worker processes for an open model when they are first needed, if `Options.workers` is set. Only `close` may be called
+    from other threads than the engine worker's. on_notice: called with notes to the user.
     """
 
     def __init__(self, model: OpenModel, on_notice: Callable[[str], None]) -> None:
@@ -37,10 +37,10 @@ class WorkerProcesses:
 
     @contextmanager
     def over(self, session: Session, private: int, needed: bool = True) -> Iterator[Over | None]:
-        """Yield the worker processes with the session's model open in them, or None if the work should run in this process. If
-        they fail, they are closed, and the next call starts new ones.
+        """A context manager that yields the worker processes, which open the session's model, or None if the work should run in
+        this process. If the processes fail, they are closed, and the next call starts new ones.
 
-        private: how many bytes each process needs in addition to the mapped checkpoint. needed: whether there is any work.
+        private: the bytes that each process needs in addition to the mapped checkpoint. needed: whether there is any work.
         """
         workers = self._model.options.workers
         if workers is None or not needed:
@@ -58,7 +58,7 @@ class WorkerProcesses:
 
 
 def throttled(on_progress: OnProgress) -> Callable[[str, int, int | None], None]:
-    """Return a progress callback `(step, done, total)` that calls `on_progress` only now and then."""
+    """Return a progress callback `(step, done, total)` that calls `on_progress` at most ten times a second."""
     throttle = Throttle()
 
     def on_step(what: str, done: int, total: int | None) -> None:

@@ -45,11 +45,11 @@ class SaveContext:
     recipe: Recipe
     planned_losses: PlannedLosses = field(default_factory=PlannedLosses)
     on_progress: OnProgress = lambda what, done, total: None
-    """Called with the current step in a few words, the bytes done, and the total bytes."""
+    """A function of (the current step in a few words, bytes done, total bytes)."""
     cancelled: IsCancelled = never
 
     def plan(self, tree: Tree) -> Plan:
-        """Return the recipe's plan. Raises TooSlow if a pattern takes too long to match, because it would be incomplete."""
+        """Return the recipe's plan. Raises TooSlow if a pattern takes too long to match, because the plan would be incomplete."""
         plan = make_plan(tree, self.recipe)
         plan.refuse_too_slow()
         return plan
@@ -74,7 +74,7 @@ def plan_export(context: SaveContext) -> ExportPlan:
 
 
 def run_save(request: SaveRequest, context: SaveContext) -> tuple[str, tuple[str, ...]]:
-    """Write what `request` names. Returns a sentence that says what was written, and notices. Raises UserError, Cancelled."""
+    """Write the file or folder of `request`. Returns (a sentence about what was written, notices). Raises UserError, Cancelled."""
     if isinstance(request, ExportRequest):
         return _export(request, context)
     check_target(request.file, request.replace)
@@ -85,7 +85,7 @@ def run_save(request: SaveRequest, context: SaveContext) -> tuple[str, tuple[str
 def compose(
     request: ConvertRequest | RecipeRequest | ReportRequest, context: SaveContext
 ) -> tuple[str, tuple[str, ...]]:
-    """Return the text of the file that `request` names, and notices for the user. Raises UserError, Cancelled."""
+    """Return (the text of the file of `request`, notices for the user). Raises UserError, Cancelled."""
     if isinstance(request, ConvertRequest):
         return _converted(request, context)
     if isinstance(request, RecipeRequest):
@@ -94,7 +94,7 @@ def compose(
 
 
 def _losses(context: SaveContext, max_bytes: int = MAX_AUTOMATIC_BYTES) -> tuple[ValueLoss, ...] | None:
-    """Return the weights in which casts lose values, or None if more than `max_bytes` of files must be read to count them."""
+    """Return the weights in which casts lose values. None without files, or if more than `max_bytes` of them must be read."""
     model = context.model
     if model.session is not None:
         return model.session.lost_values(context.cancelled, context.plan(model.session.tree))
@@ -124,7 +124,7 @@ def _contents(context: SaveContext) -> Contents:
 
 
 def _contents_to_write(context: SaveContext) -> Contents:
-    """Return what an export writes. The inputs are run first for scales of activations (NVFP4) or of KV caches."""
+    """Return the tensors that an export writes. The inputs are run first if it needs scales of activations (NVFP4) or KV caches."""
     from dtype_engine.runtime.export.input_scales import needs_calibration
 
     contents, session = _contents(context), context.model.session
@@ -192,7 +192,7 @@ def _report_text(request: ReportRequest, context: SaveContext) -> tuple[str, tup
 
 
 def _measured(context: SaveContext) -> tuple[DriftReport | None, NonFiniteDiagnosis | None, str]:
-    """Measure the recipe. Returns the report, where values stop being finite, and ""; or None, None and why not."""
+    """Measure the recipe. Returns (the drift, a diagnosis if values are not finite, ""), or (None, None, why it can't be run)."""
     session = context.model.session
     if session is None:
         return None, None, fill_hints(context.model.why_closed, ON_THE_COMMAND_LINE) or "the model is not open"
@@ -225,7 +225,7 @@ def _converted(request: ConvertRequest, context: SaveContext) -> tuple[str, tupl
 
 
 def _with_rate(on_progress: OnProgress) -> Callable[[int, int], None]:
-    """Return a callback for the bytes written so far and in total. It reports the rate, as in `exporting: 310.00 MiB/s`."""
+    """Return a callback `(bytes written, total bytes)` that reports progress with the rate, as in `exporting: 310.00 MiB/s`."""
     started, throttle = time.perf_counter(), Throttle()
 
     def on_bytes(done: int, total: int) -> None:

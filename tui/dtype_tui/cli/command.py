@@ -24,7 +24,8 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.input_args import check_files
 from dtype_engine.recipe import rules_in_doubt
 from dtype_engine.service.events import Event
-from dtype_tui.state.launch import Launch, is_address
+from dtype_tui.state.addresses import is_address
+from dtype_tui.state.launch import Launch
 
 if TYPE_CHECKING:
     from dtype_engine.service.connection import Connection

@@ -43,10 +43,7 @@ DEMO = Offer("demo", "built in, 708 k parameters")
 
 
 class ModelPicker(BaseApp[str]):
-    """An app in which the user chooses a model or types its name. `run` returns the name, or None if the user leaves.
-
-    Typed text filters the list. If it matches nothing, Enter opens the model that it names.
-    """
+    """An app in which the user chooses a model, or types its name, which filters the list. `run` returns the name, or None."""
 
     TITLE = "dtype-tui"
     CSS = """
@@ -146,9 +143,8 @@ def _is_path(text: str) -> bool:
 
 
 def offer_line(offer: Offer, width: int, origin_width: int = 0) -> Text:
-    """Return a line of `width` cells with a model's name, size and age and, if there is room, its origin.
-
-    origin_width: width of the longest origin of all lines, which aligns the columns.
+    """Return a line of `width` cells with a model's name, size and age and, if there is room, its origin. origin_width: width of
+    the longest one of all lines.
     """
     origin_width = max(origin_width, len(offer.origin))
     size = short_bytes(offer.nbytes) if offer.nbytes is not None else ""

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 from dtype_engine.service.connection import SESSION, Connection, EngineCommand, NoAnswer, new_session
-from dtype_tui.state.launch import Launch, is_address
+from dtype_tui.state.addresses import is_address
+from dtype_tui.state.launch import Launch
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,7 +10,7 @@ from dtype_engine.checkpoint.source import is_python
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import Options, RunSettings
 from dtype_engine.core.text import printable
-from dtype_tui.state.launch import is_address
+from dtype_tui.state.addresses import is_address
 from dtype_tui.state.session_store import NOT_KEPT, SavedSession, newest_session
 
 

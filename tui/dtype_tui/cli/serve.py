@@ -11,7 +11,7 @@ from dtype_engine.checkpoint.source import locate
 from dtype_engine.core.errors import UserError
 from dtype_tui.cli.command import command
 from dtype_tui.process.gc_policy import resume_gc
-from dtype_tui.state.launch import is_address
+from dtype_tui.state.addresses import is_address
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "ignore_unknown_options": True})

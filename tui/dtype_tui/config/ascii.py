@@ -1,7 +1,6 @@
-"""Redraws every line in ASCII, with the same width, for terminals and fonts that lack Unicode characters.
-
-This happens after all drawing, so no widget needs to know about it. Some characters are replaced by two, such as `→` by `->`,
-because `>` alone would be misleading; a blank elsewhere in the line is then removed.
+"""Redraws every line in ASCII, with the same width, for terminals and fonts that lack Unicode characters. This happens after all
+drawing. Some characters are replaced by two, such as `→` by `->`, because `>` alone would be misleading; a blank elsewhere in the
+line is then removed.
 """
 
 from __future__ import annotations

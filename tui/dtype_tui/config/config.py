@@ -47,9 +47,8 @@ def config_path() -> Path:
 
 
 def read_config(actions: Iterable[str], themes: Iterable[str], options: Iterable[str]) -> Config:
-    """Return the user's configuration, checked against the names of actions, themes and options.
-
-    Raises UserError for an invalid entry, which names the file, the entry and the nearest valid name.
+    """Return the user's configuration, checked against the names of actions, themes and options. Raises UserError, which names the
+    file, the entry and the nearest valid name.
     """
     path = config_path()
     try:

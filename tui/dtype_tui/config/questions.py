@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
 import msgspec
 from textual.binding import Binding
@@ -20,7 +21,7 @@ class Question(msgspec.Struct, frozen=True):
     key: str = ""
     meaning: str = ""
     """What the key or the `:` command does, for the palette. "" for a job without a key and without a command of the table."""
-    group: str = ""
+    group: Literal["Look", "Measure", ""] = ""
     """The title of the group of keys in the help to which the key belongs."""
     help: str = ""
     """What the key does, short enough for one of the help's columns."""

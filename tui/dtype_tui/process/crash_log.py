@@ -11,9 +11,8 @@ from dtype_engine.core.user_folders import state_folder
 
 
 def recorded(error: BaseException) -> str:
-    """Write the traceback of an error to a new file in the state folder, which only the user can read. Never raises.
-
-    Returns words that name the file, to end a sentence, or "" if it can't be written.
+    """Write an error's traceback to a new file, which only the user can read. Never raises. Returns words that name the file, to
+    end a sentence, or "" if it can't be written.
     """
     import platform
     import traceback

@@ -15,9 +15,8 @@ _process: subprocess.Popen[bytes] | None = None
 
 
 def start_early(arguments: Sequence[str]) -> None:
-    """Start the engine if the command line probably opens a model on this machine.
-
-    An unused engine exits with this process, because its standard input is then closed.
+    """Start the engine if the command line probably opens a model here. If unused, it exits with this process, which closes its
+    input.
     """
     global _process
     if _COMPLETION in os.environ or arguments[:1] == ["serve"]:

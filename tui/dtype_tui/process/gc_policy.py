@@ -1,5 +1,5 @@
-"""Decides when Python's cyclic garbage collector runs: not during imports and model loading, which allocate long-lived objects. It
-would take a fifth of the time to the first paint, or delay the response to a key by 250 ms.
+"""Turns Python's cyclic garbage collector off during imports and model loading, which allocate long-lived objects. It would take a
+fifth of the time to the first paint, or delay the response to a key by 250 ms.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""Draws on the terminal in fewer bytes than Textual does, for slow connections.
-
-Textual writes a changed line from the left edge of its widget on, with complete styles. Here cells that the terminal shows already
-are left out, and of a style only what changes is written.
+"""Draws on the terminal in fewer bytes, for slow connections: without cells that it shows already, and without the parts of a style
+that stay. Textual writes a changed line from the left edge of its widget on, with complete styles.
 """
 
 from __future__ import annotations

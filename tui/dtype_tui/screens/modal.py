@@ -49,9 +49,8 @@ def is_from_closed_window(error: Exception, app: App[Any]) -> bool:
 
 
 def nodes_in_traceback(error: Exception) -> list[DOMNode]:
-    """Return the widgets and windows whose methods appear in an error's traceback, the outermost first.
-
-    Textual's active message pump does not show the window if the error was raised in a task of the app.
+    """Return the widgets whose methods appear in an error's traceback, the outermost first. Textual's active message pump does not
+    show the window if the error was raised in a task of the app.
     """
     owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
     return [node for node in owners if isinstance(node, DOMNode) and not isinstance(node, App)]

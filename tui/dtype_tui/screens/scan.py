@@ -250,9 +250,8 @@ def _score(score: WeightScore, wide: bool) -> str:
 
 
 def short_kinds(kinds: tuple[str, ...], width: int) -> list[str]:
-    """Return a different heading of at most `width` cells for each kind of module, such as `self_attn.q_proj`.
-
-    A heading is the last part of the kind's name, such as `q`, or the end of the full name if kinds share the last part.
+    """Return a different heading of at most `width` cells for each kind of module: the last part of its name, such as `q`, or the
+    end of the whole name if kinds share the last part.
     """
     last = [kind.removesuffix("_proj").rpartition(".")[2] for kind in kinds]
     heads = [

@@ -42,7 +42,7 @@ class Activity:
         self._pace = JobPace(self._clock)
 
     def now(self) -> tuple[str, float | None]:
-        """Return what the engine is doing, or "" if it is idle, and which fraction of it is done, if known."""
+        """Return (what the engine is doing or "" if it is idle, the fraction that is done or None if unknown)."""
         return (self.what, self.share) if self.busy else ("", None)
 
     @property
@@ -59,7 +59,7 @@ class Activity:
 
     @property
     def queue(self) -> str:
-        """The words for the waiting jobs, such as "scan, writing". One measurement behind another is not worth a word."""
+        """The words for the waiting jobs, such as "scan, writing". A measurement that waits for another is omitted."""
         shown = (name for name in self.waiting if not (name == self.running == "measure"))
         return ", ".join(row_of(name).waiting for name in shown)
 
@@ -71,8 +71,8 @@ class Activity:
             self.waiting += (job,)
 
     def begin(self, what: str, share: float | None = None, job: str = "") -> None:
-        """Record what the engine is doing. share: the fraction that is done. job: of which this is a step; by default the part of
-        `what` before the colon, as in `measuring: reference`.
+        """Record what the engine is doing. share: the fraction that is done. job: the job to which `what` belongs; by default, the
+        part of `what` before the colon, as in `measuring: reference`.
         """
         self._pace.follow(job or what.partition(":")[0], share)
         self.busy, self.what, self.share = True, printable(what), share  # an engine elsewhere may send anything

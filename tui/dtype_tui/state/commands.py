@@ -1,6 +1,5 @@
-"""The commands of the `:` line, such as `cast *.mlp bf16` and `go model.layers.3`, and their completion.
-
-Every action of a key that needs no arguments is a command, too.
+"""The commands of the `:` line, such as `cast *.mlp bf16`, and their completion. Actions of keys without arguments are commands,
+too.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from dtype_tui.config.questions import questions_without_keys
 
 MOST_COMPLETIONS = 200
 PATHS = ("folder", "file")
-"""The kinds of arguments that are a single path. Unlike others, they may contain spaces."""
+"""The kinds of arguments that are a single path, which may contain spaces."""
 WITH_PATHS = (*PATHS, "line")
 """The kinds of arguments in which paths are completed. A `line` is a prompt or the paths of files."""
 
@@ -85,7 +84,7 @@ def all_commands(actions: Iterable[tuple[str, str]]) -> dict[str, Command]:
 
 
 def parse(line: str, commands: dict[str, Command]) -> tuple[Command, tuple[str, ...]]:
-    """Parse a line into one of `commands` and its arguments, the last of which is the rest of the line. Raises UserError."""
+    """Return the command of a line and its arguments. The last one is the rest of the line, with spaces. Raises UserError."""
     name, _, rest = line.strip().removeprefix(":").strip().partition(" ")
     command = commands.get(name)
     if command is None:
@@ -114,7 +113,7 @@ class Completer:
     patterns: Callable[[], Sequence[str]]
     """Returns patterns that match the node under the cursor."""
     choices: Callable[[str], Sequence[str]]
-    """Returns the words for an argument of a kind: `order`, `columns`, `theme` or `preset`."""
+    """Returns the possible words of an argument, given its kind: `order`, `columns`, `theme` or `preset`."""
     read_only: bool = False
     """Whether to complete no paths, and no commands that a read-only session refuses."""
 
@@ -149,7 +148,7 @@ class Completer:
 
 
 def _next_parts(names: Sequence[str], begun: str) -> list[str]:
-    """Return completions of a dotted name up to the next dot: of `model.la`, `model.layers`; of that with a dot, its children."""
+    """Return completions of a dotted name up to the next dot: `model.layers` for `model.la`, its children for `model.layers.`."""
     length = len(begun)
     parts: dict[str, None] = {}
     for name in names:
@@ -164,7 +163,7 @@ def _next_parts(names: Sequence[str], begun: str) -> list[str]:
 
 
 def _paths(begun: str, only_folders: bool = False) -> list[str]:
-    """Return the paths that begin with `begun`, folders with a slash. Hidden ones are omitted unless a dot is typed."""
+    """Return the paths that begin with `begun`, folders with a final slash. Hidden ones are omitted unless a dot is typed."""
     head = begun[: begun.rfind("/") + 1]
     last = begun[len(head) :]
     try:

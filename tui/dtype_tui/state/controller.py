@@ -81,18 +81,18 @@ class Controller:
         self._told = Recipe()
         """The recipe that the engine knows."""
         self._pending: set[tuple[Command, Recipe, RunSettings]] = set()
-        """The requests of `ask_once` that the engine has yet to answer, and for what they are."""
+        """The requests of `ask_once` that the engine has yet to answer, each with its recipe and settings."""
 
     @property
     def unsaved_rules(self) -> int:
-        """The number of rules of the recipe, or 0 if the user has saved it or gave it on the command line."""
+        """The number of rules of the recipe, or 0 if it is saved or from the command line, or if the session is read-only."""
         return 0 if self.read_only or self.experiment.recipe == self._saved_recipe else len(self.experiment.recipe)
 
     # -- events of the engine ------------------------------------------------------------------------------------
 
     def handle(self, event: events.Event) -> bool:
-        """Update the state from an event of the engine. The caller has to redraw the screen. Returns False, and changes nothing, if
-        the event belongs to another recipe or other settings than the current ones.
+        """Update the state from an event of the engine. The caller has to redraw the screen. Returns False, and changes nothing,
+        for an event of another recipe or other settings than the current ones.
         """
         self._note_answered(event)
         if self.experiment.is_stale(event):
@@ -157,7 +157,7 @@ class Controller:
                     self._start_with_preset()
 
     def _note_answered(self, event: events.Event) -> None:
-        """Forget the requests that an event answers, or all if no answers will come."""
+        """Remove the requests that an event answers from `_pending`, or all requests if no more answers will come."""
         match event:
             case events.JobDone():
                 self._pending = {key for key in self._pending if key[0] != event.ask}
@@ -174,8 +174,8 @@ class Controller:
     # -- the start -----------------------------------------------------------------------------------------------
 
     def begin(self, launch: Launch) -> None:
-        """Restore the session to resume, if there is one. Then apply the recipe from the command line and, once the module classes
-        are known, the preset.
+        """Restore the saved session, if any. Then apply the recipe from the command line and, once the module classes are known,
+        the preset.
         """
         recipe, saved = launch.recipe, launch.saved
         self._saved_recipe = recipe
@@ -228,7 +228,7 @@ class Controller:
         return self._follow(self.experiment.push_rules(rules))
 
     def _follow(self, changed: bool) -> bool:
-        """Send the recipe to the engine if it is another one, and redraw. changed: whether the rules have, which is returned."""
+        """Send the current recipe to the engine if the engine has another one. changed: whether to redraw; it is also returned."""
         if self.experiment.recipe != self._told:
             if self.experiment.same_plan and not self.activity.busy:
                 self._tell_recipe(FollowRecipe)
@@ -246,7 +246,7 @@ class Controller:
         self.engine.request(command(self._told))
 
     def add_rule(self, rule: Rule) -> None:
-        """Add a rule, unless it matches nothing. Warn if it casts a module that the model declares to need float32."""
+        """Add a rule, unless it matches nothing. Warn if the rule casts a module that the model declares to need float32."""
         experiment = self.experiment
         if (refusal := experiment.refusal(rule)) is not None:
             self.notify(refusal, "warning")
@@ -297,7 +297,7 @@ class Controller:
             self.notify("nothing to redo", "information")
 
     def drop_rules(self, node: str) -> None:
-        """Remove the rules that match tensors of this node and no others. If there are none, tell the user why."""
+        """Remove the rules that match only tensors at or below this node. If there is no such rule, tell the user why."""
         inside, beyond = rules_within(self.experiment.tree, self.experiment.plan, node)
         if inside:
             self.apply_rules(self.experiment.rules.without(inside))
@@ -308,14 +308,14 @@ class Controller:
             self.notify("no rule matches this node", "information")
 
     def change_rule(self, row: int, rule: Rule) -> None:
-        """Replace the rule at index `row` of the list of rules, unless the new one matches nothing."""
+        """Replace the rule at index `row` of the list of rules, unless the new rule is refused."""
         if (refusal := self.experiment.refusal(rule)) is not None:
             self.notify(refusal, "warning")
         elif self.apply_rules(self.experiment.rules.with_rule(row, rule)):
             self._warn_unmatched()
 
     def put_back(self, node: str) -> None:
-        """Give a node the dtype of the reference by a rule after all others, and tell the user how many bytes that costs."""
+        """Add a rule that gives a node the dtype of the reference, and tell the user how many bytes this costs."""
         experiment, name = self.experiment, node or "the model"
         rule, before = reference_rule(experiment.tree, node, experiment.model.reference), experiment.plan
         rules = experiment.rules.then(rule)
@@ -355,18 +355,18 @@ class Controller:
         self._changed()
 
     def set_budget(self, budget: int | None) -> None:
-        """Show the largest context at which weights, KV cache and activations fit in `budget` bytes, or none."""
+        """Show the largest context at which weights, KV cache and activations fit in `budget` bytes. None: show none."""
         self.experiment.served.budget = budget
         self._changed()
 
     def estimate_activations(self) -> None:
-        """Ask for the memory of activations at the current context and at two longer ones. Between them, it is interpolated."""
+        """Request the memory of activations at the current context and at two longer ones. Values in between are interpolated."""
         context = self.experiment.tokens
         contexts = sorted({context, 2 * context, max(4 * context, self.experiment.tree.kv_cache.longest or 0)})
         self.engine.request(ACTIVATIONS.ask(PassSizes(tuple(contexts), self.experiment.served.batch)))
 
     def use_preset(self, name: str) -> None:
-        """Replace all rules by those of a preset. Raises UserError for an unknown name, and until the tensors are known."""
+        """Replace all rules by those of a preset. Raises UserError if the name or the model's tensors are unknown."""
         from dtype_engine.recipe.presets import preset
 
         chosen = preset(name)
@@ -375,7 +375,7 @@ class Controller:
         self.replace_rules(chosen.recipe(self.experiment.tree))
 
     def go_back_to(self, measured: MeasuredRecipe) -> None:
-        """Make a measured recipe the current one. The settings of a run stay as they are."""
+        """Make a measured recipe the current one. The current settings stay, even if it was measured with others."""
         if measured.settings != self.experiment.settings:
             self.notify(f"that was measured with {measured.settings}; the current settings stay", "information")
         self.apply_recipe(measured.recipe)
@@ -387,7 +387,7 @@ class Controller:
         self._changed()
 
     def measure(self) -> None:
-        """Measure the current recipe over all inputs. A running measurement of it is extended to them."""
+        """Measure the current recipe over all inputs. A running measurement of this recipe is extended to all inputs."""
         if not self.life.is_available():
             return
         if self.activity.running != "measure":
@@ -436,7 +436,7 @@ class Controller:
         self._expect("write")
 
     def stop(self) -> None:
-        """Stop the engine's jobs. If one still runs after an earlier call, restart the engine."""
+        """Ask the engine to stop its jobs. If a job has not stopped after an earlier call, restart the engine."""
         self._pending.clear()
         if self.life.must_end:
             self.restart_engine()
@@ -464,7 +464,7 @@ class Controller:
     # -- the scan ------------------------------------------------------------------------------------------------
 
     def next_of_scan(self) -> Literal["choose", "show", "wait"]:
-        """Resume a stopped scan, and return what to open: the choice of dtypes for a new scan, the results, or nothing."""
+        """Resume a stopped scan, and return what to open: the choice of dtypes for a new scan, the results, or nothing ("wait")."""
         experiment, scan = self.experiment, self.experiment.scan
         if experiment.model.no_forward:
             self.notify(experiment.model.no_forward, "warning")
@@ -489,7 +489,7 @@ class Controller:
         return True
 
     def start_scan(self, dtypes: tuple[str, ...]) -> None:
-        """Start a scan in these dtypes, or resume the last one if it had the same."""
+        """Start a scan in these dtypes, or resume the last scan if it had the same dtypes."""
         if not self.life.is_available():
             return
         scan = self.experiment.scan

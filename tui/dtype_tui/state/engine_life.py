@@ -104,7 +104,7 @@ class EngineLife:
         return True
 
     def _reset(self, error: str | None) -> list[str]:
-        """Record that no work is running, and return which is lost, as parts of a sentence. error: why no engine starts."""
+        """Record that no job is running, and return what is lost, as parts of a sentence. error: the new `self.error`."""
         lost = ["the files that it was writing are lost"] if self.activity.saving else []
         if self._scan.lose():
             lost.append("s resumes the scan")
@@ -116,7 +116,7 @@ class EngineLife:
         return lost
 
     def begin(self, what: str) -> None:
-        """Show that the engine is doing `what`, before it reports that. For jobs that wait in the queue, `expect` is used."""
+        """Show that the engine is doing `what`, before the engine reports it. For jobs that wait in the queue, `expect` is used."""
         if self.error is None:
             self.activity.begin(what)
 
@@ -131,8 +131,8 @@ class EngineLife:
         return self.error is None
 
     def may_quit(self, lost_rules: int = 0) -> bool:
-        """Return whether the app may quit. While files are being written, or if rules would be lost, the first call warns and
-        returns False, also if the last warning was about something else. lost_rules: rules that neither a file nor a session keeps.
+        """Return whether the app may quit. If files are being written or rules would be lost, warn and return False, unless the
+        last warning was about the same. lost_rules: the number of rules that neither a file nor a session keeps.
         """
         about = self.activity.saving, lost_rules
         if about in ((False, 0), self._warned_about):
@@ -146,7 +146,7 @@ class EngineLife:
         return False
 
     def forget_warning(self) -> None:
-        """Let the next call of `may_quit` warn again, because what it warned about has changed."""
+        """Let the next call of `may_quit` warn again, because the reason for the last warning has changed."""
         self._warned_about = None
 
     @property
@@ -161,7 +161,7 @@ class EngineLife:
         return self.no_engine_words or ("no live model: planning only" if planning_only else "ready")
 
     def stop(self, job: str | None = None) -> None:
-        """Ask the engine to stop the running job and to drop all waiting ones, or only those with the name `job`."""
+        """Ask the engine to stop the running job and to drop all waiting jobs, or to do this only with jobs named `job`."""
         if self.activity.busy:
             if self._stopping is None and job in (None, self.activity.running):
                 self._stopping, self._stopping_since = self.activity.running, time.monotonic()
@@ -169,7 +169,7 @@ class EngineLife:
             self._changed()
 
     def current_activity(self) -> tuple[str, float | None, str]:
-        """Return what the engine is doing, or "" if idle or disconnected; the share that is done; what Esc does now."""
+        """Return (what the engine is doing or "", the fraction that is done or None, what Esc does now or "")."""
         what, share = self.activity.now()
         if not what or self.lost:
             return "", None, ""

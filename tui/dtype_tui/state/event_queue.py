@@ -12,8 +12,7 @@ from dtype_engine.service.outbox import add
 
 class EventQueue:
     """A thread-safe queue of the engine's events. Of events that replace each other, such as progress, only the newest waits.
-
-    arrived: called each time that one more event waits. It must not wait for the app's thread.
+    arrived: called when the number of waiting events has grown. It must not wait for the app's thread.
     """
 
     def __init__(self, arrived: Callable[[], None]) -> None:
@@ -32,7 +31,7 @@ class EventQueue:
             self._arrived()
 
     def take(self) -> Event | None:
-        """Remove and return the oldest event, or None."""
+        """Remove and return the oldest event, or return None if no event waits."""
         with self._changed:
             event = self._waiting.popleft() if self._waiting else None
             if not self._waiting:
@@ -46,7 +45,7 @@ class EventQueue:
                 self._changed.wait()
 
     def shut(self) -> None:
-        """End all waiting, because the app ends and takes no more events."""
+        """Let `wait_until_empty` return, because the app ends and takes no more events."""
         with self._changed:
             self._shut = True
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""The state of the app: the model, the history of recipes, and the current one's results. It uses neither widgets nor torch."""
+"""The state of the app: the model, the history of recipes, and the current recipe's results. It uses neither widgets nor torch."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ if TYPE_CHECKING:
 OF_ANY_RECIPE = (events.SavingProgress, events.Saved, events.Stopped)
 """Events that are handled even if they belong to an earlier recipe."""
 _MOST_MODULES_SIZE = 32 << 20
-"""Maximum size, roughly in bytes, of the drift of all modules."""
+"""Maximum size, roughly in bytes, of the stored drift of modules."""
 _MOST_OF_A_FAILURE = 2000
 """Maximum number of characters of the reason why a measurement failed."""
 _MOST_KNOWN = 10
 """Maximum number of drift reports that are kept, for undo to show."""
 
 _FIELDS = {CAUSES.name: "causes", SPEED.name: "speed", NONFINITE.name: "nonfinite", LOSS_REMEDY.name: "loss_remedy"}
-"""The field of `Results` for the result of a job."""
+"""The field of `Results` that stores the result of a job, by the job's name."""
 
 
 class ModelFacts(msgspec.Struct, frozen=True):
@@ -62,7 +62,7 @@ class ModelFacts(msgspec.Struct, frozen=True):
     """The machine that holds the model, or "" for this one."""
     inputs: str = ""
     inputs_summary: InputsSummary | None = None
-    """None until the engine has prepared the inputs."""
+    """The inputs on which the model runs. None until the engine has prepared them."""
     no_forward: str | None = None
     """Why the model can't run, or None if it can."""
     no_text: str | None = None
@@ -74,20 +74,19 @@ class ModelFacts(msgspec.Struct, frozen=True):
     has_tree: bool = True
     """Whether the modules and tensors are known. Until then, the tree is empty."""
     path: Path | None = None
-    """The model on this machine, or None if this machine has no file of it."""
+    """The path of the model, or None if this machine has no file of the model."""
     partial: bool = False
-    """Whether the headers of a large checkpoint are read in part, so that sums do not cover the whole model."""
+    """Whether only some headers of a large checkpoint are read, so that sums do not cover the whole model."""
     provenance: tuple[str, ...] = ()
     """Lines that say how the checkpoint was quantized, such as "written by dtype-tui"."""
     reference: str = "float32"
-    """What drift is measured from: "float32", "as stored (bfloat16)", or the name of another checkpoint."""
+    """The reference of the drift: "float32", "as stored (bfloat16)", or the name of another checkpoint."""
 
 
 @dataclass
 class Experiment:
-    """One model, its history of recipes, and the results of the current one.
-
-    Results of other recipes are kept only in `measured`, `module_log` and `scan`.
+    """One model, its history of recipes, and the results of the current recipe. Measurements of other recipes are in `measured`,
+    `module_log` and `scan`.
     """
 
     model: ModelFacts
@@ -99,7 +98,7 @@ class Experiment:
     totals: NodeTotals = field(init=False)
     results: Results = field(default_factory=Results)
     before: DriftReport | None = None
-    """The drift report that was shown before on the same inputs, to show until the new drift is known, and to compare with."""
+    """The previous drift report on the same inputs. It is shown until the new drift is known, and then compared with it."""
     memory: MemoryStats | None = None
     served: Served = field(default_factory=Served)
     floor: NoiseFloor | None = None
@@ -162,11 +161,11 @@ class Experiment:
 
     @property
     def room(self) -> int | None:
-        """The bytes in which the model must fit: the budget or, without one, the memory of the device, if known."""
+        """The bytes in which the model must fit: the budget or, if there is none, the memory of the device. None if unknown."""
         return self.served.budget or self.model.memory_bytes
 
     def needed_bytes(self, plan: Plan) -> int:
-        """Return what must fit in `room` under a plan: the weights and, with a budget, KV cache and activations."""
+        """Return the bytes that must fit in `room` under a plan: the weights and, with a budget, KV cache and activations."""
         return self._serving_under(plan).total_bytes if self.served.budget else plan.planned_bytes
 
     @property
@@ -220,9 +219,8 @@ class Experiment:
     # -- the current recipe and settings -------------------------------------------------------------------------
 
     def refusal(self, rule: Rule) -> str | None:
-        """Return a sentence that explains why a rule is refused: it matches nothing in this model, or takes too long to match.
-
-        Returns None if the rule matches something, or if this is not known yet.
+        """Return why a rule is refused: it matches nothing in this model, or takes too long to match. None if the rule matches
+        something, or may do so once the model is loaded.
         """
         plan = make_plan(self.tree, self.recipe.then(rule))
         last = len(plan.recipe) - 1
@@ -250,7 +248,7 @@ class Experiment:
         return self._follow(self.history.redo())
 
     def _follow(self, changed: bool) -> bool:
-        """Plan again if enabled rules have changed. changed: whether any rules have, which is returned."""
+        """Plan again if enabled rules have changed. changed: whether any rules, even disabled ones, have. Returns it."""
         if self.recipe != self.plan.recipe:
             self._replan(self.plan)
         return changed
@@ -260,7 +258,7 @@ class Experiment:
         self._replan()
 
     def _replan(self, before: Plan | None = None) -> None:
-        """Plan the current recipe, and drop the results unless the plan `before`, of the same tree, has the same dtypes."""
+        """Plan the current recipe. Drop the results unless `before`, the previous plan of the same tree, has the same dtypes."""
         self.plan = make_plan(self.tree, self.recipe)
         self.same_plan = before is not None and before.same_casts(self.plan) and self.results.report is not None
         if self.same_plan:
@@ -279,14 +277,14 @@ class Experiment:
             self.before = self.results.report
 
     def set_settings(self, settings: RunSettings) -> None:
-        """Use these settings from now on, and drop the results with the previous ones."""
+        """Use these settings from now on, and drop the results for the previous settings."""
         self.settings = settings
         self.scan.measured.clear()
         self.forget_figures()
         self._recall()
 
     def forget_figures(self) -> None:
-        """Drop the results of the current recipe, except for its lost values, which depend on the weights alone."""
+        """Drop the results of the current recipe, except for `losses`, which depends only on the weights."""
         self._remember_shown()
         self.results = Results(losses=self.results.losses)
 
@@ -349,7 +347,7 @@ class Experiment:
                 self.results = replace(results, failure=words, failed_module=event.module)
 
     def _take_answer(self, event: events.JobDone) -> None:
-        """Store the result of a job if it is shown outside its window."""
+        """Store the result of a job, unless only the job's own window shows it."""
         results, key = self.results, (self.recipe, self.settings)
         if (field := _FIELDS.get(event.ask.job)) is not None:
             self.results = replace(results, **{field: event.result})
@@ -374,7 +372,7 @@ class Experiment:
             del self._known[old]
 
     def _keep(self, plan: Plan, settings: RunSettings, report: DriftReport) -> None:
-        """Add a measurement to the history, also of other recipes and inputs than the current ones."""
+        """Add a measurement to the history, even if its recipe or inputs are not the current ones."""
         if plan.recipe == self.recipe or (settings, report.inputs) == (self.settings, self.model.inputs):
             self.scan.note_measured(self.tree, plan, report)
         entry = measured(report, plan.recipe, settings, plan.planned_bytes)
@@ -384,7 +382,7 @@ class Experiment:
     # -- comparing -----------------------------------------------------------------------------------------------
 
     def compare_with(self, entry: MeasuredRecipe) -> None:
-        """Make a measured recipe the baseline or, if it already is, use none."""
+        """Make a measured recipe the baseline or, if it already is the baseline, use no baseline."""
         self.baseline = None if self.is_baseline(entry) else entry
 
     def is_baseline(self, entry: MeasuredRecipe) -> bool:
@@ -398,7 +396,7 @@ class Experiment:
 
     @property
     def baseline_modules(self) -> Mapping[str, ModuleDrift]:
-        """The drift of the modules under the baseline, by name, as far as it is stored."""
+        """The drift of the modules under the baseline, by name. Empty if it is not stored."""
         return (self.module_log.of(self.baseline) or {}) if self.baseline is not None else {}
 
     @property

@@ -6,8 +6,8 @@ from dtype_engine.core.user_folders import state_folder
 
 
 def is_first_start() -> bool:
-    """Return whether the state folder is missing or empty. It is then marked, so that later calls return False. Also returns False
-    if it can't be marked.
+    """Return whether the state folder is missing or empty, and mark the folder, so that later calls return False. Also returns
+    False if the folder can't be marked.
     """
     folder = state_folder()
     try:

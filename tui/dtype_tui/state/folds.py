@@ -1,6 +1,5 @@
-"""Folds neighboring modules that are alike, such as the layers of a transformer, into one row of the tree.
-
-The name of a fold is the pattern that matches its members, such as `model.layers.{2..9}`. It is used like the name of a node.
+"""Folds neighboring modules that are alike, such as the layers of a transformer, into one row of the tree. The name of the row is a
+pattern that matches these modules, such as `model.layers.{2..9}`, and is used like the name of a node.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 FEWEST = 4
 """Minimum number of modules that are folded into one row."""
 NEAR_DB = 6.0
-"""Maximum difference in dB between SQNRs in one row, which shows the worst: a factor of two in the amplitude of the error."""
+"""Maximum difference in dB between the SQNRs of modules in one row: a factor of two in the amplitude of the error."""
 _INVISIBLE_DB = 80.0
 """An SQNR above this counts as equal to it, so that modules whose drift is invisible can share a row."""
 _LONGEST_NAME = 2000
@@ -30,10 +29,10 @@ Members = tuple[Module, ...]
 
 
 class Folds:
-    """The groups of alike neighbors that share a row of the tree under one plan. Those among a node's children are found only when
-    the node is opened, because there can be thousands.
+    """The groups of alike neighbors that share a row of the tree under one plan. The children of a node are grouped only when the
+    node is opened, because there can be thousands.
 
-    planned, caches: the planned dtype or format by tensor name. drift: by module name.
+    planned, caches: the planned dtypes of tensors and formats of KV caches, by name. drift: the drift of modules, by name.
     """
 
     def __init__(
@@ -49,7 +48,7 @@ class Folds:
         self._below: dict[str, list[Members]] = {}
 
     def below(self, parent: Module) -> list[Members]:
-        """Return the children of a module in order, as tuples: those that share a row together, every other alone."""
+        """Return one tuple per row below a module, in order: the children that share the row, or a single child."""
         known = self._below.get(parent.name)
         if known is None:
             known = self._below[parent.name] = list(self._grouped(parent))
@@ -73,7 +72,7 @@ class Folds:
                     yield from ((module,) for module in run)
 
     def _near(self, modules: Iterable[Module]) -> Iterator[list[Module]]:
-        """Yield runs of neighbors whose SQNRs differ by at most `NEAR_DB`. One of unknown SQNR stays in the current run."""
+        """Yield runs of neighbors whose SQNRs differ by at most `NEAR_DB`. A module of unknown SQNR joins the current run."""
         run: list[Module] = []
         lowest, highest = math.inf, -math.inf
         for module in modules:
@@ -89,7 +88,7 @@ class Folds:
 
 
 def _decibels(drift: ModuleDrift | None) -> float | None:
-    """Return an SQNR limited to 0 to `_INVISIBLE_DB`, minus infinity if the output is not finite, or None if unknown."""
+    """Return a module's SQNR in dB, from 0 to `_INVISIBLE_DB`. Minus infinity if the output is not finite; None if unknown."""
     if drift is None:
         return None
     if drift.nonfinite:
@@ -111,7 +110,7 @@ def fold_name(members: Sequence[Module]) -> str:
 
 
 def _follows(one: str, other: str) -> bool:
-    """Return whether `other` is the number after `one`, without leading zeros, which a range of a pattern can't have."""
+    """Return whether `other` is the number after `one`, and neither has leading zeros, which ranges in patterns can't have."""
     if not (one.isascii() and other.isascii() and len(other) < 19):
         return False
     return other == str(int(one) + 1) and one == str(int(one))
@@ -130,7 +129,7 @@ def fold_members(tree: Tree, node: str) -> Members:
 
 
 def modules_at(tree: Tree, node: str) -> Members:
-    """Return the module with this name, or those of the row with this name. Returns () for a tensor or an unknown name."""
+    """Return the module with this name, or the modules of the fold with this name. Returns () for a tensor or an unknown name."""
     module = tree.modules.get(node)
     return (module,) if module is not None else fold_members(tree, node)
 

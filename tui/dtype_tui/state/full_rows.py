@@ -1,7 +1,4 @@
-"""Everything that is known about the drift of the model's output and about memory, as rows of a label and a text.
-
-The panes show only the most important metrics. These rows are in the details of the model, and in a pane that is shown alone.
-"""
+"""Makes rows (label, text) of all that is known about drift and memory: for the model's details, and for a pane shown alone."""
 
 from __future__ import annotations
 
@@ -42,7 +39,7 @@ def drift_rows(experiment: Experiment) -> Rows:
 
 
 def _figures(experiment: Experiment, output: OutputDrift, extent: Extent) -> Iterator[tuple[str, str]]:
-    """Yield the output's metrics as rows (label, text), beside those of the baseline. extent: the inputs that they cover."""
+    """Yield rows (label, text) with the output's metrics, beside those of the baseline. extent: how many inputs were run."""
     base = experiment.baseline
     if base is not None:
         yield "P", f"{printable(str(base.recipe), 200)}: {meaning(base.output).word}"

@@ -26,7 +26,7 @@ class Launch(msgspec.Struct, frozen=True):
     tree: Tree | None = None
     """The module tree from the headers, or None if they are not enough to build it."""
     path: Path | None = None
-    """The model on this machine, or None if this machine has no file of it."""
+    """The path of the model, or None if this machine has no file of the model."""
     partial: bool = False
     """Whether `tree` covers only some headers of a large checkpoint."""
     settings: RunSettings = msgspec.field(default_factory=RunSettings)
@@ -50,8 +50,3 @@ class Launch(msgspec.Struct, frozen=True):
     begins_tour: bool = False
     offers_tour: bool = False
     """Whether the app shows, at its start, a panel that offers the tour."""
-
-
-def is_address(model: str | None) -> bool:
-    """Return whether the command-line argument MODEL is the `ssh://` address of a model on another machine."""
-    return model is not None and model.startswith("ssh://")

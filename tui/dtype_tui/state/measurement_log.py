@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from dtype_engine.results.metrics import MetricChange
 
 MOST_MEASURED = 1000
-"""Maximum number of measurements in the history, which an engine on another machine fills."""
+"""Maximum number of measurements in the history. An engine on another machine could send any number."""
 _MARKS = "123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
@@ -36,7 +36,7 @@ class MeasuredRecipe(msgspec.Struct, frozen=True):
     overflowed: int | None = None
     """Number of weight values that the casts made infinite, or None if they were not counted."""
     vanished: int | None = None
-    """Number of nonzero weight values that the casts made zero, without rounding (`ValueLoss.is_rounding`), or None."""
+    """Number of nonzero weight values that the casts made zero, without rounding (`ValueLoss.is_rounding`). None if not counted."""
     pinned: bool = False
     metrics: tuple[MetricChange, ...] = ()
 
@@ -46,9 +46,8 @@ class MeasuredRecipe(msgspec.Struct, frozen=True):
         return not self.extent.whole
 
     def drift(self, distribution: bool) -> float | None:
-        """Return the drift by which plots compare recipes, or None if it is unknown or not finite.
-
-        distribution: whether the output is one. The drift is then the mean KL in nats, otherwise the squared relative L2 error.
+        """Return the drift by which plots compare recipes: the mean KL in nats if the output is a distribution, otherwise the
+        squared relative L2 error. None if it is unknown or not finite.
         """
         value = self.output.kl_mean if distribution else 10 ** (-self.output.sqnr_db / 10)
         return None if self.output.nonfinite or value is None or math.isnan(value) else max(0.0, value)
@@ -57,7 +56,7 @@ class MeasuredRecipe(msgspec.Struct, frozen=True):
         return next((change for change in self.metrics if change.name == name), None)
 
     def height(self, axis: str, distribution: bool) -> float | None:
-        """Return the value for the vertical axis of a plot, or None: the user's metric `axis` or, if that is "", `drift`."""
+        """Return the value for the vertical axis of a plot: the metric `axis` or, if `axis` is "", `drift`. None if unknown."""
         if not axis:
             return self.drift(distribution)
         change = self.metric(axis)
@@ -65,12 +64,12 @@ class MeasuredRecipe(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> tuple[Recipe, RunSettings, str]:
-        """What identifies a measurement in the history, which keeps only one with each key."""
+        """The identity of a measurement. The history keeps only one measurement with each key."""
         return self.recipe, self.settings, self.inputs
 
 
 class ModuleLog:
-    """The drift of every module for the measurements made since the app started. The oldest are dropped first."""
+    """The drift of every module for the measurements made since the app started. The oldest measurements are dropped first."""
 
     MOST = 300_000
     """Maximum number of stored module drifts, summed over all measurements."""
@@ -110,7 +109,7 @@ def measured(report: DriftReport, recipe: Recipe, settings: RunSettings, planned
 
 
 def lost_counts(losses: Sequence[ValueLoss] | None) -> tuple[int | None, int | None]:
-    """Return how many values casts made infinite and zero, as `MeasuredRecipe` has them. losses: None if not counted."""
+    """Return (`overflowed`, `vanished`) of a `MeasuredRecipe`. losses: the lost values of each weight, or None if not counted."""
     if losses is None:
         return None, None
     from dtype_engine.results.losses import severe  # imported late, for a faster first paint
@@ -131,8 +130,8 @@ def mark(index: int) -> str:
 def remember(history: tuple[MeasuredRecipe, ...], new: MeasuredRecipe) -> tuple[MeasuredRecipe, ...]:
     """Return the history with a measurement added.
 
-    It replaces one of the same key, unless that covers more of the inputs, and inherits its pin and, if it has none, its time.
-    Above `MOST_MEASURED`, the oldest that is not pinned is dropped.
+    The new measurement replaces an earlier one with the same key, unless the earlier one covers more inputs. It keeps the earlier
+    pin and, if it has no time, the earlier time. Above `MOST_MEASURED`, the oldest that is not pinned is dropped.
     """
     for index, earlier in enumerate(history):
         if earlier.key == new.key:

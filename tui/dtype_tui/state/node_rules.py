@@ -1,4 +1,4 @@
-"""Finds out which rules of a plan concern which nodes of the tree."""
+"""Finds the rules of a plan that affect a node of the tree, and the nodes that a plan casts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def touched_names(tree: Tree, node: str) -> set[str]:
 
 
 def rules_within(tree: Tree, plan: Plan, node: str) -> tuple[list[int], list[int]]:
-    """Return the indices of rules that match only tensors at or below a node, and of those that also match others."""
+    """Return (indices of the rules that match only tensors at or below a node, indices of the rules that also match others)."""
     inside_node = touched_names(tree, node)
     inside: list[int] = []
     beyond: list[int] = []
@@ -96,7 +96,7 @@ def cast_nodes(tree: Tree, plan: Plan) -> list[str]:
 
 
 def not_kept_in_float32(tree: Tree, plan: Plan, index: int) -> Iterator[str]:
-    """Yield modules and tensors that the model declares to need float32, and that the rule at `index` casts to less."""
+    """Yield modules and tensors that the model declares to need float32, and that the rule at `index` casts to a smaller dtype."""
 
     def is_broken(tensor: TensorInfo) -> bool:
         wide = ("float32", "float64", tensor.dtype)

@@ -29,16 +29,16 @@ class Preview:
     """Names of the tensors that the rule would cast."""
     elements: int
     bytes_before: int
-    """Bytes of these tensors under the current recipe."""
+    """Bytes of `tensors` under the current recipe."""
     bytes_after: int
     uncastable_count: int
     """Number of matching tensors that the rule does not cast."""
     uncastable: str
-    """The first such tensor and the reason, as text, or ""."""
+    """The first matching tensor that the rule does not cast, and the reason, as text, or ""."""
     overrides: str = ""
     """The rules that the typed rule would override, such as `6 tensors of rule 1`, or ""."""
     fused: str = ""
-    """What happens to other weights that an inference runtime fuses with these, such as `k_proj, v_proj: new scale`, or ""."""
+    """What happens to other weights that inference runtimes fuse with the cast ones, such as `k_proj, v_proj: new scale`, or ""."""
     caches: int = 0
     """How many tensors of KV caches the rule would give a format."""
     counts: tuple[int, ...] = ()
@@ -50,9 +50,8 @@ class Preview:
 
 
 def preview(tree: Tree, plan: Plan, rule: Rule) -> Preview:
-    """Return what a rule would do if it were added to the recipe of `plan`.
-
-    Raises PatternError, also for a pattern that takes longer than `PREVIEW_S`, because keys wait for the preview.
+    """Return what a rule would do if it were added to the recipe of `plan`. Raises PatternError, also for a pattern that takes
+    longer than `PREVIEW_S` to match, because keys wait for the preview.
     """
     taken = select(tree, rule.pattern, PREVIEW_S).for_dtype(rule.dtype)
     names = frozenset(taken.tensors)

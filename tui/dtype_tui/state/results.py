@@ -22,13 +22,13 @@ class Losses(msgspec.Struct, frozen=True, dict=True):
     """How many values of each weight the casts of a recipe make infinite, clip or make zero."""
 
     values: tuple[ValueLoss, ...] | None = None
-    """One entry per weight with such values. None while they are unknown."""
+    """One entry per weight that loses values. None while they are unknown."""
     reason: str = ""
-    """Why they are unknown, or "" if the engine is about to find them."""
+    """Why `values` is None, or "" if the engine has yet to find the values."""
 
     @cached_property
     def marks(self) -> Mapping[str, str]:
-        """The mark in the tree, such as `⚠ 64 inf 12 zero`, of each tensor with such values and each module above it, by name."""
+        """The mark in the tree, such as `⚠ 64 inf 12 zero`, of each tensor that loses values and each module above it, by name."""
         if not self.values:
             return {}
         from dtype_tui.rendering.loss_text import loss_marks
@@ -37,7 +37,7 @@ class Losses(msgspec.Struct, frozen=True, dict=True):
 
 
 class Results(msgspec.Struct, frozen=True, dict=True):
-    """The results for one recipe, one set of settings and one set of inputs. If any of these changes, a new one is used."""
+    """The results for one recipe, one set of settings and one set of inputs. If any of these changes, a new `Results` is used."""
 
     losses: Losses = Losses()
     report: DriftReport | None = None
@@ -78,19 +78,19 @@ class Results(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def origin(self) -> str:
-        """The module in whose code values stop being finite, or "" if there is none or it is the model itself."""
+        """The module whose code first computes a value that is not finite. "" if there is none, or for the model itself."""
         found = self.nonfinite
         return (found.module if found.operation else found.first_module) if found is not None else ""
 
     @property
     def loss_remedy_next(self) -> bool:
-        """Whether the key for remedies applies `loss_remedy` next, since nothing remedies a non-finite output."""
+        """Whether the key for remedies applies `loss_remedy` next. Rules that make the output finite come before it."""
         return self.nonfinite is None or not self.nonfinite.remedy
 
 
 def sqnr_range(modules: Iterable[ModuleDrift]) -> tuple[float, float]:
-    """Return the SQNRs in dB at which a module's bar is full and empty: the lowest and highest of these modules, and of rounding to
-    fp8 and bfloat16, so that all bars are short if no module drifts much.
+    """Return the SQNRs in dB at which a module's bar is full and empty: the lowest and highest SQNR of these modules and of
+    rounding to fp8 and bfloat16. Because of rounding, all bars are short if no module drifts much.
     """
     from dtype_engine.results.meaning import SQNR_BF16, SQNR_FP8
 

@@ -38,7 +38,7 @@ class RuleList(msgspec.Struct, frozen=True, dict=True):
         return tuple(next(enabled) if row.enabled else None for row in self.rows)
 
     def then(self, rule: Rule) -> RuleList:
-        """Return this list with `rule` added at the end, in place of an enabled rule with the same pattern."""
+        """Return this list with `rule` added at the end, and without enabled rules that have the same pattern."""
         kept = (row for row in self.rows if not row.enabled or row.rule.pattern != rule.pattern)
         return RuleList((*kept, ListedRule(rule)))
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from dtype_engine.search.pareto import ParetoFront
 
 _DECADES = 3
-"""Powers of ten that the bar of a score covers. It is full for the score of the whole model."""
+"""Number of powers of ten that the bar of a score covers. The bar is full for the score of the whole model."""
 
 
 class Point(msgspec.Struct, frozen=True):
@@ -48,7 +48,7 @@ class ScanState(msgspec.Struct, dict=True):
     finished: bool = False
     paused: bool = False
     lost: bool = False
-    """Whether the engine ended before the scan. The next engine continues after the sequences that were saved."""
+    """Whether the engine ended before the scan. The next engine resumes the scan after the saved sequences."""
     dtype: str = ""
     """The dtype whose scores the screen shows."""
     measured: list[Point] = msgspec.field(default_factory=list)
@@ -96,7 +96,7 @@ class ScanState(msgspec.Struct, dict=True):
         self.requested, self.running, self.finished, self.lost = dtypes, True, False, False
 
     def lose(self) -> bool:
-        """Record that the engine has ended. Returns whether this leaves a scan unfinished, of which the user is to be told."""
+        """Record that the engine has ended. Returns whether the user is to be told that this left a scan unfinished."""
         self.running = self.paused = False
         news = bool(self.requested) and not self.finished and not self.lost
         self.lost = self.lost or news
@@ -115,7 +115,7 @@ class ScanState(msgspec.Struct, dict=True):
         return SearchConstraints()
 
     def prediction(self, tree: Tree, plan: Plan) -> Prediction | None:
-        """Return the predicted drift of a plan, or None without a scan of its dtypes."""
+        """Return the predicted drift of a plan, or None if its dtypes were not scanned."""
         if self.report is None:
             return None
         if self._predicted is None or self._predicted[0] is not plan or self._predicted[1] != self.version:
@@ -137,7 +137,7 @@ class ScanState(msgspec.Struct, dict=True):
         return f"{drift} {prediction.unit}" + ("" if self.finished else ", scan not finished")
 
     def why_stale(self, inputs: str, settings: RunSettings) -> str:
-        """Return why the scan does not apply, or "" if it does."""
+        """Return why the scan does not apply to these inputs and settings, or "" if it does."""
         report = self.report
         if report is not None and report.inputs != inputs:
             return "the inputs differ from those of the scan"
@@ -147,9 +147,8 @@ class ScanState(msgspec.Struct, dict=True):
         return ""
 
     def front(self, tree: Tree, context: int | None = None, batch: int = 1) -> ParetoFront:
-        """Return the Pareto front of plans within the user's constraints. Raises UserError if no plan meets them.
-
-        If the scan includes formats of KV caches, their bytes count, too, for `batch` sequences of `context` tokens.
+        """Return the Pareto front within the user's constraints. Raises UserError if no plan meets them. If the scan includes
+        formats of KV caches, the bytes of KV caches count, too, for `batch` sequences of `context` tokens.
         """
         from dtype_engine.search.pareto import make_front
 
@@ -160,7 +159,7 @@ class ScanState(msgspec.Struct, dict=True):
         return make_front(tree, self.scores, constraints)
 
     def note_measured(self, tree: Tree, plan: Plan, report: DriftReport) -> None:
-        """Store the measured drift of a plan beside the one that the scan predicts, if it predicts one."""
+        """Store the measured drift of a plan beside its predicted drift, if the scan predicts one."""
         from dtype_engine.search.sensitivity import scalar_drift
 
         predicted = self.prediction(tree, plan)
@@ -171,12 +170,12 @@ class ScanState(msgspec.Struct, dict=True):
         self.version += 1
 
     def cell(self, nodes: Sequence[str]) -> tuple[str, float]:
-        """Return the sum of the scores of nodes as text, and its `heat`, or ("", 0.0) without scores."""
+        """Return the sum of the scores of nodes as text, and its `heat`, or ("", 0.0) if no node has a score."""
         scores = [self.nodes[node] for node in nodes if node in self.nodes]
         return (figure(sum(scores)), self.heat(sum(scores))) if scores else ("", 0.0)
 
     def heat(self, score: float) -> float:
-        """Return a score on a logarithmic scale: 1 for the whole model's, 0 for a thousandth of that or less."""
+        """Return a score on a logarithmic scale: 1 for the score of the whole model, 0 for a thousandth of this score or less."""
         finite = [value for name, value in self.nodes.items() if name == "" and math.isfinite(value)]
         whole = finite[0] if finite else max((v for v in self.nodes.values() if math.isfinite(v)), default=0.0)
         if math.isinf(score):

@@ -24,9 +24,9 @@ class Served(msgspec.Struct):
     peaks: tuple[ActivationMemory, ...] = ()
     """The memory of activations at several contexts, or () while it is unknown."""
     caches: CacheNodes = msgspec.field(default_factory=dict)
-    """The cache tensors at or below each node of a KV cache."""
+    """The cache tensors at or below each node of a KV cache, by the node's name."""
     known: tuple[object, ServingMemory] | None = None
-    """The memory that was computed last, behind the values from which it was computed."""
+    """(the values from which memory was computed last, this memory)."""
 
     def activations(self, context: int) -> ActivationMemory:
         """Return the memory of activations at `context` tokens, interpolated between the contexts in `peaks`."""

@@ -51,7 +51,7 @@ class SessionSaver:
         return self._trouble is None
 
     def update(self, experiment: Experiment, cursor: str) -> None:
-        """Save the state if it has changed. cursor: the node under it. Called several times a second; cheap without a change."""
+        """Save the state if it has changed. cursor: the node under the cursor. Called several times a second."""
         rule_lists, at = experiment.history.kept
         options = dataclasses.replace(self._about.options, settings=experiment.settings)
         session = dataclasses.replace(

@@ -35,7 +35,7 @@ from dtype_engine.recipe.plan import MATCHING_S
 from dtype_engine.recipe.regexes import time_limit
 from dtype_engine.results.drift import Extent, OutputDrift
 from dtype_engine.results.metrics import MetricChange
-from dtype_tui.state.launch import is_address
+from dtype_tui.state.addresses import is_address
 from dtype_tui.state.measurement_log import MeasuredRecipe
 from dtype_tui.state.rule_list import ListedRule, RuleList
 
@@ -88,7 +88,7 @@ class SavedSession:
 
     @property
     def valid_measurements(self) -> tuple[MeasuredRecipe, ...]:
-        """The saved measurements, or () if a file of the model may have been written since, as after a change of the clock."""
+        """The saved measurements, or () unless the model's files are known to be older than the session."""
         if self.path is None or self.saved > datetime.now(UTC):
             return ()
         try:
@@ -100,7 +100,7 @@ class SavedSession:
 
 
 def recent_models() -> tuple[SavedSession, ...]:
-    """Return the last session of each model, the newest first. Unreadable files are skipped."""
+    """Return the last session of each model, newest first. Skips unreadable files, and files by others that name Python code."""
     models: dict[str | None, SavedSession] = {}
     for saved in _readable():
         if saved.own or not is_python(saved.model):
@@ -356,7 +356,7 @@ def _refuse_options(options: Options, settings: RunSettings) -> None:
 
 
 def _rule_list(enabled: list[str], disabled: list[tuple[int, str]]) -> RuleList:
-    """Return a `RuleList` with these rules. Raises UserError for one that can't be parsed."""
+    """Return a `RuleList` with these rules. Raises UserError for a rule that can't be parsed."""
     rows = list(RuleList.of(map(Rule.parse, enabled)).rows)
     for place, rule in disabled:
         rows.insert(place, ListedRule(Rule.parse(rule), enabled=False))

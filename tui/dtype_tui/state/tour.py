@@ -21,13 +21,13 @@ class Step:
     actions: tuple[str, ...]
     """One of these actions has to be performed."""
     window: str = ""
-    """The class name of the window in which the step begins, or "". Once it is closed, the tour goes back to what opens it."""
+    """The class name of the window in which the step begins, or "". If it is closed, the tour goes back to the step before."""
     through: tuple[str, ...] = ()
-    """The class names of windows on the way to the action. In any other, the text begins by telling how to close it."""
+    """The class names of windows on the way to the action. In any other window, the text begins by telling how to close it."""
     leaves: str | None = None
     """The window that must be open after the action: its class name, "" for none, or None for any."""
     done: Condition = lambda experiment: True
-    """Whether the action had the wanted effect. If not, right after it, the step is not complete."""
+    """Whether the action had the wanted effect. Called right after it. If False, the step is not complete."""
     until: Condition = lambda experiment: True
     """Whether the engine has done what the step waits for after the action, such as a measurement."""
     meanwhile: str = ""
@@ -144,7 +144,7 @@ class Tour:
         self.follow(window)
 
     def follow(self, window: str) -> None:
-        """Go to the next step if this one is complete, or back if its window is closed. window: the class name of the open one, or
+        """Go to the next step if this step is complete, or back if its window is closed. window: the open window's class name, or
         "".
         """
         self._window = window

@@ -40,7 +40,9 @@ def adapter_findings(adapter: Checkpoint, base: Checkpoint | None) -> Iterator[F
 def _problem(
     module: str, of_embedding: bool, pair: Mapping[str, CheckpointTensor], base: Checkpoint | None
 ) -> str | None:
-    """Return what is wrong with the LoRA matrices of a module, in words that complete a sentence, or None."""
+    """Return the problem of a module's LoRA matrices, in words that follow a name, or None. pair: the matrices by side, "A" and
+    "B".
+    """
     if len(pair) < 2:
         return f"has no lora_{'B' if 'A' in pair else 'A'} beside it"
     down, up = pair["A"].shape, pair["B"].shape
@@ -87,6 +89,6 @@ def _contradiction(
 
 
 def _weight(module: str, base: Checkpoint) -> CheckpointTensor | None:
-    """Return the weight of a module in the base model, whose files may or may not have the prefix `model.` in their names."""
+    """Return the weight of a module in the base model, or None. Names in the base model may have or lack the prefix `model.`."""
     names = (module, module.removeprefix("model."), f"model.{module}")
     return next((base.weights[f"{name}.weight"] for name in names if f"{name}.weight" in base.weights), None)

@@ -38,7 +38,7 @@ from dtype_engine.results.check import CheckReport, Finding
 from dtype_engine.results.coverage import Coverage
 
 Progress = Callable[[str, int, int], None]
-"""Takes what is being read ("scales" or "values"), and how many of how many tensors of scales, or bytes of values, are read."""
+"""A function of ("scales" or "values", amount that is read, total amount). Scales are counted in tensors, values in bytes."""
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "shared.weight", "embed_in.weight")
 _HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
 
@@ -52,8 +52,8 @@ def check(
     progress: Progress = ignore,
 ) -> CheckReport:
     """Check a checkpoint for errors, and return a report of the findings. title, against_title: the names of `checkpoint` and
-    `against` in the report. against: the source, which should have the same tensors. values: whether to read the values of all
-    tensors, too. Raises UserError if a file can't be read.
+    `against` in the report. against: the source, which should have the same tensors. values: whether to check the values of all
+    tensors, too. Raises UserError if a file can't be read, or if `values` is set and the values are not on this machine.
     """
     started = time.perf_counter()
     if values:
@@ -106,7 +106,9 @@ def check(
 
 
 def architecture_findings(coverage: Coverage, model: str, checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Yield a finding for each tensor that the architecture (class `model`) or the files lack, or in which they differ."""
+    """Yield a finding for each tensor that is only in the architecture (class `model`) or only in the files, or that differs in
+    shape or dtype.
+    """
     files = {name: tensor.file.name for name, tensor in checkpoint.weights.items()}
     for each in coverage.misshapen:
         what = f"is {list(each.stored)} in the files, and {list(each.expected)} in the {model} of config.json"
@@ -121,7 +123,9 @@ def architecture_findings(coverage: Coverage, model: str, checkpoint: Checkpoint
 
 
 def _undecoded(checkpoint: Checkpoint, parts: Mapping[str, str], reported: set[str]) -> Iterator[str]:
-    """Yield a sentence if weights can't be decoded. parts: why their tensors are not cast. reported: modules with findings."""
+    """Yield a sentence for the user if tensors of quantized weights can't be decoded. parts: maps the name of each such tensor to
+    why it is not cast. reported: names of modules that already have a finding, and are skipped.
+    """
     left = [
         name
         for name, why in parts.items()
@@ -154,7 +158,7 @@ def _unchecked(checkpoint: Checkpoint, values: bool, against: Checkpoint | None)
 
 
 def _of_sets(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Yield a finding for each further set of weights in the file format of the one that is read."""
+    """Yield a finding for each further set of weights that has the file format of the set that is read."""
     first = checkpoint.read_by
     if first is None or first.variant is not None:
         return
@@ -249,7 +253,9 @@ def _own(checkpoint: Checkpoint) -> dict[str, CodedWeight]:
 
 
 def _sibling_findings(checkpoint: Checkpoint, weights: list[PackedWeight], broken: set[str]) -> Iterator[Finding]:
-    """Yield a finding for fused layers, such as q, k and v, whose formats or tensor scales differ, unless one is `broken`."""
+    """Yield a finding for each group of fused layers, such as q, k and v, whose formats or tensor scales differ. broken: names of
+    modules that already have a finding; their groups are skipped.
+    """
     if not all(weight.scheme.fused for weight in checkpoint.coded.values()):
         return  # runtimes that fuse nothing mix formats on purpose
     tensors = checkpoint.tensors
@@ -323,7 +329,9 @@ def _of_groups(tensors: Mapping[str, CheckpointTensor], weights: list[PackedWeig
 
 
 def _value_findings(checkpoint: Checkpoint, weights: Collection[str], progress: Progress) -> tuple[int, list[Finding]]:
-    """Return how many tensors could be read, and findings: NaN or infinity, and equal values in one of `weights`."""
+    """Return (number of tensors that could be read, findings). A finding says that a tensor has values that are NaN or infinite, or
+    that all values of a matrix in `weights` (names) are equal.
+    """
     whole, done, read = max(1, sum(tensor.nbytes for tensor in checkpoint.tensors.values())), 0, 0
     findings: list[Finding] = []
 
@@ -351,7 +359,7 @@ def _value_findings(checkpoint: Checkpoint, weights: Collection[str], progress: 
 def _source_findings(
     checkpoint: Checkpoint, weights: list[PackedWeight], parts: set[str], against: Checkpoint
 ) -> Iterator[Finding]:
-    """Yield a finding for each tensor that only a checkpoint or only its source (`against`) has, or that has two shapes."""
+    """Yield a finding for each tensor that is only in the checkpoint or only in its source `against`, or whose shapes differ."""
     of_weights = {weight.name for weight in weights} | _own(checkpoint).keys()
     source_weights = packed_weights(against.foreign)
     theirs = names_of_parts(source_weights, against.foreign)

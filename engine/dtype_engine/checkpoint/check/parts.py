@@ -15,7 +15,7 @@ from dtype_engine.results.check import Finding
 
 
 def find_unpaired(tensors: Tensors, weights: list[PackedWeight], parts: set[str]) -> Iterator[Finding]:
-    """Yield a finding for codes that lack their scales or another tensor, and for scales that lack their codes."""
+    """Yield a finding for codes that lack scales or another tensor, and for scales that lack codes. parts: tensors of `weights`."""
     if are_plain(tensors):
         return
     for weight in weights:
@@ -57,7 +57,7 @@ def find_unpaired(tensors: Tensors, weights: list[PackedWeight], parts: set[str]
 
 
 def unpaired_sentences(tensors: Tensors) -> tuple[str, ...]:
-    """Return a sentence for the user, in a tuple, if tensors of quantized weights are missing, with the first such weight."""
+    """Return one sentence for the user about the first quantized weight of which a tensor is missing, () if none is missing."""
     weights = packed_weights(tensors)
     found = list(find_unpaired(tensors, weights, names_of_parts(weights, tensors)))
     more = f" (and {len(found) - 1} more, which `dtype-engine check` lists)" if len(found) > 1 else ""
@@ -83,8 +83,9 @@ def find_misshapen(tensors: Tensors, weights: list[PackedWeight], config: Mappin
 def find_unread(
     tensors: Tensors, weights: list[PackedWeight], read: set[str], reported: set[str], metadata: Mapping[str, str]
 ) -> Iterator[Finding]:
-    """Yield a finding for each weight whose codes are not in `read` although those of others of its layout and dtype are, unless it
-    is left out on purpose. reported: names of modules that already have a finding.
+    """Yield a finding for each weight that can't be decoded although other weights of its layout and dtype can be, except for
+    weights that a scheme leaves out on purpose. read: names of the codes that can be decoded. reported: names of modules that
+    already have a finding, and are skipped.
     """
     kinds = {(weight.layout, tensors[weight.codes].dtype) for weight in weights if weight.codes in read}
     unread = [weight.codes for weight in weights if weight.codes not in read]

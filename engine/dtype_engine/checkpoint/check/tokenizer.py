@@ -19,8 +19,8 @@ _WITHOUT_IT = ("vocab.json", "added_tokens.json")
 
 
 def tokenizer_findings(checkpoint: Checkpoint, endings: tuple[str, ...]) -> Iterator[Finding]:
-    """Yield a finding if the tokenizer has an id beyond the rows of the embedding, whose name ends so, or can't be read, and if
-    config.json declares more tokens than there are rows. Raises UserError.
+    """Yield a finding for each file of the tokenizer that can't be read, or for whose largest id the embedding has no row, and one
+    if config.json declares more tokens than there are rows. endings: the ends of names of embeddings. Raises UserError.
     """
     folder = checkpoint.path
     if checkpoint.form not in ("safetensors", "pickle") or not folder.is_dir():

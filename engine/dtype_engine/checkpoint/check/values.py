@@ -28,7 +28,9 @@ class ScaleCounts:
     negative: int = 0
 
     def text(self, elements: int) -> str:
-        """Return the counts in words, as in `holds 128 scales, of which 3 are NaN and 1 is zero`, or "" if all are 0."""
+        """Return the counts in words, as in `holds 128 scales, of which 3 are NaN and 1 is zero` for 128 elements, "" if all
+        are 0.
+        """
         named = {"NaN": self.nan, "infinite": self.infinite, "zero": self.zero, "negative": self.negative}
         parts = [f"{count:,} {'is' if count == 1 else 'are'} {name}" for name, count in named.items() if count]
         return f"holds {elements:,} scales, of which {' and '.join(parts)}" if parts else ""
@@ -49,7 +51,7 @@ def pieces(where: ByteRange, nbytes: int = _PIECE_BYTES) -> Iterator[bytes]:
 
 def count_scales(tensor: CheckpointTensor, exponents: bool) -> ScaleCounts | None:
     """Return the numbers of NaN, infinite, zero and negative scales, or None if the tensor's bytes can't be read as values.
-    exponents: whether each byte is a power of two's exponent (E8M0), of which 255 means NaN.
+    exponents: whether each byte is the exponent of a power of two (E8M0), where 255 means NaN.
     """
     import numpy as np
 
@@ -93,8 +95,8 @@ def _has_infinity(dtype: str) -> bool:
 
 def _magnitudes_and_signs(piece: bytes, dtype: str) -> tuple[Codes, Codes, int] | None:
     """Return (magnitudes, signs, limit) of raw floating-point values, or None for an unsupported dtype. A magnitude is the bits of
-    a value without the sign, as an integer. Beyond the limit it is NaN; the limit is infinity or, if there is none, the largest
-    value.
+    a value without the sign, as an integer; a sign is True for a negative value. Magnitudes above the limit are NaN. The limit is
+    the magnitude of infinity or, in a dtype without infinity, of the largest value.
     """
     import numpy as np
 
@@ -108,7 +110,9 @@ def _magnitudes_and_signs(piece: bytes, dtype: str) -> tuple[Codes, Codes, int] 
 
 
 def find_bad_values(tensor: CheckpointTensor, on_bytes: Callable[[int], None]) -> tuple[int, bool] | None:
-    """Return (how many values are NaN or infinite, whether all are equal), or None if there are none that can be read."""
+    """Return (number of values that are NaN or infinite, whether all values are equal), or None if the tensor is empty or can't be
+    read. on_bytes: called with the number of bytes of each chunk that was read.
+    """
     import numpy as np
 
     where, row = tensor.bytes, dtypes.BY_NAME.get(tensor.dtype)

@@ -1,8 +1,8 @@
 """AWQ's three layouts with 4 bits, as AutoAWQ, GPTQModel and AutoRound write them. An int32 word holds eight codes. `x` is a layer.
 
-"gemm": `x.qweight` [in, out / 8] holds the codes. A word holds the codes of eight outputs, which from the lowest bits on are the
-outputs 0, 2, 4, 6, 1, 3, 5 and 7. `x.qzeros` [groups, out / 8] holds zero points, which are packed in the same way. `x.scales`
-[groups, out] holds a scale for each group and output.
+"gemm": `x.qweight` [in, out / 8] holds the codes. A word holds the codes of eight outputs, in the order 0, 2, 4, 6, 1, 3, 5, 7 from
+the lowest bits on. `x.qzeros` [groups, out / 8] holds zero points, which are packed in the same way. `x.scales` [groups, out] holds
+a scale for each group and output.
 
 "gemv": `x.qweight` [out, in / 8] holds the codes. A word holds the codes of eight successive inputs. `x.qzeros` [out, words] holds
 a zero point for each group, and `x.scales` [out, 8 * words] holds a scale for each group. Both are padded, so they may have more
@@ -96,4 +96,4 @@ def _layout(
 SCHEME = Scheme(
     "awq", "awq", _read, settings_files=("quant_config.json",), ignored=("modules_to_not_convert",), ignored_by=("awq",)
 )
-"""The tensors have the names of GPTQ's."""
+"""AWQ's tensors have the names of GPTQ's tensors, so the layout of GPTQ describes both."""

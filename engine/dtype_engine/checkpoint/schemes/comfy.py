@@ -5,7 +5,7 @@ Current files describe how a layer `x` is quantized, in JSON in a tensor `x.comf
 `runtime/formats/schemes/block_scaled.py`). NVFP4 has two codes per byte, the first in the high bits.
 
 Older files have no descriptions. They have a tensor `scaled_fp8`, which is kept beside the first weight, and their scales are in
-`x.scale_weight`. The weights of files with neither are float8 and have one scale each, or one for each row.
+`x.scale_weight`. In files with neither, weights are float8, with one scale for the tensor or one for each row.
 
 int8 weights may be rotated (`convrot`): each group of columns was multiplied by a Hadamard matrix, which is its own inverse. The
 formats `convrot_w4a4`, `asym_w4a8_int8` and `awq_w4a16` are not read.
@@ -92,7 +92,7 @@ def _is_read(about: Mapping[str, Any]) -> bool:
 
 
 def _in_other_formats(names: Iterable[str], tensors: Tensors, metadata: Mapping[str, str]) -> set[str]:
-    """Return the weights among `names` that are in a format which is not read, according to their layers' descriptions."""
+    """Return those of `names` whose layers' descriptions give a format that is not read."""
     described = _layers(metadata)
     about = {name: _about(name, tensors, described) for name in names}
     return {name for name, layer in about.items() if layer is not None and not _is_read(layer)}
@@ -103,13 +103,13 @@ def _mark(name: str) -> str:
 
 
 def _layers(metadata: Mapping[str, str]) -> Mapping[str, Any]:
-    """Return the descriptions of layers in the metadata, by module. ModelOpt means another order of values by the same."""
+    """Return the descriptions of layers in the metadata, by module. {} for ModelOpt's files, where they mean another order."""
     layers = _object(metadata.get(_IN_METADATA, "")).get("layers") if "quantization_config" not in metadata else None
     return layers if isinstance(layers, Mapping) else {}
 
 
 def _about(name: str, tensors: Tensors, described: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the description of a weight's layer: a tensor `x.comfy_quant`, or else that in the metadata (`described`)."""
+    """Return the description of a weight's layer, from a tensor `x.comfy_quant` or else the metadata (`described`), or None."""
     mark, about = tensors.get(_mark(name)), described.get(name[: -len(".weight")])
     if mark is not None:
         return _object(read_small(mark).decode(errors="replace"))

@@ -2,7 +2,7 @@
 groups of modules. `x` is a layer.
 
 Integers of 1 to 8 bits are packed in the int32 words of `x.weight_packed`, along the row. The file stores each integer plus
-2^(bits-1). Versions before 0.16 leave the last bits of a word unused if they are too few for an integer. Later versions pack
+2^(bits-1). Versions before 0.16 leave the last bits of a word unused if they do not suffice for an integer. Later versions pack
 without gaps. `x.weight_shape` holds the weight's shape. Zero points are packed in the same way, but along the first dimension.
 `x.weight_g_idx` holds the group of each column.
 
@@ -71,8 +71,8 @@ def _transforms_inputs(transforms: object) -> bool:
 
 def _arguments(module: str, groups: Mapping[str, Any], usual: object) -> list[Mapping[str, Any]]:
     """Return the `weights` settings that may apply to a module, in the order in which to try them: those of the groups of
-    `config_groups` that name the module or, as a header does not tell the class of a module, those of all groups, first of those
-    that name a class, such as "Linear". usual: the format of groups that do not declare one.
+    `config_groups` that name the module or, if there are none, of all groups, first of groups that name a class, such as "Linear",
+    since headers do not tell a module's class. usual: the format of groups that do not declare one.
     """
     named: list[Mapping[str, Any]] = []
     of_classes: list[Mapping[str, Any]] = []
@@ -181,7 +181,7 @@ def _read_small_floats(
 
 
 def _block(arguments: Mapping[str, Any]) -> tuple[int, int] | str | None:
-    """Return the (rows, columns) of a block with one scale, "channel", "tensor", or None if the settings do not say it."""
+    """Return the (rows, columns) of a block, "channel" or "tensor" for a scale per row or tensor, or None if it is not declared."""
     strategy, group = arguments.get("strategy"), arguments.get("group_size")
     if strategy is None:
         strategy = "channel" if group == -1 else "tensor" if group is None else "group"
@@ -194,14 +194,16 @@ def _block(arguments: Mapping[str, Any]) -> tuple[int, int] | str | None:
 
 
 def _group_indices(index: CheckpointTensor, columns: int) -> set[int]:
-    """Return all groups in a tensor with the group of each column, or none if that is no such tensor. Raises UserError."""
+    """Return the groups in `index`, a tensor with the group of each column, or an empty set if it does not fit. Raises
+    UserError.
+    """
     if index.dtype not in _INTEGERS or index.shape != (columns,):
         return set()
     return set(struct.unpack(f"<{columns}{_INTEGERS[index.dtype]}", read_small(index)))
 
 
 def _input_format(weight: CodedWeight, settings: Config) -> str:
-    """As `Scheme.input_format`. A group of `config_groups` that names the module has precedence over those of classes."""
+    """Return what `Scheme.input_format` does. A group of `config_groups` that names the module precedes groups with classes."""
     module, of_class = weight.name.rpartition(".")[0], ""
     for targets, arguments in config_groups(settings, "input_activations"):
         form = _of_arguments(arguments) if targets else ""
@@ -284,7 +286,7 @@ SCALED = Layout(
     orphans=("weight_scale", "weight_scale_2"), fused_scale="_scale_2", exponents=True, scale_shapes=_scale_shapes,
     required=lambda codes, scale: ("_scale_2",) if _in_nvfp4(codes, scale) else (),
 )  # fmt: skip
-"""The names of weights that are not packed. ModelOpt and Quark use them, too."""
+"""The layout of weights that are not packed, also of ModelOpt and Quark."""
 _SPARSE = Layout(
     "sparse (compressed-tensors)", "compressed", "bitmask", frozenset({"bfloat16", "float16", "float32", *FLOAT8}),
     ("shape", "row_offsets", "scale"), ("weight_scale",),

@@ -19,12 +19,12 @@ def declared(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def mapping(value: object) -> Mapping[str, Any]:
-    """Return a value that should be a mapping, or {} if it is none."""
+    """Return a value if it is a mapping, otherwise {}."""
     return value if isinstance(value, Mapping) else {}
 
 
 def size(value: object) -> int | None:
-    """Return a number of rows or columns that a configuration declares, or None if it is not a positive integer."""
+    """Return a number that a configuration declares, such as a number of rows, or None if it is not a positive integer."""
     return value if type(value) is int and value > 0 else None
 
 
@@ -37,7 +37,7 @@ def sizes(value: object) -> tuple[int, int] | None:
 
 
 def matches(pattern: object, module: str) -> bool:
-    """Return whether a module is named by a pattern with `*` for any text, or begins as `re:` and a regular expression say."""
+    """Return whether a module matches a pattern, in which `*` is any text, or its beginning a regular expression after `re:`."""
     if not isinstance(pattern, str):
         return False
     if not pattern.startswith("re:"):
@@ -54,7 +54,7 @@ def quant_method(settings: Mapping[str, Any]) -> str:
 
 
 def declared_numbers(settings: Mapping[str, Any], key: str) -> set[int]:
-    """Return all numbers under a key, also those for modules, in `dynamic` (GPTQModel) or `extra_config` (AutoRound)."""
+    """Return all numbers under a key, of the model and of modules (in `dynamic` of GPTQModel or `extra_config` of AutoRound)."""
     found = [settings.get(key)]
     for overrides in (settings.get("dynamic"), settings.get("extra_config")):
         found += [mapping(module).get(key) for module in mapping(overrides).values()]
@@ -62,7 +62,7 @@ def declared_numbers(settings: Mapping[str, Any], key: str) -> set[int]:
 
 
 def group_size(sizes: Iterable[int], columns: int, groups: int) -> int | None:
-    """Return which of the sizes, -1 for a whole row, divides a row into `groups` groups. The last one may be smaller."""
+    """Return the first of the sizes (-1: a whole row) that splits a row into `groups` groups (the last may be smaller), or None."""
     for each in sorted(sizes):
         wide = columns if each == -1 else each
         if min(columns, wide) > 0 and -(-columns // wide) == groups:
@@ -71,12 +71,12 @@ def group_size(sizes: Iterable[int], columns: int, groups: int) -> int | None:
 
 
 def block_name(wide: int, columns: int) -> str:
-    """Return "g128" for groups of 128 (`wide`) values in a row of `columns`, or "channel" for whole rows."""
+    """Return the name of a group, such as "g128", or "channel" for a whole row. wide: a group's columns. columns: a row's."""
     return "channel" if wide >= columns else f"g{wide}"
 
 
 def config_groups(settings: Mapping[str, Any], key: str) -> list[tuple[list[object], Mapping[str, Any]]]:
-    """Return (names, patterns and classes of modules; settings under `key`) of each of compressed-tensors' groups."""
+    """Return a pair for each group of compressed-tensors: (names, patterns and classes of modules; settings under `key`)."""
     found = []
     for group in map(mapping, mapping(settings.get("config_groups")).values()):
         targets = group.get("targets")

@@ -14,7 +14,7 @@ from dtype_engine.checkpoint.schemes.scaled_codes import EXPONENTS, FP8, describ
 from dtype_engine.checkpoint.schemes.scheme import CODES, Metadata, Scheme, Weights
 
 _FP4_BLOCK = (1, 32)
-"""The (rows, columns) of a block in the experts, which the configuration does not declare."""
+"""The (rows, columns) of a block in e2m1 experts. The configuration does not declare it."""
 
 
 def _read(tensors: Tensors, config: Config, metadata: Metadata) -> Weights:

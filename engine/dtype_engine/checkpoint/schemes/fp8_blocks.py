@@ -2,9 +2,9 @@
 publishes them, or a scale for each row, or a single scale. `x` is a layer.
 
 `x.weight` holds float8 codes. If `weight_block_size` is declared, `x.weight_scale_inv` holds a scale for each block. In spite of
-its name, codes are multiplied by it. The last block of a row or column may be smaller. The size of a block is never derived from
-the number of scales: 576 rows with 5 scales have blocks of 128 rows, not of 116. If `weight_block_size` is not declared, the scales
-may also be in `x.weight_scale`.
+the name, codes are multiplied by these scales. The last block of a row or column may be smaller. The size of a block is never
+derived from the number of scales: 576 rows with 5 scales have blocks of 128 rows, not of 116. If `weight_block_size` is not
+declared, the scales may also be in `x.weight_scale`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _read(tensors: Tensors, config: Config, metadata: Metadata) -> Weights:
 
 
 def block_of(settings: Mapping[str, Any]) -> tuple[int, int] | str | None:
-    """Return the (rows, columns) of blocks with a scale, "channel", "tensor", or None if no float8 weights are declared."""
+    """Return the (rows, columns) of a block, "channel" or "tensor" for one scale per row or tensor, None if none is declared."""
     method, block = settings.get("quant_method"), settings.get("weight_block_size")
     if method not in ("fp8", "fbgemm_fp8"):
         return None
@@ -59,7 +59,7 @@ def input_format(weight: CodedWeight, settings: Mapping[str, Any]) -> str:
 
 
 def scale_shapes(weight: PackedWeight, tensors: Tensors, config: Config) -> Shapes:
-    """Return the shape of the scales of a weight with blocks, in a tuple, or () if the weight is no matrix."""
+    """Return the possible shapes of the scales: one shape, with a scale for each block, or () if the weight is no matrix."""
     codes = tensors[weight.codes].shape
     if len(codes) < 2:
         return ()

@@ -23,7 +23,7 @@ _ADDED = {
     ("auto-round", "auto_round:auto_gptq"): 1, ("auto-round", "auto_round:gptq"): 1, ("auto-round", "auto"): 1,
     ("auto-round", "auto_round"): 0, ("auto-round", "auto_round:gptqmodel"): 0,
 }  # fmt: skip
-"""Maps (method, format) to what the decoder adds to each stored zero point. Others do not use this layout."""
+"""Maps (method, format) to the number that the decoder adds to each stored zero point. Other formats do not use this layout."""
 
 
 def _read(tensors: Tensors, config: Config, metadata: Metadata) -> Weights:
@@ -51,7 +51,7 @@ def _read(tensors: Tensors, config: Config, metadata: Metadata) -> Weights:
 
 
 def _scale_shapes(weight: PackedWeight, tensors: Tensors, config: Config) -> Shapes:
-    """GPTQ packs codes along the inputs, AWQ along the outputs."""
+    """Return the possible shapes of the scales, [groups, outputs], or () if unknown. GPTQ packs along inputs, AWQ along outputs."""
     settings, codes = declared(config), tensors[weight.codes]
     bits, size, zeros = settings.get("bits"), settings.get("group_size"), tensors.get(weight.part("qzeros"))
     if zeros is None or codes.dtype == "int16" or len(codes.shape) < 2:

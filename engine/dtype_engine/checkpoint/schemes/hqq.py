@@ -22,7 +22,7 @@ _PACKINGS = {"8bit_u8": (8, 1), "4bit_u8": (4, 2), "3bit_32": (3, 10), "2bit_u8"
 """Maps the name of a packing to (bits of a code, number of codes in an element of `W_q`)."""
 _NEEDED, _SIZE = ("shape", "axis", "packing"), "group_size"
 _UNREAD = ("view_as_float", "quant_scale", "quant_zero")
-"""Settings of HQQ that change the layout if they are not 0. Such a weight is not read."""
+"""Settings of HQQ that change the layout if they are not 0. A weight with such a setting is not read."""
 
 
 def _read(tensors: Tensors, config: Config, metadata: Metadata) -> Weights:

@@ -1,4 +1,4 @@
-"""Describes the tensors in which a program stores a weight that it quantized: their names, and what must hold for them."""
+"""Describes the tensors in which a program stores a quantized weight: their names, and the rules that they must satisfy."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ Config = Mapping[str, Any]
 
 
 class Layout(msgspec.Struct, frozen=True, eq=False):
-    """The names that a program gives to the tensors of a weight, and what must hold for these tensors. A name is a stem, which they
-    share, and a suffix: `x.q_proj.qweight` is `x.q_proj.` and `qweight`. Unless a field says otherwise, it holds suffixes.
+    """The names that a program gives to the tensors of a weight, and the rules for these tensors. A name is a stem, which all
+    tensors of the weight share, and a suffix: `x.q_proj.qweight` is `x.q_proj.` and `qweight`. Fields hold suffixes unless they say
+    otherwise.
     """
 
     what: str
@@ -38,34 +39,34 @@ class Layout(msgspec.Struct, frozen=True, eq=False):
     beside: tuple[str, ...] = ()
     """Optional tensors that are named after the weight's module, such as `x.input_scale` for `x.weight`, and not after its stem."""
     mark: str = ""
-    """A tensor of the module that every weight of this layout has, unlike those of another with the same codes and scales."""
+    """A tensor in the module that distinguishes weights of this layout from others with the same codes and scales, or ""."""
     alone: tuple[str, ...] = ()
-    """Ends of names that only tensors of a quantized weight have, even if others of its tensors are missing."""
+    """Ends of names that prove that a tensor belongs to a quantized weight, even if the weight's other tensors are missing."""
     orphans: tuple[str, ...] = ()
     """Ends of the names of scales and zero points by which `check` recognizes them if their codes are missing."""
     proofs: tuple[str, ...] = ()
-    """Tensors that only codes have. They are needed if codes have the name that the weight had before."""
+    """Tensors whose presence proves that a tensor with the unquantized weight's name holds codes."""
     several: bool = False
-    """Whether an element of int8 or float8 may hold several codes."""
+    """Whether an element of codes in int8 or float8 may hold several codes."""
     fused_scale: str = ""
-    """A scale of the whole tensor, which layers that runtimes fuse into one should have in common."""
+    """A scale of the whole tensor, or "". It should be equal in layers that runtimes fuse into one."""
     more_scales: tuple[str, ...] = ()
-    """Further tensors of scales."""
+    """Further tensors that hold scales of the weight."""
     exponents: bool = False
     """Whether scales stored as bytes are exponents of two."""
     signed: bool = False
     """Whether scales may be negative."""
     padded: Callable[[CheckpointTensor, CheckpointTensor], bool] = lambda codes, scale: False
-    """Takes codes and scales. Returns whether some scales may be 0, because they belong to no codes."""
+    """A function of (codes, scales) that returns whether some scales are padding, which belongs to no codes and may be 0."""
     required: Callable[[CheckpointTensor, CheckpointTensor], tuple[str, ...]] = lambda codes, scale: ()
-    """Takes codes and scales. Returns the other tensors that the weight can't be without."""
+    """A function of (codes, scales) that returns the other tensors which the weight must have."""
     scale_shapes: Callable[[PackedWeight, Tensors, Config], Shapes] = lambda weight, tensors, config: ()
-    """Takes a weight, all tensors, and config.json. Returns all shapes that the scales may have, or () if unknown."""
+    """A function of (weight, all tensors, content of config.json) that returns the possible shapes of scales, or () if unknown."""
     part_shapes: Callable[[Shape], Mapping[str, Shape]] = lambda scale: {}
-    """Takes the shape of the scales. Returns the shapes of other tensors of the weight, by suffix."""
+    """A function of the shape of the scales that returns the shapes of other tensors of the weight, by suffix."""
 
     def holds_codes(self, name: str, dtype: str, tensors: Mapping[str, object]) -> bool:
-        """Return whether a tensor holds codes of this layout by its name and dtype or by the other tensors of its weight."""
+        """Return whether a tensor's name and dtype, or tensors beside it (`proofs`), show that it holds codes of this layout."""
         if dtype not in self.dtypes:
             return False
         if self.codes in ("", "weight"):
@@ -73,7 +74,7 @@ class Layout(msgspec.Struct, frozen=True, eq=False):
         return name.endswith(self.codes) and dtype in CODES_DTYPES
 
     def codes_of(self, name: str) -> str:
-        """Return the name of the codes to which another tensor of a weight belongs."""
+        """Return the name of a weight's codes, given the name of another of its tensors."""
         suffix = next(suffix for suffix in (self.scale, *self.more) if name.endswith(suffix))
         return name.removesuffix(suffix) + self.codes
 

@@ -27,7 +27,7 @@ _FLOAT_MODES = {"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}
 """Maps a mode with floats as codes to (bits of a code, number of codes in a group)."""
 _STACKED = ".switch_mlp."
 _MIXTRAL = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
-"""Maps MLX's names for the weights of an expert to those of models that have their experts in `block_sparse_moe`."""
+"""Maps MLX's names of an expert's weights to the names in models whose experts are in `block_sparse_moe`."""
 
 
 def _read(tensors: Tensors, config: Config, metadata: Metadata) -> Weights:
@@ -61,7 +61,7 @@ def _read(tensors: Tensors, config: Config, metadata: Metadata) -> Weights:
 
 
 def _settings_of(config: Config, module: str) -> tuple[str, Any, Any]:
-    """Return (mode, bits, group size) of a module in config.json, such as ("affine", 4, 64), which can have any type."""
+    """Return (mode, bits, group size) of a module in config.json, such as ("affine", 4, 64). Bits and size may have any type."""
     whole = mapping(config.get("quantization")) or declared(config)
     own = mapping(whole.get(module)) or whole
     mode = str(own.get("mode", "affine"))
@@ -72,7 +72,7 @@ def _settings_of(config: Config, module: str) -> tuple[str, Any, Any]:
 def _described(
     config: Config, module: str, codes: CheckpointTensor, scale: CheckpointTensor
 ) -> tuple[str, int, int] | None:
-    """Return the settings of a module, or None if the shapes or dtypes of its codes and scales contradict them."""
+    """Return (mode, bits, group size) of a module, or None if the shapes or dtypes of its codes and scales contradict them."""
     mode, bits, size = _settings_of(config, module)
     if mode == "affine":
         fits = scale.dtype in FLOATS and bits in _AFFINE_BITS
@@ -86,7 +86,7 @@ def _described(
 
 
 def _experts(stacked: CodedWeight) -> Iterator[CodedWeight]:
-    """Yield a weight for each expert in a weight that stacks those of a layer, as ranges of its tensors' bytes."""
+    """Yield a weight for each expert of a stacked weight. Its tensors are parts of the stacked tensors."""
     layer, _, local = stacked.name.partition(_STACKED)
     projection = local.removesuffix(".weight")
     if layer.endswith(".block_sparse_moe"):

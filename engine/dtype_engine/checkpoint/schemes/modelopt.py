@@ -1,9 +1,9 @@
 """Weights quantized by NVIDIA ModelOpt. The setting `quant_algo` names the algorithm of all layers, or `quantized_layers` that of
 each. These settings are in config.json and, more completely, in hf_quant_config.json.
 
-For a layer `x`, `x.weight` holds codes, and `x.weight_scale` holds the scales of their blocks. `x.weight_scale_2` is a single
-number by which these scales are multiplied. `x.pre_quant_scale` holds a factor for each input of the layer. The layer multiplies
-its inputs by these factors; here, the columns of the weight are multiplied by them instead.
+For a layer `x`, `x.weight` holds codes, and `x.weight_scale` holds the scales of their blocks. These scales are multiplied by the
+single number in `x.weight_scale_2`. `x.pre_quant_scale` holds a factor for each input of the layer. The layer multiplies its inputs
+by these factors; here, the columns of the weight are multiplied by them instead.
 
 Two kinds of weights are not read: experts that are stacked in one tensor, and NVFP4_SVD, whose layers also add a product of two
 small matrices.
@@ -42,13 +42,13 @@ class _Layout(msgspec.Struct, frozen=True):
     dtypes: tuple[str, ...]
     """The dtypes that the codes may have."""
     block: str | int
-    """The columns of a block if the settings declare no `group_size`, "channel" if each row has one scale, or "tensor"."""
+    """The columns of a block if the settings declare no `group_size`; "channel" for a scale per row, or "tensor" for one in all."""
     scales: tuple[str, ...] = FLOATS
     settings: Mapping[str, Any] = {}
     tensor_scale: bool = False
     """Whether the weight has a scale for the whole tensor."""
     height: int = 1
-    """The rows of a block, or 0 if it has as many as columns."""
+    """The rows of a block, or 0 if its rows are as many as its columns."""
 
 
 _NVFP4 = _Layout("nvfp4", ("uint8",), 16, ("float8_e4m3fn",), {"code": "e2m1"}, True)

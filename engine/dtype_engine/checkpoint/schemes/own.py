@@ -14,13 +14,13 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 
 SCHEME = Scheme("dtype-tui", "own", of_inputs=(INPUT_SCALE,), own=True)
-"""`Checkpoint` reads its weights by `read`, before those of other schemes."""
+"""`Checkpoint` calls `read` of this module for its weights, before it reads those of other schemes."""
 SCALED_KEY = "dtype_engine.scaled."
-"""A metadata key is this and the name of a tensor with codes. The value is their format, such as `float8_e4m3fn`."""
+"""The prefix of the metadata keys that give a weight's format, such as `float8_e4m3fn`. The weight's name follows it."""
 SHAPE_KEY = "dtype_engine.shape."
-"""A metadata key is this and the name of a tensor with packed codes. The value is the weight's shape, such as `16,128`."""
+"""The prefix of the metadata keys that give the shape of a weight with packed codes, such as `16,128`. The name follows it."""
 OWN_SUFFIX = "_quantized"
-"""The suffix of codes in a format that compressed-tensors can't express. Other loaders would silently read `weight` as values."""
+"""The suffix of codes in a format that compressed-tensors can't express. Without it, other loaders would read codes as values."""
 
 
 def read(path: Path, tensors: Mapping[str, CheckpointTensor], metadata: Mapping[str, str]) -> dict[str, CodedWeight]:
@@ -48,7 +48,7 @@ def read(path: Path, tensors: Mapping[str, CheckpointTensor], metadata: Mapping[
 def _read_weight(
     name: str, dtype: str, tensors: Mapping[str, CheckpointTensor], packed_shape: str | None
 ) -> CodedWeight | None:
-    """Return a weight, or None if one of its tensors is missing or does not fit. packed_shape: its shape in the metadata."""
+    """Return a weight, or None if one of its tensors is missing or does not fit. packed_shape: of the weight before packing."""
     row = dtypes.BY_NAME.get(dtype)
     if row is None or dtype not in dtypes.STORAGE_DTYPES:
         return None
@@ -78,7 +78,7 @@ def _read_shape(text: str | None) -> tuple[int, ...]:
 
 
 def codes_names(name: str, dtype: str) -> tuple[str, str]:
-    """Return two names for a weight's codes: if other programs can read the layout, and if only this one can."""
+    """Return (the name of a weight's codes if other programs can read them, their name if only this program can)."""
     blocks = dtypes.BY_NAME[dtype].blocks
     packed = "_packed" if blocks is not None and blocks.packing != "none" else ""
     return name + packed, name + OWN_SUFFIX + packed

@@ -66,7 +66,7 @@ def _bits(name: str, codes: CheckpointTensor, tensors: Tensors, config: Config) 
 
 
 def _columns(name: str, config: Config) -> int | None:
-    """Return the inputs of a linear layer of a language model: its name, such as `q_proj`, tells the entry of config.json."""
+    """Return the number of inputs of a linear layer by its name, such as `q_proj`, from config.json, or None if unknown."""
     settings = {**config, **mapping(config.get("text_config"))}
     hidden, heads = size(settings.get("hidden_size")), size(settings.get("num_attention_heads"))
     module = name.removesuffix(".weight").rpartition(".")[2]

@@ -21,7 +21,7 @@ from dtype_engine.core.gc_pause import gc_paused
 
 @cache
 def schemes() -> tuple[Scheme, ...]:
-    """Return all schemes in the order in which they are tried."""
+    """Return all schemes, ordered by `Scheme.rank`."""
     files = {file for folder in package.__path__ for file in os.listdir(folder)}  # pkgutil would take 2 ms
     names = sorted(file.removesuffix(".py") for file in files if file.endswith(".py") and file != "__init__.py")
     modules = (import_module(f"{package.__name__}.{name}") for name in names)
@@ -52,7 +52,7 @@ def read_coded(
 def _with_beside(
     weights: dict[str, CodedWeight], tensors: Mapping[str, CheckpointTensor], ends: tuple[str, ...]
 ) -> dict[str, CodedWeight]:
-    """Return weights together with the tensors in their modules whose names have one of the given ends."""
+    """Return the weights with further tensors of their modules in `beside`: those whose names end in one of `ends`."""
     beside: dict[str, tuple[CheckpointTensor, ...]] = {}
     for name, tensor in tensors.items():
         if name.endswith(ends):
@@ -65,8 +65,8 @@ def _with_beside(
 
 
 def input_format(weight: CodedWeight, config: Mapping[str, Any] | None) -> str:
-    """Return the format of `core.dtypes`, such as "int8", to which runtimes round the inputs of a weight's layer, or "". If it ends
-    with "@tensor", all inputs have the scale in `weight.input_scale`. config: the content of config.json.
+    """Return the format of `core.dtypes`, such as "int8", to which runtimes round the inputs of a weight's layer, or "". If the
+    format ends with "@tensor", `weight.input_scale` is the scale of all inputs. config: the content of config.json.
     """
     found = weight.scheme.input_format(weight, declared(config or {}))
     return "" if found.endswith(PER_TENSOR) and weight.input_scale is None else found

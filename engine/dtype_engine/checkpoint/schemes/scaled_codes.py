@@ -35,9 +35,9 @@ def packed_words(
 
 
 def same_grid(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
-    """Return whether scales of a shape have one number for each block: wanted are [rows, columns] or [experts, rows, columns]
-    blocks. Dimensions of size 1 may be missing at the end, and the first of one row of blocks. ModelOpt's [rows, 1, columns, 1]
-    fits, too.
+    """Return whether scales of a shape have one number for each block. wanted: the number of blocks, [rows, columns] or [experts,
+    rows, columns]. Dimensions of size 1 may be missing at the end, or at the start of [rows, columns]. ModelOpt's [rows, 1,
+    columns, 1] fits, too.
     """
     if len(wanted) == 3:
         return shape[:1] == wanted[:1] and same_grid(shape[1:], wanted[1:])
@@ -84,7 +84,7 @@ def describe(
     scales: tuple[str, ...] = FLOATS,
     settings: Mapping[str, Any] | None = None,
 ) -> CodedWeight | None:
-    """Return the description of a weight, or None if a tensor does not fit, or is missing and so None in `parts`.
+    """Return the description of a weight, or None if a tensor in `parts` is None, or its dtype or shape does not fit.
 
     kind: the type of a code, such as "int4". block: the rows and columns of a block, "channel" if each row has a scale, or "tensor"
     if there is a single scale. scales: the dtypes that the scales of blocks may have. settings: what the decoder needs besides the
@@ -116,6 +116,6 @@ def describe(
 
 
 def with_beside(weight: CodedWeight | None, *tensors: CheckpointTensor | None) -> CodedWeight | None:
-    """Return a weight together with those of the tensors that are there, which do not change its values."""
+    """Return a weight with further tensors that do not change its values, such as scales of inputs. None among them is skipped."""
     more = tuple(tensor for tensor in tensors if tensor is not None)
     return replace(weight, beside=(*weight.beside, *more)) if weight is not None and more else weight

@@ -1,7 +1,7 @@
-"""Describes a scheme, which is a way in which a program stores the weights that it quantized, and one such weight.
+"""Describes a scheme, which is a way in which a program stores the weights that it quantized, and a weight of a scheme.
 
-A module of this package that has a `SCHEME` is a scheme, and `registry` finds it by that. All that is known of it is there, but for
-the arithmetic, which is in a module of `runtime/formats/schemes`.
+`registry` finds the modules of this package that have a `SCHEME`. Such a module has all about its scheme except for the arithmetic,
+which is in a module of `runtime/formats/schemes`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from dtype_engine.checkpoint.schemes.layout import Config, Layout, Tensors
 
 CODES = "codes"
-"""The key in `CodedWeight.parts` of the tensor that has a code for each value, which every coded weight has."""
+"""The key in `CodedWeight.parts` of the tensor with the codes. Every coded weight has it."""
 MOST_EXPERTS = 4096
-"""The most experts in a tensor that is split into a weight for each expert."""
+"""A tensor with more experts is not split into a weight for each expert."""
 Metadata = Mapping[str, str]
 """The metadata of the headers of safetensors files."""
 
@@ -33,13 +33,13 @@ class Scheme(msgspec.Struct, frozen=True, eq=False):
     decoder: str
     """The module of `runtime/formats/schemes` that computes the values of a weight."""
     read: Callable[[Tensors, Config, Metadata], Weights] = lambda tensors, config, metadata: iter(())
-    """Takes all tensors of safetensors files by name, the content of config.json, and the metadata of the files' headers. Yields
-    the weights, and None for those whose tensors do not fit together. Raises UserError if a small tensor can't be read.
+    """A function of (all tensors of safetensors files by name, content of config.json, metadata of the files' headers) that yields
+    the weights, and None for weights whose tensors do not fit together. Raises UserError if a small tensor can't be read.
     """
     layouts: tuple[Layout, ...] = ()
-    """The names and shapes of the weights' tensors, which are known even of weights that can't be decoded."""
+    """The names and shapes of the weights' tensors, also of weights that can't be decoded."""
     rank: int = 0
-    """Lower ranks are tried first, equal ones in the order of the modules' names. The first that reads a weight has it."""
+    """Schemes are tried in the order of their ranks, then of their modules' names. A weight belongs to the first that reads it."""
     describing: tuple[str, ...] = ()
     """The ends of the names of small tensors whose values `read` needs, such as a tensor that holds a shape."""
     beside: tuple[str, ...] = (
@@ -48,41 +48,41 @@ class Scheme(msgspec.Struct, frozen=True, eq=False):
     )  # fmt: skip
     """Ends of names in a weight's module that belong to the layer's inputs or outputs or the KV cache, not to the weight."""
     of_inputs: tuple[str, ...] = (".input_scale", ".input_global_scale", ".activation_scale")
-    """The ends of the names of those in `beside` that hold one scale for all inputs of the layer."""
+    """The ends in `beside` of names of tensors that hold one scale for all inputs of the layer."""
     input_format: Callable[[CodedWeight, Config], str] = lambda weight, settings: ""
-    """Takes a weight and the quantization settings in config.json. Returns the format of `core.dtypes` to which runtimes round the
-    inputs of its layer, such as "int8", or "". If it ends with "@tensor", the files have the scale.
+    """A function of (weight, quantization settings in config.json) that returns the format of `core.dtypes` to which runtimes round
+    the inputs of the weight's layer, such as "int8", or "". If the format ends with "@tensor", the files have the scale.
     """
     reciprocal_scales: bool = False
     """Whether the files hold the reciprocals of NVFP4's scales of whole tensors."""
     fused: bool = True
     """Whether runtimes fuse layers of this scheme into one, such as the projections to queries, keys and values."""
     left_out: Callable[[Iterable[str], Tensors, Metadata], set[str]] = lambda codes, tensors, metadata: set()
-    """Takes names of codes, all tensors, and the metadata. Returns the codes in a format that is left unread on purpose."""
+    """A function of (names of codes, all tensors, metadata) that returns the names of codes whose format is not read on purpose."""
     settings_files: tuple[str, ...] = ()
-    """The files beside config.json that hold quantization settings, of which some are nowhere else."""
+    """The files beside config.json that hold quantization settings, some of which may be missing in config.json."""
     nested_settings: tuple[str, ...] = ()
-    """The keys under which the settings of all weights are in the quantization settings, each inside the one before."""
+    """The path of keys in the quantization settings to the settings that hold for all weights."""
     ignored: tuple[str, ...] = ()
     """The keys under which the quantization settings may list the modules that are not quantized."""
     ignored_by: tuple[str, ...] = ()
-    """The quantization methods for which transformers does not quantize the modules under the first key of `ignored`."""
+    """The quantization methods for which transformers leaves the modules under the first key of `ignored` unquantized."""
     cache_formats: Callable[[Config], tuple[tuple[str, str, str], ...]] = lambda settings: ()
-    """Takes the quantization settings in config.json. Returns the formats of KV caches in them, as `KVCache.declared` has them."""
+    """A function of the quantization settings in config.json that returns their formats of KV caches, as `KVCache.declared`."""
     own: bool = False
-    """Whether this is how exports of this program store weights, in formats of `core.dtypes`, such as `int8`."""
+    """Whether this is the scheme of this program's own exports, with formats of `core.dtypes` such as `int8`."""
 
 
 class CodedWeight(msgspec.Struct, frozen=True, gc=False):
     """A weight that the files store as codes, with the scales and other tensors that turn codes into values."""
 
     name: str
-    """Its name in the unquantized checkpoint, such as `model.layers.0.mlp.down_proj.weight`."""
+    """The weight's name in the unquantized checkpoint, such as `model.layers.0.mlp.down_proj.weight`."""
     shape: tuple[int, ...]
-    """Its shape in the unquantized checkpoint: [out, in], or [experts, out, in] for stacked experts."""
+    """The weight's shape in the unquantized checkpoint: [out, in], or [experts, out, in] for stacked experts."""
     scheme: Scheme
     format: str
-    """Such as `gptq:int4@g128` or `fp8:e4m3@128x128` or, if it is `own`, a format of `core.dtypes` such as `nvfp4`."""
+    """The format: `gptq:int4@g128` or `fp8:e4m3@128x128`, for example, or a format of `core.dtypes` such as `nvfp4` if `own`."""
     parts: Mapping[str, CheckpointTensor]
     """The tensors in the files by their role in the scheme, such as "codes", "scale" or "zero_point"."""
     settings: Mapping[str, Any] = MappingProxyType({})
@@ -102,7 +102,7 @@ class CodedWeight(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def input_scale(self) -> CheckpointTensor | None:
-        """The scale of all inputs of the layer, if the files have it. For NVFP4, it is that of the blocks' scales."""
+        """The scale of all inputs of the layer (for NVFP4, of their blocks' scales), or None if it is not on this machine."""
         ends = self.scheme.of_inputs
         return next((part for part in self.beside if part.name.endswith(ends) and not part.absent), None)
 

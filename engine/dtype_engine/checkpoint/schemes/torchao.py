@@ -1,8 +1,8 @@
 """Weights in torchao's safetensors files. For each weight, the metadata of the file's header has the class and the attributes of
 its torch tensor. `x` is a layer.
 
-`x._weight_qdata` holds the codes of `x.weight`, and tensors such as `x._weight_scale` what belongs to them. Integers of fewer than
-8 bits are stored as int8. The scales of MX formats and NVFP4 may be in the order of the tensor cores (see
+`x._weight_qdata` holds the codes of `x.weight`, and tensors such as `x._weight_scale` hold their scales. Integers of fewer than 8
+bits are stored as int8. The scales of MX formats and NVFP4 may be in the order of the tensor cores (see
 `runtime/formats/schemes/block_scaled.py`). `x._weight_act_pre_scale` holds a factor for each input of the layer. The layer
 multiplies its inputs by these factors; here, the columns of the weight are multiplied by them instead.
 

@@ -1,6 +1,6 @@
 """Converts recipes to the formats of other tools.
 
-The patterns in a converted recipe are computed from the planned dtype of each tensor, not from the rules. No two of them match the
+The patterns in a converted recipe are computed from the planned dtype of each tensor, not from the rules. No two patterns match the
 same tensor, so a tool's order of precedence does not matter. Tensors whose dtype a tool can't express are listed.
 """
 

@@ -31,7 +31,7 @@ class Context:
     """The run setting `quantize_activations` for which the recipe is meant."""
 
     def is_kind(self, module: Module, classes: Collection[str]) -> bool:
-        """Return whether a module is an instance of one of these classes or, as far as base classes are known, of a subclass."""
+        """Return whether a module is an instance of one of these classes or, if its base classes are known, of a subclass."""
         name = module.class_name
         return name is not None and (name in classes or not self.kinds.get(name, frozenset()).isdisjoint(classes))
 
@@ -93,7 +93,7 @@ class Target(ABC):
     matcher: ClassVar[str]
     """How the tool matches patterns, such as by `re.match` on module names."""
     precedence: ClassVar[Literal["first", "last", "exact first"] | None] = None
-    """Which pattern the tool applies if several match. "exact first": an exact name, then the first. None: there is no order."""
+    """Which pattern the tool applies if several match. "exact first": an exact name or, without one, the first. None: no order."""
     writes_caches: ClassVar[bool] = False
     """Whether `write` converts the plan's formats of KV caches, too."""
 
@@ -110,7 +110,7 @@ class Target(ABC):
         """Return the tensors that the tool would match. Raises PatternError for an invalid regular expression."""
 
     def convert(self, context: Context) -> Conversion:
-        """Return the context's plan in the format of the tool, with a list of what this format can't express."""
+        """Return the context's plan in the format of the tool, with a list of tensors for which it can't express the plan."""
         written, losses = self.write(context), UnsupportedList()
         if not self.writes_caches:
             for name, form in context.plan.caches.items():
@@ -118,8 +118,8 @@ class Target(ABC):
         return replace(written, left_out=(*written.left_out, *losses.result()))
 
     def wide_inputs_note(self, context: Context, written: Collection[str] = ()) -> tuple[str, ...]:
-        """Return a note for the user if the recipe is for a run with quantized activations, but the file leaves those of some
-        weights unquantized. written: the dtypes of weights whose activations the file does quantize.
+        """Return a note for the user if the recipe is for a run with quantized activations, but the file leaves the activations of
+        some layers unquantized, otherwise (). written: the dtypes of weights whose layers get quantized activations from the file.
         """
         wide = {dtype for dtype in context.plan.dtypes.values() if dtypes.quantizes_activations(dtype)}
         if context.activations == "none" or not (left := wide.difference(written)):
@@ -139,7 +139,7 @@ def tool_regex(source: str, pattern: str, kind: Anchored) -> Callable[[str], boo
 
 
 class UnsupportedList:
-    """Collects the tensors to which a target can't give their planned dtype, and groups those with the same reason."""
+    """Collects the tensors to which a target can't give their planned dtype, and groups tensors with the same reason."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[str, Part, str, str], list[str]] = {}
@@ -153,7 +153,7 @@ class UnsupportedList:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """What a quantization tool can do for a plan."""
+    """The part of a plan that a quantization tool can apply."""
 
     low: Mapping[str, str]
     """The dtype to which each weight is to be quantized, by the weight's canonical name."""
@@ -179,9 +179,9 @@ class Quantizer(Target):
     title: ClassVar[str]
     """The tool's name in sentences."""
     kinds: ClassVar[frozenset[str]]
-    """The module classes whose `weight` it quantizes."""
+    """The module classes whose `weight` the tool quantizes."""
     formats: ClassVar[Collection[str]]
-    """The dtypes to which it quantizes."""
+    """The dtypes to which the tool quantizes."""
     by_transformers: ClassVar[bool] = True
     """Whether transformers loads the model, which keeps modules in float32 if the model's code requires this."""
 
@@ -198,7 +198,7 @@ class Quantizer(Target):
         return weights
 
     def split(self, context: Context) -> Split:
-        """Return what the tool can do for the context's plan."""
+        """Return the part of the context's plan that the tool can apply."""
         planned = context.plan.dtypes
         low: dict[str, str] = {}
         refused: dict[str, str] = {}
@@ -253,7 +253,7 @@ class Quantizer(Target):
 
 
 def _common_dtype(tensors: Sequence[TensorInfo], planned: Mapping[str, str]) -> str:
-    """Return the compute dtype that most elements of these tensors have under the plan or, if none has one, as they are stored."""
+    """Return the compute dtype of most elements of these tensors under the plan or, if no tensor has a compute dtype, as stored."""
     for dtype_by_name in (planned, {tensor.name: tensor.dtype for tensor in tensors}):
         elements = dict.fromkeys(dtypes.COMPUTE_DTYPES, 0)
         for tensor in tensors:

@@ -62,7 +62,7 @@ class Diffusers(Target):
 
 
 def _leaves(context: Context) -> dict[str, list[str]]:
-    """Return the castable tensors of each module that diffusers casts as a whole because of its class, by module name."""
+    """Return, by module name, the castable tensors of each module that diffusers casts as a whole because of the module's class."""
     leaves: dict[str, list[str]] = {}
     stack: list[Module] = [context.tree.root]
     while stack:
@@ -75,8 +75,8 @@ def _leaves(context: Context) -> dict[str, list[str]]:
 
 
 def _cast_dtype(context: Context, tensor: str) -> str:
-    """Return the dtype to which diffusers would cast a tensor to follow the plan: for int8 or float8, that of the codes without
-    scales. A block format, which diffusers can't store, is returned unchanged.
+    """Return the dtype to which diffusers would cast a tensor to follow the plan: for int8 or float8, the dtype of the codes
+    without scales. A block format, which diffusers can't store, is returned unchanged.
     """
     dtype = context.plan.dtypes[tensor]
     return dtype if dtype in dtypes.BLOCK_FORMATS else dtypes.BY_NAME[dtype].torch_name
@@ -145,8 +145,8 @@ def _losses(context: Context, outcome: Mapping[str, str]) -> UnsupportedList:
 
 
 def _outermost(leaves: Mapping[str, list[str]], cast: set[str]) -> list[str]:
-    """Return a short list of modules to skip, so that of `leaves` exactly those in `cast` are cast: for each other leaf, the
-    topmost module above it without a leaf to cast.
+    """Return a short list of modules to skip, so that exactly the leaves in `cast` are cast: for each other leaf, the topmost
+    module at or above it that contains no leaf in `cast`.
     """
     holding: set[str] = set()
     for leaf in cast:
@@ -163,7 +163,7 @@ def _snippet(storage: str, base: str, patterns: list[str], casting: bool, notes:
     """Return Python code that casts the model to `base` and, if `casting`, stores weights in `storage` except in the modules that
     `patterns` match.
 
-    If there are no patterns, the code passes `()` to diffusers: with None, it would treat the whole model as one module to cast.
+    If there are no patterns, the code passes `()` to diffusers: with None, diffusers would cast the whole model as one module.
     """
     listed = "".join(f"    r{json.dumps(pattern)},\n".replace("\\\\", "\\") for pattern in patterns)
     call = (

@@ -1,8 +1,8 @@
 """Converts recipes for llama.cpp: lines for `llama-quantize --tensor-type-file`, with the names that tensors have in GGUF.
 
 llama-quantize searches for a pattern anywhere in a name (`std::regex_search`), so the patterns written here are anchored. It
-applies the lines only if the requested type is a quantized one, so Q8_0 is requested, and there is a line for every tensor that can
-be quantized, to which Q8_0 would otherwise apply.
+applies the lines only if the requested type is a quantized one, so Q8_0 is requested. There is a line for every tensor that can be
+quantized, because Q8_0 applies to tensors without a line.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _READABLE = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 _DEFAULT = "q8_0"
 _BLOCKED = (_DEFAULT, "mxfp4")
 _BLOCK = 32
-"""How many values share a scale in the types of `_BLOCKED`. The length of a row must be a multiple of it."""
+"""How many values share a scale in the types of `_BLOCKED`. The length of a row must be a multiple of this number."""
 _ODD_ROWS = "f16"
-"""The type that is used in place of those in `_BLOCKED` for rows of other lengths."""
+"""The type that replaces a type in `_BLOCKED` if the rows have another length."""
 _KEPT = re.compile(
     r"_norm\.weight|ffn_gate_inp\.weight|altup|laurel|per_layer_model_proj|ssm_conv1d|shortconv\.conv\.weight"
     r"|indexer\.[kq]_proj\.weight|time_mix_\w+\.weight|attn_rel_b\.weight|\.position_embd|^position_embd|^token_types"
@@ -37,7 +37,7 @@ _KEPT = re.compile(
 _ARCHITECTURES = {
     "mistral": "llama", "mixtral": "llama", "deepseek_v3": "deepseek2", "deepseek_v2": "deepseek2", "gpt_neox": "gptneox",
 }  # fmt: skip
-"""Maps the `model_type` in config.json to the gguf package's name of the architecture, where they differ."""
+"""Maps the `model_type` in config.json to the gguf package's name of the architecture if the two differ."""
 
 
 class LlamaCpp(Target):
@@ -96,7 +96,7 @@ class LlamaCpp(Target):
 
 
 def _sources(context: Context, losses: UnsupportedList) -> dict[str, list[TensorInfo]]:
-    """Return the tensors that are packed into each GGUF tensor. Those that have no name in GGUF are added to `losses`."""
+    """Return the tensors that are packed into each GGUF tensor, by its name. Tensors without a GGUF name are added to `losses`."""
     sources: dict[str, list[TensorInfo]] = {}
     for tensor, names in gguf_tensors(context).items():
         info = context.tree.tensors[tensor]
@@ -110,7 +110,7 @@ def _sources(context: Context, losses: UnsupportedList) -> dict[str, list[Tensor
 
 
 def _type_of(context: Context, infos: list[TensorInfo], losses: UnsupportedList) -> str:
-    """Return the llama.cpp type of a GGUF tensor, and add to `losses` what differs from the plan."""
+    """Return the llama.cpp type of a GGUF tensor, and add to `losses` its tensors whose dtype or scales differ from the plan."""
     types = {_TYPES.get(context.plan.dtypes[info.name]) for info in infos}
     type_ = types.pop() if len(types) == 1 else None
     odd = infos[0].shape[-1] % _BLOCK != 0
@@ -143,7 +143,7 @@ def _quantisable(name: str, infos: list[TensorInfo]) -> bool:
 
 
 def gguf_tensors(context: Context) -> dict[str, tuple[str, ...]]:
-    """Return the names in GGUF, or (), of each tensor that rules can change. Raises UserError for an unknown architecture."""
+    """Return the GGUF names of each tensor that rules can change, or (). Raises UserError for an unknown architecture."""
     blocks = 1 + max(
         (int(part) for name in context.tree.modules for part in name.split(".") if is_number(part)), default=0
     )
@@ -171,8 +171,8 @@ def name_map(title: str, model_type: str | None, blocks: int) -> Callable[[str],
 
 
 def _names(tensor: TensorInfo, lookup: Callable[[str], str | None]) -> tuple[str, ...]:
-    """Return the names of the GGUF tensors that hold a tensor's values: two if transformers packs a gate and an up projection into
-    it. GGUF packs a layer's experts into one tensor, so all have the same name.
+    """Return the names of the GGUF tensors that hold a tensor's values: two names if transformers packs a gate and an up projection
+    into the tensor. GGUF packs a layer's experts into one tensor, so all experts have the same name.
     """
     module, _, local = tensor.name.rpartition(".")
     keys: tuple[str, ...]

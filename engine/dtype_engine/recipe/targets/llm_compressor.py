@@ -18,7 +18,7 @@ _FORMATS = tuple(
     for name in DESCRIBED
     if (blocks := dtypes.BY_NAME[name].blocks) is None or blocks.rule in ("amax", "compressed-tensors")
 )
-"""Those in which llm-compressor quantizes to the same values as this program: of the rules for MX scales, it has one."""
+"""The formats that llm-compressor quantizes to the same values as this program, which include one of the rules for MX scales."""
 
 
 class LlmCompressor(Quantizer):

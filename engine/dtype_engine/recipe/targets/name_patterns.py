@@ -1,7 +1,8 @@
 """Finds few patterns that match exactly a given set of names among all names of a model.
 
 Names are split at dots. Names that differ in only one component are merged repeatedly: the component gets a list of alternatives,
-so a merged pattern matches no additional name. A list of numbers is replaced by "any number" if the pattern still matches none.
+so a merged pattern matches no additional name. A list of numbers is replaced by "any number" if the pattern then still matches no
+additional name.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def products(wanted: Iterable[str], universe: Collection[str]) -> list[Product]:
 
 
 def _merged(unmerged: list[Product], index: int, numbers: bool) -> list[Product]:
-    """Merge patterns that differ only in component `index`. numbers: whether to merge components that are numbers or words."""
+    """Merge patterns that differ only in component `index`. numbers: whether to merge numbers; if False, words."""
     groups: dict[object, set[str]] = {}
     whole: dict[object, Product] = {}
     for product in unmerged:

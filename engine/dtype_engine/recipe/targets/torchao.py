@@ -21,8 +21,8 @@ SCALING = {
     for element, own in (("mxfp8", "RCEIL"), ("mxfp4", "EVEN"))
     for rule, mode in (("", own), (":floor", "FLOOR"), (":rceil", "RCEIL"), (":even", "EVEN"))
 }
-"""torchao's `ScaleCalculationMode` for each MX format. A format without a rule in its name has that of compressed-tensors: EVEN for
-mxfp4; for mxfp8 RCEIL, except for blocks whose largest |value| is 1.75 times a power of two.
+"""torchao's `ScaleCalculationMode` for each MX format. A format without a rule in its name has the rule of compressed-tensors: EVEN
+for mxfp4; for mxfp8 RCEIL, except for blocks whose largest |value| is 1.75 times a power of two.
 """
 BLOCKS = (*SCALING, "nvfp4")
 """The formats in torchao's prototype of block formats, which has MX formats only with quantized activations."""

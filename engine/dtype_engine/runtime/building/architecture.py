@@ -1,4 +1,4 @@
-"""Constructs the model that a checkpoint's `config.json` names without data, and refuses one that does not match its tensors."""
+"""Constructs, without data, the model that a `config.json` names, and refuses a model that does not match the tensors."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ from dtype_engine.runtime.model.module_tree import collect_tensors
 from dtype_engine.runtime.model.name_mapping import Placement, map_names
 
 _MODULES_ALWAYS, _MODULES_PER_TENSOR = 2_000, 10
-"""How many submodules a model may have at most: always, and in addition for each tensor in the files. Real models have fewer than
-three per tensor, except small ones that share layers or have many modules without tensors.
+"""A model may have at most the first number of submodules, plus the second for each tensor in the files. Real models have fewer
+than three per tensor, except small models that share layers or have many modules without tensors.
 """
 _SPARE_ALWAYS, _SPARE_PER_BYTE = 1 << 30, 32
-"""How many bytes the tensors of a model that the files lack may take at most: always, and in addition for each byte of the files. A
-float32 model is 16 times as large as files with weights packed in two bits.
+"""The tensors that the files lack may take at most the first number of bytes, plus the second for each byte of the files. A float32
+model is 16 times as large as files with weights packed in two bits.
 """
 _LONGEST_REASON = 300
 
 
 class Misfit(NoForward):
-    """Raised if a checkpoint's tensors are not those of the model class that its configuration names (`class_name`)."""
+    """Raised if the tensors of a checkpoint do not belong to the model class (`class_name`) that its configuration names."""
 
     def __init__(self, message: str, class_name: str = "", coverage: Coverage | None = None) -> None:
         super().__init__(message)
@@ -69,7 +69,7 @@ _READ_WITH_WEIGHTS = ("generation_config.json", "adapter_config.json")
 def architecture(transformers: ModuleType, checkpoint: Checkpoint, options: ModelOptions) -> Architecture:
     """Return the architecture that `options` or a checkpoint's `config.json` names.
 
-    Raises NoForward if the installed transformers does not have it or rejects the configuration, and UserError if the name in
+    Raises NoForward if the installed transformers lacks the architecture or rejects the configuration, and UserError if the name in
     `options` is not a model class.
     """
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
@@ -92,7 +92,7 @@ def architecture(transformers: ModuleType, checkpoint: Checkpoint, options: Mode
 def make(chosen: Architecture, checkpoint: Checkpoint) -> tuple[nn.Module, Mapping[str, Placement]]:
     """Construct the model of an architecture on the meta device. Returns the module, and where each tensor of the checkpoint is
     loaded in it. Raises NoForward if the module can't be constructed, and Misfit if the checkpoint's tensors are not the module's.
-    Their shapes are not compared (see `shapes.py`).
+    Shapes are not compared (see `shapes.py`).
     """
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     auto = getattr(chosen.model_class, "from_config", None)
@@ -115,7 +115,7 @@ def without_quantization(config: Any) -> Any:
 
 
 def reasons(folder: Path) -> AbstractContextManager[None]:
-    """Convert any exception that transformers or torch raises in the `with` block to ImpossibleConfig with one sentence."""
+    """Return a context manager that converts any exception of transformers or torch to ImpossibleConfig with one sentence."""
     return failures_as(ImpossibleConfig, f"{folder}: transformers can't make this model of its config.json", reason)
 
 
@@ -234,8 +234,8 @@ def _asked_for(transformers: ModuleType, name: str) -> Any:
 def _configuration(
     transformers: ModuleType, model_class: Any, checkpoint: Checkpoint, folder: Path, options: ModelOptions
 ) -> Any:
-    """Read the checkpoint's `config.json` as the configuration class that the model class requires, which may be that of a part of
-    a composite model, such as its text model. Raises NoForward if transformers rejects it.
+    """Return the checkpoint's `config.json` as the configuration class that the model class requires, which may be the class for a
+    part of a composite model, such as its text model. Raises NoForward if transformers rejects the configuration.
     """
     own = getattr(model_class, "config_class", None)
     with reasons(folder):
@@ -250,7 +250,7 @@ def _configuration(
 
 @contextmanager
 def few_modules(tensors: int) -> Iterator[None]:
-    """In the `with` block, raise ImpossibleConfig as soon as a model has more submodules than one of `tensors` tensors can have."""
+    """In the `with` block, raise ImpossibleConfig as soon as a model has more submodules than `tensors` tensors allow."""
     from torch.nn.modules.module import register_module_module_registration_hook
 
     most = _MODULES_ALWAYS + _MODULES_PER_TENSOR * tensors
@@ -274,7 +274,8 @@ def few_modules(tensors: int) -> Iterator[None]:
 
 def refuse_misfit(module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement], folder: Path) -> None:
     """Raise Misfit if most tensors of the files belong to no tensor of a module, or if the module has tensors that the files lack
-    and that need far more memory than the files. placements: where each tensor of the files is loaded. folder: for messages.
+    and that need far more memory than the files. placements: where each tensor of the files is loaded. folder: the checkpoint's
+    folder.
     """
     name = type(module).__name__
     infos, tensors = collect_tensors(module)

@@ -25,8 +25,9 @@ _COMPLETE = ("transformers.", "torch.")
 
 
 def construct_buffers(module: nn.Module, dtype: torch.dtype) -> tuple[str, ...]:
-    """Construct a loaded model again on the CPU, and replace each non-persistent buffer of `module` that differs from the
-    constructed one. Returns notices about the replaced buffers, and about those that the constructor did not create.
+    """Construct a loaded model again on the CPU, unless all of its classes are transformers' or torch's, and replace each
+    non-persistent buffer of `module` that differs from the constructed one. Returns notices about the replaced buffers, and about
+    those that the constructor did not create.
 
     dtype: the default dtype with which `module` was loaded.
     """
@@ -85,7 +86,7 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 @contextmanager
 def parameters_without_data() -> Iterator[None]:
     """Move each parameter that is registered in the `with` block to the meta device, so that the constructor of a model needs
-    memory for only one at a time.
+    memory for only one parameter at a time.
     """
 
     def without_data(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:

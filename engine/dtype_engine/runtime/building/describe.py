@@ -37,10 +37,10 @@ class ModelDescription:
 
     tree: Tree
     kinds: dict[str, frozenset[str]]
-    """The names of the base classes of each module class in the tree."""
+    """The names of the base classes of each module class in the tree, by the class's name."""
     model_type: str | None
     placements: Mapping[str, Placement] = field(default_factory=dict)
-    """Where each tensor of the files is loaded in the model. One without an entry has the same name in both."""
+    """Where each tensor of the files is loaded in the model. A tensor without an entry has the same name in both."""
     class_name: str = ""
     """The name of the model class that the configuration names, or "" if no class is known."""
     coverage: Coverage | None = None
@@ -50,7 +50,7 @@ class ModelDescription:
 
 
 def describe(source: Source, options: ModelOptions, checkpoint: Checkpoint | None = None) -> ModelDescription:
-    """Return a description of the model in `source`. If its architecture is unknown, it is that of the files alone.
+    """Return a description of the model in `source`. If the architecture is unknown, only the files are described.
 
     checkpoint: the headers of `source`, if they were read already. Raises UserError if the source can't be read or opened.
     """
@@ -84,7 +84,7 @@ def describe(source: Source, options: ModelOptions, checkpoint: Checkpoint | Non
 
 
 def _coverage(module: nn.Module, tree: Tree) -> Coverage:
-    """Return which of a module's tensors the files have, but for those that its class declares to be harmless if they differ."""
+    """Return which of a module's tensors the files have, without differences that the module's class declares to be harmless."""
     spared, left_over = (
         [re.compile(pattern) for pattern in getattr(module, f"_keys_to_ignore_on_load_{kind}", None) or ()]
         for kind in ("missing", "unexpected")
@@ -130,8 +130,8 @@ def with_architecture(
     report: CheckReport, source: Source, options: ModelOptions, checkpoint: Checkpoint
 ) -> CheckReport:
     """Return `report` with one more finding for each tensor that only the checkpoint or only its architecture has, or that has
-    another shape in the architecture; and with one if no model can be made of config.json. If the architecture is unknown, the
-    report says why among what is unchecked.
+    another shape in the architecture, and with one finding if no model can be made of config.json. If the architecture is unknown,
+    the reason is added to `unchecked` instead.
 
     Raises UserError if transformers does not have the architecture that `options` name.
     """

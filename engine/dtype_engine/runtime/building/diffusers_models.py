@@ -29,7 +29,7 @@ def make_diffusers(checkpoint: Checkpoint, title: str) -> tuple[nn.Module, Mappi
     Returns the module, and where each tensor of the checkpoint is loaded in it.
 
     Raises NoForward if diffusers is not installed, lacks the class or can't construct it, and Misfit if the checkpoint's tensors
-    are not the module's. Their shapes are not compared (see `shapes.py`).
+    are not the module's. Shapes are not compared (see `shapes.py`).
     """
     config = checkpoint.config or {}
     name = str(config.get("_class_name"))

@@ -22,9 +22,11 @@ from dtype_engine.runtime.libraries.hub import offline
 from dtype_engine.runtime.libraries.silence_libraries import no_stderr, quiet
 
 _LONGEST_PROMPT = 2_048
-"""Maximum number of tokens to which a pipeline may pad a prompt if it takes no length itself. CLIP has 77, T5 there 512."""
+"""Maximum number of tokens to which a pipeline may pad a prompt if no argument sets the length. CLIP has 77, T5 in these pipelines
+512.
+"""
 _LONGEST_OF_LANGUAGE_MODELS = 2_000_000
-"""The same for a pipeline that takes a length itself: its tokenizers may name the positions of language models."""
+"""The same maximum for a pipeline with an argument for the length. Its tokenizers may name a language model's context length."""
 _NO_LENGTH = 1e29
 
 
@@ -90,15 +92,15 @@ def make_pipeline(folder: Path, parts: Mapping[str, nn.Module], title: str) -> P
         install_output_hooks(part)
 
     class Named(PipelineModule):
-        """Has the name of the pipeline's class, which the tree shows."""
+        """A class with the name of the pipeline's class, which the tree shows."""
 
     Named.__name__ = Named.__qualname__ = type(pipeline).__name__
     return Named(pipeline)
 
 
 def _read_component(diffusers: Any, folder: Path, name: str, named: list[Any]) -> Any:
-    """Read a component of a pipeline that has no weights: a scheduler, a tokenizer or a processor. folder: the pipeline's. named:
-    what `model_index.json` says about it: [package, name of the class].
+    """Read a component of a pipeline that has no weights: a scheduler, a tokenizer or a processor. folder: the pipeline's folder.
+    named: the component's entry in `model_index.json`: [package, name of the class].
     """
     import transformers
 
@@ -131,7 +133,7 @@ def _read_component(diffusers: Any, folder: Path, name: str, named: list[Any]) -
 
 def _refuse_long_prompts(folder: Path, name: str, part: Any, most: int) -> None:
     """Raise NoForward if a component of a pipeline is a tokenizer that names a length of over `most` tokens, to which every prompt
-    would be padded. One that names no length has 1e30.
+    would be padded. A tokenizer that names no length has 1e30.
     """
     length = getattr(part, "model_max_length", 0)
     if isinstance(length, (int, float)) and most < length < _NO_LENGTH:

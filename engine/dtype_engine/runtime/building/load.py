@@ -78,11 +78,11 @@ def load(source: Source, options: ModelOptions, on_step: OnStep = lambda step: N
 
 
 def _budget(checkpoint: Checkpoint, device: torch.device, options: ModelOptions) -> MemoryBudget:
-    """Return the memory that the weights of a checkpoint may take: without a limit if they fit into memory and on the device.
+    """Return the memory that the weights of a checkpoint may take, without a limit if they fit into memory and on the device.
 
-    Without a limit for the CPU, a model larger than memory may take three quarters of the free memory, because activations, and
-    weights while they are decoded and cast, come on top. A limit that the user sets stays as it is, so that several jobs divide the
-    model into the same blocks.
+    A model larger than memory may take three quarters of the free memory, because activations, and weights while they are decoded
+    and cast, need memory, too. A limit that the user sets for the CPU is not reduced, so that several jobs divide the model into
+    the same blocks.
     """
     usable = usable_memory(options.max_memory)
     if checkpoint.stored_bytes > usable:
@@ -158,8 +158,8 @@ def load_module(
 ) -> Loaded:
     """Load the module of a checkpoint on the CPU, with every tensor in the dtype of its file.
 
-    memory: what is kept of the weights that a forward pass is using; by default, the model fits into memory. Raises NoForward if
-    the architecture is unknown or the module can't be loaded.
+    memory: keeps the weights that a forward pass is using; by default, the model fits into memory. Raises NoForward if the
+    architecture is unknown or the module can't be loaded.
     """
     memory = MemoryBudget() if memory is None else memory
     if why := _why_not_loaded(checkpoint, memory):
@@ -173,7 +173,7 @@ def load_module(
 
 
 def _why_not_loaded(checkpoint: Checkpoint, memory: MemoryBudget) -> str:
-    """Return why no module can be loaded from a checkpoint, as a clause with its punctuation, or ""."""
+    """Return why no module can be loaded from a checkpoint, as a clause with its punctuation, or "" if it can be loaded."""
     if memory.limited and (checkpoint.form == "diffusers" or is_diffusers(checkpoint.config)):
         return (
             ": it is larger than the memory to use, and models of diffusers can't be run in parts. Planning, patterns, weights and "
@@ -258,7 +258,7 @@ def load_pretrained(folder: Path, module: nn.Module | None = None, options: Mode
 
 def build_on_meta(checkpoint: Checkpoint, options: ModelOptions) -> tuple[nn.Module, Mapping[str, Placement]]:
     """Build a checkpoint's architecture on the meta device. Returns the module, and where each tensor of the checkpoint is loaded
-    in it. The shapes of the two may differ (see `shapes.py`).
+    in it. Shapes in the module and in the files may differ (see `shapes.py`).
 
     Raises UserError if transformers does not have the architecture that `options` name, Misfit if the checkpoint's tensors are not
     those of the architecture, ImpossibleConfig if no model can be made of the configuration, and NoForward if the architecture is

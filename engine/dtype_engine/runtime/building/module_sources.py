@@ -1,5 +1,5 @@
 """Makes the sources of the weights that a loaded module does not hold: those that the files store as codes and, in a model that is
-larger than memory, all large ones. The module holds a placeholder for each, and its values are read or decoded at each use.
+larger than memory, all large ones. The module holds a placeholder for each such weight, and each use reads or decodes its values.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ def sources_of_module(
     memory: MemoryBudget,
 ) -> dict[str, WeightSource]:
     """Return the sources of the weights that a module, which may be on the meta device, does not hold, keyed by their names in it:
-    if the model is larger than memory, all large weights; otherwise those of which the files store any part as codes.
+    if the model is larger than memory, all large weights; otherwise the weights of which the files store any part as codes.
 
-    placements: where each tensor of the files is loaded in the module. memory: what is kept of the weights that a forward pass is
-    using. Raises NoForward if a weight has another shape in the module than in the files, or if its tensors in the files are not
-    simply stacked along its rows.
+    placements: where each tensor of the files is loaded in the module. memory: keeps the weights that a forward pass is using.
+    Raises NoForward if a weight has another shape in the module than in the files, or if its tensors in the files are not simply
+    stacked along its rows.
     """
     turned = turned_names(module, checkpoint.weights if memory.limited else checkpoint.coded)
     if not memory.limited:
@@ -107,8 +107,8 @@ def _stays_in_file(checkpoint: Checkpoint, name: str, turned: Collection[str]) -
 
 
 def inputs_notice(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return a notice if config.json says that runtimes round the inputs of quantized layers, otherwise (). It says whether
-    measurements can round them, too, which they do only on request, and not for every format.
+    """Return a notice if config.json says that runtimes round the inputs of quantized layers, otherwise (). The notice says whether
+    measurements can round these inputs on request, which is not possible for every format.
     """
     others = [weight for weight in checkpoint.coded.values() if not weight.own]
     if any(input_format(weight, checkpoint.config) for weight in others):

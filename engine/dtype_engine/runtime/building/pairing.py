@@ -1,5 +1,5 @@
-"""Finds the weights that two checkpoints of the same architecture have in common: those with equal names and, translated to the
-names in the module that transformers builds, those with other prefixes or names, and one expert in a weight that holds all.
+"""Finds the weights that two checkpoints of the same architecture have in common: those with equal names, and those that are loaded
+into the same place of the module that transformers builds. An expert is also paired with a weight that holds all experts.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ class Pair:
 
     reference: str
     candidate: str
-    """The weight's name in each of the two checkpoints, a key of its `weights`."""
+    """`reference` and `candidate` are the weight's names in the two checkpoints, keys of `Checkpoint.weights`."""
     reference_part: tuple[int | None, int] | None = None
     candidate_part: tuple[int | None, int] | None = None
-    """The position in the weight of one side, as in `Placement.place`, if the other's is only a part of it, such as one expert."""
+    """The position of the reference's weight in the candidate's, as in `Placement.place`, if the reference has only a part of it,
+    such as one expert. `reference_part` is the reverse.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +68,8 @@ _Place = tuple[str, tuple[int | None, int] | None]
 
 
 def _by_place(left: Mapping[str, _Place], right: Mapping[str, _Place]) -> list[Pair]:
-    """Return the pairs of weights with the same place, or of which one is a part of the other. left, right: the places of the
-    weights of the reference and of the candidate, keyed by name.
+    """Return the pairs of weights that have the same place, or where one weight is a part of the other. left, right: the places of
+    the weights of the reference and of the candidate, keyed by name.
     """
     in_left = {place: name for name, place in reversed([*left.items()])}
     in_right = {place: name for name, place in reversed([*right.items()])}
@@ -84,9 +86,9 @@ def _by_place(left: Mapping[str, _Place], right: Mapping[str, _Place]) -> list[P
 
 
 def _places(checkpoint: Checkpoint, names: list[str], other: Checkpoint, options: ModelOptions) -> Mapping[str, _Place]:
-    """Return where each weight of a checkpoint is in the module of its architecture or, if that is unknown, of the `other`
-    checkpoint's. If both are unknown, each weight's place is its own name. All names of a tied weight have one place. Weights that
-    loading packs in another way than by stacking rows are left out.
+    """Return the place of each weight of a checkpoint in the module of its architecture or, if this is unknown, in the module of
+    the `other` checkpoint's architecture. If both are unknown, each weight's place is its own name. All names of a tied weight have
+    one place. Weights that loading packs in another way than by stacking rows are left out.
     """
     if (made := _made(checkpoint, options)) is not None:
         module, placements = made

@@ -38,9 +38,8 @@ def _load_weights(
     module: nn.Module, file: Path, trust: bool, title: str
 ) -> tuple[tuple[str, ...], Coverage, tuple[FileIdentity, ...]]:
     """Load a checkpoint's tensors into a module, memory-mapped and in their stored dtypes. Returns notices, how many of the
-    module's tensors the checkpoint has, and the identities of the files before they were read. Raises UserError if it does not fit.
-
-    trust: whether a pickle may run any code.
+    module's tensors the checkpoint has, and the identities of the files before they were read. Raises UserError if the checkpoint
+    does not fit the module. trust: whether a pickle may run any code.
     """
     checkpoint = open_checkpoint(file, trust)
     values = {name: source_of(checkpoint, name).read() for name in checkpoint.weights}
@@ -78,8 +77,8 @@ def _load_weights(
 def _tie_again(
     module: nn.Module, ties: Iterable[tuple[str, ...]], values: Mapping[str, torch.Tensor]
 ) -> frozenset[str]:
-    """Make the names of each tied weight (`ties`) share one tensor again after loading, which has given each name its own, unless
-    they have different `values` in the file. Returns the names that are tied afterwards.
+    """Make the names of each tied weight (`ties`) share one tensor again, because loading has given each name its own tensor. Names
+    that have different `values` in the file stay apart. Returns the names that are tied afterwards.
     """
     tied: set[str] = set()
     for names in ties:
@@ -96,7 +95,7 @@ def _tie_again(
 
 def load_python(source: Source, options: ModelOptions, device: torch.device, on_step: OnStep) -> LiveModel:
     """Build the model with the user's own class or function. Raises UserError if the user's code fails or does not make an
-    `nn.Module`, or if the weights do not fit, and NoForward if they take more memory than the options allow.
+    `nn.Module`, or if the weights do not fit the module, and NoForward if they take more memory than the options allow.
     """
     on_step(f"importing {source.path or source.module}")
     with quiet():
@@ -141,8 +140,8 @@ def import_named(source: Source) -> tuple[Any, ModuleType]:
 
 
 def _may_make_a_model(value: Any, module: str) -> bool:
-    """Return whether a value in a Python file may build a model: it is an `nn.Module`, or a public module class or function without
-    needed arguments that is defined in the Python module named `module`.
+    """Return whether a value in a Python file may build a model: it is an `nn.Module`, or it is public, defined in the Python
+    module named `module`, and a class of modules or a function without required arguments.
     """
     if isinstance(value, nn.Module):
         return True

@@ -42,8 +42,8 @@ _SHOWN = 3
 
 
 def use_reference(live: LiveModel, source: Source, options: ModelOptions, on_step: OnStep = lambda step: None) -> None:
-    """Make another checkpoint (`source`) the reference model of an open one: each weight gets its values as `other_reference`, and
-    the settings of modules in which the checkpoints differ go into `live.side_settings`.
+    """Make another checkpoint (`source`) the reference model of an open model. Each weight gets the other checkpoint's values as
+    `other_reference`. The settings of modules in which the checkpoints differ go into `live.side_settings`.
 
     options: how to open the other checkpoint. Raises UserError if the tensors or shapes of the two checkpoints differ, or if one
     module can't run with the configurations of both.
@@ -86,7 +86,7 @@ def use_reference(live: LiveModel, source: Source, options: ModelOptions, on_ste
 
 
 def _has_numbers(weight: Weight) -> bool:
-    """Return whether a weight holds floats. Only these get reference values: integers are indexes and counters."""
+    """Return whether a weight holds floats. Only floats get reference values: integers are indexes and counters."""
     return weight.stored.dtype.is_floating_point
 
 
@@ -121,9 +121,8 @@ def _shapes(model: LiveModel) -> dict[str, tuple[int, ...]]:
 
 def _use_other_configuration(other: LiveModel, live: LiveModel, sides: tuple[str, str]) -> frozenset[str]:
     """Let the reference (`other`) and the candidate (`live`) each run with the settings of its own configuration, and add a notice
-    that names the settings that differ. Returns the names of the differing buffers that are computed from the configuration.
-
-    sides: the titles of the two. Raises UserError if a module can't run with the settings of both.
+    that names the settings that differ. Returns the names of the differing buffers that are computed from the configuration. sides:
+    the titles of reference and candidate. Raises UserError if a module can't run with the settings of both.
     """
     theirs, ours = (dict(_entries(_configuration(model))) for model in (other, live))
     scaled = any(
@@ -159,7 +158,7 @@ def _use_other_configuration(other: LiveModel, live: LiveModel, sides: tuple[str
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Return whether two values of a configuration are equal, but for the rounding to float32 of a GGUF file."""
+    """Return whether two values of a configuration are equal, except for the rounding to float32 in a GGUF file."""
     if isinstance(one, float) and isinstance(other, (int, float)):
         return math.isclose(one, other, rel_tol=1e-6)
     if isinstance(one, list) and isinstance(other, list):
@@ -186,14 +185,14 @@ def _entries(settings: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _has_fixed_frequencies(model: LiveModel) -> bool:
-    """Return whether rotary frequencies stay those of the module's tensors in a pass, however long its input is."""
+    """Return whether a pass uses the rotary frequencies of the module's tensors for inputs of every length."""
     kinds = [getattr(module, "rope_type", None) for module in model.module.modules()]
     named = [str(kind) for each in kinds for kind in (each.values() if isinstance(each, Mapping) else (each,))]
     return not {"dynamic", "longrope"}.intersection(named)
 
 
 def _different_buffers(other: LiveModel, live: LiveModel) -> list[str]:
-    """Return the buffers computed from the configuration, such as rotary frequencies, whose values differ."""
+    """Return the names of buffers that are computed from the configuration, such as rotary frequencies, and whose values differ."""
     theirs, ours = (
         {name: weight.stored.read() for name, weight in model.weights.items() if not weight.info.persistent}
         for model in (other, live)
@@ -206,5 +205,5 @@ def _different_buffers(other: LiveModel, live: LiveModel) -> list[str]:
 
 
 def _fit(theirs: Weight, ours: Weight | None) -> bool:
-    """Return whether a reference run can use the values of the buffer `theirs` in place of those of `ours`."""
+    """Return whether a reference run can use the values of the buffer `theirs` in place of the values of `ours`."""
     return ours is not None and ours.stored.shape == theirs.stored.shape and _has_numbers(ours) and _has_numbers(theirs)

@@ -23,8 +23,8 @@ _INTEGERS = ("int", "uint", "bool")
 
 
 def misshapen(module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> tuple[Misshapen, ...]:
-    """Return the tensors of a checkpoint whose shapes are not those that the module, which may be on the meta device, has for them.
-    Tensors of unknown schemes, whose codes don't tell a shape, are left out.
+    """Return the tensors of a checkpoint whose shapes differ from those in the module, which may be on the meta device. Tensors of
+    unknown schemes are left out, because their codes do not tell the shape of the weight.
     """
     state = module.state_dict()
     whole: dict[str, str] = {}
@@ -87,8 +87,8 @@ def _has_shape(checkpoint: Checkpoint, name: str) -> bool:
 
 
 def _of_parts(live: str, tensor: torch.Tensor, parts: Mapping[str, tuple[Placement, Shape]]) -> Iterator[Misshapen]:
-    """Yield what is wrong with the shapes of the tensors that loading packs into the tensor `live` of the module, such as all
-    experts of a layer. parts: the placement and the shape of each.
+    """Yield each wrong shape of the tensors that loading packs into the tensor `live` of the module, such as all experts of a
+    layer. parts: the placement and the shape of each tensor, by its name in the files.
     """
     wanted = tuple(tensor.shape)
     matrices: dict[int | None, list[tuple[str, Shape]]] = {}

@@ -1,5 +1,5 @@
-"""Loads a model of transformers: `from_pretrained` places tensors, mostly memory-mapped, and placeholders in the module. Where it
-changes a stored dtype, the stored tensor is restored afterwards.
+"""Loads a model of transformers: `from_pretrained` places tensors, mostly memory-mapped, and placeholders in the module. If it
+changes the dtype of a tensor, the stored tensor is restored afterwards.
 """
 
 from __future__ import annotations
@@ -88,9 +88,9 @@ def _placed(
     sources: Mapping[str, WeightSource],
     over_memory: bool,
 ) -> tuple[Any, list[str], list[str]]:
-    """Return the module into which transformers has placed a placeholder for each weight in `sources` and all other tensors of the
-    checkpoint, the names of its tensors that it made itself, and those of tensors that it did not use. made: the module on the meta
-    device.
+    """Return (the module with a placeholder for each weight in `sources` and with the checkpoint's other tensors, the names of
+    tensors that the checkpoint lacks and transformers initialized, the names of tensors that transformers did not use). made: the
+    module on the meta device.
     """
     state = {
         # What the system reads around a small tensor would leave a small memory before it is used, and be read again.
@@ -116,7 +116,7 @@ def _placed(
 
 def _of_missing(coverage: Coverage, checkpoint: Checkpoint, title: str, options: ModelOptions) -> tuple[str, ...]:
     """Return a notice that weights are made at random because the checkpoint lacks them, or (). Raises NoForward if the user has
-    not allowed it.
+    not allowed random weights.
     """
     if not coverage.missing:
         return ()
@@ -138,8 +138,9 @@ def _of_unused(unexpected: list[str], class_name: str) -> tuple[str, ...]:
 
 
 def _restore_stored(module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> None:
-    """Give every tensor of a loaded module whose dtype changed on loading its stored data again, memory-mapped from the file. One
-    that was packed from several is cast back to their dtype, which is exact, since loading only widened it.
+    """If loading changed the dtype of a tensor of a module, replace the tensor's data by the stored data, memory-mapped from the
+    file. A tensor that was packed from several is cast back to their dtype instead, which is exact, because loading only widened
+    it.
     """
     tensors = dict((*module.named_parameters(), *module.named_buffers()))
     wanted = stored_dtypes(checkpoint, placements)

@@ -3,8 +3,8 @@ them.
 
 One entry of config.json, such as `quantization_config`, describes all of these weights. If a rule casts any weight of the model to
 a format with scales, all quantized weights are decoded, because the entry can't describe both formats. If no rule casts a quantized
-weight, all are copied. If rules cast some of them, those without a rule are copied, provided that the entry can list the modules of
-the cast ones as not quantized. If it can't, all are decoded.
+weight, all are copied. If rules cast some of them, the weights without a rule are copied, provided that the entry can list the
+modules of the cast weights as not quantized. Otherwise, all are decoded.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ _ENTRIES = ("quantization_config", "quantization", "compression_config")
 
 def exported_config(checkpoint: Checkpoint, of_files: dict[str, str]) -> tuple[dict[str, Any] | None, list[str]]:
     """Return (the content of the export's config.json, the names of the quantized weights that must be decoded although no rule
-    casts them). In `of_files`, the planned dtypes by the weights' names in the files, these get the dtype to which they are
-    decoded.
+    casts them). Changes `of_files`: sets the dtype to which these weights are decoded.
+
+    of_files: the planned dtype of each weight, by its name in the files.
     """
     config = checkpoint.config
     coded = {name: weight for name, weight in checkpoint.coded.items() if not weight.own}
@@ -77,16 +78,16 @@ def _with_plain_modules(checkpoint: Checkpoint, weights: Sequence[str]) -> dict[
 
 
 def copies_of(checkpoint: Checkpoint, weight: CodedWeight) -> tuple[CheckpointTensor, ...]:
-    """Return the tensors of the files that hold a quantized weight. If several weights share a tensor, such as one with stacked
-    experts, only the first weight gets it, so that each tensor is copied once.
+    """Return the tensors of the files that the export copies for a quantized weight. A tensor that holds several weights, such as
+    stacked experts, is returned only for the first of these weights, so that it is copied once.
     """
     whole = {part.name: checkpoint.tensors[part.name] for part in weight.tensors}
     return tuple(tensor for name, tensor in whole.items() if checkpoint.owners[name] == weight.name)
 
 
 def layout_beside(layout: Layout, checkpoint: Checkpoint, items: Sequence[ExportTensor]) -> Layout:
-    """Return `layout` with the metadata of the source's files, if the export copies tensors that another program quantized,
-    because that program may need it.
+    """Return `layout`. If the export copies tensors that another program quantized, add the metadata of the source's files, because
+    that program may need them.
     """
     if not any(item.copied for item in items):
         return layout
@@ -95,7 +96,7 @@ def layout_beside(layout: Layout, checkpoint: Checkpoint, items: Sequence[Export
 
 
 def decoded_notice(decoded: Collection[str], items: Sequence[ExportTensor]) -> tuple[str, ...]:
-    """Return a notice about weights (`decoded`) that the export decodes although no rule casts them."""
+    """Return a notice about the weights that an export decodes although no rule casts them. decoded: their names."""
     if not decoded:
         return ()
     first = next(item for item in items if item.coded is not None and item.name in decoded)

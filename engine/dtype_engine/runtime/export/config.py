@@ -17,7 +17,8 @@ from dtype_engine.runtime.export.experts import all_experts, expert_layer, misre
 
 def export_dtype(contents: Contents) -> str:
     """Return the dtype that `config.json` must name: the widest in the export, so that a loader can hold all values unrounded. If
-    the export copies weights that another program quantized, it is the dtype that the source's `config.json` names, if any.
+    the export copies weights that another program quantized, return the dtype that the source's `config.json` names, if it names
+    one.
     """
     if any(item.copied for item in contents.items):
         named = (contents.config or {}).get("dtype") or (contents.config or {}).get("torch_dtype")
@@ -32,7 +33,7 @@ def changed_configs(contents: Contents) -> dict[str, dict[str, Any]]:
     The top `config.json` gets the dtype and the quantization settings of the export. If transformers would load other values from
     the export without an error, it also gets an entry that makes `from_pretrained` raise. The `config.json` of a pipeline's
     component gets a new dtype if it names a dtype. Raises UserError if the export has weights with scales, but the source is
-    quantized already by a method that can't describe them.
+    quantized already by a method that can't describe these weights.
     """
     configs: dict[str, dict[str, Any]] = {}
     if contents.config is not None and contents.layout.kind == "model":
@@ -71,12 +72,12 @@ def _set_dtype(config: dict[str, Any], dtype: str) -> None:
 
 
 def quantization_config(contents: Contents) -> dict[str, Any] | None:
-    """Return the `quantization_config` with which other programs read the export's weights with scales, or None if there are
-    none.
+    """Return the `quantization_config` with which other programs read the export's weights with scales and the scales of its KV
+    caches, or None if it has neither.
 
-    If the weights are in the fp8 layout of DeepSeek, the result names this layout. For all other formats, it has groups as
-    compressed-tensors defines them: one for each pair of a weight format and whether the inputs of the layers are quantized too.
-    All other linear modules are listed as not quantized, so that no program looks for their scales.
+    If the weights are in the fp8 layout of DeepSeek, the result names this layout. Otherwise, it is a configuration of
+    compressed-tensors. It has a group for each weight format, or two if the inputs of only some of the layers in this format are
+    quantized. All other linear modules are listed as not quantized, so that no program looks for their scales.
     """
     groups: dict[tuple[str, bool], list[str]] = {}
     for item in contents.items:
@@ -126,10 +127,11 @@ def _compressed_tensors(
 
 
 def _targets(modules: Iterable[str], rest: Iterable[str], name_of: Callable[[str], str] = all_experts) -> list[str]:
-    """Return the entries with which a group lists its linear modules: their exact names, or a single pattern, `name_of(layer)`,
-    for the experts of a layer that are all in the group.
+    """Return the entries that list the linear modules of a group: the exact names of modules, and one pattern, `name_of(layer)`,
+    for each layer whose experts are all in the group.
 
-    rest: the linear modules outside the group. If one of them is an expert of the layer, the pattern would match it, too.
+    rest: the linear modules outside the group. A layer that has an expert among them gets no pattern, which would match this
+    expert, too.
     """
     split = {expert_layer(module) for module in rest}
     named = (name_of(layer) if (layer := expert_layer(module)) and layer not in split else module for module in modules)

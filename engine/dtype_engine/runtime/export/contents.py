@@ -27,7 +27,7 @@ class SharedScale:
     """A single scale for several tensors, computed from the largest |value| of all of them."""
 
     names: tuple[str, ...]
-    """The names of the tensors in the source."""
+    """The names that the tensors have in the source."""
     sources: Sequence[WeightSource]
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _amax: float | None = None
@@ -56,7 +56,7 @@ class TensorEntry:
 
     name: str
     dtype: str
-    """Under torch's name, such as `float8_e4m3fn`."""
+    """The dtype under torch's name, such as `float8_e4m3fn`."""
     shape: tuple[int, ...]
 
     @property
@@ -83,7 +83,7 @@ class ExportTensor:
     source: WeightSource
     """The source of the weight's values, which the export casts to `dtype` unless it copies bytes."""
     shared: SharedScale | None = None
-    """The scale that this weight shares with others, because runtimes or transformers join them into one tensor."""
+    """The scale that this weight shares with others that runtimes or transformers join with it into one tensor."""
     quantised_inputs: bool = False
     """Whether `config.json` declares that the inputs of this weight's layer are quantized, too."""
     input_scale: InputScale | None = None
@@ -145,15 +145,15 @@ class Contents:
     identities: tuple[FileIdentity, ...] = ()
     """The size, modification time and inode of each of `files`, recorded before the file was read. They reveal later changes."""
     tied: Mapping[str, str] = field(default_factory=dict)
-    """Maps each omitted name of a tied weight, which is written under one name only, to the written one."""
+    """Maps each omitted name of a tied weight to the only name under which the weight is written."""
     settings: RunSettings = field(default_factory=RunSettings)
-    """The settings with which the model under the recipe runs. `config.json` says if they quantize activations."""
+    """The settings with which the model under the recipe runs. If they quantize activations, `config.json` says so."""
     coverage: Coverage | None = None
-    """How many of the model's tensors the source has or, if those are unknown, how many of the tensors in its shards' index."""
+    """How many of the model's tensors the source has; if the model is unknown, of the tensors that the source's index lists."""
     incomplete: tuple[str, ...] = ()
     """Sentences for the user that name the tensors which the source lacks."""
     otherwise: tuple[str, ...] = ()
-    """Sentences for the user, without their final dot, about tensors that a loader has in another dtype than was measured."""
+    """Sentences for the user, without their final dot, about tensors that loaders give another dtype than the measured one."""
     has_cache_formats: bool = False
     """Whether the recipe gives KV caches a format."""
     cache_scheme: dict[str, Any] | None = None

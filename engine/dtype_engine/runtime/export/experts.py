@@ -1,7 +1,7 @@
-"""What vLLM and transformers do with the experts of an export that have scales. transformers packs all experts of a layer into one
+"""How vLLM and transformers load experts that an export stores with scales. transformers packs all experts of a layer into one
 weight.
 
-What transformers does was tried (`recipe/loader_facts.py`); what vLLM does follows from its source code.
+The statements about transformers were tried (`recipe/loader_facts.py`); those about vLLM follow from its source code.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ _EXPERT = re.compile(r"(.+\.experts)\.\d+\.\w+")
 
 
 def expert_layer(module: str) -> str:
-    """Return the module of all experts of a layer, as `model.layers.0.mlp.experts`, if `module` is in one of them, otherwise ""."""
+    """Return the name of the module that holds all experts of a layer, such as `model.layers.0.mlp.experts`, if `module` is a child
+    of one of these experts, such as `model.layers.0.mlp.experts.3.up_proj`. Otherwise, return "".
+    """
     found = _EXPERT.fullmatch(module)
     return found[1] if found else ""
 
@@ -32,7 +34,7 @@ def all_experts(layer: str) -> str:
 
 
 def experts(items: Sequence[ExportTensor]) -> list[ExportTensor]:
-    """Return the experts' weights in a layout that other programs read. transformers packs them, others load them one by one."""
+    """Return the weights of experts in a layout that other programs read. transformers packs them; others load each by itself."""
     return [item for item in items if item.packed_into and item.portable]
 
 

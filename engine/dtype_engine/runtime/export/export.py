@@ -46,15 +46,15 @@ def export(
     incomplete: bool = False,
 ) -> ExportReport:
     """Write an export to the path `target`, which gets its name only after everything is written. If the name ends in
-    `.safetensors`, `.pth`, `.pt`, `.bin` or `.ckpt`, the export is one file of weights, and otherwise a folder. Memory holds at
-    most one tensor at a time, and for plain casts only a block of a tensor.
+    `.safetensors`, `.pth`, `.pt`, `.bin` or `.ckpt`, the export is one file of weights, and otherwise a folder. Each of up to four
+    threads holds at most one tensor in memory, and for plain casts only a block of a tensor.
 
-    max_shard_size: the maximum size of each weights file in a folder, in bytes or as in "5GB". on_bytes: called with the number
-    of bytes written and the total. force: whether to replace an existing export, once everything is written; the source is never
+    max_shard_size: the maximum size of each weights file in a folder, in bytes or as in "5GB". on_bytes: called with the number of
+    bytes written and the total. force: whether to replace an existing export, once everything is written; the source is never
     replaced. lost: the weights in which a cast makes values infinite or zero; if None, they are found while writing. incomplete:
-    whether to export a source that lacks tensors of its model, or has some in other shapes. Raises Cancelled, and UserError if
-    such a source is not allowed, the disk has too little space, the target exists, or the target can't hold a dtype. After an
-    error, nothing is left on the disk.
+    whether to export a source that lacks tensors of its model, or has some in other shapes. Raises Cancelled, and UserError if the
+    source is incomplete and `incomplete` is False, the disk has too little space, the target exists, or the target can't hold a
+    dtype. After an error, nothing is left on the disk.
     """
     if is_one_file(target):
         whole = partial(export, contents, max_shard_size=contents.nbytes + 1, cancelled=cancelled, lost=lost)
@@ -132,7 +132,7 @@ def _write_weights(
     stage: Path, contents: Contents, files: Mapping[Part, Files], progress: Progress, counting: bool
 ) -> tuple[ValueLoss, ...]:
     """Write the weights files of all parts into the folder `stage`, and the index of each part that has several. If `counting`,
-    return the weights in which a cast makes values infinite or zero, in the model's order.
+    return the weights in which a cast makes values infinite or zero, in the order of `contents`, and otherwise ().
     """
     counted: list[ValueLoss] = []
     for part, by_file in files.items():
@@ -154,8 +154,9 @@ def _write_recipe_of(contents: Contents, stage: Path, losses: tuple[ValueLoss, .
 
 
 def _metadata(part: Part, items: tuple[ExportTensor, ...], tied: Mapping[str, str]) -> dict[str, str]:
-    """Return the metadata of the weights file that holds `items`: the source's metadata, the dtype of each weight with scales,
-    and for each omitted name of a tied weight (`tied`) the name under which the weight is written.
+    """Return the metadata of the weights file that holds `items`: the source's metadata, the dtype of each weight with scales, the
+    shape of each weight with packed codes, and for each omitted name of a tied weight (`tied`) the name under which the weight is
+    written.
     """
     names = {item.name for item in items}
     written = {
@@ -184,9 +185,11 @@ def _index(files: Files) -> str:
 
 
 def shards(contents: Contents, max_shard_size: int | str) -> dict[Part, Files]:
-    """Distribute the weights over files of limited size, as huggingface_hub splits a state dict. A weight and its scales stay
-    together. In the result, the names of the weights lack the prefix of their folder, such as `unet.`. max_shard_size: in bytes
-    or as in "5GB". Raises UserError if it can't be parsed.
+    """Distribute the weights to files of limited size, as huggingface_hub splits a state dict. Returns the weights of each file, by
+    part and file name. A weight and its scales stay together. In the result, the names of the weights lack the prefix of their
+    part, such as `unet.`.
+
+    max_shard_size: the maximum size of a file, in bytes or as in "5GB". Raises UserError if it can't be parsed.
     """
     by_part: dict[Part, dict[str, ExportTensor]] = {part: {} for part in contents.layout.parts}
     for item in contents.items:

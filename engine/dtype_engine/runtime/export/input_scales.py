@@ -26,16 +26,17 @@ _NUMBER = re.compile(r"\d+")
 def with_quantised_inputs(
     items: list[ExportTensor], settings: RunSettings, ranges: Mapping[str, float], source: Checkpoint
 ) -> list[ExportTensor]:
-    """Return the weights to export, with those marked whose layer has quantized inputs, and with the scale of these inputs if the
-    format stores one, as NVFP4 does.
+    """Return the weights to export. Each weight whose layer has quantized inputs is marked (`quantised_inputs`), and gets the scale
+    of these inputs if its format stores one, as NVFP4 does.
 
-    A layer's inputs are quantized if `settings` request it, or if its weight is exported as stored and the source declares
-    quantized inputs for it; the source's scale is then kept. ranges: the largest |value| of the inputs of each weight.
+    A layer's inputs are quantized if `settings` request it, or if the layer's weight is exported as stored and the source declares
+    quantized inputs for the layer; the source's scale is then kept. ranges: the largest |value| of the inputs of each weight's
+    layer, by the weight's name.
 
     Weights that runtimes fuse have the same inputs, so they use the largest range among them. A layer that was never called (an
     expert to which no token was routed) uses the largest range of the layers whose names differ only in numbers. If loading packs
-    several weights into one, the range of each one's inputs is unknown. Such weights are not marked if their format stores an
-    input scale.
+    several weights into one, the ranges of their inputs are unknown. Such weights are not marked if their format stores an input
+    scale.
     """
     before = _declared(source.config)
     alike: dict[str, float] = {}
@@ -83,7 +84,7 @@ def _scale(item: ExportTensor, ranges: Mapping[str, float], alike: Mapping[str, 
 
 
 def needs_calibration(contents: Contents) -> list[ExportTensor]:
-    """Return the weights whose layers have inputs of unknown scale, so that the model has to run before the export."""
+    """Return the weights whose layers' inputs need a scale that is still unknown. The model has to run before an export."""
     return [item for item in contents.items if item.input_scale is not None and item.input_scale.value is None]
 
 
@@ -97,7 +98,7 @@ def refuse_uncalibrated(contents: Contents) -> None:
 
 
 def activation_notices(items: Sequence[ExportTensor], settings: RunSettings) -> tuple[str, ...]:
-    """Return notices about activations that a loader of the export will not quantize as the measurement did, or not at all."""
+    """Return notices about activations that loaders of the export will quantize differently from the measurement, or not at all."""
     written = [item for item in items if item.portable]
     if settings.quantize_activations == "none":
         return ()

@@ -50,7 +50,7 @@ class Part:
     folder: str = ""
     """The name of the folder in the export; "" for the top folder."""
     prefix: str = ""
-    """The prefix of this folder's tensors in the list of all exported tensors, such as `unet.`, which its files lack."""
+    """The prefix of this folder's tensors in `Contents.items`, such as `unet.`. The names in the folder's files lack it."""
     stem: str = "model"
     """The name of the weights file without `.safetensors`."""
     one_file: bool = False
@@ -152,7 +152,9 @@ class _FolderCopy:
         self.left_out: list[str] = []
 
     def top(self, patterns: tuple[str, ...], folders: tuple[str, ...] = ()) -> None:
-        """Collect the files directly in the source folder whose names match `patterns`, beside the components' `folders`."""
+        """Collect the files directly in the source folder whose names match `patterns`. Most other entries are noted as left out,
+        but not weights and not the folders of the pipeline's components (`folders`).
+        """
         for entry in _entries(self.source):
             if entry.name in folders and entry.is_dir():
                 continue
@@ -166,7 +168,7 @@ class _FolderCopy:
         return any(_is_weight(path) for path in self._walk(self.source / name, f"{name}/", lambda name: True))
 
     def without_weights(self, component: Component, with_config: bool) -> None:
-        """Collect a component's files, except those that hold weights, which the export writes itself."""
+        """Collect the files of a component that hold no weights. with_config: whether to collect its `config.json`, too."""
         written = {file.name for file in component.files}
         self.other_weights += [
             f"{component.name}/{entry.name}"

@@ -41,7 +41,7 @@ def uncast_notices(items: Sequence[ExportTensor], infos: Mapping[str, TensorInfo
 
 
 def unwritten_notice(tree: Tree, planned: Mapping[str, str]) -> tuple[str, ...]:
-    """Return a notice about tensors that the rules cast and no file holds: non-persistent buffers."""
+    """Return a notice about non-persistent buffers that the rules cast, because no file holds them. planned: dtypes by name."""
     names = [
         name
         for name, tensor in tree.tensors.items()
@@ -73,7 +73,7 @@ def _tensors(names: Sized) -> str:
 
 
 def tied_notice(tied: Mapping[str, str]) -> tuple[str, ...]:
-    """Return a notice that each tied weight is written under one name. tied: the written name for each one that is left out."""
+    """Return a notice that each tied weight is written under one name. tied: maps each omitted name to the written one."""
     if not tied:
         return ()
     name, first = next(iter(tied.items()))

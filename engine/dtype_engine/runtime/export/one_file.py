@@ -26,15 +26,15 @@ from dtype_engine.runtime.export.staging import need_space
 from dtype_engine.runtime.export.write import OnBytes, Progress
 
 WriteFolder = Callable[[Path, OnBytes], ExportReport]
-"""Writes an export to a folder that does not exist, and reports the bytes written to the given function."""
+"""A function that writes an export to a new folder, and calls the given function with the number of bytes written and the total."""
 
 
 def export_file(
     contents: Contents, target: Path, force: bool, on_bytes: OnBytes, cancelled: IsCancelled, write_folder: WriteFolder
 ) -> ExportReport:
-    """Write an export to one file, `target`. First, `write_folder` writes it to a temporary folder next to `target`, whose only
-    weights file is then renamed to `target` or, for a PyTorch file, mapped and written once more. So the weights need not fit in
-    memory, but for a PyTorch file the disk must have space for them twice.
+    """Write an export to one file, `target`. First, `write_folder` writes the export to a temporary folder next to `target`. The
+    only weights file of this folder is then renamed to `target`. For a PyTorch file, the weights are instead mapped and written
+    once more, so they need not fit in memory, but the disk must have space for them twice.
 
     Raises Cancelled, and UserError if one file can't hold the export or can't be written. After an error, nothing is left on the
     disk.
@@ -95,7 +95,7 @@ def _save_pickle(weights: Path, contents: Contents, target: Path, progress: Prog
         write = file.write
 
         class Counted:
-            """The file with the methods that `torch.save` calls."""
+            """A file object for `torch.save` that reports the bytes written to `progress`."""
 
             def write(self, data: bytes) -> int:
                 progress.wrote(len(data))

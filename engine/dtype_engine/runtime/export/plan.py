@@ -78,11 +78,11 @@ def of_live(
     settings: RunSettings,
     input_ranges: Mapping[str, float] = _NONE,
 ) -> Contents:
-    """Return the planned contents of an export of an open model in its current dtypes (`planned`). The tensors are named as in
-    the files of the model's checkpoint, or as in the module if it comes from no checkpoint.
+    """Return the planned contents of an export of an open model in its current dtypes (`planned`). The tensors are named as in the
+    files of the model's checkpoint, or as in the module if the model comes from no checkpoint.
 
-    input_ranges: the largest |value| of the inputs of each weight. Raises UserError for a weight that can't be stored in its
-    dtype.
+    input_ranges: the largest |value| of the inputs of each weight's layer, by the weight's name. Raises UserError for a weight that
+    can't be stored in its dtype.
     """
     if model.checkpoint is not None:
         placements = map_names(model.module, model.checkpoint.weights)
@@ -112,8 +112,9 @@ def of_live(
 
 
 def _with_coverage(contents: Contents, checkpoint: Checkpoint, coverage: Coverage | None, class_name: str) -> Contents:
-    """Return `contents` with what the checkpoint lacks: tensors that its index lists, tensors that a quantized weight needs, or
-    tensors of the model. Any other problem of the index becomes a notice. If `coverage` is None, it is that of the index.
+    """Return `contents` with its `coverage`, and with sentences on what the checkpoint lacks: tensors that its index lists, tensors
+    that a quantized weight needs, or tensors of the model. Any other problem of the index becomes a notice. coverage: how many of
+    the model's tensors the checkpoint has; if None, the result gets the coverage of the index.
     """
     index, prefix = checkpoint.index, foreign_prefix(checkpoint.weights, checkpoint.config)
     incomplete = (
@@ -138,7 +139,8 @@ def _placed_contents(
     input_ranges: Mapping[str, float] = _NONE,
 ) -> Contents:
     """Return the planned contents of an export of a checkpoint. Each tensor of the files gets the planned dtype of the model's
-    tensor into which it is loaded (`placements`), or keeps its stored dtype if the model does not use it. Raises UserError.
+    tensor into which it is loaded (`placements`), or keeps its stored dtype if the model does not use it. Raises UserError if the
+    export could not be written or loaded.
     """
     infos = {name: info for name, each in placements.items() if (info := tree.canonical(each.name)) is not None}
     of_files = _planned_in_files(checkpoint, infos, placements, planned)
@@ -186,8 +188,9 @@ def _items_of_files(
     placements: Mapping[str, Placement],
     of_files: Mapping[str, str],
 ) -> tuple[list[ExportTensor], list[str], dict[str, str]]:
-    """Return (the tensors to write, the names of linear layers in experts that loading packs with others, the written name of
-    each name of a tied weight that is left out). infos: the model's tensors into which those of the files are loaded.
+    """Return (the tensors to write, the names of the linear layers of experts whose weights loading packs into one, a map of each
+    omitted name of a tied weight to its written name). infos: the model's tensor for each tensor of the files, by its name in the
+    files.
     """
     items, of_experts = list[ExportTensor](), list[str]()
     written: dict[str, str] = {}
@@ -213,7 +216,7 @@ def _planned_in_files(
     placements: Mapping[str, Placement],
     planned: Mapping[str, str],
 ) -> dict[str, str]:
-    """Return the planned dtype of each weight by its name in the files. planned: by the tensors' names in the model."""
+    """Return the planned dtype of each weight by its name in the files. planned: the dtypes by the tensors' names in the model."""
     found = {}
     for name in checkpoint.weights:
         found[name] = stored = checkpoint.dtype(name)
@@ -225,7 +228,7 @@ def _planned_in_files(
 
 
 def _item(checkpoint: Checkpoint, name: str, dtype: str, expressible: bool) -> ExportTensor:
-    """Return a tensor to write. expressible: whether other programs can read it with scales."""
+    """Return a tensor to write. expressible: whether other programs can read this tensor if it is stored with scales."""
     tensor, stored, coded = checkpoint.weights[name], checkpoint.dtype(name), checkpoint.coded.get(name)
     has_scales = (coded is not None and coded.own) or (dtype in dtypes.STORAGE_DTYPES and dtype != stored)
     of_others = coded if coded is not None and not coded.own else None
@@ -240,8 +243,8 @@ def _item(checkpoint: Checkpoint, name: str, dtype: str, expressible: bool) -> E
 
 
 def _is_layer(tree: Tree, info: TensorInfo, name: str, shape: tuple[int, ...], placement: Placement | None) -> bool:
-    """Return whether other programs load a tensor of the files as the weight of a linear layer: of an `nn.Linear` with the same
-    name in the model (`info`), or of an expert that loading packs with others.
+    """Return whether other programs load the tensor `name` of the files as the weight of a linear layer: of an `nn.Linear` that has
+    the same name in the model (`info`), or of an expert whose weights loading packs into one with those of other experts.
     """
     if info.aliases or len(shape) != 2 or not name.endswith(".weight"):
         return False
@@ -252,7 +255,7 @@ def _is_layer(tree: Tree, info: TensorInfo, name: str, shape: tuple[int, ...], p
 
 
 def _expressible(shape: tuple[int, ...], dtype: str) -> bool:
-    """Return whether other programs can read a linear layer's weight in this dtype: not with an incomplete last block of a row."""
+    """Return whether other programs can read a linear layer's weight in this dtype: no row may end in an incomplete block."""
     if dtype not in dtypes.BY_NAME or not named_layout(dtype):
         return False
     blocks = dtypes.BY_NAME[dtype].blocks
@@ -260,7 +263,7 @@ def _expressible(shape: tuple[int, ...], dtype: str) -> bool:
 
 
 def _checked(items: list[ExportTensor]) -> tuple[ExportTensor, ...]:
-    """Raise UserError if there are no tensors, or if two would have the same name in the file."""
+    """Return `items` as a tuple. Raises UserError if there are no items, or if two tensors would have the same name in the file."""
     if not items:
         raise UserError("there are no tensors to export")
     seen: set[str] = set()

@@ -1,4 +1,4 @@
-"""The README.md of an export: what the export contains, and what values each way of loading it gives."""
+"""The README.md of an export: what the export contains, and which values each way of loading it gives."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def by_dtype(contents: Contents) -> dict[str, ExportedDtype]:
 
 
 def readme(contents: Contents, name: str, sums: Mapping[str, ExportedDtype], lost: Sequence[ValueLoss] = ()) -> str:
-    """Return the text of the README. name: of the export's folder. lost: weights in which a cast makes values infinite or zero."""
+    """Return the README's text. name: the export folder's name. lost: weights in which a cast makes values infinite or zero."""
     losses = [f"- {code_span(line)}" for line in loss_sentences(lost, most=40)]
     rows = [f"| {dtype} | {row.tensors} | {human_bytes(row.nbytes)} |" for dtype, row in sums.items()]
     lines = [

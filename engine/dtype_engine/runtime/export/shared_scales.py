@@ -19,8 +19,8 @@ from dtype_engine.runtime.model.packed_parts import in_rows, other_scales, shari
 
 
 def with_shared_scales(items: list[ExportTensor], canonical: Mapping[str, str]) -> list[ExportTensor]:
-    """Return the weights to export, with a common scale for weights in a format with one scale for the whole tensor that runtimes
-    fuse. canonical: the name in the model of each tensor, by its name in the files.
+    """Return the weights to export. Weights that runtimes fuse get a common scale, if their format has one scale for the whole
+    tensor. canonical: maps each tensor's name in the files to its name in the model.
     """
     cast = {canonical[item.name]: item for item in items if item.name in canonical and item.dtype != item.stored}
     shared: dict[tuple[str, ...], SharedScale] = {}
@@ -36,9 +36,9 @@ def with_shared_scales(items: list[ExportTensor], canonical: Mapping[str, str]) 
 def with_packed_scales(
     items: list[ExportTensor], infos: Mapping[str, TensorInfo], placements: Mapping[str, Placement]
 ) -> list[ExportTensor]:
-    """Return the weights to export, with `packed_into` set for each one that loading packs with others into one weight. If a
-    scale of the packed weight covers several of them, they get a common scale. Raises UserError if the packed weight can't have
-    the same scales as its parts, for example because a block would extend over two of them.
+    """Return the weights to export, with `packed_into` set for each weight that loading packs with others into one weight. If a
+    scale of the packed weight covers several of its parts, these get a common scale. Raises UserError if the packed weight can't
+    have the same scales as its parts, for example because a block would extend over two parts.
     """
     into = {name: placement.name for name, placement in placements.items() if placement.part}
     items = [dataclasses.replace(item, packed_into=into[item.name]) if item.name in into else item for item in items]
@@ -68,7 +68,7 @@ def with_packed_scales(
 
 
 def _refuse_turned(item: ExportTensor, info: TensorInfo | None) -> None:
-    """Raise UserError for a weight that would get scales, and has another shape in the model, for example transposed."""
+    """Raise UserError if a weight gets scales and its shape in the model differs from that in the file, for example transposed."""
     if info is None or item.dtype not in dtypes.STORAGE_DTYPES or item.dtype == item.stored or info.shape == item.shape:
         return
     raise UserError(

@@ -44,11 +44,11 @@ def need_space(target: Path, needed: int) -> None:
 
 @contextmanager
 def staged(target: Path, needed: int, force: bool = False) -> Iterator[Path]:
-    """Yield a new folder next to `target` to write into. It is renamed to `target` if the `with` block ends without an error, and
-    removed otherwise.
+    """Yield a new folder next to `target` to write into. If the `with` block ends without an error, all data is flushed to the disk
+    and the folder is renamed to `target`; otherwise, the folder is removed.
 
-    All data is flushed to the disk before. needed: bytes that the disk must have free. force: whether to replace an existing
-    folder. Raises UserError if too little space is free or writing fails.
+    needed: the number of bytes that must be free on the disk. force: whether to replace an existing folder. Raises UserError if too
+    little space is free or writing fails.
     """
     need_space(target, needed)
     stage, named = sibling(target, PARTIAL), False
@@ -102,9 +102,9 @@ def _give_name(stage: Path, target: Path, force: bool) -> None:
 
 
 def copy_sidecars(source: Path, stage: Path, of_quantiser: bool = False) -> tuple[str, ...]:
-    """Copy the tokenizer and processor files of the checkpoint folder `source` to `stage`, and settings files of the program
-    that quantized it if `of_quantiser`. Returns notices of files that were not copied. Only regular files with known names are
-    copied. Links that lead out of the folder are not followed, except links within the Hugging Face cache.
+    """Copy the tokenizer and processor files of the checkpoint folder `source` to `stage` and, if `of_quantiser`, the settings
+    files of the program that quantized the checkpoint. Returns notices of files that were not copied. Only regular files with known
+    names are copied. Links that lead out of the folder are not followed, except links within the Hugging Face cache.
     """
     notices = []
     for entry in sorted(source.iterdir()):

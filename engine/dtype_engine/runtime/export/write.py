@@ -34,7 +34,7 @@ from dtype_engine.runtime.weights.files import read_range
 from dtype_engine.runtime.weights.pieces import Pieces
 
 OnBytes = Callable[[int, int], None]
-"""Called with the number of bytes written and the total."""
+"""A callback with the number of bytes written so far and the total number."""
 _BLOCK = 1 << 20
 """The number of bytes of a tensor that are cast and written at once. They fit into a processor's cache."""
 _MOST_THREADS = 4
@@ -144,7 +144,7 @@ class _Target:
 
 
 def _write_item(out: _Target, starts: Mapping[str, int], lost: list[ValueLoss] | None, item: ExportTensor) -> None:
-    """Write the tensors that store a weight, at the file offsets `starts` of their names. If the cast makes values infinite or
+    """Write the tensors that store a weight. starts: the file offset of each tensor, by name. If the cast makes values infinite or
     zero, append their counts to `lost`.
     """
     offsets = [starts[entry.name] for entry in item.entries]
@@ -204,7 +204,7 @@ def _write_codes(
     out: _Target,
     counter: LossCounter | None,
 ) -> None:
-    """Quantize a tensor to a format without blocks, and write its codes, one byte each, and its scales at `offsets`."""
+    """Quantize a tensor to a format without blocks, and write its codes, one byte each, and its scales, at the two `offsets`."""
 
     def write(start: int, codes: torch.Tensor) -> None:
         if counter is not None:
@@ -225,7 +225,7 @@ def _write_blocks(
     out: _Target,
     counter: LossCounter | None,
 ) -> None:
-    """Quantize a tensor to a block format and write all tensors that store it, at `offsets`: its codes first."""
+    """Quantize a tensor to a block format, and write the tensors that store it at the file `offsets`, the codes first."""
     element = dtypes.BY_NAME[item.dtype]
     assert element.blocks is not None
     packing = element.blocks.packing

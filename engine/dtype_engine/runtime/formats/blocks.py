@@ -57,8 +57,9 @@ class BlockWork:
         self._scaled, self._units, self._spare = (torch.empty(shape, device=device) for _ in range(3))
 
     def quantize(self, source: torch.Tensor, first: int = 0, first_scale: int = 0) -> Chunk:
-        """Quantize some rows of the weight, of any float dtype. first, first_scale: see `Chunk`. Only finite values determine the
-        scales. An infinity becomes the largest code. NaN stays NaN if the element type has NaN, and becomes 0 otherwise.
+        """Quantize some rows of the weight, of any float dtype. first, first_scale: the indexes of the first row, and of its row of
+        scales, in the whole weight. Only finite values determine the scales. An infinity becomes the largest code. NaN stays NaN if
+        the element type has NaN, and becomes 0 otherwise.
         """
         rows = len(source)
         self._values[:rows, : self.width].copy_(source)
@@ -80,7 +81,9 @@ class BlockWork:
         return Chunk(first, first_scale, values[:rows, : self.width], units[:rows, : self.width], scales)
 
     def dequantize(self, chunk: Chunk) -> torch.Tensor:
-        """Return the values of `chunk`, the last one: float32 [rows, width]. The next chunk overwrites them."""
+        """Return the values of `chunk`, which must be the last one quantized: float32 [rows, width]. The next chunk overwrites
+        them.
+        """
         down, rows = len(chunk.scales.effective), len(chunk.units)
         padded = down * self.blocks.rows
         out = self._scaled[:padded]
@@ -113,8 +116,8 @@ class BlockWork:
         return mx.scales(amax, self.element, self.blocks.rule)
 
     def _largest(self, magnitudes: torch.Tensor) -> torch.Tensor:
-        """Return the largest magnitude in each block: float32 [blocks down, blocks across]. Bits of nonnegative floats have their
-        order as integers, of which torch reduces small groups several times as fast.
+        """Return the largest magnitude in each block: float32 [blocks down, blocks across]. The bits of nonnegative floats, read as
+        integers, have the same order, and torch reduces small groups of integers several times as fast.
         """
         return self._in_blocks(magnitudes).view(torch.int32).amax(dim=(1, 3)).view(torch.float32)
 
@@ -146,8 +149,8 @@ def spread(scales: torch.Tensor, blocks: Blocks, rows: int, width: int) -> torch
 
 
 def chunks(shape: Sequence[int], blocks: Blocks, elements: int) -> Iterator[tuple[slice, slice]]:
-    """Divide a weight into whole rows of about `elements` elements, without cutting a block. Yields slices (rows of the weight,
-    rows of its grid of scales). The rows of several matrices are numbered consecutively.
+    """Divide a weight into groups of whole rows of about `elements` elements, without cutting a block. Yields slices (rows of the
+    weight, rows of its grid of scales). The rows of several matrices are numbered consecutively.
     """
     count, rows, width = matrices(shape, blocks.columns)
     step = max(1, elements // max(1, width * blocks.rows)) * blocks.rows

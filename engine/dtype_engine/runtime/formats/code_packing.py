@@ -1,5 +1,5 @@
-"""Rounds values to floats of 4, 6 or 8 bits, and packs their codes into bytes and words. Until then, those of 4 and 6 bits are
-float8_e4m3fn, which can represent all their values.
+"""Rounds values to floats of 4, 6 or 8 bits, and packs their codes into bytes and words. Before packing, codes of 4 and 6 bits are
+held as float8_e4m3fn, which can represent all their values.
 """
 
 from __future__ import annotations
@@ -20,23 +20,25 @@ _E2M1 = tuple(sign | code for sign in (0, 0x80) for code in _POSITIVE)
 
 
 def _pairs(codes: Sequence[int]) -> torch.Tensor:
-    """Return the bytes of the two codes that each byte packs, the lower one first: int16 [256]. codes: the byte of each code."""
+    """Return a table with the two unpacked bytes for each packed byte, the lower code first: int16 [256]. codes: the byte of each
+    code.
+    """
     pairs = [[codes[byte & 15], codes[byte >> 4]] for byte in range(256)]
     return torch.tensor(pairs, dtype=torch.uint8).view(torch.int16).flatten()
 
 
 _E2M1_PAIRS = _pairs(_E2M1)
 _SIGNED_PAIRS = _pairs([(code - 8) & 0xFF for code in range(16)])
-"""The bytes of int8 for two codes of four bits, which are stored without a sign: 8 is zero."""
+"""The table of `_pairs` for int8 values that are stored as codes of four bits without a sign: code 8 is zero."""
 _HALF_TO_EVEN = 1.5 * 2.0**23
-"""Multiplied by a power of two p, added to a float32 value and subtracted again, this rounds the value to a multiple of p, half to
-even: the sum is so large that float32 has no bits below p for it.
+"""If this number times a power of two p is added to a float32 value and subtracted again, the value is rounded to a multiple of p,
+half to even: the sum is so large that float32 has no bits below p for it.
 """
 
 
 def round_to_float(values: torch.Tensor, element: DType, spare: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Round float32 values to the nearest value of an element type, half to even, in `out`. Zero keeps its sign. None may exceed
-    the type's largest value. spare: memory of the same shape, which is overwritten.
+    """Round float32 values to the nearest value of an element type, half to even, in `out`. Zero keeps its sign. No |value| may
+    exceed the type's largest value. spare: memory of the same shape, which is overwritten.
     """
     torch.bitwise_and(values.view(torch.int32), _EXPONENT, out=spare.view(torch.int32))
     spare.clamp_(min=element.tiny).mul_(2.0**-element.mantissa * _HALF_TO_EVEN)

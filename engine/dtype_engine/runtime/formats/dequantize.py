@@ -29,7 +29,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass(slots=True)
 class Workspace:
-    """Buffers to cast a large tensor some rows at a time: to touch new memory takes longer than the arithmetic."""
+    """Buffers for casting a large tensor some rows at a time. Touching new memory would take longer than the arithmetic."""
 
     cast: torch.Tensor
     values: torch.Tensor

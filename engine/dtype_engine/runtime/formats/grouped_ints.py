@@ -24,7 +24,7 @@ def code_range(element: DType) -> tuple[int, int]:
 
 
 def code_limit(scales: Scales, element: DType) -> torch.Tensor | None:
-    """Return each group's largest |code - zero point| whose product with the scale is finite, or None if all are."""
+    """Return each group's largest |code - zero point| whose product with the scale is finite, or None if all products are."""
     least, most = code_range(element)
     reach = most - least if scales.zero is not None else -least
     limit = torch.floor(FLOAT32_MAX / scales.effective)

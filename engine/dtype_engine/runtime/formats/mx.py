@@ -24,7 +24,7 @@ from dtype_engine.core.dtypes import DType
 from dtype_engine.runtime.formats.scales import Scales
 
 _MANTISSA = 23
-"""The bits of float32's mantissa."""
+"""The number of bits of float32's mantissa."""
 _LARGEST = 254
 """The byte that stores the largest scale, 2^127, which is float32's largest power of two. 255 is NaN."""
 
@@ -49,8 +49,8 @@ def _exponent(element: DType) -> int:
 
 
 def _carry(element: DType, rule: ScaleRule) -> int:
-    """Return an integer that, added to the float32 bits of a block's largest |value|, increases the exponent by one exactly where
-    the rule does.
+    """Return an integer to add to the float32 bits of a block's largest |value|, so that the exponent increases by one exactly
+    where the rule requires it.
     """
     if rule == "floor":
         return 0

@@ -23,8 +23,9 @@ def quantize_chunks(
     amax: float | None = None,
 ) -> torch.Tensor | None:
     """Quantize a weight in a block format some rows at a time. Returns the scale of the whole tensor, if the format has one.
-    on_chunk: called in several threads and in no particular order. amax: the |value| for the tensor scale, if several tensors share
-    one; by default, the largest finite |value| of this tensor.
+
+    on_chunk: called with each chunk, in several threads and in no particular order. amax: the |value| for the tensor scale, if
+    several tensors share one; by default, the largest finite |value| of this tensor.
     """
     element = dtypes.BY_NAME[dtype] if isinstance(dtype, str) else dtype
     assert element.blocks is not None
@@ -49,7 +50,8 @@ def quantize_chunks(
 
 def quantize_blocks(tensor: torch.Tensor, dtype: str, amax: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a weight's codes in a block format, float8_e4m3fn or int8 in the weight's shape and without zero points, and the scale
-    of each block, float32 [blocks down, blocks across]. amax: as for `quantize_chunks`.
+    of each block, float32 [blocks down, blocks across]. amax: the |value| for the tensor scale; by default, the largest finite
+    |value|.
     """
     element = dtypes.BY_NAME[dtype]
     assert element.blocks is not None
@@ -68,7 +70,9 @@ def quantize_blocks(tensor: torch.Tensor, dtype: str, amax: float | None = None)
 
 
 def rounded(tensor: torch.Tensor, element: DType, amax: float | None = None) -> torch.Tensor:
-    """Return a weight's values, quantized and dequantized, in its own dtype. amax: as for `quantize_chunks`."""
+    """Return a weight's values after quantizing and dequantizing, in the weight's own dtype. amax: the |value| for the tensor
+    scale; by default, the largest finite |value|.
+    """
     assert element.blocks is not None
     count, height, width = matrices(tensor.shape, element.blocks.columns)
     values = torch.empty((count * height, width), dtype=tensor.dtype, device=tensor.device)
@@ -84,8 +88,8 @@ def scale_tensors(
     scales: Sequence[Scales], of_tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: str
 ) -> list[torch.Tensor]:
     """Return the tensors other than the codes that a file stores for a weight of `shape`, in the order of
-    `core.block_formats.parts`. scales: those of all chunks, in row order. of_tensor: the scale of the whole tensor, if the format
-    has one.
+    `core.block_formats.parts`. scales: the scales of all chunks, in row order. of_tensor: the scale of the whole tensor, if the
+    format has one.
     """
     element = dtypes.BY_NAME[dtype]
     blocks = element.blocks

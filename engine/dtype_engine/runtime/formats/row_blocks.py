@@ -19,7 +19,7 @@ from dtype_engine.core.errors import Cancelled
 CHUNK = 1 << 19
 """About how many elements a CPU thread processes at once: they fit in its cache, and are enough to keep Python's overhead small."""
 _DEVICE_CHUNK = 1 << 22
-"""The same on an accelerator. With fewer, launching kernels would take longer than running them."""
+"""About how many elements an accelerator processes at once. With fewer, launching kernels would take longer than running them."""
 _BLOCKS_WORTH_A_THREAD = 4
 _CPU = torch.device("cpu")
 
@@ -112,8 +112,8 @@ def finite_amax(tensor: torch.Tensor | Values) -> float:
 
 
 def parallel_map(work: Callable[[Iterable[int]], T], count: int, device: torch.device = _CPU) -> list[T]:
-    """Divide the indexes 0 to `count - 1`, for example of groups of rows, among n threads, call `work` once in each thread with its
-    indexes, over which it may iterate once, and return the results, in the order of the threads. Each call gets every n-th index.
+    """Divide the indexes 0 to `count - 1`, for example of groups of rows, among n threads, and call `work` once in each thread with
+    an iterable of every n-th index, which can be iterated over once. Returns the results, in the order of the threads.
 
     n is at most torch's thread count. Inside `work`, torch uses one thread for each operation, so that the rows stay in one core's
     cache. The division, and with it every sum, is deterministic. The calling thread is one of the n threads. The others are kept
@@ -146,7 +146,7 @@ def parallel_map(work: Callable[[Iterable[int]], T], count: int, device: torch.d
 
 @cache
 def _worker_threads(count: int) -> ThreadPoolExecutor:
-    """Return a pool of `count` threads, always the same. torch fixes the intra-op threads of a thread when that starts."""
+    """Return the pool of `count` threads, which is made once. torch fixes a thread's intra-op threads when the thread starts."""
     return ThreadPoolExecutor(count, thread_name_prefix="blocks")
 
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     """The samples of a mono audio signal, from -1 to 1."""
 
 SAMPLE_RATE = 16_000
-"""In hertz, for a model whose feature extractor does not name one; most speech models use it."""
+"""The sample rate in hertz for a model whose feature extractor does not name one. Most speech models use it."""
 TONE_SECONDS = 2.0
 _UNKNOWN_LENGTH = 2**63 - 1
 """The number of samples that libsndfile reports if the header of a FLAC file does not name it."""
@@ -138,7 +138,9 @@ def open_sound(path: Path, rate: int, limits: InputLimits) -> Wave:
 
 
 def resampled(wave: Wave, own_rate: int, rate: int) -> Wave:
-    """Return a wave with a low-pass filter against aliasing, in ceil(samples * rate / own_rate) samples, as librosa does."""
+    """Return a wave at `rate` instead of `own_rate` hertz, with a low-pass filter against aliasing. The result has ceil(samples *
+    rate / own_rate) samples, as in librosa.
+    """
     if own_rate == rate:
         return wave
     import numpy as np

@@ -20,7 +20,7 @@ from dtype_engine.runtime.libraries.torch_private import WithoutModes
 from dtype_engine.runtime.model.containers import named_tensors_in, with_tensors
 
 _SHOWN = 160
-"""How many characters of a batch's text a summary has."""
+"""The maximum number of characters of a batch's text in a summary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Batch:
     """A short description of the picture or audio in this batch, such as "cat.png, 640 x 480"."""
 
     labels: dict[str, Any] = field(default_factory=dict)
-    """Values beside the arguments, by name. The user's metrics receive them; the model does not."""
+    """Values in addition to the arguments, by name. The user's metrics receive them; the model does not."""
 
     @property
     def elements(self) -> int:
@@ -45,7 +45,7 @@ class Batch:
         return sum(tensor.numel() for _, tensor in self.named_tensors())
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every tensor with the argument's name (or "argument 0") and, for a nested one, a dotted path after it."""
+        """Yield (name, tensor) for every tensor. A name is that of the argument (or "argument 0"), plus a dotted path if nested."""
         for index, value in enumerate(self.args):
             yield from named_tensors_in(f"argument {index}", value)
         for name, value in self.kwargs.items():

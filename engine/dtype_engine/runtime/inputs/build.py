@@ -30,7 +30,7 @@ from dtype_engine.runtime.model.live import LiveModel
 
 
 def make_inputs(model: LiveModel, options: Options) -> Inputs:
-    """Return the user's inputs, or create some. Raises NoForward if that is impossible, UserError if the user's do not fit."""
+    """Return the user's inputs, or create some. Raises NoForward if none can be created, UserError if the user's do not fit."""
     if options.tensors is not None:
         return tensor_inputs(model, options.tensors, labelled=bool(options.metrics))
     given = options.prompts or options.texts or options.images or options.audio
@@ -114,8 +114,8 @@ def _sound_and_text(model: LiveModel, options: InputOptions) -> Inputs:
 
 
 def _saying_what_is_not_used(inputs: Inputs, options: InputOptions) -> Inputs:
-    """Return `inputs` with a note on the user's options that have no effect on a model of pictures or audio. They are no error,
-    because they may come from a configuration file for all models.
+    """Return `inputs` with a note on the user's options that have no effect on a model of pictures or audio. Such options are no
+    error, because they may come from a configuration file for all models.
     """
     text_options = (
         ("--chat", options.chat),

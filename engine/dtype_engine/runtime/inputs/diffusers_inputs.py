@@ -25,7 +25,7 @@ _EARLIEST, _LATEST = 900.0, 100.0
 _TOKENS = 16
 _LARGEST = 64
 _MOST_PATCHES = 128
-"""The largest height and width in patches, which is that of pictures of 2,048 x 2,048 pixels."""
+"""The largest height and width of latents, in patches, as for pictures of 2,048 x 2,048 pixels."""
 _TIME_IDS = 6
 """How many numbers SDXL takes that describe the sizes and the position of the picture."""
 _PICTURE = 256
@@ -38,7 +38,7 @@ _PROMPT = "a photograph of a cat"
 
 
 class NoDefaultInputs(NoForward):
-    """Raised if nothing says which arguments a diffusers model of this class takes."""
+    """Raised if nothing says which arguments the class of a diffusers model takes."""
 
 
 def is_diffusers_module(module: nn.Module) -> bool:
@@ -47,7 +47,9 @@ def is_diffusers_module(module: nn.Module) -> bool:
 
 
 def diffusers_inputs(model: LiveModel, options: InputOptions) -> Inputs:
-    """Return one call of the model for each of a few time steps. Raises NoDefaultInputs, and UserError for texts or pictures."""
+    """Return inputs with one call of the model for each of a few time steps. Raises NoDefaultInputs if the arguments are unknown,
+    and UserError if the user provided texts, pictures or audio.
+    """
     if options.prompts or options.texts or options.images or options.audio:
         raise UserError(f"{model.title} takes latents, and no text, picture or audio; {hint('tensors')}")
     name = type(model.module).__name__
@@ -198,8 +200,8 @@ _MAKERS: dict[str, Callable[[Any, _Draw, torch.Tensor], dict[str, Any]]] = {
 
 
 def pipeline_inputs(model: LiveModel, options: InputOptions, steps: int | None = None) -> Inputs:
-    """Return one call of a diffusers pipeline for each prompt. Raises NoForward for a pipeline that needs more than a prompt, and
-    UserError if the user provided pictures or audio. steps: how many denoising steps each call makes, by default 4.
+    """Return inputs with one call of a diffusers pipeline for each prompt. Raises NoForward for a pipeline that needs more than a
+    prompt, and UserError if the user provided pictures or audio. steps: how many denoising steps each call makes, by default 4.
     """
     if options.images:
         raise UserError(f"{model.title} makes pictures of prompts; {hint('no-picture')}")
@@ -234,7 +236,7 @@ def pipeline_inputs(model: LiveModel, options: InputOptions, steps: int | None =
 
 
 def _default_size(pipeline: Any) -> int:
-    """Return the height and width, in pixels, of the pictures that a pipeline makes if it is called without a size."""
+    """Return the default height and width, in pixels, of the pictures that a pipeline makes, but at most `_PICTURE`."""
     part = getattr(pipeline, "unet", None) or getattr(pipeline, "transformer", None)
     size = part.config.get("sample_size") if part is not None else None
     scale = getattr(pipeline, "vae_scale_factor", None) or 8

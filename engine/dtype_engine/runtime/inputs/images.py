@@ -36,9 +36,9 @@ class Picture:
     """One picture after the model's preprocessing, as arguments of the forward pass."""
 
     kwargs: dict[str, Any]
-    """`pixel_values`, and others that describe the same picture, such as `image_grid_thw`."""
+    """`pixel_values`, and further arguments that describe the same picture, such as `image_grid_thw`."""
     about: str
-    """Such as "cat.png, 640 x 480"."""
+    """A short description, such as "cat.png, 640 x 480"."""
     image: Image | None = None
     """The picture before preprocessing, or None if the values were generated directly."""
 
@@ -110,7 +110,7 @@ def vision_config(model: LiveModel) -> Any:
 
 
 def sides(model: LiveModel) -> tuple[int, int]:
-    """Return (width, height), in pixels, of the configuration's pictures, or 224 for both. Raises NoForward if it has others."""
+    """Return (width, height), in pixels, of the configuration's pictures, or 224 for both. Raises NoForward for an invalid size."""
     vision = vision_config(model)
     size = getattr(vision, "image_size", None) or getattr(vision, "input_size", None) or _SIDE
     edges = [size, size] if isinstance(size, int) else list(size)[-2:] if isinstance(size, (list, tuple)) else []

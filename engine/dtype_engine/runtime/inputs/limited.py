@@ -31,7 +31,7 @@ _BUSY = 4
 _EXPANDING = frozenset({"Replace", "Split", "Precompiled"})
 """The types of tokenizer steps that can make a text many times as long, or whose time can grow much faster than the text."""
 _LONGEST_SETTINGS = 10_000
-"""The settings of a tokenizer's other steps are tried as well if they have more characters. `Prepend` has a text of any length."""
+"""A tokenizer whose steps have settings of more characters is also tried, because `Prepend` can have a text of any length."""
 _DECODER_GROWTH = 1000
 _TEMPLATE_COPIES = 16
 _TIME_IS_UP = getattr(signal, "SIGPROF", 0)
@@ -40,15 +40,15 @@ _tried: set[bytes] = set()
 
 
 class PartFails(UserError):
-    """A tokenizer, a processor or a chat template in a model's folder fails on an input."""
+    """Raised if a tokenizer, a processor or a chat template in a model's folder fails on an input."""
 
 
 class _Ended(Exception):
-    """A child process was ended by a limit. The message continues a sentence that begins with what the child ran."""
+    """Raised if a limit ended a child process. The message continues a sentence that begins with what the child ran."""
 
 
 class _Failed(_Ended):
-    """A child process failed by itself, before it reached a limit."""
+    """Raised if a child process failed by itself, before it reached a limit."""
 
 
 def _as_templates_get(message: dict[str, Any]) -> dict[str, Any]:
@@ -92,8 +92,7 @@ def run_template(
 def try_tokenizer(title: str, tokenizer: Any, texts: Sequence[str], limits: InputLimits) -> None:
     """Try the normalizers and regular expressions of a tokenizer on the texts, in a child process. Raises PartFails if they fail.
     Raises NoForward if they exceed the limits on time or memory, or if the decoder or the post-processor expands a text too much.
-
-    Tokenizers whose few steps can't expand a text much, and those written in Python, are not tried.
+    Tokenizers whose few steps can't expand a text much, and tokenizers written in Python, are not tried.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     copies = _copies(_state(getattr(backend, "post_processor", None)))
@@ -124,7 +123,7 @@ def try_tokenizer(title: str, tokenizer: Any, texts: Sequence[str], limits: Inpu
 
 
 def _parts(tokenizer: Any) -> dict[str, Any]:
-    """Return the settings of what a tokenizer does before it looks up tokens, in the form of tokenizer.json."""
+    """Return the settings of the steps that a tokenizer runs before it looks up tokens, in the form of tokenizer.json."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     parts: dict[str, Any] = {name: _state(getattr(backend, name, None)) for name in ("normalizer", "pre_tokenizer")}
     flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -134,7 +133,7 @@ def _parts(tokenizer: Any) -> dict[str, Any]:
 
 
 def _may_expand(parts: dict[str, Any]) -> bool:
-    """Return whether a tokenizer's steps may expand a text or need much time. Each `ByteLevel` can double a text."""
+    """Return whether a tokenizer's steps may expand a text or need much time, as do several `ByteLevel`: each can double a text."""
     settings = json.dumps([parts["normalizer"], parts["pre_tokenizer"]])
     types = [name for name in re.findall(r'"type": "(\w+)"', settings) if name != "Sequence"]
     return len(settings) > _LONGEST_SETTINGS or len(types) > len(set(types)) or not _EXPANDING.isdisjoint(types)
@@ -149,7 +148,7 @@ def _state(step: Any) -> Any:
 
 
 def _growth(decoder: Any) -> int:
-    """Return how many characters the replacements of a tokenizer's decoder can make of one character at most."""
+    """Return the maximum number of characters that the replacements of a tokenizer's decoder can make of one character."""
     if not isinstance(decoder, dict):
         return 1
     if "" in (decoder.get("suffix"), decoder.get("word_delimiter_token")):
@@ -161,7 +160,7 @@ def _growth(decoder: Any) -> int:
 
 
 def _copies(processor: Any) -> int:
-    """Return how many copies of a text a tokenizer's post-processor can insert at most."""
+    """Return the maximum number of copies of a text that a tokenizer's post-processor can insert."""
     if not isinstance(processor, dict):
         return 1
     templates = (processor.get("single", ()), processor.get("pair", ()))

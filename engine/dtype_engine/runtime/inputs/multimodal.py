@@ -43,13 +43,13 @@ def is_contrastive(model: LiveModel) -> bool:
 
 
 def image_token(model: LiveModel) -> int | None:
-    """Return the id of the token in whose place a language model puts a feature vector of a picture, if it has one."""
+    """Return the id of the token that a language model replaces by a feature vector of a picture, or None if there is none."""
     ids = (getattr(model.module.config, name, None) for name in ("image_token_id", "image_token_index"))
     return next((token for token in ids if isinstance(token, int)), None)
 
 
 def picture_and_text_inputs(model: LiveModel, options: InputOptions) -> Inputs:
-    """Return inputs with pictures and texts. Raises UserError if one can't be used, and NoForward if none can be made."""
+    """Return inputs with pictures and texts. Raises UserError if any can't be used, and NoForward if no picture can be made."""
     pictures, made_of = make_pictures(model, options)
     if is_contrastive(model):
         return _contrastive_inputs(model, options, pictures, made_of)
@@ -208,7 +208,7 @@ def _by_hand(
 
 
 def _features(model: LiveModel, picture: Picture) -> int:
-    """Return how many token positions a picture takes up, by the model's vision part. Raises NoForward if that fails."""
+    """Return how many token positions a picture takes up, computed by the model's vision part. Raises NoForward if that fails."""
     ask = getattr(model.module, "get_image_features", None)
     if ask is None:
         raise NoForward(f"{model.title}: how many tokens a picture takes is not known; {hint('tensors')}")

@@ -152,8 +152,8 @@ def random_ids(model: LiveModel, rows: int, length: int) -> torch.Tensor:
 
 
 def learned_positions(module: nn.Module) -> int | None:
-    """Return the number of positions in the text's learned position embedding, or None if the model has none. RoBERTa and
-    similar models number positions from the padding token's id + 1. The rows before it are not counted.
+    """Return the number of positions in the text's learned position embedding, or None if the model has none. RoBERTa and similar
+    models number positions from the padding token's id + 1; the rows before this number are not counted.
     """
     config = text_config(module.config)
     named = getattr(config, "max_position_embeddings", None) or getattr(config, "max_target_positions", None)

@@ -76,8 +76,8 @@ def _objects(content: object) -> Iterator[dict[str, Any]]:
 
 
 def _check(title: str, file: str, settings: dict[str, Any], limits: InputLimits) -> None:
-    """Raise NoForward if a size in a JSON object of a preprocessing file is no number or is over the limits. Also raise it if a
-    product of sizes is, such as `chunk_length` times `sampling_rate`, because a processor allocates that many values.
+    """Raise NoForward if a size in a JSON object of a preprocessing file is no number or is over the limits, or if a product of
+    sizes is over the limits, such as `chunk_length` times `sampling_rate`, because a processor allocates that many values.
     """
     for name in (_SIZES | _COUNTS) & settings.keys():
         for value in _leaves(settings[name]):

@@ -51,7 +51,7 @@ def tensor_inputs(model: LiveModel, path: Path, labelled: bool = False) -> Input
 
 
 def read_tensors(path: Path) -> Any:
-    """Return a file's tensors: a dictionary by name, a tuple, a tensor, or a list of these. Raises UserError."""
+    """Return a file's tensors: a dictionary by name, a tuple, a tensor, or a list of these. Raises UserError if unreadable."""
     suffix = path.suffix.lower()
     if suffix == ".safetensors":
         from safetensors.torch import load_file
@@ -135,7 +135,7 @@ def _pickle(path: Path) -> Any:
 
 
 def _calls(path: Path, tensors: dict[str, torch.Tensor]) -> Any:
-    """Return a dictionary for each pass if all names begin with the number of a pass, as `0.input_ids`, otherwise `tensors`."""
+    """Return a dictionary for each pass if all names begin with a pass number, such as `0.input_ids`, otherwise `tensors`."""
     if not tensors:
         raise UserError(f"{path} has no tensors")
     numbered = {name: _NUMBERED.fullmatch(name) for name in tensors}

@@ -119,7 +119,7 @@ def text_inputs(model: LiveModel, options: InputOptions) -> Inputs:
 
 def sequence_length(model: LiveModel, options: InputOptions) -> int:
     """Return the maximum number of tokens in a sequence: the number that the user set or, without it, 512 or the number of the
-    model's positions if that is smaller. Raises UserError if the user set more than the model has.
+    model's positions if that is smaller. Raises UserError if the user set a number above the model's positions.
     """
     named = int(getattr(text_config(model.module.config), "max_position_embeddings", 0) or _ANY_LENGTH)
     known = min(named, learned_positions(model.module) or _ANY_LENGTH)
@@ -263,8 +263,8 @@ def keeps_cache(model: LiveModel) -> bool:
 
 
 def without_cache(model: LiveModel, inputs: Inputs) -> Inputs:
-    """Return the user's tensors with `use_cache=False` if the model would otherwise keep a KV cache and the arguments do not
-    speak of one. Layers write a cache into an argument, so that their outputs could not be reused after a cast.
+    """Return the user's tensors with `use_cache=False` if the model would otherwise keep a KV cache and no argument concerns a
+    cache. With a cache, layers would write to an argument, and their outputs could not be reused after a cast.
     """
     if not keeps_cache(model):
         return inputs

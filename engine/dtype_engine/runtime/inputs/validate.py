@@ -110,7 +110,7 @@ def _check_ids(model: LiveModel, name: str, value: torch.Tensor, where: str) -> 
 
 
 def id_count(model: LiveModel, name: str) -> int | None:
-    """Return how many different ids the argument `name` may hold, such as the size of the vocabulary for `input_ids`, if known."""
+    """Return how many different ids the argument `name` may hold (for `input_ids`, the vocabulary's size), or None if unknown."""
     config = model.module.config
     if name != "input_ids":
         decoder = getattr(config, "decoder", None) if name == "decoder_input_ids" else None

@@ -1,1 +1,1 @@
-"""What belongs to other libraries: their private names, what is changed in them for a while, and their output."""
+"""Private names of other libraries, temporary changes of these libraries, and control over their output."""

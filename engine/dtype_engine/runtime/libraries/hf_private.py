@@ -28,7 +28,7 @@ def float32_patterns(module: nn.Module) -> list[tuple[str, str]]:
 
     A word in `_keep_in_fp32_modules` (in transformers for float16 only) and `_keep_in_fp32_modules_strict` matches names of
     modules, parameters and buffers: in transformers, every name that contains the word, in which `*` stands for any characters;
-    elsewhere, as in diffusers, every dotted name of which the word is a part.
+    elsewhere, as in diffusers, every dotted name that has the word as one of its parts.
     """
     anywhere = hasattr(module, "_get_dtype_plan")
     declared = [
@@ -43,7 +43,7 @@ def float32_patterns(module: nn.Module) -> list[tuple[str, str]]:
 
 def renamed_on_load(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
     """Return a mapping from tensor names in files of older diffusers versions to the names that the installed diffusers gives them.
-    Names that do not change are left out, all if the module has no `_fix_state_dict_keys_on_load`.
+    Names that do not change are left out. The result is empty if the module has no `_fix_state_dict_keys_on_load`.
     """
     fix = getattr(module, "_fix_state_dict_keys_on_load", None)
     if fix is None:
@@ -54,10 +54,11 @@ def renamed_on_load(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
 
 
 def install_output_hooks(module: nn.Module) -> None:
-    """Install the hooks with which a transformers model collects its hidden states, if there is `maybe_install_capturing_hooks`.
+    """Install the hooks with which a transformers model collects its hidden states, unless `maybe_install_capturing_hooks` is
+    missing.
 
-    Otherwise its first call would install them. A forward pass here restores the model's attributes afterwards, including the one
-    that says that the hooks are installed, so the next pass would install them again and collect every state twice.
+    If the model's first call installed them, the attribute that says so would be lost, because a forward pass here restores the
+    model's attributes afterwards. The next pass would install the hooks again and collect every state twice.
     """
     from transformers import PreTrainedModel
 
@@ -93,7 +94,7 @@ def with_dtypes(model_class: Any, dtypes: Mapping[str, torch.dtype]) -> Any:
 @contextmanager
 def without_questions() -> Iterator[None]:
     """During the `with` block, make transformers raise ValueError instead of asking on standard input whether a model's code may
-    run. If `TIME_OUT_REMOTE_CODE`, the seconds for which it waits for an answer, is missing, nothing changes.
+    run. Nothing changes if transformers lacks `TIME_OUT_REMOTE_CODE`, the seconds for which it waits for an answer.
     """
     try:
         from transformers import dynamic_module_utils
@@ -107,8 +108,8 @@ def without_questions() -> Iterator[None]:
 
 @contextmanager
 def cache_updates_by(function: Callable[[Callable[..., Any], torch.Tensor, torch.Tensor], Any]) -> Iterator[None]:
-    """During the `with` block, call `function(update, keys, values)` where a model calls `Cache.update(keys, values, ...)`.
-    `update` writes keys and values into the cache, and returns those of all tokens.
+    """During the `with` block, call `function(update, keys, values)` instead when a model calls `Cache.update(keys, values, ...)`.
+    `update(keys, values)` writes keys and values into the cache, and returns the keys and values of all tokens.
     """
     library = sys.modules.get("transformers.cache_utils")
     if library is None:
@@ -144,7 +145,7 @@ def converted_names(
 
 
 def turned_names(module: nn.Module, names: Iterable[str]) -> set[str]:
-    """Return those names of tensors in the files that transformers transposes on loading. If a transformers function is missing,
+    """Return the names in the files of the tensors that transformers transposes on loading. If a transformers function is missing,
     the result is empty.
     """
     try:
@@ -180,8 +181,8 @@ _STACKED = (("MergeModulelist", 0),)
 _STACKED_BELOW = (("MergeModulelist", 0), ("Concatenate", 1))
 _BELOW = (("Concatenate", 0),)
 """The operations, with their dimension, in the three ways in which transformers packs several tensors into one weight. `_STACKED`:
-each becomes one matrix of the weight. `_STACKED_BELOW`: each matrix of the weight consists of several tensors, one below the other.
-`_BELOW`: the weight is one matrix of all tensors, one below the other.
+each tensor becomes one matrix of the weight. `_STACKED_BELOW`: each matrix of the weight consists of several tensors, one below the
+other. `_BELOW`: the weight is one matrix of all tensors, one below the other.
 """
 
 
@@ -215,7 +216,7 @@ def _positions(
 
 
 def implementation(config: Any, of: str) -> str | None:
-    """Return the kernel, such as "sdpa", that a configuration selects for attention ("attn") or "experts", or None."""
+    """Return the name of the kernel, such as "sdpa", that a configuration selects for `of`, "attn" or "experts", or None."""
     return getattr(config, f"_{of}_implementation_internal", None)
 
 

@@ -28,9 +28,10 @@ _DEEPEST = 20
 
 @contextmanager
 def offline(options: ModelOptions | None = None) -> Iterator[None]:
-    """During the `with` block, make transformers raise instead of asking on standard input whether a model's code may run, and
-    huggingface_hub instead of accessing the network, unless `options` allow both downloads and the model's own code, which may lie
-    in another repository. huggingface_hub reads HF_HUB_OFFLINE only when it is imported, so the constant in its module is changed.
+    """During the `with` block, make transformers raise an error instead of asking on standard input whether a model's code may run,
+    and make huggingface_hub raise an error instead of accessing the network. The network may be accessed if `options` allow both
+    downloads and the model's own code, which may lie in another repository. huggingface_hub reads HF_HUB_OFFLINE only when it is
+    imported, so the constant in its module is changed.
     """
     from huggingface_hub import constants
 
@@ -40,8 +41,8 @@ def offline(options: ModelOptions | None = None) -> Iterator[None]:
 
 
 def without_foreign_kernels(config: Any, written: Mapping[str, Any], title: str) -> tuple[str, ...]:
-    """Remove from a transformers configuration, and from its nested ones, all entries that would download code or read files
-    outside the checkpoint. Returns notices about them.
+    """Remove from a transformers configuration, and from its nested ones, all entries that would make transformers download code or
+    read files outside the checkpoint. Returns notices about the removed entries.
 
     written: the content of `config.json`, from which the configuration was made. title: the name of the model.
     """

@@ -31,8 +31,8 @@ is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wr
 
 
 def unwrapped(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor] | None]:
-    """Return the tensor inside the wrappers that transforms put around it, and a function that wraps any other tensor in the same
-    way, or None if any wrapper is not from `torch.vmap`, but for example from `torch.func.grad`.
+    """Return (the tensor inside the wrappers that transforms put around `tensor`, a function that wraps any other tensor in the
+    same way). The function is None if any wrapper is not from `torch.vmap`, but for example from `torch.func.grad`.
     """
     functorch, batches = torch._C._functorch, list[tuple[int, int]]()
     only_batched = True
@@ -50,13 +50,13 @@ def unwrapped(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[torch.Tenso
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Return a number that identifies a tensor's memory until this is freed."""
+    """Return a number that identifies a tensor's memory until the memory is freed."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def version_of(tensor: torch.Tensor) -> int:
     """Return torch's version counter, which increases with each write to a tensor or its views, or -1 for a tensor that was created
-    under `torch.inference_mode` and has none.
+    under `torch.inference_mode` and has no counter.
     """
     try:
         return tensor._version
@@ -115,7 +115,7 @@ def slots_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def tensor_slots(module: nn.Module, name: str) -> dict[str, torch.Tensor | None]:
-    """Return the dictionary in which a module holds its parameter or buffer `name`. Writing to it can replace the tensor by any
-    other: torch checks the type only when an attribute is assigned.
+    """Return the dictionary in which a module holds its parameter or buffer `name`. An entry can be replaced by any other tensor,
+    because torch checks types only when an attribute is assigned.
     """
     return module._parameters if name in module._parameters else module._buffers  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""Measures the memory that a forward pass needs beside the weights in a real pass, or estimates it without computing anything.
+"""Measures the memory that a forward pass needs in addition to the weights, or estimates it without computing anything.
 
 A measurement adds up what torch's allocator hands out and gets back, workspace inside kernels included. An estimate counts the live
 bytes of all storages that operations create. It does not see the workspace of a kernel, whose size depends on the machine: for
@@ -41,11 +41,11 @@ _LOOPED = (64, 128, 256)
 extrapolated from these, because following such a loop takes milliseconds per token.
 """
 _MODULE = "dtype_engine.module:"
-"""The prefix of the marks in a record of allocations that say which module begins to run."""
+"""The prefix of the marks in the profiler's record that name the module which begins to run."""
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the live bytes of the storages that operations create, except those of tensors that are `known`, and their peak."""
+    """Counts the live bytes of the storages that operations create, and their peak. known: tensors whose storages do not count."""
 
     def __init__(self, known: Iterable[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -79,7 +79,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _safe_softmax(scores: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Compute what `SAFE_SOFTMAX` does by the operations of its kernel, whose results take memory until its end."""
+    """Compute what `SAFE_SOFTMAX` does by separate operations, as its kernel does, so that their results count until the end."""
     found = torch.softmax(scores, dim, dtype)
     masked = scores.isneginf()
     return found.masked_fill_(masked.all(dim, keepdim=True), 0.0)
@@ -96,7 +96,7 @@ def _naming_modules(module: nn.Module, on_module: Callable[[str], None]) -> Iter
 
 def measured(module: nn.Module, context: int, batch: int) -> ActivationMemory:
     """Run the model, as it is cast now, over `batch` sequences of `context` random tokens, and return the peak of the memory that
-    this needs. Raises NoForward if it is not known which inputs have this size, or if the pass fails.
+    the pass needs. Raises NoForward if it is not known which inputs have this size, or if the pass fails.
     """
     return _pass(module, _inputs(module, context, batch), context, batch, estimated=False)[0]
 
@@ -177,7 +177,9 @@ def estimator_of(checkpoint: Checkpoint, options: ModelOptions, dtype: str) -> A
 def _pass(
     module: nn.Module, inputs: Mapping[str, Any], context: int, batch: int, estimated: bool
 ) -> tuple[ActivationMemory, int]:
-    """Return (the memory that a pass needs, the number of its operations, which is 0 if only the profiler follows them)."""
+    """Run a pass, or follow it without data if `estimated`. Returns (the memory that it needs, the number of its operations, which
+    is 0 if only the profiler follows them).
+    """
     operations = 0
     known = [*module.parameters(), *module.buffers(), *filter(torch.is_tensor, inputs.values())]
     what = f"the memory of a pass over {context:,} tokens can't be {'estimated' if estimated else 'measured'}"
@@ -258,7 +260,7 @@ def _cache_tensors(output: Any) -> list[torch.Tensor]:
 
 
 def _inputs(module: nn.Module, context: int, batch: int) -> dict[str, Any]:
-    """Return arguments for one pass of a transformers model. Raises NoForward for others."""
+    """Return arguments for one pass of a transformers model. Raises NoForward if the size of an argument is unknown."""
     config: Any = getattr(module, "config", None)
     like = next((tensor for tensor in module.parameters() if tensor.is_floating_point()), torch.empty(0))
     names = inspect.signature(module.forward).parameters

@@ -64,9 +64,9 @@ class Part:
     """A part of the model whose contribution to the drift is measured: a single module, or a subtree."""
 
     name: str
-    """The module, or the root of the subtree."""
+    """The name of the module, or of the root of the subtree."""
     modules: tuple[str, ...]
-    """The modules in it that themselves run operations with weights, such as `layers.0.mlp.up_proj` for `layers.0.mlp`."""
+    """The modules in the part that themselves run operations with weights, such as `layers.0.mlp.up_proj` for `layers.0.mlp`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +74,13 @@ class PartDrift:
     """The measured drift of a `Part`."""
 
     drift: float
-    """How far its casts alone make the main output drift, in the unit of the attribution report, such as nats per token."""
+    """How far the part's casts alone make the main output drift, in the unit of the attribution report, such as nats per token."""
     local_sqnr_db: float | None
     """The SQNR of the module's own output in dB, or None if it is unknown."""
 
 
 MeasureParts = Callable[[Sequence[Part]], Iterator[tuple[int, PartDrift]]]
-"""A function that measures the given parts in any order, and yields (its index in the argument, result) for each."""
+"""A function that measures the given parts in any order, and yields (the part's index in the argument, its result) for each."""
 _OnPart = Callable[[Iterable[Contribution], int, int], None]
 """A callback `(contributions found so far, number of finished measurements, number of all measurements)`."""
 
@@ -93,11 +93,13 @@ class _Base:
     output: torch.Tensor
     """The main output."""
     modules: dict[tuple[str, int], torch.Tensor]
-    """The outputs of modules, to compare with."""
+    """The outputs of modules by (module, number of its call), with which those of later passes are compared."""
     cache: OutputCache | None
     """The outputs of modules that later passes may reuse."""
     uses: Mapping[str, int]
-    """By module, how many module calls had ended before it used a weight whose cast changes results: its pass can reuse these."""
+    """By module, how many module calls had ended before the module first used a weight whose cast changes results. A pass that
+    casts only this module can reuse the outputs of these calls.
+    """
     masks: KeptPositions | None
 
     @property
@@ -117,7 +119,7 @@ class Attribution:
     behavior: ModelBehavior = field(default_factory=ModelBehavior)
     """Facts about the model that were observed during its passes, such as which modules have side effects."""
     known: dict[Part, PartDrift] = field(default_factory=dict)
-    """The measurements of a cancelled `report` of the same casts, settings and inputs, which the next does not repeat."""
+    """The measurements of a cancelled `report` of the same casts, settings and inputs, which the next `report` does not repeat."""
     _bases: list[_Base] = field(default_factory=list)
     _passes: int = 0
     _done: int = 0
@@ -132,8 +134,9 @@ class Attribution:
         """Measure every module or subtree, and return a report. elsewhere: measures them in other processes.
 
         `on_progress(done, total)` is called with the numbers of finished and of all measurements, and `on_causes` after each
-        measurement with the contributions found so far. Once a subtree is split, its measured children replace it among them.
-        Raises NoForward, KernelError and Cancelled, and UserError under `torch.autocast`, whose casts belong to no weight.
+        measurement with the contributions found so far. Once a subtree is split, its measured children replace it in these
+        contributions. Raises NoForward, KernelError and Cancelled, and UserError under `torch.autocast`, whose casts belong to no
+        weight.
         """
         if self.settings.autocast is not None:
             raise UserError(f"causes can only be found in the weights' dtypes: {hint('no-autocast')}")
@@ -224,7 +227,9 @@ class Attribution:
         return _Base(batch, output, kept, ran.cache, uses, masks)
 
     def _contributions(self, run: MeasureParts, whole: float, on_part: _OnPart) -> list[Contribution]:
-        """Return the contribution of each module or, of too many, of subtrees, of which those that drift most are split."""
+        """Return the contribution of each module. If there are too many modules, return those of subtrees instead; subtrees that
+        drift most are split.
+        """
         modules = list(dict.fromkeys(name for base in self._bases for name in base.uses))
         if len(modules) <= MOST_PASSES:
             parts = [Part(name, (name,)) for name in modules]
@@ -256,7 +261,9 @@ class Attribution:
         total: int,
         others: Sequence[Contribution] = (),
     ) -> list[Contribution]:
-        """Measure `parts`, and return their contributions. total: for the progress. others: found before, for `on_part`."""
+        """Measure `parts`, and return their contributions. total: the number of all measurements, for `on_part`. others: the
+        contributions measured earlier, for `on_part`.
+        """
         found: dict[int, Contribution] = {}
 
         def add(index: int, measured: PartDrift) -> None:
@@ -286,8 +293,8 @@ class Attribution:
         return PartDrift(drift, local)
 
     def _alone(self, runner: ForwardRunner, part: Part | None = None) -> tuple[str, float, float | None]:
-        """Run the model with cast weights only in the modules of `part`, or in all if it is None. Returns the unit of the drift,
-        the drift of the main output, and the SQNR in dB of the part's own output, if it is a single module.
+        """Run the model with cast weights only in the modules of `part`, or in all modules if `part` is None. Returns the unit of
+        the drift, the drift of the main output, and the SQNR in dB of the part's own output, if it is a single module.
         """
         comparison: OutputMetrics | None = None
         inside: Callable[[str], bool] = (lambda name: True) if part is None else frozenset(part.modules).__contains__
@@ -342,7 +349,9 @@ class _LocalError(ModuleObserver):
 
 
 def _children_of(name: str, modules: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Return (name of the child, its modules) for each child of the subtree `name`, or of its only child if it has one."""
+    """Return (name of the child, its modules) for each child of the subtree `name`. A subtree with one child has the children of
+    this child.
+    """
     parts: dict[str, list[str]] = {}
     for module in modules:
         rest = module[len(name) + 1 :] if name else module

@@ -49,7 +49,7 @@ MOST_KEPT = 2 << 30
 """Limit on the bytes of outputs kept between measurements: some hundred tokens of a model with 1 B parameters."""
 
 MOST_UNSAVED = 8
-"""The maximum number of sequences that run side by side, and are lost by an interrupt, if the measurement is saved."""
+"""The maximum number of sequences that run side by side if the measurement is saved. An interrupt loses their results."""
 _BYTES_SIDE_BY_SIDE = 12
 """How many bytes each element of an output needs while sequences run side by side: float32 outputs, and temporary tensors."""
 _WITH_FAST_PATH = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
@@ -88,7 +88,7 @@ class DriftMeter:
         self._modules = sum(1 for _ in self.model.module.modules()) - 1
         self._routing = Routing.of(self.model)
         self._working = cache_budget(self.model.device)
-        """Maximum number of bytes of the reference's outputs to hold while sequences are compared, even if not to keep."""
+        """Maximum number of bytes of the reference's outputs to hold during a comparison, even if they are not kept."""
 
     def measure(
         self,
@@ -99,7 +99,7 @@ class DriftMeter:
         """Measure until all inputs have been run, or until the metrics are as precise as the listener requires. Returns the totals.
 
         cancelled: ignored if a listener is given. begun: the totals of an earlier measurement that was interrupted; only the
-        sequences that they lack are run, and are added to them. Raises NoForward, KernelError, Cancelled.
+        sequences that these totals lack are run, and are added to them. Raises NoForward, KernelError, Cancelled.
         """
         listener = MeasurementListener(cancelled=cancelled) if listener is None else listener
         totals = begun
@@ -124,7 +124,7 @@ class DriftMeter:
     def report(
         self, totals: RunningTotals, recipe: Recipe, memory: MemoryStats, lost: tuple[ValueLoss, ...] | None
     ) -> DriftReport:
-        """Return a report of a measurement. lost: what casts made infinite or zero, or None if it was not counted."""
+        """Return a report of a measurement. lost: the values that casts made infinite or zero, or None if they were not counted."""
         model, output = self.model, totals.output
         selections = make_plan(model.tree, recipe).selections
         # Whether runtimes would quantize activations in the format that a rule gives to weights.
@@ -168,8 +168,8 @@ class DriftMeter:
     def readings(
         self, listener: MeasurementListener, begun: RunningTotals | None = None
     ) -> Generator[RunningTotals, None, None]:
-        """Run the inputs one sequence at a time. After each sequence, yield the totals over all sequences run until then. begun: as
-        for `measure`, which raises the same.
+        """Run the inputs one sequence at a time. After each sequence, yield the totals over all sequences run until then. begun:
+        the totals of an interrupted measurement, to continue. Raises what `measure` raises.
         """
         batches, totals = self.inputs.batches, begun
         progress = MeasurementProgress(listener.on_progress, batches, self._calls, self._modules)
@@ -291,7 +291,7 @@ class DriftMeter:
         self, runner: ForwardRunner, step: Step, progress: MeasurementProgress, sharing: int
     ) -> ReferenceRecord:
         """Return the reference's outputs for a step's sequence. If they are not kept, run the reference, and keep them if they fit.
-        sharing: among how many sequences that run side by side and keep the outputs of modules the memory is divided.
+        sharing: the number of sequences that run side by side and keep module outputs. The memory is divided among them.
         """
         if self._has_record(step.number, step.compares_modules):
             return self._records[step.number]
@@ -347,8 +347,8 @@ def _fast_path_notices(module: nn.Module) -> tuple[str, ...]:
 
 
 def _window_notices(model: LiveModel, inputs: Inputs, compared: Collection[int]) -> tuple[str, ...]:
-    """Return a notice if KIVI, which keeps a window of the newest tokens unrounded, rounds nothing, because all inputs, or all over
-    which modules were compared (with the indexes `compared`), are shorter than the window.
+    """Return a notice if KIVI, which keeps a window of the newest tokens unrounded, rounds nothing, because all inputs are shorter
+    than the window, or all inputs over which modules were compared (with the indexes `compared`).
     """
     kivi = sorted({name for name in model.cache_formats.values() if KV_FORMATS[name].scales == "kivi"})
     ids = (batch.kwargs.get("input_ids") for batch in inputs.batches)

@@ -111,7 +111,7 @@ def _write(
     on_tokens: Callable[[int], None],
     on_text: Callable[[Callable[[], Written]], None],
 ) -> Written:
-    """Generate a continuation of `prompt`. `on_tokens` gets the number of tokens after each, and `on_text` the growing text."""
+    """Generate a continuation of `prompt`. After each token, `on_tokens` gets the number of tokens, `on_text` the text so far."""
     from transformers import StoppingCriteria, StoppingCriteriaList
 
     began: list[int] = []

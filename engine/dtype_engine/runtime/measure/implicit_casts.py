@@ -19,9 +19,8 @@ from dtype_engine.runtime.passes.runner import ForwardRunner
 
 def implicit_casts(runner: ForwardRunner, batch: Batch) -> tuple[ImplicitCastStats, ...]:
     """Run the candidate on one batch, and return the casts that happen in its pass without being in the model's code, combined by
-    `aggregate`. torch makes some of them. This program makes the others, where torch would raise an error because dtypes differ.
-
-    Raises NoForward, KernelError, Cancelled.
+    `aggregate`. torch makes some of these casts. This program makes the others, where torch would raise an error because dtypes
+    differ. Raises NoForward, KernelError, Cancelled.
     """
     casts: list[ImplicitCast] = []
 

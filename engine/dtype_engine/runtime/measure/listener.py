@@ -35,8 +35,8 @@ class MeasurementListener:
     """Called after every sequence with the running totals. Later sequences change the same object."""
     on_measured: Callable[[DriftReport], None] | None = None
     """Called with the report when all passes have ended, before the last steps, which may take long: counting the values that the
-    casts of a model larger than memory lose, and the user's metrics. The report lacks these metrics, and its `lost` is None if it
-    takes long to find.
+    casts of a model larger than memory lose, and the user's metrics. The report lacks these metrics, and its `lost` is None if such
+    values are still to be counted.
     """
     saves: bool = False
     """Whether `on_sequence` saves the totals. Fewer sequences then run side by side, so that an interrupt loses fewer results."""

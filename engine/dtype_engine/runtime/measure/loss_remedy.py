@@ -1,6 +1,6 @@
-"""Finds rules that keep the values which casts make infinite or zero: each affected weight gets the nearest dtype that holds them.
-
-Such rules are searched even if the output is finite. For example, a BatchNorm with an infinite running variance outputs zeros.
+"""Finds rules that keep the values which casts make infinite or zero: each affected weight gets the nearest dtype that holds its
+values. Such rules are searched even if the output is finite. For example, a BatchNorm with an infinite running variance outputs
+zeros.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dtype_engine.runtime.measure.drift import DriftMeter
 from dtype_engine.runtime.measure.listener import MeasurementListener
 
 Count = Callable[[str, str], ValueLoss | None]
-"""A function `count(name, dtype)` that returns which values of a tensor are lost in a cast, or None if it only rounds values."""
+"""A function `count(name, dtype)` that returns how many values of a tensor a cast loses, or None if the cast only rounds values."""
 
 
 def untried_remedy(tree: Tree, plan: Plan, losses: Sequence[ValueLoss], count: Count, reason: str) -> LossRemedy | None:
@@ -48,8 +48,9 @@ def tried_remedy(
     on_trial: Callable[[int, int], None] = ignore,
     cancelled: IsCancelled = never,
 ) -> LossRemedy | None:
-    """Like `untried_remedy` for the losses of `report`, with the drift under the rules over the same sequences. If the nearest
-    dtypes that hold the values do not reduce the drift, the stored dtypes are tried, too, and the better rules are returned.
+    """Return rules that keep the values which casts make infinite or zero (`report.lost`), with the drift under these rules over
+    the same sequences, or None if casts only round values. If the nearest dtypes that hold the values do not reduce the drift, the
+    stored dtypes are tried, too, and the better rules are returned.
 
     The model stays cast as in the last trial. `on_trial(done, total)` is called before each trial. Raises Cancelled.
     """
@@ -71,8 +72,8 @@ def tried_remedy(
 
 
 def holding_dtype(tensor: TensorInfo, dtype: str, count: Count) -> str:
-    """Return the nearest dtype that holds a tensor's values, of which a cast to `dtype` loses some, so that a cast only rounds
-    them. Returns `STORED` if no dtype with fewer bits than the stored one holds them.
+    """Return the nearest dtype to which a cast only rounds a tensor's values. A cast to `dtype` makes some of them infinite or
+    zero. Returns `STORED` if there is no such dtype with fewer bits than the stored one.
     """
     nearest = []
     if dtypes.BY_NAME[dtype].per_tensor:

@@ -121,8 +121,8 @@ def _attempt(runner: ForwardRunner, batch: Batch, reference: torch.Tensor, times
 
 def _is_other_arithmetic(reference: torch.Tensor, again: torch.Tensor) -> bool:
     """Return whether most rows of `again` differ from those of `reference` by more than rounding. Then the examples of a batch
-    affect each other, as those do that a norm of the whole batch divides, and a batch of two is no repetition. Few rows that differ
-    are no reason: a router may send a token elsewhere because of the last bit.
+    affect each other, for example through a norm of the whole batch, and a batch of two does not repeat the reference. A few
+    differing rows do not count: a router may send a token elsewhere because of the last bit.
     """
     size, difference = (torch.linalg.vector_norm(each, dim=-1) for each in (reference, again - reference))
     return float((difference > _MORE_THAN_ROUNDING * size).float().mean()) > 0.5

@@ -3,8 +3,8 @@ helps.
 
 One more pass runs inside a mode that sees every operation in its actual dtype. An operation is the culprit if it returns non-finite
 values for finite arguments but finite values in the reference run. (A mask of -infinity is no error, because the reference run has
-it, too.) Then the sets of rules of `nonfinite_scopes.py` are tried until the output is finite or, if it is from the start because
-the model's code clamps or saturates, until all modules are.
+it, too.) Then the sets of rules of `nonfinite_scopes.py` are tried until the output is finite. If the output is finite from the
+start, because the model's code clamps or saturates, they are tried until all modules are finite.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class _NonFiniteOp:
     operation: str
     dtype: str
     largest: float
-    """The largest |value| of its weights or, if these are finite, of its arguments."""
+    """The largest |value| of the operation's weights or, if these are finite, of its arguments."""
     weights: tuple[str, ...]
-    """Its weights that are not finite."""
+    """The operation's weights that are not finite."""
     constant: float | None = None
     """A number in the model's code that becomes infinite or zero in the operation's dtype."""
 
@@ -68,11 +68,11 @@ class _OpObserver(TorchFunctionMode):
         self.largest: dict[tuple[str, str], float] = {}
         """The largest finite |value| of the results, by (module, operation)."""
         self.reached: dict[str, float] = {}
-        """By weight name, the largest finite |value| of the activations that the weight was multiplied with or added to."""
+        """By weight name, the largest finite |value| of the other arguments and the results of the weight's operations."""
         self._vanished: dict[str, float] = {}
 
     def observing(self, mode: WeightMode) -> _OpObserver:
-        """Return this observer for the pass of `mode`, as `PassOptions.around`."""
+        """Return this observer as the context of a pass under `mode`, for `PassOptions.around`."""
         self.observed = mode
         return self
 
@@ -245,7 +245,7 @@ class _Origin:
 
 
 def _find_origin(runner: ForwardRunner, inputs: Inputs, first: str, reference_bad: bool) -> _Origin:
-    """Find where non-finite values arise. first: the first module in whose output the measurement found some, or ""."""
+    """Find where non-finite values arise. first: the first module in whose output the measurement found such values, or ""."""
     for batch in inputs.batches:
         plain = _OpObserver(runner.model.by_id)
         came_out = _FinishedModules(plain)
@@ -283,7 +283,9 @@ def _find_origin(runner: ForwardRunner, inputs: Inputs, first: str, reference_ba
 def _finite_output_under(
     meter: DriftMeter, tree: Tree, recipe: Recipe, what: Literal["output", "modules"], cancelled: IsCancelled
 ) -> OutputDrift | None:
-    """Return the drift under a recipe, or None if the model can't run or an output is not finite: the main or, by `what`, any."""
+    """Return the drift under a recipe, or None if the model can't run, or if the main output or, with "modules", any output is not
+    finite.
+    """
     plan = make_plan(tree, recipe)
     meter.model.apply(plan.dtypes, cancelled=cancelled, caches=plan.caches)
     try:
@@ -297,7 +299,7 @@ def _finite_output_under(
 def _better_in_float32(
     meter: DriftMeter, tree: Tree, recipe: Recipe, rules: Scope, output: OutputDrift, cancelled: IsCancelled
 ) -> tuple[Scope, OutputDrift]:
-    """Try float32 instead of bfloat16. Returns the better rules, and the drift under them. output: that under `rules`."""
+    """Try float32 instead of bfloat16 in `rules`. Returns the better rules, and their drift. output: the drift under `rules`."""
     wider = tuple(Rule.make(rule.pattern, "float32") for rule in rules)
     after = _finite_output_under(meter, tree, recipe.then(*wider), "modules", cancelled)
     return (wider, after) if after is not None and drifts_less(after, output) else (rules, output)

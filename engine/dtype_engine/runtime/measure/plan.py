@@ -37,7 +37,7 @@ class MeasurementPlan:
         """The indexes of the sequences, in the order in which they run."""
         self._compared = compared_sequences(self.order, [batch.elements for batch in batches])
         self.outline: frozenset[str] | None = None
-        """The modules whose calls a pass records where modules are not compared. None until a first pass has recorded all."""
+        """The modules whose calls a pass records if it does not compare modules. None until a pass has recorded all modules."""
         self.cached: frozenset[str] | None = None
         """The modules of `outline` whose outputs are also kept, so that later measurements can reuse them."""
 
@@ -86,9 +86,9 @@ def running_order(batches: Sequence[Batch]) -> tuple[int, ...]:
 
 
 def compared_sequences(order: Sequence[int], elements: Sequence[int]) -> frozenset[int]:
-    """Return the indexes of the sequences in which modules are compared: the first, which is short, and others with at most a sixth
-    of the input elements that are run after it. order: as in `MeasurementPlan`. elements: the number of input elements of each
-    sequence.
+    """Return the indexes of the sequences in which modules are compared: the first, which is short, and others that have at most a
+    sixth of the input elements of all sequences after the first. order: the indexes of the sequences, as they run. elements: the
+    number of input elements of each sequence.
     """
     chosen, compared, run = set(order[:1]), 0, 0
     for number in order[1:]:

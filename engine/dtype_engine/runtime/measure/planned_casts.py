@@ -21,7 +21,7 @@ class PlannedCast:
     """A weight that a plan casts."""
 
     name: str
-    """The weight's name in the model. If the files store it in several pieces, each is a cast under its name in the files."""
+    """The weight's name in the model. If the files store it in several pieces, each piece is a cast under its name in the files."""
     stored: str
     """The stored dtype."""
     dtype: str

@@ -36,9 +36,9 @@ class MeasurementProgress:
         self._throttle = Throttle()
 
     def expect(self, numbers: Sequence[int], with_reference: Collection[int], rest: float) -> None:
-        """Set the indexes of the sequences that are still to be run, beginning with the next one, and of those over which the
-        reference also has to run. rest: the estimated fraction of them that the requested precision needs. While it is below 1, the
-        reported total may fall, but it does not rise.
+        """Set what is still to be run. numbers: the indexes of the remaining sequences, the next one first. with_reference: those
+        over which the reference also has to run. rest: the estimated fraction of the sequences that the requested precision needs.
+        While it is below 1, the reported total may fall, but it does not rise.
         """
         self._end_passes()
         left = [self._sizes[number] * (2 if number in with_reference else 1) for number in numbers]

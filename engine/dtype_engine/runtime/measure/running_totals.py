@@ -33,7 +33,7 @@ class ReferenceRecord:
     attended: AttendedPositions
     """The padding masks that the model passed to torch's attention modules (`nn.MultiheadAttention`)."""
     modules: dict[tuple[str, int], torch.Tensor] | None
-    """The outputs of modules by (module, number of its call), or None if modules are not compared. One may be `output` itself."""
+    """Outputs by (module, number of its call), or None if modules are not compared. A module's output may be `output` itself."""
     left_out: frozenset[str] = frozenset()
     """The names of modules with an output that was not recorded, because it did not fit into memory."""
     choices: Mapping[tuple[str, int], torch.Tensor] = field(default_factory=dict)
@@ -149,7 +149,7 @@ class RunningTotals:
             self._kl_means.append(float(positions.kl.mean()))
 
     def has(self, number: int, with_modules: bool) -> bool:
-        """Return whether the results of a sequence were added. with_modules: whether those of its modules must have been, too."""
+        """Return whether the results of a sequence were added. with_modules: whether results of its modules must be there, too."""
         return number in self.numbers and (not with_modules or number in self._modules)
 
     def saved(self) -> SavedTotals:
@@ -174,7 +174,9 @@ class RunningTotals:
 
     @classmethod
     def restored(cls, saved: SavedTotals, total: int, routed: bool) -> RunningTotals:
-        """Return totals with the results of `saved`. total, routed: as for the class."""
+        """Return totals with the results of `saved`. total: the number of all sequences. routed: whether the model routes tokens to
+        experts.
+        """
         totals = cls(saved.output_name, torch.empty((0,) * saved.dimensions), saved.classes_dim, total, routed)
         totals._reference_seconds, totals._candidate_seconds = saved.seconds
         totals._left_out, totals._left_wide = set(saved.modules_left_out), set(saved.left_wide)
@@ -248,7 +250,9 @@ class RunningTotals:
         )
 
     def _errors(self, sequences: Sequence[SequenceFigures]) -> tuple[float | None, float | None]:
-        """Return the relative standard errors of (the relative L2 error, the mean KL) over the sequences run so far, or None."""
+        """Return the relative standard errors of (the relative L2 error, the mean KL) over the sequences run so far, each None if
+        unknown.
+        """
         # The squared relative L2 error is also a mean: that of each sequence's squared error, weighted by its energy.
         energies = [sequence.sums.energy for sequence in sequences]
         squares = [each.sums.noise / each.sums.energy if each.sums.energy else 0.0 for each in sequences]

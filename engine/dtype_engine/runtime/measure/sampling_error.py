@@ -36,8 +36,8 @@ _BLOCK = 16
 
 def relative_error(weights: Sequence[float], means: Sequence[float], total: int, within: float = 0.0) -> float | None:
     """Return the relative standard error of the weighted mean of `means`, as an estimate of the mean over all `total` sequences. It
-    is 0.0 if all sequences were run, and None if the mean is 0 or not finite. weights, means: those of each sequence that was run.
-    within: the standard error of the first sequence's own mean (see `batch_means_error`).
+    is 0.0 if all sequences were run, and None if the mean is 0 or not finite. weights, means: one number for each sequence that was
+    run. within: the standard error of the first sequence's own mean (see `batch_means_error`).
     """
     count, weight = len(means), sum(weights)
     if count >= total:
@@ -63,13 +63,13 @@ def log_normal_error(variance: float) -> float:
 
 
 def _student_factor(freedom: int) -> float:
-    """Return Student's 97.5 % quantile over the normal one, for a `freedom` of 3 or more (Abramowitz and Stegun, 26.7.5)."""
+    """Return Student's 97.5 % quantile divided by the normal one, for a `freedom` of 3 or more (Abramowitz and Stegun, 26.7.5)."""
     square = statistics.NormalDist().inv_cdf(0.975) ** 2
     return 1 + (square + 1) / (4 * freedom) + (5 * square**2 + 16 * square + 3) / (96 * freedom**2)
 
 
 def batch_means_error(values: torch.Tensor) -> float:
-    """Return the standard error of the mean of correlated values [positions] by means of blocks, or 0.0 without two blocks."""
+    """Return the standard error of the mean of correlated values [positions], from means of blocks, or 0.0 without two blocks."""
     blocks = len(values) // _BLOCK
     if blocks < 2:
         return 0.0

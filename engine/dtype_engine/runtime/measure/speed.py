@@ -75,7 +75,7 @@ def measure_speed(
 def _timed(
     runner: ForwardRunner, inputs: Inputs, label: str, mix: str, on_passes: Callable[[int], None], repeats: int
 ) -> SpeedRow:
-    """Time passes over all inputs with the model as currently cast to `mix`. on_passes: called with the number begun."""
+    """Time passes over all inputs with the model as currently cast to `mix`. on_passes: called with the number of passes begun."""
     candidate = label == "candidate"  # the run settings apply to it alone
     timed, make_call = runner, runner.candidate_call
     if not candidate:

@@ -49,7 +49,7 @@ class ModelMetric:
     function: Callable[[LiveModel, Inputs], Mapping[str, Examples]]
     """Returns the values of all examples by metric name."""
     file: str | None = None
-    """As for an `OutputMetric`."""
+    """The Python file of the function, for errors. None if it is the code of a package."""
 
 
 def load_metrics(texts: Sequence[str]) -> tuple[OutputMetric | ModelMetric, ...]:
@@ -167,7 +167,7 @@ def _for_users(value: Any) -> Any:
 
 def _values(name: str, returned: Any, aggregate: Aggregate | None) -> list[Any]:
     """Convert what a metric returned to a list of plain Python values, one for each example: for each entry of a list, or of the
-    first dimension of a tensor or an array. Anything else is the value of a single example. Raises UserError if they are not
+    first dimension of a tensor or an array. Anything else is the value of a single example. Raises UserError if the values are not
     numbers and there is no `aggregate`.
     """
     plain = _plain(returned)

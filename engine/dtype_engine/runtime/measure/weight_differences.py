@@ -28,7 +28,7 @@ _BYTES_AT_ONCE = 1 << 22
 _UNLIKE_DB = 3.0
 """If the SQNR in dB is lower, other orders of the rows are tried. Weights rounded to 4 bits have over 15 dB."""
 _LIKE_DB = 10.0
-"""If the SQNR in dB is higher, they are the same weight, possibly rounded."""
+"""If the SQNR in dB is higher, two weights count as the same weight, possibly rounded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class _Rows:
 
     matrix: Rows
     unit: int
-    """How many rows can only be read together."""
+    """The number of rows that are always read together."""
     first: int
     count: int
 

@@ -29,8 +29,8 @@ def round_trips(
     identities: Sequence[FileIdentity],
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Iterator[WeightError]:
-    """Yield the round-trip error (of casting and casting back) of every weight that a plan casts. identities: those of the files
-    from which the weights are read. Raises UserError if a file can't be read or has changed since it was opened.
+    """Yield the round-trip error (of casting and casting back) of every weight that a plan casts. identities: the identities of the
+    files from which the weights are read. Raises UserError if a file can't be read or has changed since it was opened.
     """
     watch = Watch(identities)
     for done, cast in enumerate(casts):

@@ -1,1 +1,1 @@
-"""Loads an `nn.Module` from the path, id or Python module that a user names."""
+"""The live module whose tensors are cast in place, its tree, and where it has the tensors of the files."""

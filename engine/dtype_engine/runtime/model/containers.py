@@ -1,4 +1,4 @@
-"""Finds and replaces tensors in what a pass takes and returns: nested lists, tuples, mappings, dataclasses, packed sequences."""
+"""Finds and replaces tensors in arguments and results of passes: nested lists, tuples, mappings, dataclasses, packed sequences."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 def parts_of(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (key, field name or index; element) for each element of a mapping, dataclass, list or tuple."""
+    """Yield (name, element) for each element of a mapping, dataclass, list or tuple. The name is a key, field name or index."""
     if isinstance(value, Mapping):
         yield from ((str(key), item) for key, item in value.items())
     elif isinstance(value, (list, tuple)):
@@ -33,7 +33,7 @@ def named_tensors_in(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]
 
 
 def with_tensors(value: Any, change: Change) -> Any:
-    """Return a copy of a nested value in which `change` is applied to every tensor, but to the lengths of a packed sequence, which
+    """Return a copy of a nested value in which `change` is applied to every tensor, except the lengths of a packed sequence, which
     torch keeps on the CPU. Objects without tensors are not copied.
     """
     if isinstance(value, torch.Tensor):

@@ -39,7 +39,7 @@ class MovesInputs:
 
 
 def limit_of(device: torch.device, limits: Mapping[str, int]) -> int | None:
-    """Return how many bytes weights may take on a device, or None if no limit is for it. limits: the user's limits, keyed by device
+    """Return how many bytes weights may take on a device, or None if there is no limit. limits: the user's limits, keyed by device
     name, such as "cpu", "cuda:0" or "cuda".
     """
     names = ("cpu",) if device.type == "cpu" else (f"{device.type}:{device.index or 0}", device.type)
@@ -47,8 +47,8 @@ def limit_of(device: torch.device, limits: Mapping[str, int]) -> int | None:
 
 
 def require_fit(module: nn.Module, title: str, device: torch.device, options: ModelOptions) -> None:
-    """Raise NoForward if a module that exists in memory, so that it can't be run in parts, is larger than the options allow on the
-    device.
+    """Raise NoForward if a module takes more memory than the options allow on the device. The module already exists in memory, so
+    it can't be run in parts.
     """
     limit = limit_of(device, options.max_memory)
     if limit is None or options.device_map:
@@ -62,9 +62,9 @@ def require_fit(module: nn.Module, title: str, device: torch.device, options: Mo
 
 
 def places_of(module: nn.Module, device: torch.device, options: ModelOptions) -> Places | None:
-    """Return on which device each module is to be, or None if all are to be on `device`. `options.device_map` is "auto", which
-    fills all devices of the type of `device`, then the CPU, or the path of a JSON file that maps names of modules to devices, as
-    Accelerate writes it. Raises UserError if the file is not such a map, or if the model does not fit on the devices.
+    """Return on which device each module is to be, or None if all are to be on `device`. `options.device_map` is either "auto",
+    which fills all devices of the type of `device` and then the CPU, or the path of a JSON file that maps names of modules to
+    devices, as Accelerate writes it. Raises UserError if the file is not such a map, or if the model does not fit on the devices.
     """
     if not options.device_map:
         return None
@@ -112,12 +112,13 @@ def _budgets(device: torch.device, limits: Mapping[str, int]) -> dict[torch.devi
 
 
 def automatic(module: nn.Module, budgets: Mapping[torch.device, int]) -> Places:
-    """Fill one device after the other in the order of the modules, as Accelerate's `infer_auto_device_map` does. A module that does
-    not fit into the remaining memory of a device is divided into its submodules. A layer (`_OF_LAYERS`) is never divided, because
-    its code may add the outputs of two submodules, which would then be on different devices.
+    """Return the device of each module. The devices are filled one after the other in the order of the modules, as Accelerate's
+    `infer_auto_device_map` does. A module that does not fit into the remaining memory of a device is divided into its submodules. A
+    layer, a child of a module in `_OF_LAYERS`, is never divided, because its code may add the outputs of two submodules, which
+    would then be on different devices.
 
-    budgets: the most bytes of weights for each device, in the order in which they are filled. Raises UserError if the model does
-    not fit.
+    budgets: the most bytes of weights for each device, in the order in which the devices are filled. Raises UserError if the model
+    does not fit.
     """
     places: dict[str, torch.device] = {}
     counted: set[int] = set()

@@ -59,11 +59,11 @@ class Weight:
     dtype: str
     """The current dtype, such as "bfloat16" or "nvfp4"."""
     scale: torch.Tensor | None = None
-    """The scales of the codes that the module holds, or None if it holds none. A placeholder if `blockwise` is True."""
+    """The scales of the codes that the module holds, or None if it holds no codes. A placeholder if `blockwise` is True."""
     decoded: bool = False
     """Whether each operation has to read or decode the stored values, because the module holds a placeholder for them."""
     losses: dict[str, ValueLoss | None] = field(default_factory=dict)
-    """Caches, for each dtype, how many values the cast makes infinite or zero, or saturates, or None if it only rounds."""
+    """Caches, for each dtype, the counts of values that the cast makes infinite or zero, or saturates; None if it only rounds."""
     stashed: torch.Tensor | None = None
     """The cast data, while a reference run has the original data in the module."""
     other_reference: WeightSource | None = None
@@ -99,11 +99,13 @@ class Weight:
 
     @property
     def blockwise(self) -> bool:
-        """Whether the values are read, and cast, each time that a pass reaches the weight: the model is larger than memory."""
+        """Whether the model is larger than memory, so that each pass reads, and casts, the values when it reaches the weight."""
         return isinstance(self.stored, BlockwiseSource)
 
     def current(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the data and the scales, or None for a dtype without, of a weight that is cast or that the module holds."""
+        """Return (the current data, its scales or None for a dtype without scales). Either the weight must be cast, or the module
+        must hold its values.
+        """
         if not isinstance(self.stored, BlockwiseSource):
             return self.tensor.data, self.scale
         key = id(self), self.dtype, self.tensor.device
@@ -127,7 +129,9 @@ class Weight:
         return blocks is None or blocks.rows == 1 or self.stored.shape[-1] >= blocks.columns
 
     def current_part(self, index: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Like `current`, but for one index of the first dimension: [1, ...]. `in_parts` is True for the weight's dtype."""
+        """Return (the current data, its scales or None) at one index of the first dimension: [1, ...]. `in_parts` must be True for
+        the weight's dtype.
+        """
         assert isinstance(self.stored, BlockwiseSource)
         key = id(self), self.dtype, self.tensor.device, index
         return self.stored.memory.once(key, lambda: self._cast_part(index, self.dtype), self.stored.inner)
@@ -145,7 +149,7 @@ class Weight:
         return part[None]
 
     def _scale_amax(self, dtype: str) -> float | None:
-        """Return the |value| from which the scale of the whole tensor is computed in `dtype`, or None if there is no such scale."""
+        """Return the largest |value|, from which `dtype` computes a scale of the whole tensor, or None if it has no such scale."""
         row = dtypes.BY_NAME[dtype]
         if not row.per_tensor and (row.blocks is None or not row.blocks.tensor_scale):
             return None
@@ -160,7 +164,7 @@ class Weight:
 
     @property
     def form(self) -> str:
-        """Identifies this weight's current values: the dtype, and the names of the weights that share its scale."""
+        """A text that identifies this weight's current values: the dtype, and the names of the weights that share its scale."""
         return " ".join((self.dtype, *self.shares))
 
     @property
@@ -202,7 +206,7 @@ class Weight:
         self.dtype, self.decoded = dtype, dtype == self.info.dtype and not self.stored.plain
 
     def count_loss(self, dtype: str, cancelled: IsCancelled, cast: bool = False) -> ValueLoss | None:
-        """Return what `losses` has for `dtype`, which is counted if needed. Raises Cancelled.
+        """Return the entry of `losses` for `dtype`, which is counted if it is missing; None for the stored dtype. Raises Cancelled.
 
         cast: True if the weight currently has this dtype. The current data, which must not change during the call, is then examined
         instead of casting again.
@@ -233,8 +237,8 @@ class Weight:
 
 
 def sharing(weights: Mapping[str, Weight], name: str, dtype: str) -> list[Weight]:
-    """Return the weights that would share one scale with the weight `name` if all were in `dtype`, including this one, or [] if
-    there are no others. weights: all weights of the model, keyed by name.
+    """Return the weights that would share one scale with the weight `name` if all were in `dtype`, including the weight itself, or
+    [] if no other would share it. weights: all weights of the model, keyed by name.
     """
     group = [weights[member] for member in whole_scale_group(name, dtype, weights)]
     castable = [weight for weight in group if not weight.info.own_codes]
@@ -242,8 +246,9 @@ def sharing(weights: Mapping[str, Weight], name: str, dtype: str) -> list[Weight
 
 
 def _move(module: nn.Module, move: Callable[[], object], originals: dict[int, torch.Tensor]) -> None:
-    """Move a module to other devices by calling `move`. For some devices, torch replaces tensor objects: modules that shared one
-    also share the new one, whose `id` is added to `originals`, which maps the `id` of each old one to its data.
+    """Move a module to other devices by calling `move`. For some devices, torch replaces tensor objects: modules that shared an old
+    object also share the new one. originals: maps the `id` of each old object to its data, and gets an entry for the `id` of each
+    new one.
     """
     places: dict[int, list[tuple[dict[str, torch.Tensor | None], str]]] = {}
     for child in module.modules():
@@ -280,8 +285,8 @@ def _refuse_unobservable(module: nn.Module, title: str, device: torch.device) ->
 def _on_device(
     module: nn.Module, device: torch.device, places: Places | None, sources: Mapping[str, WeightSource]
 ) -> dict[int, torch.Tensor]:
-    """Move a module to `device` or to `places`, with a placeholder for each weight in `sources`. Returns the data that its tensors
-    had before, keyed by the `id` of the tensor in the module.
+    """Move a module to `device` or to `places`, with a placeholder for each weight in `sources`. Returns the data that the module's
+    tensors had before, keyed by the `id` of the tensor object that is now in the module.
     """
     originals = {id(tensor): tensor.data for tensor in (*module.parameters(), *module.buffers())}
     if device.type != "cpu" or places is not None:
@@ -317,7 +322,7 @@ class LiveModel:
     notices: tuple[str, ...] = ()
     trust_remote_code: bool = False
     identities: tuple[FileIdentity, ...] = ()
-    """Those of `files` before anything was read, to detect later changes."""
+    """The identities of `files` before anything was read, to detect later changes."""
     reference: str = ""
     """The model against which drift is measured. "": this model's stored weights in float32 arithmetic. "stored": this model in its
     stored dtypes. Any other text is the path or name of another checkpoint.
@@ -327,7 +332,7 @@ class LiveModel:
     """
     coverage: Coverage | None = None
     memory: MemoryBudget = field(default_factory=MemoryBudget)
-    """What is kept of the weights that a forward pass is using, if the model is larger than memory."""
+    """Keeps the weights that a forward pass is using, if the model is larger than memory."""
     by_id: dict[int, Weight] = field(default_factory=dict)
     """The weights, keyed by the `id` of the tensor object in the module."""
     cache_formats: dict[str, str] = field(default_factory=dict)
@@ -335,12 +340,12 @@ class LiveModel:
 
     @property
     def loader(self) -> str:
-        """The program that loads an export of this model: "transformers", or this one ("own")."""
+        """The program that loads an export of this model: "transformers", or "own" for this program."""
         return "transformers" if self.checkpoint is not None and self.checkpoint.of_transformers else "own"
 
     @functools.cached_property
     def cache_names(self) -> Mapping[str, tuple[str, ...]]:
-        """The KV cache's tensors that rules may give a format, such as keys and values, keyed by the module that writes them."""
+        """The names of KV cache tensors that rules may give a format, such as keys, keyed by the module that writes them."""
         found: dict[str, tuple[str, ...]] = {}
         for name in self.tree.caches:
             module = name.rsplit(".", 2)[0]
@@ -358,12 +363,12 @@ class LiveModel:
         places: Places | None = None,
         **rest: Any,
     ) -> LiveModel:
-        """Prepare a module for casting: set it to evaluation mode without gradients, move it to `device`, and keep its tensors as
-        the stored ones.
+        """Prepare a module for casting: set it to evaluation mode without gradients, move it to `device`, and keep its current
+        tensors as the stored ones.
 
-        sources: the source of each weight for which the module has a placeholder, keyed by any of its names. placements: where each
-        tensor of the checkpoint is loaded in the module. places: the devices of modules; None if all are on `device`. rest: values
-        for other fields. Raises UserError if the module can't be run and observed, or does not fit on the device.
+        sources: the source of each weight for which the module has a placeholder, keyed by any of the weight's names. placements:
+        where each tensor of the checkpoint is loaded in the module. places: the devices of modules; None if all are on `device`.
+        rest: values for other fields. Raises UserError if the module can't be run and observed, or does not fit on the device.
         """
         _refuse_unobservable(module, title, device)
         compiled = [name or "the model" for name, child in module.named_modules() if is_compiled(child)]
@@ -414,11 +419,12 @@ class LiveModel:
         cancelled: IsCancelled = never,
         caches: Mapping[str, str] | None = None,
     ) -> None:
-        """Cast every weight to its planned dtype, unless it has this dtype and shares its scale with the same weights.
+        """Cast every weight to its planned dtype, unless the weight has this dtype and the group that shares its scale is
+        unchanged.
 
         planned: the dtype of each weight, keyed by name. on_progress: called with the numbers of cast weights and of those to cast.
         caches: the formats of the KV caches, keyed by cache tensor; None leaves them unchanged. Raises Cancelled between two
-        weights; a later call continues from there.
+        weights; a later call continues from there. Raises UserError if the device lacks float64 or memory.
         """
         if caches is not None:
             self.cache_formats = dict(caches)
@@ -456,7 +462,7 @@ class LiveModel:
         return sum(self.resident_by_device().values())
 
     def resident_by_device(self) -> dict[str, int]:
-        """Return the number of bytes of the current weights and buffers on each device, keyed by its name."""
+        """Return the number of bytes of the current weights and buffers on each device, keyed by the device's name."""
         sums = Counter[str]()
         for weight in self.weights.values():
             sums[str(weight.tensor.device)] += weight.nbytes
@@ -471,7 +477,7 @@ class LiveModel:
         """Return, for each weight in which a cast does more than round, how many values become infinite or zero, or saturate.
 
         planned: the dtype of each weight, keyed by name; by default, the current dtypes. on_progress: called before each weight
-        that was not counted before, with its number and the number of all weights. Raises Cancelled.
+        that has to be counted, with its index and the number of all weights. Raises Cancelled.
         """
         losses = []
         for number, (name, weight) in enumerate(self.weights.items()):
@@ -482,7 +488,7 @@ class LiveModel:
         return tuple(loss for loss in losses if loss is not None)
 
     def known_losses(self, planned: Mapping[str, str]) -> tuple[ValueLoss, ...] | None:
-        """Return what `lost_values(planned)` would, or None if a weight was not counted before. Any thread may call this method."""
+        """Return the result of `lost_values(planned)`, or None if a weight was never counted. Any thread may call this method."""
         changed = [
             (weight, planned[name]) for name, weight in self.weights.items() if planned[name] != weight.info.dtype
         ]

@@ -17,8 +17,8 @@ from dtype_engine.runtime.libraries.torch_private import own_tensors
 
 
 def collect_tensors(module: nn.Module) -> tuple[list[TensorInfo], dict[str, torch.Tensor]]:
-    """Return descriptions of all distinct tensors of a module, in the module's order, with all their names, and the tensors
-    themselves, keyed by their first name.
+    """Return (descriptions of all distinct tensors of a module, in the module's order, with all their names; the tensors
+    themselves, keyed by their first name).
     """
     names: dict[int, list[str]] = {}
     tensors: dict[int, torch.Tensor] = {}
@@ -44,7 +44,7 @@ def collect_tensors(module: nn.Module) -> tuple[list[TensorInfo], dict[str, torc
 
 
 def _if_sparse(tensor: torch.Tensor) -> dict[str, Any]:
-    """Return the fields of `TensorInfo` that say the bytes of a sparse tensor, and why it can't be cast; {} for a dense one."""
+    """Return the fields of `TensorInfo` for the size of a sparse tensor and why it is never cast; {} for a dense tensor."""
     if tensor.layout is torch.strided:
         return {}
     entries = tensor.to_sparse().coalesce()
@@ -53,7 +53,9 @@ def _if_sparse(tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return a tensor's shape in a file. torch counts a byte with two values of `float4_e2m1fn_x2` as one element."""
+    """Return a tensor's shape in a file. A byte with two values of `float4_e2m1fn_x2`, one element in torch, counts as two
+    elements.
+    """
     if tensor.dtype == torch.float4_e2m1fn_x2 and tensor.ndim:
         return (*tensor.shape[:-1], 2 * tensor.shape[-1])
     return tuple(tensor.shape)

@@ -55,8 +55,8 @@ def map_names(module: nn.Module, names: Iterable[str]) -> dict[str, Placement]:
 
 
 def without_place(checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> list[str]:
-    """Return the weights of a GGUF file that the module lacks. Other files may have tensors that no module needs; llama.cpp's
-    converter writes none.
+    """Return the names of the weights of a GGUF file that the module lacks; [] for other files. Other files may have tensors that
+    no module needs, but llama.cpp's converter to GGUF writes no such tensors.
     """
     if checkpoint.form != "gguf" or checkpoint.config is None:
         return []
@@ -73,9 +73,9 @@ def restorable(checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> d
 
 
 def stored_dtypes(checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> dict[str, str]:
-    """Return the stored dtype of each tensor of the module that the checkpoint has, keyed by its name in the module. For a tensor
-    that is packed from several, it is the widest of their dtypes or, if any of them is stored as codes, the format of the first
-    such one.
+    """Return the stored dtype of each tensor of the module that the checkpoint has, keyed by its name in the module. A tensor that
+    is packed from several parts gets the widest dtype of the parts or, if any part is stored as codes, the format of the first such
+    part.
     """
     by_live_name: dict[str, str] = {}
     formats = {weight.format for weight in checkpoint.coded.values()}

@@ -18,8 +18,8 @@ Rows = list[list[str]]
 
 
 def in_rows(placements: Mapping[str, Placement], shapes: Mapping[str, Shape], packed: Shape) -> Rows | None:
-    """Return the names of the parts of a weight of shape `packed`, in the order of its rows, or None unless each part is a group of
-    whole rows in one of the weight's matrices. placements, shapes: where each part is loaded, and its shape, keyed by its name.
+    """Return the names of the parts of a weight of shape `packed`, in the order of its rows. Return None if any part is not a group
+    of whole rows in one of the weight's matrices. placements, shapes: where each part is loaded, and its shape, keyed by its name.
     """
     matrices: dict[int | None, list[str]] = {}
     known = {name: place.place for name, place in placements.items() if place.place is not None}
@@ -44,7 +44,7 @@ def in_rows(placements: Mapping[str, Placement], shapes: Mapping[str, Shape], pa
 
 def other_scales(rows: Rows | None, shapes: Mapping[str, Shape], packed: Shape, dtype: str) -> str | None:
     """Return None if a weight of shape `packed` in `dtype` can have the scales of its parts. Otherwise return why not, as words for
-    a message: they are not stacked in rows, or a block with one scale would extend over two parts or two rows.
+    a message: the parts are not stacked in rows, or a block with one scale would extend over two parts or two rows.
 
     rows: the names of the parts in row order, or None if they are not stacked. shapes: their shapes, keyed by name.
     """
@@ -66,7 +66,7 @@ def other_scales(rows: Rows | None, shapes: Mapping[str, Shape], packed: Shape, 
 
 def sharing(rows: Rows, packed: Shape, dtype: str) -> list[list[str]]:
     """Return the groups of parts that have one scale in a weight of shape `packed` in `dtype`: all parts in a format with a tensor
-    scale, those of each matrix (if there are several) in a format with channel scales, and otherwise none.
+    scale, the parts of each matrix (if there are several) in a format with channel scales, and otherwise no groups.
     """
     row = dtypes.BY_NAME[dtype]
     if row.per_tensor or (row.blocks is not None and row.blocks.tensor_scale):

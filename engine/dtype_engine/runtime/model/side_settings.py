@@ -1,8 +1,8 @@
 """Finds the numbers and other settings in which the modules of two checkpoints differ, such as the `variance_epsilon` of a norm, so
 that a pass can run with the settings of either checkpoint.
 
-Most modules copy what they need of the configuration into attributes when they are created. Some read it during a pass, so its own
-attributes are compared, too.
+Most modules copy what they need of the configuration into attributes when they are created. Some modules read the configuration
+during a pass, so the attributes of the configuration are compared, too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class SideSettings:
     """`candidate` and `reference` hold the differing attributes that each model has, keyed by name."""
 
     def use(self, of_reference: bool) -> None:
-        """Give the attributes the values of the reference or those of the candidate."""
+        """Give the attributes the values of the reference if `of_reference`, otherwise those of the candidate."""
         old, new = (self.candidate, self.reference) if of_reference else (self.reference, self.candidate)
         for name in old.keys() - new.keys():
             self.attributes.pop(name, None)
@@ -41,7 +41,7 @@ class SideSettings:
 
 def side_settings(reference: nn.Module, candidate: nn.Module, ignored: frozenset[str]) -> list[SideSettings] | str:
     """Return the settings in which two models of the same architecture differ. If they differ in anything else, such as the class
-    of a module, return the first name of a module or attribute that does. ignored: entries of the configuration that change no
+    of a module, return the name of the first module or attribute that differs. ignored: entries of the configuration that change no
     output.
     """
     found: list[SideSettings] = []
@@ -80,7 +80,7 @@ def _differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Return whether two values are equal: functions by name, and objects whose class does not define `==` by type."""
+    """Return whether two values are equal. Functions are compared by name, and objects whose class does not define `==` by type."""
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):

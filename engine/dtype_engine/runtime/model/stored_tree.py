@@ -36,8 +36,8 @@ def stored_tree(
     """Return the tree of a module, which may be on the meta device, with the dtypes and sizes of a checkpoint. If the files hold a
     tied weight under two names with different values, the tree has two weights, like a model that transformers loads.
 
-    placements: where each tensor of the files is loaded in the module. misshapen: those that have another shape there; the tree has
-    the shapes of the files. Raises UserError if a file can't be read.
+    placements: where each tensor of the files is loaded in the module. misshapen: the tensors whose shape in the files differs from
+    that in the module; the tree has the shape in the files. Raises UserError if a file can't be read.
     """
     infos = _untied(collect_tensors(module)[0], checkpoint, placements)
     shapes = {
@@ -107,8 +107,8 @@ def unused(
 ) -> list[TensorInfo]:
     """Return descriptions of the tensors of the files that the module does not use. They are never cast.
 
-    headers: descriptions of all tensors of the files, keyed by name. infos: descriptions of the module's tensors. title: the
-    model's name, for the reason.
+    headers: descriptions of all tensors of the files, keyed by name. infos: descriptions of the module's tensors. title: the name
+    of the module's class, for the reason why they are not cast.
     """
     taken = {name for info in infos for name in info.names}
     return [
@@ -122,7 +122,7 @@ def unused(
 
 def _untied(infos: list[TensorInfo], checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> list[TensorInfo]:
     """Return the descriptions of a module's tensors (`infos`). If the files hold different values for the names of a tied weight,
-    it becomes separate tensors, as in transformers.
+    the weight becomes separate tensors, as in transformers.
     """
     untied = []
     for info in infos:

@@ -61,7 +61,7 @@ class Rounds:
 
 
 class ActivationRounding:
-    """Rounds the activations that quantized weights, and tensors computed from a single one, multiply."""
+    """Rounds the activations that are multiplied by quantized weights, or by tensors computed from a single quantized weight."""
 
     def __init__(self) -> None:
         self.left_wide: set[str] = set()
@@ -69,7 +69,9 @@ class ActivationRounding:
         self._made: MutableMapping[torch.Tensor, InputFormat] = WeakIdKeyDictionary()
 
     def formats(self, tensors: list[torch.Tensor], stored: Mapping[int, InputFormat]) -> dict[int, InputFormat]:
-        """Return the formats of `tensors` that are quantized weights (`stored`) or were computed from one, both keyed by `id`."""
+        """Return the formats of those `tensors` that are quantized weights or were computed from one, keyed by `id`. stored: the
+        formats of the quantized weights, keyed by `id`.
+        """
         return {
             id(tensor): form
             for tensor in tensors
@@ -77,7 +79,9 @@ class ActivationRounding:
         }
 
     def follow(self, output: Any, tensors: list[torch.Tensor], formats: Mapping[int, InputFormat]) -> None:
-        """If all float arguments are quantized weights of one format, let the float results of the operation count as such, too."""
+        """If all float arguments are quantized weights of one format, let the float results of the operation count as quantized
+        weights of this format, too.
+        """
         floats = [id(tensor) for tensor in tensors if tensor.is_floating_point() or id(tensor) in formats]
         kinds = {formats.get(key) for key in floats}
         if len(kinds) == 1 and (form := kinds.pop()) is not None:
@@ -88,7 +92,7 @@ class ActivationRounding:
     def wanted(
         self, name: str, args: Arguments, kwargs: Mapping[str, Any], formats: Mapping[int, InputFormat]
     ) -> Rounds | None:
-        """Return which operand of a torch call, before weights are replaced by values, has to be rounded, and how, or None."""
+        """Return which operand of a torch call has to be rounded, and how, or None. Weights are not yet replaced by values."""
         if name == "einsum":
             return _of_einsum(args, formats)
         if name not in _PRODUCTS:
@@ -137,7 +141,7 @@ def _operand(args: Arguments, kwargs: Mapping[str, Any], operand: _Operand) -> A
 
 
 def _of_einsum(args: Arguments, formats: Mapping[int, InputFormat]) -> Rounds | None:
-    """Return how to round an operand of an einsum of two that sums over one letter that they have in common, or None."""
+    """Return how to round an operand of an einsum, or None unless it has two operands and sums over one letter that both have."""
     if len(args) != 3 or not isinstance(args[0], str) or "." in args[0] or "->" not in args[0]:
         return None
     inputs, output = args[0].replace(" ", "").split("->")

@@ -1,9 +1,9 @@
 """Intercepts what a forward pass writes into KV caches, and rounds it to the formats of a recipe.
 
 transformers' models write keys and values by `Cache.update(keys, values, layer)`, and attend to what it returns. MLA writes its
-latent vector and its rotary key there. Formats with static scales or with a scale per token are applied to what is written. Every
-token is thus rounded once, no matter whether tokens are processed together or one by one. KIVI is applied to what is read, since
-its groups contain many tokens.
+latent vector and its rotary key in the same way. Formats with static scales or with a scale per token are applied to what is
+written. Every token is thus rounded once, no matter whether tokens are processed together or one by one. KIVI is applied to what is
+read, since its groups contain many tokens.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ class CacheWatcher:
     """
 
     def written(self, module: str, part: int, states: torch.Tensor, finished: int) -> torch.Tensor:
-        """Return what to store instead of `states`, [batch, heads, tokens, width]. finished: how many module calls have ended."""
+        """Return what to store instead of the keys or values `states` of new tokens: [batch, heads, tokens, width]. finished: how
+        many module calls have ended.
+        """
         return states
 
     def read(self, module: str, part: int, states: torch.Tensor) -> torch.Tensor:
@@ -113,7 +115,9 @@ def watching_caches(watcher: CacheWatcher, mode: WeightMode) -> Iterator[None]:
 
 
 def watched_caches() -> AbstractContextManager[None]:
-    """Return a context in which what a thread writes into KV caches and reads from them goes through its watcher, if it has one."""
+    """Return a context in which the watcher of a thread, if it has one, intercepts what the thread writes to and reads from KV
+    caches.
+    """
     return cache_updates_by(_update)
 
 

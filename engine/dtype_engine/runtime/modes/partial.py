@@ -39,14 +39,14 @@ class PartialCastMode(WeightMode):
         self.drifting = drifting
         self.inside = inside
         self.uses: dict[str, int] = {}
-        """By module, how many calls had ended before it first used one of the `drifting` weights or read its dtype."""
+        """For each module, how many module calls had ended before it first used a `drifting` weight or read the weight's dtype."""
 
     def like_reference(self, module: str) -> bool:
         return not self.inside(module)
 
     @property
     def _run_of_module(self) -> WeightMode:
-        """The mode that answers for the weights in the running module."""
+        """The mode, of the candidate or of the reference, that determines the weights' values in the running module."""
         return self._candidate if self.inside(self.module) else self._reference
 
     def dtype_of(self, weight: Weight) -> torch.dtype:

@@ -33,9 +33,9 @@ _KEEP_DTYPES = frozenset({"to", "type", "type_as", "view_as", "expand_as", "resh
 """Operations without promotion: they use their second tensor only for its dtype or shape, or they return a dtype."""
 _NO_CONTEXT = nullcontext()
 _accepted: set[Any] = set()
-"""The calls with several dtypes that torch accepts: the function, and a `_form` of the arguments."""
+"""The calls with several dtypes that torch accepts: the function, autocast's dtype, the device type, a `_form` of the arguments."""
 _refused: set[Any] = set()
-"""The calls, as in `_accepted`, that torch refuses with several dtypes and runs with one."""
+"""The calls, in the form of those in `_accepted`, that torch refuses with several dtypes and runs with one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class ImplicitCast:
 
 
 class MixedCallSite(CallSite, Protocol):
-    """Where a torch function is called, which tensors are weights, and how to record casts. `WeightMode` describes all this."""
+    """Where a torch function is called, which tensors are weights, and how to record casts. `WeightMode` describes the fields."""
 
     record: Callable[[ImplicitCast], None] | None
     operation: str
@@ -153,7 +153,7 @@ def _common_dtype(
 def _note_promotions(
     name: str, floats: Sequence[torch.Tensor], args: Arguments, kwargs: dict[str, Any], result: Any, site: MixedCallSite
 ) -> None:
-    """Record the casts that torch made: to the dtype in which it computed, or to that of the tensor to which it wrote."""
+    """Record the casts that torch made: to the dtype in which it computed, or to the dtype of the tensor to which it wrote."""
     assert site.record is not None
     destination = _destination(name, args, kwargs)
     sized = [tensor for tensor in floats if tensor.ndim]

@@ -23,7 +23,7 @@ from dtype_engine.search.sensitivity import is_lossless
 _MOST_NAMED = 3
 """Maximum number of stored dtypes in the name of the reference model."""
 _KEEPS_NO_ARGUMENT = frozenset({"linear", "conv1d", "conv2d", "conv3d"})
-"""Operations whose result shares no memory with an argument, so that the memory of a widened weight is free after them."""
+"""Operations whose result shares no memory with an argument, so that a widened weight's memory can be reused after them."""
 _WORTH_SHARING = 1 << 20
 """A widened weight goes into the reused memory if it has at least this many bytes. Smaller allocations are cheap, since they need
 no call to the operating system.
@@ -37,9 +37,9 @@ class ReferenceMode(WeightMode):
 
     Weights stored in float64 stay in float64. An embedding look-up widens only the selected rows.
 
-    widened: the memory of large widened weights on a CPU without gradients; no other mode may keep the tensors that it sees. If
-    None, each widened weight gets new memory. compute: the dtype to which stored codes are decoded for an operation without an
-    activation, such as an embedding look-up, if no weight is widened.
+    widened: memory that is reused for large widened weights, on a CPU without gradients and if no other mode keeps the tensors that
+    it sees. If None, each widened weight gets new memory. compute: the dtype to which stored codes are decoded for an operation
+    without an activation, such as an embedding look-up, if no weight is widened.
     """
 
     def __init__(
@@ -89,8 +89,8 @@ class WidenedWeights:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def values(self, weights: Sequence[Weight], value_of: Callable[[Weight], torch.Tensor]) -> list[torch.Tensor]:
-        """Return the weights of one operation in their `reference_dtype`. Large ones are in the reused memory, which the next call
-        overwrites. Others are computed by `value_of`.
+        """Return the weights of one operation in their `reference_dtype`. Large weights are in the reused memory, which the next
+        call overwrites. Other weights are computed by `value_of`.
         """
         shared = [weight for weight in weights if self._is_worth_sharing(weight)]
         sizes = [-(-self._nbytes(weight) // _ALIGNMENT) * _ALIGNMENT for weight in shared]
@@ -137,7 +137,7 @@ def holds_reference(weight: Weight) -> bool:
 
 
 def copied_bytes(model: LiveModel) -> int:
-    """Return how many bytes the weights take that a reference run widens or decodes, if it holds all of these copies at once."""
+    """Return the bytes of all weights that a reference run widens or decodes, if it holds all of these copies at once."""
     copied = (weight for weight in model.weights.values() if not holds_reference(weight))
     return sum(weight.info.numel * reference_dtype(weight).itemsize for weight in copied)
 
@@ -145,8 +145,8 @@ def copied_bytes(model: LiveModel) -> int:
 def reference_dtype(weight: Weight) -> torch.dtype:
     """Return the dtype in which a reference run uses a weight: float64 if it is stored in float64, otherwise float32.
 
-    If drift is measured from the model as stored, it is the stored dtype or, for a weight that another program quantized, the dtype
-    that this weight would have in an unquantized model.
+    If drift is measured from the model as stored, return the stored dtype or, for a weight that another program quantized, the
+    dtype that this weight would have in an unquantized model.
     """
     if weight.as_stored and not is_coded(weight):
         return weight.reference.held(torch.device("cpu")).dtype
@@ -154,12 +154,12 @@ def reference_dtype(weight: Weight) -> torch.dtype:
 
 
 def reference_value(weight: Weight, device: torch.device, of_codes: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return the values of a weight in a reference run, in its `reference_dtype`, or in `of_codes` if it `is_coded`."""
+    """Return the values of a weight in a reference run, in its `reference_dtype`, or in `of_codes` if the weight `is_coded`."""
     return weight.reference.read(device).to(of_codes if is_coded(weight) else reference_dtype(weight))
 
 
 def reference_part(weight: Weight, index: int) -> torch.Tensor | None:
-    """Return `reference_value` at one index of the first dimension, or None if it can't be read without the others."""
+    """Return `reference_value` at one index of the first dimension, or None if the values at this index can't be read alone."""
     part = None if is_coded(weight) else weight.reference.part(index, weight.tensor.device)
     return None if part is None else part.to(reference_dtype(weight))
 

@@ -110,7 +110,7 @@ class WeightMode(TorchFunctionMode):
         self.first_use: dict[int, int] = {}
         """How many module calls had ended before a weight was first used, keyed by the `id` of the weight's tensor."""
         self.operation = ""
-        """The running operation, for casts inside it. "" if they are explicit, because the code passed a `dtype`."""
+        """The running operation, for the record of casts inside it. "" if the code casts explicitly, with a `dtype` argument."""
         self.replaced = set(replaced)
         self._narrow = frozenset(weights[key].tensor.dtype for key in self.replaced) - {torch.float32, torch.float64}
         """The dtypes, except float32 and float64, of the weights to replace. Another tensor in one of these dtypes may share the
@@ -172,7 +172,9 @@ class WeightMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _renormalized(self, types: Iterable[type], args: Arguments, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Rescale rows of a look-up's table by a call that writes to it. Returns the keyword arguments without `max_norm`."""
+        """Rescale the rows that an embedding look-up with `max_norm` selects, by a call that writes to the table. Returns the
+        keyword arguments with None as `max_norm`.
+        """
         ids, table = args[:2]
         if table.requires_grad:
             with WithoutModes():
@@ -218,7 +220,7 @@ class WeightMode(TorchFunctionMode):
         self.first_use.setdefault(key, self.finished)
 
     def read_property(self, func: Any, args: Arguments) -> Any:
-        """Return a property such as `tensor.dtype` or `tensor.T`. For a replaced weight, it is the replacement's property."""
+        """Return a property such as `tensor.dtype` or `tensor.T`. For a replaced weight, return the property of the replacement."""
         key = id(args[0])
         weight = self.weights.get(key)
         if weight is not None:
@@ -253,15 +255,15 @@ class WeightMode(TorchFunctionMode):
         raise NotImplementedError
 
     def values_of(self, weights: Sequence[Weight], dtype: torch.dtype | None, name: str) -> list[torch.Tensor]:
-        """Return the `value_of` each of the weights of one operation. name: the operation, such as "linear"."""
+        """Return `value_of` for each of the weights of one operation. name: the operation, such as "linear"."""
         return [self.value_of(weight, dtype) for weight in weights]
 
     def rows_of(self, weight: Weight, ids: torch.Tensor) -> torch.Tensor:
-        """Return rows of the values that replace an embedding table, without computing the others: [*ids.shape, width]."""
+        """Return rows of the values that replace an embedding table, without computing other rows: [*ids.shape, width]."""
         raise NotImplementedError
 
     def part_of(self, weight: Weight, index: int) -> torch.Tensor | None:
-        """Return `value_of` a weight at one index of its first dimension, or None if it can't be made without the others."""
+        """Return `value_of` a weight at one index of its first dimension, or None if this part can't be computed alone."""
         return None
 
     def is_quantized(self, weight: Weight) -> bool:
@@ -273,8 +275,8 @@ class WeightMode(TorchFunctionMode):
         return InputFormat(weight.dtype) if self.is_quantized(weight) else None
 
     def is_weight(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor is a weight, replaces a weight, is a view of one of these, also inside `torch.vmap`, or shares a
-        weight's memory: torch does not take `weight.data`, `weight.detach()` and the tensors of `state_dict()` for views.
+        """Return whether a tensor, also inside `torch.vmap`, is a weight, replaces a weight, is a view of such a tensor, or shares
+        a weight's memory: torch does not regard `weight.data`, `weight.detach()` and the tensors of `state_dict()` as views.
         """
         tensor, _ = unwrapped(tensor)
         if isinstance(tensor, nn.Parameter):
@@ -285,8 +287,8 @@ class WeightMode(TorchFunctionMode):
         return any(id(each) in self.weights for each in self.sharing_memory(tensor))
 
     def arguments_of(self, module: nn.RNNBase, args: Arguments) -> Arguments:
-        """Return the positional arguments with which to call `nn.RNN`, `nn.LSTM` or `nn.GRU`. These compare dtypes in Python and
-        raise before they call torch, so float arguments are cast to the promoted dtype of the module's weights.
+        """Return the positional arguments with which to call `nn.RNN`, `nn.LSTM` or `nn.GRU`. These classes compare dtypes in
+        Python and raise before they call torch, so float arguments are cast to the promoted dtype of the module's weights.
         """
         if torch.is_autocast_enabled(self.device.type):
             return args
@@ -336,9 +338,9 @@ class WeightMode(TorchFunctionMode):
     def revealed(self, name: str, args: Arguments, kwargs: dict[str, Any]) -> tuple[Arguments, dict[str, Any]]:
         """Return the arguments of a torch call with hidden weights replaced by values.
 
-        A hidden weight shares the memory of a weight to replace, but the mode did not see its origin, for example `torch.vmap` or
-        `nn.Parameter(weight)`. Raises NoForward if it is only a part of the weight, or is wrapped by a transform other than
-        `torch.vmap`, such as `torch.func.grad`.
+        A hidden weight is a tensor that shares the memory of a weight to replace, but the mode did not see its origin, for example
+        `torch.vmap` or `nn.Parameter(weight)`. Raises NoForward if the tensor is only a part of the weight, or is wrapped by a
+        transform other than `torch.vmap`, such as `torch.func.grad`.
         """
         if not self._narrow:
             return args, kwargs
@@ -423,7 +425,8 @@ class WeightMode(TorchFunctionMode):
         self, found: Mapping[int, Weight], dtype: torch.dtype | None, name: str
     ) -> dict[int, torch.Tensor]:
         """Return the values with which one operation computes instead of the weights in `found`, both keyed by `id`. If the model's
-        code has written to a weight in this forward pass, these are the values that it wrote. dtype, name: as for `values_of`.
+        code has written to a weight in this forward pass, the written values are returned. dtype: the dtype of the activation in
+        the operation, or None. name: the operation, such as "linear".
         """
         held = {key: weight for key, weight in found.items() if key not in self.written}
         values = dict(zip(held, self.values_of(list(held.values()), dtype, name), strict=True))
@@ -452,9 +455,9 @@ class WeightMode(TorchFunctionMode):
         return args, kwargs
 
     def _before_write(self, args: Arguments, kwargs: dict[str, Any]) -> tuple[Arguments, dict[str, Any]]:
-        """Return new arguments for a torch call that writes to its first argument or to `out`. Instead of a weight, it gets a copy,
-        which replaces the weight for the rest of the forward pass. If it writes to a tensor that shares memory with a weight, the
-        weight's values are saved and restored after the pass.
+        """Return new arguments for a torch call that writes to its first argument or to `out`. Instead of a weight, the call gets a
+        copy, which replaces the weight for the rest of the forward pass. If the call writes to a tensor that shares memory with a
+        weight, the weight's values are saved, and restored after the pass.
         """
         destination = kwargs.get("out", args[0] if args else None)
         new: dict[int, torch.Tensor] = {}

@@ -40,7 +40,9 @@ class InputFormat:
 
 
 def quantize_activations(values: torch.Tensor, dtype: str, scale: float | None = None) -> torch.Tensor:
-    """Return activations [..., channels] after rounding, in their dtype and shape. dtype, scale: as in `InputFormat`."""
+    """Return activations [..., channels] after rounding to the format `dtype`, in their own dtype and shape. scale: the static
+    scale of all inputs, or None if scales are computed from the activations.
+    """
     if not values.numel():
         return values
     rows = values.detach().reshape(-1, values.shape[-1])

@@ -35,7 +35,7 @@ Counted = MutableMapping[tuple[str, str], ValueLoss | None]
 
 
 class _Counts(NamedTuple):
-    """How many values a cast loses among some elements of a tensor. `ValueLoss` describes the fields."""
+    """How many values a cast loses among some elements of a tensor. Fields without a text of their own are those of `ValueLoss`."""
 
     overflowed: int = 0
     vanished: int = 0
@@ -58,9 +58,9 @@ class LossCounter:
         self._parts: list[_Counts] = []
 
     def see(self, start: int, after: torch.Tensor, before: torch.Tensor | None = None) -> None:
-        """Count the lost values among some successive elements of the flattened tensor. start: the index of the first. after: the
-        elements after the cast or, for a dtype with scales, the codes of whole rows, flat. before: the elements before the cast,
-        flat; if None, they are read from the original tensor.
+        """Count the lost values among some successive elements of the flattened tensor. start: the index of the first element.
+        after: the elements after the cast or, for a dtype with scales, the codes of whole rows, flat. before: the elements before
+        the cast, flat; if None, they are read from the original tensor.
         """
         before = self._flat[start : start + len(after)] if before is None else before
         quantized = self.dtype in dtypes.STORAGE_DTYPES
@@ -69,11 +69,11 @@ class LossCounter:
         )
 
     def result(self, cancelled: IsCancelled = never) -> ValueLoss | None:
-        """Return how many values are lost, or None if the cast only rounds. All must have been counted. Raises Cancelled."""
+        """Return how many values are lost, or None if the cast only rounds. `see` must have seen all elements. Raises Cancelled."""
         return _listed(self.counted(cancelled))
 
     def counted(self, cancelled: IsCancelled = never) -> ValueLoss:
-        """Like `result`, but returns the counts also if the cast only rounds."""
+        """Return how many values are lost, like `result`, but also if the cast only rounds."""
         total = _Counts(*map(sum, zip(*self._parts, strict=True))) if self._parts else _Counts()
         channels = total.channels
         if self.dtype not in dtypes.STORAGE_DTYPES and total.vanished and 2 * total.zeros > self._width:
@@ -103,7 +103,7 @@ def count_losses(
 def all_losses(
     name: str, original: torch.Tensor, dtype: str, cast: torch.Tensor | None = None, cancelled: IsCancelled = never
 ) -> ValueLoss:
-    """Like `count_losses`, but returns the counts also if the cast only rounds values."""
+    """Return how many values are lost in a cast to `dtype`, like `count_losses`, but also if the cast only rounds values."""
     counter = LossCounter(name, original, dtype)
 
     def see(start: int, piece: torch.Tensor) -> None:
@@ -133,7 +133,7 @@ def _listed(loss: ValueLoss) -> ValueLoss | None:
 
 
 def _rows(original: torch.Tensor | Values, dtype: str) -> Rows:
-    """Return a view of a tensor as a matrix [rows, width], whose blocks or else rows have a scale each."""
+    """Return a view of a tensor as a matrix [rows, width]. Each block of it or, without blocks, each row has a scale in `dtype`."""
     blocks = dtypes.BY_NAME[dtype].blocks
     if blocks is None:
         return as_rows(original)
@@ -167,7 +167,7 @@ def _count_cast(before: torch.Tensor, after: torch.Tensor) -> _Counts:
 
 
 def _count_codes(before: torch.Tensor, codes: torch.Tensor, width: int, dtype: str) -> _Counts:
-    """Return the counts for some rows of `width` values that are quantized to `dtype`. None can become infinite."""
+    """Return the counts for some rows of `width` values that are quantized to `dtype`. No value can become infinite."""
     zeros = count_zeros(codes)
     vanished = zeros - count_zeros(before) if zeros else 0
     channels = saturated = nonfinite = 0

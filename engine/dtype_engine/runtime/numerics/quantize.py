@@ -56,7 +56,9 @@ def cast_or_quantize(
 
 
 def values_in(tensor: torch.Tensor, dtype: str, compute: torch.dtype, amax: float | None = None) -> torch.Tensor:
-    """Return a copy of `tensor` after a cast to `dtype`, in `compute` if that has scales. amax: as for `cast_or_quantize`."""
+    """Return a copy of `tensor` cast to `dtype` and, with scales, dequantized to `compute`. amax: the |value| for the tensor scale;
+    by default, the largest finite |value|.
+    """
     data, scale = cast_or_quantize(tensor, dtype, amax)
     if scale is not None:
         return dequantize(data, scale, compute, dtypes.BY_NAME[dtype].blocks)
@@ -71,9 +73,9 @@ def quantize_in_blocks(
 ) -> torch.Tensor:
     """Quantize a tensor, a few rows at a time, to a dtype that has no block scales. Returns its scales, float32 [channels] or [1].
 
-    on_block: called as `on_block(start, codes)` in several threads and in no particular order, with the codes of some rows, flat,
-    in a buffer that is reused, and the index of the first in the flattened tensor. amax: the |value| from which one scale for all
-    channels is computed.
+    on_block: called as `on_block(start, codes)` in several threads and in no particular order. `codes` holds the codes of some
+    rows, flat, in a buffer that is reused, and `start` is the index of the first code in the flattened tensor. amax: the |value|
+    from which one scale for all channels is computed.
     """
     rows = as_rows(tensor)
     top = dtypes.BY_NAME[dtype].max

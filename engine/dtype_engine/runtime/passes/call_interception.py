@@ -33,7 +33,7 @@ class ModuleCalls:
         modules: the module and all its submodules.
 
     cancelled: called before each submodule call. autocast_on: the device type for which passes enable torch.autocast, or None.
-    blocks: the names of modules before whose calls `on_block(name)` is called.
+    blocks: names of modules. `on_block(name)` is called before each call of one of them.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class ModuleCalls:
         return call
 
     def _arguments_of(self, run: ForwardPass, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Return the arguments for a module, which the mode changes for an RNN, and record the masks of torch's attention."""
+        """Return the positional arguments for a module, changed by the mode for an RNN. Record the masks of torch's attention."""
         if isinstance(module, nn.RNNBase):
             with WithoutModes():
                 return run.mode.arguments_of(module, args)

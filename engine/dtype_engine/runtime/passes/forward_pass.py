@@ -42,15 +42,15 @@ class ForwardPass:
     observer: ModuleObserver
     """Receives outputs of the modules in `watched`."""
     cache: OutputCache | None
-    """Keeps outputs for later passes."""
+    """Keeps module outputs for later passes. None if no outputs are kept."""
     reusable_calls: dict[tuple[str, int], int]
     """The calls to skip: maps (module, number of its call) to an index in `earlier.calls`."""
     earlier: OutputCache | None
-    """The outputs of an earlier pass."""
+    """The module outputs of an earlier pass, from which `reusable_calls` are taken, or None."""
     weights: Container[int]
     """The `id`s of the model's weights."""
     watched: Container[str] | None = None
-    """If None, all modules."""
+    """Names of the modules whose outputs are observed. If None, all modules."""
     effects: SideEffects | None = None
     attended: AttendedPositions = field(default_factory=AttendedPositions)
     calls: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
@@ -60,7 +60,7 @@ class ForwardPass:
     began: list[int] = field(default_factory=list)
     """For each running module, the number of calls that had ended when it began."""
     spans: list[int] = field(default_factory=list)
-    """As in `PassResult`."""
+    """For each call in `finished`, how many calls had ended when it began."""
     observing_seconds: float = 0.0
     """Time spent on observers in seconds, which is not counted as time of the pass."""
     refused: str = ""
@@ -68,7 +68,7 @@ class ForwardPass:
 
     def __post_init__(self) -> None:
         self.finished: list[str] = [] if self.cache is None else self.cache.names
-        """As in `PassResult`."""
+        """The module names of all module calls, in the order in which the calls ended."""
         self._thread = threading.get_ident()
 
     def begin(self, name: str, args: Any, kwargs: Any) -> None:
@@ -80,7 +80,7 @@ class ForwardPass:
         self.mode.module = name
 
     def is_elsewhere(self, name: str, module: nn.Module) -> bool:
-        """Return whether a module is called in another thread than that of the forward pass, where its mode intercepts nothing. If
+        """Return whether a module is called in another thread than the forward pass, where the pass's mode intercepts nothing. If
         the module has weights, the reason is kept in `refused`, and the other thread ends.
         """
         if threading.get_ident() == self._thread:
@@ -98,12 +98,14 @@ class ForwardPass:
         return self.watched is None or name in self.watched
 
     def earlier_call(self, name: str) -> ModuleCall | None:
-        """Return the record of an earlier pass whose output replaces the next call of a module, or None if it must be called."""
+        """Return the record of an earlier pass whose output replaces the next call of a module, or None if the module must be
+        called.
+        """
         index = self.reusable_calls.get((name, self.calls[name])) if self.reusable_calls else None
         return None if index is None or self.earlier is None else self.earlier.calls[index]
 
     def finish(self, name: str, output: Any) -> None:
-        """Record that a call of the module `name` has ended, or was skipped, with the output of an earlier pass."""
+        """Record that a call of the module `name` has ended, or was skipped because `output` is reused from an earlier pass."""
         while self.inside.pop() != name:
             self.began.pop()  # this module raised an exception that its caller handled
         began = self.began.pop()
@@ -117,8 +119,9 @@ class ForwardPass:
         self.mode.finished = len(self.finished)
 
     def _observe(self, name: str, output: Any, began: int) -> None:
-        """Give a module's output to the observer and the cache. If it is reused from an earlier pass, they get that pass's records
-        of the module and the calls inside it, which did not run. began: the number of calls that had ended when the module began.
+        """Give a module's output to the observer and the cache. If the output is reused from an earlier pass, they get the earlier
+        records of this call and of the calls inside it, which did not run. began: the number of calls that had ended when the
+        module began.
         """
         call = self.calls[name]
         index = self.reusable_calls.get((name, call)) if self.reusable_calls else None

@@ -76,8 +76,8 @@ class KeptPositions:
     def of(
         cls, module: nn.Module, batch: Batch, device: torch.device, attended: AttendedPositions
     ) -> KeptPositions | None:
-        """Return the positions to compare according to the masks in `batch` or, if it has none, to those that the model passed to
-        torch's attention (`attended`). Returns None if all positions are to be compared.
+        """Return the positions to compare according to the masks in `batch` or, if the batch has none, according to the masks that
+        the model passed to torch's attention (`attended`). Returns None if all positions are to be compared.
 
         The masks are the attention mask and, in an encoder-decoder model, the decoder's attention mask and the labels: a label of
         -100 leaves out its position. module: the model, whose signature names the batch's positional arguments.
@@ -104,8 +104,8 @@ class KeptPositions:
 
     def of_module(self, name: str, call: int, output: torch.Tensor) -> torch.Tensor | None:
         """Return the mask for a module's output, or None if all its rows are compared, for example because they are not positions.
-        It is [batch, positions] for an output [batch, positions, ...], and [batch x positions] for one in which these two
-        dimensions are flattened into one. call: the number of the module's call in the forward pass, from 0.
+        The mask is [batch, positions] for an output [batch, positions, ...], and [batch x positions] for an output in which these
+        two dimensions are flattened into one. call: the number of the module's call in the forward pass, from 0.
         """
         mask = self._mask(self.has_decoder and _is_of_decoder(name, call), output)
         if mask is None or output.ndim < 2:
@@ -115,8 +115,8 @@ class KeptPositions:
         return mask.reshape(-1) if len(output) == mask.numel() else None
 
     def of_cache(self, of_decoder: bool, states: torch.Tensor) -> torch.Tensor | None:
-        """Return the mask [batch, tokens] for what is written into a KV cache, [batch, heads, tokens, width], or None for all.
-        of_decoder: whether they are tokens of the decoder of an encoder-decoder model, and not of its encoder.
+        """Return the mask [batch, tokens] for what is written into a KV cache, [batch, heads, tokens, width], or None if all tokens
+        count. of_decoder: whether they are tokens of the decoder of an encoder-decoder model, and not of its encoder.
         """
         mask = self.decoder if self.has_decoder and of_decoder else self.encoder
         return mask if mask is not None and (len(states), states.shape[-2]) == mask.shape else None
@@ -142,7 +142,7 @@ def _arguments(module: nn.Module, batch: Batch) -> dict[str, Any]:
 
 
 def _ones(mask: object) -> torch.Tensor | None:
-    """Return where a mask [batch, positions] is 1, or None if `mask` is no tensor of zeros and ones with this shape."""
+    """Return a mask that is True where `mask` [batch, positions] is 1, or None if `mask` is no such tensor of zeros and ones."""
     if not isinstance(mask, torch.Tensor) or mask.ndim != 2 or not bool(((mask == 0) | (mask == 1)).all()):
         return None
     return mask == 1

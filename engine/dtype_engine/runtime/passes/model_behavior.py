@@ -15,7 +15,7 @@ Run = Literal["reference", "candidate"]
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What the values in KV caches were when the model ran over all inputs with unrounded caches."""
+    """The largest values in KV caches when the model ran over all inputs with unrounded caches."""
 
     state: object
     """What these values depend on: the run settings and, for a candidate run, the current values of all weights."""
@@ -25,16 +25,18 @@ class Calibration:
 
 @dataclass
 class ModelBehavior:
-    """What forward passes have shown about one model. All measurements of a session share it; an empty one is always valid."""
+    """What forward passes have shown about one model. All measurements of a session share this object. An empty one is always
+    valid.
+    """
 
     observed: bool = False
-    """Whether a forward pass was checked for side effects. Before, `writers` and `stateful` have no meaning."""
+    """Whether a forward pass was checked for side effects. Until then, `writers` and `stateful` have no meaning."""
     writers: set[str] = field(default_factory=set)
     """Names of modules that change their arguments. Their calls must not be skipped, because the changes would be missing."""
     stateful: bool = False
     """Whether module outputs depend on more than the arguments, such as on tensors that the model updates or on random numbers."""
     calibrations: dict[Run, Calibration] = field(default_factory=dict)
-    """The last calibration of KV caches by each run, if a format with calibrated scales has needed one for these inputs."""
+    """The last calibrations for reference runs and for candidate runs, if a format with calibrated scales has needed them."""
 
     def add_effects(self, effects: SideEffects) -> None:
         """Add the side effects that were detected in one forward pass."""

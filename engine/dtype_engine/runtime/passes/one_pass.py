@@ -30,18 +30,20 @@ class PassOptions:
     cached: frozenset[str] | None = None
     """Names of the modules whose outputs are kept for a later pass. If None, those of all watched modules."""
     earlier: OutputCache | None = None
-    """Module outputs of an earlier pass over the same input, which are reused where possible. If none can be, all are released."""
+    """Module outputs of an earlier pass over the same input, which are reused where possible. If none can be reused, all are
+    released.
+    """
     prefix: int = 0
     """For `ForwardRunner.partial`: how many calls at the start of the earlier pass have outputs that can't have changed."""
     around: Callable[[WeightMode], AbstractContextManager[object]] | None = None
-    """Returns a context that is entered before the mode of the forward pass, which is the argument."""
+    """Returns, given the mode of the forward pass, a context that is entered before this mode."""
     caches: CacheWatcher | None = None
-    """Receives all keys and values that the pass writes into KV caches, for example to calibrate scales. The pass does not round
-    them then. If None, a pass with cast weights rounds its caches as the recipe says.
+    """Receives all keys and values that the pass writes into KV caches, for example to calibrate scales. The pass itself then
+    rounds no cache. If None, a pass with cast weights rounds its caches as the recipe says.
     """
     amax: Mapping[str, torch.Tensor] | None = None
     """The largest |value| of each head, float32 [heads], keyed by the name of the cache tensor, with which `ForwardRunner.partial`
-    rounds KV caches. If None, those of the reference run.
+    rounds KV caches. If None, the values of the reference run are used.
     """
 
 
@@ -55,7 +57,7 @@ class PassResult(Generic[Output]):
     finished: list[str]
     """The module names of all module calls, in the order in which the calls ended."""
     spans: list[int]
-    """For each entry of `finished`, how many calls had ended when it began. Incomplete if some modules are unwatched."""
+    """For each call in `finished`, how many calls had ended when it began. Incomplete if some modules are unwatched."""
     first_use: dict[str, int]
     """How many module calls had ended before a weight was first used, keyed by the name of the weight."""
     attended: AttendedPositions

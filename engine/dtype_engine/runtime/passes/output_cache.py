@@ -29,12 +29,12 @@ class ModuleCall:
     call: int
     """The number of the call among the calls of the module."""
     began_after: int
-    """How many calls had ended when it began."""
+    """How many calls had ended when this call began."""
     ended_after: int
-    """How many calls had ended when it ended."""
+    """How many other calls had ended when this call ended."""
     output: Any
     observed: Any
-    """What the observer returned for it."""
+    """What the observer returned for this call."""
     versions: tuple[tuple[torch.Tensor, int], ...]
 
     @property
@@ -48,8 +48,8 @@ _OPAQUE = object()
 
 
 def _reusable(output: Any, weights: Container[int]) -> tuple[Any, tuple[tuple[torch.Tensor, int], ...]]:
-    """Return a module's output for reuse, with its tensors and their versions. It is `_OPAQUE` if it has other objects than tensors
-    and plain values, such as a key-value cache, or one of these tensors:
+    """Return a module's output for reuse, with its tensors and their versions. Return `_OPAQUE` instead if the output has other
+    objects than tensors and plain values, such as a key-value cache, or one of these tensors:
 
     - a weight or a view of a weight, whose dtype may change the dtype of later operations;
     - a tensor with an autograd graph, or without a version counter;
@@ -99,10 +99,9 @@ class OutputCache:
     def add(
         self, module: str, call: int, span: tuple[int, int], output: Any, observed: Any, weights: Container[int] = ()
     ) -> None:
-        """Record an ended module call. call, observed: as in `ModuleCall`. span: how many calls had ended when it began, and when
-        it ended. weights: the `id`s of the model's weights.
-
-        Without its output, a call can only be skipped together with a call that contains it.
+        """Record an ended module call. call: its number among the calls of the module. span: how many calls had ended when this
+        call began, and when it ended. observed: what the observer returned for it. weights: the `id`s of the model's weights. A
+        call whose output is not kept can only be skipped together with a call that contains it.
         """
         if self.budget >= 0:
             kept = self.only is None or module in self.only
@@ -142,7 +141,8 @@ class OutputCache:
         index of the call in `calls`, for example ("layers.0", 0) to 11. Calls inside a skipped call are not listed.
 
         A call can't be skipped if its output was not kept, if it is of one of the modules in `writers`, which change their
-        arguments, or if it calls one of the modules in `hooked`, whose hooks must see the output. The calls inside it may.
+        arguments, or if it calls one of the modules in `hooked`, whose hooks must see the output. The calls inside such a call may
+        be skipped.
         """
         before = [0]  # number of calls of hooked modules before each call
         for name in self.names[:prefix]:

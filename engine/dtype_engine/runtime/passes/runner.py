@@ -52,7 +52,7 @@ class ForwardRunner:
     `candidate_call`, and raises NoForward, KernelError and Cancelled.
 
     watch: if False, passes can be cancelled but are not observed. behavior: what earlier passes have shown about the model, shared
-    by all its runners; if None, nothing is known yet.
+    by all runners of the model; if None, nothing is known yet.
     """
 
     def __init__(
@@ -87,9 +87,9 @@ class ForwardRunner:
     def side_by_side(self, works: Sequence[Callable[[], T]]) -> list[T]:
         """Call all functions in `works`, each of which runs one forward pass by this runner, and return their results.
 
-        If the model is larger than memory, the passes take turns, so that each block of weights is read once for all of them,
-        unless one pass changes state on which another depends, or reference and candidate have different settings
-        (`LiveModel.side_settings`).
+        If the model is larger than memory, the passes take turns, so that each block of weights is read once for all of them. They
+        still run one after the other if one pass changes state on which another depends, or if reference and candidate have
+        different settings (`LiveModel.side_settings`).
         """
         one = len(works) < 2 or self.behavior.stateful or self._together is not None or bool(self.model.side_settings)
         if one or not self.model.memory.limited:
@@ -114,7 +114,7 @@ class ForwardRunner:
         return resume
 
     def enter_block(self, name: str) -> None:
-        """Begin to use the weights of a block of a model over memory: if passes take turns, in the turn of the current one."""
+        """Begin to use the weights of a block of a model over memory. If passes take turns, first wait for this pass's turn."""
         run = self._calls.under_way
         if self._together is None:
             self.model.memory.enter(name)
@@ -157,7 +157,8 @@ class ForwardRunner:
         self, batches: Iterable[Batch], formats: Collection[str] | None = None, run: Run = "candidate"
     ) -> None:
         """Find the largest |value| of each head in the KV caches of a run, if one of `formats` has calibrated scales. Candidate
-        runs round their caches by those of the candidate, `partial` runs without `PassOptions.amax` by those of the reference.
+        runs compute the scales of their caches from these values of the candidate, and `partial` runs without `PassOptions.amax`
+        from those of the reference.
 
         This runs the model on all batches, unless the values are known. Raises NoForward, KernelError and Cancelled. formats: names
         in `KV_FORMATS`; if None, the formats of the recipe.
@@ -174,7 +175,7 @@ class ForwardRunner:
     def partial_amax(
         self, batches: Iterable[Batch], drifting: frozenset[int], inside: Callable[[str], bool]
     ) -> dict[str, torch.Tensor] | None:
-        """Return `PassOptions.amax` for `partial` runs over all batches, or None if they round no cache by calibrated scales."""
+        """Return `PassOptions.amax` for `partial` runs over all batches, or None if they use no calibrated scales."""
         rounded = (form for name, form in self.model.cache_formats.items() if inside(name))
         if not any(KV_FORMATS[form].calibrated for form in rounded):
             return None
@@ -199,7 +200,7 @@ class ForwardRunner:
         return {name: weight.form for name, weight in self.model.weights.items()}
 
     def _form_of_cache(self, name: str, amax: Mapping[str, torch.Tensor]) -> str:
-        """Identify how a cache tensor is rounded: by its format and, if they are calibrated, its scales."""
+        """Return a text that identifies how a cache tensor is rounded: its format and, if they are calibrated, its scales."""
         form = self.model.cache_formats.get(name, "")
         calibrated = form and KV_FORMATS[form].calibrated and name in amax
         return f"{form} {amax[name].tolist()}" if calibrated else form
@@ -229,7 +230,7 @@ class ForwardRunner:
     def reference(
         self, call: Callable[[], Output], options: PassOptions = _NOTHING, observer: ModuleObserver = _IGNORES
     ) -> PassResult[Output]:
-        """Do a reference run: the stored weights in float32 (or float64, if so stored), without a second copy of all weights."""
+        """Do a reference run: the stored weights in float32 (or float64 if stored so), without a second copy of all weights."""
         # A mode around this one may keep tensors that it sees, so every widened weight then needs its own memory.
         new = WidenedWeights() if options.around is None else None
         on_cpu = self.model.device.type == "cpu"  # another device may lack memory for all of them
@@ -299,7 +300,9 @@ class ForwardRunner:
         return self._run(call, mode, _NOTHING, _IGNORES, caches=caches)
 
     def _for_all(self, name: str, context: Callable[[], AbstractContextManager[T]]) -> AbstractContextManager[T]:
-        """Return a context for a pass. If passes take turns, the first to ask for `name` enters it, and it ends with the last."""
+        """Return a context for a pass. Passes that take turns share one for each `name`: the first enters it, and it ends with the
+        last.
+        """
         return context() if self._together is None else nullcontext(self._together.share(name, context))
 
     def _reusable(self, earlier: OutputCache, prefix: int) -> dict[tuple[str, int], int]:
@@ -334,7 +337,9 @@ class ForwardRunner:
     def _under(
         self, mode: WeightMode, options: PassOptions, autocast: torch.dtype | None, caches: CacheWatcher | None
     ) -> Iterator[None]:
-        """Return the context in which the model's code runs."""
+        """Return the context in which the model's code runs: `mode`, autocast, and the contexts that `options` and `caches`
+        require.
+        """
         device = self.model.device
         with ExitStack() as contexts:
             contexts.enter_context(torch.no_grad())
@@ -361,9 +366,9 @@ class ForwardRunner:
         autocast: torch.dtype | None = None,
         caches: CacheWatcher | None = None,
     ) -> PassResult[Output]:
-        """Run one forward pass under a torch-function mode. cache: keeps outputs of modules for later passes. reused: as for
-        `ForwardPass`. autocast: the dtype of torch's autocast, or None without autocast. caches: intercepts the KV caches that the
-        pass writes, or None.
+        """Run one forward pass under a torch-function mode. cache: keeps outputs of modules for later passes. reused: the calls to
+        skip, as `ForwardPass.reusable_calls`. autocast: the dtype of torch's autocast, or None without autocast. caches: intercepts
+        the KV caches that the pass writes, or None.
         """
         model = self.model
         run = ForwardPass(mode, observer, cache, reused or {}, options.earlier, model.by_id, options.watched)
@@ -404,7 +409,7 @@ class ForwardRunner:
 
 @contextmanager
 def _failures_as_no_forward(run: ForwardPass, device: torch.device) -> Iterator[None]:
-    """Let any error of the model's code, and a lack of memory, raise NoForward, which names the module that was running."""
+    """Convert any error of the model's code, and lack of memory, to NoForward, which names the module that was running."""
     try:
         yield
     except (Cancelled, UserError):
@@ -433,7 +438,8 @@ def _where(inside: list[str]) -> str:
 
 def _unseen_casts(model: LiveModel, used: Collection[str], called: Collection[str]) -> frozenset[str]:
     """Return the names of the cast weights that a forward pass did not use in an intercepted call. called: the names of the
-    submodules that it called. Raises NoForward if the model has functions of TorchScript, and a called module has an unseen weight.
+    submodules that the pass called. Raises NoForward if the model has functions of TorchScript, and a called module has an unseen
+    weight.
     """
     unseen = frozenset(name for name, weight in model.weights.items() if weight.cast and name not in used)
     owned = [name for name in sorted(unseen) if "." not in name or name.rpartition(".")[0] in called]
@@ -446,7 +452,7 @@ def _unseen_casts(model: LiveModel, used: Collection[str], called: Collection[st
 
 
 def _scripted(module: nn.Module) -> str | None:
-    """Return the name of a function of TorchScript that a module, or the Python module that defines its class, holds, or None."""
+    """Return the name of a function of TorchScript that a module or the Python module of its class holds, or None."""
     parts = list(module.modules())
     namespaces = {name: vars(sys.modules[name]) for part in parts if (name := type(part).__module__) in sys.modules}
     held = (value for holder in (*map(vars, parts), *namespaces.values()) for value in list(holder.values()))

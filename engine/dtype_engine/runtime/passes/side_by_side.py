@@ -1,8 +1,8 @@
 """Runs several forward passes of one model side by side, so that each block of its weights is read only once for all of them. A
 block is a module, such as a layer.
 
-Each pass runs in a thread, but only one thread runs at a time: before a block, a pass waits until the others have come as far. The
-model's own code runs unchanged, so nothing has to be known of how it calls its blocks.
+Each pass runs in a thread, but only one thread runs at a time: before a block, a pass waits until the other passes have reached it,
+too. The model's own code runs unchanged, so this works however it calls its blocks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ALWAYS = Fixed("always", True)
 
 
 class NotIndependent(Cancelled):
-    """A forward pass changes the model's state, so passes that run side by side would see each other's changes."""
+    """Raised if a forward pass changes the model's state, so passes that run side by side would see each other's changes."""
 
 
 class SideBySide:
@@ -66,7 +66,9 @@ class SideBySide:
         mode.kept = self.kept
 
     def share(self, name: str, context: Callable[[], AbstractContextManager[T]]) -> T:
-        """Return what a context manager yields. The first pass that asks for `name` enters it, and it ends when all have ended."""
+        """Return what a context manager yields. The first pass that asks for `name` enters it, and all passes share it until they
+        end.
+        """
         if name not in self._entered:
             self._entered[name] = self._shared.enter_context(context())
         return self._entered[name]  # type: ignore[no-any-return]
@@ -106,7 +108,9 @@ class SideBySide:
         return results
 
     def enter(self, block: str) -> float:
-        """Wait for the pass's turn to run a block. Returns the seconds. Raises Cancelled if another failed, and NotIndependent."""
+        """Wait for the running pass's turn to run a block. Returns the seconds that it waited. Raises NotIndependent if the pass
+        changes the model's state, and Cancelled if another pass failed.
+        """
         number, started = self._running, time.perf_counter()
         if number == 0 and self.changed():  # one pass is enough to know
             raise NotIndependent
@@ -123,7 +127,9 @@ class SideBySide:
         return time.perf_counter() - started
 
     def _hand_over(self) -> None:
-        """Resume a waiting pass: one before the current block, or else the one that has entered its next block the fewest times."""
+        """Resume a waiting pass: one that waits for the current block, or else the pass that has entered its next block the fewest
+        times.
+        """
         if not self._waiting:
             return
         inside = self._memory.inside

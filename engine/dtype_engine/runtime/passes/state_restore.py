@@ -66,7 +66,7 @@ def as_every_pass(
     call are computed again from the currently cast weights. Yields the saved state, and a function that restores it immediately and
     returns whether the model is `stateful`.
 
-    behavior: records as `stateful` whether anything had to be restored. modules: the modules whose state is restored. watching:
+    behavior: its `stateful` becomes True if anything had to be restored. modules: the modules whose state is restored. watching:
     tells whether the pass has changed tensors. earlier: the state that was saved before an earlier pass. It is used again if it
     still holds.
     """
@@ -93,8 +93,8 @@ def _uncompiled() -> AbstractContextManager[None]:
 
 class SavedState:
     """The saved state of some modules: their tensors, numbers, containers and objects, and the tensors in attributes of their
-    classes, in global variables of the Python modules that define these classes, and in what functions there keep, for example in a
-    `functools.lru_cache`.
+    classes, in global variables of the Python modules that define these classes, and in containers and caches of functions there,
+    such as a `functools.lru_cache`.
     """
 
     def __init__(self, modules: Collection[nn.Module]) -> None:
@@ -179,7 +179,7 @@ class SavedState:
 
     def _restore_shared(self) -> bool:
         """Restore those shared attributes and containers in which a tensor was added, replaced or removed, and clear the caches of
-        functions that hold tensors. Returns whether there were any.
+        functions that hold tensors. Returns whether anything was restored or cleared.
         """
         restored = False
         for cached in self._caches:

@@ -33,7 +33,7 @@ class BackwardPasses:
     budget: int
     """The maximum number of bytes for gradients."""
     file: ActivationFile | None
-    """Where activations are kept until the backward passes; None: in memory."""
+    """The file in which activations are kept until the backward passes, or None if they stay in memory."""
     on_measured: Callable[[int, int], None]
     """Called as `on_measured(done, total)` with the numbers of measured operations and of all operations."""
     differentiated: set[str] = field(default_factory=set)
@@ -48,7 +48,7 @@ class BackwardPasses:
     _measured: int = 0
     _to_measure: int = 0
     _carrying: bool = False
-    """Whether a backward pass of the scan is running. Those of the model itself call the same hooks, which then do nothing."""
+    """Whether a backward pass of the scan is running. In those of the model itself, the hooks only add to `differentiated`."""
 
     def run(self, main: torch.Tensor, probes: OutputProbes, calls: list[TopKCall], seed: int) -> GradientSums:
         """Run all backward passes through `operations`: first those that start at the margins of routers (`calls`), then those
@@ -78,7 +78,7 @@ class BackwardPasses:
         return sums
 
     def on_gradient(self, operation: Operation, index: int, gradient: torch.Tensor | None) -> None:
-        """Take the gradient with respect to the output `index` of an operation."""
+        """Receive the gradient with respect to the output `index` of an operation, from a hook of torch."""
         if gradient is None:
             return  # on CUDA, torch calls the hook of an output of a recurrent layer that the loss does not depend on
         if not self._carrying:
@@ -89,7 +89,7 @@ class BackwardPasses:
             self._measure(operation)
 
     def enter_block(self, name: str) -> None:
-        """Must be called before weights of another block of a model larger than memory are read."""
+        """Must be called before weights of another block, `name`, of a model larger than memory are read."""
         memory = self.runner.model.memory
         if self.file is not None and memory.limited and memory.inside != name:
             self.file.end_block()  # other sequences may run before this one goes on

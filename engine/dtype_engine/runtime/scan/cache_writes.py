@@ -32,7 +32,7 @@ class CacheWrite:
         return (self.name,)
 
     def errors(self, names: Sequence[str], amax: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Return [a tensor [formats, elements]]: by how much each format, such as `kv:fp8`, changes what was written."""
+        """Return one tensor [formats, elements] in a list: by how much each format, such as `kv:fp8`, changes what was written."""
         states = self.outputs[0]
         forms = (name.removeprefix(SCANNED) for name in names)
         rows = [round_cache(states, form, self.keys, amax.get(self.name)) - states for form in forms]
@@ -59,7 +59,7 @@ class CacheRecorder(CacheWatcher):
 
 
 def scored_bytes(tree: Tree, name: str, dtype: str) -> int:
-    """Return the bytes of a weight or, with a format such as `kv:fp8`, of a cache with one sequence of `DEFAULT_CONTEXT` tokens."""
+    """Return the bytes of a weight or, in a format such as `kv:fp8`, of a KV cache for a sequence of `DEFAULT_CONTEXT` tokens."""
     if name in tree.tensors:
         return tensor_bytes(tree.tensors[name], dtype)
     tensor = next(each for each in tree.kv_cache.tensors if each.name == name)

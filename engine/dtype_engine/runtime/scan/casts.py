@@ -14,7 +14,8 @@ from dtype_engine.runtime.modes.reference import equals_reference
 
 def scanned_dtypes(model: LiveModel, targets: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """Return the dtypes to which casts of each weight are scanned: those of `targets`, and its stored dtype, which may also drift
-    from the reference. The tensors of KV caches are scanned in those formats of `targets` that begin with `kv:`.
+    from the reference. The tensors of KV caches are scanned in those formats of `targets` that begin with `kv:`. Raises UserError
+    if there is such a format, but no KV cache.
     """
     of_weights = tuple(target for target in targets if not target.startswith(SCANNED))
     of_caches = tuple(target for target in targets if target.startswith(SCANNED))

@@ -84,7 +84,9 @@ class ExactScan(SavableScan):
 
     @property
     def private_bytes(self) -> int:
-        """How many bytes a process needs beside the mapped files: for weights in float32 whose stored dtype causes drift."""
+        """How many bytes a process needs in addition to the mapped files: float32 copies of weights whose stored dtype causes
+        drift.
+        """
         infos = {name: weight.info for name, weight in self.model.weights.items()}
         return sum(tensor_bytes(infos[name], dtype) for name, dtype in self._base.items() if dtype != infos[name].dtype)
 

@@ -32,11 +32,11 @@ class GradientSums:
     samples: int
     """The number of sampled `topk` calls (T)."""
     file: ActivationFile | None
-    """Where the squares of gradients are kept between backward passes; None: in memory."""
+    """The file in which the squares of gradients are kept between backward passes, or None if they stay in memory."""
     products: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Σ g·Δ, float64 [D, B], by weight."""
+    """By weight: Σ g·Δ, float64 [D, B], for its D dtypes and the B backward passes."""
     squares: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Σ g²Δ², float64 [D, 1 + T], by weight: column 0 over all probes, and one column for each sampled `topk` call."""
+    """By weight: Σ g²Δ², float64 [D, 1 + T], with column 0 over all probes, and one column for each sampled `topk` call."""
     _partial: dict[tuple[int, int], torch.Tensor | KeptTensor] = field(default_factory=dict)
     """The sums of the squared gradients of the probes until now, by the `id` of an operation and the index of its output."""
 
@@ -46,8 +46,8 @@ class GradientSums:
         return {key for key, _ in self._partial}
 
     def gradients(self, given: list[tuple[int, torch.Tensor]], key: tuple[int, int], final: bool) -> Gradients | None:
-        """Return the gradients with respect to one output, if any. given: pairs (number of the backward pass, gradient [E]).
-        key: the `id` of the operation and the index of its output. final: whether this is the last probe.
+        """Return the gradients with respect to one output, or None if there are none. given: pairs (number of the backward pass,
+        gradient [E]). key: the `id` of the operation and the index of its output. final: whether this is the last probe.
         """
         squares = [(1 + column - self.probes, each.square()) for column, each in given if column >= self.probes]
         # Squares are added one by one, because torch takes ten times as long to sum over a first dimension of four.
@@ -65,7 +65,7 @@ class GradientSums:
         return Gradients(list(given), squares) if given or squares else None
 
     def add(self, weight: str, errors: torch.Tensor, gradients: Gradients) -> None:
-        """Add the products of the local errors [D, E] of one output, which are overwritten, and its gradients."""
+        """Add the products of the gradients with respect to one output and its local errors [D, E], which are overwritten."""
         if weight not in self.products:
             shape = len(errors), self.probes + self.samples
             self.products[weight] = torch.zeros(shape, dtype=torch.float64)
@@ -77,7 +77,7 @@ class GradientSums:
 
 
 def _add_products(sums: torch.Tensor, errors: torch.Tensor, vectors: list[tuple[int, torch.Tensor]]) -> None:
-    """Add the products of errors [D, E] and each (column, vector [E]) to sums [D, columns]. They are computed one by one,
+    """Add the products of errors [D, E] and each (column, vector [E]) to sums [D, columns]. The products are computed one by one,
     because the last bits of a product of matrices depend on how many columns it has.
     """
     if vectors:

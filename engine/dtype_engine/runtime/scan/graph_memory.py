@@ -1,4 +1,4 @@
-"""What the autograd graph of a scan keeps: activations, and the values of weights or only which weights to read again."""
+"""What the autograd graph of a scan keeps: activations, and either the values of weights or only which weights to read again."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from dtype_engine.runtime.scan.kept_tensors import ActivationFile, KeptTensor, i
 
 @dataclass(frozen=True, slots=True)
 class WeightView:
-    """A tensor that shares memory with values that the pass has read of a weight."""
+    """Describes a tensor that shares memory with values that the pass has read of a weight."""
 
     key: int
     """The `id` of the weight's tensor."""
     index: int | None
-    """The only index of the weight's first dimension that was read, or None if all of it was read."""
+    """The only index of the weight's first dimension that was read, or None if the whole weight was read."""
     dtype: torch.dtype
     version: int
     """torch's version counter of the values when they were read. It reveals later writes."""
@@ -49,12 +49,12 @@ class GraphMemory:
     model: LiveModel
     rereads: bool
     """Whether the autograd graph holds no weights that a reference run widens or decodes, because these copies would take too much
-    memory. The backward passes then make them again. A model that is larger than memory implies this.
+    memory. The backward passes then make them again. Always True for a model that is larger than memory.
     """
     enter_block: Callable[[str], None]
-    """Called before a backward pass reads weights of another block of such a model."""
+    """Called before a backward pass reads weights of another block of a model that is larger than memory."""
     file: ActivationFile | None
-    """Where activations are kept; None: in memory."""
+    """The file in which activations are kept, or None if they stay in memory."""
 
     def __post_init__(self) -> None:
         self.rereads = self.rereads or self.model.memory.limited
@@ -72,7 +72,9 @@ class GraphMemory:
 
     @contextmanager
     def using(self, views: Iterable[tuple[torch.Tensor, WeightView]]) -> Iterator[None]:
-        """A context manager for one operation, with the values of weights that it uses, and of which weights they are."""
+        """Return a context manager for one operation. views: pairs (values of a weight that the operation uses, their
+        `WeightView`).
+        """
         self._views = {tensor.untyped_storage().data_ptr(): view for tensor, view in views}
         try:
             yield
@@ -80,11 +82,13 @@ class GraphMemory:
             self._views = {}  # a pass that waits for others must not keep a weight in memory
 
     def view_of(self, tensor: torch.Tensor) -> WeightView | None:
-        """Return the view of a weight, used by the running operation, with which a tensor shares memory."""
+        """Return the `WeightView` of the values, used by the running operation, with which a tensor shares memory, or None."""
         return self._views.get(tensor.untyped_storage().data_ptr()) if self._views else None
 
     def keep(self, tensor: torch.Tensor, kept: dict[int, KeptTensor]) -> torch.Tensor:
-        """Return an activation or, if it is kept in the file, a tensor without memory that stands for it in `kept`."""
+        """Return an activation or, if it is written to the file, a tensor without memory that takes its place. `kept` gets an entry
+        with the activation, keyed by the `id` of this tensor.
+        """
         if self.file is None or not is_keepable(tensor):
             return tensor
         stand_in = torch.empty_like(tensor, device="meta")

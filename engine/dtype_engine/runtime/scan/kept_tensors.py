@@ -21,7 +21,7 @@ from dtype_engine.runtime.libraries.torch_private import is_wrapped, storage_id,
 _SMALLEST = 1 << 12
 """Tensors of fewer bytes stay in memory."""
 _ALIGNED = 16
-"""What is written begins at a multiple of so many bytes in memory, which is a multiple of the size of every dtype."""
+"""The memory that is written begins at a multiple of this many bytes, which is a multiple of the size of every dtype."""
 
 
 @dataclass(slots=True, eq=False)
@@ -64,7 +64,7 @@ class _Place:
     shape: torch.Size
     strides: tuple[int, ...]
     offset: int
-    """The index of the tensor's first element in what is in the file."""
+    """The index of the tensor's first element in the memory that is in the file."""
 
 
 def is_keepable(tensor: torch.Tensor) -> bool:
@@ -77,9 +77,9 @@ class ActivationFile:
     """A temporary file with the activations of one sequence. It is in the folder of the environment variable TMPDIR, or else in
     /var/tmp, because /tmp often is in memory. The system removes it when it is closed, also after a crash.
 
-    What is kept while one block of the model runs is written when the next block keeps something, or once it takes `most` bytes.
-    As many bytes that have been read stay in memory. Tensors that share memory are written together. Raises UserError if the file
-    can't be written.
+    The tensors that one block of the model keeps are written when the next block keeps a tensor, or once they take `most` bytes.
+    Tensors that have been read stay in memory up to the same size. Tensors that share memory are written together. Raises UserError
+    if the file can't be written.
     """
 
     def __init__(self, most: int = 1 << 62) -> None:
@@ -137,7 +137,7 @@ class ActivationFile:
             kept.tensor = None
 
     def put(self, vector: torch.Tensor, instead_of: KeptTensor | None = None) -> KeptTensor:
-        """Write a vector [n]. instead_of: what `put` returned for a vector of the same size and dtype, which is replaced."""
+        """Write a vector [n], and return its record. instead_of: the record of a vector of the same size and dtype to overwrite."""
         data = vector.contiguous().view(torch.uint8).cpu()
         if instead_of is not None and instead_of.place is not None:
             self._write_at(instead_of.place.start, data)

@@ -41,11 +41,11 @@ PRODUCTS = frozenset(
 )  # fmt: skip
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 PIECE = 1 << 24
-"""A linear operation with a larger weight is rerun with some rows of the weight at a time, which have about this many elements.
-It does not depend on the memory, because it may change the last bits of a product.
+"""A linear operation with a larger weight is rerun with some rows of the weight at a time, which have about this many elements. The
+number does not depend on the free memory, because the last bits of a product may depend on it.
 """
 _ROWS = 128
-"""The rows of a piece are a multiple of the rows of a block in every block format."""
+"""A piece has a multiple of this number of rows, which is itself a multiple of the rows of a block in every block format."""
 
 
 @dataclass(eq=False)
@@ -64,7 +64,7 @@ class LocalErrors:
         self._cast: OrderedDict[tuple[str, str, int | None], torch.Tensor] = OrderedDict()
         self._held = 0
         self._decoded: tuple[WeightSource, slice | None, torch.Tensor] | None = None
-        """What was decoded last for the running operation, since casts follow one another: (source, rows, values)."""
+        """The values that the last cast of the running operation decoded, for its next casts: (source, rows, values)."""
 
     def of(self, operation: WeightOp, weight: str, names: Sequence[str]) -> list[torch.Tensor]:
         """Rerun an operation with `weight` in each of the dtypes `names`. Returns, for each output, the local errors [dtypes,
@@ -94,7 +94,7 @@ class LocalErrors:
         return self._read(weight.reference, rows, weight.tensor.device).to(reference_dtype(weight))
 
     def _read(self, values: WeightSource, rows: slice | None, device: torch.device) -> torch.Tensor:
-        """Return the values at some indexes of a weight's first dimension; None: at all indexes."""
+        """Return the values at the indexes `rows` of a weight's first dimension, or all values if `rows` is None."""
         if self._decoded is not None and self._decoded[0] is values and self._decoded[1] == rows:
             return self._decoded[2]
         self._decoded = None
@@ -136,8 +136,8 @@ class LocalErrors:
         return values.view(rows.shape)
 
     def _amax(self, name: str, dtype: str, in_parts: bool) -> float | None:
-        """Return the largest |value| for which the scale of the whole tensor is chosen, among all weights that runtimes fuse
-        with this one. Returns None if the format has no such scale, or if the cast of the whole weight finds it.
+        """Return the largest |value|, among this weight and those that runtimes fuse with it, from which the scale of the whole
+        tensor is computed. Returns None if the format has no such scale, or if the cast of the whole weight finds the value itself.
         """
         row = dtypes.BY_NAME[dtype]
         alone = in_parts and (row.per_tensor or (row.blocks is not None and row.blocks.tensor_scale))
@@ -145,7 +145,7 @@ class LocalErrors:
         return max((weight.amax for weight in weights), default=None)
 
     def cast(self, name: str, dtype: str, rows: slice | None = None) -> torch.Tensor:
-        """Return a weight's values after a cast, dequantized. rows: which rows, from a multiple of `_ROWS` on; None: all."""
+        """Return a weight's values after a cast, dequantized. rows: indexes of the first dimension that cut no block; None: all."""
         dtype = self._computed_in(name, dtype)
         blocks = dtypes.BY_NAME[dtype].blocks
         shape = self.weights[name].stored.shape
@@ -167,7 +167,7 @@ class LocalErrors:
 
 
 def _pieces(operation: WeightOp) -> Iterable[slice | None]:
-    """Yield which rows of its weights to use for each rerun of an operation: None for all. A linear operation has several pieces if
+    """Yield, for each rerun of an operation, the rows of its weights to use: None for all. A linear operation has several pieces if
     its weight is large, so that no copy of the whole weight is needed.
     """
     given = [tensor for tensor in operation.args if isinstance(tensor, torch.Tensor)]
@@ -181,7 +181,7 @@ def _pieces(operation: WeightOp) -> Iterable[slice | None]:
 
 
 class _Rerun:
-    """Reruns one operation with some of its weights cast to several dtypes, one after another. rows: see `_pieces`."""
+    """Reruns one operation with some of its weights cast to several dtypes, one after another. rows: as yielded by `_pieces`."""
 
     def __init__(
         self, operation: WeightOp, weights: tuple[str, ...], errors: LocalErrors, rows: slice | None = None

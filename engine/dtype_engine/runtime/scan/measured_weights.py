@@ -6,9 +6,9 @@ it without gradients, or passes it to code whose operations no torch-function mo
 not use. To find out which of these weights are used, one pass casts all of them, or as many as fit into memory. If the output
 changes, further passes cast half of them, and so on.
 
-Gradients do not show either that the model's code reads the output dtype of a weight's operations and computes in it elsewhere. A
-Llama, for example, computes the cosines and sines of positions (RoPE) in the dtype of the embeddings' output. These few weights are
-measured in the 16-bit dtypes.
+Gradients also do not show an effect of weights whose operations have an output dtype that the model's code reads and computes in
+elsewhere. A Llama, for example, computes the cosines and sines of positions (RoPE) in the dtype of the embeddings' output. These
+few weights are measured in the 16-bit dtypes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dtype_engine.runtime.scan.weight_ops import ValueRead
 MOST_PASSES = 128
 """Maximum number of passes over a sequence that measure single weights, each in one dtype."""
 _MOST_READ = 2
-"""The maximum number of weights to measure because their output dtype is read: those of which it is read first."""
+"""At most this many weights are measured because their output dtype is read: those whose output dtype is read first."""
 _NOISE = 4.0
 """A drift is attributed to casts only if it is more than this many times as large as the drift of a pass without casts."""
 
@@ -109,7 +109,7 @@ def measure_unfollowed(
 
     drift: casts weights (a mapping from names to dtypes), runs a pass, and returns its drift. costly: the dtypes of each weight
     whose cast changes values. unfollowed: the weights that the model is known to use in a way that gradients do not follow.
-    followed: those with an estimate that is not 0. Raises UserError if more than `MOST_PASSES` passes are needed.
+    followed: the weights with an estimate that is not 0. Raises UserError if more than `MOST_PASSES` passes are needed.
     """
     found = [name for name in costly if name in unfollowed]
     unknown = [name for name in costly if costly[name] and name not in unfollowed and name not in followed]
@@ -142,8 +142,8 @@ def _bits(dtype: str) -> int:
 def weights_to_measure(
     read: Iterable[str], wanted: Mapping[str, Sequence[str]], sequence: int, sequences: int
 ) -> list[Key]:
-    """Return the (weight, dtype) pairs to measure in the sequence with this index because the output dtype of the weights in `read`
-    was read, in the order of the pass. wanted: the dtypes in which each weight is scored.
+    """Return the (weight, dtype) pairs to measure in the sequence with the index `sequence`. read: the weights whose output dtype
+    the model's code read, in the order of the pass. wanted: the dtypes in which each weight is scored.
 
     If there are few sequences, each measures all pairs. If there are many, each measures at most one pair: for n pairs, sequences 0
     to n - 1 measure one each, sequence n measures none, and so on, so that the average is below one pass per sequence.
@@ -157,7 +157,9 @@ def weights_to_measure(
 
 
 def read_otherwise(reads: Sequence[ValueRead], costly: Mapping[str, Sequence[str]], errors: LocalErrors) -> set[str]:
-    """Return the weights of which the model's code would read other values after a cast to one of their dtypes (`costly`)."""
+    """Return the weights for which a value that the model's code has read (`reads`) would differ after a cast to one of the dtypes
+    in `costly`.
+    """
     found: set[str] = set()
     for read in reads:
         name = read.source[1].weight

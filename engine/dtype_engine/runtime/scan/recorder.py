@@ -41,7 +41,7 @@ from dtype_engine.runtime.scan.weight_ops import ValueRead, WeightOp, WeightOrig
 from dtype_engine.runtime.scan.weight_origins import WeightOrigins
 
 _COPIES_VALUES = frozenset({"numpy", "__array__", "__dlpack__", "__deepcopy__", "__reduce_ex__"})
-"""Methods that torch refuses for a tensor with an autograd graph, which activations have only in a scan, as it refuses `out`."""
+"""Methods that torch refuses for a tensor with an autograd graph, as it refuses `out`. Activations have a graph only in a scan."""
 _NO_VALUES = (str, torch.dtype, torch.Size, torch.device, type(None))
 """Types of results that say nothing about a weight's values, so that the weight is not `unfollowed`."""
 
@@ -73,11 +73,11 @@ class WeightOpRecorder(ReferenceMode):
         self.dtype_read: list[str] = []
         self.unfollowed: set[str] = set()
         self.answers: list[ValueRead] = []
-        """What the model's code has read of the values of other weights as a truth value or an integer."""
+        """The truth values and integers that the model's code has read and that were computed from one weight each."""
         self._own_dtypes_read: set[str] = set()
         """The weights whose `dtype` the model's code has read since the last recorded operation."""
         self._given: MutableMapping[torch.Tensor, WeightOp] = WeakIdKeyDictionary()
-        """The operations whose outputs the model's code now has."""
+        """Maps each output that the model's code now has to its operation."""
         self._topk_count = 0
         self._start = torch.zeros((), device=model.device, requires_grad=True)
 
@@ -100,7 +100,7 @@ class WeightOpRecorder(ReferenceMode):
         return sum({storage.data_ptr(): storage.nbytes() for storage in held}.values())
 
     def forget(self) -> None:
-        """Release everything that was recorded. An autograd graph of which some backward pass has not run would keep it."""
+        """Release everything that was recorded. Otherwise, an autograd graph whose backward passes have not all run keeps it."""
         self.release()
         for each in (self.operations, self.topk_calls, self.answers):
             each.clear()
@@ -132,7 +132,7 @@ class WeightOpRecorder(ReferenceMode):
     def _run_recorded(
         self, func: Any, name: str, args: Arguments, kwargs: dict[str, Any], tensors: list[torch.Tensor]
     ) -> Any:
-        """Run a call that does not write to a weight, and record it if it uses weights. tensors: those among the arguments."""
+        """Run a call that writes to no weight, and record it if it uses weights. tensors: all tensors among the arguments."""
         sources = self.origins.among(tensors)
         if name == "__getitem__" and id(args[0]) in sources and _is_index(args[1]):
             args, tensors = (args[0], int(args[1])), tensors[:1]  # a function of the weight alone
@@ -167,7 +167,9 @@ class WeightOpRecorder(ReferenceMode):
     def _views(
         self, tensors: list[torch.Tensor], values: Mapping[int, torch.Tensor]
     ) -> list[tuple[torch.Tensor, WeightView]]:
-        """Return the weights' values with which a call computes, without those that the model has written."""
+        """Return pairs (values of a weight with which a call computes, their `WeightView`), without values that the model has
+        written.
+        """
         read = [(value, WeightView(key, None, value.dtype, version_of(value))) for key, value in values.items()]
         seen = self.origins.views
         read += [(tensor, seen[id(tensor)]) for tensor in tensors if id(tensor) in seen]
@@ -226,7 +228,9 @@ class WeightOpRecorder(ReferenceMode):
         return key in self.origins.hidden or self._is_restored(tensor)
 
     def _is_restored(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor shares the memory of a weight to which the pass has written, and that is restored after it."""
+        """Return whether a tensor shares the memory of a weight to which the pass has written, and which is restored after the
+        pass.
+        """
         keys = {id(tensor), *map(id, self.sharing_memory(tensor))}
         return bool(keys & self.origins.hidden) and id(tensor) not in self.written
 
@@ -283,7 +287,7 @@ class WeightOpRecorder(ReferenceMode):
         return _swapped(output, new)
 
     def _note_read(self, call: WeightOp, answer: object) -> None:
-        """Note that a call has given the model's code values of weights, or something computed from them."""
+        """Note that a call has given the model's code values of weights, or a result computed from these values."""
         if isinstance(answer, (bool, int)) and len(tensors_in(call.args, call.kwargs)) == len(call.sources) == 1:
             self.answers.append(ValueRead(call.func, call.args, call.kwargs, next(iter(call.sources.items())), answer))
         else:

@@ -51,7 +51,7 @@ class TopKCall:
     index: int
     """The index among all `topk` calls of the pass."""
     margins: torch.Tensor
-    """[tokens], with an autograd graph."""
+    """The k-th score minus the next score of each token: [tokens], with an autograd graph."""
 
 
 @dataclass

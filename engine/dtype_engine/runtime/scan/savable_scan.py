@@ -53,7 +53,7 @@ class SavableScan(ABC):
 
     @abstractmethod
     def saved(self) -> SavedScan:
-        """Return all results as they are saved."""
+        """Return all results in the form in which they are saved."""
 
     def write(self, path: Path) -> None:
         """Save all results. Raises UserError if the file can't be written."""

@@ -49,7 +49,7 @@ class Fingerprint:
 
     @classmethod
     def of(cls, model: LiveModel, inputs: Inputs, dtypes: Sequence[str], settings: RunSettings) -> Fingerprint:
-        """Compute the hashes of a scan. They cover all inputs, and of each weight the name, the shape and some values."""
+        """Compute the hashes of a scan. They cover all inputs, and the name, the shape and some values of each weight."""
         weights, calls = hashlib.sha256(), hashlib.sha256()
         if model.reference == STORED:
             weights.update(STORED.encode())
@@ -129,7 +129,7 @@ class _Sequence(msgspec.Struct):
     """The saved form of a `SequenceScores`."""
 
     mass: float
-    """`SequenceScores.normalizer`"""
+    """The value of `SequenceScores.normalizer`."""
     complete: bool
     sums: list[tuple[str, str, float | None, float | None, float | None]]
     """Rows of (weight, dtype, sums, independent, measured)."""
@@ -252,7 +252,7 @@ def _rows(*columns: Mapping[Key, float]) -> list[Any]:
 
 
 def _column(rows: Sequence[tuple[Any, ...]], number: int) -> dict[Key, float]:
-    """Return column `number` of rows (weight, dtype, column 0, column 1, ...) without None, by (weight, dtype)."""
+    """Return column `number` of rows (weight, dtype, column 0, column 1, ...) as a mapping by (weight, dtype), without None."""
     return {(row[0], row[1]): row[2 + number] for row in rows if row[2 + number] is not None}
 
 

@@ -92,7 +92,7 @@ class Scan(SavableScan):
 
     @property
     def private_bytes(self) -> int:
-        """How many bytes a process needs beside the mapped files and autograd graphs: the largest weight in each dtype."""
+        """How many bytes a process needs in addition to mapped files and autograd graphs: the largest weight in each dtype."""
         return max((4 * weight.info.numel for weight in self.model.weights.values()), default=0) * (
             1 + len(self.dtypes)
         )

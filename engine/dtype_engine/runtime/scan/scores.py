@@ -54,7 +54,7 @@ class SequenceScores:
     """Whether the backward passes used all vectors of the second-order term, so that `sums` has no sampling error."""
     topk_samples: list[TopKSample] = field(default_factory=list)
     measured: dict[Key, float] = field(default_factory=dict)
-    """Drifts, in the unit of `sums`, that were measured by separate passes and replace its estimates."""
+    """Drifts that were measured by separate passes, in the unit of `sums`. They replace the estimates in `sums`."""
 
     def replace(self, key: Key, drift: float) -> None:
         """Replace the estimate for one (weight, dtype) by a measured drift, summed over the sequence's positions."""

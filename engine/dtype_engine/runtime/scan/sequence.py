@@ -64,7 +64,7 @@ class SequenceScan:
     _recorder: WeightOpRecorder | None = None
 
     def run(self, batch: Batch, index: int, sequences: int) -> SequenceScores:
-        """Return the estimated drift of each cast. index: that of the sequence. Raises NoForward, KernelError, Cancelled."""
+        """Return the estimated drift of each cast. index: the sequence's index. Raises NoForward, KernelError, Cancelled."""
         try:
             return self._run(batch, index, sequences)
         finally:
@@ -157,8 +157,9 @@ class SequenceScan:
         return SequenceScores(probes.normalizer, of_keys, independent, probes.complete, samples, measured)
 
     def _forward(self, batch: Batch) -> tuple[PassResult[Any], WeightOpRecorder, list[CacheWrite]]:
-        """Run the reference with an autograd graph. Returns (its result, the recorder of its operations, what it has written into
-        KV caches that are scanned). If recorded tensors are overwritten later, it runs again and records copies of them.
+        """Run the reference with an autograd graph. Returns (the result of the pass, the recorder of its operations, what the pass
+        has written into KV caches that are scanned). If recorded tensors are overwritten later, the pass is repeated, and copies of
+        them are recorded.
         """
         model, file = self.runner.model, self.backward.file
         names = {module: names for module, names in model.cache_names.items() if any(map(self.wanted.get, names))}

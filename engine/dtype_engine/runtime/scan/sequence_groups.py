@@ -20,7 +20,7 @@ outputs of products in float32, and 1 for what lies between them. A Llama with i
 _OUTPUT_BYTES = 16
 """About how many bytes a sequence takes for each element of its main output: output, probes and gradients in float32."""
 _FILE_BYTES = 1.5
-"""The bytes of a file of activations with sums of squared gradients, divided by those of the autograd graph: at most."""
+"""The maximum size of a file with activations and sums of squared gradients, divided by the size of the autograd graph."""
 
 
 @dataclass
@@ -43,9 +43,9 @@ class SequenceGroups:
         """Return which of the sequences `pending` to scan side by side, and whether to write their activations to a file until the
         backward passes. For a model in memory this is one sequence, without a file.
 
-        A model that is larger than memory is read once for each group of sequences and pass. Of the autograd graphs, a quarter of
-        the free memory is for those that are not in a file. With a file more sequences run side by side, but it must also be
-        written, and read in each backward pass. What reads and writes fewer bytes for each sequence is chosen.
+        A model that is larger than memory is read once for each group of sequences and pass. Autograd graphs that are not in a file
+        may take a quarter of the free memory. With a file, more sequences run side by side, but the file must also be written, and
+        read in each backward pass. The way that reads and writes fewer bytes for each sequence is chosen.
         """
         if not self.model.memory.limited:
             return pending[:1], False
@@ -75,7 +75,7 @@ class SequenceGroups:
         self._outputs_per_element = elements / max(1, self._longest(index))
 
     def _bytes_beside_file(self, index: int) -> float:
-        """Return about how many bytes a sequence takes in memory whose activations are in a file: two blocks, the output."""
+        """Return about how many bytes of memory a sequence takes whose activations are in a file: two blocks and the output."""
         per_element = self._outputs_per_element
         if per_element is None:
             per_element = max(weight.info.shape[0] for weight in self.model.weights.values() if weight.info.shape)
@@ -88,7 +88,7 @@ class SequenceGroups:
 
 
 def _first_of(indexes: list[int], nbytes: Callable[[int], float], room: float) -> list[int]:
-    """Return the first of the sequences that take at most `room` bytes together, but at least one."""
+    """Return the first sequences, as many as take at most `room` bytes together, but at least one."""
     taken, total = list[int](), 0.0
     for index in indexes:
         total += nbytes(index)

@@ -51,7 +51,7 @@ class SequenceScans:
     inputs: Inputs
     settings: RunSettings
     budget: int
-    """See `Scan.budget`."""
+    """The maximum number of bytes for gradients, cast weights and copies of weights in an autograd graph."""
     wanted: Mapping[str, tuple[str, ...]]
     """The dtypes to which each weight may be cast, by weight name."""
 

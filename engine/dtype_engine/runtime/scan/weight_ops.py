@@ -56,7 +56,7 @@ class WeightOp:
     gradients: list[list[tuple[int, torch.Tensor]]] = field(default_factory=list)
     """For each output, the gradients received so far: pairs (number of the backward pass, gradient [elements])."""
     kept: dict[int, KeptTensor] = field(default_factory=dict)
-    """What stands for activations that are written to a file, by the `id` of the tensors without memory in their place."""
+    """The activations that are written to a file, by the `id`s of the tensors without memory that take their place."""
 
     def __post_init__(self) -> None:
         self.versions = [version_of(tensor) for tensor in self._held()]
@@ -73,7 +73,7 @@ class WeightOp:
         return kept or [version_of(tensor) for tensor in self._held()] != self.versions
 
     def loaded(self, file: ActivationFile | None) -> WeightOp:
-        """Return the operation with the activations that were written to `file`."""
+        """Return the operation with its activations read back from `file`, or the operation itself if none were written."""
         if file is None or not self.kept:
             return self
         loaded = {key: file.load(each) for key, each in self.kept.items()}
@@ -82,7 +82,7 @@ class WeightOp:
         return replace(self, args=args, kwargs=kwargs, outputs=outputs, kept={})
 
     def with_stand_ins(self, stand_ins: Mapping[int, torch.Tensor]) -> WeightOp:
-        """Return the operation with these tensors in place of the arguments whose `id`s are the keys."""
+        """Return the operation with some arguments replaced. stand_ins: the new tensors, by the `id` of the old ones."""
         args, kwargs = replace_tensors(self.args, self.kwargs, stand_ins)
         sources = {id(stand_ins[key]) if key in stand_ins else key: each for key, each in self.sources.items()}
         return replace(self, args=args, kwargs=kwargs, sources=sources)
@@ -97,7 +97,7 @@ class WeightOp:
 
     @property
     def held_activations(self) -> list[torch.Tensor]:
-        """The arguments that do not come from a weight, and the outputs."""
+        """The arguments that do not come from a weight, and the outputs, without those that are kept for a file."""
         return [tensor for tensor in self._held() if id(tensor) not in self.kept and not is_wrapped(tensor)]
 
 

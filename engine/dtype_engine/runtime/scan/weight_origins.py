@@ -17,7 +17,7 @@ from dtype_engine.runtime.scan.weight_ops import Remake, WeightOrigin
 class WeightOrigins:
     """Remembers how tensors of a pass were computed from single weights.
 
-    weights: by the `id` of the tensor in the module. replaced: the `id`s of those that the pass replaces by other values.
+    weights: by the `id` of the tensor in the module. replaced: the `id`s of the weights that the pass replaces by other values.
     """
 
     def __init__(self, weights: Mapping[int, Weight], replaced: Collection[int]) -> None:
@@ -27,7 +27,7 @@ class WeightOrigins:
         self.views: dict[int, WeightView] = {}
         """If the graph holds no weights: the views of weights' values that the model's code now has, by their `id`."""
         self._made: dict[int, tuple[torch.Tensor | None, WeightOrigin]] = {}
-        """How tensors were computed from weights, by their `id`: (the tensor, unless it is in `views`, and how)."""
+        """How tensors were computed from weights, by the tensors' `id`: (the tensor, or None if it is in `views`; its origin)."""
         self._by_location = {_location(weight.tensor): key for key, weight in weights.items() if key not in replaced}
         """The `id` of a tensor in `weights` or `_made`, by `_location`, for `nn.Parameter(tensor)`, which no mode can intercept.
         """
@@ -50,8 +50,8 @@ class WeightOrigins:
         return {id(tensor): origin for tensor in tensors if (origin := self.of(tensor)) is not None}
 
     def note(self, tensor: torch.Tensor, origin: WeightOrigin, view: WeightView | None = None) -> None:
-        """Remember how a tensor was computed from a weight. view: if the graph holds no weights, the weight's values with which
-        the tensor shares memory. It is then not kept in memory by this.
+        """Remember how a tensor was computed from a weight. view: the weight's values with which the tensor shares memory, if the
+        graph holds no weights. The tensor is then not kept in memory by this record.
         """
         key, place = id(tensor), _location(tensor)
         self._by_location.setdefault(place, key)
@@ -81,7 +81,9 @@ class WeightOrigins:
         self.note(part, WeightOrigin(weight.info.name, remake, False, rows), view)
 
     def note_written(self, key: int, weight: str, remake: Remake) -> None:
-        """Remember what the model has written to a weight. remake: computes this from other values of `weight`."""
+        """Remember that the model has written to a weight. key: the `id` of the weight's tensor. remake: computes the written
+        values from other values of `weight`.
+        """
         self._made[key] = self.weights[key].tensor, WeightOrigin(weight, remake, itself=False, written=True)
 
     def forget(self, key: int, tensor: torch.Tensor) -> None:
@@ -99,7 +101,7 @@ class WeightOrigins:
         return names
 
     def stand_ins(self, args: Arguments, kwargs: dict[str, object]) -> dict[int, torch.Tensor]:
-        """Return tensors without memory for the views of weights' values among the arguments, by their `id`."""
+        """Return tensors without memory for the views of weights' values among the arguments, by the `id` of the view."""
         views = [tensor for tensor in tensors_in(args, kwargs) if id(tensor) in self.views]
         return {id(tensor): torch.empty_like(tensor, device="meta") for tensor in views}
 

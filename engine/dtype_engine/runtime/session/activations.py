@@ -1,4 +1,4 @@
-"""The memory of the activations in the dtype in which a session's recipe computes."""
+"""Measures and estimates the memory of activations in the dtype in which the model computes under a session's recipe."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from dtype_engine.runtime.session.casting import Casting
 
 
 def measured_activations(model: LiveModel, casting: Casting, context: int, batch: int) -> ActivationMemory:
-    """Measure a pass over a prompt in the dtype that most weights have under the recipe of `casting`. Raises NoForward."""
+    """Measure the activations of a pass over `batch` prompts of `context` tokens, in the dtype that most weights have under the
+    recipe of `casting`. Raises NoForward.
+    """
     dtype, tree = _computed_in(model, casting.plan), model.tree
     if dtype == serving_dtype(tree.totals()[""], tree.kv_cache):
         with stored_values(model):
@@ -33,7 +35,9 @@ def measured_activations(model: LiveModel, casting: Casting, context: int, batch
 def estimated_activations(
     model: LiveModel, plan: Plan, options: ModelOptions, contexts: Sequence[int], batch: int, cancelled: IsCancelled
 ) -> tuple[ActivationMemory, ...]:
-    """Estimate passes over prompts of several lengths without running the model. Raises NoForward and Cancelled."""
+    """Estimate the activations of passes over `batch` prompts, for each length in `contexts`, without running the model. Raises
+    NoForward and Cancelled.
+    """
     checkpoint = model.checkpoint
     if checkpoint is None:
         raise NoForward(f"{model.title} is code, and only checkpoints can be estimated")

@@ -95,6 +95,6 @@ def _recorded(component: nn.Module) -> Iterator[list[dict[str, Any]]]:
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy on the CPU, with floating-point values in float32, or in float64 if they are."""
+    """Return a copy on the CPU. Floating-point values become float32, or stay float64."""
     wide = tensor.is_floating_point() and tensor.dtype != torch.float64
     return tensor.detach().to("cpu", torch.float32 if wide else None, copy=True)

@@ -32,12 +32,12 @@ class DriftMeasurements:
     options: Options
     behavior: ModelBehavior
     meter: DriftMeter | None = None
-    """None before the first measurement."""
+    """Measures drift. None before the first measurement."""
     _metrics: MetricMeter | None = None
 
     @property
     def kept_outputs(self) -> tuple[int, int] | None:
-        """As in `Session`."""
+        """(bytes of module outputs kept for later measurements, the limit for them). None before the first measurement."""
         return None if self.meter is None else (self.meter.kept_bytes, self.meter.budget)
 
     def measure(

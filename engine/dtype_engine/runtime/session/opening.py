@@ -42,7 +42,7 @@ def open_session(
     """Open a model as `dtype_engine.open` does.
 
     on_step: called with a description of each step, such as "importing transformers". refused: called with the reason if the inputs
-    in `options` do not fit. The session then opens with default inputs. If None, the error is raised.
+    in `options` do not fit; the session then opens with default inputs. If `refused` is None, the error is raised.
     """
     options = options or Options()
     use_threads(options.threads)

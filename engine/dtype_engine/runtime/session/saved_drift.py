@@ -40,8 +40,9 @@ class SavedDrift(msgspec.Struct):
 def saving(
     path: Path, fingerprint: Fingerprint, meter: DriftMeter, listener: MeasurementListener
 ) -> Iterator[tuple[MeasurementListener, RunningTotals | None]]:
-    """Save a measurement to the file `path` while the `with` block measures, every few seconds and when it ends for any reason.
-    Yields (a listener that does what `listener` does and also saves, the totals in the file or None if it does not exist).
+    """Save a measurement to the file `path` every few seconds while the `with` block measures, and when the block ends for any
+    reason. Yields (a listener that does what `listener` does and also saves, the totals in the file or None if the file does not
+    exist).
 
     Raises UserError if the file can't be written or is that of another measurement, or if the model makes pictures.
     """
@@ -76,7 +77,8 @@ def write(path: Path, fingerprint: Fingerprint, totals: SavedTotals) -> None:
 
 
 def read(path: Path, expected: Fingerprint, sequences: int) -> SavedTotals:
-    """Return the results in the file of a saved measurement. Raises UserError if it is none, or of anything but `expected`.
+    """Return the results in the file of a saved measurement. Raises UserError if it is no such file, or not of the measurement
+    `expected`.
 
     sequences: the number of sequences in the inputs.
     """

@@ -30,7 +30,7 @@ def save_pictures(session: Session, folder: Path, force: bool) -> list[Path]:
     """Do a reference run and a candidate run on every input, and write their pictures to `folder` as `1-reference.png`,
     `1-candidate.png`, and so on. Of a video, the first frame is written. Returns the paths of the files.
 
-    force: whether to replace existing files. Raises UserError as `check_pictures`, and if a file can't be written.
+    force: whether to replace existing files. Raises UserError if `check_pictures` does, or if a file can't be written.
     """
     check_pictures(session, folder, force)
     pixels = picture_range(session.model.module)

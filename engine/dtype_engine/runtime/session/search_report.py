@@ -23,8 +23,8 @@ def search_report(
 ) -> SearchReport:
     """Return the report of a search on `front` that found `solution`.
 
-    unit: of predicted and measured drifts. plan: that of the solution's recipe, to which `drift` and `lost` belong. context: the
-    tokens in each sequence of the KV caches that the solution's bytes include, or None if they include none.
+    unit: the unit of predicted and measured drifts. plan: the plan of the solution's recipe, to which `drift` and `lost` belong.
+    context: the tokens in each sequence of the KV caches that the solution's bytes include, or None if they include none.
     """
     return SearchReport(
         model=model.title,

@@ -1,4 +1,4 @@
-"""One open model and all operations on it, as a synchronous public API, which also the service of the app uses."""
+"""One open model and all operations on it, as a synchronous public API, which the app's service uses, too."""
 
 from __future__ import annotations
 
@@ -112,9 +112,10 @@ class Session:
             inputs = with_next_tokens(model, with_labels(model, inputs) if options.metrics else inputs)
             inputs = without_cache(model, inputs)
         self.inputs = inputs
-        """The inputs on which the model is run, or None if it can't be run."""
+        """The inputs on which the model is run, or None if the model can't be run."""
         self.why_no_forward: str | None = None
-        """Why the model can't be run, or None if it can. The app replaces placeholders in it by keys, the command line by options.
+        """Why the model can't be run, or None if it can. The app replaces placeholders in this text by keys, the command line by
+        options.
         """
         self.scanned: ScanReport | None = None
         """The result of the last scan, which `predict` and `search` use."""
@@ -204,7 +205,7 @@ class Session:
     def apply(self, recipe: Recipe, on_progress: OnCast | None = None, cancelled: IsCancelled = never) -> None:
         """Replace the recipe, as a step that `undo` can revert. The last rule that matches a tensor decides its dtype. Rules that
         match nothing have no effect; `plan.unmatched` lists them. Raises TooSlow, before anything is changed, if a pattern takes
-        too long to match. If it is cancelled, the next call that applies a recipe completes the cast.
+        too long to match. After Cancelled, the next call that applies a recipe completes the cast.
 
         >>> session.apply(de.Recipe.of([de.Rule.parse("*=float16"), de.Rule.parse("*norm*=float32")]))
         >>> len(session.recipe)
@@ -256,8 +257,8 @@ class Session:
     @reading_weights
     def lost_values(self, cancelled: IsCancelled = never, plan: Plan | None = None) -> tuple[ValueLoss, ...]:
         """Find the weights in which a cast makes values infinite or zero, or saturates them. Rounding is not a loss. Returns an
-        entry with the numbers of such values for each weight that has some. `plan` is the one whose casts are examined; by default,
-        that of the current recipe.
+        entry with the numbers of such values for each weight that has some. `plan`: the plan whose casts are examined;
+        by default, the plan of the current recipe.
 
         >>> _ = session.cast("*", "bfloat16")
         >>> session.lost_values()
@@ -267,7 +268,8 @@ class Session:
 
     def predict(self, recipe: Recipe | None = None) -> Prediction:
         """Predict the drift of a recipe, by default the current one, in the unit of the last scan: the sum of the scores that it
-        gave to the weights that the recipe casts. Raises UserError if there is no scan, or if it lacks a dtype of the recipe.
+        gave to the weights that the recipe casts. Raises UserError if there is no scan, or if the scan lacks a dtype of the
+        recipe.
 
         >>> _ = session.scan(["bfloat16"], draws=1)
         >>> session.predict(de.Recipe.of([de.Rule.parse("*=bf16")])).value > 0
@@ -345,7 +347,7 @@ class Session:
 
     @reading_weights
     def export_contents(self, cancelled: IsCancelled = never) -> Contents:
-        """Return the plan of an export: name, dtype and size of every tensor that `export` will write. No value of them is
+        """Return the plan of an export: name, dtype and size of every tensor that `export` will write. Their values are not
         computed, but the model runs if a format needs activation scales. Raises what `export` raises.
 
         >>> session.export_contents().nbytes == session.plan.planned_bytes
@@ -418,7 +420,7 @@ class Session:
     @reading_weights
     def floor(self, on_progress: OnParts = ignore, cancelled: IsCancelled = never) -> NoiseFloor:
         """Measure the noise floor: the drift between two reference runs that add the same numbers in a different order. Returns the
-        worst value of each metric among all orders that were tried. It is measured only once for the current inputs.
+        worst value of each metric among all orders that were tried. The floor is measured only once for the current inputs.
 
         >>> session.floor() is session.floor()
         True
@@ -653,10 +655,10 @@ class Session:
     @reading_weights
     def use_inputs(self, options: Options, cancelled: IsCancelled = never) -> None:
         """Run the model on the inputs in `options` from now on; its other fields are not used. To check the inputs, a reference run
-        over one batch is done first. If the user supplied tensors, it covers one batch of each shape.
+        over one batch is done first. If the user supplied tensors, the run covers one batch of each shape.
 
-        Raises UserError if the inputs can't be created, do not fit the model, or make the run fail. Nothing is changed then, nor if
-        the run is cancelled.
+        Raises UserError if the inputs can't be created, do not fit the model, or make the run fail. After an error or a
+        cancelled run, nothing is changed.
 
         >>> session.use_inputs(de.Options(prompts=("one short prompt",)))
         """

@@ -36,7 +36,7 @@ _PART = "part of a weight that is "
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """The tensors of one of the two checkpoints, keyed by its own names."""
+    """The tensors of one of the two checkpoints, keyed by their names in this checkpoint."""
 
     stored: Mapping[str, tuple[str, tuple[int, ...]]]
     """The stored dtype, a name in `core.dtypes` or a block format of GGUF, and the shape of each tensor."""
@@ -45,8 +45,8 @@ class _Side:
     decoded: frozenset[str] = frozenset()
     """The tensors whose values `read` computes from codes and scales, or from blocks of GGUF."""
     parts: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    """The stored tensors of weights that this program can't decode, each with the name that the weight had before it was quantized,
-    and a phrase that describes it.
+    """The stored tensors of weights that this program can't decode, keyed by name: (the weight's name before it was quantized, a
+    phrase that describes the tensor).
     """
 
 

@@ -23,7 +23,8 @@ def quantize_blocks_independently(
     """Quantize a weight to a block format. Returns the tensors that a file must hold for it, in the order of
     `core.block_formats.parts`.
 
-    shared: the largest finite |value| of all weights that have a common tensor scale with this one; if None, it has its own.
+    shared: the largest finite |value| of all weights that have a common tensor scale with this one; if None, this weight has its
+    own tensor scale.
     """
     row = dtypes.BY_NAME[dtype]
     blocks = row.blocks

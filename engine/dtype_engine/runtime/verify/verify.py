@@ -40,8 +40,8 @@ from dtype_engine.runtime.verify.independent_block_formats import finite_largest
 from dtype_engine.runtime.verify.source_values import SourceValues, of_files, of_module, with_decoded
 
 CompareItems = Callable[[Contents], Iterator[tuple[Sequence[int], Sequence[str | None]]]]
-"""Compares the tensors of an export with its source in other processes. Yields pairs in any order: the indexes of some tensors in
-`Contents.items`, and for each of these what is wrong with it, or None.
+"""A function that compares the tensors of an export with its source in other processes. Yields pairs in any order: the indexes of
+some tensors in `Contents.items`, and for each of these what is wrong with it, or None.
 """
 _HEAD, _TAIL = 1 << 20, 1 << 16
 """How many bytes at the beginning of a file, which include the header, and at its end the fingerprint covers."""
@@ -59,8 +59,8 @@ class OpenExport:
     """Caches the largest |value| of tensors with a common scale, keyed by their names."""
 
     def problems(self, indexes: Sequence[int], cancelled: IsCancelled = never) -> list[str | None]:
-        """Return what is wrong with each of some tensors, given by their indexes in `contents.items`, or None. Raises UserError if
-        a file can't be read, and Cancelled.
+        """Return, for each of the tensors with these indexes in `contents.items`, what is wrong with it, or None. Raises UserError
+        if a file can't be read, and Cancelled.
         """
         found = []
         for index in indexes:
@@ -70,7 +70,7 @@ class OpenExport:
         return found
 
     def _shared(self, item: ExportTensor) -> float | None:
-        """Return the largest finite |value| of all tensors that have a common scale with a tensor, or None if it has its own."""
+        """Return the largest finite |value| of all tensors that share a scale with a tensor, or None if it shares no scale."""
         if item.shared is None:
             return None
         names = item.shared.names
@@ -79,7 +79,7 @@ class OpenExport:
         return self.largest[names]
 
     def _difference(self, item: ExportTensor) -> str | None:
-        """Return what is wrong with one tensor of the export by its plan (`item`) and its source, or None."""
+        """Return what is wrong with one tensor of the export, compared with its plan (`item`) and its source, or None."""
         for index, entry in enumerate(item.entries):
             if entry.name not in self.exported.read:
                 return "has no scales" if index else "is missing"
@@ -298,7 +298,7 @@ def quantize_independently(
     scale = max |w| / (the dtype's largest value), per channel (dimension 0) or per tensor, over finite values only. The scale is 1
     if all values are zero. It is never below float32's smallest normal value, and never so large that the largest code times the
     scale is infinite. Codes are w / scale, clamped and rounded half to even; NaN is 0 in int8. shared: the largest |w| of all
-    tensors that have a common scale with this one; if None, it has its own.
+    tensors that have a common scale with this one; if None, this tensor shares no scale.
     """
     row = dtypes.BY_NAME[dtype]
     wide = values.to(torch.float32)
@@ -347,7 +347,7 @@ def _calibrated(contents: Contents) -> tuple[str, ...]:
 
 
 def _not_compared(folder: Path, contents: Contents) -> tuple[str, ...]:
-    """Return a notice with the files that were not compared, as they hold no weights and the source has none such, or ()."""
+    """Return a notice with the files that were not compared, because they are no weights and no copies from the source, or ()."""
     known = {"README.md", "recipe.yaml", *(path for _, path in contents.layout.copied)}
     others = sorted(
         printable(str(entry.relative_to(folder)))
@@ -369,10 +369,10 @@ def drift_of_export(
     options: ModelOptions,
     cancelled: IsCancelled = never,
 ) -> OutputDrift:
-    """Measure the drift of the model that is loaded from an export from the model of which it was made.
+    """Measure the drift of the model that is loaded from an export, with the model of which the export was made as the reference.
 
-    session: the open source of the export. source: where it was opened from. Raises UserError if the two models do not have the
-    same weights.
+    session: the open source of the export. source: what the session was opened from. Raises UserError if the two models do not have
+    the same weights, or if the model can't be run.
     """
     model, inputs = session.model, session.inputs
     if model.checkpoint is not None:

@@ -1,7 +1,7 @@
-"""Runs a model that is larger than memory block by block: what one block reads is kept only until the next block begins.
+"""Runs a model that is larger than memory block by block: the values that a block reads are kept only until the next block begins.
 
-A block is a module whose weights are read together, such as a layer. While one runs, the operating system is asked to read the
-pages of the next one. After a block, the system is told that its pages are no longer needed, so that it does not evict others.
+A block is a module whose weights are read together, such as a layer. While a block runs, the operating system is asked to read the
+pages of the next block. After a block, the system is told that its pages are no longer needed, so that it does not evict others.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ T = TypeVar("T")
 SMALLEST = 1 << 16
 """Weights of fewer bytes, such as those of a norm, stay in memory."""
 BLOCKS = 16
-"""The memory is divided into this many parts. One block of the model takes at most one of them, as float32."""
+"""The memory is divided into this many parts. Each block of the model, in float32, takes at most one part."""
 MOST_KEPT = 8
 """Values of the current block are kept until they take as much memory as this many blocks. Beyond that, values are read or computed
 at each use.
@@ -45,7 +45,7 @@ class MemoryBudget:
         blocks: the ranges of the files that each block reads, keyed by the name of its module. `use_blocks` sets it.
         most: how many bytes a block takes at most, in float32, or 0 without a limit.
         keeps_pages: True if the files stay in memory, because only an accelerator's memory is too small for the weights.
-        copies: copies what the next block read last time to the accelerator ahead, or None if the device can't do so.
+        copies: copies to the accelerator, ahead of time, what the next block read in its last visit; None if the device can't.
         cancelled: called before a block reads values. If it returns True, Cancelled is raised.
         bytes_read: how many bytes all blocks have read since the last measurement began; a block counts each time that it runs.
         inside: the name of the current block, or "" outside of all blocks.
@@ -67,7 +67,7 @@ class MemoryBudget:
         """What each block read to the accelerator in its last visit, keyed by the name of its module."""
         self._before = ""
         self._next: dict[tuple[str, str], str] = {}
-        """Which block comes next, by the last two. Backward passes and forward passes thus have an order each."""
+        """The next block by (previous block, current block), so that backward and forward passes have an order each."""
         self._asked = ""
         self._reader: ThreadPoolExecutor | None = None
 
@@ -128,7 +128,7 @@ class MemoryBudget:
 
     def once(self, key: Any, make: Callable[[], T], values: WeightSource, ahead: bool = False) -> T:
         """Return the result of `make`. Inside a block, the result is kept under `key`, so that `make` is called only once until the
-        block ends. values: reads from files what `make` needs. ahead: whether `make` only reads, so that it may be called before
+        block ends. values: the source from which `make` reads. ahead: whether `make` only reads, so that it may be called before
         the block's next visit, in another thread.
         """
         if not self.inside:
@@ -160,7 +160,7 @@ class MemoryBudget:
             self.bytes_read += nbytes
 
     def note_use(self, values: WeightSource) -> None:
-        """When the current block ends, release the pages that `values` reads."""
+        """Note that the current block uses `values`, so that the pages that `values` reads are released when the block ends."""
         self._used[id(values)] = values
 
     def _ask(self, name: str) -> None:

@@ -32,8 +32,8 @@ def source_of(checkpoint: Checkpoint, name: str, how: How = "mapped") -> WeightS
 
 
 class FileSource(WeightSource):
-    """A weight of plain values, which are read from their file at each use. If they can't be mapped, the loader of the pickle has
-    them, or reading raises UserError because there are none.
+    """A weight of plain values, which are read from their file at each use. Values that can't be mapped come from the loader of the
+    pickle. If the loader has none, reading raises UserError.
     """
 
     def __init__(self, checkpoint: Checkpoint, stored: CheckpointTensor, how: How = "mapped") -> None:
@@ -81,8 +81,7 @@ class FileSource(WeightSource):
 def read_stored(checkpoint: Checkpoint, stored: CheckpointTensor, alone: bool = False) -> torch.Tensor:
     """Return a tensor of a checkpoint exactly as its file stores it, for example codes without their scales.
 
-    alone: whether to read nothing around it, as in `read_mapped`. Raises UserError if the file can't be read or the tensor has no
-    plain values.
+    alone: as in `read_mapped`. Raises UserError if the file can't be read or the tensor has no plain values.
     """
     if stored.refusal is not None:
         raise UserError(f"{printable(stored.name)} {stored.refusal}, so its values can't be read")

@@ -24,10 +24,10 @@ from dtype_engine.runtime.weights.source import CPU, WeightSource
 class CodedSource(WeightSource):
     """A weight that is decoded to float32 each time its values are read, so that it takes no more memory than in the files.
 
-    holds: the dtype of the module's placeholder, which the weight would have in an unquantized model. That of a weight of which
-    this program stored the codes has their dtype instead, like the weight after a cast to this format. turned: whether the weight's
-    last two dimensions are exchanged in the module. inputs: the format to which runtimes round the activations that the weight
-    multiplies, as the scheme tells it, or "".
+    holds: the dtype of the module's placeholder, which the weight would have in an unquantized model. If this program stored the
+    codes, the placeholder has the dtype of the codes instead, as after a cast to this format. turned: whether the weight's last two
+    dimensions are exchanged in the module. inputs: the format to which runtimes round the activations that the weight multiplies,
+    according to the scheme, or "" if they do not.
     """
 
     dtype = torch.float32
@@ -45,7 +45,9 @@ class CodedSource(WeightSource):
 
     @cached_property
     def input_format(self) -> InputFormat | None:  # type: ignore[override]
-        """As in `WeightSource`. Raises NoForward if the scale of the inputs is no positive number."""
+        """How runtimes round the activations that the weight multiplies, or None if the files do not declare it. Raises NoForward
+        if the scale of the inputs is no positive number.
+        """
         if self.own:
             return InputFormat(self.format)
         dtype, stored = self._inputs, self.weight.input_scale
@@ -111,5 +113,5 @@ class CodedSource(WeightSource):
 
 
 def stored_scale(stored: CheckpointTensor) -> float:
-    """Return the scale of all inputs of a layer, or the largest if the tensor has several."""
+    """Return the stored scale of a layer's inputs, which is the largest one if the tensor has several."""
     return float(read_part(stored).float().max())

@@ -25,12 +25,14 @@ class CopiesAhead:
         self._copies: dict[str, dict[Any, Future[Any]]] = {}
 
     def start(self, block: str, reads: Mapping[Any, Callable[[], Any]]) -> None:
-        """Begin the reads of a block, in their order. reads: return a tensor on the device, or a tuple of tensors and None."""
+        """Begin the reads of a block, in their order. reads: functions that return a tensor on the device, or a tuple of tensors
+        and None.
+        """
         self._copies[block] = {key: self._thread.submit(self._copy, read) for key, read in reads.items()}
 
     def take(self, block: str, key: Any, read: Callable[[], T]) -> T:
-        """Return what `read` returns, which the current stream can use. If the read was begun for `block` under `key`, its copy is
-        waited for on the device. Otherwise, or if it failed, such as for want of memory, `read` is called.
+        """Return the result of `read`, ready for use by the current stream. If this read was begun for `block` under `key`, the
+        device waits for its copy. Otherwise, or if the copy failed, for example for lack of memory, `read` is called now.
         """
         begun = self._copies.get(block, {}).pop(key, None)
         if begun is None or begun.exception() is not None:

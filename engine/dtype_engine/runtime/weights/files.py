@@ -55,7 +55,7 @@ def read_mapped(stored: CheckpointTensor, alone: bool = False) -> torch.Tensor:
 
 
 def read_part(part: CheckpointTensor) -> torch.Tensor:
-    """Memory-map one of the tensors of a coded weight, such as its codes, or as uint8 [bytes] if it consists of GGUF blocks."""
+    """Memory-map a tensor of a coded weight, such as its codes. A tensor of GGUF blocks is returned as uint8 [bytes]."""
     if not part.packed:
         return read_mapped(part)
     return read_mapped(msgspec.structs.replace(part, dtype="uint8", shape=(part.nbytes,), packed=False))

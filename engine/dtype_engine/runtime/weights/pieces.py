@@ -10,13 +10,15 @@ import torch
 from dtype_engine.runtime.weights.source import CPU, WeightSource
 
 _WORTH_KEEPING = 1 << 19
-"""The values that were read last are kept if at least this many can only be read together, such as an expert, of which the next
-read often needs more.
+"""If at least this many values are always read together, such as those of an expert, the last ones read are kept, because the next
+read often needs more of them.
 """
 
 
 class Pieces:
-    """The values of a weight, which can be sliced like a tensor, and are read then. Several threads may read at once."""
+    """The values of a weight. A view by `reshape` can be sliced like a tensor, which reads the values. Several threads may read at
+    once.
+    """
 
     device = CPU
 
@@ -63,7 +65,7 @@ class Rows:
 
 
 def as_matrix(source: WeightSource) -> tuple[Rows, int]:
-    """Return a weight as a matrix [all other dimensions, the last dimension], and how many of its rows can only be read together. A
+    """Return (a weight as a matrix [all other dimensions, the last dimension], the number of rows that are always read together). A
     vector is one row.
     """
     columns = source.shape[-1] if source.shape else 1

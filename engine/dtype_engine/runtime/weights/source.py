@@ -1,4 +1,4 @@
-"""The one kind of object from which a weight is read: in memory or in files, plain or coded, one tensor or several."""
+"""The base class of all objects from which a weight is read: in memory or in files, plain or coded, one tensor or several."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ CPU = torch.device("cpu")
 
 
 class WeightSource(ABC):
-    """The values of one weight as the files store them or, if Python code has built the module, as they were when it was opened.
-    They are never written to, and several threads may read them at once.
+    """The values of one weight as the files store them or, if Python code has built the module, as they were when the model was
+    opened. They are never written to, and several threads may read them at once.
     """
 
     shape: tuple[int, ...]
@@ -39,7 +39,7 @@ class WeightSource(ABC):
     nbytes: int
     """The number of bytes that the weight takes in the files."""
     unit: int = 1
-    """How many values can only be read together. A read that starts and ends at a multiple of it decodes no value twice."""
+    """The number of values that are always read together. Reads that start and end at its multiples decode no value twice."""
     in_files: tuple[CheckpointTensor, ...] = ()
     """The headers of the tensors that are read from files at each use of the values. Empty if the values stay in memory."""
 
@@ -57,15 +57,17 @@ class WeightSource(ABC):
         """Return all values, in the weight's shape and in `dtype`, on `device`. Raises UserError if a file can't be read."""
 
     def read_in(self, dtype: torch.dtype, device: torch.device = CPU) -> torch.Tensor:
-        """Like `read`, but in another dtype. If possible, not all values are held in their own at once."""
+        """Return all values in another dtype. If possible, memory never holds all values in the source's own dtype at once."""
         return self.read(device).to(dtype)
 
     def elements(self, start: int, count: int) -> torch.Tensor:
-        """Return `count` values on the CPU, starting at the flat index `start`: [count]. Raises UserError."""
+        """Return `count` values on the CPU, from the flat index `start` on: [count]. Raises UserError if a file can't be read."""
         return self.read().reshape(-1)[start : start + count]
 
     def rows(self, first: int, last: int, device: torch.device = CPU) -> torch.Tensor:
-        """Return the values at the indexes from `first` up to `last` of the first dimension. If possible, no others are decoded."""
+        """Return the values at the indexes from `first` up to `last` of the first dimension. If possible, no other values are
+        decoded.
+        """
         return self.read(device)[first:last]
 
     @abstractmethod
@@ -73,7 +75,7 @@ class WeightSource(ABC):
         """Return the rows `ids` of an embedding table [rows, width], on the device of `ids`: [*ids.shape, width]."""
 
     def part(self, index: int, device: torch.device) -> torch.Tensor | None:
-        """Return the values at one index of the first dimension, or None if there is no such index or not `has_parts`."""
+        """Return the values at one index of the first dimension, or None if the index does not exist or `has_parts` is False."""
         return None
 
     def release(self) -> None:  # noqa: B027
@@ -85,5 +87,5 @@ class WeightSource(ABC):
 
 
 def placeholder(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a tensor that takes the memory of only one element: NaN, so that using it by mistake becomes visible."""
+    """Return a tensor of this shape with the memory of one element. It is NaN, so that using it by mistake becomes visible."""
     return torch.full((1,), torch.nan, device=device).to(dtype).expand(shape)

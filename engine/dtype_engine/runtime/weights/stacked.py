@@ -33,7 +33,9 @@ class StackedSource(WeightSource):
 
     @cached_property
     def input_format(self) -> InputFormat | None:  # type: ignore[override]
-        """As in `WeightSource`. The scale is the largest of the parts', as vLLM has one for all experts of a layer."""
+        """How runtimes round the activations that the weight multiplies, or None if the files do not declare it. The scale is the
+        largest of the parts' scales, because vLLM has one for all experts of a layer.
+        """
         forms = [part.input_format for part in self._sources if part.input_format is not None]
         return max(forms, key=lambda form: form.scale or 0.0, default=None)
 

@@ -1,4 +1,4 @@
-"""Decoders of weights that are stored as codes, each with a function `decode`, for a scheme of `checkpoint/schemes` or several."""
+"""Decoders of weights that are stored as codes. Each has a function `decode` for one or more schemes of `checkpoint/schemes`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ Parts = Mapping[str, torch.Tensor]
 
 
 def decode(weight: CodedWeight, parts: Parts, first: int = 0, last: int | None = None) -> torch.Tensor:
-    """Return a weight's values from `first` up to `last` along its first dimension, in float32, not rounded further."""
+    """Return a weight's values from `first` up to `last` (by default the end) along its first dimension, in float32, not rounded
+    further.
+    """
     decoder: Callable[[CodedWeight, Parts, int, int], torch.Tensor]
     decoder = import_module(f"{__name__}.{weight.scheme.decoder}").decode
     return decoder(weight, parts, first, (weight.shape or (1,))[0] if last is None else last)

@@ -1,4 +1,6 @@
-"""Decodes AWQ: "gemv", whose words hold 4-bit codes or zero points of one row, "gemv_fast" and, by `block_scaled`, "gemm"."""
+"""Decodes AWQ's layouts: "gemv", whose words hold 4-bit codes or zero points of one row, "gemv fast", and "gemm" (by
+`block_scaled`).
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,9 @@ def _decode_words(weight: CodedWeight, parts: Parts, first: int, last: int) -> t
 
 
 def _decode_fast(weight: CodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
-    """A value is code times scale plus offset. Four rows are stored together: first 64 codes of each of them, then the next 64
-    codes of each, and so on. Within 32 codes of a row, code 8 i + 2 j + t is at position 8 j + 4 t + i, for i, j in 0..3 and t in
-    0..1.
+    """Decode the layout "gemv fast". A value is code times scale plus offset. Four rows are stored together: first 64 codes of each
+    of the four rows, then the next 64 codes of each, and so on. Within 32 codes of a row, code 8 i + 2 j + t is at position 8 j + 4
+    t + i, for i, j in 0..3 and t in 0..1.
     """
     columns = weight.shape[1]
     groups = columns // weight.settings["block"][1]  # the file may have more, which are padding
@@ -45,5 +47,5 @@ _DECODERS = {"gemm": block_scaled.decode, "gemv": _decode_words, "gemv fast": _d
 
 
 def decode(weight: CodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
-    """As `schemes.decode`."""
+    """Return the values of an AWQ weight from `first` up to `last` along its first dimension, in float32."""
     return _DECODERS[weight.settings["layout"]](weight, parts, first, last)

@@ -15,8 +15,8 @@ _LARGEST = 127
 
 
 def decode(weight: CodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
-    """As `schemes.decode`. With 8 bits, a value is code / 127 times the scale of its row. With 4 bits, it is the entry of the
-    stored table for its code, times the scale of its block.
+    """Return the values of a bitsandbytes weight from `first` up to `last` along its first dimension. With 8 bits, a value is code
+    / 127 times the scale of its row. With 4 bits, it is the entry of the stored table for its code, times the scale of its block.
     """
     if "scale" in parts:
         return _eight_bits(parts, first, last)
@@ -42,7 +42,7 @@ def decode(weight: CodedWeight, parts: Parts, first: int, last: int) -> torch.Te
 
 
 def _factors(weight: CodedWeight, parts: Parts, low: int, high: int) -> torch.Tensor:
-    """Return the scales of the blocks from `low` up to `high`. With nested quantization, the stored ones are codes."""
+    """Return the scales of the blocks from `low` up to `high`. With nested quantization, they are decoded from the stored codes."""
     factors = parts["absmax"][low:high]
     if "nested_absmax" not in parts:
         return factors

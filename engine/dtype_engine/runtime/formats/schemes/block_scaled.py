@@ -35,8 +35,9 @@ Settings = Mapping[str, Any]
 
 
 def decode(weight: CodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
-    """As `schemes.decode`. A value is its code, minus the zero point if there is one, times the scales of block and tensor, which
-    are combined first. A transposed weight is returned as a view of memory in the file's order.
+    """Return a weight's values from `first` up to `last` along its first dimension. A value is its code, minus the zero point if
+    there is one, times the scales of block and tensor, which are combined first. A transposed weight is returned as a view of
+    memory in the file's order.
     """
     settings = weight.settings
     if settings.get("code") == "row words":
@@ -73,26 +74,26 @@ def _decode_matrix(settings: Settings, parts: Parts, first: int, last: int, colu
 
 
 def _write_words(codes: torch.Tensor, out: torch.Tensor, settings: Settings) -> None:
-    """Write integers of `bits` bits, the first in the lowest bits of an int32 word, which the file stores plus 2^(bits-1)."""
+    """Unpack integers of `bits` bits to `out`. Each is stored plus 2^(bits-1), the first in the lowest bits of an int32 word."""
     unpack(codes, settings["bits"], out, settings["dense"])
     out.sub_(1 << (settings["bits"] - 1))
 
 
 def _write_six_bits(codes: torch.Tensor, out: torch.Tensor, settings: Settings) -> None:
-    """Write floats of six bits of the dtype `element`. Three bytes hold four, the first in the lowest bits."""
+    """Unpack floats of six bits of the dtype `element` to `out`. Three bytes hold four floats, the first in the lowest bits."""
     unpack(codes, 6, out)
     out.copy_(float_values(settings["element"]).index_select(0, out.view(-1).to(torch.int32)).view(out.shape))
 
 
 def _write_row_pairs(codes: torch.Tensor, out: torch.Tensor, settings: Settings) -> None:
-    """Write int4 values in two's complement. A byte holds one of row 2r in its low bits, and one of row 2r + 1."""
+    """Unpack int4 values in two's complement. A byte holds a value of row 2r in its low bits, and one of row 2r + 1 above."""
     rows, signed = out.view(len(codes), 2, -1), codes.view(torch.int8)
     rows[:, 0] = (signed << 4) >> 4
     rows[:, 1] = signed >> 4
 
 
 def _write_row_words(codes: torch.Tensor, out: torch.Tensor, settings: Settings) -> None:
-    """Write integers of 4 bits, in two's complement if `signed`. A word holds one of each of the rows in `order`."""
+    """Unpack integers of 4 bits, two's complement if `signed`. A word holds a value of each row in `order`, lowest bits first."""
     rows, codes = out.view(len(codes), 8, -1), codes.contiguous()
     for place, row in enumerate(settings["order"]):
         nibbles = (codes >> 4 * place).bitwise_and_(15)
@@ -107,7 +108,9 @@ _UNPACK: Mapping[str, Callable[[torch.Tensor, torch.Tensor, Settings], None]] = 
     "row pairs": _write_row_pairs,
     "row words": _write_row_words,
 }
-"""By the setting `code`: functions that write the values of the packed codes of some rows to `out`, float32 [rows, columns]."""
+"""For each value of the setting `code`: a function that writes the values of the packed codes of some rows to `out`, float32 [rows,
+columns].
+"""
 
 
 def _by_block(
@@ -116,8 +119,9 @@ def _by_block(
     columns: int | torch.Tensor,
     change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> None:
-    """Apply an in-place operation, such as `torch.Tensor.mul_`, to the values [rows, width] of each block and its scale (or zero
-    point), of [rows, blocks]. columns: the number of columns in a block, or the index of each column's block.
+    """Apply the in-place operation `change`, such as `torch.Tensor.mul_`, to the values of each block and the block's scale or zero
+    point. values: [rows, width]. scale: the scales or zero points [rows, blocks]. columns: the number of columns in a block, or the
+    index of each column's block.
     """
     if scale.shape[1] == 1:
         change(values, scale)
@@ -132,7 +136,7 @@ def _by_block(
 
 
 def _scales(settings: Settings, parts: Parts, rows: range, columns: int) -> torch.Tensor:
-    """Return the scales of some rows of the weight: float32 [rows, blocks], or [1, blocks] if all rows have the same."""
+    """Return the scales of some rows of the weight: float32 [rows, blocks], or [1, blocks] if all rows have the same scales."""
     height, width = settings["block"]
     stored, blocks = parts["scale"], -(-columns // width)
     if settings.get("swizzled"):
@@ -186,8 +190,8 @@ def _zeros(settings: Settings, zero: torch.Tensor, rows: range) -> torch.Tensor:
 
 
 def _unrotate(values: torch.Tensor, columns: int) -> torch.Tensor:
-    """Undo ConvRot's rotation: multiply each group of `columns` columns by its Hadamard matrix, which is its own inverse. It is a
-    Kronecker power of H = J / 2 - P, where J is a 4 x 4 matrix of ones, and P reverses the order of four values.
+    """Undo ConvRot's rotation: multiply each group of `columns` columns by a Hadamard matrix, which is its own inverse. The matrix
+    is a Kronecker power of H = J / 2 - P, where J is a 4 x 4 matrix of ones, and P reverses the order of four values.
     """
     shape, apart = values.shape, 1
     while apart < columns:

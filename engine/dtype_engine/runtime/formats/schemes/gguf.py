@@ -14,11 +14,13 @@ from dtype_engine.core.text import printable
 from dtype_engine.runtime.formats.schemes import Parts
 
 _VALUES_AT_ONCE = 1 << 20
-"""The gguf package allocates several float32 arrays of this many values."""
+"""How many values are decoded at once. The gguf package allocates several float32 arrays of this size."""
 
 
 def decode(weight: CodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
-    """As `schemes.decode`, in transformers' order of rows. The codes of F32, F16 and BF16 are the values."""
+    """Return the values of a GGUF weight from `first` up to `last` along its first dimension, in transformers' order of rows. The
+    codes of F32, F16 and BF16 are the values.
+    """
     packed, heads = weight.parts[CODES].packed, weight.settings.get("heads")
     if packed and len(weight.shape) == 1:  # a vector is one row of blocks
         codes, packed = _dequantize(weight, parts[CODES].view(1, -1)).view(-1, 1), False
@@ -32,8 +34,8 @@ def decode(weight: CodedWeight, parts: Parts, first: int, last: int) -> torch.Te
 
 
 def _rows_of_halves(rows: int, heads: int, first: int, last: int) -> torch.Tensor:
-    """Return the positions in the file of the rows from `first` up to `last`, of `rows`, of an attention projection. In
-    transformers, the first half of a head's rows comes before the second half; in a GGUF file, the rows of the two alternate.
+    """Return the positions in the file of the rows from `first` up to `last` of an attention projection that has `rows` rows. In
+    transformers, the first half of a head's rows comes before the second half; in a GGUF file, rows of the two halves alternate.
     """
     if rows % (2 * heads):
         raise UserError(f"{rows} rows are not {heads} heads of two halves each, as the header of the GGUF file says")
@@ -61,7 +63,7 @@ def _dequantize(weight: CodedWeight, rows: torch.Tensor) -> torch.Tensor:
 
 def _values(blocks: torch.Tensor, kind: Any) -> torch.Tensor:
     """Return the float32 values, in one dimension, of GGUF blocks [blocks, bytes]. transformers is several times as fast as the
-    gguf package, which has more types. Both give the same values, bit by bit.
+    gguf package, which supports more types. Both give the same values, bit by bit.
     """
     from transformers.integrations.gguf.dequant import GGML_BLOCK, dequantize
 

@@ -12,7 +12,9 @@ from dtype_engine.runtime.formats.schemes.unpack import decode_rows, scale_group
 
 
 def decode(weight: CodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
-    """As `schemes.decode`: (code - zero point) times scale. Raises UserError if a column is in a group without a scale."""
+    """Return the values of a GPTQ weight from `first` up to `last` along its first dimension: (code - zero point) times scale.
+    Raises UserError if a column is in a group without a scale.
+    """
     bits = weight.settings["bits"]
     order = _order(weight, parts)
     scale = parts["scale"][:, first:last].t().to(torch.float32).contiguous()
@@ -51,7 +53,9 @@ def _zero_points(weight: CodedWeight, packed: torch.Tensor, first: int, last: in
 
 
 def _order(weight: CodedWeight, parts: Parts) -> torch.Tensor | None:
-    """Return each column's group, int64 [in], or None if groups of equal size follow each other. Raises UserError."""
+    """Return each column's group, int64 [in], or None if groups of equal size follow each other. Raises UserError for an unknown
+    group.
+    """
     columns, groups, size = weight.shape[1], len(parts["scale"]), weight.settings["group"]
     regular = torch.arange(columns) // size
     order = parts["g_idx"].to(torch.int64) if "g_idx" in parts else regular

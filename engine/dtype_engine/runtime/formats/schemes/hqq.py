@@ -12,7 +12,7 @@ from dtype_engine.runtime.formats.schemes.unpack import decode_rows, scale_group
 
 
 def decode(weight: CodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
-    """As `schemes.decode`: (code - zero point) times scale."""
+    """Return the values of an HQQ weight from `first` up to `last` along its first dimension: (code - zero point) times scale."""
     bits, together, axis = (weight.settings[key] for key in ("bits", "together", "axis"))
     packed = parts[CODES].view(-1)
     columns = weight.shape[1]

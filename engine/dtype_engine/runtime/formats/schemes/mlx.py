@@ -21,7 +21,9 @@ _LARGEST_NVFP4 = 448.0 * 6.0
 
 
 def decode(weight: CodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
-    """As `schemes.decode`: code * scale + bias with integer codes in "affine" mode, else code * scale with floats."""
+    """Return the values of an MLX weight from `first` up to `last` along its first dimension. A value is code * scale + bias with
+    integer codes in "affine" mode, and code * scale with float codes in other modes.
+    """
     mode, bits, columns = weight.settings["mode"], weight.settings["bits"], weight.shape[-1]
     each = 1 if len(weight.shape) == 2 else weight.shape[1]
     codes, scale = (parts[role].flatten(0, -2) for role in (CODES, "scale"))

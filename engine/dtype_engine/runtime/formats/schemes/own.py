@@ -28,7 +28,9 @@ from dtype_engine.runtime.formats.schemes.unpack import scale_values
 def decode(
     weight: CodedWeight, parts: Parts, first: int, last: int, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """As `schemes.decode`, rounded once to `dtype`. Only the blocks that contain the rows are dequantized."""
+    """Return the values of a weight of our own export from `first` up to `last` along its first dimension, rounded once to `dtype`.
+    Only the blocks that contain these rows are dequantized.
+    """
     shape, blocks = weight.shape, dtypes.BY_NAME[weight.format].blocks
     if blocks is None:
         codes, scale = parts[CODES], parts[SCALE].reshape(-1)
@@ -76,7 +78,9 @@ def _decode_rows(
     shape: tuple[int, ...],
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return rows of a weight's matrices, in `shape`. rows, scales: (first, end) of rows, and of rows of blocks, in all of them."""
+    """Return some rows of a weight's matrices, in `shape`. rows, scales: (first, end) of the rows and of their rows of blocks, both
+    numbered through all matrices.
+    """
     element = dtypes.BY_NAME[weight.format]
     count, height, width = matrices(weight.shape, blocks.columns)
     packed = parts[CODES].reshape(count * height, packed_width(width, element.bits, blocks.packing))

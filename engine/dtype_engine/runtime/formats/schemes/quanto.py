@@ -42,5 +42,5 @@ def _decode_bits(weight: CodedWeight, parts: Parts, first: int, last: int) -> to
 
 
 def decode(weight: CodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
-    """As `schemes.decode`."""
+    """Return the values of a quanto weight from `first` up to `last` along its first dimension, in float32."""
     return (_decode_bits if "bits" in weight.settings else _decode_bytes)(weight, parts, first, last)

@@ -1,5 +1,6 @@
 """Unpacks codes to float32 values. A weight is decoded every time it is used, and allocating memory takes longer than the
-arithmetic. So the result is allocated once, and codes are unpacked into it some rows at a time, which fit in the processor's cache.
+arithmetic. So the result is allocated once, and codes are unpacked into it some rows at a time, few enough for the processor's
+cache.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from dtype_engine.runtime.device import copied_to
 from dtype_engine.runtime.formats.row_blocks import CHUNK, parallel_map
 
 _ALIGNED = 32
-"""Rows are decoded in multiples of this, so that a word with codes of several rows belongs to one group."""
+"""Rows are decoded in multiples of this, so that a call of `Fill` gets all rows whose codes share a word."""
 _POWERS = torch.tensor([*(math.ldexp(1, code - 127) for code in range(255)), math.nan], dtype=torch.float32)
-"""The scale for each byte that is an exponent."""
+"""The scale 2^(b - 127) for each byte b that stores an exponent; NaN for 255."""
 Fill = Callable[[torch.Tensor, int, int], None]
-"""`fill(out, start, stop)` writes the rows from `start` up to `stop` to `out`, float32 [stop - start, columns], contiguous and
-without defined values. Several threads call it at the same time.
+"""`fill(out, start, stop)` writes the rows from `start` up to `stop` to `out`, float32 [stop - start, columns], contiguous and not
+initialized. Several threads call it at the same time.
 """
 
 
@@ -79,14 +80,16 @@ def unpack(packed: torch.Tensor, bits: int, out: torch.Tensor, dense: bool = Tru
 
 
 def look_up(codes: torch.Tensor, table: torch.Tensor, out: torch.Tensor) -> None:
-    """Write the entry for each byte of `codes` in a table, float32 [256] or, for pairs of codes, [256, 2]. All are contiguous."""
+    """Write the entry of `table` for each byte of `codes` to `out`. table: float32 [256] or, for pairs of codes, [256, 2]. All
+    tensors are contiguous.
+    """
     entries = table if table.dim() == 1 else table.view(torch.int64).view(-1)  # two float32 are copied as one int64
     index = codes.view(torch.uint8).reshape(-1).to(torch.int32)
     torch.index_select(entries, 0, index, out=out.view(entries.dtype).view(-1))
 
 
 def pairs(values: torch.Tensor, high_first: bool = False) -> torch.Tensor:
-    """Return a table for `look_up` of bytes with two 4-bit codes: float32 [256, 2]. values: those of the 16 codes."""
+    """Return a table for `look_up` of bytes with two 4-bit codes: float32 [256, 2]. values: the values of the 16 codes."""
     table = torch.stack((values.repeat(16), values.repeat_interleave(16)), 1)
     return table.flip(1).contiguous() if high_first else table
 

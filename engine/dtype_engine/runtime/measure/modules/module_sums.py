@@ -53,9 +53,9 @@ class ModuleSums:
 
 
 def compare_outputs(reference: torch.Tensor, candidate: torch.Tensor, kept: torch.Tensor | None = None) -> ModuleSums:
-    """Return the sums over all elements of two outputs of a module, in float64, without those that only the main output's metrics
-    need, since they would double the time. kept: the positions to compare, a bool mask of the output's first dimensions; if None,
-    all.
+    """Return the sums over all elements of two outputs of a module, in float64. Sums that only the main output's metrics need are
+    left out, since they would double the time. kept: the positions to compare, a bool mask of the output's first dimensions; if
+    None, all.
     """
     if reference.shape != candidate.shape:
         return ModuleSums.not_comparable(reference, candidate)
@@ -81,9 +81,9 @@ def compare_outputs(reference: torch.Tensor, candidate: torch.Tensor, kept: torc
 
 
 def _sums_on_accelerator(reference: torch.Tensor, candidate: torch.Tensor) -> ElementSums:
-    """Return the sums over two flat outputs, whose elements have at most 32 bits, with a quarter of the memory traffic of float64
-    copies, which limits the speed: rounds differences to float32, sums each row of `_ROW_ELEMENTS` elements in float32, and adds
-    these sums in float64. The relative error of a sum is about 1e-7.
+    """Return the sums over two flat outputs, whose elements have at most 32 bits. Differences are rounded to float32, each row of
+    `_ROW_ELEMENTS` elements is summed in float32, and these sums are added in float64. This needs a quarter of the memory traffic
+    of float64 copies, and memory traffic limits the speed. The relative error of a sum is about 1e-7.
     """
     if not len(reference):
         return ElementSums()

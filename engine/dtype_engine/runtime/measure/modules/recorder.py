@@ -14,9 +14,9 @@ T = TypeVar("T")
 
 
 class SeenOutput(Generic[T]):
-    """A module's output with a result computed from it, which is used again if the next module returns the same output: a parent
-    often returns its last child's output, or a view of all of it. This object keeps the output alive, so that its memory is not
-    used for another tensor.
+    """A module's output with a result computed from it. The result is used again if the next module returns the same output: a
+    parent often returns its last child's output, or a view of all of it. This object keeps the output alive, so that its memory is
+    not used for another tensor.
     """
 
     def __init__(self, output: torch.Tensor, result: T) -> None:

@@ -30,7 +30,7 @@ class Routing:
     experts: frozenset[int]
     """All numbers of experts in the configuration. A module that outputs this many values for each token may be a router."""
     chosen: int | None
-    """The number of experts to which a token is sent. None if it is unknown, or if they are not those with the largest scores."""
+    """The number of experts to which a token is sent. None if unknown, or if a router does not choose by the largest scores."""
 
     @classmethod
     def of(cls, model: LiveModel) -> Routing | None:
@@ -77,7 +77,7 @@ class RoutingComparer:
         self._changed[module.rpartition(".")[0]] = tokens
 
     def rerouted_by(self, module: str) -> int:
-        """Return the number of all tokens in the call of a router that chose other experts for any token, and else 0."""
+        """Return the number of all tokens in the call of the router `module` if it chose other experts for any, otherwise 0."""
         return self._changed.get(module.rpartition(".")[0], 0) if _ROUTER.search(module) else 0
 
     def is_shifted(self, module: str, output: torch.Tensor) -> bool:

@@ -22,7 +22,7 @@ _GPU_CHUNK_ELEMENTS = 1 << 22
 
 @dataclass(slots=True)
 class ElementSums:
-    """Sums over elements of the reference's output r and the candidate's output c, all in float64."""
+    """Sums over elements of the reference's output r and the candidate's output c, all in float64, with Δ = c - r."""
 
     elements: int = 0
     nonfinite: int = 0
@@ -30,17 +30,17 @@ class ElementSums:
     nonfinite_reference: int = 0
     """Number of elements that are NaN or plus infinity in the reference. Minus infinity is a mask and is not counted."""
     sum_abs: float = 0.0
-    """Σ|Δ|"""
+    """Σ|Δ|: the sum of the absolute differences."""
     max_abs: float = 0.0
-    """max |Δ|"""
+    """max |Δ|: the largest absolute difference."""
     noise: float = 0.0
-    """ΣΔ²"""
+    """ΣΔ²: the sum of the squared differences."""
     energy: float = 0.0
-    """Σr²"""
+    """Σr²: the sum of the reference's squared values."""
     energy_candidate: float = 0.0
-    """Σc²"""
+    """Σc²: the sum of the candidate's squared values."""
     product: float = 0.0
-    """Σrc"""
+    """Σrc: the sum of the products of reference and candidate."""
 
     def add(self, other: ElementSums) -> None:
         """Add the sums over further elements."""
@@ -86,8 +86,8 @@ def sum_chunks(
     """Call `sums_of` for successive slices of an output, of `step` rows or, if it is flat, elements, and return the sum of the
     results, added up in order.
 
-    `sums_of` also gets `buffers` float64 buffers of the slice's shape on the output's device. They are reused for the next slice,
-    because touching new memory takes longer than computing the sums.
+    `sums_of` also gets `buffers` float64 buffers of the slice's shape on the output's device. The buffers are reused for the next
+    slice, because touching new memory takes longer than computing the sums.
 
     parallel: whether several threads share the work on the CPU. This helps only if a slice takes a millisecond or more, since
     handing over Python's lock at every torch operation takes longer than an operation on a small slice.
@@ -121,7 +121,7 @@ def widen(values: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
 
 def sums_of_small(r: torch.Tensor, delta: torch.Tensor) -> ElementSums | None:
     """Return the sums over some elements of the outputs in less time than `sums_of_any`, or None if Δ is not finite, or so large
-    that computing the candidate's sums from r and Δ would lose digits. delta: Δ, which is overwritten. Both are float64 and
+    that computing the candidate's sums from r and Δ would lose digits. delta: Δ, which is overwritten. r and delta are float64 and
     contiguous.
     """
     r, delta = r.view(-1), delta.view(-1)

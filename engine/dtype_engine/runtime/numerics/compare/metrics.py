@@ -44,7 +44,7 @@ _DP_PERCENTILES = {**_KL_PERCENTILES, "p75": 0.75, "p25": 0.25}
 @dataclass
 class OutputMetrics:
     """Compares the main outputs of the reference and the candidate, one sequence at a time, and computes metrics over all
-    sequences. These may be added in any order: sums are always computed in the order of the sequence numbers.
+    sequences. The sequences may be added in any order: sums are always computed in the order of the sequence numbers.
     """
 
     classes_dim: int | None
@@ -112,7 +112,7 @@ class OutputMetrics:
 
 
 def _of_elements(sums: ElementSums) -> dict[str, float | None]:
-    """Return the metrics of Δ by name. They are NaN if there is nothing to compare."""
+    """Return the metrics of Δ by name. The metrics are NaN if there is nothing to compare."""
     counts = {"nonfinite": sums.nonfinite, "nonfinite_reference": sums.nonfinite_reference}
     if sums.nonfinite_reference and not sums.energy:
         names = ("mean_abs", "max_abs", "rel_l2", "sqnr_db", "cosine")
@@ -146,7 +146,7 @@ def _of_distributions(kl: torch.Tensor, same: torch.Tensor) -> dict[str, float |
 
 
 def _of_next_tokens(log_p: torch.Tensor, log_q: torch.Tensor) -> dict[str, float | None]:
-    """Return the metrics of the correct next tokens by name. log_p, log_q: as in `PositionFigures`."""
+    """Return the metrics of the correct next tokens by name. log_p, log_q: their log-probabilities in reference and candidate."""
     dp = log_q.exp() - log_p.exp()
     squares = dp.square()
     rms, error = float(squares.mean().sqrt()), _standard_error(squares)
@@ -165,7 +165,7 @@ def _of_next_tokens(log_p: torch.Tensor, log_q: torch.Tensor) -> dict[str, float
 
 def compared_rows(output: torch.Tensor, classes_dim: int | None, kept: torch.Tensor | None = None) -> torch.Tensor:
     """Return an output of any shape as a matrix: [positions, classes] if it holds logits of distributions, otherwise [rows, width].
-    If `kept` is None and the classes are the last dimension, it is a view.
+    If `kept` is None and the classes are the last dimension, the matrix is a view.
 
     classes_dim: the dimension of the classes (from 0), or None. kept: a mask that is True at the positions to compare, for the
     first two dimensions of the output; if None, all are compared. In a model that finds an answer in a text, the classes are the
@@ -212,7 +212,8 @@ def _quantile(ordered: torch.Tensor, q: float) -> float:
 
 def _spread(prefix: str, values: torch.Tensor, percentiles: dict[str, float]) -> dict[str, float | None]:
     """Return the minimum, median, maximum and percentiles of values, by names that begin with `prefix`, such as "kl_max".
-    percentiles: the quantiles (0 to 1) by name, such as "p999"; None with fewer than 100 values.
+
+    percentiles: the quantiles (0 to 1) by name, such as "p999". With fewer than 100 values, the result has None for them.
     """
     ordered = values.sort().values
     enough = len(ordered) >= FEWEST_FOR_PERCENTILES

@@ -64,9 +64,9 @@ class SequenceFigures:
 def sequence_figures(
     reference: torch.Tensor, candidate: torch.Tensor, distribution: bool, labels: torch.Tensor | None = None
 ) -> SequenceFigures:
-    """Compare two outputs [rows, width] of any floating dtypes, on the candidate's device, or on the CPU if that does not support
-    float64. distribution: whether the outputs are logits over classes. labels: the id of the correct next token for each row, int64
-    [rows], or -100 for none.
+    """Compare two outputs [rows, width] of any floating dtypes, on the candidate's device, or on the CPU if this device does not
+    support float64. distribution: whether the outputs are logits over classes. labels: the id of the correct next token for each
+    row, int64 [rows], or -100 for none.
     """
     reference, candidate = for_sums(reference), for_sums(candidate)
     count, width = candidate.shape
