@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 import click
 
 from dtype_engine.cli.options import ModelCommand, json_option, sarif_option
-from dtype_engine.cli.program import NO, answer, errors_as_sarif, note, print_json, say, say_share
+from dtype_engine.cli.program import NO, answer, note, print_json, say, say_share
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.core.errors import UserError
-
-if TYPE_CHECKING:
-    from dtype_engine.checkpoint import Checkpoint
-    from dtype_engine.checkpoint.source import Source
-    from dtype_engine.results.check import CheckReport
 
 _MOST_TENSORS = 10_000
 """By default, a checkpoint with more tensors is not compared with its architecture, because this comparison imports torch."""
@@ -49,18 +44,34 @@ def check(
 
     Only headers and scales are read, unless --values is given. The exit status is 1 if an error is found.
     """
+    from dtype_engine.checkpoint.check import check as look
+    from dtype_engine.checkpoint.source import locate
     from dtype_engine.core.gc_pause import gc_paused
 
-    with errors_as_sarif("check", as_sarif):
-        if as_sarif and as_object:
-            raise UserError("--sarif and --json are two forms of one answer: give one of them")
-        source = request.locate()
-        with gc_paused():
-            report, checkpoint = _look(source, request, against, values)
-        if modules if modules is not None else len(checkpoint.tensors) <= _MOST_TENSORS:
-            from dtype_engine.runtime.building.describe import with_architecture
+    if as_sarif and as_object:
+        raise UserError("--sarif and --json are two forms of one answer: give one of them")
+    source = request.locate()
+    with gc_paused():
+        checkpoint = source.open(absent_shards=True)
+        if checkpoint is None:
+            raise UserError(f"{source.title} is code: check reads checkpoints, so name the file of its weights")
+        other = locate(against, request.options.trust_pickle, request.options.download) if against is not None else None
+        of_source = other.open() if other is not None else None
+        if other is not None and of_source is None:
+            raise UserError(f"--against {other.title} is code: name a checkpoint")
 
-            report = with_architecture(report, source, request.options, checkpoint)
+        def on_progress(what: str, done: int, total: int) -> None:
+            say_share(f"reading {what}", done, total)
+
+        title = other.title if other is not None else ""
+        report = look(checkpoint, source.title, of_source, title, values, on_progress)
+    if modules if modules is not None else len(checkpoint.tensors) <= _MOST_TENSORS:
+        from dtype_engine.runtime.building.describe import with_architecture
+
+        report = with_architecture(report, source, request.options, checkpoint)
+    else:
+        unchecked = "the architecture: dtype-engine check --modules compares it, which imports torch"
+        report = replace(report, unchecked=(*report.unchecked, unchecked))
     say("")
     from dtype_engine.reports.text_check import check_json, check_sarif, check_text
 
@@ -70,23 +81,3 @@ def check(
         answer(check_text(report))
     note(checkpoint.remarks)
     return NO if report.findings else 0
-
-
-def _look(source: Source, request: RunRequest, against: str | None, values: bool) -> tuple[CheckReport, Checkpoint]:
-    """Return what headers, scales and `values` show, and the checkpoint. Raises UserError."""
-    from dtype_engine.checkpoint.check import check as look
-    from dtype_engine.checkpoint.source import locate
-
-    checkpoint = source.open(absent_shards=True)
-    if checkpoint is None:
-        raise UserError(f"{source.title} is code: check reads checkpoints, so name the file of its weights")
-    other = locate(against, request.options.trust_pickle, request.options.download) if against is not None else None
-    of_source = other.open() if other is not None else None
-    if other is not None and of_source is None:
-        raise UserError(f"--against {other.title} is code: name a checkpoint")
-
-    def on_progress(what: str, done: int, total: int) -> None:
-        say_share(f"reading {what}", done, total)
-
-    title = other.title if other is not None else ""
-    return look(checkpoint, source.title, of_source, title, values, on_progress), checkpoint

@@ -11,7 +11,7 @@ import msgspec
 
 from dtype_engine.checkpoint.memory_fit import fit
 from dtype_engine.cli.options import ModelCommand, force_option, json_option, sarif_option
-from dtype_engine.cli.program import NO, answer, answer_file, errors_as_sarif, print_json, print_stderr
+from dtype_engine.cli.program import NO, answer, answer_file, print_json, print_stderr
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
@@ -117,13 +117,12 @@ def lint(request: RunRequest, file: Path, target: str, as_sarif: bool, as_object
     """
     from dtype_engine.recipe.lint import lint as read_as
 
-    with errors_as_sarif("recipe lint", as_sarif):
-        if as_sarif and as_object:
-            raise UserError("--sarif and --json are two forms of one answer: give one of them")
-        context = _from_file(file, request)
-        if target in RUNTIMES:
-            return _lint_serving(file if as_sarif else None, context, target, as_object)
-        reading = read_as(context, target_named(target))
+    if as_sarif and as_object:
+        raise UserError("--sarif and --json are two forms of one answer: give one of them")
+    context = _from_file(file, request)
+    if target in RUNTIMES:
+        return _lint_serving(file if as_sarif else None, context, target, as_object)
+    reading = read_as(context, target_named(target))
     if as_sarif:
         from dtype_engine.reports.sarif import lint_sarif
 

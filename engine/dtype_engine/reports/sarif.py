@@ -46,13 +46,11 @@ def uri_of(path: Path) -> str:
     return quote(os.fsencode(whole.relative_to(root))) if whole.is_relative_to(root) else whole.as_uri()
 
 
-def failure(command: str, sentence: str) -> dict[str, Any]:
-    """Return the SARIF log of a run that has no results, because of an error of the user that `sentence` describes."""
-    log = sarif(command, {}, ())
-    notification = {"level": "error", "message": {"text": _without_links(sentence)}}
-    log["runs"][0]["invocations"] = [
-        {"executionSuccessful": False, "exitCode": 2, "toolExecutionNotifications": [notification]}
-    ]
+def failure(sentence: str) -> dict[str, Any]:
+    """Return the SARIF log of a command that has no results, because of the user's error that `sentence` describes."""
+    log, notification = sarif("", {}, ()), {"level": "error", "message": {"text": _without_links(sentence)}}
+    ended = {"executionSuccessful": False, "exitCode": 2, "toolExecutionNotifications": [notification]}
+    log["runs"][0]["invocations"] = [ended]
     return log
 
 
@@ -69,7 +67,7 @@ def sarif(command: str, rules: Mapping[str, tuple[str, str]], results: Iterable[
         for rule, (title, why) in rules.items()
     ]
     indexed = [{"ruleId": each["ruleId"], "ruleIndex": ids.index(each["ruleId"])} | each for each in results]
-    driver = {"name": f"dtype-engine {command}", "version": __version__, "rules": listed}
+    driver = {"name": f"dtype-engine {command}".strip(), "version": __version__, "rules": listed}
     return {
         "$schema": "https://json.schemastore.org/sarif-2.1.0.json",
         "version": "2.1.0",

@@ -196,6 +196,14 @@ def test_unknown_architecture_has_the_declared_layers_and_tokens(
     assert found(capsys, folder) == [("declared-size", each) for each in named]
 
 
+def test_architecture_that_is_not_compared_is_unchecked(
+    make_llama: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_llama()
+    assert any("--modules" in each for each in checked(capsys, folder, "--no-modules")["unchecked"])
+    assert not any("architecture" in each for each in checked(capsys, folder)["unchecked"])
+
+
 def test_layer_between_others_is_missing(make_llama: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
     folder = make_llama(num_hidden_layers=3)
     change_tensors(folder, lambda held: [held.pop(name) for name in list(held) if ".layers.1." in name])

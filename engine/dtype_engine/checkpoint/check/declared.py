@@ -10,7 +10,6 @@ from dtype_engine.checkpoint.check.values import pieces
 from dtype_engine.checkpoint.checkpoint import Checkpoint
 from dtype_engine.checkpoint.modeling_source import is_known
 from dtype_engine.checkpoint.packed_weights import NOT_CODES
-from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes import CODES, CodedWeight
 from dtype_engine.checkpoint.schemes.configuration import config_groups, declared, mapping, quant_method
 from dtype_engine.checkpoint.schemes.layout import PackedWeight
@@ -32,9 +31,8 @@ def scheme_findings(checkpoint: Checkpoint, weights: list[PackedWeight]) -> Iter
     described = settings or mapping(config.get("quantization"))
     read = [weight for weight in checkpoint.coded.values() if not weight.own]
     if _are_needed(settings) and all(tensor.dtype in NOT_CODES for tensor in checkpoint.tensors.values()):
-        yield _finding(
-            "quantization_config", f"declares {quant_method(settings)}, and no tensor of the files holds codes"
-        )
+        what = f"declares {quant_method(settings)}, and no tensor of the files holds codes"
+        yield _finding("quantization_config", what)
     if weights and not read and not described and is_known(config) and not _beside(checkpoint):
         what = f"is not there, and {plural(len(weights), 'weight')} {'is' if len(weights) == 1 else 'are'} "
         yield _finding("quantization_config", f"{what}{weights[0].layout.what}, first {printable(weights[0].name)}")
@@ -49,14 +47,19 @@ def scheme_findings(checkpoint: Checkpoint, weights: list[PackedWeight]) -> Iter
 
 def zero_point_sentences(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Return a sentence for the user, in a tuple, if the zero points of the first weight contradict config.json."""
-    first = next((weight for weight in checkpoint.coded.values() if _zero_points(weight) is not None), None)
-    found = _zero_point_findings(first, declared(checkpoint.config or {})) if first is not None else ()
+    settings = declared(checkpoint.config or {})
+    first = next((weight for weight in checkpoint.coded.values() if weight.scheme.zero_points(weight, settings)), None)
+    found = _zero_point_findings(first, settings) if first is not None else ()
     return tuple(f"{printable(each.tensor)} {each.what}, so runtimes may compute other values" for each in found)
 
 
 def _zero_point_findings(weight: CodedWeight, settings: Mapping[str, Any]) -> Iterator[Finding]:
-    zero = _zero_points(weight)
-    if zero is not None and _is_symmetric(weight, settings) and not _in_the_middle(weight, zero):
+    zero, pattern = weight.scheme.zero_points(weight, settings) or (None, b"")
+    if zero is None or zero.bytes is None or not zero.nbytes:
+        return
+    row = zero.nbytes // zero.shape[0]
+    wanted = (pattern * (row // len(pattern) + 1))[:row] * zero.shape[0]
+    if b"".join(pieces(zero.bytes)) != wanted:
         what = "holds other zero points than the middle of the codes, and config.json declares symmetric ones"
         yield Finding("declared-scheme", zero.name, what, zero.file.name)
 
@@ -70,8 +73,8 @@ def _are_needed(settings: Mapping[str, Any]) -> bool:
     return not plain and any(weights for _, weights in config_groups(settings, "weights"))
 
 
-def _finding(entry: str, what: str) -> Finding:
-    return Finding("declared-scheme", entry, what, "config.json")
+def _finding(entry: str, what: str, kind: str = "declared-scheme") -> Finding:
+    return Finding(kind, entry, what, "config.json")
 
 
 def _beside(checkpoint: Checkpoint) -> bool:
@@ -100,34 +103,6 @@ def _ends(name: str) -> Iterator[str]:
         yield name
 
 
-def _zero_points(weight: CodedWeight) -> CheckpointTensor | None:
-    """Return the tensor that would hold other zero points than the middle, if a weight has one that can be read."""
-    zero = weight.parts.get("zero") if weight.scheme.name == "gptq" else None
-    if weight.scheme.name == "ct":
-        zero = next((part for part in weight.beside if part.name.endswith("weight_zero_point")), None)
-        zero = zero if zero is not None and zero.dtype == "int8" else None
-    return zero if zero is not None and zero.bytes is not None else None
-
-
-def _is_symmetric(weight: CodedWeight, settings: Mapping[str, Any]) -> bool:
-    if weight.scheme.name == "ct":
-        return all(group.get("symmetric") is True for _, group in config_groups(settings, "weights"))
-    places = (settings, *mapping(settings.get("dynamic")).values(), *mapping(settings.get("extra_config")).values())
-    return {place["sym"] for place in map(mapping, places) if "sym" in place} == {True}
-
-
-def _in_the_middle(weight: CodedWeight, zero: CheckpointTensor) -> bool:
-    """Return whether all zero points of symmetric codes are the middle, by the bytes of the tensor. Raises UserError."""
-    assert zero.bytes is not None
-    held = b"".join(pieces(zero.bytes))
-    if zero.dtype == "int8":  # signed codes, whose middle is 0
-        return not any(held)
-    bits, row = weight.settings["bits"], 4 * zero.shape[-1]
-    middle = (1 << (bits - 1)) - weight.settings["added"]
-    pattern = sum(middle << (bits * place) for place in range(32)).to_bytes(4 * bits, "little")  # 32 codes
-    return held == (pattern * (row // len(pattern) + 1))[:row] * zero.shape[0]
-
-
 def size_findings(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Yield a finding if the files have other layers or fewer rows of the embedding than config.json declares. Only names tell, so
     a model whose architecture is known is compared with that instead.
@@ -138,18 +113,12 @@ def size_findings(checkpoint: Checkpoint) -> Iterator[Finding]:
     for match in filter(None, map(_LAYER.match, checkpoint.weights)):
         stacks.setdefault(match[1], set()).add(int(match[2]))
     key, count = next(((key, text[key]) for key in _LAYERS if type(text.get(key)) is int), ("", 0))
-    if count > 0 and len(stacks) == 1 and not any(map(_UNLIKE.search, (*config, *text))):
-        ((stack, held),) = stacks.items()
-        absent, last = sorted(set(range(min(count, 100_000))) - held), max(held)
-        if len(held) > 1 and absent:
-            more = f" (and {len(absent) - 1} more)" if len(absent) > 1 else ""
-            yield Finding(
-                "declared-size",
-                key,
-                f"is {count:,}, and no tensor is in {printable(stack)}.{absent[0]}{more}",
-                "config.json",
-            )
-        if len(held) > 1 and last >= count:
-            yield Finding(
-                "declared-size", key, f"is {count:,}, and the files have {printable(stack)}.{last}", "config.json"
-            )
+    if count < 1 or len(stacks) != 1 or any(map(_UNLIKE.search, (*config, *text))):
+        return
+    ((stack, held),) = stacks.items()
+    absent = sorted(set(range(min(count, 100_000))) - held)
+    more = f" (and {len(absent) - 1} more)" if len(absent) > 1 else ""
+    if len(held) > 1 and absent:
+        yield _finding(key, f"is {count:,}, and no tensor is in {printable(stack)}.{absent[0]}{more}", "declared-size")
+    if len(held) > 1 and max(held) >= count:
+        yield _finding(key, f"is {count:,}, and the files have {printable(stack)}.{max(held)}", "declared-size")

@@ -53,12 +53,15 @@ def quant_method(settings: Mapping[str, Any]) -> str:
     return str(settings.get("quant_method") or "").removeprefix("intel/")
 
 
+def declared_values(settings: Mapping[str, Any], key: str) -> list[object]:
+    """Return all values under a key, also those for modules, in `dynamic` (GPTQModel) or `extra_config` (AutoRound)."""
+    modules = (module for key in ("dynamic", "extra_config") for module in mapping(settings.get(key)).values())
+    return [place[key] for place in map(mapping, (settings, *modules)) if key in place]
+
+
 def declared_numbers(settings: Mapping[str, Any], key: str) -> set[int]:
-    """Return all numbers under a key, of the model and of modules (in `dynamic` of GPTQModel or `extra_config` of AutoRound)."""
-    found = [settings.get(key)]
-    for overrides in (settings.get("dynamic"), settings.get("extra_config")):
-        found += [mapping(module).get(key) for module in mapping(overrides).values()]
-    return {number for number in found if type(number) is int}
+    """Return those of the `declared_values` under a key that are integers."""
+    return {number for number in declared_values(settings, key) if type(number) is int}
 
 
 def group_size(sizes: Iterable[int], columns: int, groups: int) -> int | None:

@@ -7,10 +7,12 @@ zero point minus one. `x.scales` [groups, out] holds the scales. `x.g_idx` [in] 
 
 from __future__ import annotations
 
+from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes.configuration import (
     block_name,
     declared,
     declared_numbers,
+    declared_values,
     group_size,
     quant_method,
 )
@@ -50,6 +52,16 @@ def _read(tensors: Tensors, config: Config, metadata: Metadata) -> Weights:
         yield CodedWeight(f"{stem}weight", (rows, columns), SCHEME, form, parts, numbers)
 
 
+def _zero_points(weight: CodedWeight, settings: Config) -> tuple[CheckpointTensor, bytes] | None:
+    """As `Scheme.zero_points`: those of symmetric codes are the middle."""
+    given, bits = declared_values(settings, "sym"), weight.settings["bits"]
+    if not given or any(each is not True for each in given):
+        return None
+    middle = (1 << (bits - 1)) - weight.settings["added"]
+    pattern = sum(middle << (bits * place) for place in range(32))  # 32 of them end at the end of a word
+    return weight.parts["zero"], pattern.to_bytes(4 * bits, "little")
+
+
 def _scale_shapes(weight: PackedWeight, tensors: Tensors, config: Config) -> Shapes:
     """Return the possible shapes of the scales, [groups, outputs], or () if unknown. GPTQ packs along inputs, AWQ along outputs."""
     settings, codes = declared(config), tensors[weight.codes]
@@ -71,4 +83,7 @@ _LAYOUT = Layout(
     padded=lambda codes, scale: scale.shape[:1] == codes.shape[:1] or codes.dtype == "int16",
     required=lambda codes, scale: () if codes.dtype == "int16" else ("qzeros",),
 )  # fmt: skip
-SCHEME = Scheme("gptq", "gptq", _read, (_LAYOUT,), settings_files=("quantize_config.json", "quantization_config.json"))
+SCHEME = Scheme(
+    "gptq", "gptq", _read, (_LAYOUT,), settings_files=("quantize_config.json", "quantization_config.json"),
+    zero_points=_zero_points,
+)  # fmt: skip
