@@ -71,7 +71,7 @@ def foreign_prefix(names: Collection[str], config: Mapping[str, Any] | None) -> 
 
 def wrappers(names: Collection[str], config: Mapping[str, Any] | None) -> dict[str, int]:
     """Return the parts of tensor names, such as `_orig_mod`, that only wrappers of torch or PEFT add, each with the number of names
-    that have it. No class of transformers has such a part. Empty for what is no model of transformers by its config.json.
+    that have it. No class of transformers has such a part. Empty for an unknown architecture, whose code may wrap its modules.
     """
-    found = (part for name in names for part in _WRAPPERS & {*name.split(".")}) if _model_type(config) else ()
+    found = (part for name in names for part in _WRAPPERS & {*name.split(".")}) if is_known(config) else ()
     return dict(Counter(found))

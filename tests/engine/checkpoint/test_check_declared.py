@@ -285,6 +285,10 @@ LAYER = "base_model.model.model.layers.0.self_attn.q_proj"
         ({"target_modules": ["v_proj"]}, "which is none of the target_modules"),
         ({"target_modules": ["q_proj", "v_proj"]}, ""),
         ({"target_modules": "all-linear"}, ""),
+        (
+            {"r": 2, "target_modules": ["v_proj"], "target_parameters": ["experts.up_proj"]},
+            "",
+        ),  # 2 for each of 2 experts
         ({"use_dora": True}, "has no lora_magnitude_vector beside it"),
         ({"modules_to_save": ["lm_head", "score"]}, "of which no tensor is in the files"),
         ({"modules_to_save": ["classifier", "extra"]}, ""),  # PEFT itself adds names that the model lacks

@@ -8,7 +8,7 @@ from typing import Any
 
 from dtype_engine.checkpoint.checkpoint import Checkpoint
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
-from dtype_engine.checkpoint.schemes.configuration import mapping
+from dtype_engine.checkpoint.schemes.configuration import ends_of, mapping
 from dtype_engine.checkpoint.weight_files import ADAPTER_CONFIG, read_json
 from dtype_engine.core.text import printable
 from dtype_engine.results.check import Finding
@@ -22,6 +22,8 @@ def adapter_findings(adapter: Checkpoint, base: Checkpoint | None) -> Iterator[F
     adapter_config.json says.
     """
     config = read_json(adapter.path / ADAPTER_CONFIG) if adapter.path.is_dir() else {}
+    if not all(map(_PLAIN.fullmatch, mapping(config.get("rank_pattern")))):
+        config["r"] = None  # regular expressions may take long, and are not evaluated
     pairs: dict[tuple[str, bool], dict[str, CheckpointTensor]] = {}
     for name, tensor in adapter.tensors.items():
         if (match := _LORA.fullmatch(name)) is not None:
@@ -69,21 +71,19 @@ def _contradiction(
     module: str, pair: Mapping[str, CheckpointTensor], config: Mapping[str, Any], adapter: Checkpoint
 ) -> str | None:
     """Return in which way the LoRA matrices of a module are not those that adapter_config.json declares, or None."""
-    if config.get("peft_type") != "LORA":
+    if config.get("peft_type") != "LORA" or config.get("target_parameters"):  # these are of several experts
         return None
     if module.startswith("base_model.model."):
         return "begins with base_model.model. twice, as no name that PEFT looks for"
     rank, patterns = pair["A"].shape[0], mapping(config.get("rank_pattern"))
-    declared = next((patterns[name] for name in patterns if f".{module}".endswith(f".{name}")), config.get("r"))
-    of_expressions = not all(_PLAIN.fullmatch(name) for name in patterns)  # these may take long, and are not evaluated
-    if type(declared) is int and declared != rank and not of_expressions:
+    declared = next((patterns[name] for name in ends_of(module) if name in patterns), config.get("r"))
+    if type(declared) is int and declared != rank:
         return f"has rank {rank}, and {ADAPTER_CONFIG} declares {declared}"
     targets = config.get("target_modules")
-    listed = isinstance(targets, list) and targets and not config.get("target_parameters")
-    if listed and not any(f".{module}".endswith(f".{target}") for target in targets):
+    if isinstance(targets, list) and targets and not any(name in targets for name in ends_of(module)):
         return f"adapts {printable(module)}, which is none of the target_modules of {ADAPTER_CONFIG}"
-    magnitude = re.compile(rf"(base_model\.model\.)?{re.escape(module)}\.lora_magnitude_vector.*")
-    if config.get("use_dora") is True and not any(map(magnitude.fullmatch, adapter.tensors)):
+    magnitude = f"{pair['A'].name.partition('.lora_')[0]}.lora_magnitude_vector"
+    if config.get("use_dora") is True and not {magnitude, f"{magnitude}.weight"} & adapter.tensors.keys():
         return f"has no lora_magnitude_vector beside it, and {ADAPTER_CONFIG} declares DoRA"
     return None
 

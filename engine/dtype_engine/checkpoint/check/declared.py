@@ -11,7 +11,7 @@ from dtype_engine.checkpoint.checkpoint import Checkpoint
 from dtype_engine.checkpoint.modeling_source import is_known
 from dtype_engine.checkpoint.packed_weights import NOT_CODES
 from dtype_engine.checkpoint.schemes import CODES, CodedWeight
-from dtype_engine.checkpoint.schemes.configuration import config_groups, declared, mapping, quant_method
+from dtype_engine.checkpoint.schemes.configuration import config_groups, declared, ends_of, mapping, quant_method
 from dtype_engine.checkpoint.schemes.layout import PackedWeight
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import plural
@@ -89,18 +89,12 @@ def _misplaced_settings(config: Mapping[str, Any], modules: set[str]) -> Iterato
     for each in (mapping(config.get("quantization")) or settings, mapping(settings.get("extra_config"))):
         given = {name for name, of_module in each.items() if "." in name and isinstance(of_module, Mapping)}
         strange, bare = given - modules, modules - given
-        pairs = [(name, end) for name in strange for end in _ends(name) if end in bare]
-        pairs += [(end, module) for module in bare for end in _ends(module) if end in strange]
+        pairs = [(name, end) for name in strange for end in ends_of(name) if end in bare]
+        pairs += [(end, module) for module in bare for end in ends_of(module) if end in strange]
         if pairs:
             name, module = min(pairs)
             more = f"; settings of {len(strange) - 1:,} more are not used" if len(strange) > 1 else ""
             yield _finding(name, f"has settings of its own, and the files have {printable(module)} in its place{more}")
-
-
-def _ends(name: str) -> Iterator[str]:
-    """Yield what follows each dot of a name."""
-    while name := name.partition(".")[2]:
-        yield name
 
 
 def size_findings(checkpoint: Checkpoint) -> Iterator[Finding]:

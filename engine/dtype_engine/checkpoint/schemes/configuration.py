@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 
@@ -46,6 +46,13 @@ def matches(pattern: object, module: str) -> bool:
         return re.match(pattern.removeprefix("re:"), module) is not None
     except re.error:
         return False
+
+
+def ends_of(module: str) -> Iterator[str]:
+    """Yield the name of a module, and what follows each of its dots."""
+    while module:
+        yield module
+        module = module.partition(".")[2]
 
 
 def quant_method(settings: Mapping[str, Any]) -> str:
