@@ -130,7 +130,7 @@ def _of_gguf(path: Path) -> Checkpoint:
 
 def _open_folder(folder: Path, trust_pickle: bool, absent_shards: bool) -> Checkpoint:
     if (folder / PIPELINE_INDEX).is_file():
-        return _open_pipeline(folder)
+        return _open_pipeline(folder, absent_shards)
     config = read_config(folder)
     found = find_weight_files(folder, config, absent_shards)
     files, weight_map, index = found.paths, found.weight_map, None
@@ -208,11 +208,11 @@ def _of_pickles(path: Path, files: tuple[Path, ...], config: dict[str, Any] | No
     )  # fmt: skip
 
 
-def _open_pipeline(folder: Path) -> Checkpoint:
+def _open_pipeline(folder: Path, absent_shards: bool) -> Checkpoint:
     from dtype_engine.checkpoint.components import pipeline_notices, read_components
 
     index = read_json(folder / PIPELINE_INDEX)
-    components, tensors = read_components(folder, index)
+    components, tensors = read_components(folder, index, absent_shards)
     if not tensors:
         raise UserError(f"{folder}: no component of this diffusers pipeline has safetensors weights")
     shown = [component for component in components if not component.pickled]

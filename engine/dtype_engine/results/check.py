@@ -81,8 +81,8 @@ KINDS: dict[str, Kind] = {
         ("Blaizzy/mlx-vlm#1329", "NVIDIA/TensorRT-LLM#7013"),
     ),
     "configuration": Kind(
-        "a configuration of which no model can be made",
-        "No loader can make this model.",
+        "a configuration that can't be read, or of which no model can be made",
+        "Loaders stop, or take something else in its place.",
     ),
     "tensor-shape": Kind(
         "tensors with another shape than config.json gives them",
@@ -122,7 +122,7 @@ KINDS: dict[str, Kind] = {
         "config.json ties the two, so one of them is dropped as the model is loaded.",
     ),
     "tokenizer": Kind(
-        "a tokenizer that can't be read, or has more ids than the embedding has rows",
+        "a tokenizer with more ids than the embedding has rows",
         "A text with such a token has no embedding: the forward pass stops, or reads beyond the end of the matrix.",
     ),
     "adapter": Kind(

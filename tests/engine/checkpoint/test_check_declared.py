@@ -122,6 +122,22 @@ def test_codes_that_no_configuration_declares_are_found(
     assert found(capsys, folder, "--no-modules") == []
 
 
+@pytest.mark.parametrize("kind", ["gptq", "awq"])
+@pytest.mark.parametrize("spoilt", ["method", "shape", ""])
+def test_codes_that_the_declared_method_can_not_have_are_found(
+    kind: str, spoilt: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case = CASES[kind]()
+    if spoilt == "method":
+        case.config["quantization_config"]["quant_method"] = "awq" if kind == "gptq" else "gptq"
+    elif spoilt == "shape":
+        case.tensors["m.qweight"] = case.tensors["m.qweight"][:-5].clone()
+    assert found(capsys, case.save(tmp_path / "m")) == ([("part-shape", "m.scales")] if spoilt else [])
+    if spoilt != "shape":  # a format that is not decoded is no contradiction
+        case.config["quantization_config"] |= {"quant_method": "gptq", "checkpoint_format": "marlin"}
+        assert found(capsys, case.save(tmp_path / "m")) == []
+
+
 @pytest.mark.parametrize("prefix", ["", "language_model.", "other."])
 def test_settings_of_a_module_under_another_prefix_are_found(
     prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -260,7 +276,6 @@ def test_negative_variance_of_a_batch_norm_is_found(
         ({"tokenizer_config.json": {"added_tokens_decoder": {"64": {"content": "x"}}}}, ["tokenizer_config.json"]),
         ({"tokenizer_config.json": {"model_max_length": 131072}, "vocab.json": {"a": 63}}, []),
         ({"tokenizer.json": {"model": {"vocab": {"a": 63}}}, "vocab.json": {"a": 64}}, []),  # which nothing reads then
-        ({"tokenizer.json": '{"model": {"vocab": {"a'}, ["tokenizer.json"]),
     ],
 )
 def test_all_files_of_a_tokenizer_are_compared_with_the_embedding(
@@ -270,6 +285,16 @@ def test_all_files_of_a_tokenizer_are_compared_with_the_embedding(
     for file, content in files.items():
         (folder / file).write_text(content if isinstance(content, str) else json.dumps(content))
     assert found(capsys, folder) == [("tokenizer", each) for each in named]
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "generation_config.json", "vocab.json"])
+def test_file_beside_the_weights_that_is_cut_is_found(
+    file: str, make_llama: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_llama()
+    change_tensors(folder, lambda held: held.pop("model.norm.weight"))
+    (folder / file).write_text('{"model": {"vocab": {"a')
+    assert found(capsys, folder) == [("configuration", file), ("missing-tensor", "model.norm.weight")]
 
 
 LAYER = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -367,3 +392,33 @@ def test_pickle_index_that_names_another_shard_is_found(
     content["weight_map"][moved] = last.name
     index.write_text(json.dumps(content))
     assert found(capsys, folder) == [("index-entry", moved)]
+
+
+def pipeline(encoder: Path, *classes: str) -> Path:
+    """Make a pipeline of the folder that holds the folder of a model. Returns it."""
+    index = {"_class_name": "Pipeline", encoder.name: list(classes)}
+    (encoder.parent / "model_index.json").write_text(json.dumps(index))
+    return encoder.parent
+
+
+def test_absent_shard_of_a_component_is_found(
+    make_llama: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    encoder = make_llama("pipeline/text_encoder", max_shard_size="10KB")
+    folder = pipeline(encoder, "transformers", "LlamaForCausalLM")
+    assert found(capsys, folder) == []
+    shard = min(encoder.glob("model-*.safetensors"))
+    lost = load_file(shard)
+    shard.unlink()
+    assert sorted(found(capsys, folder)) == sorted(("missing-tensor", f"text_encoder.{name}") for name in lost)
+
+
+@pytest.mark.parametrize("named", [["diffusers", "AutoencoderKL"], ["diffusers", "UNet2DModel"], ["diffusers"]])
+def test_class_of_a_component_is_that_of_its_configuration(
+    named: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "unet").mkdir()
+    (tmp_path / "unet" / "config.json").write_text(json.dumps({"_class_name": "UNet2DModel"}))
+    save_file({"x.weight": torch.ones(2)}, tmp_path / "unet" / "diffusion_pytorch_model.safetensors")
+    folder = pipeline(tmp_path / "unet", *named)
+    assert (("configuration", "unet") in found(capsys, folder)) == (named[-1] != "UNet2DModel")

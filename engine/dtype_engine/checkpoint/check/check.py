@@ -67,7 +67,8 @@ def check(
     findings += find_misshapen(tensors, [weight for weight in weights if weight.codes not in read], config)
     findings += _of_groups(tensors, weights)
     reported = {finding.tensor.rpartition(".")[0] for finding in findings}
-    findings += find_unread(tensors, weights, read, reported, checkpoint.metadata)
+    findings += find_unread(tensors, weights, read, reported, checkpoint.metadata, config)
+    reported |= {finding.tensor.rpartition(".")[0] for finding in findings}
     scales, of_scales = _bad_scales(checkpoint, weights, progress)
     findings += of_scales
     known = quantized_parts(tensors, config)

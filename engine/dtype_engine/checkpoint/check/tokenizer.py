@@ -17,6 +17,9 @@ _FILE = "tokenizer.json"
 _WITHOUT_IT = ("vocab.json", "added_tokens.json")
 """The files from which slow tokenizers are made. Beside `_FILE` they are not read."""
 
+_BESIDE = ("generation_config.json", "preprocessor_config.json", "processor_config.json", "special_tokens_map.json")
+"""Further files that loaders of a model read."""
+
 
 def tokenizer_findings(checkpoint: Checkpoint, endings: tuple[str, ...]) -> Iterator[Finding]:
     """Yield a finding for each file of the tokenizer that can't be read, or for whose largest id the embedding has no row, and one
@@ -32,17 +35,18 @@ def tokenizer_findings(checkpoint: Checkpoint, endings: tuple[str, ...]) -> Iter
         if name in checkpoint.coded or tensor.dtype in dtypes.COMPUTE_DTYPES
     }
     embedding = max(rows, key=lambda name: rows[name], default="")
-    for file in ((_FILE,) if (folder / _FILE).is_file() else _WITHOUT_IT) + ("tokenizer_config.json",):
+    of_tokenizer = ((_FILE,) if (folder / _FILE).is_file() else _WITHOUT_IT) + ("tokenizer_config.json",)
+    for file in (*of_tokenizer, *_BESIDE):
         if not (folder / file).is_file():
             continue
         path = resolve_inside(folder, file)
         try:
             content = read_json(path)
         except UserError:
-            yield Finding("tokenizer", file, "is no valid JSON object", file)
+            yield Finding("configuration", file, "is no valid JSON object", file)
             continue
         largest = _largest_id({"model": {"vocab": content}} if file in _WITHOUT_IT else content)
-        if rows and largest >= rows[embedding]:
+        if rows and file in of_tokenizer and largest >= rows[embedding]:
             what = f"has ids up to {largest:,}, and {printable(embedding)} has {rows[embedding]:,} rows"
             yield Finding("tokenizer", file, what, file)
     config = checkpoint.config or {}

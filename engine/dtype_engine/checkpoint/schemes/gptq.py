@@ -20,6 +20,7 @@ from dtype_engine.checkpoint.schemes.layout import WORDS, Config, Layout, Packed
 from dtype_engine.checkpoint.schemes.scaled_codes import packed_words
 from dtype_engine.checkpoint.schemes.scheme import CODES, CodedWeight, Metadata, Scheme, Weights
 
+_BITS = (2, 3, 4, 8)
 _ADDED = {
     ("gptq", "gptq"): 1, ("gptq", "gptq_v2"): 0,
     ("auto-round", "auto_round:auto_gptq"): 1, ("auto-round", "auto_round:gptq"): 1, ("auto-round", "auto"): 1,
@@ -28,11 +29,22 @@ _ADDED = {
 """Maps (method, format) to the number that the decoder adds to each stored zero point. Other formats do not use this layout."""
 
 
-def _read(tensors: Tensors, config: Config, metadata: Metadata) -> Weights:
-    settings = declared(config)
+def _added(settings: Config) -> int | None:
     method = quant_method(settings)
     usual = settings.get("checkpoint_format") or settings.get("format") or "gptq"
-    added = _ADDED.get((method, str(settings.get("packing_format") if method == "auto-round" else usual)))
+    return _ADDED.get((method, str(settings.get("packing_format") if method == "auto-round" else usual)))
+
+
+def _covers(settings: Config) -> bool:
+    """As `Scheme.covers`. GPTQModel can pack codes in other words."""
+    widths = declared_numbers(settings, "bits")
+    in_words = settings.get("pack_dtype", "int32") == "int32"
+    return _added(settings) is not None and in_words and bool(widths) and widths <= {*_BITS}
+
+
+def _read(tensors: Tensors, config: Config, metadata: Metadata) -> Weights:
+    settings = declared(config)
+    method, added = quant_method(settings), _added(settings)
     if added is None:
         return
     widths, sizes = declared_numbers(settings, "bits"), declared_numbers(settings, "group_size")
@@ -40,7 +52,7 @@ def _read(tensors: Tensors, config: Config, metadata: Metadata) -> Weights:
         order = tensors.get(f"{stem}g_idx")
         groups, rows = scale.shape
         bits = 32 * zero.shape[1] // rows if rows else 0
-        if bits not in (2, 3, 4, 8) or bits not in widths:
+        if bits not in _BITS or bits not in widths:
             continue
         columns = 32 * codes.shape[0] // bits
         size = group_size(sizes, columns, groups)
@@ -85,5 +97,5 @@ _LAYOUT = Layout(
 )  # fmt: skip
 SCHEME = Scheme(
     "gptq", "gptq", _read, (_LAYOUT,), settings_files=("quantize_config.json", "quantization_config.json"),
-    zero_points=_zero_points,
+    covers=_covers, zero_points=_zero_points,
 )  # fmt: skip
