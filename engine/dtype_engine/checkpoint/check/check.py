@@ -79,8 +79,7 @@ def check(
     findings += _sibling_findings(checkpoint, weights, broken)
     findings += _dtype_findings(plain, config)
     findings += _of_ties(checkpoint, config)
-    findings += scheme_findings(checkpoint, weights)
-    findings += size_findings(checkpoint)
+    findings += [*scheme_findings(checkpoint, weights), *size_findings(checkpoint)]
     findings += tokenizer_findings(checkpoint, _EMBEDDINGS)
     values_read = None
     if values:
