@@ -73,10 +73,10 @@ def component_names(index: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def read_components(folder: Path, index: Mapping[str, Any]) -> tuple[tuple[Component, ...], dict[str, Any]]:
-    """Return (the components with weights, all tensors but pickled ones, by names such as `unet.conv.weight`). index: the content
-    of `model_index.json`. Raises UserError.
-    """
+def read_components(
+    folder: Path, index: Mapping[str, Any], absent_shards: bool = False
+) -> tuple[tuple[Component, ...], dict[str, Any]]:
+    """Return (the components with weights, all tensors but pickled ones, by names such as `unet.conv.weight`). Raises UserError."""
     components: list[Component] = []
     tensors: dict[str, Any] = {}
     for name in component_names(index):
@@ -86,7 +86,7 @@ def read_components(folder: Path, index: Mapping[str, Any]) -> tuple[tuple[Compo
         resolve_inside(folder, name, PIPELINE_INDEX)
         config = read_config(subfolder) if (subfolder / "config.json").is_file() else None
         try:
-            found = find_weight_files(subfolder, config)
+            found = find_weight_files(subfolder, config, absent_shards)
         except NoWeights:
             continue
         files, variant = found.paths, found.read_by.variant if found.read_by is not None else None

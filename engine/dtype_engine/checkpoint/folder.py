@@ -17,8 +17,10 @@ from dtype_engine.checkpoint.checkpoint import Checkpoint
 from dtype_engine.checkpoint.file_identity import FileIdentity, refuse_changed
 from dtype_engine.checkpoint.file_kind import kind_of
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor, read_header
+from dtype_engine.checkpoint.schemes.configuration import declared
 from dtype_engine.checkpoint.schemes.own import SCALED_KEY
 from dtype_engine.checkpoint.weight_files import (
+    ADAPTER_CONFIG,
     INDEX,
     PIPELINE_INDEX,
     SINGLE,
@@ -35,8 +37,6 @@ from dtype_engine.core.gc_pause import gc_paused
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree
 
-ADAPTER_CONFIG = "adapter_config.json"
-"""The file that PEFT writes next to an adapter's weights."""
 _LONG_HEADERS = 1_000_000
 _FIRST_SHARD = re.compile(r"model-0*1-of-\d+\.safetensors")
 
@@ -45,13 +45,17 @@ def open_checkpoint(path: Path, trust_pickle: bool = False, absent_shards: bool 
     """Return the checkpoint in a folder or file. Raises UserError, which names the file and the problem.
 
     Only headers are read, except from pickles, which torch reads as a whole. No code in a pickle runs unless `trust_pickle` is set.
-    absent_shards: whether files that a safetensors index names may be missing. `Checkpoint.index` then has the names of their
-    tensors.
+    absent_shards: whether files that an index names may be missing. `Checkpoint.index` then says which tensors they had.
     """
     with gc_paused():
         checkpoint = (
             _open_folder(path, trust_pickle, absent_shards) if path.is_dir() else _open_file(path, trust_pickle)
         )
+        if declared(checkpoint.config or {}).get("sym") is True:
+            from dtype_engine.checkpoint.check.declared import zero_point_sentences
+
+            notices = (*checkpoint.notices, *zero_point_sentences(checkpoint))
+            checkpoint = dataclasses.replace(checkpoint, notices=notices)
     refuse_changed(checkpoint.identities)
     return checkpoint
 
@@ -126,13 +130,19 @@ def _of_gguf(path: Path) -> Checkpoint:
 
 def _open_folder(folder: Path, trust_pickle: bool, absent_shards: bool) -> Checkpoint:
     if (folder / PIPELINE_INDEX).is_file():
-        return _open_pipeline(folder)
+        return _open_pipeline(folder, absent_shards)
     config = read_config(folder)
     found = find_weight_files(folder, config, absent_shards)
-    files, weight_map = found.paths, found.weight_map
+    files, weight_map, index = found.paths, found.weight_map, None
+    if weight_map is not None:
+        from dtype_engine.checkpoint.completeness import compare_index
     adapter = (folder / ADAPTER_CONFIG).is_file() and (config is None or files[0].name.startswith("adapter_model."))
     if any(kind_of(file) == "pickle" for file in files):
-        checkpoint = _with_unread(_of_pickles(folder, files, config, trust_pickle), found, found.unread)
+        checkpoint = _of_pickles(folder, files, config, trust_pickle)
+        if weight_map is not None and found.index is not None:
+            index = compare_index(folder, found.index, weight_map, checkpoint.tensors, files)
+            checkpoint = dataclasses.replace(checkpoint, index=index, notices=checkpoint.notices + index.sentences)
+        checkpoint = _with_unread(checkpoint, found, found.unread)
         return _as_adapter(checkpoint) if adapter else checkpoint
     if kind_of(files[0]) == "gguf":
         return _open_file(files[0], trust_pickle)
@@ -142,10 +152,8 @@ def _open_folder(folder: Path, trust_pickle: bool, absent_shards: bool) -> Check
     if found.read_by is not None and found.read_by.variant is not None:
         variant = printable(found.read_by.variant)
         notices = (f"read from the files of the variant {variant}, the only ones there are",)
-    index, unread = None, found.unread
+    unread = found.unread
     if weight_map is not None and found.index is not None:
-        from dtype_engine.checkpoint.completeness import compare_index
-
         index = compare_index(folder, found.index, weight_map, tensors, files)
         notices += index.sentences
         left_out = {file.name for file in index.left_out}
@@ -202,11 +210,11 @@ def _of_pickles(path: Path, files: tuple[Path, ...], config: dict[str, Any] | No
     )  # fmt: skip
 
 
-def _open_pipeline(folder: Path) -> Checkpoint:
+def _open_pipeline(folder: Path, absent_shards: bool) -> Checkpoint:
     from dtype_engine.checkpoint.components import pipeline_notices, read_components
 
     index = read_json(folder / PIPELINE_INDEX)
-    components, tensors = read_components(folder, index)
+    components, tensors = read_components(folder, index, absent_shards)
     if not tensors:
         raise UserError(f"{folder}: no component of this diffusers pipeline has safetensors weights")
     shown = [component for component in components if not component.pickled]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
+from collections import Counter
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from functools import cache
@@ -13,6 +14,7 @@ from typing import Any
 
 from dtype_engine.results.coverage import common_prefix
 
+_WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer"}
 _PREFIX = re.compile(r"^    base_model_prefix = [\"']([\w.]*)[\"']", re.MULTILINE)
 _KEPT = re.compile(r"^    _keep_in_fp32_modules(_strict)? = (\[[^\]]*\]|\{[^}]*\})", re.MULTILINE)
 
@@ -35,6 +37,11 @@ def _model_type(config: Mapping[str, Any] | None) -> str:
     return model_type if isinstance(model_type, str) else ""
 
 
+def is_known(config: Mapping[str, Any] | None) -> bool:
+    """Return whether transformers has the architecture that the content of a config.json names."""
+    return bool(_source(_model_type(config)))
+
+
 def kept_in_float32(config: Mapping[str, Any] | None) -> tuple[set[str], set[str]]:
     """Return two sets of words, which are parts of dotted names. Tensors with a word of the first set in their name stay in float32
     in every 16-bit model, tensors with a word of the second set only in a float16 model.
@@ -50,13 +57,21 @@ def kept_in_float32(config: Mapping[str, Any] | None) -> tuple[set[str], set[str
 
 def foreign_prefix(names: Collection[str], config: Mapping[str, Any] | None) -> str:
     """Return the extra prefix of all tensor names in a checkpoint, because of which transformers does not find the tensors, such as
-    `language_model.` in `language_model.model.layers.0` if the architecture's own prefix is `model.`. Returns "" if there is none,
-    or if the architecture is unknown.
+    `language_model.` in `language_model.model.layers.0` or `module._orig_mod.` in `module._orig_mod.model.layers.0` if the
+    architecture's own prefix is `model.`. Returns "" if there is none, or if the architecture is unknown.
 
     A common prefix is extra only if the architecture's own prefix follows it in most names. config: the content of config.json.
     """
     known = tuple(f"{prefix}." for prefix in _PREFIX.findall(_source(_model_type(config))) if prefix)
-    prefix = common_prefix(list(names))
-    if not known or not prefix or prefix in known:
-        return ""
-    return prefix if 2 * sum(name.startswith(known, len(prefix)) for name in names) > len(names) else ""
+    prefix, rest = "", list(names)
+    while known and (more := common_prefix(rest)) and more not in known:
+        prefix, rest = prefix + more, [name[len(more) :] for name in rest]
+    return prefix if prefix and 2 * sum(name.startswith(known) for name in rest) > len(rest) else ""
+
+
+def wrappers(names: Collection[str], config: Mapping[str, Any] | None) -> dict[str, int]:
+    """Return the parts of tensor names, such as `_orig_mod`, that only wrappers of torch or PEFT add, each with the number of names
+    that have it. No class of transformers has such a part. Empty for an unknown architecture, whose code may wrap its modules.
+    """
+    found = (part for name in names for part in _WRAPPERS & {*name.split(".")}) if is_known(config) else ()
+    return dict(Counter(found))

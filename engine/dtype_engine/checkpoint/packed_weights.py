@@ -126,6 +126,11 @@ def quantized_parts(tensors: Mapping[str, Stored], config: Mapping[str, Any] | N
     return found
 
 
+def is_of_activations(name: str) -> bool:
+    """Return whether a tensor is a scale of activations or of the key-value cache by its name."""
+    return _OF_INPUTS.search(name.rpartition(".")[2]) is not None
+
+
 def parameters_meant(tensors: Mapping[str, Stored], parts: Iterable[str]) -> dict[str, Count]:
     """Return how many parameters each of `parts`, the tensors of quantized weights, represents: for codes, None (one for each
     element) or "unknown" (elements may hold several codes); for all other tensors, 0.

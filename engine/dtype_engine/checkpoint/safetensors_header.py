@@ -111,6 +111,10 @@ def _header_bytes(path: Path) -> tuple[bytes, int, int]:
         if len(prefix) < 8:
             raise UserError(f"{path}: {size} bytes are too few for a safetensors file")
         length = int.from_bytes(prefix, "little")
+        if prefix == b"version " and size < 1_000:
+            raise UserError(
+                f"{path} is a pointer of Git LFS, and the weights are not here: fetch them by `git lfs pull`"
+            )
         if length > LONGEST_HEADER:
             raise UserError(
                 f"{path}: the header claims {length} bytes, over the limit of {LONGEST_HEADER}; "

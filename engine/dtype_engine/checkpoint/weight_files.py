@@ -20,6 +20,8 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 PIPELINE_INDEX = "model_index.json"
 """The file in a diffusers pipeline that lists its components."""
+ADAPTER_CONFIG = "adapter_config.json"
+"""The file that PEFT writes next to an adapter's weights."""
 PICKLES = (".pth", ".pt", ".bin", ".ckpt", ".pth.tar")
 LARGEST_JSON = 100_000_000
 _NEVER_OPENED = (
@@ -61,7 +63,7 @@ class WeightFiles:
     read_by: WeightSet | None = None
     """The set of weights to which the files belong. None if libraries do not look for their names."""
     index: str | None = None
-    """The name of the safetensors index that names the files, or None if there is none."""
+    """The name of the index that names the files, or None if there is none."""
     weight_map: Mapping[str, str] | None = None
     """The content of this index: the file name of each tensor."""
     unread: tuple[str, ...] = ()
@@ -70,8 +72,8 @@ class WeightFiles:
 
 def find_weight_files(folder: Path, config: Mapping[str, Any] | None, absent_shards: bool = False) -> WeightFiles:
     """Return a folder's weights files: those that transformers or diffusers would load or, if none has a name that they look for,
-    its only checkpoint file. config: the content of config.json. absent_shards: whether to leave out files that a safetensors index
-    names and the folder lacks, unless all of them are missing.
+    its only checkpoint file. config: the content of config.json. absent_shards: whether to leave out files that an index names and
+    the folder lacks, unless it lacks all of them.
 
     Raises UserError if the folder has several models and no library would choose one, or NoWeights if it has none.
     """
@@ -89,12 +91,10 @@ def find_weight_files(folder: Path, config: Mapping[str, Any] | None, absent_sha
     if first.has_index:
         weight_map = read_index(path)
         shards = list(dict.fromkeys(weight_map.values()))
-        if absent_shards and not first.pickled:  # names that are none of files here are refused below
-            shards = [name for name in shards if not _is_plain_name(name) or os.path.lexists(folder / name)] or shards
+        if absent_shards:  # names that are none of files here are refused below
+            shards = [name for name in shards if not _is_plain_name(name) or os.path.exists(folder / name)] or shards
         paths = tuple(resolve_inside(folder, name, first.name) for name in shards)
         unread = unread_weights(names, {each.name for each in paths}, sets)
-        if first.pickled:
-            return WeightFiles(paths, first, unread=unread)
         return WeightFiles(paths, first, first.name, weight_map, unread)
     of_file = {other: listed for other in sets[1:] if (listed := _index_of_file(folder, other, first)) is not None}
     unread = unread_weights(names, {path.name}, [each for each in sets if each not in of_file])
@@ -132,7 +132,7 @@ def _only_files(folder: Path, names: Iterable[str]) -> tuple[Path, ...]:
         loose = [name for name in names if name.endswith(suffixes) and name not in _NOT_WEIGHTS]
         if len(loose) == 1:
             return (resolve_inside(folder, loose[0]),)
-        if loose and loose == gguf_parts(loose[0]):
+        if loose and set(loose) <= set(gguf_parts(loose[0])):  # what reads them names the parts that are missing
             return tuple(resolve_inside(folder, name) for name in loose)
         if loose:
             raise UserError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import click
 
 from dtype_engine.cli.options import ModelCommand, json_option, sarif_option
@@ -67,11 +69,14 @@ def check(
         from dtype_engine.runtime.building.describe import with_architecture
 
         report = with_architecture(report, source, request.options, checkpoint)
+    else:
+        unchecked = "the architecture: dtype-engine check --modules compares it, which imports torch"
+        report = replace(report, unchecked=(*report.unchecked, unchecked))
     say("")
     from dtype_engine.reports.text_check import check_json, check_sarif, check_text
 
     if as_sarif or as_object:
-        print_json(check_sarif(report) if as_sarif else check_json(report))
+        print_json(check_sarif(report, checkpoint) if as_sarif else check_json(report))
     else:
         answer(check_text(report))
     note(checkpoint.remarks)

@@ -171,7 +171,13 @@ def _status(command: click.Command, program: str, arguments: Sequence[str] | Non
         return result if isinstance(result, int) else 0
     except (UserError, click.ClickException) as error:
         text = error.format_message() if isinstance(error, click.ClickException) else str(error)
-        _last_line(f"{program}: {' '.join(text.split())}")
+        sentence = " ".join(text.split())
+        if "--sarif" in (sys.argv if arguments is None else arguments):  # a code host shows why there are no results
+            from dtype_engine.reports.sarif import failure
+
+            with contextlib.suppress(ReaderGone):
+                print_json(failure(sentence))
+        _last_line(f"{program}: {sentence}")
         return BAD_INPUT
     except (KeyboardInterrupt, click.Abort) as error:
         return _report_interrupted(program, error)

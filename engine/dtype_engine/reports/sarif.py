@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from dtype_engine.core.text import printable
 from dtype_engine.core.version import __version__
@@ -24,13 +27,36 @@ _EFFECTS: Mapping[str, tuple[str, str]] = {
 def result(
     rule: str, message: str, tensor: str, file: str = "", line: int | None = None, level: str = "error"
 ) -> dict[str, Any]:
-    """Return a SARIF result. rule: the id of the rule that describes this kind of finding. line: counted from 1, or None."""
+    """Return a SARIF result. rule: the id of the rule that describes this kind of finding. file: a URI. line: counted from 1."""
     place: dict[str, Any] = {"artifactLocation": {"uri": file}}
     if line is not None:
         place["region"] = {"startLine": line}
     location: dict[str, Any] = {"physicalLocation": place} if file else {}
     location["logicalLocations"] = [{"fullyQualifiedName": tensor, "kind": "member"}]
-    return {"ruleId": rule, "level": level, "message": {"text": message}, "locations": [location]}
+    return {"ruleId": rule, "level": level, "message": {"text": _without_links(message)}, "locations": [location]}
+
+
+def uri_of(path: Path) -> str:
+    """Return the URI of a file, relative to the git repository in which the current folder is or, without one, to that folder. It
+    is absolute if the file is outside.
+    """
+    here = Path.cwd()
+    root = next((folder for folder in (here, *here.parents) if (folder / ".git").exists()), here)
+    whole = Path(os.path.abspath(path))  # a link is a file of the folder that holds it
+    return quote(os.fsencode(whole.relative_to(root))) if whole.is_relative_to(root) else whole.as_uri()
+
+
+def failure(sentence: str) -> dict[str, Any]:
+    """Return the SARIF log of a command that has no results, because of the user's error that `sentence` describes."""
+    log, notification = sarif("", {}, ()), {"level": "error", "message": {"text": _without_links(sentence)}}
+    ended = {"executionSuccessful": False, "exitCode": 2, "toolExecutionNotifications": [notification]}
+    log["runs"][0]["invocations"] = [ended]
+    return log
+
+
+def _without_links(text: str) -> str:
+    """Return a plain text message in which `[text](link)` is no link (SARIF 2.1.0, 3.11.6)."""
+    return re.sub(r"[\\\[\]]", r"\\\g<0>", text) if "](" in text else text
 
 
 def sarif(command: str, rules: Mapping[str, tuple[str, str]], results: Iterable[dict[str, Any]]) -> dict[str, Any]:
@@ -43,7 +69,7 @@ def sarif(command: str, rules: Mapping[str, tuple[str, str]], results: Iterable[
         for rule, (title, why) in rules.items()
     ]
     indexed = [{"ruleId": each["ruleId"], "ruleIndex": ids.index(each["ruleId"])} | each for each in results]
-    driver = {"name": f"dtype-engine {command}", "version": __version__, "rules": listed}
+    driver = {"name": f"dtype-engine {command}".strip(), "version": __version__, "rules": listed}
     return {
         "$schema": "https://json.schemastore.org/sarif-2.1.0.json",
         "version": "2.1.0",
@@ -66,7 +92,7 @@ def lint_sarif(file: Path, lint: Lint) -> dict[str, Any]:
         ),
         "kv-cache": (f"a KV cache has another format in {lint.target}", "No option gives it the recipe's format."),
     }
-    uri = str(file)
+    uri = uri_of(file)
     results = [
         result("pattern-differs", f"{printable(name)} is matched by {printable(rule.pattern)} {where}", name, uri, line)
         for rule in lint.rules
@@ -101,7 +127,7 @@ def serving_sarif(file: Path, lint: ServingLint) -> dict[str, Any]:
             found.effect.replace(" ", "-"),
             f"{printable(name)}: {printable(found.why, 1000)} ({found.source})",
             name,
-            str(file),
+            uri_of(file),
             level=_EFFECTS[found.effect][1],
         )
         for found in lint.findings

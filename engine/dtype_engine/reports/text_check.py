@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import plural, seconds_text
-from dtype_engine.reports.sarif import result, sarif
+from dtype_engine.reports.sarif import result, sarif, uri_of
 from dtype_engine.results.as_json import as_json
 from dtype_engine.results.check import KINDS, CheckReport, Finding
+
+if TYPE_CHECKING:
+    from dtype_engine.checkpoint import Checkpoint
 
 SHOWN = 20
 """The maximum number of findings of one kind that the text lists."""
@@ -45,14 +50,32 @@ def check_json(report: CheckReport) -> dict[str, Any]:
     return {**as_json(report), "kinds": {kind: as_json(KINDS[kind]) for kind in by_kind(report)}}
 
 
-def check_sarif(report: CheckReport) -> dict[str, Any]:
-    """Return the findings as SARIF, with a rule for each kind and a result for each finding."""
+def check_sarif(report: CheckReport, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the findings as SARIF, with a rule for each kind and a result for each finding. checkpoint: what was checked."""
     rules = {
         kind: (KINDS[kind].title, " ".join((KINDS[kind].why, *(f"Seen in {issue}." for issue in KINDS[kind].seen))))
         for kind in by_kind(report)
     }
     results = (
-        result(each.kind, f"{printable(each.tensor)} {printable(each.what, 1000)}", each.tensor, each.file)
+        result(each.kind, f"{printable(each.tensor)} {printable(each.what, 1000)}", each.tensor, _uri(each, checkpoint))
         for each in report.findings
     )
     return sarif("check", rules, results)
+
+
+def _uri(finding: Finding, checkpoint: Checkpoint) -> str:
+    """Return the URI of the file that has a finding or, if there is no such file, of one that describes the model. Returns "" for a
+    model on a hub.
+    """
+    return "" if checkpoint.headers_alone else uri_of(next(filter(Path.is_file, _files_of(finding, checkpoint))))
+
+
+def _files_of(finding: Finding, checkpoint: Checkpoint) -> Iterator[Path]:
+    folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+    if (tensor := checkpoint.tensors.get(finding.tensor)) is not None:
+        yield tensor.file
+    yield folder / finding.file
+    if checkpoint.index is not None:
+        yield folder / checkpoint.index.name
+    yield from (folder / name for name in ("config.json", "adapter_config.json", "model_index.json"))
+    yield from checkpoint.files

@@ -63,6 +63,14 @@ KINDS: dict[str, Kind] = {
         "Loaders that go by config.json convert every weight as they load it.",
         ("huggingface/transformers#46459",),
     ),
+    "declared-scheme": Kind(
+        "quantization of which config.json and the files say different things",
+        "Loaders go by config.json: they look for codes under other names, pass over them, or compute other values from them.",
+    ),
+    "declared-size": Kind(
+        "numbers of layers or tokens that config.json declares and the files contradict",
+        "Loaders make what the files lack at random, and pass over what they have besides.",
+    ),
     "float32-island": Kind(
         "tensors that the architecture keeps in float32, stored in 16 bits",
         "The digits that the architecture asks for were lost when the file was written; loading widens only what is left.",
@@ -73,13 +81,17 @@ KINDS: dict[str, Kind] = {
         ("Blaizzy/mlx-vlm#1329", "NVIDIA/TensorRT-LLM#7013"),
     ),
     "configuration": Kind(
-        "a configuration of which no model can be made",
-        "No loader can make this model.",
+        "a configuration that can't be read, or of which no model can be made",
+        "Loaders stop, or take something else in its place.",
     ),
     "tensor-shape": Kind(
         "tensors with another shape than config.json gives them",
         "Loaders stop at such a tensor, or make it at random.",
         ("RUC-GSAI/YuLan-Chat#8", "OpenHelix-Team/ReconVLA#7"),
+    ),
+    "tensor-dtype": Kind(
+        "integers where the architecture has floats",
+        "Loaders take codes for values, since no scale is there and no quantization is declared.",
     ),
     "missing-tensor": Kind(
         "tensors that are in no file",
@@ -91,7 +103,7 @@ KINDS: dict[str, Kind] = {
         "Loaders pass over them: the weight that they should be is missing, or the file is of another architecture.",
     ),
     "foreign-prefix": Kind(
-        "a prefix before all names that the architecture does not have",
+        "a prefix or another part of names that the architecture does not have",
         "Loaders find none of the weights under these names.",
         ("unslothai/unsloth#6200",),
     ),
@@ -114,7 +126,7 @@ KINDS: dict[str, Kind] = {
         "A text with such a token has no embedding: the forward pass stops, or reads beyond the end of the matrix.",
     ),
     "adapter": Kind(
-        "tensors of an adapter that fit no layer of its base model",
+        "tensors of an adapter that fit neither its configuration nor a layer of its base model",
         "PEFT stops, or passes over the tensors, so that the layer is not adapted.",
     ),
     "not-finite": Kind(

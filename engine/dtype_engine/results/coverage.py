@@ -28,6 +28,8 @@ class Coverage:
     unused: tuple[str, ...] = ()
     """The tensors of the files that the model does not use."""
     misshapen: tuple[Misshapen, ...] = ()
+    integers: tuple[str, ...] = ()
+    """Plain tensors of the files that hold integers where the model has floats."""
 
     @property
     def found(self) -> int:

@@ -212,7 +212,7 @@ def test_sarif_has_a_rule_for_each_kind_and_a_result_for_each_finding(
     assert rule["id"] == result["ruleId"] == "missing-part"
     assert "unslothai/unsloth#6200" in rule["fullDescription"]["text"]
     (location,) = result["locations"]
-    assert location["physicalLocation"]["artifactLocation"]["uri"] == "model.safetensors"
+    assert location["physicalLocation"]["artifactLocation"]["uri"] == (quantised / "model.safetensors").as_uri()
     assert location["logicalLocations"][0]["fullyQualifiedName"] == f"{DOWN}.weight"
 
 

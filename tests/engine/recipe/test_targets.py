@@ -646,7 +646,7 @@ def test_lint_command_exits_with_1_if_the_target_matches_differently(
     named = {result["locations"][0]["logicalLocations"][0]["fullyQualifiedName"] for result in found["results"]}
     assert named == {name for name in tree.tensors if fnmatch.fnmatch(name, "*.mlp*.weight")}
     place = found["results"][0]["locations"][0]["physicalLocation"]
-    assert place["artifactLocation"]["uri"] == file
+    assert place["artifactLocation"]["uri"] == Path(file).as_uri()
     assert "*.mlp" in Path(file).read_text().splitlines()[place["region"]["startLine"] - 1]
     assert run(cli, "dtype-engine", [*arguments, "torchao", "--sarif", "--json"]) == 2
     capsys.readouterr()

@@ -10,12 +10,19 @@ from math import prod
 from typing import Any
 
 from dtype_engine.checkpoint.check.adapter import adapter_findings
+from dtype_engine.checkpoint.check.declared import scheme_findings, size_findings
 from dtype_engine.checkpoint.check.parts import find_misshapen, find_unpaired, find_unread
 from dtype_engine.checkpoint.check.tokenizer import tokenizer_findings
 from dtype_engine.checkpoint.check.values import count_scales, find_bad_values, integer_range, same_bytes
 from dtype_engine.checkpoint.checkpoint import Checkpoint
-from dtype_engine.checkpoint.modeling_source import foreign_prefix, kept_in_float32
-from dtype_engine.checkpoint.packed_weights import OF_ACTIVATIONS, names_of_parts, packed_weights, quantized_parts
+from dtype_engine.checkpoint.modeling_source import foreign_prefix, kept_in_float32, wrappers
+from dtype_engine.checkpoint.packed_weights import (
+    OF_ACTIVATIONS,
+    is_of_activations,
+    names_of_parts,
+    packed_weights,
+    quantized_parts,
+)
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes import CODES, CodedWeight
 from dtype_engine.checkpoint.schemes.layout import PackedWeight
@@ -58,8 +65,10 @@ def check(
     findings += find_unpaired(tensors, weights, parts)
     read = {weight.parts[CODES].name for weight in checkpoint.coded.values()}
     findings += find_misshapen(tensors, [weight for weight in weights if weight.codes not in read], config)
+    findings += _of_groups(tensors, weights)
     reported = {finding.tensor.rpartition(".")[0] for finding in findings}
-    findings += find_unread(tensors, weights, read, reported, checkpoint.metadata)
+    findings += find_unread(tensors, weights, read, reported, checkpoint.metadata, config)
+    reported |= {finding.tensor.rpartition(".")[0] for finding in findings}
     scales, of_scales = _bad_scales(checkpoint, weights, progress)
     findings += of_scales
     known = quantized_parts(tensors, config)
@@ -70,7 +79,7 @@ def check(
     findings += _sibling_findings(checkpoint, weights, broken)
     findings += _dtype_findings(plain, config)
     findings += _of_ties(checkpoint, config)
-    findings += _of_groups(checkpoint)
+    findings += [*scheme_findings(checkpoint, weights), *size_findings(checkpoint)]
     findings += tokenizer_findings(checkpoint, _EMBEDDINGS)
     values_read = None
     if values:
@@ -97,13 +106,16 @@ def check(
 
 
 def architecture_findings(coverage: Coverage, model: str, checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Yield a finding for each tensor that is only in the architecture or only in the files, or whose shapes in the two differ.
-    model: the architecture's class.
+    """Yield a finding for each tensor that is only in the architecture (class `model`) or only in the files, or that differs in
+    shape or dtype.
     """
     files = {name: tensor.file.name for name, tensor in checkpoint.weights.items()}
     for each in coverage.misshapen:
         what = f"is {list(each.stored)} in the files, and {list(each.expected)} in the {model} of config.json"
         yield Finding("tensor-shape", each.name, what, files.get(each.name, ""))
+    for name in coverage.integers:
+        what = f"holds {checkpoint.dtype(name)}, and {model} has floats there"
+        yield Finding("tensor-dtype", name, what, files.get(name, ""))
     for name in coverage.missing:
         yield Finding("missing-tensor", name, f"is in {model} and in no file")
     for name in coverage.unused:
@@ -187,7 +199,8 @@ def _of_index(checkpoint: Checkpoint) -> Iterator[Finding]:
     metadata = read_json(checkpoint.path / index.name).get("metadata")
     said = metadata.get("total_size") if isinstance(metadata, dict) else None
     held = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
-    if isinstance(said, (int, float)) and said != held and not (index.missing or index.left_out or index.unnamed):
+    differs = isinstance(said, (int, float)) and said != held
+    if differs and checkpoint.form != "pickle" and not (index.missing or index.left_out or index.unnamed):
         yield Finding("index-entry", "total_size", f"is {said:,}, and the tensors have {held:,} bytes", index.name)
 
 
@@ -195,6 +208,12 @@ def _of_prefix(checkpoint: Checkpoint) -> Iterator[Finding]:
     if prefix := foreign_prefix(checkpoint.weights, checkpoint.config):
         what = f"begins the names of all {len(checkpoint.tensors):,} tensors, and {checkpoint.config['model_type']} has none there"  # type: ignore[index]
         yield Finding("foreign-prefix", prefix, what)
+    for part, count in wrappers(checkpoint.weights, checkpoint.config).items():
+        if f".{part}." not in f".{prefix}":
+            what = (
+                f"is a part of {plural(count, 'name')}: a wrapper added it, and the class of the model has none there"
+            )
+            yield Finding("foreign-prefix", f"{part}.", what)
 
 
 def _bad_scales(checkpoint: Checkpoint, weights: list[PackedWeight], progress: Progress) -> tuple[int, list[Finding]]:
@@ -213,6 +232,8 @@ def _bad_scales(checkpoint: Checkpoint, weights: list[PackedWeight], progress: P
         for suffix, part in own.parts.items():
             if suffix in ("_scale", "_scale_inv", "_global_scale"):
                 wanted[part.name] = part.dtype == "uint8", False, True
+    for name in filter(is_of_activations, tensors):  # 0 and -1 may stand for scales that were not calibrated
+        wanted.setdefault(name, (False, True, True))
     findings, read = [], 0
     for done, (name, (exponents, signed, zeros)) in enumerate(wanted.items()):
         counted = count_scales(tensors[name], exponents)
@@ -295,17 +316,18 @@ def _of_ties(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Iterator[Find
             yield Finding("tie-differs", heads[0], what, head.file.name)
 
 
-def _of_groups(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Yield a finding for each `g_idx` of GPTQ that assigns a column to a group that has no scale."""
-    for weight in checkpoint.coded.values():
-        index = weight.parts.get("g_idx")
-        found = integer_range(index) if index is not None else None
-        if index is None or found is None:
-            continue
-        (lowest, highest), scale = found, weight.parts["scale"]
-        if lowest < 0 or highest >= scale.shape[0]:
-            what = f"names groups from {lowest:,} to {highest:,}, and {printable(scale.name)} has {scale.shape[0]:,} groups"
-            yield Finding("group-index", index.name, what, index.file.name)
+def _of_groups(tensors: Mapping[str, CheckpointTensor], weights: list[PackedWeight]) -> Iterator[Finding]:
+    """Yield a finding for each tensor that puts a column of its weight into a group that has no scale."""
+    for weight in weights:
+        for suffix, dimension in (("g_idx", 0), ("_g_idx", -1)):  # GPTQ's and that of compressed-tensors
+            index, scale = tensors.get(weight.part(suffix)), tensors[weight.scale]
+            found = integer_range(index) if index is not None and len(scale.shape) == 2 else None
+            if index is None or found in (None, (-1, -1)):  # -1 stands for columns in their order
+                continue
+            (lowest, highest), groups = found, scale.shape[dimension]
+            if lowest < 0 or highest >= groups:
+                what = f"names groups from {lowest:,} to {highest:,}, and {printable(scale.name)} has {groups:,} groups"
+                yield Finding("group-index", index.name, what, index.file.name)
 
 
 def _value_findings(checkpoint: Checkpoint, weights: Collection[str], progress: Progress) -> tuple[int, list[Finding]]:
@@ -328,6 +350,9 @@ def _value_findings(checkpoint: Checkpoint, weights: Collection[str], progress: 
         bad, constant = found
         if bad:
             findings.append(Finding("not-finite", name, f"has {bad:,} values that are not finite", tensor.file.name))
+        elif name.endswith("running_var") and (counted := count_scales(tensor, False)) and counted.negative:
+            what = f"has {counted.negative:,} negative variances, whose square roots are NaN"
+            findings.append(Finding("not-finite", name, what, tensor.file.name))
         elif constant and name in weights and sum(extent > 1 for extent in tensor.shape) > 1:
             findings.append(Finding("constant", name, "has one value in all its elements", tensor.file.name))
     return read, findings

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dtype_engine.checkpoint.packed_weights import are_plain, names_of_parts, packed_weights
+from dtype_engine.checkpoint.schemes.configuration import declared
 from dtype_engine.checkpoint.schemes.layout import Layout, PackedWeight, Tensors
 from dtype_engine.checkpoint.schemes.registry import layouts, schemes
 from dtype_engine.core import dtypes
@@ -81,12 +82,18 @@ def find_misshapen(tensors: Tensors, weights: list[PackedWeight], config: Mappin
 
 
 def find_unread(
-    tensors: Tensors, weights: list[PackedWeight], read: set[str], reported: set[str], metadata: Mapping[str, str]
+    tensors: Tensors,
+    weights: list[PackedWeight],
+    read: set[str],
+    reported: set[str],
+    metadata: Mapping[str, str],
+    config: Mapping[str, Any],
 ) -> Iterator[Finding]:
-    """Yield a finding for each weight that can't be decoded although other weights of its layout and dtype can be, except for
-    weights that a scheme leaves out on purpose. read: names of the codes that can be decoded. reported: names of modules that
-    already have a finding, and are skipped. metadata: of the files' headers.
+    """Yield a finding for each weight that can't be decoded although other weights of its layout and dtype can be, or a scheme
+    decodes all that config.json may mean, except for weights that a scheme leaves out on purpose. read: names of the codes that can
+    be decoded. reported: names of modules that already have a finding, and are skipped.
     """
+    covered = any(scheme.covers(declared(config)) for scheme in schemes())
     kinds = {(weight.layout, tensors[weight.codes].dtype) for weight in weights if weight.codes in read}
     unread = [weight.codes for weight in weights if weight.codes not in read]
     known = {name for scheme in schemes() for name in scheme.left_out(unread, tensors, metadata)}
@@ -94,7 +101,7 @@ def find_unread(
         module = weight.codes.rpartition(".")[0]
         if weight.codes in read or module in reported or weight.codes in known:
             continue
-        if (weight.layout, tensors[weight.codes].dtype) in kinds:
+        if covered or (weight.layout, tensors[weight.codes].dtype) in kinds:
             what = "belongs to a weight whose tensors do not fit together as the configuration declares"
             yield _finding("part-shape", weight.scale, tensors, what)
 

@@ -95,7 +95,13 @@ def _layout(
     return None
 
 
+def _covers(settings: Config) -> bool:
+    version = str(settings.get("version") or "gemm").lower()
+    return quant_method(settings) == "awq" and settings.get("bits") == 4 and version in ("gemm", "gemv", "gemv_fast")
+
+
 SCHEME = Scheme(
-    "awq", "awq", _read, settings_files=("quant_config.json",), ignored=("modules_to_not_convert",), ignored_by=("awq",)
-)
+    "awq", "awq", _read, settings_files=("quant_config.json",), ignored=("modules_to_not_convert",), ignored_by=("awq",),
+    covers=_covers,
+)  # fmt: skip
 """AWQ's tensors have the names of GPTQ's tensors, so the layout of GPTQ describes both."""

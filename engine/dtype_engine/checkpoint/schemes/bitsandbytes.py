@@ -101,4 +101,5 @@ _EIGHT_BITS = Layout(
 SCHEME = Scheme(
     "bnb", "bitsandbytes", _read, (_FOUR_BITS, _EIGHT_BITS), describing=(*_STATES, ".weight_format"),
     ignored=("llm_int8_skip_modules",), ignored_by=("bitsandbytes",),
+    covers=lambda settings: settings.get("quant_method") == "bitsandbytes",
 )  # fmt: skip

@@ -223,6 +223,13 @@ def _of_arguments(arguments: Mapping[str, Any]) -> str:
     return next((form for wanted, form in _INPUTS.items() if wanted == key), "")
 
 
+def _zero_points(weight: CodedWeight, settings: Config) -> tuple[CheckpointTensor, bytes] | None:
+    """As `Scheme.zero_points`: those of symmetric int8 codes, which need none, are 0."""
+    zero = next((part for part in weight.beside if part.name.endswith("weight_zero_point")), None)
+    symmetric = all(group.get("symmetric") is True for _, group in config_groups(settings, "weights"))
+    return (zero, b"\0") if zero is not None and zero.dtype == "int8" and symmetric else None
+
+
 def _cache_formats(settings: Config) -> tuple[tuple[str, str, str], ...]:
     scheme = mapping(settings.get("kv_cache_scheme"))
     if scheme.get("num_bits") != 8 or scheme.get("type") != "float":
@@ -296,4 +303,5 @@ _SPARSE = Layout(
 SCHEME = Scheme(
     "ct", "block_scaled", _read, (_PACKED, SCALED, _SPARSE), describing=("_shape", "_g_idx"), input_format=_input_format,
     reciprocal_scales=True, ignored=("ignore",), ignored_by=("compressed-tensors",), cache_formats=_cache_formats,
+    zero_points=_zero_points,
 )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 
@@ -50,17 +50,27 @@ def matches(pattern: object, module: str) -> bool:
         return False
 
 
+def ends_of(module: str) -> Iterator[str]:
+    """Yield the name of a module, and what follows each of its dots."""
+    while module:
+        yield module
+        module = module.partition(".")[2]
+
+
 def quant_method(settings: Mapping[str, Any]) -> str:
     """Return the declared `quant_method`, such as "gptq". Early versions of AutoRound wrote "intel/auto-round" for "auto-round"."""
     return str(settings.get("quant_method") or "").removeprefix("intel/")
 
 
+def declared_values(settings: Mapping[str, Any], key: str) -> list[object]:
+    """Return all values under a key, also those for modules, in `dynamic` (GPTQModel) or `extra_config` (AutoRound)."""
+    modules = (module for key in ("dynamic", "extra_config") for module in mapping(settings.get(key)).values())
+    return [place[key] for place in map(mapping, (settings, *modules)) if key in place]
+
+
 def declared_numbers(settings: Mapping[str, Any], key: str) -> set[int]:
-    """Return all numbers under a key, of the model and of modules (in `dynamic` of GPTQModel or `extra_config` of AutoRound)."""
-    found = [settings.get(key)]
-    for overrides in (settings.get("dynamic"), settings.get("extra_config")):
-        found += [mapping(module).get(key) for module in mapping(overrides).values()]
-    return {number for number in found if type(number) is int}
+    """Return those of the `declared_values` under a key that are integers."""
+    return {number for number in declared_values(settings, key) if type(number) is int}
 
 
 def group_size(sizes: Iterable[int], columns: int, groups: int) -> int | None:

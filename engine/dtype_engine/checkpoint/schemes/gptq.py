@@ -7,10 +7,12 @@ zero point minus one. `x.scales` [groups, out] holds the scales. `x.g_idx` [in] 
 
 from __future__ import annotations
 
+from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes.configuration import (
     block_name,
     declared,
     declared_numbers,
+    declared_values,
     group_size,
     quant_method,
 )
@@ -18,6 +20,7 @@ from dtype_engine.checkpoint.schemes.layout import WORDS, Config, Layout, Packed
 from dtype_engine.checkpoint.schemes.scaled_codes import packed_words
 from dtype_engine.checkpoint.schemes.scheme import CODES, CodedWeight, Metadata, Scheme, Weights
 
+_BITS = (2, 3, 4, 8)
 _ADDED = {
     ("gptq", "gptq"): 1, ("gptq", "gptq_v2"): 0,
     ("auto-round", "auto_round:auto_gptq"): 1, ("auto-round", "auto_round:gptq"): 1, ("auto-round", "auto"): 1,
@@ -26,11 +29,22 @@ _ADDED = {
 """Maps (method, format) to the number that the decoder adds to each stored zero point. Other formats do not use this layout."""
 
 
-def _read(tensors: Tensors, config: Config, metadata: Metadata) -> Weights:
-    settings = declared(config)
+def _added(settings: Config) -> int | None:
     method = quant_method(settings)
     usual = settings.get("checkpoint_format") or settings.get("format") or "gptq"
-    added = _ADDED.get((method, str(settings.get("packing_format") if method == "auto-round" else usual)))
+    return _ADDED.get((method, str(settings.get("packing_format") if method == "auto-round" else usual)))
+
+
+def _covers(settings: Config) -> bool:
+    """As `Scheme.covers`. GPTQModel can pack codes in other words."""
+    widths = declared_numbers(settings, "bits")
+    in_words = settings.get("pack_dtype", "int32") == "int32"
+    return _added(settings) is not None and in_words and bool(widths) and widths <= {*_BITS}
+
+
+def _read(tensors: Tensors, config: Config, metadata: Metadata) -> Weights:
+    settings = declared(config)
+    method, added = quant_method(settings), _added(settings)
     if added is None:
         return
     widths, sizes = declared_numbers(settings, "bits"), declared_numbers(settings, "group_size")
@@ -38,7 +52,7 @@ def _read(tensors: Tensors, config: Config, metadata: Metadata) -> Weights:
         order = tensors.get(f"{stem}g_idx")
         groups, rows = scale.shape
         bits = 32 * zero.shape[1] // rows if rows else 0
-        if bits not in (2, 3, 4, 8) or bits not in widths:
+        if bits not in _BITS or bits not in widths:
             continue
         columns = 32 * codes.shape[0] // bits
         size = group_size(sizes, columns, groups)
@@ -48,6 +62,16 @@ def _read(tensors: Tensors, config: Config, metadata: Metadata) -> Weights:
         form, numbers = f"{method}:int{bits}@{block_name(size, columns)}", {"bits": bits, "group": size, "added": added}
         parts = {CODES: codes, "scale": scale, "zero": zero} | ({} if order is None else {"g_idx": order})
         yield CodedWeight(f"{stem}weight", (rows, columns), SCHEME, form, parts, numbers)
+
+
+def _zero_points(weight: CodedWeight, settings: Config) -> tuple[CheckpointTensor, bytes] | None:
+    """As `Scheme.zero_points`: those of symmetric codes are the middle."""
+    given, bits = declared_values(settings, "sym"), weight.settings["bits"]
+    if not given or any(each is not True for each in given):
+        return None
+    middle = (1 << (bits - 1)) - weight.settings["added"]
+    pattern = sum(middle << (bits * place) for place in range(32))  # 32 of them end at the end of a word
+    return weight.parts["zero"], pattern.to_bytes(4 * bits, "little")
 
 
 def _scale_shapes(weight: PackedWeight, tensors: Tensors, config: Config) -> Shapes:
@@ -71,4 +95,7 @@ _LAYOUT = Layout(
     padded=lambda codes, scale: scale.shape[:1] == codes.shape[:1] or codes.dtype == "int16",
     required=lambda codes, scale: () if codes.dtype == "int16" else ("qzeros",),
 )  # fmt: skip
-SCHEME = Scheme("gptq", "gptq", _read, (_LAYOUT,), settings_files=("quantize_config.json", "quantization_config.json"))
+SCHEME = Scheme(
+    "gptq", "gptq", _read, (_LAYOUT,), settings_files=("quantize_config.json", "quantization_config.json"),
+    covers=_covers, zero_points=_zero_points,
+)  # fmt: skip

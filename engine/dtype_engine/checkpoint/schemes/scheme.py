@@ -53,6 +53,14 @@ class Scheme(msgspec.Struct, frozen=True, eq=False):
     """A function of (weight, quantization settings in config.json) that returns the format of `core.dtypes` to which runtimes round
     the inputs of the weight's layer, such as "int8", or "". If the format ends with "@tensor", the files have the scale.
     """
+    covers: Callable[[Config], bool] = lambda settings: False
+    """Takes the quantization settings in config.json. Returns whether `read` reads all weights that are quantized as they say, so
+    that others contradict them.
+    """
+    zero_points: Callable[[CodedWeight, Config], tuple[CheckpointTensor, bytes] | None] = lambda weight, settings: None
+    """Takes a weight and the quantization settings in config.json. Returns the tensor of its zero points and the bytes that each of
+    its rows repeats if the codes are symmetric, or None if they need not be.
+    """
     reciprocal_scales: bool = False
     """Whether the files hold the reciprocals of NVFP4's scales of whole tensors."""
     fused: bool = True

@@ -6,24 +6,27 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
 
-from dtype_engine.checkpoint import Checkpoint
-from dtype_engine.checkpoint.check import architecture_findings
+from dtype_engine.checkpoint import Checkpoint, read_json
+from dtype_engine.checkpoint.check import architecture_findings, check
+from dtype_engine.checkpoint.components import component_names
 from dtype_engine.checkpoint.kv_cache import CACHE_SCALES
 from dtype_engine.checkpoint.plausible import ImpossibleConfig
 from dtype_engine.checkpoint.source import Source
+from dtype_engine.checkpoint.weight_files import PIPELINE_INDEX, NoWeights
 from dtype_engine.core.errors import NoForward
 from dtype_engine.core.options import ModelOptions
+from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree
 from dtype_engine.results.check import CheckReport, Finding
 from dtype_engine.results.coverage import Coverage
 from dtype_engine.runtime.building.architecture import Misfit
 from dtype_engine.runtime.building.load import build_on_meta, load
-from dtype_engine.runtime.building.shapes import misshapen
+from dtype_engine.runtime.building.shapes import integers, misshapen
 from dtype_engine.runtime.model.module_tree import collect_tensors, tree_of
 from dtype_engine.runtime.model.name_mapping import Placement, map_names
 from dtype_engine.runtime.model.stored_tree import NOT_USED, stored_tree
@@ -74,7 +77,8 @@ def describe(source: Source, options: ModelOptions, checkpoint: Checkpoint | Non
         return ModelDescription(live.tree, _kinds(live.module), named, map_names(live.module, checkpoint.weights))
     wrong = misshapen(module_without_data, checkpoint, placements)
     tree = stored_tree(module_without_data, checkpoint, placements, wrong)
-    found = dataclasses.replace(_coverage(module_without_data, tree), misshapen=wrong)
+    whole = integers(module_without_data, checkpoint, placements)
+    found = dataclasses.replace(_coverage(module_without_data, tree), misshapen=wrong, integers=whole)
     return ModelDescription(
         tree, _kinds(module_without_data), named, placements, type(module_without_data).__name__, found
     )
@@ -86,6 +90,7 @@ def _coverage(module: nn.Module, tree: Tree) -> Coverage:
         [re.compile(pattern) for pattern in getattr(module, f"_keys_to_ignore_on_load_{kind}", None) or ()]
         for kind in ("missing", "unexpected")
     )
+    left_over += map(re.compile, _harmless(module))
     missing = [
         tensor.name
         for tensor in tree.tensors.values()
@@ -100,6 +105,16 @@ def _coverage(module: nn.Module, tree: Tree) -> Coverage:
     ]
     expected = sum(info.persistent for info in collect_tensors(module)[0])
     return Coverage(expected, tuple(missing), tuple(unused))
+
+
+def _harmless(module: nn.Module) -> Iterator[str]:
+    """Yield patterns for tensors of the files that a module rightly does not use, and that its class does not declare."""
+    if any(name.endswith("rotary_emb.inv_freq") for name, _ in module.named_buffers()):
+        yield r"rotary_emb\.inv_freq$"  # old checkpoints have them; transformers computes them
+    config = getattr(module, "config", None)
+    layers, more = (getattr(config, key, None) for key in ("num_hidden_layers", "num_nextn_predict_layers"))
+    if type(layers) is int and type(more) is int and 0 < more < 100:  # for predicting several tokens at once
+        yield rf"\.layers\.({'|'.join(str(layers + each) for each in range(more))})\."
 
 
 def _kinds(module: nn.Module) -> dict[str, frozenset[str]]:
@@ -121,6 +136,8 @@ def with_architecture(
 
     Raises UserError if transformers does not have the architecture that `options` name.
     """
+    if checkpoint.form == "diffusers" and not checkpoint.headers_alone:
+        return _with_components(report, source, options, checkpoint)
     known = describe(source, options, checkpoint)
     if known.coverage is None:
         if known.unknown is not None and _contradicts(known.unknown, options):
@@ -130,8 +147,42 @@ def with_architecture(
         return dataclasses.replace(report, unchecked=(*report.unchecked, f"the architecture: {why}"))
     reported = {finding.tensor for finding in report.findings}
     more = architecture_findings(known.coverage, known.class_name, checkpoint)
-    findings = (*report.findings, *(finding for finding in more if finding.tensor not in reported))
+    by_names = [finding for finding in report.findings if finding.kind != "declared-size"]  # the architecture is exact
+    findings = (*by_names, *(finding for finding in more if finding.tensor not in reported))
     return dataclasses.replace(report, findings=findings, coverage=known.coverage)
+
+
+def _with_components(report: CheckReport, source: Source, options: ModelOptions, checkpoint: Checkpoint) -> CheckReport:
+    """Return the report of a diffusers pipeline with what is found in its components, each checked as a model of its own."""
+    findings, unchecked = {(each.kind, each.tensor): each for each in report.findings}, dict.fromkeys(report.unchecked)
+    index = read_json(checkpoint.path / PIPELINE_INDEX)
+    for name in component_names(index):
+        folder = checkpoint.path / name
+        if not folder.is_dir():
+            what = f"is a component by {PIPELINE_INDEX}, and there is no such folder"
+            findings["missing-tensor", name] = Finding("missing-tensor", name, what, PIPELINE_INDEX)
+        if not (folder / "config.json").is_file():
+            continue  # a scheduler or tokenizer
+        part = dataclasses.replace(source, title=name, path=folder)
+        try:
+            opened = part.open(absent_shards=True)
+        except NoWeights:
+            what = "is a component that has a config.json and no weights"
+            findings["missing-tensor", name] = Finding("missing-tensor", name, what, f"{name}/config.json")
+            continue
+        assert opened is not None
+        made, named = (opened.config or {}).get("_class_name"), index[name][-1]
+        if index[name][0] == "diffusers" and isinstance(made, str) and made != named:
+            what = (
+                f"has the class {printable(str(named))} in {PIPELINE_INDEX}, and {printable(made)} in its config.json"
+            )
+            findings["configuration", name] = Finding("configuration", name, what, PIPELINE_INDEX)
+        found = with_architecture(check(opened, name), part, options, opened)
+        for each in found.findings:
+            full = Finding(each.kind, f"{name}.{each.tensor}", each.what, f"{name}/{each.file or 'config.json'}")
+            findings.setdefault((full.kind, full.tensor), full)
+        unchecked |= {f"{name}: {sentence}": None for sentence in found.unchecked if sentence not in unchecked}
+    return dataclasses.replace(report, findings=tuple(findings.values()), unchecked=tuple(unchecked))
 
 
 def _contradicts(error: NoForward, options: ModelOptions) -> bool:

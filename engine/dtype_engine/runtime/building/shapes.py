@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from dtype_engine.checkpoint import Checkpoint
+from dtype_engine.checkpoint.packed_weights import quantized_parts
+from dtype_engine.checkpoint.schemes.configuration import declared, mapping
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import NoForward
 from dtype_engine.core.text import printable
@@ -17,6 +19,7 @@ from dtype_engine.runtime.libraries.hf_private import turned_names
 from dtype_engine.runtime.model.name_mapping import Placement
 
 Shape = tuple[int, ...]
+_INTEGERS = ("int", "uint", "bool")
 
 
 def misshapen(module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> tuple[Misshapen, ...]:
@@ -44,6 +47,23 @@ def misshapen(module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str
     for live, names in parts.items():
         found += _of_parts(live, state[live], {name: (placements[name], shapes[name]) for name in names})
     return tuple(found)
+
+
+def integers(module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> tuple[str, ...]:
+    """Return the tensors of a checkpoint of which nothing is quantized that hold integers or booleans where the module, which may
+    be on the meta device, has floats.
+    """
+    config = checkpoint.config or {}
+    if declared(config) or mapping(config.get("quantization")):
+        return ()
+    state, codes = module.state_dict(), quantized_parts(checkpoint.unread, config)
+    return tuple(
+        name
+        for name, placement in placements.items()
+        if placement.name in state and state[placement.name].is_floating_point()
+        if name not in checkpoint.coded and name not in codes and checkpoint.dtype(name).startswith(_INTEGERS)
+        if not checkpoint.weights[name].packed
+    )
 
 
 def refuse_misshapen(

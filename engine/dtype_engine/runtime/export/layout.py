@@ -18,8 +18,7 @@ from typing import Any, Literal
 
 from dtype_engine.checkpoint import PICKLES, Checkpoint, read_json, resolve_inside
 from dtype_engine.checkpoint.components import Component, component_names
-from dtype_engine.checkpoint.folder import ADAPTER_CONFIG
-from dtype_engine.checkpoint.weight_files import PIPELINE_INDEX
+from dtype_engine.checkpoint.weight_files import ADAPTER_CONFIG, PIPELINE_INDEX
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.regular_files import reading
 from dtype_engine.core.text import printable
