@@ -209,7 +209,7 @@ async def test_keys_before_the_first_paint_are_kept() -> None:
         assert "norm" in cursor(app)
 
 
-async def test_keys_after_quitting_do_nothing() -> None:
+async def test_keys_pressed_after_quitting_have_no_effect() -> None:
     async with launched() as (app, pilot):
         await begun(app, pilot)
         await burst(app, keys_of("q2"))

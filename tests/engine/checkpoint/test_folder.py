@@ -126,7 +126,7 @@ def test_hub_cache_with_symlinks_to_blobs_is_read(make_llama: Callable[..., Path
     assert len(open_checkpoint(snapshot).tensors) == 20
 
 
-def test_folder_without_a_model_says_which_files_were_expected(tmp_path: Path) -> None:
+def test_error_for_a_folder_without_a_model_names_the_expected_files(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"neither model\.safetensors nor"):
         open_checkpoint(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"")

@@ -76,7 +76,7 @@ def test_measurement_stops_at_the_requested_precision(capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("rel_l2", "near"), [(0.0, False), (1e-7, True), (1e-4, True), (5e-3, False), (math.inf, False)]
 )
-def test_only_small_drifts_are_near_the_noise_floor(rel_l2: float, near: bool) -> None:
+def test_only_a_small_relative_error_is_near_the_noise_floor(rel_l2: float, near: bool) -> None:
     assert near_floor(dataclasses.replace(report(Recipe()).output, rel_l2=rel_l2)) is near
 
 
@@ -104,7 +104,7 @@ def test_inspect_of_a_python_file_lists_the_module_classes(capsys: pytest.Captur
     assert {module["class"] for module in found["modules"]} == {"TinyNet", "Embedding", "Linear", "LayerNorm"}
 
 
-def test_drift_prints_a_readable_report(capsys: pytest.CaptureFixture[str]) -> None:
+def test_drift_command_prints_a_readable_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(cli, "dtype-engine", ["drift", "--cast", "*=bf16"]) == 0
     text = capsys.readouterr().out
     for word in ("SQNR", "KL", "same top-1", "perplexity", "planned 1.35 MiB", "worst modules"):

@@ -130,7 +130,9 @@ def gptq(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("form", ["safetensors", "pth", "nested", "gptq", "no inputs"])
-def test_report_without_a_forward_pass_says_why(form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_without_drift_says_why_no_forward_pass_can_run(
+    form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     state = nn.Linear(4, 4).state_dict()
     model = str(tmp_path / f"net.{form}")
     if form == "safetensors":

@@ -54,7 +54,7 @@ def test_ranges_in_patterns_match_only_their_numbers(first: int, last: int, numb
     ),
     NAMES,
 )
-def test_choices_in_patterns_match_the_union_of_their_expansions(groups: list[list[str]], name: str) -> None:
+def test_choices_in_braces_match_the_union_of_their_expansions(groups: list[list[str]], name: str) -> None:
     text = "_".join("{" + ",".join(group) + "}" for group in groups)
     expanded = ["_".join(parts) for parts in itertools.product(*groups)]
     assert compile_pattern(text).matches(name) == any(fnmatchcase(name, glob) for glob in expanded)
@@ -110,7 +110,7 @@ def test_class_patterns_match_whole_names_or_globs() -> None:
     assert not compile_pattern("*").matches_class("Linear")
 
 
-def test_only_specific_patterns_match_a_buffer_exactly() -> None:
+def test_only_patterns_specific_to_a_buffer_match_it_exactly() -> None:
     buffer = "model.rotary_emb.inv_freq"
     for pattern in ("*.inv_freq", buffer, "*inv*", "re:.*freq", "model.rotary_emb.{inv_freq,other}"):
         assert compile_pattern(pattern).matches_exactly(buffer), pattern

@@ -83,7 +83,7 @@ def test_last_matching_rule_decides(recipe: Recipe) -> None:
 
 
 @given(RECIPES)
-def test_planned_bytes_sum_over_saved_tensors(recipe: Recipe) -> None:
+def test_planned_bytes_are_the_sum_over_saved_tensors(recipe: Recipe) -> None:
     plan = make_plan(TREE, recipe)
     total = 0
     for tensor in TREE.tensors.values():
@@ -195,7 +195,7 @@ def test_invalid_rules_are_refused(text: str) -> None:
         Rule.parse(text)
 
 
-def test_plans_are_cached() -> None:
+def test_equal_recipes_on_the_same_tree_give_the_same_cached_plan() -> None:
     tree, recipe = Tree(TREE.tensors.values(), CLASSES), Recipe.of([Rule("type:Linear", "bfloat16")])
     made = make_plan(tree, recipe)
     assert make_plan(tree, Recipe.of([Rule("type:Linear", "bfloat16")])) is made

@@ -188,7 +188,7 @@ def test_every_table_row_of_the_html_report_is_in_the_markdown_report(measured: 
         assert f"| {' | '.join(row)} |" in text
 
 
-def test_report_folds_a_large_tree_and_limits_its_table(tmp_path: Path) -> None:
+def test_report_of_a_large_tree_folds_alike_modules_and_limits_the_table(tmp_path: Path) -> None:
     tensors = [
         TensorInfo(f"model.layers.{layer}.mlp.experts.{expert}.w", (2, 2), "bfloat16", "parameter")
         for layer in range(60) for expert in range(64)

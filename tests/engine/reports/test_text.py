@@ -39,14 +39,14 @@ def test_signed_numbers_have_no_negative_zero(value: float, shown: str) -> None:
 
 
 @given(st.integers(0, 10**15))
-def test_short_counts_keep_two_digits(count: int) -> None:
+def test_shortened_counts_are_accurate_to_two_digits(count: int) -> None:
     number, _, unit = human_count(count).partition(" ")
     assert unit in ("", "k", "M", "B", "T")
     assert float(number) * 1000 ** " kMBT".index(unit or " ") == pytest.approx(count, rel=0.051, abs=0.5)
     assert human_bytes(count).endswith("B")
 
 
-def test_columns_are_as_wide_as_their_widest_cell() -> None:
+def test_text_columns_are_as_wide_as_their_widest_cell() -> None:
     rows = [("name", "bytes", ""), ("a", "1", "x"), ("longer", "123456", "")]
     assert table_lines(rows, {1}, indent=" ") == [" name     bytes", " a            1  x", " longer  123456"]
     assert table_lines([]) == []

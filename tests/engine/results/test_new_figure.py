@@ -65,7 +65,7 @@ def test_new_figure_can_be_limited_by_min_and_max(option: str, limit: str, says:
         all_limits(options | {option: (f"mean_to={limit}",)}, ())
 
 
-def test_rows_of_figures_name_existing_values_and_views() -> None:
+def test_rows_in_the_table_of_figures_name_existing_fields_and_views() -> None:
     for row in FIGURES.values():
         assert row is TOY or row.name in NAMES
         assert set(row.shown or ()) <= set(typing.get_args(View))

@@ -202,7 +202,7 @@ def test_module_that_does_not_fit_in_accelerator_memory_is_named(wide: Path) -> 
 
 
 @on_fake  # which counts every byte
-def test_too_little_accelerator_memory_by_one_byte_names_the_module(wide: Path) -> None:
+def test_error_names_the_module_if_accelerator_memory_is_one_byte_too_small(wide: Path) -> None:
 
     def measure() -> Any:
         gc.collect()

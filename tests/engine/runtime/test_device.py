@@ -42,7 +42,7 @@ def test_scans_on_the_fake_accelerator_equal_those_of_the_cpu(way: str, found: d
     assert found["fake"][way] == pytest.approx(found["cpu"][way], rel=1e-2, abs=1e-12)
 
 
-def test_drift_from_other_references_on_the_fake_accelerator_equals_the_cpu(found: dict[str, Any]) -> None:
+def test_drift_from_other_references_on_the_fake_accelerator_equals_that_on_the_cpu(found: dict[str, Any]) -> None:
     """From another checkpoint, and from the model as stored."""
     assert len(found["cpu"]["against"]) > 10
     assert found["fake"]["against"] == pytest.approx(found["cpu"]["against"], rel=1e-2)

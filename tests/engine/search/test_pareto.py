@@ -171,7 +171,7 @@ def combine_scores(tree: Tree, kinds: tuple[str, ...] = ("bfloat16", "int8")) ->
     }
 
 
-def test_search_constraints_keep_weights_and_give_groups_one_dtype() -> None:
+def test_search_constraints_keep_weights_as_stored_and_give_each_group_one_dtype() -> None:
     tree = tree_of()
     constraints = Constraints(
         keep=("type:RMSNorm",), groups=("*.{q,k,v}_proj", "*.experts"), only=(("head", ("bfloat16",)),)
@@ -223,7 +223,7 @@ def scanned() -> Any:
     return session
 
 
-def test_found_recipe_meets_its_budget_and_prediction(scanned: Any) -> None:
+def test_recipe_found_by_a_search_meets_the_budget_and_the_predicted_drift(scanned: Any) -> None:
     for share in (0.3, 0.45, 0.7):
         budget = int(share * scanned.tree.stored_bytes)
         report = scanned.search(budget, measure=True)
@@ -328,7 +328,7 @@ def test_pareto_front_is_made_for_weights_stored_in_gguf_blocks() -> None:
     assert [(point.bytes, point.predicted) for point in front.points] == [(2 * 64 * 256, 0.1)]
 
 
-def test_stored_format_of_one_weight_is_no_choice_for_others() -> None:
+def test_stored_format_of_one_weight_is_not_offered_for_other_weights() -> None:
     tree = from_tensors(
         [
             TensorInfo("a.weight", (64, 256), "fp8:e4m3@128x128", packed_bytes=64 * 256 + 8),

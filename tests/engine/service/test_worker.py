@@ -60,7 +60,7 @@ def test_new_recipe_supersedes_one_that_is_being_measured(demo: RecordedEngine) 
         assert demo.of(events.Measured, start)[-1].report.rules == ("*=bfloat16",)
 
 
-def test_events_of_measurements_have_their_recipe(short: RecordedEngine) -> None:
+def test_event_of_a_measurement_has_the_recipe_that_was_measured(short: RecordedEngine) -> None:
     for recipe in (HALF, BRAIN, Recipe()):
         short.worker.request(SetRecipe(recipe))
         event = short.measured(recipe)

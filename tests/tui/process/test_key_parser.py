@@ -28,7 +28,7 @@ def parsed(*written: str) -> list[str]:
 
 
 @pytest.mark.parametrize("after", ["\x1b[A", "\x1b[3;4R", "\x1b[<0;5;5M"])
-def test_escape_followed_by_a_letter_is_parsed_as_alt_without_text(after: str) -> None:
+def test_escape_followed_by_a_letter_is_parsed_as_alt_with_this_letter(after: str) -> None:
     keys = [event.key for event in KeyParser().feed(f"\x1bq{after}") if isinstance(event, Key)]
     assert keys[0] == "alt+q"
     assert "circumflex_accent" not in keys

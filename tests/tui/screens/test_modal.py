@@ -49,7 +49,7 @@ async def test_closing_a_window_twice_keeps_the_main_screen(key: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", WINDOW_KEYS)
-async def test_two_keys_in_one_burst_open_one_window(first: str) -> None:
+async def test_two_keys_received_at_once_open_only_one_window(first: str) -> None:
     """The second key goes to the window, although it was pressed before the window was there."""
     app = make_app()
     recipe = app.controller.experiment.recipe
@@ -134,7 +134,7 @@ async def look_for_nothing(closed: bool) -> None:
         assert len(app.controller.experiment.recipe) == closed
 
 
-async def test_failed_query_is_an_error_only_in_an_open_window() -> None:
+async def test_widget_query_that_finds_nothing_raises_only_while_its_window_is_open() -> None:
     await look_for_nothing(closed=True)
     with pytest.raises(NoMatches):
         await look_for_nothing(closed=False)

@@ -126,7 +126,7 @@ async def test_preset_without_effect_is_not_applied_and_says_why(app: DtypeApp) 
         assert app.controller.experiment.recipe == Recipe()
 
 
-def test_effects_shown_for_presets_equal_their_plans() -> None:
+def test_effects_shown_for_presets_equal_those_of_the_plans_they_make() -> None:
     tree = demo_tree()
     found = list(preset_effects(tree))
     assert [outcome.preset.name for outcome in found] == list(PRESETS)
@@ -224,7 +224,7 @@ async def test_save_screen_says_why_an_export_is_refused(app: DtypeApp) -> None:
 
 
 @pytest.mark.slow
-async def test_save_screen_saves_every_kind_of_file_and_notices_existing_ones(app: DtypeApp) -> None:
+async def test_save_screen_saves_every_kind_of_file_and_asks_before_replacing_a_file(app: DtypeApp) -> None:
     async with running(app) as pilot:
         await pilot.press("2")
         measured = report(app.controller.experiment.recipe)

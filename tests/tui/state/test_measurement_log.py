@@ -17,7 +17,7 @@ BF16 = Recipe((Rule("*", "bfloat16"),))
 F16 = Recipe((Rule("*", "float16"),))
 
 
-def test_history_has_one_entry_per_recipe_and_keeps_its_pin_and_time() -> None:
+def test_history_has_one_entry_per_recipe_and_keeps_its_pin_and_measuring_time() -> None:
     history: tuple[MeasuredRecipe, ...] = ()
     history = toggle_pin(remember(history, measured(report(BF16), BF16, RunSettings(), 100)), 0)
     history = remember(history, measured(report(F16), F16, RunSettings(), 100))

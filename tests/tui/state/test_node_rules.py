@@ -28,7 +28,7 @@ def test_preview_of_a_rule_says_why_quantized_weights_are_not_cast() -> None:
     assert preview_words(preview(TREE, planned, Rule("*", "float16"))).startswith("matches 1 tensor ")
 
 
-def test_uncastable_tensors_below_a_module_are_counted() -> None:
+def test_tensors_below_a_module_that_can_never_be_cast_are_counted() -> None:
     plan = make_plan(TREE, Recipe((Rule("*", "float16"),)))
     assert [never_cast_count(TREE, node) for node in ("", "mlp", "mlp.up.scales", "norm", "ids")] == [3, 3, 1, 0, 0]
     assert effects_on(TREE, plan, "mlp") == []

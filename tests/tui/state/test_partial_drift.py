@@ -125,7 +125,7 @@ def test_drift_of_a_recipe_measured_before_is_shown_at_once(experiment: Experime
     assert experiment.results.report is None
 
 
-def test_partial_drift_and_that_of_another_model_are_not_shown_again(experiment: Experiment) -> None:
+def test_earlier_drift_is_not_shown_again_if_partial_or_of_another_model(experiment: Experiment) -> None:
     whole = report(BF16)
     extent = Extent(done=2, total=6, positions=200)
     experiment.take(events.Measured(BF16, dataclasses.replace(whole, sequences=extent)))

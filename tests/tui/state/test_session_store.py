@@ -233,7 +233,9 @@ def test_models_of_saved_sessions_are_listed_once_newest_first(tmp_path: Path) -
     assert recent_models()[1].path == tmp_path
 
 
-def test_newest_session_is_found_for_any_or_a_named_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_newest_session_is_found_with_and_without_the_name_of_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(UserError, match="no session to resume"):
         newest_session()
     model = tmp_path / "model"

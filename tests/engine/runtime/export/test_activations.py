@@ -195,7 +195,7 @@ def test_nvfp4_export_with_activations_requires_calibration_inputs(
     assert difference.name == "model.layers.1.mlp.up_proj.weight"
 
 
-def test_export_of_an_export_keeps_quantized_activations(
+def test_export_of_an_export_still_declares_quantized_activations(
     make_llama: Callable[..., Path], ids: Path, tmp_path: Path
 ) -> None:
     """The scale tensors of an export are not taken for weights, and a second export has them again."""

@@ -130,7 +130,7 @@ def test_pipeline_is_exported_with_all_folders(
     assert engine("verify", out, "--against", pipeline) == 0
 
 
-def test_sharded_component_gets_an_index_named_as_in_its_library(pipeline: Path, tmp_path: Path) -> None:
+def test_index_of_a_sharded_component_has_the_file_name_that_its_library_reads(pipeline: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert engine("export", pipeline, "--cast", "unet.mid=f16", "--max-shard-size", "2KB", "-o", out) == 0
     for folder, stem in (("unet", "diffusion_pytorch_model"), ("text_encoder", "model")):

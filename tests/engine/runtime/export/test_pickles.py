@@ -260,7 +260,7 @@ def torch_loads(path: Path) -> bool:
     return True
 
 
-def test_pickle_with_keys_1_and_text_1_is_refused_as_ambiguous(tmp_path: Path) -> None:
+def test_pickle_with_a_number_and_a_text_as_the_same_key_is_refused(tmp_path: Path) -> None:
     torch.save({1: torch.zeros(2), "1": torch.ones(2)}, tmp_path / "x.pth")
     with pytest.raises(UserError, match="two tensors whose names are both written '1'"):
         open_checkpoint(tmp_path / "x.pth")

@@ -69,7 +69,7 @@ def test_use_cache_is_not_disabled_if_the_user_gives_a_kv_cache() -> None:
     assert "use_cache" not in session.inputs.batches[0].kwargs
 
 
-def test_tensor_files_and_example_inputs_run_without_cache(
+def test_tensor_files_and_example_inputs_run_without_kv_cache(
     make_llama: Callable[..., Path], tmp_path: Path, monkeypatch: Any
 ) -> None:
     save_file({"input_ids": torch.arange(3, 9)[None]}, tmp_path / "x.safetensors")

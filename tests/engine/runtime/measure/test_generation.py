@@ -34,7 +34,7 @@ def test_generation_equals_that_of_plain_transformers() -> None:
         assert written.text == tokenizer.decode(expected)
 
 
-def test_models_in_mixed_dtypes_continue_whole_prompts() -> None:
+def test_generation_by_a_model_in_mixed_dtypes_keeps_the_whole_prompt() -> None:
     prompt = "def read(path):\n" * 20
     session = de.open(None, options=de.Options(prompts=(prompt, "import os")))
     session.cast("*.mlp", "float16")
@@ -111,7 +111,7 @@ def test_cancelled_generation_stops_within_one_token(make_llama: Callable[..., P
     assert session.drift().output.max_abs == 0
 
 
-def test_number_of_equal_tokens_before_the_first_difference_is_found() -> None:
+def test_tokens_before_the_first_difference_of_two_texts_are_counted() -> None:
     def written(*ids: int) -> Written:
         return Written(ids, tuple(map(str, ids)), 1.0)
 

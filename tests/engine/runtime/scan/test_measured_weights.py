@@ -292,7 +292,9 @@ class ChecksValues(Uses):
         return self.inner(x) * int((self.weight > self.weight.max() * 0.9995).sum())
 
 
-def test_scan_adds_no_pass_for_checks_of_weights_that_casts_do_not_change(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scan_adds_no_pass_for_a_weight_whose_value_check_has_the_same_result_when_cast(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     session = de.open(ChecksValues(), inputs=(INPUTS,))
     monkeypatch.setattr(measured_weights, "MOST_PASSES", 3)
     scores = session.scan(["int8"], draws=200).scores()
@@ -312,7 +314,7 @@ def checks_and_uses(own: Uses, x: torch.Tensor) -> torch.Tensor:
     return (own.inner(x) + x @ own.weight) * largest
 
 
-def test_scan_measures_a_weight_whose_check_by_the_model_a_cast_changes() -> None:
+def test_scan_measures_a_weight_whose_value_check_has_another_result_when_cast() -> None:
     model = Uses(checks_and_uses)
     weight = model.weight.data
     row, column = divmod(int(weight.argmax()), 8)
@@ -354,7 +356,7 @@ class Unused(nn.Module):
 
 
 @pytest.mark.parametrize("budget", [1 << 20, 512])
-def test_scan_finds_weights_with_effect_among_many_without(budget: int) -> None:
+def test_scan_finds_the_few_weights_that_affect_the_output(budget: int) -> None:
     """In one case, the memory has room for one cast weight only."""
     session = de.open(Unused(), inputs=(INPUTS,))
     scan = Scan(session.model, session.inputs, ("int8",), draws=200, budget=budget).run().scores()
@@ -375,7 +377,7 @@ def test_scan_scores_an_embedding_in_front_of_a_recurrent_layer(name: str) -> No
     assert scan[table, "bfloat16"] == pytest.approx(exact[table, "bfloat16"], rel=1e-3)
 
 
-def test_weight_without_gradient_is_tried_in_the_narrowest_dtype() -> None:
+def test_effect_of_a_weight_without_gradient_is_tested_in_the_narrowest_dtype() -> None:
     """The stored format is among the dtypes, since a weight may round to 16 bits. The format's number of bits is unknown here."""
     tried: list[Any] = []
     weight = SimpleNamespace(info=SimpleNamespace(numel=1))

@@ -114,7 +114,7 @@ def leave(*arguments: object, **named: object) -> None:
     raise SystemExit(0)
 
 
-def test_engine_thread_survives_sys_exit_in_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_thread_continues_after_sys_exit_in_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Session, "speed", leave)
     with RecordedWorker() as recorded:
         recorded.wait_for(events.Idle)

@@ -32,7 +32,7 @@ def check(reference: torch.Tensor, candidate: torch.Tensor) -> None:
 @pytest.mark.parametrize("of_candidate", DTYPES)
 @pytest.mark.parametrize("of_reference", DTYPES)
 @pytest.mark.parametrize("shape", [(0, 5), (), (1,), (3, 7, 11), (70, 1031)])
-def test_element_sums_equal_their_definitions(
+def test_sums_over_output_elements_equal_their_definitions(
     shape: tuple[int, ...], of_reference: torch.dtype, of_candidate: torch.dtype
 ) -> None:
     generator = torch.Generator().manual_seed(1)
@@ -96,7 +96,7 @@ def test_element_sums_do_not_depend_on_the_number_of_threads() -> None:
     assert found[0] == found[1]
 
 
-def test_element_sums_of_parts_add_up_to_those_of_the_whole() -> None:
+def test_element_sums_of_parts_add_up_to_those_of_the_whole_output() -> None:
     reference, candidate = torch.randn(9, 5), torch.randn(9, 5)
     total, whole = ElementSums(), element_sums(reference, candidate)
     for part in (slice(0, 4), slice(4, 9)):
