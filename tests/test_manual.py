@@ -230,7 +230,7 @@ def _options(words: list[str]) -> set[str]:
     return known
 
 
-def test_page_of_keys_names_every_key() -> None:
+def test_manual_page_of_keys_names_every_key() -> None:
     text = (ROOT / "tui/docs/keys.md").read_text()
     bindings = [*KEYS, *ModuleTree.BINDINGS, *FRONT_KEYS]
     missing = [key for binding in bindings for key in _keys(binding) if f"`{key}`" not in text]

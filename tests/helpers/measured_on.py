@@ -71,7 +71,7 @@ CPU_ONLY = {
         "test_reference.py::test_widened_weights_do_not_share_memory_if_gradients_are_needed",
         "test_routing.py::test_cast_of_a_single_weight_in_a_scan_equals_the_candidate",
         "test_routing.py::test_operation_with_one_of_two_weights_cast_runs_in_the_wider_dtype",
-        "test_routing.py::test_only_selected_tokens_are_routed_to_the_next_best_expert",
+        "test_routing.py::test_top_k_swap_routes_only_selected_tokens_to_the_next_best_expert",
         "test_candidate.py::test_missing_kernel_error_names_module_operation_dtype_and_device",
         "test_turned_weights.py::test_experts_transposed_while_loading_give_the_logits_of_transformers",
         "test_constructed_buffers.py::test_buffers_filled_while_loading_are_not_replaced_by_the_constructor",

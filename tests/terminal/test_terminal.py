@@ -115,7 +115,7 @@ def test_app_can_be_quit_while_the_model_opens(opened: Opener) -> None:
     terminal.leave()
 
 
-def test_terminal_too_small_asks_for_more_space(opened: Opener) -> None:
+def test_app_shows_the_needed_size_in_a_too_small_terminal(opened: Opener) -> None:
     terminal = opened(size=(40, 10))
     terminal.wait_for("needs 60 x 15")
     terminal.resize(80, 24)

@@ -259,7 +259,7 @@ async def test_esc_during_causes_cancels_only_the_causes(net: Path, way: Way) ->
         assert re.search(r"SQNR .*\d\d\.\d\d dB", screen(app))
 
 
-async def test_esc_says_which_jobs_were_stopped_and_which_did_not_start(net: Path, way: Way) -> None:
+async def test_message_after_esc_says_which_jobs_were_stopped_and_which_did_not_start(net: Path, way: Way) -> None:
     async with measured(way, net) as (app, pilot):
         for keys, said in (
             (("t",), "stopped: timing; t times again"),

@@ -422,7 +422,7 @@ async def test_casts_can_be_planned_from_headers_if_the_model_cannot_be_opened(a
         assert not missing(app, "No drift", "50.0 % less", "planning only")
 
 
-async def test_screen_without_a_model_says_why_and_ignores_casts() -> None:
+async def test_main_screen_shows_why_a_model_could_not_be_opened_and_ignores_casts() -> None:
     app = app_of(Launch("x.py:Y"))
     async with running(app) as pilot:
         assert "The tree appears" in screen(app)
@@ -459,7 +459,7 @@ async def test_small_screens_show_one_pane_at_a_time(app: DtypeApp) -> None:
         assert all(app.query_one(pane).display for pane in (DriftPane, MemoryPane, RecipePane))
 
 
-async def test_too_small_terminal_says_what_size_is_needed(app: DtypeApp) -> None:
+async def test_app_says_which_size_it_needs_in_a_too_small_terminal(app: DtypeApp) -> None:
     async with running(app, (40, 10)) as pilot:
         await until(pilot, lambda: "needs 60 x 15" in " ".join(screen(app).split()))
         await pilot.resize_terminal(*SMALL)
@@ -858,7 +858,7 @@ async def test_message_that_a_job_does_not_stop_disappears_when_it_stops(monkeyp
 
 
 @pytest.mark.parametrize("key", ["1", "8"])
-async def test_cast_that_changes_nothing_adds_no_rule(key: str) -> None:
+async def test_cast_to_the_present_dtype_adds_no_rule(key: str) -> None:
     async with launched() as (app, pilot):
         tree_of(app).go_to("model.layers.3.mlp")
         await pilot.press(key)

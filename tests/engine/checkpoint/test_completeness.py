@@ -100,7 +100,7 @@ def test_inspect_says_that_a_checkpoint_is_complete(
     assert "21 of 21 tensors found" in capsys.readouterr().out.splitlines()[0]
 
 
-def test_scan_and_search_print_how_many_tensors_were_found_on_the_first_line(
+def test_first_line_of_scan_and_search_says_how_many_tensors_were_found(
     sharded: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     quick = [str(sharded), "--sequences", "1", "--draws", "1", "--dtypes", "bf16"]

@@ -111,7 +111,9 @@ def test_drift_command_prints_a_readable_report(capsys: pytest.CaptureFixture[st
         assert word in text
 
 
-def test_cast_options_apply_after_the_recipe_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_rules_of_cast_options_apply_after_those_of_the_recipe_file(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     recipe = tmp_path / "r.yaml"
     recipe.write_text('version: 1\nrules:\n  - {pattern: "*", dtype: bfloat16}\n')
     found = object_from(capsys, "inspect", "--json", "--recipe", str(recipe), "--cast", "*norm*=f32")
@@ -142,7 +144,7 @@ def test_cast_options_apply_after_the_recipe_file(capsys: pytest.CaptureFixture[
         (["flow", "--precision", "5%"], "No such option"),
     ],
 )
-def test_bad_input_exits_with_one_line_and_status_2(
+def test_command_exits_with_one_line_and_status_2_for_bad_input(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: list[str], says: str
 ) -> None:
     (tmp_path / "binary").write_bytes(bytes(range(256)))
@@ -157,7 +159,9 @@ def test_bad_input_exits_with_one_line_and_status_2(
     assert says in captured.err
 
 
-def test_interrupt_exits_with_status_130(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_command_exits_with_status_130(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupted(model: str | None, *how: bool) -> None:
         raise KeyboardInterrupt
 
@@ -165,7 +169,7 @@ def test_interrupt_exits_with_status_130(capsys: pytest.CaptureFixture[str], mon
     assert run(cli, "dtype-engine", ["inspect"]) == 130
 
 
-def test_interrupt_turned_into_another_error_exits_with_130(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_exits_with_130_if_an_interrupt_became_another_error(capsys: pytest.CaptureFixture[str]) -> None:
     @click.command()
     def stopped() -> None:
         try:

@@ -152,7 +152,7 @@ async def test_mcp_reports_errors_and_exceeded_limits_in_sentences() -> None:
 
 
 @pytest.mark.slow
-async def test_mcp_serves_over_standard_streams(tmp_path: Path) -> None:
+async def test_mcp_server_answers_over_standard_streams(tmp_path: Path) -> None:
     from mcp import Client, StdioServerParameters
     from mcp.client.stdio import stdio_client
 

@@ -193,7 +193,7 @@ def test_unencodable_character_in_a_drift_report_is_escaped(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ENCODINGS)
-def test_json_is_valid_in_every_encoding(named: Path, name: str) -> None:
+def test_json_output_is_valid_in_every_encoding_of_standard_output(named: Path, name: str) -> None:
     done = in_encoding(name, "inspect", str(named), "--json")
     assert done.returncode == 0
     encoding = name if name.islower() else "ascii"

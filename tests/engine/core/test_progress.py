@@ -41,7 +41,7 @@ def test_remaining_time_of_a_long_job_is_estimated_after_one_percent() -> None:
     assert pace.seconds_left == pytest.approx(20.0 * 99)
 
 
-def test_opening_reports_modules_while_they_are_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_of_opening_is_reported_while_python_modules_are_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[str, int, int]] = []
     heard = threading.Event()
 

@@ -193,7 +193,7 @@ def test_oversized_jsonl_entry_is_refused_with_its_line_number(what: str, tmp_pa
         reading()
 
 
-def test_text_size_is_checked_before_reading(tmp_path: Path) -> None:
+def test_size_of_a_text_file_is_checked_before_reading(tmp_path: Path) -> None:
     """The file has 100 GB without a block on the disk. Reading it in this process would exhaust the memory."""
     path = tmp_path / "x.jsonl"
     with open(path, "wb") as file:

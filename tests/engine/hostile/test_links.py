@@ -103,7 +103,7 @@ def test_links_within_the_model_folder_and_to_blobs_of_the_hub_cache_are_followe
 @pytest.mark.parametrize(
     "name", ["README.md", "model-00001-of-00002.safetensors", "runs", ".cache", "gone.json", "picture.PNG"]
 )
-def test_links_out_of_the_folder_that_tokenizers_do_not_read_are_allowed(tmp_path: Path, name: str) -> None:
+def test_links_out_of_the_model_folder_are_allowed_if_tokenizers_do_not_read_them(tmp_path: Path, name: str) -> None:
     folder, outside = tmp_path / "model", tmp_path / "outside"
     folder.mkdir()
     if name == "runs":
@@ -117,7 +117,7 @@ def test_links_out_of_the_folder_that_tokenizers_do_not_read_are_allowed(tmp_pat
 @pytest.mark.parametrize(
     "name", ["bpe.codes", "dict.txt", "source.spm", "prophetnet.tokenizer", "no_suffix", "tokenizer"]
 )
-def test_links_out_of_the_folder_that_tokenizers_may_read_are_refused(tmp_path: Path, name: str) -> None:
+def test_links_out_of_the_model_folder_are_refused_if_tokenizers_may_read_them(tmp_path: Path, name: str) -> None:
     folder, outside = tmp_path / "model", tmp_path / "outside"
     folder.mkdir()
     outside.mkdir()

@@ -75,7 +75,7 @@ def test_fp8_linears_preset_casts_linears_and_packed_experts() -> None:
     assert {found[name] for name in found.keys() - low} == {"bfloat16"}
 
 
-def test_modelopt_preset_keeps_head_and_routers() -> None:
+def test_modelopt_preset_leaves_head_and_routers_uncast() -> None:
     found = planned("modelopt")
     low = {name for name, dtype in found.items() if dtype == "float8_e4m3fn"}
     assert low == {name for name in MOE.tensors if name.endswith(("q_proj.weight", "fc.weight", "down_proj"))}

@@ -604,7 +604,9 @@ def recipe_file(tmp_path: Path, *rules: str, model: str | None = None) -> str:
 
 
 @pytest.mark.slow
-def test_convert_uses_the_model_of_the_recipe_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_convert_command_uses_the_model_that_the_recipe_file_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = recipe_file(tmp_path, "*=bf16", "type:Linear=fp8", "lm_head=bf16", model=DEMO)
     assert run(cli, "dtype-engine", ["recipe", "convert", file, "--to", "llm-compressor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

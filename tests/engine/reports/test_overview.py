@@ -151,7 +151,7 @@ def test_summary_of_a_report_gives_the_rules_and_their_bytes_and_drift(measured:
     assert "blocks.0=bfloat16, blocks.1=bfloat16, blocks.2=bfloat16 and 2 more, net takes" in text
 
 
-def test_html_and_markdown_have_the_same_sections(measured: Any) -> None:
+def test_html_and_markdown_reports_have_the_same_sections(measured: Any) -> None:
     made = report_of(measured)
     page, text = Page(as_html(made)), as_markdown(made)
     assert page.headings == ORDER
@@ -165,7 +165,7 @@ def test_html_and_markdown_have_the_same_sections(measured: Any) -> None:
     assert lines[5] == "## Drift over depth"
 
 
-def test_report_lists_modules_without_weights_only_among_the_worst(measured: Any) -> None:
+def test_report_lists_modules_without_weights_only_among_the_worst_modules(measured: Any) -> None:
     _, drift = measured
     low = [dataclasses.replace(each, sqnr_db=1.0) if each.name == "blocks.4.1" else each for each in drift.modules]
     made = report_of((measured[0], dataclasses.replace(drift, modules=tuple(low))))

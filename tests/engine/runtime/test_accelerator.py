@@ -82,7 +82,7 @@ def wide(make_llama: Callable[..., Path]) -> Path:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", NAMES)
-def test_accelerator_drift_equals_that_of_plain_torch(name: str, dtype: str) -> None:
+def test_drift_on_an_accelerator_equals_that_of_plain_torch(name: str, dtype: str) -> None:
     module, inputs = architectures.make(name)
     by_hand = copy.deepcopy(module)
     expected = run_plainly(module, inputs)
@@ -162,7 +162,7 @@ def test_text_generated_on_an_accelerator_equals_that_of_transformers(make_llama
         assert list(continued.ids) == expected[0, ids.shape[1] :].tolist()
 
 
-def test_accelerator_scan_agrees_with_the_cpu(make_llama: Callable[..., Path]) -> None:
+def test_scan_on_an_accelerator_agrees_with_a_scan_on_the_cpu(make_llama: Callable[..., Path]) -> None:
     folder = str(make_llama(num_hidden_layers=1))
     scores = {}
     for device in (DEVICE, "cpu"):

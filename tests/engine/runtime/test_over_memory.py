@@ -175,7 +175,7 @@ def test_scan_can_be_cancelled_within_the_cast_of_one_weight(llama: Path, monkey
 
 
 @pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="only that is interrupted")
-def test_interrupt_stops_at_the_next_weight_of_a_block(llama: Path) -> None:
+def test_interrupt_ends_a_forward_pass_at_the_next_weight_of_a_block(llama: Path) -> None:
     over = opened(llama, 1 << 21)
     memory, asked = over.model.memory, [0]
     assert memory.limited

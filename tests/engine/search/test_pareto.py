@@ -76,7 +76,7 @@ def test_smallest_recipe_within_a_drift_limit_is_found(table: list[list[tuple[in
 
 @settings(max_examples=80, deadline=None)
 @given(st.lists(CHOICES, min_size=1, max_size=5))
-def test_no_combination_beats_the_pareto_front(table: list[list[tuple[int, float]]]) -> None:
+def test_no_combination_of_dtypes_beats_the_pareto_front(table: list[list[tuple[int, float]]]) -> None:
     items = items_of(table)
     front = ParetoFront(items)
     sizes = [point.bytes for point in front.points]
@@ -297,7 +297,7 @@ def test_scan_and_search_commands_print_scores_and_the_pareto_front(
     ("text", "size"),
     [("12GiB", 12 * 2**30), ("500MB", 500 * 10**6), ("1.5k", 1536), ("45%", 450), ("7", 7), ("2 b", 2)],
 )
-def test_sizes_are_parsed(text: str, size: int) -> None:
+def test_byte_sizes_are_parsed(text: str, size: int) -> None:
     from dtype_engine.search.constraints import parse_bytes
 
     assert parse_bytes(text, 1000) == size

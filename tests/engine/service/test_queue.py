@@ -342,7 +342,7 @@ def test_cancel_reports_all_dropped_requests(queue: Queue) -> None:
 
 
 @given(queues())
-def test_jobs_that_follow_each_measurement_never_wait_together_with_it(queue: Queue) -> None:
+def test_jobs_that_follow_each_measurement_never_wait_beside_a_waiting_measurement(queue: Queue) -> None:
     measurements = [command for command in queue.waiting if isinstance(command, Measure)]
     assert len(measurements) <= 1
     if measurements:

@@ -68,7 +68,7 @@ def test_event_of_a_measurement_has_the_recipe_that_was_measured(short: Recorded
         assert event.report.memory.planned_bytes == event.report.memory.stored_bytes // (2 if recipe.rules else 1)
 
 
-def test_generation_and_speed_use_the_current_recipe(short: RecordedEngine) -> None:
+def test_generation_and_measurement_of_speed_use_the_current_recipe(short: RecordedEngine) -> None:
     short.worker.request(SetRecipe(HALF))
     short.worker.request(GENERATE.ask(GenerateText(3)))
     short.worker.request(SPEED.ask(None))

@@ -196,7 +196,7 @@ def test_text_in_ascii_is_as_wide_as_the_original(text: str) -> None:
     [("always", "C.UTF-8", True), ("never", "C", False), ("auto", "C", True), ("auto", "en_US.UTF-8", False),
      ("auto", "de_DE.ISO-8859-1", True), ("auto", "C.utf8", False)],
 )  # fmt: skip
-def test_auto_ascii_follows_the_locale(
+def test_ascii_setting_auto_follows_the_locale(
     setting: str, locale: str, wanted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LC_ALL", locale)

@@ -72,7 +72,7 @@ async def test_columns_of_the_history_that_do_not_fit_the_terminal_are_left_out(
         assert "rules" in screen(app)
 
 
-def test_history_drops_empty_columns_first() -> None:
+def test_narrow_history_drops_empty_columns_first() -> None:
     names = ("", "bytes", "drift", "SQNR dB", "KL nats", "same top-1", "perplexity", "time", "rules")
     row = {name: Text("" if name == "KL nats" else "12345678") for name in names}
     everything = fitting([row], 200)

@@ -28,7 +28,7 @@ WINDOW_KEYS = ("question_mark", "enter", "comma", "p", "e", "s", "H", "d", "i", 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("key", WINDOW_KEYS)
-async def test_closing_a_window_twice_keeps_the_main_screen(key: str) -> None:
+async def test_main_screen_stays_open_if_a_window_is_closed_twice(key: str) -> None:
     app = make_app()
     recipe = app.controller.experiment.recipe
     async with running(app, (80, 24)) as pilot:
@@ -140,7 +140,9 @@ async def test_widget_query_that_finds_nothing_raises_only_while_its_window_is_o
         await look_for_nothing(closed=False)
 
 
-async def test_error_in_the_palette_closes_only_the_palette(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_error_in_the_command_palette_closes_only_the_palette(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
 
     async with launched() as (app, pilot):

@@ -90,7 +90,7 @@ def test_events_on_saves_and_cancelled_jobs_are_shown_for_any_recipe(alone: Alon
     assert [sentence for sentence, _ in alone.said] == ["wrote it", "stopped: timing; t times again"]
 
 
-def test_measurement_under_other_settings_is_ignored(alone: Alone) -> None:
+def test_measurement_that_ran_under_other_settings_is_ignored(alone: Alone) -> None:
     alone.opened()
     late = events.Measured(Recipe(), report(Recipe()))
     alone.controller.set_settings(RunSettings(autocast="bfloat16"))

@@ -35,7 +35,7 @@ def test_tensors_below_a_module_that_can_never_be_cast_are_counted() -> None:
     assert [effect.decides for effect in effects_on(TREE, plan, "")] == [1]
 
 
-def test_preview_of_a_rule_counts_tensors_and_names_overridden_rules() -> None:
+def test_preview_of_a_rule_counts_tensors_and_lists_overridden_rules() -> None:
     tree = demo_tree()
     plan = make_plan(tree, Recipe((Rule("*.self_attn", "float16"), Rule("*.{gate,up}_proj", "bfloat16"))))
     shown = preview(tree, plan, Rule("model.layers.{0..1}", "bfloat16"))

@@ -48,7 +48,7 @@ async def test_message_is_shown_in_a_window_that_opens_after_the_message(key: st
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("key", "quits"), [(None, "q quits"), ("f10", "f10 quits"), ("q,ctrl+x", "q or Ctrl+x quits")])
-async def test_ctrl_c_names_the_key_that_quits(key: str | None, quits: str) -> None:
+async def test_message_after_ctrl_c_names_the_key_that_quits(key: str | None, quits: str) -> None:
     async with opened(size=(80, 24), config=Config(keys={"quit": key} if key else {})) as (app, pilot):
         await pilot.press("ctrl+c")
         await pilot.pause()

@@ -157,7 +157,7 @@ async def test_line_of_keys_suggests_the_next_actions() -> None:
         await until(pilot, lambda: "n next match" in screen(app))
 
 
-async def test_weights_that_share_an_nvfp4_scale_name_each_other() -> None:
+async def test_tree_names_the_weights_that_share_the_nvfp4_scale_of_a_weight() -> None:
     app = make_app()
     async with app.run_test(size=(140, 40)) as pilot:
         tree = app.main.tree_view

@@ -139,7 +139,7 @@ def test_control_characters_in_quant_method_are_escaped(tmp_path: Path) -> None:
         assert tensor.uncastable_reason.isprintable()
 
 
-def test_check_parses_the_descriptions_of_undecoded_comfy_layers_once(
+def test_check_parses_the_descriptions_of_undecoded_comfyui_layers_only_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = CASES["comfy fp8 in metadata"]()

@@ -74,7 +74,7 @@ def test_compressed_tensors_rounds_kv_caches_as_measured(form: str, shape: tuple
     assert again.drift().output.kl_mean == pytest.approx(drift, abs=1e-9)
 
 
-def test_export_notes_kv_cache_formats_that_config_cannot_express(tmp_path: Path) -> None:
+def test_export_gives_a_notice_about_kv_cache_formats_that_config_cannot_express(tmp_path: Path) -> None:
     session = de.open(options=de.Options(prompts=(PROMPT,)))
     session.cast("*.kv_cache", "fp8")
     session.cast("*.0.*.kv_cache", "bf16")

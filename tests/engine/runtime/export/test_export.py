@@ -255,7 +255,9 @@ def sources() -> Any:
 @given(
     rules=st.lists(st.tuples(PATTERNS, TARGETS), max_size=4), tied=st.booleans(), shard=st.sampled_from([3000, 10**9])
 )
-def test_export_equals_the_plan_for_any_recipe(sources: Path, rules: Any, tied: bool, shard: int) -> None:
+def test_exported_dtypes_and_bytes_equal_the_plan_for_any_recipe(
+    sources: Path, rules: Any, tied: bool, shard: int
+) -> None:
     source = open_checkpoint(sources / str(tied))
     wanted = Recipe(tuple(Rule.make(pattern, dtype) for pattern, dtype in rules))
     target = Path(tempfile.mkdtemp()) / "out"

@@ -220,7 +220,7 @@ def test_fp16_variant_is_exported_without_its_file_suffix(
     assert de.open(str(folder / "text_encoder")).drift().output.elements > 0
 
 
-def test_export_omits_and_notes_other_copies_of_the_weights(
+def test_export_omits_other_copies_of_the_weights_and_gives_a_notice(
     pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small_clip().half().save_pretrained(pipeline / "text_encoder", variant="fp16")

@@ -351,7 +351,7 @@ def test_weights_tied_in_a_pickle_are_one_tensor_in_a_module_of_user_code(tmp_pa
     assert "has different values for them" in model.notices[0]
 
 
-def test_export_of_a_pickle_notes_other_entries_and_uncast_tensors(
+def test_export_of_a_pickle_gives_notices_about_other_entries_and_uncast_tensors(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     state = {"weight": torch.zeros(2), "steps": torch.tensor(3), "wave": torch.zeros(2, dtype=torch.complex64)}

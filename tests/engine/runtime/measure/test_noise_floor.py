@@ -144,7 +144,7 @@ def test_verdict_on_each_drift_limit_says_whether_the_output_meets_it() -> None:
     assert verdicts((), output()) == ()
 
 
-def test_missed_limit_exits_with_status_1_and_the_reason() -> None:
+def test_command_exits_with_status_1_and_the_reason_if_a_limit_is_missed() -> None:
     limits = ("--max-kl", "1e-6", "--min-top1", "50%", "--min-sqnr", "20")
     done = drift("--cast", "*=bf16", *limits, "--floor", "always", "--json", "--causes")
     assert done.returncode == 1

@@ -118,7 +118,7 @@ def test_cast_of_fp8_blocks_starts_from_the_decoded_values(make: Make, tmp_path:
 
 
 @pytest.mark.parametrize("make", MODELS)
-def test_model_with_packed_weights_takes_only_their_packed_memory(make: Make, tmp_path: Path) -> None:
+def test_model_with_packed_weights_takes_only_the_memory_of_the_packed_weights(make: Make, tmp_path: Path) -> None:
     quantised(make, folder := tmp_path / "fp8")
     session, _ = _session(folder, tmp_path)
     model = session.model

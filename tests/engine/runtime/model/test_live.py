@@ -229,6 +229,6 @@ class Moving(nn.Module):
         return self
 
 
-def test_stored_values_are_read_from_the_tensors_that_a_moved_module_has() -> None:
+def test_stored_values_are_read_from_the_new_tensors_of_a_module_moved_to_a_device() -> None:
     live = LiveModel.wrap(Moving(), "a model", torch.device("meta"))
     assert [weight.stored.read().tolist() for weight in live.weights.values()] == [[0, 0, 0], [1, 1, 1]]

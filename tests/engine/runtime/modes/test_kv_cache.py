@@ -189,7 +189,9 @@ def test_kv_cache_drift_equals_that_of_an_independent_cache(session: de.Session,
     [("llama", name) for name in BY_TOKEN]
     + [(each, "fp8@head") for each in ("gemma3", "gpt2", "deepseek_v3", "falcon")],
 )
-def test_kv_cache_rounding_in_one_pass_equals_decoding_token_by_token(architecture: str, name: str) -> None:
+def test_kv_cache_rounding_in_one_pass_equals_rounding_while_decoding_token_by_token(
+    architecture: str, name: str
+) -> None:
     """In float64, where sums in another order change no code."""
     if not has_float64(torch.device(DEVICE)):
         pytest.skip(f"only on another device: {DEVICE} lacks float64")

@@ -71,7 +71,7 @@ def test_psnr_over_pictures_is_that_of_all_pixels_together() -> None:
     assert (plain.result().psnr_db, plain.result().ssim) == (None, None)
 
 
-def test_small_version_of_a_picture_has_its_pixels_or_means_of_them() -> None:
+def test_shown_picture_has_all_pixels_of_a_small_picture_or_means_of_a_large_picture() -> None:
     rng = np.random.default_rng(0)
     pixels = rng.integers(0, 256, (1, 3, 5, 7), dtype=np.uint8)
     shown = small_picture(torch.from_numpy(pixels / 127.5 - 1), -1.0, 1.0)

@@ -141,7 +141,7 @@ def test_kl_is_measured_if_class_and_config_say_that_outputs_are_logits(made: An
     assert session.scan(["bfloat16"], draws=1).unit == session.causes().unit == unit
 
 
-def test_classes_dim_setting_overrides_the_class() -> None:
+def test_classes_dim_setting_overrides_the_dimension_found_by_model_class() -> None:
     model, given = vit("regression")
     expected, _, positions = kl(model, given, 1)
     session = de.open(copy.deepcopy(model), inputs=given, options=de.Options(settings=MODEL_INPUTS))

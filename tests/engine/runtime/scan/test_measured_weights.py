@@ -264,7 +264,7 @@ def writes_a_part_afterwards(own: Uses, x: torch.Tensor) -> torch.Tensor:
     return before @ own.weight
 
 
-def test_scan_refuses_a_write_to_weight_rows_that_a_gradient_needs() -> None:
+def test_scan_refuses_a_model_that_overwrites_weight_rows_which_a_gradient_needs() -> None:
     session = de.open(Uses(writes_a_part_afterwards), inputs=(INPUTS,))
     with pytest.raises(de.NoForward, match=r"modified by an inplace operation.*scan --exact"):
         session.scan(["int8"], draws=4)

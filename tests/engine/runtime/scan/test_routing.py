@@ -69,7 +69,7 @@ def test_scan_score_of_a_router_includes_rerouted_tokens() -> None:
         assert smooth < exact["router.weight", kind] / 5  # what the estimate was without them
 
 
-def test_only_selected_tokens_are_routed_to_the_next_best_expert() -> None:
+def test_top_k_swap_routes_only_selected_tokens_to_the_next_best_expert() -> None:
     torch.manual_seed(0)
     module, x = Routed(), torch.randn(1, 6, 8)
     rows = torch.tensor([False, True, False, False, True, False])

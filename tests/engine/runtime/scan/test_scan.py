@@ -186,7 +186,7 @@ def test_standard_error_of_a_scan_shrinks_with_the_sequences() -> None:
     assert [done for done, _ in progress] == sorted(done for done, _ in progress)
 
 
-def test_scan_scores_lossless_casts_with_zero(make_llama: Any) -> None:
+def test_score_of_a_lossless_cast_is_zero(make_llama: Any) -> None:
     session = de.open(str(make_llama(dtype="bfloat16")))
     scan, exact = session.scan(["float32", "int8"], draws=48), session.scan(["float32", "int8"], exact=True)
     scores = scan.scores()
@@ -207,7 +207,7 @@ def test_scan_ignores_and_keeps_the_current_recipe() -> None:
     assert {weight.dtype for weight in session.model.weights.values() if weight.info.persistent} == {"float8_e4m3fn"}
 
 
-def test_scan_scores_overflowing_casts_with_infinity() -> None:
+def test_score_of_an_overflowing_cast_is_infinite() -> None:
     module = nn.Linear(4, 4)
     module.weight.data.fill_(1e6)
     session = de.open(module, inputs=torch.randn(2, 4))
