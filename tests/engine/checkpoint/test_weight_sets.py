@@ -191,7 +191,7 @@ def test_weight_file_named_by_the_config_is_read_first(several: Callable[..., Pa
 
 
 @pytest.mark.parametrize("plain", [True, False])
-def test_fp16_variant_is_read_only_without_other_weights(
+def test_fp16_variant_is_read_only_if_there_are_no_other_weights(
     plain: bool, several: Callable[..., Path], make_llama: Callable[..., Path]
 ) -> None:
     folder = several(["pytorch_model.bin"] if plain else [])

@@ -53,7 +53,7 @@ def test_pattern_that_names_kv_caches_or_keys_or_values_selects_kv_caches(tree: 
     assert not plan.unmatched
 
 
-def test_last_rule_that_matches_a_kv_cache_decides(tree: Tree) -> None:
+def test_last_rule_that_matches_a_kv_cache_decides_its_format(tree: Tree) -> None:
     reached = _reached(tree, "*.kv_cache=fp8", "*.kv_cache.k=bf16", "*.0.*.kv_cache=stored", "*=bf16")
     assert "model.layers.0.self_attn.kv_cache.k" not in reached
     assert reached["model.layers.10.self_attn.kv_cache.k"] == "bfloat16"

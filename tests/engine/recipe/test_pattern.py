@@ -81,7 +81,7 @@ def test_literal_name_matches_itself_and_its_children_only(name: str, other: str
         (r"re:.*mlp\.gate", "layers.1.mlp.gate.weight", "layers.1.mlp.gate_proj.weight"),
     ],
 )
-def test_pattern_does_not_select_similar_names(pattern: str, taken: str, left: str) -> None:
+def test_pattern_does_not_match_similar_names(pattern: str, taken: str, left: str) -> None:
     assert compile_pattern(pattern).selects(taken)
     assert not compile_pattern(pattern).selects(left)
 

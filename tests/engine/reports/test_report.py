@@ -222,7 +222,7 @@ def test_report_command_writes_an_html_file_and_keeps_existing_files(
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["llama", "r.html"]
 
 
-def test_saved_recipe_reproduces_the_drift_it_was_saved_with(
+def test_saved_recipe_file_reproduces_the_drift_that_the_file_records(
     make_llama: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, file = make_llama(), tmp_path / "recipe.yaml"

@@ -174,7 +174,7 @@ def test_scan_on_an_accelerator_agrees_with_a_scan_on_the_cpu(make_llama: Callab
         assert scores[DEVICE, exact] == pytest.approx(scores["cpu", exact], rel=2e-2, abs=1e-9)
 
 
-def test_export_from_an_accelerator_has_the_bytes_of_that_from_the_cpu(
+def test_export_from_an_accelerator_has_the_bytes_of_an_export_from_the_cpu(
     make_llama: Callable[..., Path], tmp_path: Path
 ) -> None:
     folder = str(make_llama())

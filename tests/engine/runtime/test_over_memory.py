@@ -227,7 +227,7 @@ def test_modules_of_a_model_run_from_disk_are_compared_although_few_outputs_fit(
     assert reports[1].output == reports[0].output
 
 
-def test_scan_of_a_model_run_from_disk_has_the_same_scores_and_resumes(
+def test_scan_of_a_model_run_from_disk_has_the_scores_of_a_model_in_memory_and_resumes(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local_errors, "PIECE", 1 << 16)  # the head has two pieces

@@ -56,7 +56,7 @@ def test_requests_made_before_the_engine_starts_are_fulfilled(start: Start, tmp_
     assert "*.mlp" in (tmp_path / "r.yaml").read_text()
 
 
-def test_signals_that_end_the_engine_are_explained() -> None:
+def test_message_explains_which_signal_ended_the_engine() -> None:
     """`tests/terminal/test_engine_deaths.py` shows the same for real engines."""
     assert "cut short" in signal_words(signal.SIGBUS)
     assert "a library in it crashed (SIGSEGV)" in signal_words(signal.SIGSEGV)

@@ -111,7 +111,7 @@ def test_requests_wait_in_the_queue_in_order_of_priority(
         (Measure(), Pause(True), False),
     ],
 )
-def test_newer_requests_stop_the_running_command_if_they_supersede_it(
+def test_request_that_supersedes_the_running_command_stops_the_command(
     command: Command, request_: Request, stops: bool
 ) -> None:
     assert (merge(running(command), request_).stopping == "newer") is stops
@@ -128,14 +128,14 @@ def test_repeated_measurement_removes_waiting_jobs_that_follow_each_measurement(
     assert queue.waiting == (SetInputs("a"), Measure(), SAVE)
 
 
-def test_stopped_command_is_not_repeated_if_a_newer_one_of_its_kind_waits() -> None:
+def test_stopped_command_is_not_repeated_if_a_newer_command_of_its_kind_waits() -> None:
     for first, anew in ((Measure(), SetRecipe(HALF)), (SetInputs("a"), SetInputs("b"))):
         queue = finish(merge(running(first), anew), "interrupted")
         assert [type(command) for command in queue.waiting] == [type(first)]
         assert first not in queue.waiting or isinstance(first, Measure)
 
 
-def test_measurement_stopped_by_new_inputs_is_run_after_them() -> None:
+def test_measurement_stopped_by_new_inputs_runs_again_after_the_inputs_are_set() -> None:
     stopped = finish(merge(running(Measure()), SetInputs("a")), "interrupted")
     assert stopped.waiting == (SetInputs("a"), Measure())
     for follow_ups in ((), (Measure(),)):
@@ -239,7 +239,7 @@ def test_number_of_waiting_requests_is_limited() -> None:
         ("nothing", (), ("inputs", "flow", "scan", "values", "write")),
     ],
 )
-def test_requests_that_need_a_model_are_refused_if_it_cannot_be_opened(
+def test_requests_that_need_a_model_are_refused_if_the_model_cannot_be_opened(
     available: Available, kept: tuple[Command, ...], refused: tuple[str, ...]
 ) -> None:
     waited = opened(after(Queue(), *ASKED), available, "why")

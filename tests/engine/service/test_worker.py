@@ -45,7 +45,7 @@ def test_engine_thread_in_the_process_of_the_app_has_a_lower_priority() -> None:
         assert os.getpriority(os.PRIO_PROCESS, engine) == max(NICENESS, own)
 
 
-def test_new_recipe_supersedes_one_that_is_being_measured(demo: RecordedEngine) -> None:
+def test_no_events_of_a_recipe_arrive_after_a_newer_recipe_is_cast(demo: RecordedEngine) -> None:
     demo.wait_for(events.Idle)
     for _ in range(3):
         start = len(demo.events)

@@ -91,7 +91,7 @@ def test_reference_checkpoint_without_the_name_prefix_is_matched(make_llama: Mak
     assert_figures(opened(short, a), plain(b), plain(a))
 
 
-def test_own_float8_export_can_be_candidate_or_reference(make_llama: Make, tmp_path: Path) -> None:
+def test_float8_export_of_dtype_engine_can_be_candidate_or_reference(make_llama: Make, tmp_path: Path) -> None:
     a = make_llama()
     session = de.open(str(a))
     session.cast("*.{mlp,self_attn}", "fp8")

@@ -45,7 +45,9 @@ def test_exported_kv_cache_scales_come_from_the_largest_cached_values(
 
 
 @FORMS
-def test_compressed_tensors_rounds_kv_caches_as_measured(form: str, shape: tuple[int, ...], tmp_path: Path) -> None:
+def test_kv_cache_rounding_in_compressed_tensors_equals_the_measured_rounding(
+    form: str, shape: tuple[int, ...], tmp_path: Path
+) -> None:
     lifecycle = pytest.importorskip("compressed_tensors.quantization.lifecycle.initialize")
     from transformers import AutoModelForCausalLM
 

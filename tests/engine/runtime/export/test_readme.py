@@ -267,7 +267,7 @@ def test_loading_an_export_requires_the_package_that_the_readme_names(
 
 
 @torch.no_grad()
-def test_transformers_quantizes_activations_of_an_export_unless_it_dequantizes(
+def test_transformers_quantizes_activations_of_an_export_unless_weights_are_dequantized(
     make_llama: Callable[..., Path], tmp_path: Path
 ) -> None:
     pytest.importorskip("compressed_tensors", "0.20")

@@ -115,7 +115,7 @@ def test_reported_memory_is_the_footprint_of_the_cast_model(folder: Path, pictur
     assert memory.stored_bytes == 2 * memory.planned_bytes
 
 
-def test_drift_json_describes_the_picture_and_text_it_was_measured_on(
+def test_drift_json_describes_the_picture_and_text_of_the_inputs(
     folder: Path, picture: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["drift", str(folder), "--image", str(picture), "--prompt", PROMPT, "--cast", "*=bf16", "--json"]

@@ -19,7 +19,7 @@ from dtype_engine import Recipe, Rule
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "t5", "qwen3_next", "mamba"])
-def test_drift_without_kv_cache_equals_that_of_plain_torch_with_cache(name: str) -> None:
+def test_drift_without_kv_cache_equals_that_of_plain_torch_with_kv_cache(name: str) -> None:
     module, inputs = architectures.make(name)
     inputs = {key: value for key, value in inputs.items() if key != "use_cache"}
     other = copy.deepcopy(module)

@@ -42,7 +42,9 @@ CONFIG = transformers.LlamaConfig(
     ],
     ids=lambda value: value if isinstance(value, str) and " " not in value else "",
 )
-def test_installed_transformers_has_every_private_name_that_is_used(holder: object, name: str, without_it: str) -> None:
+def test_installed_transformers_has_every_private_name_that_dtype_engine_uses(
+    holder: object, name: str, without_it: str
+) -> None:
     assert hasattr(holder, name), (
         f"transformers {transformers.__version__} has {name} no more, which hf_private.py takes from it: {without_it}"
     )

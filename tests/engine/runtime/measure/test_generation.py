@@ -73,7 +73,7 @@ def test_prompt_is_continued_token_by_token_as_by_transformers() -> None:
 
 
 @pytest.mark.parametrize("name", ["blip", "t5", "mamba", "qwen3_moe", "llama"])
-def test_every_test_architecture_that_can_generate_generates_text(name: str) -> None:
+def test_text_is_generated_by_every_test_architecture_that_can_generate(name: str) -> None:
     module, inputs = architectures.make(name)
     session = de.open(module, inputs=inputs)
     exact = session.generate(4)[0]
@@ -121,7 +121,7 @@ def test_tokens_before_the_first_difference_of_two_texts_are_counted() -> None:
     assert not Generation("", written(1, 2), written(1, 2)).differs
 
 
-def test_tokens_with_incomplete_utf_8_characters_are_decoded_with_the_next_ones() -> None:
+def test_tokens_with_incomplete_utf_8_characters_are_decoded_with_the_next_tokens() -> None:
     class Bytes:
         def decode(self, ids: list[int], **rest: Any) -> str:
             return bytes(ids).decode("utf-8", errors="replace")

@@ -49,7 +49,7 @@ def test_outline_of_a_pass_has_only_modules_with_large_or_unknown_spans() -> Non
     assert outline(finished, spans[:-1]) == set(finished)  # of calls whose spans are not known nothing is left out
 
 
-def test_output_of_a_head_is_kept_only_if_it_is_called_more_than_once() -> None:
+def test_output_of_a_head_is_kept_only_if_the_head_is_called_more_than_once() -> None:
     plan = MeasurementPlan([Batch((torch.ones(2),))])
     plan.add_calls(["head", "body", "head"], [0, 1, 2], ["head"])
     assert plan.cached == {"head", "body"}

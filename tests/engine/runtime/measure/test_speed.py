@@ -45,7 +45,7 @@ def test_cancelled_speed_measurement_keeps_the_casts(make_llama: Callable[..., P
     assert {weight.dtype for weight in session.model.weights.values() if weight.info.persistent} == {"bfloat16"}
 
 
-def test_speed_of_a_reference_too_large_for_memory_is_not_measured_but_noted(
+def test_report_notes_that_speed_of_a_reference_too_large_for_memory_was_not_measured(
     make_llama: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = de.open(str(make_llama(dtype="bfloat16")))

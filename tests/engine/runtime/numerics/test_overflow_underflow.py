@@ -522,7 +522,7 @@ def test_worker_reports_lost_values_before_the_drift_and_suggested_rules() -> No
     assert found.improves
 
 
-def test_search_reports_lost_values_of_its_recipe() -> None:
+def test_search_reports_lost_values_of_the_found_recipe() -> None:
     session = de.open(Net(), inputs=example_inputs())
     session.scan(("float16",), draws=2)
     found = session.search(budget=500)

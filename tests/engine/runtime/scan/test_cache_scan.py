@@ -50,7 +50,7 @@ def test_scan_of_kv_caches_ranks_keys_with_outliers_first(scanned: de.ScanReport
         assert set(sorted(scores, key=lambda name: -scores[name])[:2]) == set(OUTLIERS), form
 
 
-def test_estimated_scores_of_kv_caches_rank_like_exact_ones(session: de.Session, scanned: de.ScanReport) -> None:
+def test_estimated_scores_of_kv_caches_rank_like_exact_scores(session: de.Session, scanned: de.ScanReport) -> None:
     exact = session.scan(FORMATS, exact=True)
     correlation, ratio, count = compared(scanned, exact)
     assert count == 48

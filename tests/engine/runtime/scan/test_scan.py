@@ -42,7 +42,7 @@ NARROW = ("float8_e4m3fn", "float8_e5m2", "int8")
     ("name", "unit", "kinds"),
     [("llama", NATS, DEFAULT_DTYPES), ("vit", NATS_PER_EXAMPLE, NARROW), ("bert", NATS, DEFAULT_DTYPES)],
 )
-def test_estimated_scores_agree_with_exact_ones(name: str, unit: str, kinds: Sequence[str]) -> None:
+def test_estimated_scan_scores_agree_with_exact_scores(name: str, unit: str, kinds: Sequence[str]) -> None:
     session = opened(name)
     scan = session.scan(kinds, draws=64)
     rank, ratio, count = compared(scan, session.scan(kinds, exact=True))

@@ -127,7 +127,7 @@ FLOATS_FOLLOW = de.Options(settings=de.RunSettings(float_inputs="model"))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("every", [False, True])
 @pytest.mark.parametrize("name", ["llama", "convolutions", "in place"])
-def test_module_figures_equal_those_of_plain_hooks(name: str, every: bool, dtype: str) -> None:
+def test_figures_of_modules_equal_those_from_plain_forward_hooks(name: str, every: bool, dtype: str) -> None:
     torch.manual_seed(0)
     demo = de.open().model.module  # a trained Llama
     module = demo if name == "llama" else placed((convolutions() if name == "convolutions" else InPlace()).eval())

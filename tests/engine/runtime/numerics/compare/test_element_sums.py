@@ -59,7 +59,7 @@ def test_element_sums_accept_noncontiguous_outputs_and_outputs_with_gradients() 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("place", [0, 40_000])
-def test_element_sums_count_nonfinite_values_on_one_or_both_sides(bad: float, place: int) -> None:
+def test_element_sums_count_nonfinite_values_in_reference_or_candidate_or_both(bad: float, place: int) -> None:
     reference = torch.randn(70_000, generator=torch.Generator().manual_seed(4))
     candidate = reference + 0.01 * torch.randn(70_000, generator=torch.Generator().manual_seed(5))
     spoiled_r, spoiled_c = reference.clone(), candidate.clone()

@@ -104,7 +104,7 @@ def test_identical_outputs_have_no_drift() -> None:
 
 
 @pytest.mark.parametrize("odd", [None, -math.inf, math.inf, math.nan])
-def test_figures_of_equal_outputs_do_not_depend_on_the_shortcut_for_them(odd: float | None) -> None:
+def test_shortcut_for_equal_outputs_does_not_change_the_figures(odd: float | None) -> None:
     reference, _, labels = pair()
     if odd is not None:
         reference[3, 2] = odd
@@ -127,7 +127,7 @@ def test_percentiles_of_fewer_than_100_positions_are_none() -> None:
     assert one.kl_mean_se is one.top1_agreement_se is None
 
 
-def test_logits_that_are_minus_infinity_on_both_sides_are_left_out() -> None:
+def test_logits_that_are_minus_infinity_in_reference_and_candidate_are_left_out() -> None:
     reference, candidate, labels = pair()
     labels[labels == 0] = 1
     reference[:, 0] = candidate[:, 0] = -math.inf
