@@ -167,7 +167,7 @@ def test_invalid_arguments_of_the_app_are_refused_in_one_line(opened: Opener, ar
     assert "\x1b" not in said
 
 
-def test_class_rule_without_matches_is_refused_before_the_screen(
+def test_class_rule_without_matches_is_refused_before_the_screen_is_drawn(
     opened: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the architecture knows the classes of its modules. To build it takes torch, which the app's process never imports."""

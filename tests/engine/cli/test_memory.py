@@ -33,7 +33,7 @@ def test_serving_memory_is_the_sum_of_weights_and_kv_cache(capsys: pytest.Captur
     assert memory["largest_context"] >= 300
 
 
-def test_kv_cache_dtype_follows_the_weights_or_the_kv_option(capsys: pytest.CaptureFixture[str]) -> None:
+def test_kv_cache_dtype_is_that_of_the_weights_or_of_the_kv_option(capsys: pytest.CaptureFixture[str]) -> None:
     common = ("--activations", "none", "--context", "100")
     assert found(capsys, *common, "--cast", "*=bf16")["kv_bytes"] == 100 * CACHE_OF_A_TOKEN // 2
     assert found(capsys, *common, "--kv", "fp8")["kv_bytes"] == 100 * CACHE_OF_A_TOKEN // 4

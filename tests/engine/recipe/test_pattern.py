@@ -122,7 +122,7 @@ def test_only_patterns_specific_to_a_buffer_match_it_exactly() -> None:
     ("text", "position"),
     [("a.{b", 2), ("a}.b", 1), ("", 0), ("re:", 0), ("re:a(", 5), ("{1..999999999}", 0), ("{" * 30 + "}" * 30, 20)],
 )
-def test_pattern_errors_give_the_position(text: str, position: int) -> None:
+def test_error_in_a_pattern_gives_the_position_of_the_error(text: str, position: int) -> None:
     with pytest.raises(PatternError) as caught:
         compile_pattern(text)
     assert caught.value.position == position

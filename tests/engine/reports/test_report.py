@@ -200,7 +200,7 @@ def test_report_of_a_large_tree_folds_alike_modules_and_limits_the_table(tmp_pat
     assert "2,022 more modules are left out here" in text
 
 
-def test_report_command_writes_an_html_file_and_keeps_existing_files(
+def test_report_command_writes_an_html_file_and_does_not_overwrite_existing_files(
     make_llama: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, file = make_llama(), tmp_path / "r.html"

@@ -98,20 +98,20 @@ def test_plurals_and_percentages_with_errors_are_formatted() -> None:
     assert [percent_with_error(0.9912, error) for error in (0.0008, None)] == ["99.12 ± 0.08 %", "99.12 %"]
 
 
-def test_drift_text_says_if_only_weights_are_compared() -> None:
+def test_text_report_of_drift_says_if_only_weights_are_compared() -> None:
     found = report(Recipe())
     assert "weights only" not in drift_text(found)
     assert "weights only" in drift_text(dataclasses.replace(found, weights_only=True))
 
 
-def test_drift_text_says_if_lost_values_were_not_counted() -> None:
+def test_text_report_of_drift_says_if_lost_values_were_not_counted() -> None:
     found = report(Recipe())
     assert "lost " not in drift_text(found)
     text = drift_text(dataclasses.replace(found, lost=None))
     assert "lost       not counted: the values that the casts make infinite or zero" in text
 
 
-def test_drift_text_says_if_modules_were_compared_on_some_sequences_only() -> None:
+def test_text_report_of_drift_says_if_modules_were_compared_on_some_sequences_only() -> None:
     modules = (ModuleDrift("model.norm", 30.0, 0.5, 0),)
     for count, told in ((2, True), (6, False)):
         text = drift_text(report(Recipe(), modules=modules, modules_sequences=count))

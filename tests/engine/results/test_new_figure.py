@@ -56,7 +56,7 @@ def test_new_figure_is_in_text_reports_and_recipe_files() -> None:
         ("most", "0.002", "mean/max 0.0025: over the limit, 0.002"),
     ],
 )
-def test_new_figure_can_be_limited_by_min_and_max(option: str, limit: str, says: str) -> None:
+def test_options_min_and_max_set_limits_on_a_new_figure(option: str, limit: str, says: str) -> None:
     options = {"max_kl": None, "min_sqnr": None, "min_top1": None, "least": (), "most": ()}
     limits = all_limits(options | {option: (f"mean_to_max={limit}",)}, ())
     (verdict,) = verdicts(limits, REPORT.output)

@@ -134,7 +134,7 @@ def test_minimized_rules_give_exactly_the_plan(wanted: list[str]) -> None:
     assert len(recipe) <= len(NAMES)
 
 
-def test_minimized_rules_are_few_and_survive_a_recipe_file(tmp_path: Path) -> None:
+def test_minimized_rules_are_few_and_unchanged_by_writing_and_reading_a_recipe_file(tmp_path: Path) -> None:
     tree = tree_of()
     wanted = dict.fromkeys(NAMES, "float32")
     wanted |= {name: "int8" for name in NAMES if ".mlp." in name and name.split(".")[2] in "123"}

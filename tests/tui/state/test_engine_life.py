@@ -156,7 +156,7 @@ def test_restarted_engine_opens_the_model(measuring: Told) -> None:
     assert measuring.said == ["the engine ended; R starts it again"]
 
 
-def test_finished_scan_is_kept_after_the_engine_ends_and_an_unfinished_one_is_lost(life: Told) -> None:
+def test_finished_scan_is_kept_after_the_engine_ends_and_an_unfinished_scan_is_lost(life: Told) -> None:
     life.scan.begin(("int8",))
     life.scan.finished = True
     life.follow_connection(events.EngineEnded("the engine ended"))

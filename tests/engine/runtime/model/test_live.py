@@ -91,7 +91,7 @@ def test_casts_never_overwrite_the_stored_values() -> None:
         assert torch.equal(weight.stored.read(), copies[name])
 
 
-def test_resident_bytes_sum_over_distinct_tensors() -> None:
+def test_resident_bytes_are_the_sum_over_distinct_tensors() -> None:
     module = Mixed()
     opened = session(module)
     opened.cast("*", "bfloat16")

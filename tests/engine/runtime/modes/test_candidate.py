@@ -246,7 +246,7 @@ def test_fast_path_of_torch_encoders_is_avoided_and_noted() -> None:
     assert notice.startswith("torch's fast path of TransformerEncoder is off for reference and candidate")
 
 
-def test_explicit_casts_in_model_code_are_kept() -> None:
+def test_explicit_cast_in_model_code_gives_the_requested_dtype() -> None:
     out, casts = under_the_mode(nn.Linear(3, 3), lambda m: m.weight.double(), weight="bfloat16")
     assert out.dtype == torch.float64
     assert casts == []

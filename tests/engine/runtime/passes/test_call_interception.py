@@ -143,7 +143,7 @@ def test_forward_attribute_that_is_a_plain_function_is_called(forward: Any) -> N
     assert run(model)[0][0] == ("parent.one", 0, float(model.parent.one(torch.zeros(()))))
 
 
-def test_forward_replaced_during_the_pass_is_kept() -> None:
+def test_forward_that_the_model_replaces_during_a_pass_remains() -> None:
     class Replaces(Adds):
         def forward(self, x: torch.Tensor, times: int = 1) -> torch.Tensor:
             self.forward = self.faster

@@ -198,7 +198,7 @@ def test_score_of_a_lossless_cast_is_zero(make_llama: Any) -> None:
     assert 0.75 <= ratio <= 1.25
 
 
-def test_scan_ignores_and_keeps_the_current_recipe() -> None:
+def test_scan_neither_uses_nor_changes_the_current_recipe() -> None:
     session = opened("llama")
     before = Scan(session.model, session.inputs, ("int8",), draws=4).run().scores()
     session.cast("*", "float8_e4m3fn")

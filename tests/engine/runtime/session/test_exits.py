@@ -98,7 +98,7 @@ def test_sys_exit_in_a_backward_pass_is_reported_by_the_scan() -> None:
         de.open(_Backwards(4, 4), inputs=torch.ones(1, 4)).scan()
 
 
-def test_interrupt_in_model_code_stays_a_keyboard_interrupt(tmp_path: Path) -> None:
+def test_interrupt_in_model_code_raises_keyboard_interrupt(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         de.open(written(tmp_path, "forward", "raise KeyboardInterrupt")).drift()
 
