@@ -230,7 +230,7 @@ def _options(words: list[str]) -> set[str]:
     return known
 
 
-def test_page_of_keys_names_every_key() -> None:
+def test_manual_page_of_keys_names_every_key() -> None:
     text = (ROOT / "tui/docs/keys.md").read_text()
     bindings = [*KEYS, *ModuleTree.BINDINGS, *FRONT_KEYS]
     missing = [key for binding in bindings for key in _keys(binding) if f"`{key}`" not in text]
@@ -242,7 +242,7 @@ def _keys(binding: Any) -> Iterator[str]:
         yield on_keyboard(key)
 
 
-def test_comparison_of_pages_with_output_tolerates_a_tenth_only_in_figures() -> None:
+def test_comparison_of_pages_with_output_tolerates_a_tenth_only_in_measured_figures() -> None:
     assert differs(["KL mean 1.00e-03 nats"], ["KL  mean 1.09e-03 nats"]) is None
     assert differs(["KL mean 1.00e-03 nats"], ["KL mean 1.20e-03 nats"]) is not None
     assert differs(["planned 1.86 MiB"], ["planned 1.87 MiB"]) is not None

@@ -22,9 +22,9 @@ WANTED = os.environ.get("DTYPE_TUI_TEST_DEVICE", "cpu")
 DEVICE = WANTED.partition("+")[0]
 CPU_ONLY = {
     "it looks into the memory of the process": (
-        "test_live.py::test_undo_restores_the_same_storage",
+        "test_live.py::test_undo_restores_tensors_in_their_original_storage",
         "test_live.py::test_casts_never_overwrite_the_stored_values",
-        "test_reference.py::test_widening_weights_in_shared_memory_gives_bitwise_equal_references",
+        "test_reference.py::test_reference_with_weights_widened_in_shared_memory_is_bitwise_equal_to_plain_torch",
         "test_coded_weights.py::test_pass_holds_at_most_two_decoded_layers",
         "test_session.py::test_undo_of_a_whole_model_cast_frees",
     ),
@@ -32,14 +32,14 @@ CPU_ONLY = {
         "test_overflow_underflow.py::test_lost_values_of_each_tensor_are_counted_only_once",
         "test_overflow_underflow.py::test_suggested_rules_cast_only_the_tensors_that_lose_values",
         "test_overflow_underflow.py::test_recipe_file_keeps_the_counts_of_lost_values",
-        "test_overflow_underflow.py::test_search_reports_lost_values_of_its_recipe",
+        "test_overflow_underflow.py::test_search_reports_lost_values_of_the_found_recipe",
         "test_overflow_underflow.py::test_drift_command_prints_lost_values_and_tries_suggested_rules",
         "test_drift.py::test_planted_nan_is_counted_in_the_module_where_it_arises",
         "test_hidden_calls.py::test_drift_through_calls_hidden_from_torch_function_equals_plain_torch[WrapsItsWeight]",
         "test_hidden_calls.py::test_reference_of_weights_in_hidden_calls_is_in_float32",
         "test_hidden_calls.py::test_dtypes_that_torch_refuses_are_tried_again_inside_vmap",
         "test_measured_weights.py::test_scan_needs_one_pass_for_all_unused_weights",
-        "test_measured_weights.py::test_scan_finds_weights_with_effect_among_many_without",
+        "test_measured_weights.py::test_scan_finds_the_few_weights_that_affect_the_output",
         "test_measured_weights.py::test_score_of_a_weight_without_a_gradient_equals_plain_torch",
         "test_nonfinite.py::test_remedy_restores_the_values_that_are_finite_in_the_reference",
         "test_measured_weights.py::test_scan_refuses_too_many_weights_without_gradient_by_name",
@@ -57,21 +57,21 @@ CPU_ONLY = {
         "test_kl_divergence.py::test_llama_cpp_statistics_equal_those_of_an_independent_script",
         "test_activations.py::test_logits_with_quantized_activations_equal_those_of_compressed_tensors",
         "test_activations.py::test_activations_of_every_kind_of_matrix_product_are_quantized",
-        "test_cache_scales.py::test_compressed_tensors_rounds_kv_caches_as_measured",
-        "test_class_dimensions.py::test_segmentation_has_a_distribution_at_every_pixel",
+        "test_cache_scales.py::test_kv_cache_rounding_in_compressed_tensors_equals_the_measured_rounding",
+        "test_class_dimensions.py::test_segmentation_model_has_a_distribution_at_every_pixel",
         "test_kept_positions.py::test_padding_is_excluded_from_every_figure",
         "test_kept_positions.py::test_padded_positions_are_left_out_of_distributions_over_positions",
-        "test_kept_positions.py::test_decoder_positions_are_kept_by_the_decoder_mask",
+        "test_kept_positions.py::test_decoder_modules_are_compared_at_positions_that_the_decoder_mask_keeps",
         "test_plain_torch.py::test_drift_of_a_cast_head_ignores_padded_rows_of_the_encoder",
         "test_verify.py::test_verify_checks_an_export_of_user_code_with_its_drift",
         "test_attribution.py::test_drift_caused_by_a_weight_is_found_for_every_way_to_use_it",
         "test_attribution.py::test_router_bias_is_the_only_cause_and_casting_it_to_float32_removes_the_drift",
         "test_nonfinite.py::test_overflow_hidden_by_clamping_is_diagnosed_and_fixed",
-        "test_noise_floor.py::test_noise_floor_equals_reordered_reference_runs",
+        "test_noise_floor.py::test_noise_floor_equals_the_largest_drift_of_reordered_reference_runs",
         "test_reference.py::test_widened_weights_do_not_share_memory_if_gradients_are_needed",
         "test_routing.py::test_cast_of_a_single_weight_in_a_scan_equals_the_candidate",
         "test_routing.py::test_operation_with_one_of_two_weights_cast_runs_in_the_wider_dtype",
-        "test_routing.py::test_swap_of_top_k_takes_the_next_best_expert_for_selected_tokens_only",
+        "test_routing.py::test_top_k_swap_routes_only_selected_tokens_to_the_next_best_expert",
         "test_candidate.py::test_missing_kernel_error_names_module_operation_dtype_and_device",
         "test_turned_weights.py::test_experts_transposed_while_loading_give_the_logits_of_transformers",
         "test_constructed_buffers.py::test_buffers_filled_while_loading_are_not_replaced_by_the_constructor",
@@ -87,7 +87,7 @@ REFUSED = {
 }
 """Why a test that ends with such an error on an accelerator can't run there."""
 FEWER_FUSED = (
-    "test_drift.py::test_drift_figures_equal_plain_torch_and_are_close_to_the_tutorials",
+    "test_drift.py::test_drift_figures_equal_plain_torch_and_are_near_those_in_the_tutorial",
     "test_nonfinite.py::test_remedy_casts_only_the_blocks_that_overflow_reaches",
     "test_companions.py::test_scan_scores_a_lossless_cast_of_norms_by_its_effect_on_activations",
 )  # fmt: skip
@@ -191,7 +191,9 @@ def leave_out(items: list[pytest.Item]) -> None:
         )
         if DEVICE == "fake" and "autocast" in name:
             reason = "the fake accelerator has no autocast"
-        if DEVICE == "fake" and name.startswith("test_live.py::test_cast_keeps_tensor_objects_and_ties"):
+        if DEVICE == "fake" and name.startswith(
+            "test_live.py::test_cast_keeps_the_identity_of_parameters_and_their_ties"
+        ):
             reason = "torch makes new objects for a module that it moves to the fake accelerator"
         if DEVICE == "fake" and name.startswith(FEWER_FUSED):
             reason = "the fake accelerator runs fewer fused kernels, and so rounds at other places"

@@ -29,7 +29,7 @@ def test_lint_ignores_code_that_reads_no_weights() -> None:
     assert not list(readers("from dtype_engine.runtime.weights.files import read_range\nread_range(a, b, 0, 1)"))
 
 
-def test_lint_finds_names_with_visit() -> None:
+def test_lint_reports_names_that_contain_visit() -> None:
     assert names_visits("model.visits = 1")
     assert names_visits("def f(visited): pass")
     assert not names_visits('"""visits the blocks"""')

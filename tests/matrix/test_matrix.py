@@ -67,7 +67,7 @@ def test_every_use_of_a_checkpoint_form_works_or_is_refused(
 
 
 @pytest.mark.parametrize("scheme", _SCHEMES)
-def test_every_use_of_a_scheme_works_or_is_refused(
+def test_every_use_of_a_quantization_scheme_works_or_is_refused(
     scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))

@@ -113,7 +113,7 @@ async def open_page(session: aiohttp.ClientSession, port: int) -> str:
 
 
 @pytest.mark.skipif(BROWSER is None, reason="there is no Chromium here")
-async def test_chromium_draws_the_app_and_its_keys_cast(browser: int) -> None:
+async def test_app_in_chromium_is_drawn_and_keys_cast_a_module(browser: int) -> None:
     with served("demo", *QUICK, *forked()) as (shown, _):
         await draw_and_cast(browser, shown)
 

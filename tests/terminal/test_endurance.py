@@ -45,7 +45,7 @@ def test_keys_pressed_before_the_first_paint_are_handled() -> None:
         terminal.wait_for(r"\*\.mlp +bf16 +18", 20)
 
 
-def test_screen_is_right_after_many_resizes(terminal: Terminal) -> None:
+def test_screen_is_complete_after_many_resizes(terminal: Terminal) -> None:
     terminal.wait_for("ready")
     chance = random.Random(7)
     for _ in range(60):

@@ -261,7 +261,9 @@ async def talk_to_an_echo() -> tuple[list[object], list[int]]:
     return echoed, statuses
 
 
-def test_page_of_the_served_app_can_only_send_keys_and_limited_sizes(caplog: pytest.LogCaptureFixture) -> None:
+def test_page_of_the_served_app_can_send_only_keys_and_screen_sizes_within_limits(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """A screen of a billion cells would take all memory, in an app that lives on after its page is closed."""
     echoed, statuses = asyncio.run(talk_to_an_echo())
     sizes = [json.loads(data) for data in echoed[:4]]  # type: ignore[arg-type]

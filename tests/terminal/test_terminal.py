@@ -20,7 +20,7 @@ from tests.helpers.terminal import PROGRAM, QUICK, WITH_ENGINE, Opener
 import dtype_engine as de
 
 
-def test_app_starts_casts_measures_and_restores_the_terminal(opened: Opener) -> None:
+def test_app_in_a_terminal_casts_and_measures_and_restores_the_terminal_at_exit(opened: Opener) -> None:
     terminal = opened(forked=False)
     terminal.wait_for(r"(?m)^ ● .*import.* \d+ % [█▏▎▍▌▋▊▉]")
     terminal.wait_for("embed_tokens")
@@ -51,7 +51,7 @@ def test_panic_of_a_library_writes_nothing_on_the_screen(opened: Opener, tmp_pat
     terminal.leave()
 
 
-def test_two_results_in_a_row_clear_the_status_line(opened: Opener) -> None:
+def test_status_line_is_cleared_after_two_results_in_a_row(opened: Opener) -> None:
     """The main screen is repainted although a window over it is just opening."""
     terminal = opened(f"{TINYNET}:TinyNet", size=(80, 24))
     terminal.wait_for(r"SQNR +exact")
@@ -78,7 +78,7 @@ def test_command_line_rules_can_be_undone(opened: Opener) -> None:
     terminal.leave()
 
 
-def test_name_known_only_to_the_live_model_is_accepted(opened: Opener) -> None:
+def test_rule_with_a_tensor_name_that_only_the_live_model_has_is_accepted(opened: Opener) -> None:
     terminal = opened("--cast", "lm_head=bf16", *QUICK)
     terminal.wait_for("ready")
     terminal.wait_for(r"1 lm_head +bf16 +1")
@@ -115,7 +115,7 @@ def test_app_can_be_quit_while_the_model_opens(opened: Opener) -> None:
     terminal.leave()
 
 
-def test_terminal_too_small_asks_for_more_space(opened: Opener) -> None:
+def test_app_shows_the_needed_size_in_a_too_small_terminal(opened: Opener) -> None:
     terminal = opened(size=(40, 10))
     terminal.wait_for("needs 60 x 15")
     terminal.resize(80, 24)
@@ -138,7 +138,7 @@ def hues(raw: bytes) -> set[str]:
     return found
 
 
-def test_no_color_variable_removes_all_colors(opened: Opener) -> None:
+def test_variable_no_color_removes_all_colors(opened: Opener) -> None:
     terminal = opened(*QUICK, environment={"NO_COLOR": "1"})
     terminal.wait_for("▌ ▾ demo")
     terminal.press("2")
@@ -167,7 +167,7 @@ def test_invalid_arguments_of_the_app_are_refused_in_one_line(opened: Opener, ar
     assert "\x1b" not in said
 
 
-def test_class_rule_without_matches_is_refused_before_the_screen(
+def test_class_rule_without_matches_is_refused_before_the_screen_is_drawn(
     opened: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the architecture knows the classes of its modules. To build it takes torch, which the app's process never imports."""

@@ -161,7 +161,7 @@ async def test_model_whose_processor_fails_opens_without_inputs(tmp_path: Path) 
 # -- what is refused takes nothing off the screen --------------------------------------------------------------------
 
 
-async def test_refused_key_gives_a_notice_and_keeps_the_drift(net: Path, way: Way) -> None:
+async def test_key_that_is_refused_gives_a_notice_and_the_drift_stays_on_the_screen(net: Path, way: Way) -> None:
     async with measured(way, net) as (app, pilot):
         report = app.controller.experiment.results.report
         await until(pilot, lambda: screen(app).splitlines()[-1].startswith(" 1-8 dtype  c cast  u undo  w worst"))
@@ -259,7 +259,7 @@ async def test_esc_during_causes_cancels_only_the_causes(net: Path, way: Way) ->
         assert re.search(r"SQNR .*\d\d\.\d\d dB", screen(app))
 
 
-async def test_esc_says_which_jobs_were_stopped_and_which_did_not_start(net: Path, way: Way) -> None:
+async def test_message_after_esc_says_which_jobs_were_stopped_and_which_did_not_start(net: Path, way: Way) -> None:
     async with measured(way, net) as (app, pilot):
         for keys, said in (
             (("t",), "stopped: timing; t times again"),

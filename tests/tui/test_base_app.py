@@ -46,7 +46,7 @@ async def test_unexpected_error_of_the_app_is_printed_in_one_sentence(
 
 
 @pytest.mark.slow
-async def test_drawings_of_a_closed_window_are_released(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_memory_of_drawings_is_freed_when_a_window_closes(monkeypatch: pytest.MonkeyPatch) -> None:
     drawings: weakref.WeakSet[StylesCache] = weakref.WeakSet()
     made = StylesCache.__init__
     monkeypatch.setattr(StylesCache, "__init__", lambda drawing: (drawings.add(drawing), made(drawing))[1])

@@ -25,7 +25,7 @@ MORE_SCENES: dict[str, Scene] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MORE_SCENES)
-async def test_more_screens_fit_80_x_24(name: str) -> None:
+async def test_further_screens_fit_80_x_24(name: str) -> None:
     app = make_app()
     async with app.run_test(size=SMALL) as pilot:
         await MORE_SCENES[name](app, pilot)

@@ -116,7 +116,7 @@ async def test_app_survives_random_events(scene: str) -> None:
     await go_through(scene, "0", [None] * SEQUENCES)
 
 
-async def test_failure_text_that_equals_a_module_name_is_escaped() -> None:
+async def test_control_characters_in_a_failure_that_equals_a_module_name_are_escaped() -> None:
     name = "\x1b]0;owned\x07"
     tree = from_tensors([TensorInfo(f"{name}.weight", (2, 2), "float32")])
     app = make_app()

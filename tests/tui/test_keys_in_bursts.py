@@ -137,7 +137,7 @@ async def test_keys_received_together_with_escape_are_handled() -> None:
         assert (top(app), typed(app)) == ("MainScreen", "no line")
 
 
-async def test_letter_received_together_with_escape_is_handled_after_it() -> None:
+async def test_letter_received_together_with_escape_is_handled_after_the_escape() -> None:
     """Older terminals send the same bytes for Escape and then q as for alt+q."""
     async with launched() as (app, pilot):
         await begun(app, pilot)
@@ -209,7 +209,7 @@ async def test_keys_before_the_first_paint_are_kept() -> None:
         assert "norm" in cursor(app)
 
 
-async def test_keys_after_quitting_do_nothing() -> None:
+async def test_keys_pressed_after_quitting_have_no_effect() -> None:
     async with launched() as (app, pilot):
         await begun(app, pilot)
         await burst(app, keys_of("q2"))

@@ -108,7 +108,7 @@ async def test_digit_keys_cast_the_node_at_once(app: DtypeApp, key: str, dtype: 
         assert app.controller.experiment.plan.dtypes["model.layers.3.mlp.up_proj.weight"] == expected
 
 
-async def test_keys_undo_redo_and_drop_rules(app: DtypeApp) -> None:
+async def test_keys_undo_and_redo_casts_and_remove_rules(app: DtypeApp) -> None:
     async with running(app) as pilot:
         await pilot.press("2")
         await until(pilot, lambda: "1.35 MiB" in screen(app))
@@ -151,7 +151,7 @@ async def test_cast_prompt_completes_format_names(app: DtypeApp) -> None:
         assert engine(app).recipes == [Recipe((Rule("model.layers.*.mlp", "int4@g128"),))]
 
 
-async def test_cast_prompt_widens_the_pattern_and_previews(app: DtypeApp) -> None:
+async def test_tab_in_the_cast_prompt_widens_the_pattern_and_updates_the_preview(app: DtypeApp) -> None:
     async with running(app) as pilot:
         tree_of(app).go_to("model.layers.3.mlp")
         await pilot.press("c")
@@ -369,7 +369,7 @@ async def test_recipe_pane_shows_deciding_and_overridden_rules_of_a_node(app: Dt
         await until(pilot, lambda: "3  rule 2 decides" in screen(app) and "rule 1 decides 6 of 9" in screen(app))
 
 
-async def test_tree_shows_dtype_mixes_of_parents_and_old_dtypes_of_cast_tensors(app: DtypeApp) -> None:
+async def test_tree_shows_shares_of_dtypes_in_modules_and_the_stored_dtype_of_cast_tensors(app: DtypeApp) -> None:
     async with running(app) as pilot:
         tree_of(app).go_to("model.layers.3.mlp.up_proj.weight")
         await pilot.press("2")
@@ -415,14 +415,14 @@ async def test_failed_measurement_gives_a_notice_and_marks_its_module(app: Dtype
         assert not any("failed here" in line for line in lines(app))
 
 
-async def test_casts_can_be_planned_from_headers_without_a_model(app: DtypeApp) -> None:
+async def test_casts_can_be_planned_from_headers_if_the_model_cannot_be_opened(app: DtypeApp) -> None:
     async with running(app) as pilot:
         await say(app, pilot, events.OpenFailed("no config.json beside the weights"), events.Idle())
         await pilot.press("2")
         assert not missing(app, "No drift", "50.0 % less", "planning only")
 
 
-async def test_screen_without_a_model_says_why_and_ignores_casts() -> None:
+async def test_main_screen_shows_why_a_model_could_not_be_opened_and_ignores_casts() -> None:
     app = app_of(Launch("x.py:Y"))
     async with running(app) as pilot:
         assert "The tree appears" in screen(app)
@@ -459,7 +459,7 @@ async def test_small_screens_show_one_pane_at_a_time(app: DtypeApp) -> None:
         assert all(app.query_one(pane).display for pane in (DriftPane, MemoryPane, RecipePane))
 
 
-async def test_too_small_terminal_says_what_size_is_needed(app: DtypeApp) -> None:
+async def test_app_says_which_size_it_needs_in_a_too_small_terminal(app: DtypeApp) -> None:
     async with running(app, (40, 10)) as pilot:
         await until(pilot, lambda: "needs 60 x 15" in " ".join(screen(app).split()))
         await pilot.resize_terminal(*SMALL)
@@ -694,7 +694,7 @@ async def test_generated_texts_are_side_by_side_with_the_difference_marked(
         assert engine(app).commands[-1] == "cancel generate"
 
 
-async def test_check_opens_a_window_with_its_findings(app: DtypeApp) -> None:
+async def test_answer_to_a_check_opens_a_window_with_the_findings(app: DtypeApp) -> None:
     async with running(app, SMALL) as pilot:
         app.main.action_ask("check")
         await pilot.pause()
@@ -753,7 +753,7 @@ async def test_requests_to_a_busy_engine_are_listed_as_next(app: DtypeApp) -> No
         assert not missing(app, "  next: timing, scan  Esc stops", "J stop a job")
 
 
-async def test_settings_are_chosen_by_keys_and_measured(app: DtypeApp) -> None:
+async def test_settings_chosen_by_keys_are_applied_and_measured(app: DtypeApp) -> None:
     async with running(app, SMALL) as pilot:
         recipe = app.controller.experiment.recipe
         await say(app, pilot, model_ready(app), events.Measured(recipe, report(recipe)))
@@ -775,7 +775,7 @@ async def test_settings_are_chosen_by_keys_and_measured(app: DtypeApp) -> None:
         assert engine(app).settings == [chosen], "Esc leaves everything as it was"
 
 
-async def test_large_checkpoint_shows_its_first_shard_first() -> None:
+async def test_first_shard_of_a_large_checkpoint_is_shown_before_all_headers_are_read() -> None:
     first = Tree([TensorInfo("model.layers.0.weight", (4, 4), "bfloat16")])
     whole = Tree([TensorInfo(f"model.layers.{number}.weight", (4, 4), "bfloat16") for number in range(3)])
     async with launched(first, "giant", partial=True) as (app, pilot):
@@ -858,7 +858,7 @@ async def test_message_that_a_job_does_not_stop_disappears_when_it_stops(monkeyp
 
 
 @pytest.mark.parametrize("key", ["1", "8"])
-async def test_cast_that_changes_nothing_adds_no_rule(key: str) -> None:
+async def test_cast_to_the_present_dtype_adds_no_rule(key: str) -> None:
     async with launched() as (app, pilot):
         tree_of(app).go_to("model.layers.3.mlp")
         await pilot.press(key)
@@ -874,7 +874,7 @@ async def test_cast_that_changes_nothing_adds_no_rule(key: str) -> None:
 
 
 @pytest.mark.parametrize("keys", [("c",), ("colon", *"cast * bf16")], ids=["prompt", "command line"])
-async def test_preview_is_updated_for_a_new_tree(keys: tuple[str, ...]) -> None:
+async def test_preview_of_a_rule_is_updated_when_the_tree_of_the_model_arrives(keys: tuple[str, ...]) -> None:
     """The tree from the headers has fewer modules than the tree of the model, which arrives during typing."""
     app = make_app()
     async with app.run_test(size=(120, 36)) as pilot:

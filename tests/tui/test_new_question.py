@@ -75,7 +75,7 @@ def new_job(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("new_job")
-def test_a_new_question_and_its_answer_survive_encoding() -> None:
+def test_new_question_and_its_answer_are_unchanged_by_encoding_and_decoding() -> None:
     ask = SHAPES.ask(None)
     assert decode_request(encode_request(ask)) == ask
     (data,) = encode_answer(events.JobDone(None, ask, Shapes(1, 2)))
@@ -90,7 +90,7 @@ def test_a_new_question_and_its_answer_survive_encoding() -> None:
         ({"scalars": -1, "matrices": 2}, "fewer scalars than none"),
     ],
 )
-def test_answer_of_the_wrong_type_to_a_new_question_is_refused(result: dict[str, object], words: str) -> None:
+def test_answer_with_the_wrong_type_to_a_new_question_is_refused(result: dict[str, object], words: str) -> None:
     with pytest.raises(WireError, match=words):
         AnswerDecoder().decode(msgspec.msgpack.encode(["JobDone", None, ["Ask", "shapes", None], result]))
 

@@ -21,7 +21,7 @@ KEYS = (
 )  # fmt: skip
 
 
-async def test_terminal_shows_what_the_app_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_cells_of_the_terminal_equal_those_that_the_app_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     cells, terminal = ShownCells(), pyte.Screen(120, 36)
     stream = pyte.Stream(terminal)
     monkeypatch.setattr(HeadlessDriver, "write", lambda driver, data: stream.feed(cells.shortened(data)))

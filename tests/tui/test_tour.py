@@ -100,7 +100,7 @@ async def test_tour_leads_from_the_first_look_to_a_recipe(tmp_path: Path, monkey
         assert (step(app), len(app.query(TourPanel))) == (0, 0)
 
 
-async def test_tour_step_waits_for_its_key() -> None:
+async def test_each_step_of_the_tour_waits_for_its_key() -> None:
     async with launched(begins_tour=True, size=SMALL) as (app, pilot):
         await ready(app, pilot)
         await pilot.press("4", "question_mark")
@@ -214,7 +214,7 @@ async def test_first_start_offers_the_tour(is_demo: bool, said: str) -> None:
         assert is_demo or "dtype-tui tour" in notices(app)[-1]
 
 
-def test_first_start_is_detected_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_first_start_is_detected_as_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     assert [is_first_start(), is_first_start()] == [True, False]
     monkeypatch.setenv("XDG_STATE_HOME", "/dev/null")

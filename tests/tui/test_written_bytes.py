@@ -27,7 +27,9 @@ async def say_recipe(app: DtypeApp, recipe: Recipe) -> None:
     app.controller.apply_recipe(recipe)
 
 
-async def test_results_and_cursor_moves_write_few_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_app_writes_few_bytes_to_the_terminal_for_results_and_cursor_moves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     written: list[str] = []
     monkeypatch.setenv("COLORTERM", "truecolor")
     cells = ShownCells()  # the headless driver writes all

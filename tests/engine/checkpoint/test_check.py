@@ -137,7 +137,7 @@ def checked(capsys: pytest.CaptureFixture[str], folder: Path, *options: str) -> 
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_check_finds_the_damage_and_nothing_else(
+def test_check_reports_only_the_damaged_tensor(
     damage: str, quantised: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spoil, kind, named, options = DAMAGES[damage]
@@ -159,7 +159,7 @@ def test_check_counts_damaged_scales(quantised: Path) -> None:
     assert finding.what == "holds 6 scales, of which 1 is NaN and 1 is infinite and 1 is zero and 1 is negative"
 
 
-def test_a_sound_checkpoint_has_no_finding(
+def test_check_of_an_undamaged_checkpoint_has_no_findings(
     quantised: Path, make_llama: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plain = make_llama("plain", dtype="bfloat16", max_shard_size="10KB", intermediate_size=64)
@@ -179,7 +179,7 @@ def test_a_sound_checkpoint_has_no_finding(
         assert found["scales"]
 
 
-def test_check_against_the_source_reports_missing_new_and_reshaped_tensors(
+def test_check_against_the_source_reports_missing_extra_and_reshaped_tensors(
     quantised: Path, make_llama: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = make_llama("source", dtype="bfloat16", tie_word_embeddings=False)
@@ -199,7 +199,7 @@ def test_check_against_the_source_reports_missing_new_and_reshaped_tensors(
     ]
 
 
-def test_sarif_has_a_rule_for_each_kind_and_a_result_for_each_finding(
+def test_sarif_has_a_rule_for_each_kind_of_finding_and_a_result_for_each_finding(
     quantised: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tensors = load_file(quantised / "model.safetensors")
@@ -251,7 +251,7 @@ def test_check_reports_every_tensor_of_a_missing_shard(
 
 
 @pytest.mark.parametrize("spoilt", [7, -1, None])
-def test_check_finds_a_column_in_a_group_without_a_scale(
+def test_check_finds_a_column_whose_group_has_no_scale(
     spoilt: int | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     order = torch.arange(32, dtype=torch.int32) // 16

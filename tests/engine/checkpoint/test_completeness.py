@@ -60,7 +60,7 @@ def sharded(make_llama: Callable[..., Path]) -> Path:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_inspect_names_missing_tensors_and_export_refuses_them(
+def test_inspect_names_missing_tensors_and_export_refuses_a_checkpoint_without_them(
     case: str, sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spoil, share, named = CASES[case]
@@ -100,7 +100,7 @@ def test_inspect_says_that_a_checkpoint_is_complete(
     assert "21 of 21 tensors found" in capsys.readouterr().out.splitlines()[0]
 
 
-def test_scan_and_search_print_the_number_of_found_tensors_first(
+def test_first_line_of_scan_and_search_says_how_many_tensors_were_found(
     sharded: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     quick = [str(sharded), "--sequences", "1", "--draws", "1", "--dtypes", "bf16"]

@@ -49,7 +49,7 @@ def test_values_read_while_the_file_was_truncated_are_refused(opened: FileIdenti
         cut(opened)
 
 
-def test_any_error_on_a_truncated_file_reports_the_truncation(opened: FileIdentity) -> None:
+def test_every_error_while_reading_a_truncated_file_reports_the_truncation(opened: FileIdentity) -> None:
     with pytest.raises(UserError, match="was cut short"), unchanged((opened,)):
         cut(opened, OSError("Bad address"))
 
@@ -59,7 +59,7 @@ def test_read_error_on_an_intact_file_is_raised_unchanged(opened: FileIdentity) 
         raise OSError("Bad address")
 
 
-def test_cancellation_on_a_truncated_file_stays_a_cancellation(opened: FileIdentity) -> None:
+def test_cancelled_is_raised_unchanged_although_a_file_is_truncated(opened: FileIdentity) -> None:
     with pytest.raises(Cancelled), unchanged((opened,)):
         cut(opened, Cancelled())
 
@@ -106,7 +106,9 @@ def run_cutting(source: Path, where: str, name: str, *arguments: str) -> subproc
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_command_killed_by_sigbus_prints_its_stack(where: str, name: str, arguments: list[str], source: Path) -> None:
+def test_command_killed_by_sigbus_prints_the_python_stack(
+    where: str, name: str, arguments: list[str], source: Path
+) -> None:
     done = run_cutting(source, where, name, *arguments)
     assert (done.returncode, done.stdout) == (-signal.SIGBUS, "")
     assert "Fatal Python error: Bus error" in done.stderr
@@ -115,7 +117,7 @@ def test_command_killed_by_sigbus_prints_its_stack(where: str, name: str, argume
 
 @pytest.mark.slow
 @pytest.mark.parametrize("casts", [["--cast", "*=bf16"], ["--cast", "*=int8"], []], ids=lambda casts: casts[-1:])
-def test_export_from_a_truncated_file_fails_with_one_line(casts: list[str], source: Path, tmp_path: Path) -> None:
+def test_export_from_a_truncated_file_is_refused_in_one_line(casts: list[str], source: Path, tmp_path: Path) -> None:
     place = tmp_path / "place"
     place.mkdir()
     done = run_cutting(

@@ -59,7 +59,7 @@ def test_file_that_changed_after_opening_is_refused_by_name(
     assert "\n" not in str(caught.value)
 
 
-def test_link_is_identified_by_its_target_file(tmp_path: Path) -> None:
+def test_symlink_is_identified_by_its_target_file(tmp_path: Path) -> None:
     (tmp_path / "blob").write_bytes(b"xxx")
     (tmp_path / "link").symlink_to(tmp_path / "blob")
     opened = FileIdentity.of(tmp_path / "link")
@@ -74,7 +74,9 @@ def test_missing_file_raises_a_one_line_error(tmp_path: Path) -> None:
         FileIdentity.of(tmp_path / "none")
 
 
-def test_open_models_list_the_files_of_their_weights(make_llama: Callable[..., Path], tmp_path: Path) -> None:
+def test_identities_of_an_open_model_name_the_files_of_its_weights(
+    make_llama: Callable[..., Path], tmp_path: Path
+) -> None:
     """Tests checkpoints of every form, live models, and user code with weights."""
     import torch
     from safetensors.torch import load_file

@@ -126,7 +126,7 @@ def test_hub_cache_with_symlinks_to_blobs_is_read(make_llama: Callable[..., Path
     assert len(open_checkpoint(snapshot).tensors) == 20
 
 
-def test_folder_without_a_model_says_which_files_were_expected(tmp_path: Path) -> None:
+def test_error_for_a_folder_without_a_model_names_the_expected_files(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"neither model\.safetensors nor"):
         open_checkpoint(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
@@ -170,7 +170,7 @@ def test_invalid_header_is_refused_with_the_reason(refused: Callable[[bytes], st
     assert says in refused(content)
 
 
-def test_empty_shape_with_overflowing_strides_is_refused(refused: Callable[[bytes], str]) -> None:
+def test_empty_tensor_with_a_shape_that_overflows_strides_is_refused(refused: Callable[[bytes], str]) -> None:
     assert "a shape that is too large" in refused(header_bytes({"a": entry(0, 0, (1 << 62, 1 << 62, 0))}, b""))
 
 
@@ -205,7 +205,7 @@ def test_header_with_too_many_tensors_is_refused_before_parsing(
 @pytest.mark.parametrize(
     "make", [lambda path: os.mkfifo(path), lambda path: path.symlink_to("/dev/zero")], ids=["fifo", "device"]
 )
-def test_special_files_are_not_opened(tmp_path: Path, make: Callable[[Path], None]) -> None:
+def test_file_that_is_not_a_regular_file_is_not_opened(tmp_path: Path, make: Callable[[Path], None]) -> None:
     path = tmp_path / "model.safetensors"
     make(path)
     with pytest.raises(UserError, match="not a regular file"):

@@ -134,7 +134,7 @@ def test_gguf_rope_factor_without_a_type_means_linear_scaling(tmp_path: Path, na
     assert_same_model(tmp_path / "x.gguf", model)
 
 
-def test_yarn_limits_are_read_from_gguf(tmp_path: Path) -> None:
+def test_yarn_beta_fast_and_beta_slow_are_read_from_gguf(tmp_path: Path) -> None:
     scaling = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 32,
                "beta_fast": 16.0, "beta_slow": 2.0}  # fmt: skip
     model = made(transformers.Qwen2ForCausalLM, rope_parameters=scaling)
@@ -184,7 +184,7 @@ _HARMLESS: tuple[Change, ...] = (
 )
 
 
-def test_redundant_gguf_entries_are_accepted(tmp_path: Path) -> None:
+def test_gguf_entries_that_do_not_change_the_model_are_accepted(tmp_path: Path) -> None:
     model = made(transformers.LlamaForCausalLM)
     write(tmp_path / "x.gguf", "llama", model, *_HARMLESS)
     assert_same_model(tmp_path / "x.gguf", model)

@@ -75,7 +75,7 @@ FOLDERS = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FOLDERS)
-def test_tree_from_hub_headers_equals_the_tree_of_the_files(tmp_path: Path, serve: Serve, form: str) -> None:
+def test_tree_from_hub_headers_equals_the_tree_of_the_downloaded_files(tmp_path: Path, serve: Serve, form: str) -> None:
     here = made(form, tmp_path / "made").model
     hub = serve(Path(here))
     assert rows(locate(MODEL)) == rows(locate(here))
@@ -345,7 +345,7 @@ def test_every_hub_failure_is_reported_in_one_line(
     assert re.search(words, captured.err), captured.err
 
 
-def test_kept_headers_of_a_hub_model_are_not_opened_as_a_checkpoint(serve: Serve, small: Path) -> None:
+def test_path_of_cached_hub_headers_is_not_opened_as_a_checkpoint(serve: Serve, small: Path) -> None:
     serve(small)
     path = locate(MODEL).path
     assert path is not None
@@ -375,7 +375,7 @@ def test_missing_network_or_permission_is_reported(serve: Serve, small: Path, mo
     assert hub.requests == []
 
 
-def test_silent_hub_times_out_and_interrupted_requests_are_retried(
+def test_request_to_a_silent_hub_times_out_and_an_interrupted_request_is_repeated(
     serve: Serve, small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from huggingface_hub import constants

@@ -265,7 +265,7 @@ def _llama(**config: Any) -> KVCache:
     return kv_cache(header_tree(module), settings)
 
 
-def test_kv_cache_with_an_unknown_use_of_its_window_is_an_upper_bound() -> None:
+def test_kv_cache_size_ignores_the_sliding_window_of_an_unknown_model_type() -> None:
     found = _llama(sliding_window=5, model_type="another")
     assert found.nbytes("bfloat16", 100) == _llama().nbytes("bfloat16", 100)
     assert "sliding window of 5 tokens" in found.notes[0]
@@ -278,7 +278,7 @@ def test_layers_beyond_num_hidden_layers_are_ignored_with_a_note() -> None:
     assert "without the cache of 1 layer after the last of 2" in found.notes[0]
 
 
-def test_head_counts_missing_from_config_are_not_guessed() -> None:
+def test_kv_cache_is_not_computed_if_head_counts_are_missing_from_the_config() -> None:
     module = make("fused projection")
     found = kv_cache(header_tree(module), {"architectures": ["GPT2LMHeadModel"], "n_layer": 2})
     assert found.tensors == ()

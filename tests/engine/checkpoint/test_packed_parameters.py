@@ -37,7 +37,7 @@ def dynamic(tmp_path: Path) -> Path:
     return tmp_path / "dynamic.pth"
 
 
-def test_packed_parameters_open_as_weight_and_bias(dynamic: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_packed_parameters_of_torch_open_as_weight_and_bias(dynamic: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = engine(capsys, "inspect", dynamic, "--json")
     assert status == 0
     shapes = {each["name"]: each["shape"] for each in json.loads(out)["tensors"]}

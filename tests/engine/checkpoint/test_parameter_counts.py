@@ -74,7 +74,7 @@ def test_packed_weight_counts_as_its_unpacked_parameters(
     assert (found["parameters"], found["buffers"]) == (sum(right.size for right in case.right.values()) + 128, 0)
 
 
-def test_parameter_count_is_unknown_if_the_config_does_not_fit_the_packing(
+def test_parameter_count_is_unknown_if_the_config_contradicts_the_packed_shapes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = {"a.weight": torch.zeros(4, 8, dtype=torch.uint32), "a.scales": torch.zeros(4, 2)}

@@ -147,6 +147,6 @@ def test_inspect_shows_the_provenance(tmp_path: Path, capsys: pytest.CaptureFixt
     assert shown["calibration"] == "wikitext2"
 
 
-def test_empty_provenance_prints_nothing() -> None:
+def test_empty_provenance_has_no_lines_of_text() -> None:
     assert Provenance().lines() == ()
     assert not Provenance()

@@ -10,7 +10,7 @@ from dtype_engine.checkpoint.source import locate
 from dtype_engine.core.errors import UserError
 
 
-def test_no_model_argument_opens_the_demo() -> None:
+def test_command_without_a_model_opens_the_demo() -> None:
     source = locate(None)
     checkpoint = source.open()
     assert source.title == "demo"

@@ -122,7 +122,7 @@ def test_single_file_beside_shards_is_measured_and_exported(
     assert run(cli, "dtype-engine", ["verify", str(tmp_path / "out"), "--against", str(folder)]) == 0
 
 
-def test_stale_index_beside_a_single_file_is_not_read_and_reported_by_check(
+def test_stale_index_beside_a_single_file_is_reported_by_check_and_not_used(
     several: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = several(["model.safetensors", "model.safetensors.index.json"])
@@ -137,7 +137,7 @@ def test_stale_index_beside_a_single_file_is_not_read_and_reported_by_check(
     assert value_read(folder) == value_loaded(folder) == 1.0
 
 
-def test_index_of_the_single_file_is_not_a_second_set_of_weights(several: Callable[..., Path]) -> None:
+def test_index_that_names_only_the_single_file_is_not_a_second_set_of_weights(several: Callable[..., Path]) -> None:
     folder = several(["model.safetensors"])
     held = load_file(folder / "model.safetensors")
     index = {"weight_map": {name: "model.safetensors" for name in held if name != NORM}}
@@ -191,7 +191,7 @@ def test_weight_file_named_by_the_config_is_read_first(several: Callable[..., Pa
 
 
 @pytest.mark.parametrize("plain", [True, False])
-def test_fp16_variant_is_read_only_without_other_weights(
+def test_fp16_variant_is_read_only_if_there_are_no_other_weights(
     plain: bool, several: Callable[..., Path], make_llama: Callable[..., Path]
 ) -> None:
     folder = several(["pytorch_model.bin"] if plain else [])
@@ -214,7 +214,7 @@ def test_diffusers_reads_an_index_before_a_single_file() -> None:
 
 
 @pytest.mark.parametrize("library", ["diffusers", "transformers"])
-def test_pipeline_component_follows_the_order_of_its_library(library: str, tmp_path: Path) -> None:
+def test_weight_files_of_a_pipeline_component_are_chosen_as_by_its_library(library: str, tmp_path: Path) -> None:
     stem = "diffusion_pytorch_model" if library == "diffusers" else "model"
     part = tmp_path / "unet"
     part.mkdir()
@@ -242,7 +242,7 @@ def test_weights_of_a_diffusers_model_equal_those_that_diffusers_loads(tmp_path:
         assert torch.equal(source_of(open_checkpoint(tmp_path), name).read(), loaded)
 
 
-def test_first_tree_is_read_from_the_header_of_one_shard(
+def test_first_shown_tree_is_read_from_the_header_of_one_shard(
     several: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dtype_engine.checkpoint.folder._LONG_HEADERS", 1)

@@ -76,7 +76,7 @@ def test_measurement_stops_at_the_requested_precision(capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("rel_l2", "near"), [(0.0, False), (1e-7, True), (1e-4, True), (5e-3, False), (math.inf, False)]
 )
-def test_only_small_drifts_are_near_the_noise_floor(rel_l2: float, near: bool) -> None:
+def test_only_a_small_relative_error_is_near_the_noise_floor(rel_l2: float, near: bool) -> None:
     assert near_floor(dataclasses.replace(report(Recipe()).output, rel_l2=rel_l2)) is near
 
 
@@ -104,14 +104,16 @@ def test_inspect_of_a_python_file_lists_the_module_classes(capsys: pytest.Captur
     assert {module["class"] for module in found["modules"]} == {"TinyNet", "Embedding", "Linear", "LayerNorm"}
 
 
-def test_drift_prints_a_readable_report(capsys: pytest.CaptureFixture[str]) -> None:
+def test_drift_command_prints_a_readable_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(cli, "dtype-engine", ["drift", "--cast", "*=bf16"]) == 0
     text = capsys.readouterr().out
     for word in ("SQNR", "KL", "same top-1", "perplexity", "planned 1.35 MiB", "worst modules"):
         assert word in text
 
 
-def test_cast_options_apply_after_the_recipe_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_rules_of_cast_options_apply_after_those_of_the_recipe_file(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     recipe = tmp_path / "r.yaml"
     recipe.write_text('version: 1\nrules:\n  - {pattern: "*", dtype: bfloat16}\n')
     found = object_from(capsys, "inspect", "--json", "--recipe", str(recipe), "--cast", "*norm*=f32")
@@ -142,7 +144,7 @@ def test_cast_options_apply_after_the_recipe_file(capsys: pytest.CaptureFixture[
         (["flow", "--precision", "5%"], "No such option"),
     ],
 )
-def test_bad_input_exits_with_one_line_and_status_2(
+def test_command_exits_with_one_line_and_status_2_for_bad_input(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: list[str], says: str
 ) -> None:
     (tmp_path / "binary").write_bytes(bytes(range(256)))
@@ -157,7 +159,9 @@ def test_bad_input_exits_with_one_line_and_status_2(
     assert says in captured.err
 
 
-def test_interrupt_exits_with_status_130(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_command_exits_with_status_130(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupted(model: str | None, *how: bool) -> None:
         raise KeyboardInterrupt
 
@@ -165,7 +169,7 @@ def test_interrupt_exits_with_status_130(capsys: pytest.CaptureFixture[str], mon
     assert run(cli, "dtype-engine", ["inspect"]) == 130
 
 
-def test_interrupt_turned_into_another_error_exits_with_130(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_exits_with_130_if_an_interrupt_became_another_error(capsys: pytest.CaptureFixture[str]) -> None:
     @click.command()
     def stopped() -> None:
         try:

@@ -56,7 +56,7 @@ OFFERED = {
 """The parameters of each tool. No parameter may run code, write a file, download, or read a file outside the allowed folders."""
 
 
-async def test_mcp_tools_have_schemas() -> None:
+async def test_schema_of_each_mcp_tool_lists_its_arguments_and_which_are_required() -> None:
     async with client_of(Access((Path(),))) as client:
         tools = {tool.name: tool for tool in (await client.list_tools()).tools}
     assert {name: set(tool.input_schema["properties"]) for name, tool in tools.items()} == {
@@ -121,7 +121,7 @@ async def test_each_mcp_tool_answers_like_its_command(capfd: pytest.CaptureFixtu
         ("inspect", {"model": "demo", "casts": ["*=bf16\0"]}, "embedded null byte"),
     ],
 )
-async def test_mcp_refuses_paths_outside_its_folders_and_python_code(
+async def test_mcp_server_refuses_python_code_and_paths_outside_its_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, arguments: dict[str, Any], words: str
 ) -> None:
     (tmp_path / "secret").mkdir()
@@ -152,7 +152,7 @@ async def test_mcp_reports_errors_and_exceeded_limits_in_sentences() -> None:
 
 
 @pytest.mark.slow
-async def test_mcp_serves_over_standard_streams(tmp_path: Path) -> None:
+async def test_mcp_server_answers_over_standard_streams(tmp_path: Path) -> None:
     from mcp import Client, StdioServerParameters
     from mcp.client.stdio import stdio_client
 

@@ -33,7 +33,7 @@ def test_serving_memory_is_the_sum_of_weights_and_kv_cache(capsys: pytest.Captur
     assert memory["largest_context"] >= 300
 
 
-def test_kv_cache_dtype_follows_the_weights_or_the_kv_option(capsys: pytest.CaptureFixture[str]) -> None:
+def test_kv_cache_dtype_is_that_of_the_weights_or_of_the_kv_option(capsys: pytest.CaptureFixture[str]) -> None:
     common = ("--activations", "none", "--context", "100")
     assert found(capsys, *common, "--cast", "*=bf16")["kv_bytes"] == 100 * CACHE_OF_A_TOKEN // 2
     assert found(capsys, *common, "--kv", "fp8")["kv_bytes"] == 100 * CACHE_OF_A_TOKEN // 4
@@ -60,13 +60,13 @@ def test_activation_memory_is_measured_under_the_recipe(capsys: pytest.CaptureFi
     assert 0.45 < narrow / wide < 0.7
 
 
-def test_memory_over_the_budget_exits_with_status_1(capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_command_exits_with_status_1_if_the_budget_is_exceeded(capsys: pytest.CaptureFixture[str]) -> None:
     assert found(capsys, "--activations", "none", "--budget", "1MiB", status=1)["largest_context"] == 0
     assert run(cli, "dtype-engine", ["memory", "--activations", "none", "--budget", "4MiB"]) == 1
     assert "fits 4.00 MiB up to " in capsys.readouterr().out
 
 
-def test_memory_without_an_estimate_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_command_says_why_kv_caches_cannot_be_estimated(capsys: pytest.CaptureFixture[str]) -> None:
     net = f"{TINYNET}:TinyNet"
     memory = found(capsys, net)
     assert "is code" in memory["notes"][-1]
@@ -76,7 +76,7 @@ def test_memory_without_an_estimate_says_why(capsys: pytest.CaptureFixture[str])
         assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_memory_from_headers_does_not_import_torch() -> None:
+def test_memory_command_on_headers_does_not_import_torch() -> None:
     code = (
         "import sys; from dtype_engine.cli import cli; from dtype_engine.cli.program import run\n"
         "assert run(cli, 'x', ['memory', '--activations', 'none', '--budget', '8GiB']) == 0\n"

@@ -130,7 +130,9 @@ def gptq(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("form", ["safetensors", "pth", "nested", "gptq", "no inputs"])
-def test_report_without_a_forward_pass_says_why(form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_without_drift_says_why_no_forward_pass_can_run(
+    form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     state = nn.Linear(4, 4).state_dict()
     model = str(tmp_path / f"net.{form}")
     if form == "safetensors":
@@ -196,7 +198,7 @@ def test_pickled_module_without_its_code_is_refused_with_the_missing_import(
     assert found["parameters"] == sum(parameter.numel() for parameter in net_of_code().parameters())
 
 
-def test_error_for_an_unknown_class_of_a_python_file_lists_the_known_ones(
+def test_error_for_an_unknown_class_of_a_python_file_lists_the_known_classes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     extra = "\n\ndef make():\n    return Net()\n\n\ndef sized(width):\n    return Net()\n\n\ndef _hidden():\n    return Net()\n"

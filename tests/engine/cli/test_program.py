@@ -25,7 +25,7 @@ class Screen(io.StringIO):
     ],
 )
 @pytest.mark.parametrize("steps", [(), ("loading",), ("loading", "measuring"), ("loading", "")])
-def test_error_replaces_the_progress_line(
+def test_error_message_overwrites_the_progress_line(
     monkeypatch: pytest.MonkeyPatch, error: Exception, last: str, steps: tuple[str, ...]
 ) -> None:
     @click.command()

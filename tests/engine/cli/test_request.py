@@ -59,7 +59,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, module: object, name: str) -> list[
     return calls
 
 
-def test_empty_command_line_means_demo_and_defaults() -> None:
+def test_empty_command_line_opens_the_demo_with_default_options() -> None:
     request = request_of()
     assert request.model is None
     assert request.explicit == frozenset()
@@ -103,7 +103,7 @@ def test_request_is_made_without_a_click_context() -> None:
     assert (request.model, request.options.device, request.options.weights) == ("m", "cpu", Path("w.pth"))
 
 
-def test_the_recipe_file_is_read_once_per_command(
+def test_recipe_file_is_read_once_per_command(
     monkeypatch: pytest.MonkeyPatch, recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     reads = counted(monkeypatch, recipe_file, "read_recipe_file")
@@ -129,7 +129,7 @@ def test_headers_are_read_once_per_command(
     assert [path.name for path in headers] == ["model.safetensors"]
 
 
-def test_against_option_opens_the_candidate_with_the_model_as_reference() -> None:
+def test_against_option_names_the_candidate_and_makes_the_model_the_reference() -> None:
     for request, expected in (
         (request_of("a", "--against", "b"), ("b", "a")),
         (request_of("--against", "b"), ("b", "demo")),

@@ -126,7 +126,7 @@ def test_note_that_cannot_be_printed_does_not_change_the_exit_status(tmp_path: P
 
 
 @pytest.mark.parametrize("arguments", [CASTING, ("--help",), ("stdio",)])
-def test_closed_standard_output_exits_before_work(arguments: tuple[str, ...]) -> None:
+def test_command_exits_before_its_work_if_standard_output_is_closed(arguments: tuple[str, ...]) -> None:
     done = shell(">&-", *arguments, program=FRESH)
     assert done.returncode == 2
     assert done.stderr == "dtype-engine: standard output is closed, and answers go there: redirect it to a file\n"
@@ -193,7 +193,7 @@ def test_unencodable_character_in_a_drift_report_is_escaped(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ENCODINGS)
-def test_json_is_valid_in_every_encoding(named: Path, name: str) -> None:
+def test_json_output_is_valid_in_every_encoding_of_standard_output(named: Path, name: str) -> None:
     done = in_encoding(name, "inspect", str(named), "--json")
     assert done.returncode == 0
     encoding = name if name.islower() else "ascii"

@@ -93,7 +93,7 @@ def test_sweep_names_the_recipe_file_that_does_not_fit_the_model(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [[], ["--workers", "2"]])
-def test_verified_search_chooses_the_best_on_held_out_text(
+def test_verified_search_chooses_the_recipe_with_the_least_drift_on_held_out_text(
     how: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text, recipe = tmp_path / "held out.txt", tmp_path / "found.yaml"

@@ -58,7 +58,7 @@ def test_nearest_dtype_name_is_suggested() -> None:
 
 @pytest.mark.parametrize("dtype", dtypes.COMPUTE_DTYPES + dtypes.WHOLE_SCALE_DTYPES)
 @pytest.mark.parametrize("shape", [(), (7,), (3, 5), (2, 3, 4), (0, 4)])
-def test_stored_bytes_equal_those_of_real_tensors(dtype: str, shape: tuple[int, ...]) -> None:
+def test_bytes_of_a_shape_in_a_dtype_equal_those_of_torch_tensors(dtype: str, shape: tuple[int, ...]) -> None:
     data, scale = cast_or_quantize(torch.randn(shape), dtype)
     assert dtypes.nbytes_in(shape, dtype) == data.nbytes + (scale.nbytes if scale is not None else 0)
 

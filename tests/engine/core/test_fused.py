@@ -35,13 +35,13 @@ def test_fused_nvfp4_weights_share_a_scale() -> None:
     assert scale_groups(plan(q_proj="mxfp4", k_proj="mxfp4", v_proj="mxfp4")) == {}
 
 
-def test_fused_weights_in_several_formats_are_reported_as_split() -> None:
+def test_fused_weights_in_different_formats_are_reported_as_split() -> None:
     assert split_groups(plan(q_proj="nvfp4", down_proj="int8")) == (tuple(ATTENTION),)
     assert split_groups(plan(q_proj="float16")) == (), "runtimes cast those that have no scales"
     assert split_groups(plan(gate_proj="int4@g128", up_proj="int4@g32")) == (tuple(MLP[:2]),)
 
 
-def test_effect_of_a_cast_on_fused_siblings_is_explained() -> None:
+def test_preview_of_a_cast_says_how_it_affects_fused_weights() -> None:
     assert words_of("nvfp4", ATTENTION[:1], plan()) == "k_proj, v_proj differ: vLLM refuses"
     assert words_of("nvfp4", ATTENTION, plan()) == ""
     assert words_of("nvfp4", ATTENTION[:1], plan(k_proj="nvfp4", v_proj="nvfp4")) == "k_proj, v_proj: new scale"

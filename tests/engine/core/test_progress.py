@@ -28,7 +28,7 @@ def test_remaining_time_is_unknown_at_the_start_of_every_job() -> None:
     assert pace.seconds_left is None
 
 
-def test_remaining_time_of_a_long_job_is_estimated_early() -> None:
+def test_remaining_time_of_a_long_job_is_estimated_after_one_percent() -> None:
     seconds = [0.0]
     pace = JobPace(lambda: seconds[0])
     pace.follow("drift", 0.0)
@@ -41,7 +41,7 @@ def test_remaining_time_of_a_long_job_is_estimated_early() -> None:
     assert pace.seconds_left == pytest.approx(20.0 * 99)
 
 
-def test_opening_reports_modules_while_they_are_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_of_opening_is_reported_while_python_modules_are_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[str, int, int]] = []
     heard = threading.Event()
 

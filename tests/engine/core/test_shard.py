@@ -9,7 +9,7 @@ from dtype_engine.core.shard import WHOLE, Shard
 
 
 @pytest.mark.parametrize(("parts", "count"), [(1, 1), (7, 3), (16, 16), (3, 5), (0, 2)])
-def test_every_part_is_in_exactly_one_shard(parts: int, count: int) -> None:
+def test_each_index_is_in_exactly_one_shard(parts: int, count: int) -> None:
     shares = [Shard(number, count).of(range(parts)) for number in range(1, count + 1)]
     assert sorted(part for share in shares for part in share) == list(range(parts))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
@@ -31,7 +31,9 @@ def slurm(task: int, first: int, step: int, count: int) -> dict[str, str]:
     ("environment", "share"),
     [(slurm(0, 0, 1, 16), "1/16"), (slurm(3, 1, 1, 3), "3/3"), (slurm(7, 1, 2, 4), "4/4"), (slurm(5, 5, 1, 1), "1/1")],
 )
-def test_slurm_array_may_start_at_any_index(environment: dict[str, str], share: str) -> None:
+def test_shard_of_a_slurm_job_is_found_for_arrays_that_start_at_any_index(
+    environment: dict[str, str], share: str
+) -> None:
     assert str(Shard.parse("slurm", environment)) == share
 
 

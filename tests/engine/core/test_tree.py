@@ -70,7 +70,7 @@ def test_numbered_modules_are_in_numeric_order() -> None:
     assert list(tree.modules["layers"].children) == [str(number) for number in range(12)]
 
 
-def test_dtype_mix_of_a_module_is_given_in_shares_of_bytes() -> None:
+def test_dtypes_of_a_module_are_given_as_shares_of_its_bytes() -> None:
     tree = Tree([TensorInfo("a.x", (3,), "float32"), TensorInfo("a.y", (2,), "bfloat16")])
     assert tree.totals()[""].mix() == [("float32", 0.75), ("bfloat16", 0.25)]
     assert tree.totals({"a.x": "bfloat16"})[""].mix() == [("bfloat16", 1.0)]
@@ -90,7 +90,7 @@ def test_layer_and_expert_numbers_are_found_in_names() -> None:
     assert numbered_parts("lm_head") == numbered_parts("") == []
 
 
-def test_name_with_too_many_parts_has_only_the_root_as_parent() -> None:
+def test_name_with_too_many_parts_has_only_the_root_as_ancestor() -> None:
     """The names of all parents together would take 180 GB."""
     assert list(ancestors("a." * 600_000)) == [""]
     longest = ".".join(["a"] * MOST_PARTS) + ".weight"

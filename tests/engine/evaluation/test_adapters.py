@@ -33,7 +33,7 @@ def here(source: Source, options: de.Options) -> Any:
     return untimed(opening.open_session(source, options).scan(["int8", "bfloat16"]))
 
 
-def test_documented_submitit_example_gives_the_same_scan(
+def test_documented_submitit_example_gives_the_scan_of_a_single_process(
     here: Any, source: Source, options: de.Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     submitit = pytest.importorskip("submitit")
@@ -45,7 +45,7 @@ def test_documented_submitit_example_gives_the_same_scan(
     assert save.exists()
 
 
-def test_documented_ray_example_gives_the_same_scan(
+def test_documented_ray_example_gives_the_scan_of_a_single_process(
     here: Any, source: Source, options: de.Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ray = pytest.importorskip("ray")

@@ -57,7 +57,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         process.wait()
 
 
-def test_dask_cluster_with_a_killed_worker_gives_the_same_results(
+def test_dask_cluster_with_a_killed_worker_gives_the_results_of_a_single_process(
     start: Start, session: Any, source: Source, options: de.Options, opened: Opened
 ) -> None:
     address, _ = start(2)
@@ -118,6 +118,6 @@ def test_missing_dask_scheduler_and_missing_workers_are_reported(
 
 
 @pytest.mark.parametrize("workers", ["0", "many"])
-def test_invalid_workers_option_is_refused(workers: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_workers_option_with_an_invalid_value_is_refused(workers: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(cli, "dtype-engine", ["scan", "--workers", workers]) == 2
     assert "give a number of processes, or tcp://HOST:PORT" in capsys.readouterr().err

@@ -50,7 +50,7 @@ def pool() -> Iterator[ProcessPool]:
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_scan_over_processes_equals_a_scan_in_one(
+def test_scan_in_several_processes_equals_a_scan_in_one_process(
     exact: bool, session: Any, source: Source, options: de.Options, opened: Opened, pool: ProcessPool
 ) -> None:
     here = opening.open_session(source, options).scan(["int8", "float8_e4m3fn"], exact=exact)
@@ -65,7 +65,7 @@ def test_scan_over_processes_equals_a_scan_in_one(
     assert session.scanned == there
 
 
-def test_drifts_over_processes_equal_those_in_one(
+def test_drifts_measured_in_several_processes_equal_those_of_one_process(
     session: Any, source: Source, options: de.Options, opened: Opened, pool: ProcessPool
 ) -> None:
     recipes = [(de.Recipe.of(map(de.Rule.parse, rules)), de.RunSettings()) for rules in RULES]
@@ -100,7 +100,9 @@ def test_worker_processes_that_keep_dying_are_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["weights", "inputs"])
-def test_worker_refuses_another_model_or_other_inputs(what: str, opened: Opened, pool: ProcessPool) -> None:
+def test_worker_refuses_a_model_or_inputs_that_differ_from_the_requested_ones(
+    what: str, opened: Opened, pool: ProcessPool
+) -> None:
     other = dataclasses.replace(opened, **{what: "0" * 64})
     with pytest.raises(de.UserError, match=rf"process \d+ on .* has other {what} for {opened.model}"):
         list(pool.results([Evaluation(other, RecipeDrift(de.Recipe(), de.RunSettings()))]))
@@ -169,13 +171,13 @@ def test_worker_processes_divide_the_memory_budget() -> None:
     assert 3 < memory_budget() / quarter < 5
 
 
-def test_kernel_error_survives_pickling() -> None:
+def test_kernel_error_is_unchanged_by_pickling() -> None:
     error = KernelError("mlp", "linear", "float64", "mps", "float32", "not implemented")
     again = pickle.loads(pickle.dumps(error))
     assert (str(again), vars(again)) == (str(error), vars(error))
 
 
-def test_paths_in_a_task_do_not_depend_on_the_current_folder(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_in_a_task_for_workers_are_absolute(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     assert source.path is not None
     monkeypatch.chdir(source.path.parent)
     (source.path.parent / "net.py").write_text("from torch import nn\nclass Net(nn.Linear): pass\n")
@@ -196,7 +198,7 @@ def test_paths_in_a_task_do_not_depend_on_the_current_folder(source: Source, mon
     )  # fmt: skip
 
 
-def test_causes_over_processes_equal_those_in_one(
+def test_causes_found_in_several_processes_equal_those_of_one_process(
     session: Any, opened: Opened, pool: ProcessPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session.apply(de.Recipe.of([de.Rule.parse("*=bfloat16"), de.Rule.parse("*.mlp=int8")]))
@@ -245,14 +247,16 @@ def test_verification_in_several_processes_finds_a_changed_value(
     assert len(there.differences) == 1
 
 
-def test_worker_refuses_another_export(session: Any, source: Source, tmp_path: Path, pool: ProcessPool) -> None:
+def test_worker_refuses_an_export_that_differs_from_the_requested_one(
+    session: Any, source: Source, tmp_path: Path, pool: ProcessPool
+) -> None:
     session.export(tmp_path / "out")
     asked = Exported(str(source.path), de.Options(device="cpu"), tmp_path / "out", "0" * 64)
     with pytest.raises(de.UserError, match=r"process \d+ on .* has another export or another source"):
         list(pool.results([Evaluation(asked, CompareTensors((0,)))]))
 
 
-def test_results_of_another_torch_are_noted_or_refused(
+def test_results_from_another_version_of_torch_are_noted_or_refused(
     session: Any, source: Source, opened: Opened, tmp_path: Path
 ) -> None:
     class Elsewhere:

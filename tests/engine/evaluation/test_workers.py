@@ -32,7 +32,7 @@ def test_worker_processes_get_their_own_gpus_in_turn() -> None:
     assert untouched == {"HOME": "/"}
 
 
-def test_number_of_workers_is_limited_by_gpus_work_and_memory() -> None:
+def test_number_of_workers_is_limited_by_gpus_number_of_tasks_and_free_memory() -> None:
     said: list[str] = []
     with Workers(8, said.append) as workers:
         assert workers.pool(0, ("0", "1")).workers == 2
@@ -47,7 +47,7 @@ def test_number_of_workers_is_limited_by_gpus_work_and_memory() -> None:
 
 
 @pytest.mark.parametrize("text", ["0", "-3", "many", "http://x", "99999999", "1.5", ""])
-def test_invalid_text_for_workers_is_refused(text: str) -> None:
+def test_invalid_number_or_address_of_workers_is_refused(text: str) -> None:
     with pytest.raises(de.UserError, match="give a number of processes, or tcp://HOST:PORT"):
         parse_workers(text)
     assert [parse_workers(text) for text in ("1", "64", "tcp://10.0.0.1:8786")] == [1, 64, "tcp://10.0.0.1:8786"]

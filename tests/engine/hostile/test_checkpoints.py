@@ -126,7 +126,7 @@ def run(count: int) -> dict[str, float]:
     }
 
 
-def test_mutated_headers_and_indexes_are_read_or_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_headers_and_indexes_with_random_changes_are_read_or_refused(capsys: pytest.CaptureFixture[str]) -> None:
     seen = run(MUTATIONS)
     with capsys.disabled():
         print(f"\n{seen}")

@@ -45,8 +45,8 @@ RECIPE = de.Recipe().then(de.Rule.parse("*.mlp=bf16"))
 
 
 @pytest.mark.parametrize("model", ["/etc/passwd", "/dev/zero", "..", "a\0b", "tcp://host/x", "file:///etc/passwd"])
-def test_worker_error_reveals_no_content_of_other_paths(model: str, tmp_path: Path) -> None:
-    """The paths hold no model. For other models see `test_worker_refuses_another_model_or_other_inputs`."""
+def test_error_of_a_worker_reveals_no_content_of_the_given_path(model: str, tmp_path: Path) -> None:
+    """The paths hold no model. For other models see `test_worker_refuses_a_model_or_inputs_that_differ_from_the_requested_ones`."""
     opened = Opened(model, de.Options(device="cpu", prompts=("hello",)), "w" * 64, "i" * 64)
     with pytest.raises(UserError, match=r"^process \d+ on .* can't open the model: ") as told:
         evaluate(Evaluation(opened, RecipeDrift(de.Recipe(), de.RunSettings())))
@@ -193,7 +193,7 @@ def test_oversized_jsonl_entry_is_refused_with_its_line_number(what: str, tmp_pa
         reading()
 
 
-def test_text_size_is_checked_before_reading(tmp_path: Path) -> None:
+def test_size_of_a_text_file_is_checked_before_reading(tmp_path: Path) -> None:
     """The file has 100 GB without a block on the disk. Reading it in this process would exhaust the memory."""
     path = tmp_path / "x.jsonl"
     with open(path, "wb") as file:
@@ -250,7 +250,7 @@ def test_full_output_device_is_reported_in_one_sentence() -> None:
 # -- an engine that is halted ------------------------------------------------------------------------------------------
 
 
-def test_request_cancelled_before_the_engine_thread_starts_is_ended() -> None:
+def test_request_cancelled_before_the_engine_thread_runs_is_reported_as_stopped() -> None:
     """The thread of the engine has not run since the request, as after SIGSTOP."""
     told: list[events.Event] = []
     worker = Worker(locate(None), de.Options(), told.append)

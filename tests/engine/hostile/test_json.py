@@ -93,7 +93,7 @@ def strings(value: Any) -> Iterator[str]:
             yield from strings(item)
 
 
-def test_hostile_names_are_tested_with_every_json_command() -> None:
+def test_hostile_names_are_tried_with_every_command_that_has_a_json_option() -> None:
     assert {command.removesuffix(" --sarif") for command in COMMANDS} == set(with_json(cli))
 
 

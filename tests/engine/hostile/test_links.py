@@ -80,7 +80,7 @@ def test_chat_template_that_is_a_symlink_out_of_its_folder_is_refused_by_name(tm
 
 
 @pytest.mark.slow
-def test_links_within_the_folder_and_to_the_blobs_of_the_cache_are_followed(tmp_path: Path) -> None:
+def test_links_within_the_model_folder_and_to_blobs_of_the_hub_cache_are_followed(tmp_path: Path) -> None:
     blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "0123456789abcdef"
     blobs.mkdir(parents=True)
     snapshot.mkdir(parents=True)
@@ -103,7 +103,7 @@ def test_links_within_the_folder_and_to_the_blobs_of_the_cache_are_followed(tmp_
 @pytest.mark.parametrize(
     "name", ["README.md", "model-00001-of-00002.safetensors", "runs", ".cache", "gone.json", "picture.PNG"]
 )
-def test_links_that_tokenizers_do_not_read_are_allowed(tmp_path: Path, name: str) -> None:
+def test_links_out_of_the_model_folder_are_allowed_if_tokenizers_do_not_read_them(tmp_path: Path, name: str) -> None:
     folder, outside = tmp_path / "model", tmp_path / "outside"
     folder.mkdir()
     if name == "runs":
@@ -117,7 +117,7 @@ def test_links_that_tokenizers_do_not_read_are_allowed(tmp_path: Path, name: str
 @pytest.mark.parametrize(
     "name", ["bpe.codes", "dict.txt", "source.spm", "prophetnet.tokenizer", "no_suffix", "tokenizer"]
 )
-def test_links_that_tokenizers_may_read_are_refused(tmp_path: Path, name: str) -> None:
+def test_links_out_of_the_model_folder_are_refused_if_tokenizers_may_read_them(tmp_path: Path, name: str) -> None:
     folder, outside = tmp_path / "model", tmp_path / "outside"
     folder.mkdir()
     outside.mkdir()

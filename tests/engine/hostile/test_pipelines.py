@@ -44,7 +44,7 @@ def test_impossible_number_in_a_pipeline_config_is_refused_by_name(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_picture_size_is_limited_by_its_latents(tmp_path: Path) -> None:
+def test_picture_size_of_a_pipeline_is_limited_by_the_size_of_the_latents(tmp_path: Path) -> None:
     """If a VAE has few steps between latents and pixels, latents of 256 x 256 would take hours."""
     folder = save_pipeline("sd15", tmp_path)
     changed(folder, "unet/config.json", {"sample_size": 10**5})

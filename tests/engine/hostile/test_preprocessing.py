@@ -91,13 +91,13 @@ def test_errors_of_libraries_become_a_user_error_of_one_sentence(raised: BaseExc
 
 
 @pytest.mark.parametrize("ours", [KeyboardInterrupt(), GeneratorExit(), de.Cancelled(), de.NoForward("as it is")])
-def test_own_errors_are_not_wrapped(ours: BaseException) -> None:
+def test_errors_of_dtype_engine_are_not_wrapped(ours: BaseException) -> None:
     with pytest.raises(type(ours)) as caught, failures_as(de.UserError, "file"):
         raise ours
     assert caught.value is ours
 
 
-def test_standard_error_is_dropped_only_if_the_block_fails(capfd: pytest.CaptureFixture[str]) -> None:
+def test_messages_on_standard_error_are_dropped_only_if_a_panic_follows(capfd: pytest.CaptureFixture[str]) -> None:
     with without_panic_message(), without_panic_message():
         os.write(2, b"a warning\n")
     with contextlib.suppress(Panic), without_panic_message():

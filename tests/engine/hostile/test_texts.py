@@ -62,7 +62,7 @@ def test_recipe_cannot_name_python_code_to_run(
     assert mark.exists()
 
 
-def test_a_recipe_may_name_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_recipe_file_may_name_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_file({"a.weight": torch.ones(2, 2)}, tmp_path / "net.safetensors")
     (tmp_path / "r.yaml").write_text(f"version: 1\nmodel: {tmp_path}/net.safetensors\n{RULES}")
     assert run(cli, "dtype-engine", ["recipe", "convert", str(tmp_path / "r.yaml"), "--to", "transformers"]) == 0

@@ -35,7 +35,7 @@ def _reached(tree: Tree, *rules: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("pattern", ["*=bf16", "*.self_attn=fp8", "model.layers.3=f16", "type:Linear=fp8", "*.?=bf16"])
-def test_pattern_that_names_no_kv_cache_matches_none(tree: Tree, pattern: str) -> None:
+def test_pattern_of_modules_or_weights_matches_no_kv_cache(tree: Tree, pattern: str) -> None:
     assert _reached(tree, pattern) == {}
 
 
@@ -46,14 +46,14 @@ def test_pattern_that_names_no_kv_cache_matches_none(tree: Tree, pattern: str) -
         ("*.{0..7}.*.kv_cache.k", 8), ("model.layers.1.self_attn.kv_cache", 2), ("re:.*\\.1[01]\\..*kv_cache.*", 4),
     ],
 )  # fmt: skip
-def test_pattern_that_names_kv_caches_matches_them(tree: Tree, pattern: str, count: int) -> None:
+def test_pattern_that_names_kv_caches_or_keys_or_values_selects_kv_caches(tree: Tree, pattern: str, count: int) -> None:
     plan = make_plan(tree, Recipe.of([Rule.make(pattern, "fp8")]))
     assert len(plan.caches) == count
     assert plan.planned_bytes == plan.stored_bytes or pattern == "*.v"
     assert not plan.unmatched
 
 
-def test_last_rule_that_matches_a_kv_cache_decides(tree: Tree) -> None:
+def test_last_rule_that_matches_a_kv_cache_decides_its_format(tree: Tree) -> None:
     reached = _reached(tree, "*.kv_cache=fp8", "*.kv_cache.k=bf16", "*.0.*.kv_cache=stored", "*=bf16")
     assert "model.layers.0.self_attn.kv_cache.k" not in reached
     assert reached["model.layers.10.self_attn.kv_cache.k"] == "bfloat16"

@@ -54,7 +54,7 @@ def test_ranges_in_patterns_match_only_their_numbers(first: int, last: int, numb
     ),
     NAMES,
 )
-def test_choices_in_patterns_match_the_union_of_their_expansions(groups: list[list[str]], name: str) -> None:
+def test_choices_in_braces_match_the_union_of_their_expansions(groups: list[list[str]], name: str) -> None:
     text = "_".join("{" + ",".join(group) + "}" for group in groups)
     expanded = ["_".join(parts) for parts in itertools.product(*groups)]
     assert compile_pattern(text).matches(name) == any(fnmatchcase(name, glob) for glob in expanded)
@@ -81,7 +81,7 @@ def test_literal_name_matches_itself_and_its_children_only(name: str, other: str
         (r"re:.*mlp\.gate", "layers.1.mlp.gate.weight", "layers.1.mlp.gate_proj.weight"),
     ],
 )
-def test_pattern_does_not_select_similar_names(pattern: str, taken: str, left: str) -> None:
+def test_pattern_does_not_match_similar_names(pattern: str, taken: str, left: str) -> None:
     assert compile_pattern(pattern).selects(taken)
     assert not compile_pattern(pattern).selects(left)
 
@@ -110,7 +110,7 @@ def test_class_patterns_match_whole_names_or_globs() -> None:
     assert not compile_pattern("*").matches_class("Linear")
 
 
-def test_only_specific_patterns_match_a_buffer_exactly() -> None:
+def test_only_patterns_specific_to_a_buffer_match_it_exactly() -> None:
     buffer = "model.rotary_emb.inv_freq"
     for pattern in ("*.inv_freq", buffer, "*inv*", "re:.*freq", "model.rotary_emb.{inv_freq,other}"):
         assert compile_pattern(pattern).matches_exactly(buffer), pattern
@@ -122,7 +122,7 @@ def test_only_specific_patterns_match_a_buffer_exactly() -> None:
     ("text", "position"),
     [("a.{b", 2), ("a}.b", 1), ("", 0), ("re:", 0), ("re:a(", 5), ("{1..999999999}", 0), ("{" * 30 + "}" * 30, 20)],
 )
-def test_pattern_errors_give_the_position(text: str, position: int) -> None:
+def test_error_in_a_pattern_gives_the_position_of_the_error(text: str, position: int) -> None:
     with pytest.raises(PatternError) as caught:
         compile_pattern(text)
     assert caught.value.position == position

@@ -75,7 +75,7 @@ def test_fp8_linears_preset_casts_linears_and_packed_experts() -> None:
     assert {found[name] for name in found.keys() - low} == {"bfloat16"}
 
 
-def test_modelopt_preset_keeps_head_and_routers() -> None:
+def test_modelopt_preset_leaves_head_and_routers_uncast() -> None:
     found = planned("modelopt")
     low = {name for name, dtype in found.items() if dtype == "float8_e4m3fn"}
     assert low == {name for name in MOE.tensors if name.endswith(("q_proj.weight", "fc.weight", "down_proj"))}
@@ -92,7 +92,7 @@ def test_norms_head_fp32_preset_leaves_other_weights_as_stored() -> None:
     }
 
 
-def test_islands_preset_casts_only_declared_modules() -> None:
+def test_islands_preset_casts_only_modules_that_the_model_declares_as_float32() -> None:
     recipe = preset("islands-fp32").recipe(MOE)
     assert {name for taken in make_plan(MOE, recipe).selections for name in taken.tensors} == {
         "model.layers.1.mlp.gate.weight", "model.layers.3.mlp.gate.weight"
@@ -109,7 +109,7 @@ def test_unknown_preset_suggests_the_nearest() -> None:
 
 @pytest.mark.slow
 @given(st.sets(st.sampled_from(sorted(name for name in MOE.modules if name))))
-def test_patterns_that_cover_modules_match_nothing_else(modules: set[str]) -> None:
+def test_patterns_made_for_a_set_of_modules_match_no_other_module(modules: set[str]) -> None:
     ordered = [name for name in MOE.modules if name in modules]
     wanted = {tensor.name for name in modules for tensor in MOE.below(name)}
     plan = make_plan(MOE, Recipe.of(Rule(pattern, "float16") for pattern in covering(MOE, ordered)))
@@ -146,7 +146,7 @@ def test_tree_described_from_the_config_equals_the_tree_of_the_loaded_model(make
         assert found.model_type == "llama"
 
 
-def test_class_kinds_include_base_classes(make_llama: Callable[..., Path]) -> None:
+def test_classes_known_for_a_module_include_its_base_classes(make_llama: Callable[..., Path]) -> None:
     kinds = describe(locate(str(make_llama())), Options(device="cpu")).kinds
     assert "PreTrainedModel" in kinds["LlamaForCausalLM"]
     assert kinds["Linear"] == frozenset()

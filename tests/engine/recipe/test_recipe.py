@@ -59,7 +59,7 @@ def taken_by_definition(pattern: str, tensor: TensorInfo) -> bool:
 
 
 @given(RECIPES)
-def test_last_matching_rule_decides(recipe: Recipe) -> None:
+def test_last_rule_that_matches_a_tensor_decides_its_dtype(recipe: Recipe) -> None:
     plan = make_plan(TREE, recipe)
     deciders: list[int | None] = []
     for tensor in TREE.tensors.values():
@@ -83,7 +83,7 @@ def test_last_matching_rule_decides(recipe: Recipe) -> None:
 
 
 @given(RECIPES)
-def test_planned_bytes_sum_over_saved_tensors(recipe: Recipe) -> None:
+def test_planned_bytes_are_the_sum_over_saved_tensors(recipe: Recipe) -> None:
     plan = make_plan(TREE, recipe)
     total = 0
     for tensor in TREE.tensors.values():
@@ -154,7 +154,7 @@ def test_rule_that_matches_only_uncastable_tensors_is_refused_with_the_reason(te
     ("typed", "meant"),
     [("*.mpl", "*.mlp"), ("*.MLP", "*.mlp"), ("Model.Layers.0.mlp", "model.layers.0.mlp"), ("model.layers.*.mpl", "")],
 )
-def test_mistyped_pattern_is_refused_with_the_nearest_name(typed: str, meant: str) -> None:
+def test_error_for_a_mistyped_pattern_suggests_the_nearest_name(typed: str, meant: str) -> None:
     names = [f"model.layers.{layer}.{part}.weight" for layer in range(3) for part in ("mlp.up", "mlp.down", "norm")]
     tree = Tree([TensorInfo(name, (4, 4), "float32") for name in names])
     with pytest.raises(UserError) as refused:
@@ -162,7 +162,7 @@ def test_mistyped_pattern_is_refused_with_the_nearest_name(typed: str, meant: st
     assert str(refused.value).endswith(f"the nearest is {meant or 'model.layers.*.mlp'}")
 
 
-def test_range_with_a_hyphen_is_refused_with_the_right_syntax() -> None:
+def test_error_for_a_range_with_a_hyphen_shows_the_right_syntax() -> None:
     tree = Tree([TensorInfo(f"layers.{layer}.weight", (4, 4), "float32") for layer in range(3)])
     with pytest.raises(UserError, match=r"a range is written with two dots: layers\.\{0\.\.1\}$"):
         require_matches(tree, Recipe((Rule("layers.{0-1}", "float16"),)))
@@ -195,7 +195,7 @@ def test_invalid_rules_are_refused(text: str) -> None:
         Rule.parse(text)
 
 
-def test_plans_are_cached() -> None:
+def test_equal_recipes_on_the_same_tree_give_the_same_cached_plan() -> None:
     tree, recipe = Tree(TREE.tensors.values(), CLASSES), Recipe.of([Rule("type:Linear", "bfloat16")])
     made = make_plan(tree, recipe)
     assert make_plan(tree, Recipe.of([Rule("type:Linear", "bfloat16")])) is made

@@ -107,7 +107,7 @@ def test_weight_only_int8_per_channel_is_refused_for_serving() -> None:
     assert read("*.o_proj=int8@g128").findings == ()
 
 
-def test_per_tensor_scales_give_other_values_in_fused_layers() -> None:
+def test_lint_reports_that_per_tensor_scales_change_values_of_fused_layers() -> None:
     reading = read("*.self_attn=fp8@tensor")
     assert [(finding.effect, len(finding.tensors)) for finding in reading.findings] == [("other values", 3)]
     assert read("*.self_attn=fp8").findings == ()

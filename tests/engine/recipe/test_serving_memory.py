@@ -13,7 +13,7 @@ from dtype_engine.recipe.serving_memory import cache_bytes, default_context, lar
 @pytest.mark.parametrize("budget", [0, 999, 1000, 1010, 5000, 12345, 10**6, 10**9])
 @pytest.mark.parametrize(("of_token", "window"), [(7, 10**9), (7, 50), (0, 1)])
 @pytest.mark.parametrize(("linear", "square"), [(0, 0), (3, 0), (3, 2), (0, 1)])
-def test_largest_context_nearly_fills_the_budget(
+def test_largest_context_within_a_memory_budget_nearly_fills_the_budget(
     budget: int, of_token: int, window: int, linear: int, square: int
 ) -> None:
     calls: list[int] = []

@@ -438,7 +438,7 @@ def test_converted_patterns_do_not_match_layers_or_modules_with_similar_names() 
     assert gate.left_out[0].tensors == ("model.layers.0.mlp.gate.weight", "model.layers.2.mlp.gate.weight")
 
 
-def test_regular_plan_needs_few_patterns() -> None:
+def test_converted_recipe_of_a_regular_plan_has_few_patterns() -> None:
     rules = (Rule("*", "bfloat16"), Rule("*.{self_attn,mlp}", "float8_e4m3fn"), Rule("*.bias", "bfloat16"))
     for target in ("torchao", "llm-compressor", "diffusers"):
         assert len(converted(target, LLAMA, *rules).patterns) <= 4
@@ -472,7 +472,7 @@ UNIVERSES = st.sets(NAMES.map(".".join), min_size=1, max_size=30)
 
 @pytest.mark.slow
 @given(UNIVERSES, st.data())
-def test_compressed_patterns_match_exactly_the_wanted_names(universe: set[str], data: st.DataObject) -> None:
+def test_patterns_made_from_a_list_of_names_match_exactly_these_names(universe: set[str], data: st.DataObject) -> None:
     wanted = data.draw(st.sets(st.sampled_from(sorted(universe))))
     for patterns, matches in (
         (regexes(sorted(wanted), universe), lambda pattern, name: re.fullmatch(pattern, name) is not None),
@@ -530,7 +530,7 @@ def read(target: str, tree: Tree, *rules: Rule, model_type: str = "llama") -> An
     return lint(Context(tree, make_plan(tree, Recipe(rules)), "m", model_type), target_named(target))
 
 
-def test_lint_finds_tensors_that_only_the_target_matches() -> None:
+def test_lint_reports_tensors_that_a_pattern_matches_only_in_the_target_library() -> None:
     found = read("diffusers", LLAMA, Rule("model.layers.1", "int8")).rules[0]
     assert found.only_here == ()
     assert {name.split(".")[2] for name in found.only_there} == {"10", "11"}
@@ -548,7 +548,7 @@ def test_lint_reports_a_glob_given_as_a_regex(target: str) -> None:
     assert found.rules[0].problem or target == "transformers"
 
 
-def test_lint_matches_patterns_as_each_target_does() -> None:
+def test_lint_matches_patterns_by_the_rules_of_each_target_library() -> None:
     assert not read("modelopt", LLAMA, Rule("*.mlp.*", "int8")).differs
     assert read("modelopt", LLAMA, Rule("*.mlp", "int8")).differs
     assert not read("llm-compressor", LLAMA, Rule("type:Linear", "int8")).differs
@@ -571,7 +571,7 @@ def test_lint_reports_tensors_to_which_the_target_applies_another_rule() -> None
 @pytest.mark.parametrize("target", list(TARGET_SUFFIXES))
 @given(context=CONTEXTS)
 @settings(max_examples=25, deadline=None)
-def test_lint_counts_of_matched_tensors_are_consistent(target: str, context: Context) -> None:
+def test_numbers_of_matched_tensors_in_lint_agree_with_the_lists_of_differences(target: str, context: Context) -> None:
     for rule, taken in zip(lint(context, target_named(target)).rules, context.plan.selections, strict=True):
         assert rule.here == len(taken)
         assert rule.here - rule.beyond - len(rule.only_here) == rule.there - len(rule.only_there)
@@ -604,7 +604,9 @@ def recipe_file(tmp_path: Path, *rules: str, model: str | None = None) -> str:
 
 
 @pytest.mark.slow
-def test_convert_uses_the_model_of_the_recipe_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_convert_command_uses_the_model_that_the_recipe_file_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = recipe_file(tmp_path, "*=bf16", "type:Linear=fp8", "lm_head=bf16", model=DEMO)
     assert run(cli, "dtype-engine", ["recipe", "convert", file, "--to", "llm-compressor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -97,7 +97,7 @@ def test_torchao_quantizes_by_the_converted_recipe_as_planned() -> None:
 
 
 @pytest.mark.parametrize("dtype", torchao.GROUPED)
-def test_torchao_integer_values_are_close_to_ours(dtype: str) -> None:
+def test_torchao_integer_values_are_close_to_those_of_dtype_engine(dtype: str) -> None:
     """The JSON is equal. Values differ by the precision of the scales, which are stored in bfloat16, and near the middle of two
     codes either code may be taken.
     """
@@ -122,7 +122,7 @@ def test_torchao_integer_values_are_close_to_ours(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["nvfp4", *torchao.SCALING])
-def test_torchao_block_floats_equal_ours(dtype: str) -> None:
+def test_torchao_mx_and_nvfp4_values_equal_those_of_dtype_engine(dtype: str) -> None:
     """Its own JSON is ours, and its values are; of NVFP4 but for a few near the middle of two, since it divides what is stored in
     bfloat16 in bfloat16. With quantized activations that runs on no machine without sm100.
     """
@@ -266,7 +266,7 @@ def test_modelopt_enables_the_planned_quantizers() -> None:
 
 
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe"])
-def test_gguf_name_map_is_found_by_model_type(model_type: str) -> None:
+def test_gguf_names_of_tensors_are_found_by_model_type(model_type: str) -> None:
     from dtype_engine.recipe.targets.llama_cpp import name_map
 
     lookup = name_map("net", model_type, 12)

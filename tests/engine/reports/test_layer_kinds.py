@@ -67,7 +67,7 @@ def test_tied_output_head_counts_only_as_embedding() -> None:
     assert {kind: totals.parameters for kind, totals in found.items()} == {"embeddings": 8}
 
 
-def test_layer_kind_is_found_by_class_if_the_name_does_not_say_it() -> None:
+def test_layer_kind_is_found_by_class_if_the_module_name_gives_no_kind() -> None:
     classes = {"": "MambaNet", "a": "MyAttention", "b": "BatchNorm2d", "c": "Embedding", "d": "FeedForward"}
     kinds = kinds_of_modules(Tree([], classes))
     assert kinds == {"": "other", "a": "attention", "b": "norms", "c": "embeddings", "d": "MLP"}

@@ -119,7 +119,7 @@ def test_drift_tile_names_the_module_where_values_become_nonfinite(measured: Any
     assert headings.index("Where values stop being finite") == headings.index("Memory") + 1
 
 
-def test_size_tile_compares_planned_and_stored() -> None:
+def test_size_tile_compares_planned_bytes_with_stored_bytes() -> None:
     assert size_tile(100 * MIB, 57 * MIB).details == ("43 % less",)
     assert size_tile(100 * MIB, 57 * MIB).value == "57.00 MiB of 100.00 MiB"
     assert size_tile(100 * MIB, 150 * MIB).details == ("50 % more",)
@@ -127,7 +127,7 @@ def test_size_tile_compares_planned_and_stored() -> None:
     assert size_tile(5, 5).value == "5 B"
 
 
-def test_speed_tile_appears_if_measured(measured: Any) -> None:
+def test_speed_tile_is_shown_if_speed_was_measured(measured: Any) -> None:
     rows = tuple(
         SpeedRow(what, "bf16", seconds, seconds, seconds, 3, None, False)
         for what, seconds in (("reference", 0.2), ("candidate", 0.1))
@@ -139,7 +139,7 @@ def test_speed_tile_appears_if_measured(measured: Any) -> None:
     assert third_tile(planned, None).details == ("bf16 97 % · f16 3 %",)
 
 
-def test_summary_gives_bytes_and_drift_of_the_rules(measured: Any) -> None:
+def test_summary_of_a_report_gives_the_rules_and_their_bytes_and_drift(measured: Any) -> None:
     session, drift = measured
     stored = sum(tensor.numel * 4 for tensor in session.tree.tensors.values())
     assert report_of(measured).summary.startswith(
@@ -151,7 +151,7 @@ def test_summary_gives_bytes_and_drift_of_the_rules(measured: Any) -> None:
     assert "blocks.0=bfloat16, blocks.1=bfloat16, blocks.2=bfloat16 and 2 more, net takes" in text
 
 
-def test_html_and_markdown_have_the_same_sections(measured: Any) -> None:
+def test_html_and_markdown_reports_have_the_same_sections(measured: Any) -> None:
     made = report_of(measured)
     page, text = Page(as_html(made)), as_markdown(made)
     assert page.headings == ORDER
@@ -165,7 +165,7 @@ def test_html_and_markdown_have_the_same_sections(measured: Any) -> None:
     assert lines[5] == "## Drift over depth"
 
 
-def test_report_lists_modules_without_weights_only_among_the_worst(measured: Any) -> None:
+def test_report_lists_modules_without_weights_only_among_the_worst_modules(measured: Any) -> None:
     _, drift = measured
     low = [dataclasses.replace(each, sqnr_db=1.0) if each.name == "blocks.4.1" else each for each in drift.modules]
     made = report_of((measured[0], dataclasses.replace(drift, modules=tuple(low))))
@@ -204,7 +204,7 @@ def test_notebook_shows_the_same_tiles_as_the_html_report(measured: Any) -> None
     assert "<style>" not in as_fragment(dataclasses.replace(report_of(measured), tiles=()))
 
 
-def test_report_says_top_1_class_for_classifiers_and_token_for_text_models(measured: Any) -> None:
+def test_top_1_agreement_is_named_after_classes_or_tokens_in_reports(measured: Any) -> None:
     from transformers import ViTConfig, ViTForImageClassification
 
     torch.manual_seed(0)

@@ -188,7 +188,7 @@ def test_every_table_row_of_the_html_report_is_in_the_markdown_report(measured: 
         assert f"| {' | '.join(row)} |" in text
 
 
-def test_report_folds_a_large_tree_and_limits_its_table(tmp_path: Path) -> None:
+def test_report_of_a_large_tree_folds_alike_modules_and_limits_the_table(tmp_path: Path) -> None:
     tensors = [
         TensorInfo(f"model.layers.{layer}.mlp.experts.{expert}.w", (2, 2), "bfloat16", "parameter")
         for layer in range(60) for expert in range(64)
@@ -200,7 +200,7 @@ def test_report_folds_a_large_tree_and_limits_its_table(tmp_path: Path) -> None:
     assert "2,022 more modules are left out here" in text
 
 
-def test_report_command_writes_an_html_file_and_keeps_existing_files(
+def test_report_command_writes_an_html_file_and_does_not_overwrite_existing_files(
     make_llama: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, file = make_llama(), tmp_path / "r.html"
@@ -222,7 +222,7 @@ def test_report_command_writes_an_html_file_and_keeps_existing_files(
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["llama", "r.html"]
 
 
-def test_saved_recipe_reproduces_the_drift_it_was_saved_with(
+def test_saved_recipe_file_reproduces_the_drift_that_the_file_records(
     make_llama: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, file = make_llama(), tmp_path / "recipe.yaml"

@@ -39,14 +39,14 @@ def test_signed_numbers_have_no_negative_zero(value: float, shown: str) -> None:
 
 
 @given(st.integers(0, 10**15))
-def test_short_counts_keep_two_digits(count: int) -> None:
+def test_shortened_counts_are_accurate_to_two_digits(count: int) -> None:
     number, _, unit = human_count(count).partition(" ")
     assert unit in ("", "k", "M", "B", "T")
     assert float(number) * 1000 ** " kMBT".index(unit or " ") == pytest.approx(count, rel=0.051, abs=0.5)
     assert human_bytes(count).endswith("B")
 
 
-def test_columns_are_as_wide_as_their_widest_cell() -> None:
+def test_text_columns_are_as_wide_as_their_widest_cell() -> None:
     rows = [("name", "bytes", ""), ("a", "1", "x"), ("longer", "123456", "")]
     assert table_lines(rows, {1}, indent=" ") == [" name     bytes", " a            1  x", " longer  123456"]
     assert table_lines([]) == []
@@ -98,20 +98,20 @@ def test_plurals_and_percentages_with_errors_are_formatted() -> None:
     assert [percent_with_error(0.9912, error) for error in (0.0008, None)] == ["99.12 ± 0.08 %", "99.12 %"]
 
 
-def test_drift_text_says_if_only_weights_are_compared() -> None:
+def test_text_report_of_drift_says_if_only_weights_are_compared() -> None:
     found = report(Recipe())
     assert "weights only" not in drift_text(found)
     assert "weights only" in drift_text(dataclasses.replace(found, weights_only=True))
 
 
-def test_drift_text_says_if_lost_values_were_not_counted() -> None:
+def test_text_report_of_drift_says_if_lost_values_were_not_counted() -> None:
     found = report(Recipe())
     assert "lost " not in drift_text(found)
     text = drift_text(dataclasses.replace(found, lost=None))
     assert "lost       not counted: the values that the casts make infinite or zero" in text
 
 
-def test_drift_text_says_if_modules_were_compared_on_some_sequences_only() -> None:
+def test_text_report_of_drift_says_if_modules_were_compared_on_some_sequences_only() -> None:
     modules = (ModuleDrift("model.norm", 30.0, 0.5, 0),)
     for count, told in ((2, True), (6, False)):
         text = drift_text(report(Recipe(), modules=modules, modules_sequences=count))

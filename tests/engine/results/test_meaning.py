@@ -44,7 +44,7 @@ def test_drift_word_follows_from_the_mean_kl(kl: float, word: str) -> None:
 
 @pytest.mark.parametrize("sqnr_db", [5.0, 28.0, 43.0, 60.0])
 @pytest.mark.parametrize("kl", [None, 0.0, -1e-9, math.nan, 1e-6, 2.5e-5, 2.77e-4, 1.355e-3, 0.01, 0.4451, 0.6])
-def test_drift_words_change_at_the_listed_sqnr_limits(kl: float | None, sqnr_db: float) -> None:
+def test_drift_word_changes_at_each_listed_limit_of_the_sqnr(kl: float | None, sqnr_db: float) -> None:
     output = drift(kl, sqnr_db)
     limits = sqnr_limits(output)
     assert [least for least, _ in limits] == sorted((least for least, _ in limits), reverse=True)
@@ -71,7 +71,7 @@ def test_minimum_sqnr_of_rounding_is_reached_for_mantissas_near_1() -> None:
     assert rounding_sqnr_db(10) == pytest.approx(sqnr(exact, exact.to(torch.float16).double()), abs=0.1)
 
 
-def test_sqnr_limits_hold_for_rounded_normal_values() -> None:
+def test_rounded_normal_values_get_the_drift_word_that_fits_their_dtype() -> None:
     exact = torch.randn(400_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     rounded = exact.to(torch.bfloat16).double()
     assert meaning(drift(sqnr_db=sqnr(exact, rounded))).word == "invisible"
@@ -88,7 +88,7 @@ def test_drift_word_follows_from_sqnr_for_outputs_without_probabilities(db: floa
     assert meaning(drift(sqnr_db=db)).word == word
 
 
-def test_exact_nonfinite_and_under_the_floor_take_precedence_over_drift_limits() -> None:
+def test_words_exact_broken_and_under_the_floor_take_precedence_over_drift_limits() -> None:
     assert meaning(drift(0.0, math.inf, 0.0)).word == "exact"
     assert meaning(drift(1e-9, nonfinite=1)).word == "broken"
     assert meaning(drift(None, math.nan)).word == "broken"
@@ -99,7 +99,7 @@ def test_exact_nonfinite_and_under_the_floor_take_precedence_over_drift_limits()
     assert meaning(drift(sqnr_db=46.0), NoiseFloor((), 0, 0.0, 0.0, 0.0)).word == "small"
 
 
-def test_help_on_drift_words_gives_every_limit_and_source() -> None:
+def test_help_on_drift_words_names_every_limit_and_its_source() -> None:
     for words in ("llama.cpp", "LLaMA-3-8B", "2.5e-05", "1.4e-03", "0.031", "0.445", "52.9 dB", "28.9 dB", "4.4 dB"):
         assert words in HELP
 
@@ -118,7 +118,7 @@ class Saturated(nn.Module):
         return self.scores(x).softmax(-1)
 
 
-def test_identical_output_is_reported_together_with_module_drift() -> None:
+def test_report_of_an_identical_output_says_that_modules_drift() -> None:
     model, x = Saturated(), torch.randn(5, 8)
     with torch.no_grad():
         r = model.scores(x).double()

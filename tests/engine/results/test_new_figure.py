@@ -56,7 +56,7 @@ def test_new_figure_is_in_text_reports_and_recipe_files() -> None:
         ("most", "0.002", "mean/max 0.0025: over the limit, 0.002"),
     ],
 )
-def test_new_figure_can_be_limited_by_min_and_max(option: str, limit: str, says: str) -> None:
+def test_options_min_and_max_set_limits_on_a_new_figure(option: str, limit: str, says: str) -> None:
     options = {"max_kl": None, "min_sqnr": None, "min_top1": None, "least": (), "most": ()}
     limits = all_limits(options | {option: (f"mean_to_max={limit}",)}, ())
     (verdict,) = verdicts(limits, REPORT.output)
@@ -65,7 +65,7 @@ def test_new_figure_can_be_limited_by_min_and_max(option: str, limit: str, says:
         all_limits(options | {option: (f"mean_to={limit}",)}, ())
 
 
-def test_rows_of_figures_name_existing_values_and_views() -> None:
+def test_rows_in_the_table_of_figures_name_existing_fields_and_views() -> None:
     for row in FIGURES.values():
         assert row is TOY or row.name in NAMES
         assert set(row.shown or ()) <= set(typing.get_args(View))

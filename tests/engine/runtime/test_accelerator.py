@@ -82,7 +82,7 @@ def wide(make_llama: Callable[..., Path]) -> Path:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", NAMES)
-def test_accelerator_drift_equals_that_of_plain_torch(name: str, dtype: str) -> None:
+def test_drift_on_an_accelerator_equals_that_of_plain_torch(name: str, dtype: str) -> None:
     module, inputs = architectures.make(name)
     by_hand = copy.deepcopy(module)
     expected = run_plainly(module, inputs)
@@ -162,7 +162,7 @@ def test_text_generated_on_an_accelerator_equals_that_of_transformers(make_llama
         assert list(continued.ids) == expected[0, ids.shape[1] :].tolist()
 
 
-def test_accelerator_scan_agrees_with_the_cpu(make_llama: Callable[..., Path]) -> None:
+def test_scan_on_an_accelerator_agrees_with_a_scan_on_the_cpu(make_llama: Callable[..., Path]) -> None:
     folder = str(make_llama(num_hidden_layers=1))
     scores = {}
     for device in (DEVICE, "cpu"):
@@ -174,7 +174,7 @@ def test_accelerator_scan_agrees_with_the_cpu(make_llama: Callable[..., Path]) -
         assert scores[DEVICE, exact] == pytest.approx(scores["cpu", exact], rel=2e-2, abs=1e-9)
 
 
-def test_export_from_an_accelerator_has_the_bytes_of_that_from_the_cpu(
+def test_export_from_an_accelerator_has_the_bytes_of_an_export_from_the_cpu(
     make_llama: Callable[..., Path], tmp_path: Path
 ) -> None:
     folder = str(make_llama())
@@ -202,7 +202,7 @@ def test_module_that_does_not_fit_in_accelerator_memory_is_named(wide: Path) -> 
 
 
 @on_fake  # which counts every byte
-def test_too_little_accelerator_memory_by_one_byte_names_the_module(wide: Path) -> None:
+def test_error_names_the_module_if_accelerator_memory_is_one_byte_too_small(wide: Path) -> None:
 
     def measure() -> Any:
         gc.collect()

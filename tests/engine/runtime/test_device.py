@@ -42,7 +42,7 @@ def test_scans_on_the_fake_accelerator_equal_those_of_the_cpu(way: str, found: d
     assert found["fake"][way] == pytest.approx(found["cpu"][way], rel=1e-2, abs=1e-12)
 
 
-def test_drift_from_other_references_on_the_fake_accelerator_equals_the_cpu(found: dict[str, Any]) -> None:
+def test_drift_from_other_references_on_the_fake_accelerator_equals_that_on_the_cpu(found: dict[str, Any]) -> None:
     """From another checkpoint, and from the model as stored."""
     assert len(found["cpu"]["against"]) > 10
     assert found["fake"]["against"] == pytest.approx(found["cpu"]["against"], rel=1e-2)
@@ -59,13 +59,13 @@ def test_memory_of_the_fake_accelerator_is_reported(found: dict[str, Any]) -> No
     assert found["full"].endswith("not enough memory on fake (fake out of memory); use --device cpu")
 
 
-def test_model_over_the_memory_of_the_fake_accelerator_has_the_same_drift(found: dict[str, Any]) -> None:
+def test_drift_is_unchanged_if_a_model_exceeds_the_memory_of_the_fake_accelerator(found: dict[str, Any]) -> None:
     inside, over = found["over"]
     assert (inside[0], over[0]) == (False, True)
     assert over[1:] == inside[1:]
 
 
-def test_drift_on_two_devices_equals_that_on_one(found: dict[str, Any]) -> None:
+def test_drift_on_two_devices_equals_that_on_one_device(found: dict[str, Any]) -> None:
     two = found["two"]
     assert [two[way][0] for way in ("one", "auto", "file")] == [["fake:0"], ["fake:0", "fake:1"], ["fake:0", "fake:1"]]
     assert two["auto"][1] == two["one"][1] == two["file"][1]
@@ -75,11 +75,11 @@ def test_module_too_large_for_the_second_device_is_named(found: dict[str, Any]) 
     assert found["two"]["full"].startswith("model.layers.0: not enough memory on fake:1 (fake out of memory)")
 
 
-def test_scan_of_a_model_partly_on_the_cpu_gives_the_same_scores(found: dict[str, Any]) -> None:
+def test_scan_of_a_model_partly_on_the_cpu_gives_the_scores_of_a_single_device(found: dict[str, Any]) -> None:
     assert found["two"]["scan"] == pytest.approx(found["fake"]["estimated"], rel=1e-2, abs=1e-12)
 
 
-def test_float64_is_refused_on_an_accelerator_without_it(found: dict[str, Any]) -> None:
+def test_float64_is_refused_on_an_accelerator_without_float64(found: dict[str, Any]) -> None:
     said = "can't be cast to float64, which fake does not have; use --device cpu"
     assert found["fake"]["float64"] == f"model.layers.0.mlp.gate_proj.weight {said}"
     assert found["wide"] == "net.py:Net: weight is in float64, which fake does not have; use --device cpu"

@@ -117,7 +117,7 @@ def test_drift_of_stacked_experts_run_from_disk_equals_that_in_memory(tmp_path: 
     assert over.scan(dtypes, draws=1).scores() == inside.scan(dtypes, draws=1).scores()
 
 
-def test_experts_cast_one_by_one_from_disk_give_the_same_figures(
+def test_experts_cast_one_by_one_from_disk_give_the_figures_of_a_model_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     moe = mixtral(tmp_path, layers=2, experts=8)
@@ -175,7 +175,7 @@ def test_scan_can_be_cancelled_within_the_cast_of_one_weight(llama: Path, monkey
 
 
 @pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="only that is interrupted")
-def test_interrupt_stops_at_the_next_weight_of_a_block(llama: Path) -> None:
+def test_interrupt_ends_a_forward_pass_at_the_next_weight_of_a_block(llama: Path) -> None:
     over = opened(llama, 1 << 21)
     memory, asked = over.model.memory, [0]
     assert memory.limited
@@ -227,7 +227,7 @@ def test_modules_of_a_model_run_from_disk_are_compared_although_few_outputs_fit(
     assert reports[1].output == reports[0].output
 
 
-def test_scan_of_a_model_run_from_disk_has_the_same_scores_and_resumes(
+def test_scan_of_a_model_run_from_disk_has_the_scores_of_a_model_in_memory_and_resumes(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local_errors, "PIECE", 1 << 16)  # the head has two pieces
@@ -407,7 +407,7 @@ def test_over_memory_option_is_not_suggested_without_an_architecture(llama: Path
         de.open(str(llama), options=de.Options(max_memory={"cpu": 1 << 20}))
 
 
-def test_pickled_weights_larger_than_memory_are_refused_with_a_way_out(llama: Path, tmp_path: Path) -> None:
+def test_error_for_pickled_weights_larger_than_memory_suggests_an_export(llama: Path, tmp_path: Path) -> None:
     state = load_file(llama / "model.safetensors")
     (llama / "model.safetensors").unlink()
     torch.save(state, llama / "pytorch_model.bin")
@@ -455,7 +455,9 @@ def test_diffusers_model_larger_than_memory_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_model_runs_on_cuda_in_a_quarter_of_its_memory_with_the_same_figures(make_llama: Callable[..., Path]) -> None:
+def test_model_runs_on_cuda_in_a_quarter_of_its_memory_without_a_change_of_figures(
+    make_llama: Callable[..., Path],
+) -> None:
     # Much larger than the workspaces of cuBLAS, of which each thread has one: 32 MiB on Hopper.
     folder = make_llama(
         dtype="bfloat16", **SIZES | {"hidden_size": 2048, "intermediate_size": 4096, "num_hidden_layers": 12}

@@ -22,7 +22,7 @@ from dtype_engine.search.pareto import Constraints
 from dtype_engine.search.solve import solve
 
 
-def test_formats_of_all_runtimes_are_castable() -> None:
+def test_formats_listed_for_each_runtime_are_castable() -> None:
     for family in FAMILIES.values():
         assert all(name in dtypes.CASTABLE_DTYPES for name in family.dtypes)
 
@@ -121,7 +121,9 @@ def test_packed_experts_share_a_format_if_transformers_cannot_load_several(tmp_p
     assert Loadable(session.tree, "vllm", ("int4@g128",)).alike == ()
 
 
-def test_search_gives_tied_embeddings_scales_only_with_own_formats(make_llama: Callable[..., Path]) -> None:
+def test_search_gives_tied_embeddings_a_format_with_scales_only_if_formats_are_own(
+    make_llama: Callable[..., Path],
+) -> None:
     session = llama_session(make_llama, tie_word_embeddings=True, num_hidden_layers=1)
     session.scan(("int8",), draws=1)
     tied = "model.embed_tokens.weight"
@@ -149,7 +151,7 @@ def test_dtype_that_the_runtime_loads_for_no_weight_is_refused(make_llama: Calla
     require_loadable(tree, "own", dtypes.CASTABLE_DTYPES)
 
 
-def test_search_for_a_module_of_user_code_uses_own_formats() -> None:
+def test_search_for_a_module_of_user_code_uses_all_formats_of_dtype_engine() -> None:
     net = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
     session = de.open(net, inputs=(torch.ones(2, 16),))
     session.scan(("float8_e5m2",), draws=1)

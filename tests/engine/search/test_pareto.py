@@ -76,7 +76,7 @@ def test_smallest_recipe_within_a_drift_limit_is_found(table: list[list[tuple[in
 
 @settings(max_examples=80, deadline=None)
 @given(st.lists(CHOICES, min_size=1, max_size=5))
-def test_no_combination_beats_the_pareto_front(table: list[list[tuple[int, float]]]) -> None:
+def test_no_combination_of_dtypes_beats_the_pareto_front(table: list[list[tuple[int, float]]]) -> None:
     items = items_of(table)
     front = ParetoFront(items)
     sizes = [point.bytes for point in front.points]
@@ -134,7 +134,7 @@ def test_minimized_rules_give_exactly_the_plan(wanted: list[str]) -> None:
     assert len(recipe) <= len(NAMES)
 
 
-def test_minimized_rules_are_few_and_survive_a_recipe_file(tmp_path: Path) -> None:
+def test_minimized_rules_are_few_and_unchanged_by_writing_and_reading_a_recipe_file(tmp_path: Path) -> None:
     tree = tree_of()
     wanted = dict.fromkeys(NAMES, "float32")
     wanted |= {name: "int8" for name in NAMES if ".mlp." in name and name.split(".")[2] in "123"}
@@ -171,7 +171,7 @@ def combine_scores(tree: Tree, kinds: tuple[str, ...] = ("bfloat16", "int8")) ->
     }
 
 
-def test_search_constraints_keep_weights_and_give_groups_one_dtype() -> None:
+def test_search_constraints_keep_weights_as_stored_and_give_each_group_one_dtype() -> None:
     tree = tree_of()
     constraints = Constraints(
         keep=("type:RMSNorm",), groups=("*.{q,k,v}_proj", "*.experts"), only=(("head", ("bfloat16",)),)
@@ -223,7 +223,7 @@ def scanned() -> Any:
     return session
 
 
-def test_found_recipe_meets_its_budget_and_prediction(scanned: Any) -> None:
+def test_recipe_found_by_a_search_meets_the_budget_and_the_predicted_drift(scanned: Any) -> None:
     for share in (0.3, 0.45, 0.7):
         budget = int(share * scanned.tree.stored_bytes)
         report = scanned.search(budget, measure=True)
@@ -297,7 +297,7 @@ def test_scan_and_search_commands_print_scores_and_the_pareto_front(
     ("text", "size"),
     [("12GiB", 12 * 2**30), ("500MB", 500 * 10**6), ("1.5k", 1536), ("45%", 450), ("7", 7), ("2 b", 2)],
 )
-def test_sizes_are_parsed(text: str, size: int) -> None:
+def test_byte_sizes_are_parsed(text: str, size: int) -> None:
     from dtype_engine.search.constraints import parse_bytes
 
     assert parse_bytes(text, 1000) == size
@@ -328,7 +328,7 @@ def test_pareto_front_is_made_for_weights_stored_in_gguf_blocks() -> None:
     assert [(point.bytes, point.predicted) for point in front.points] == [(2 * 64 * 256, 0.1)]
 
 
-def test_stored_format_of_one_weight_is_no_choice_for_others() -> None:
+def test_stored_format_of_one_weight_is_not_offered_for_other_weights() -> None:
     tree = from_tensors(
         [
             TensorInfo("a.weight", (64, 256), "fp8:e4m3@128x128", packed_bytes=64 * 256 + 8),

@@ -44,7 +44,7 @@ def test_score_of_a_module_sums_its_weights_and_counts_ties_once() -> None:
     assert sums["layers"] == 2 + 3 + 4 + 5
 
 
-def test_layer_map_sums_experts_and_keeps_tensors_outside_layers() -> None:
+def test_layer_map_sums_the_scores_of_experts_and_lists_tensors_outside_layers() -> None:
     found = layer_map(tree(), scanned().scores(), "int8")
     assert found.layers == ("layers.0", "layers.1")
     assert found.kinds == ("attn.q", "experts.*.w")

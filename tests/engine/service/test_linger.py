@@ -67,7 +67,7 @@ def far(folder: Path) -> Iterator[Far]:
     wait_until(lambda: not made.logs(), 20, "the engine has not ended with the app")
 
 
-def test_results_of_a_disconnected_engine_arrive_once_after_reconnecting(far: Far) -> None:
+def test_results_of_a_disconnected_engine_arrive_exactly_once_after_reconnecting(far: Far) -> None:
     recorded = far.recorded
     recorded.wait_for(events.Measured)
     (far.folder / "down-for-now").touch()

@@ -75,7 +75,7 @@ REQUESTS: list[messages.Request] = [
 
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=lambda request: type(request).__name__)
-def test_request_survives_encoding(request_: messages.Request) -> None:
+def test_request_is_unchanged_by_encoding_and_decoding(request_: messages.Request) -> None:
     arrived = messages.decode_request(messages.encode_request(request_))
     assert arrived == request_
     assert type(arrived) is type(request_)
@@ -133,7 +133,7 @@ def assert_same(arrived: Any, sent: Any) -> None:
             assert repr(_plain(got)) == repr(_plain(value)), name  # nan is not equal to itself
 
 
-def test_every_event_of_a_real_worker_survives_encoding() -> None:
+def test_every_event_of_a_real_worker_is_unchanged_by_encoding_and_decoding() -> None:
     """The worker opens, measures, traces, attributes, times, writes, scans, reads values and fails."""
     with RecordedWorker(options=Options(prompts=("import os\n",))) as recorded:
         recorded.wait_for(events.Idle)
@@ -224,7 +224,7 @@ MADE_UP: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", MADE_UP)
-def test_event_of_every_type_survives_encoding(name: str) -> None:
+def test_event_of_every_type_is_unchanged_by_encoding_and_decoding(name: str) -> None:
     event = MADE_UP[name]()
     assert_same(crossed(event), event)
 
@@ -262,7 +262,7 @@ def test_request_for_an_unknown_job_is_refused(request_: list[Any], words: str) 
         messages.decode_request(msgspec.msgpack.encode(request_))
 
 
-def test_live_tree_survives_encoding() -> None:
+def test_live_tree_is_unchanged_by_encoding_and_decoding() -> None:
     with RecordedWorker() as recorded:
         ready = recorded.wait_for(events.ModelReady)
     assert ready.tree.has_classes
@@ -270,7 +270,7 @@ def test_live_tree_survives_encoding() -> None:
     assert_same(crossed(ready), ready)
 
 
-def test_tree_with_unusual_names_and_marks_survives_encoding() -> None:
+def test_tree_with_unusual_names_and_marks_is_unchanged_by_encoding_and_decoding() -> None:
     tree = Tree(
         [
             TensorInfo("a.b", (2, 3), "float32", aliases=("c.b",)),
@@ -346,7 +346,7 @@ def test_control_characters_in_events_are_escaped_except_in_names(name: str, mon
     assert SAFE in [text for _, text in found]
 
 
-def test_message_that_equals_a_tensor_name_is_escaped() -> None:
+def test_control_characters_in_a_message_that_equals_a_tensor_name_are_escaped() -> None:
     name = "layer\x1b]0;owned\x07"
     decoder = messages.AnswerDecoder()
     tree = from_tensors([TensorInfo(f"{name}.weight", (1,), "float32")])
@@ -414,7 +414,7 @@ def test_event_with_lost_values_of_an_empty_tensor_is_refused(index: int) -> Non
         messages.check_event(with_losses(ValueLoss("w", "float16", overflowed=1, vanished=0, elements=0))[index])
 
 
-def test_recipe_with_control_characters_survives_encoding() -> None:
+def test_recipe_with_control_characters_is_unchanged_by_encoding_and_decoding() -> None:
     recipe = Recipe((Rule.parse("*.layer\x1b[[]2J.*=bf16"), Rule.parse("re:\u202e.*=f16")))
     assert crossed(events.CastingProgress(recipe, 1, 2)).recipe == recipe
 
@@ -439,7 +439,7 @@ ANYTHING = st.recursive(
 
 
 @given(st.sampled_from(WORDS), st.lists(ANYTHING, max_size=8))
-def test_random_message_is_an_event_or_a_wire_error(word: str, fields: list[Any]) -> None:
+def test_decoding_a_random_message_gives_an_event_or_raises_wire_error(word: str, fields: list[Any]) -> None:
     try:
         data = msgspec.msgpack.encode([word, *fields])
     except (OverflowError, ValueError):
@@ -464,7 +464,7 @@ def test_random_bytes_in_the_stream_raise_a_wire_error_at_most(data: bytes, comp
 
 
 @pytest.mark.parametrize("compressed", [False, True])
-def test_messages_survive_a_stream_split_into_pieces(compressed: bool) -> None:
+def test_messages_are_decoded_from_a_stream_split_into_pieces(compressed: bool) -> None:
     written = bytearray(b"Welcome to host!\r\nLast login: never\n")
     writer = FrameWriter(written.extend, compressed)
     sent = [b"", b"x" * 70_000, bytes(range(256))]
@@ -505,7 +505,7 @@ def test_endless_tree_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         decoder.decode(part)
 
 
-def test_stream_without_the_start_mark_is_refused() -> None:
+def test_engine_stream_without_the_start_mark_is_refused() -> None:
     reader = FrameReader(lambda count: b"y" * count)
     with pytest.raises(WireError, match="no mark"):
         reader.find_mark(False)

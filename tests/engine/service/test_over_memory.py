@@ -106,7 +106,7 @@ def test_drift_is_kept_if_a_user_metric_fails(
     assert report.lost == ()
 
 
-def test_drift_is_discarded_if_files_change_while_it_is_measured(
+def test_drift_is_discarded_if_files_change_during_the_measurement(
     make_llama: Callable[..., Path], tmp_path: Path
 ) -> None:
     folder = make_llama()

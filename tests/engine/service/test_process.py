@@ -56,7 +56,7 @@ def test_requests_made_before_the_engine_starts_are_fulfilled(start: Start, tmp_
     assert "*.mlp" in (tmp_path / "r.yaml").read_text()
 
 
-def test_signals_that_end_the_engine_are_explained() -> None:
+def test_message_explains_which_signal_ended_the_engine() -> None:
     """`tests/terminal/test_engine_deaths.py` shows the same for real engines."""
     assert "cut short" in signal_words(signal.SIGBUS)
     assert "a library in it crashed (SIGSEGV)" in signal_words(signal.SIGSEGV)
@@ -176,7 +176,7 @@ def test_engine_command_that_does_not_exist_is_reported(start: Start) -> None:
     assert "No such file" in start(EngineCommand(("/nowhere/dtype-engine",))).wait_for(events.EngineEnded).message
 
 
-def test_pipe_from_the_engine_is_not_read_while_the_app_is_behind() -> None:
+def test_pipe_from_the_engine_is_not_read_while_the_app_handles_earlier_events() -> None:
     """What the engine sends then stays in the pipe, and the engine waits."""
     behind, emitted, ends = threading.Semaphore(0), list[events.Event](), threading.Event()
     endless = python(GREETED + "put('Opened', '', '')\nwhile True: put('Idle')")

@@ -111,7 +111,7 @@ def test_requests_wait_in_the_queue_in_order_of_priority(
         (Measure(), Pause(True), False),
     ],
 )
-def test_newer_requests_stop_the_running_command_if_they_supersede_it(
+def test_request_that_supersedes_the_running_command_stops_the_command(
     command: Command, request_: Request, stops: bool
 ) -> None:
     assert (merge(running(command), request_).stopping == "newer") is stops
@@ -123,19 +123,19 @@ def test_commands_stopped_by_a_newer_recipe_run_again() -> None:
     assert queue.dropped == ()
 
 
-def test_repeated_measurement_replaces_its_waiting_follow_ups() -> None:
+def test_repeated_measurement_removes_waiting_jobs_that_follow_each_measurement() -> None:
     queue = finish(merge(running(Measure(), ApplyRecipe(), Ask("floor"), SAVE), SetInputs("a")), "interrupted")
     assert queue.waiting == (SetInputs("a"), Measure(), SAVE)
 
 
-def test_stopped_command_is_not_repeated_if_a_newer_one_of_its_kind_waits() -> None:
+def test_stopped_command_is_not_repeated_if_a_newer_command_of_its_kind_waits() -> None:
     for first, anew in ((Measure(), SetRecipe(HALF)), (SetInputs("a"), SetInputs("b"))):
         queue = finish(merge(running(first), anew), "interrupted")
         assert [type(command) for command in queue.waiting] == [type(first)]
         assert first not in queue.waiting or isinstance(first, Measure)
 
 
-def test_measurement_stopped_by_new_inputs_is_run_after_them() -> None:
+def test_measurement_stopped_by_new_inputs_runs_again_after_the_inputs_are_set() -> None:
     stopped = finish(merge(running(Measure()), SetInputs("a")), "interrupted")
     assert stopped.waiting == (SetInputs("a"), Measure())
     for follow_ups in ((), (Measure(),)):
@@ -143,13 +143,13 @@ def test_measurement_stopped_by_new_inputs_is_run_after_them() -> None:
     assert finish(take(stopped), "failed").waiting == (Measure(),)
 
 
-def test_follow_ups_stopped_by_new_inputs_are_run_if_the_inputs_are_refused() -> None:
+def test_jobs_after_a_measurement_stopped_by_new_inputs_run_if_the_inputs_are_refused() -> None:
     stopped = finish(merge(running(Ask("floor")), SetInputs("a")), "interrupted")
     assert finish(take(stopped), "done").waiting == (Ask("floor"),)
     assert finish(take(stopped), "done", (Measure(),)).waiting == (Measure(),)
 
 
-def test_recipe_with_the_same_plan_is_measured_only_if_needed() -> None:
+def test_recipe_with_the_same_plan_is_measured_again_only_without_an_earlier_result() -> None:
     assert merge(IDLE, FollowRecipe(HALF)) == replace(IDLE, recipe=HALF, waiting=(ApplyRecipe(),))
     for unmeasured in (
         replace(IDLE, waiting=(Measure(),)),
@@ -176,7 +176,7 @@ def test_cancel_stops_all_commands_and_reports_them() -> None:
     assert (reported(ended).stopped, reported(ended).dropped) == (None, ())
 
 
-def test_measurement_cancelled_at_its_end_has_no_follow_ups() -> None:
+def test_measurement_cancelled_at_its_end_starts_no_further_jobs() -> None:
     queue = finish(merge(running(Measure()), Cancel()), "done", (Ask("losses"), Ask("floor")))
     assert (queue.waiting, queue.stopped) == ((), "losses")
     queue = finish(merge(running(SAVE), Cancel()), "done", (ApplyRecipe(),))
@@ -197,7 +197,7 @@ def test_user_can_cancel_one_job_by_name() -> None:
     assert (queue.stopping, queue.waiting) == ("user", (Ask("flow"),))
 
 
-def test_measurement_without_a_live_model_is_called_losses() -> None:
+def test_job_that_counts_lost_values_without_a_live_model_is_named_losses() -> None:
     queue = replace(running(WEIGHT), available="files")
     queue = merge(queue, SetRecipe(HALF))
     assert queue.waiting == (Measure(),)
@@ -239,7 +239,7 @@ def test_number_of_waiting_requests_is_limited() -> None:
         ("nothing", (), ("inputs", "flow", "scan", "values", "write")),
     ],
 )
-def test_requests_that_need_a_model_are_refused_if_it_cannot_be_opened(
+def test_requests_that_need_a_model_are_refused_if_the_model_cannot_be_opened(
     available: Available, kept: tuple[Command, ...], refused: tuple[str, ...]
 ) -> None:
     waited = opened(after(Queue(), *ASKED), available, "why")
@@ -251,7 +251,7 @@ def test_requests_that_need_a_model_are_refused_if_it_cannot_be_opened(
     assert merge(waited, SetRecipe(HALF)).recipe == HALF
 
 
-def test_follow_ups_of_a_measurement_have_names_and_can_be_cancelled_alone() -> None:
+def test_jobs_that_follow_a_measurement_have_names_and_can_be_cancelled_alone() -> None:
     queue = running(Ask("floor"), Ask("losses"), SAVE)
     assert queue.running is not None
     assert queue.running.name == "floor"
@@ -300,13 +300,13 @@ def queues(draw: st.DrawFn) -> Queue:
 
 
 @given(queues(), st.one_of(commands.filter(lambda command: command.traits.once), changes, cancels))
-def test_repeated_request_leaves_the_queue_unchanged(queue: Queue, request_: Request) -> None:
+def test_queue_is_unchanged_by_a_repeated_request(queue: Queue, request_: Request) -> None:
     once = merge(queue, request_)
     assert merge(once, request_) == once
 
 
 @given(queues(), st.one_of(commands, changes))
-def test_queue_drops_only_superseded_requests(queue: Queue, request_: Request) -> None:
+def test_queue_drops_only_requests_that_a_newer_request_supersedes(queue: Queue, request_: Request) -> None:
     merged = merge(queue, request_)
     new = request_ if isinstance(request_, Command) else Measure()
     rest = [command for command in queue.waiting if not supersedes(new, command)]
@@ -320,7 +320,7 @@ def test_queue_drops_only_superseded_requests(queue: Queue, request_: Request) -
 
 
 @given(queues())
-def test_queue_repeats_stopped_commands_or_reports_them(queue: Queue) -> None:
+def test_stopped_command_runs_again_or_is_reported_if_the_user_stopped_it(queue: Queue) -> None:
     if queue.running is None:
         return
     ended = finish(queue, "interrupted")
@@ -342,14 +342,14 @@ def test_cancel_reports_all_dropped_requests(queue: Queue) -> None:
 
 
 @given(queues())
-def test_measurement_never_waits_beside_its_own_follow_ups(queue: Queue) -> None:
+def test_jobs_that_follow_each_measurement_never_wait_beside_a_waiting_measurement(queue: Queue) -> None:
     measurements = [command for command in queue.waiting if isinstance(command, Measure)]
     assert len(measurements) <= 1
     if measurements:
         assert not [command for command in queue.waiting if isinstance(command, ApplyRecipe) or command.traits.follows]
 
 
-def test_full_measurement_continues_a_running_one() -> None:
+def test_request_for_a_full_measurement_extends_the_running_measurement() -> None:
     queue = merge(running(Measure()), Measure(in_full=True))
     assert (queue.in_full, queue.waiting, queue.stopping) == (True, (), "")
     # Not one that a newer recipe has stopped: the next is measured as precisely as was asked for.

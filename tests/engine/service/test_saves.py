@@ -75,7 +75,9 @@ def checked(recorded: RecordedEngine, path: str, for_export: bool = False) -> ev
     return recorded.wait_for(events.PathChecked, since=start)
 
 
-def test_save_targets_are_checked_while_a_command_runs(recorded: RecordedEngine, folder: Path, tmp_path: Path) -> None:
+def test_path_to_save_to_is_checked_while_another_command_runs(
+    recorded: RecordedEngine, folder: Path, tmp_path: Path
+) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full/file").touch()
     (tmp_path / "empty").mkdir()
@@ -205,7 +207,9 @@ def test_long_export_cancelled_through_the_worker_leaves_no_files(tmp_path: Path
     assert list(tmp_path.iterdir()) == [model]
 
 
-def test_export_with_quantized_activations_calibrates_its_own_recipe(recorded: RecordedEngine, tmp_path: Path) -> None:
+def test_export_with_quantized_activations_calibrates_the_exported_recipe(
+    recorded: RecordedEngine, tmp_path: Path
+) -> None:
     recipe = Recipe((Rule("*.q_proj", "nvfp4"),))
     recorded.worker.request(SetSettings(RunSettings(quantize_activations="weights")))
     recorded.worker.request(SetRecipe(recipe))

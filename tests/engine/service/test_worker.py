@@ -45,7 +45,7 @@ def test_engine_thread_in_the_process_of_the_app_has_a_lower_priority() -> None:
         assert os.getpriority(os.PRIO_PROCESS, engine) == max(NICENESS, own)
 
 
-def test_new_recipe_supersedes_one_that_is_being_measured(demo: RecordedEngine) -> None:
+def test_no_events_of_a_recipe_arrive_after_a_newer_recipe_is_cast(demo: RecordedEngine) -> None:
     demo.wait_for(events.Idle)
     for _ in range(3):
         start = len(demo.events)
@@ -60,7 +60,7 @@ def test_new_recipe_supersedes_one_that_is_being_measured(demo: RecordedEngine) 
         assert demo.of(events.Measured, start)[-1].report.rules == ("*=bfloat16",)
 
 
-def test_events_of_measurements_have_their_recipe(short: RecordedEngine) -> None:
+def test_event_of_a_measurement_has_the_recipe_that_was_measured(short: RecordedEngine) -> None:
     for recipe in (HALF, BRAIN, Recipe()):
         short.worker.request(SetRecipe(recipe))
         event = short.measured(recipe)
@@ -68,7 +68,7 @@ def test_events_of_measurements_have_their_recipe(short: RecordedEngine) -> None
         assert event.report.memory.planned_bytes == event.report.memory.stored_bytes // (2 if recipe.rules else 1)
 
 
-def test_generation_and_speed_use_the_current_recipe(short: RecordedEngine) -> None:
+def test_generation_and_measurement_of_speed_use_the_current_recipe(short: RecordedEngine) -> None:
     short.worker.request(SetRecipe(HALF))
     short.worker.request(GENERATE.ask(GenerateText(3)))
     short.worker.request(SPEED.ask(None))

@@ -56,7 +56,7 @@ def test_measurement_stopped_by_refused_inputs_starts_again(demo: RecordedEngine
     assert measured(demo, "6 default prompts", start).recipe == HALF
 
 
-def test_inputs_are_used_although_a_recipe_follows_at_once(demo: RecordedEngine) -> None:
+def test_new_inputs_are_used_although_a_new_recipe_follows_at_once(demo: RecordedEngine) -> None:
     demo.wait_for(events.Idle)
     demo.worker.request(SetInputs("import os\n" * 200))
     demo.worker.request(SetRecipe(HALF))

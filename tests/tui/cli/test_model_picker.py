@@ -36,7 +36,7 @@ async def test_model_picker_shows_every_offered_model(size: tuple[int, int]) -> 
         assert all(len(line) <= size[0] for line in lines(app))
 
 
-async def test_ctrl_c_in_the_model_picker_says_which_key_quits() -> None:
+async def test_message_after_ctrl_c_in_the_model_picker_says_which_key_quits() -> None:
     app = ModelPicker(OFFERS, locate)
     async with app.run_test(size=(80, 24)) as pilot:
         await pilot.press("ctrl+c")

@@ -105,7 +105,7 @@ def test_error_message_of_ssh_is_shown(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
-def test_missing_remote_model_or_input_is_reported_before_the_screen() -> None:
+def test_missing_remote_model_or_input_is_reported_before_the_screen_is_drawn() -> None:
     engine = shlex.join([sys.executable, "-m", "dtype_engine.service.stdio"])
     with pytest.raises(UserError, match="/nowhere/at/all: no such folder"):
         connect("/nowhere/at/all", engine, Options(), Recipe())

@@ -178,14 +178,14 @@ async def test_ascii_mode_draws_only_ascii_and_keeps_columns() -> None:
         ("0 … 3  4 alike  LlamaDec… 1.0", "0...3  4 alike  LlamaDec~ 1.0"),
     ],
 )
-def test_signs_that_ascii_cannot_tell_apart_get_two_characters(line: str, drawn: str) -> None:
+def test_signs_without_a_single_ascii_character_get_several_if_there_is_room(line: str, drawn: str) -> None:
     found = "".join(line_in_ascii(line))
     assert found == drawn
     assert len(found) == len(line)
 
 
 @pytest.mark.parametrize("text", ["", "abc", "▾ модель", "模型", "⣿⠀", "╭─╮│╰╯", "█▏ 45 dB", "é → ü", "\u200b"])
-def test_ascii_text_has_the_same_width(text: str) -> None:
+def test_text_in_ascii_is_as_wide_as_the_original(text: str) -> None:
     plain = "".join(line_in_ascii(text))
     assert plain.isascii()
     assert len(plain) == cell_len(text)
@@ -196,7 +196,7 @@ def test_ascii_text_has_the_same_width(text: str) -> None:
     [("always", "C.UTF-8", True), ("never", "C", False), ("auto", "C", True), ("auto", "en_US.UTF-8", False),
      ("auto", "de_DE.ISO-8859-1", True), ("auto", "C.utf8", False)],
 )  # fmt: skip
-def test_auto_ascii_follows_the_locale(
+def test_ascii_setting_auto_follows_the_locale(
     setting: str, locale: str, wanted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LC_ALL", locale)
@@ -238,13 +238,13 @@ async def test_tree_uses_the_colors_of_the_theme(theme: str) -> None:
 
 @pytest.mark.parametrize("name", ["model", "model.layers.0.self_attn.q_proj", "x" * 40, "a.b", "", "." * 5])
 @pytest.mark.parametrize("width", [1, 12, 26, 200])
-def test_names_wrapped_at_dots_are_complete(name: str, width: int) -> None:
+def test_name_wrapped_at_dots_keeps_all_characters(name: str, width: int) -> None:
     lines = wrap_dotted(name, width).split("\n")
     assert "".join(lines) == name
     assert all(len(line) <= width or "." not in line[1:] for line in lines)
 
 
-def test_long_operation_name_leaves_room_for_modules() -> None:
+def test_long_operation_name_leaves_room_for_module_names_in_the_list_of_casts() -> None:
     cast = ImplicitCastStats(
         "model.layers.0.self_attn", "scaled_dot_product_attention", "bfloat16", "float32", 40_900, 4, True
     )

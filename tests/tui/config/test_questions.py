@@ -20,7 +20,7 @@ def test_every_job_of_the_engine_has_a_row_in_the_table_of_questions() -> None:
     assert all(row.running and row.waiting and row.again for row in (*QUESTIONS, *COMMANDS))
 
 
-def test_jobs_without_key_or_command_are_started_by_the_engine() -> None:
+def test_jobs_outside_the_palette_follow_a_measurement_except_activations() -> None:
     unasked = {row.job for row in QUESTIONS if not row.meaning}
     assert unasked == {job.name for job in JOBS.values() if job.follows} | {"activations"}
 

@@ -28,7 +28,7 @@ def parsed(*written: str) -> list[str]:
 
 
 @pytest.mark.parametrize("after", ["\x1b[A", "\x1b[3;4R", "\x1b[<0;5;5M"])
-def test_escape_followed_by_a_letter_is_parsed_as_alt_without_text(after: str) -> None:
+def test_escape_followed_by_a_letter_is_parsed_as_alt_with_this_letter(after: str) -> None:
     keys = [event.key for event in KeyParser().feed(f"\x1bq{after}") if isinstance(event, Key)]
     assert keys[0] == "alt+q"
     assert "circumflex_accent" not in keys
@@ -76,12 +76,12 @@ PASTES = (
 
 
 @pytest.mark.parametrize("text", PASTES)
-def test_pasted_characters_are_text(text: str) -> None:
+def test_pasted_characters_are_parsed_as_text_and_not_as_keys(text: str) -> None:
     assert parsed(f"\x1b[200~{text}\x1b[201~q") == [f"pasted {text}", "q"]
 
 
 @pytest.mark.parametrize("text", PASTES[:-1])
-def test_paste_in_parts_is_one_text(text: str) -> None:
+def test_paste_received_in_parts_is_one_text(text: str) -> None:
     written = f"a\x1b[200~{text}\x1b[201~q"
     for place in range(1, len(written)):
         assert parsed(written[:place], written[place:]) == ["a", f"pasted {text}", "q"], place

@@ -61,7 +61,7 @@ def frame(chance: random.Random, console: Console) -> str:
 
 
 @pytest.mark.parametrize("system", ["truecolor", "256", "standard"])
-def test_shortened_frames_look_the_same(system: str) -> None:
+def test_shortened_frames_give_the_same_screen_as_full_frames(system: str) -> None:
     chance = random.Random(system)
     console = Console(color_system=system, force_terminal=True)  # type: ignore[arg-type]
     cells, plain, short, written, less = ShownCells(), Terminal(), Terminal(), 0, 0
@@ -100,7 +100,7 @@ def test_frame_with_an_unknown_control_byte_is_not_shortened() -> None:
     assert ShownCells().shortened(data) == data
 
 
-def test_figures_after_a_two_cell_arrow_are_right() -> None:
+def test_figures_after_an_arrow_of_two_cells_are_drawn_at_the_right_cells() -> None:
     """Terminals set up for East Asian fonts draw arrows and the like in two cells. Here, a wide character is in their place."""
     cells, screen = ShownCells(), Terminal()
     for before, after in (("2.2e-5", "1.9e-12"), ("2.2e-5", "1.7e-12"), ("3.2e-5", "-1.7e-12"), ("3.2e-5", "±1.7e-1")):

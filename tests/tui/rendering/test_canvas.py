@@ -27,7 +27,7 @@ def lines_of(series: list[Series], width: int = WIDTH, height: int = HEIGHT) -> 
 
 
 @given(points, st.integers(24, 140), st.integers(6, 40))
-def test_plot_has_the_requested_size_and_separate_labels(
+def test_plot_has_the_requested_size_and_its_axis_labels_do_not_touch(
     shown: list[tuple[float, float]], width: int, height: int
 ) -> None:
     lines = lines_of([Series(shown), Series(shown, "x")], width, height)
@@ -39,7 +39,7 @@ def test_plot_has_the_requested_size_and_separate_labels(
     assert not any(mark in lines[-1] + lines[-2] for mark in "x┤")
 
 
-def test_marks_are_drawn_at_their_values() -> None:
+def test_marks_in_a_plot_are_drawn_at_the_rows_and_columns_of_their_values() -> None:
     lines = lines_of([Series([(1.0, 1e-1), (2.0, 1e-2), (3.0, 1e-3)], "x")])
     rows = [index for index, line in enumerate(lines) if "x" in line]
     columns = [lines[row].index("x") for row in rows]
@@ -93,7 +93,7 @@ def test_linear_axis_has_round_labels_in_equal_steps(shown: list[tuple[float, fl
         assert abs(row - place) < 1.01
 
 
-def test_linear_axis_places_negative_values() -> None:
+def test_linear_axis_draws_negative_values_at_their_place() -> None:
     lines = plot(
         [Series([(0, -20), (1, 0), (2, 40)], "x")], linear_axes([(0, -20), (1, 0), (2, 40)]), 40, 17
     ).plain.split("\n")

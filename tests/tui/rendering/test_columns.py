@@ -25,7 +25,7 @@ def test_column_layout_keeps_all_text_within_the_width(found: list[list[str]], w
     assert words == sorted(line for block in found for line in block)
 
 
-def test_two_blocks_share_a_row_if_there_is_room() -> None:
+def test_two_blocks_of_text_are_side_by_side_if_there_is_room() -> None:
     found = [["one", "a"], ["two", "b"]]
     assert laid(found, 10, 4) == ["one   two", "a     b"]
     assert laid(found, 8, 4) == ["one", "a", "", "two", "b"]

@@ -16,7 +16,7 @@ OPTION_WITH_A_KEY = re.compile(r"--(inputs|image|audio|chat|force)\b")
 ENGINE = Path(dtype_engine.__file__).parent
 
 
-def test_every_hint_in_errors_has_text_for_both_programs_and_is_used() -> None:
+def test_every_hint_in_errors_is_used_and_has_texts_for_command_line_and_app() -> None:
     names = set(typing.get_args(HintName))
     assert names == set(ON_THE_COMMAND_LINE) == set(IN_THE_APP)
     given = {

@@ -79,13 +79,13 @@ def test_colors_of_dtypes_are_named_only_in_the_palette() -> None:
         assert file == Path(palette.__file__) or not HUES & set(words), file
 
 
-def test_visible_drift_is_bright_yellow_in_16_colors() -> None:
+def test_drift_word_visible_is_bright_yellow_with_16_colors() -> None:
     """Terminals show this color as orange or yellow."""
     ramps = tuple(ramp(word) for word in ("invisible", "small", "visible", "broken"))
     assert ramps == ("green", "yellow", "bright_yellow", "red")
 
 
-def test_adjacent_dtype_families_have_different_colors() -> None:
+def test_families_of_dtypes_have_different_colors() -> None:
     families = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "nvfp4", "int8", "int4@g128")
     assert len({colour(name) for name in families}) == len(families)
     assert colour("mxfp8") == colour("fp8@128x128") == colour("float8_e5m2@tensor") == colour("float8_e4m3fn")
@@ -99,11 +99,11 @@ def test_adjacent_dtype_families_have_different_colors() -> None:
         (SQNR_FP8 - 0.1, "visible"), (SQNR_SIGNS - 0.1, "broken"), (-math.inf, "broken"), (math.nan, "broken"),
     ],
 )  # fmt: skip
-def test_sqnr_has_the_color_of_its_word(badness: float, word: Word) -> None:
+def test_color_of_an_sqnr_is_that_of_its_drift_word(badness: float, word: Word) -> None:
     assert sqnr_colour(badness, sqnr_limits(None)) == ramp(word)
 
 
-def test_colored_labels_name_the_dtype_or_drift_word() -> None:
+def test_colored_labels_contain_the_short_dtype_name_or_the_drift_word() -> None:
     assert pill("float32")[0] == " f32 "
     assert pill(dtypes.STORED)[0] == " stored "
     assert verdict_pill("small")[0] == " small "

@@ -24,7 +24,7 @@ def test_unprintable_characters_are_replaced_and_widths_kept(text: str) -> None:
         assert printable(after.text, 1000) == after.text
 
 
-def test_printable_line_is_unchanged() -> None:
+def test_line_of_printable_characters_is_drawn_unchanged() -> None:
     segments = [Segment("漢字 e\u0301 👩 │ ▾ 1.0")]
     assert PrintableLines().apply(segments, Color(0, 0, 0)) is segments
 

@@ -65,7 +65,7 @@ CAUSES = AttributionReport(
 
 
 @pytest.mark.parametrize("size", [WIDE, SMALL])
-async def test_causes_window_requests_plots_and_cancels(size: tuple[int, int]) -> None:
+async def test_causes_window_requests_the_causes_plots_them_and_cancels_the_search(size: tuple[int, int]) -> None:
     async with launched(size=size) as (app, pilot):
         await pilot.press("d")
         assert not isinstance(app.screen, CausesScreen)
@@ -112,7 +112,7 @@ UP = "model.layers.2.mlp.up_proj"
 
 
 @pytest.mark.parametrize("size", [WIDE, SMALL])
-async def test_causes_are_shown_as_found_and_stay_after_a_cancel(size: tuple[int, int]) -> None:
+async def test_causes_are_shown_while_they_are_found_and_stay_after_a_cancel(size: tuple[int, int]) -> None:
     async with launched(size=size) as (app, pilot):
         await measured(app, pilot)
         await pilot.press("d")
@@ -192,7 +192,7 @@ async def test_casting_a_cause_back_measures_the_causes_again(size: tuple[int, i
         assert not isinstance(app.screen, CausesScreen)
 
 
-def test_module_is_cast_back_to_the_dtype_of_the_reference() -> None:
+def test_rule_that_casts_a_module_back_gives_it_the_dtype_of_the_reference() -> None:
     tensors = (
         ("narrow", "bfloat16"), ("single", "float32"), ("double", "float64"), ("both.a", "float64"), ("both.b", "bfloat16"),
     )  # fmt: skip

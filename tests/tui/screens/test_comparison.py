@@ -58,7 +58,7 @@ async def test_pinned_recipe_is_shown_beside_the_current_one_until_unpinned() ->
         assert "vs #" not in lines(app)[1]
 
 
-async def test_two_recipes_are_compared_by_rules_tensors_and_modules() -> None:
+async def test_comparison_of_two_recipes_shows_rules_tensors_and_modules() -> None:
     async with launched(size=(120, 50)) as (app, pilot):
         await two_measured(app, pilot)
         await pilot.press("H", "c", "j", "c")
@@ -101,7 +101,7 @@ async def test_comparison_says_if_module_figures_were_not_kept() -> None:
         assert "not kept for both" in screen(app)
 
 
-def test_oldest_module_results_are_dropped() -> None:
+def test_log_of_module_results_drops_the_oldest_results() -> None:
     log, kept = ModuleLog(), []
     log.MOST = 5  # type: ignore[misc]
     for number in range(4):

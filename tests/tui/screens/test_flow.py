@@ -24,7 +24,7 @@ def _shown(casts: int, text: str = "linear") -> str:
     return captured.get()
 
 
-def test_long_list_of_implicit_casts_is_cut_with_the_number_of_the_rest() -> None:
+def test_long_list_of_implicit_casts_is_cut_and_the_number_of_omitted_casts_is_shown() -> None:
     assert f"layer.{MOST_ROWS - 1} " in _shown(MOST_ROWS)
     assert "more" not in _shown(MOST_ROWS)
     text = _shown(MOST_ROWS + 1005)

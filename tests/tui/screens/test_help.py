@@ -73,7 +73,7 @@ async def test_multiline_help_texts_are_aligned(searched: bool) -> None:
         assert lines(app)[first + 1][1:column].strip() == ""
 
 
-def test_wrapped_help_keeps_all_words() -> None:
+def test_help_wrapped_into_lines_contains_all_words() -> None:
     for title, rows in sections({}, ())[0]:
         found = search([(title, rows)], (), title, 40).plain
         assert all(len(line) <= 40 for line in found.splitlines())

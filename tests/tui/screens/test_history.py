@@ -57,7 +57,7 @@ async def test_history_shows_rules_drift_time_and_sequences_at_every_width(size:
         assert "over 2 of 6 sequences" in screen(app)
 
 
-async def test_history_columns_follow_the_terminal_width() -> None:
+async def test_columns_of_the_history_that_do_not_fit_the_terminal_are_left_out() -> None:
     async with launched(size=(120, 36)) as (app, pilot):
         await ready(app, pilot)
         app.controller.apply_recipe(MIXED)
@@ -72,7 +72,7 @@ async def test_history_columns_follow_the_terminal_width() -> None:
         assert "rules" in screen(app)
 
 
-def test_history_drops_empty_columns_first() -> None:
+def test_narrow_history_drops_empty_columns_first() -> None:
     names = ("", "bytes", "drift", "SQNR dB", "KL nats", "same top-1", "perplexity", "time", "rules")
     row = {name: Text("" if name == "KL nats" else "12345678") for name in names}
     everything = fitting([row], 200)
@@ -83,7 +83,7 @@ def test_history_drops_empty_columns_first() -> None:
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 36)])
-async def test_user_metrics_are_in_pane_history_and_comparison(size: tuple[int, int]) -> None:
+async def test_user_metrics_are_shown_in_drift_pane_history_and_comparison(size: tuple[int, int]) -> None:
     async with launched(size=size) as (app, pilot):
         for recipe, accuracy in ((Recipe((Rule("*", "bfloat16"),)), 0.9), (FP8, 0.75)):
             app.controller.apply_recipe(recipe)

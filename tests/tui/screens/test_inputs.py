@@ -98,7 +98,7 @@ async def test_drift_on_earlier_inputs_is_not_shown_after_new_inputs() -> None:
         assert app.controller.experiment.results.report is None
 
 
-async def test_inputs_key_says_that_the_model_is_not_ready() -> None:
+async def test_key_for_inputs_says_that_the_model_is_not_loaded_yet() -> None:
     app = make_app()
     async with app.run_test() as pilot:
         await pilot.press("i")

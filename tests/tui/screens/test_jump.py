@@ -14,7 +14,7 @@ from dtype_tui.widgets.module_tree import ModuleTree
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, 26, 27, 40, 200, 676])
-def test_no_jump_label_is_a_prefix_of_another(count: int) -> None:
+def test_jump_labels_are_not_prefixes_of_one_another(count: int) -> None:
     made = labels(count)
     assert len(set(made)) == len(made) == count
     assert {len(label) for label in made} <= {1, 2}

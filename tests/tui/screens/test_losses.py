@@ -58,7 +58,7 @@ async def cast(app: DtypeApp, pilot: object, lost: tuple[ValueLoss, ...] | None,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [WIDE, SMALL])
-async def test_values_lost_in_casts_are_shown_in_pane_tree_and_status_line(size: tuple[int, int]) -> None:
+async def test_values_lost_in_casts_are_shown_in_drift_pane_tree_and_status_line(size: tuple[int, int]) -> None:
     async with launched(size=size) as (app, pilot):
         await cast(app, pilot, LOST)
         app.clear_notifications()

@@ -28,7 +28,7 @@ WINDOW_KEYS = ("question_mark", "enter", "comma", "p", "e", "s", "H", "d", "i", 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("key", WINDOW_KEYS)
-async def test_closing_a_window_twice_keeps_the_main_screen(key: str) -> None:
+async def test_main_screen_stays_open_if_a_window_is_closed_twice(key: str) -> None:
     app = make_app()
     recipe = app.controller.experiment.recipe
     async with running(app, (80, 24)) as pilot:
@@ -49,7 +49,7 @@ async def test_closing_a_window_twice_keeps_the_main_screen(key: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", WINDOW_KEYS)
-async def test_two_keys_in_one_burst_open_one_window(first: str) -> None:
+async def test_two_keys_received_at_once_open_only_one_window(first: str) -> None:
     """The second key goes to the window, although it was pressed before the window was there."""
     app = make_app()
     recipe = app.controller.experiment.recipe
@@ -134,13 +134,15 @@ async def look_for_nothing(closed: bool) -> None:
         assert len(app.controller.experiment.recipe) == closed
 
 
-async def test_failed_query_is_an_error_only_in_an_open_window() -> None:
+async def test_widget_query_that_finds_nothing_raises_only_while_its_window_is_open() -> None:
     await look_for_nothing(closed=True)
     with pytest.raises(NoMatches):
         await look_for_nothing(closed=False)
 
 
-async def test_error_in_the_palette_closes_only_the_palette(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_error_in_the_command_palette_closes_only_the_palette(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
 
     async with launched() as (app, pilot):

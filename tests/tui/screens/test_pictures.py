@@ -47,7 +47,7 @@ def test_picture_is_drawn_with_two_pixels_per_cell() -> None:
     assert len(half_blocks(plain("red", (200, 100)), 300, 10).plain.split()) == 10
 
 
-async def test_pictures_of_both_sides_are_shown_for_each_input() -> None:
+async def test_pictures_of_reference_and_candidate_are_shown_for_each_input() -> None:
     async with launched() as (app, pilot):
         await ready(app, pilot)
         app.controller.apply_recipe(BF16)

@@ -63,7 +63,9 @@ def app() -> DtypeApp:
 
 
 @pytest.mark.parametrize("size", SIZES)
-async def test_presets_show_their_effect_and_enter_applies_one(app: DtypeApp, size: tuple[int, int]) -> None:
+async def test_presets_window_shows_the_effect_of_each_preset_and_enter_applies_one(
+    app: DtypeApp, size: tuple[int, int]
+) -> None:
     async with running(app, size) as pilot:
         await pilot.press("2")
         before = app.controller.experiment.recipe
@@ -126,7 +128,7 @@ async def test_preset_without_effect_is_not_applied_and_says_why(app: DtypeApp) 
         assert app.controller.experiment.recipe == Recipe()
 
 
-def test_effects_shown_for_presets_equal_their_plans() -> None:
+def test_effects_shown_for_presets_equal_those_of_the_plans_they_make() -> None:
     tree = demo_tree()
     found = list(preset_effects(tree))
     assert [outcome.preset.name for outcome in found] == list(PRESETS)
@@ -224,7 +226,7 @@ async def test_save_screen_says_why_an_export_is_refused(app: DtypeApp) -> None:
 
 
 @pytest.mark.slow
-async def test_save_screen_saves_every_kind_of_file_and_notices_existing_ones(app: DtypeApp) -> None:
+async def test_save_screen_saves_every_kind_of_file_and_asks_before_replacing_a_file(app: DtypeApp) -> None:
     async with running(app) as pilot:
         await pilot.press("2")
         measured = report(app.controller.experiment.recipe)
@@ -338,7 +340,7 @@ async def test_save_screen_reports_a_path_that_cannot_be_used(app: DtypeApp) -> 
         assert engine(app).saves == []
 
 
-async def test_session_is_saved_as_it_changes() -> None:
+async def test_session_file_is_updated_when_the_session_changes() -> None:
     async with launched(saver=lambda: SessionSaver(None, "demo", None, Options(prompts=("a",)))) as (app, pilot):
         await pilot.press("j", "j", "2", "j", "3")
 
@@ -400,7 +402,7 @@ async def test_resumed_session_ignores_a_cursor_on_a_missing_module() -> None:
         assert app.query_one(ModuleTree).cursor == 1
 
 
-def test_command_line_options_override_saved_ones() -> None:
+def test_command_line_options_override_options_of_the_saved_session() -> None:
     saved = Options(device="cuda", prompts=("a",), threads=3, settings=RunSettings("bfloat16", "float16", "model"))
     now = Options(device="cpu", trust_remote_code=True, settings=RunSettings(compute="float64"))
     found = with_saved_options(now, saved, {"device", "compute"})

@@ -47,7 +47,7 @@ async def opened(size: tuple[int, int] = (120, 36)) -> AsyncIterator[tuple[Dtype
         yield app, pilot
 
 
-async def test_s_key_asks_for_dtypes_and_scans() -> None:
+async def test_key_s_asks_for_dtypes_and_starts_a_scan() -> None:
     async with opened() as (app, pilot):
         await pilot.press("o")
         assert "s starts one" in notices(app)[-1]
@@ -102,7 +102,9 @@ async def test_tree_shows_the_sum_of_scan_scores_of_each_module(size: tuple[int,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [(120, 36), (80, 24)])
-async def test_ranking_of_scan_scores_can_be_sorted_and_leads_to_the_tree(size: tuple[int, int]) -> None:
+async def test_ranking_of_scan_scores_can_be_sorted_and_enter_goes_to_the_module_in_the_tree(
+    size: tuple[int, int],
+) -> None:
     found = scan_report()
     async with opened(size) as (app, pilot):
         await say(app, pilot, events.ScanUpdated(found, True))
@@ -132,7 +134,9 @@ async def test_ranking_of_scan_scores_can_be_sorted_and_leads_to_the_tree(size: 
 
 
 @pytest.mark.parametrize("size", [(120, 36), (80, 24)])
-async def test_sensitivity_map_has_a_row_per_layer_and_a_column_per_kind(size: tuple[int, int]) -> None:
+async def test_sensitivity_map_has_a_row_for_each_layer_and_a_column_for_each_kind_of_weight(
+    size: tuple[int, int],
+) -> None:
     async with opened(size) as (app, pilot):
         await say(app, pilot, events.ScanUpdated(scan_report(), True))
         await pilot.press("s", "m")

@@ -107,7 +107,7 @@ def test_command_lines_are_completed(line: str, first: list[str]) -> None:
         assert COMPLETE(line) == []
 
 
-def test_every_module_name_completed_after_go_exists() -> None:
+def test_every_name_that_is_completed_after_the_command_go_exists() -> None:
     begun = "go "
     for _ in range(6):
         fitting = COMPLETE(begun)
@@ -160,7 +160,7 @@ async def test_export_command_writes_to_a_completed_path(tmp_path: Path, monkeyp
 
 
 @pytest.mark.slow
-async def test_save_commands_request_files_with_the_figures_on_the_screen(tmp_path: Path) -> None:
+async def test_files_requested_by_save_commands_contain_the_figures_on_the_screen(tmp_path: Path) -> None:
     async with launched(size=(80, 24)) as (app, pilot):
         await pilot.press("2")
         await enter(app, pilot, f"recipe {tmp_path}/a b.yaml")
@@ -220,7 +220,7 @@ async def test_preset_command_applies_or_says_why_not() -> None:
         assert app.controller.experiment.recipe == Recipe((Rule("*", "float16"),))
 
 
-async def test_inputs_command_requests_inputs() -> None:
+async def test_command_inputs_requests_the_typed_inputs_or_opens_the_window() -> None:
     async with launched(size=(80, 24)) as (app, pilot):
         await enter(app, pilot, "inputs import os")
         assert "known when the model is loaded" in notices(app)[-1]
@@ -287,7 +287,7 @@ async def test_tab_cycles_through_completions() -> None:
         assert field.value == second != "cast *"
 
 
-async def test_invalid_command_keeps_the_line_open_or_gives_a_notice() -> None:
+async def test_invalid_command_shows_the_error_in_the_open_line_or_in_a_notice() -> None:
     async with launched(size=(80, 24)) as (app, pilot):
         await enter(app, pilot, "cast *.mlp bfloat17")
         assert app.query_one(CommandLine).has_class("open")
@@ -304,7 +304,7 @@ async def test_invalid_command_keeps_the_line_open_or_gives_a_notice() -> None:
 
 
 @pytest.mark.slow
-async def test_columns_theme_filter_and_undo_work_as_commands() -> None:
+async def test_commands_columns_theme_filter_and_undo_take_effect() -> None:
     async with launched() as (app, pilot):
         await enter(app, pilot, "columns bytes")
         assert "SQNR" not in lines(app)[1]

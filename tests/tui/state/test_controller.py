@@ -81,7 +81,7 @@ def test_results_of_another_recipe_are_ignored(alone: Alone, event: events.Event
     assert alone.controller.handle(msgspec.structs.replace(event, recipe=BF16)), "but for the recipe in force it counts"  # type: ignore[union-attr]
 
 
-def test_saved_and_cancelled_events_of_another_recipe_are_handled(alone: Alone) -> None:
+def test_events_on_saves_and_cancelled_jobs_are_shown_for_any_recipe(alone: Alone) -> None:
     alone.controller.apply_recipe(BF16)
     assert alone.controller.handle(events.SavingProgress(OTHER, "exporting", 1, 4))
     assert alone.controller.activity.now() == ("exporting", 0.25)
@@ -90,7 +90,7 @@ def test_saved_and_cancelled_events_of_another_recipe_are_handled(alone: Alone) 
     assert [sentence for sentence, _ in alone.said] == ["wrote it", "stopped: timing; t times again"]
 
 
-def test_measurement_under_other_settings_is_ignored(alone: Alone) -> None:
+def test_measurement_that_ran_under_other_settings_is_ignored(alone: Alone) -> None:
     alone.opened()
     late = events.Measured(Recipe(), report(Recipe()))
     alone.controller.set_settings(RunSettings(autocast="bfloat16"))
@@ -108,7 +108,7 @@ def test_memory_for_module_results_is_limited(alone: Alone, monkeypatch: pytest.
         assert sum(100 + len(known) for known in modules) <= 5_000
 
 
-def test_notices_of_a_measurement_are_shown_once(alone: Alone) -> None:
+def test_notices_of_a_measurement_are_shown_only_once(alone: Alone) -> None:
     ready = events.ModelReady(alone.experiment.tree, "LlamaForCausalLM", "cpu", 1.0, "prompts", ("made at random",))
     assert alone.controller.handle(ready)
     assert [sentence for sentence, _ in alone.said] == ["made at random"]
@@ -153,7 +153,7 @@ def test_rules_of_a_resumed_session_precede_those_of_the_command_line(alone: Alo
     assert alone.experiment.recipe == BF16
 
 
-def test_scan_key_chooses_dtypes_waits_or_resumes(alone: Alone) -> None:
+def test_scan_key_asks_for_dtypes_then_waits_and_resumes_an_interrupted_scan(alone: Alone) -> None:
     alone.opened()
     controller = alone.controller
     assert controller.next_of_scan() == "choose"
@@ -188,7 +188,7 @@ def test_header_names_the_remote_host_of_the_model(monkeypatch: pytest.MonkeyPat
     assert "Llama" not in header_line(alone.experiment, 60).plain, "the class is left out before the device"
 
 
-def test_kv_cache_rule_clears_the_drift_of_the_recipe_before(alone: Alone) -> None:
+def test_new_kv_cache_rule_clears_the_drift_of_the_previous_recipe(alone: Alone) -> None:
     """A rule for KV caches changes no weight, but the results of the previous recipe no longer hold."""
     alone.opened()
     alone.controller.apply_recipe(BF16)

@@ -48,7 +48,7 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_life, "STOP_WAIT_S", 0.0)
 
 
-def test_activity_shown_for_the_engine_follows_its_events(life: Told) -> None:
+def test_shown_activity_of_the_engine_follows_the_events_of_the_engine(life: Told) -> None:
     assert life.current_activity() == ("opening", None, "Esc stops")
     life.follow(MEASURING)
     assert life.current_activity() == ("measuring: candidate", 0.25, "Esc stops")
@@ -96,7 +96,7 @@ def test_ending_an_engine_that_does_not_stop_is_offered_once(measuring: Told, en
 
 
 @pytest.mark.usefixtures("_at_once")
-def test_next_measurement_is_not_the_cancelled_one(measuring: Told) -> None:
+def test_measurement_after_a_cancelled_measurement_is_not_shown_as_cancelled(measuring: Told) -> None:
     measuring.stop()
     measuring.note_stopped(events.Stopped(Recipe(), "measure"))
     measuring.check_stopped()
@@ -156,7 +156,7 @@ def test_restarted_engine_opens_the_model(measuring: Told) -> None:
     assert measuring.said == ["the engine ended; R starts it again"]
 
 
-def test_finished_scan_is_kept_after_the_engine_ends_and_an_unfinished_one_is_lost(life: Told) -> None:
+def test_finished_scan_is_kept_after_the_engine_ends_and_an_unfinished_scan_is_lost(life: Told) -> None:
     life.scan.begin(("int8",))
     life.scan.finished = True
     life.follow_connection(events.EngineEnded("the engine ended"))
@@ -170,7 +170,7 @@ def test_finished_scan_is_kept_after_the_engine_ends_and_an_unfinished_one_is_lo
     assert life.scan.lost
 
 
-def test_engine_life_asks_for_confirmation_before_quitting_while_saving(life: Told) -> None:
+def test_quitting_during_a_save_needs_a_second_request(life: Told) -> None:
     assert life.may_quit()
     life.follow(events.SavingProgress(Recipe(), "writing", 1, 2))
     assert [life.may_quit(), life.may_quit()] == [False, True]

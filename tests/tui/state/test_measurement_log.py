@@ -17,7 +17,7 @@ BF16 = Recipe((Rule("*", "bfloat16"),))
 F16 = Recipe((Rule("*", "float16"),))
 
 
-def test_history_has_one_entry_per_recipe_and_keeps_its_pin_and_time() -> None:
+def test_history_has_one_entry_per_recipe_and_keeps_its_pin_and_measuring_time() -> None:
     history: tuple[MeasuredRecipe, ...] = ()
     history = toggle_pin(remember(history, measured(report(BF16), BF16, RunSettings(), 100)), 0)
     history = remember(history, measured(report(F16), F16, RunSettings(), 100))
@@ -36,7 +36,7 @@ def test_history_has_separate_entries_for_other_run_settings() -> None:
     assert without_figures(history, RunSettings(), "other prompts") == [BF16, F16]
 
 
-def test_history_is_limited_and_pinned_entries_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_history_entries_is_limited_and_pinned_entries_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measurement_log, "MOST_MEASURED", 10)
     recipes = [Recipe((Rule(f"layer.{number}", "float16"),)) for number in range(30)]
     history: tuple[MeasuredRecipe, ...] = ()

@@ -68,7 +68,7 @@ def test_partial_drift_stays_after_a_cancel_and_is_cleared_with_the_recipe(exper
     assert experiment.is_stale(so_far(3))
 
 
-def test_partial_drift_under_other_settings_is_ignored(experiment: Experiment) -> None:
+def test_partial_drift_measured_under_other_settings_is_ignored(experiment: Experiment) -> None:
     autocast = RunSettings(autocast="bfloat16")
     experiment.set_settings(autocast)
     assert experiment.is_stale(so_far(2))
@@ -83,7 +83,7 @@ def test_drift_report_over_some_sequences_is_marked_as_partial(experiment: Exper
     assert entry.seconds is None
 
 
-def test_status_line_shows_the_partial_drift_if_it_is_wide(experiment: Experiment) -> None:
+def test_wide_status_line_shows_the_partial_drift(experiment: Experiment) -> None:
     experiment.take(so_far(2))
     activity = Activity()
     activity.begin("measuring: candidate", 0.4)
@@ -107,7 +107,7 @@ def test_status_line_shows_bytes_read_from_disk(experiment: Experiment) -> None:
     assert "GiB" not in status_line(experiment, doing, activity, "", 80, {}).plain
 
 
-def test_drift_of_a_recipe_measured_before_is_shown_at_once(experiment: Experiment) -> None:
+def test_drift_of_a_recipe_that_was_measured_earlier_is_shown_at_once(experiment: Experiment) -> None:
     found = report(BF16)
     experiment.take(events.Measured(BF16, found))
     experiment.push(Recipe((*BF16.rules, Rule("*.mlp", "int8"))))
@@ -125,7 +125,7 @@ def test_drift_of_a_recipe_measured_before_is_shown_at_once(experiment: Experime
     assert experiment.results.report is None
 
 
-def test_partial_drift_and_that_of_another_model_are_not_shown_again(experiment: Experiment) -> None:
+def test_earlier_drift_is_not_shown_again_if_partial_or_of_another_model(experiment: Experiment) -> None:
     whole = report(BF16)
     extent = Extent(done=2, total=6, positions=200)
     experiment.take(events.Measured(BF16, dataclasses.replace(whole, sequences=extent)))

@@ -26,14 +26,14 @@ def test_rules_are_removed_by_their_index_in_the_recipe() -> None:
     assert off.without([1]).recipe.rules == (B,)
 
 
-def test_new_rule_replaces_an_enabled_one_with_its_pattern() -> None:
+def test_new_rule_replaces_an_enabled_rule_with_the_same_pattern() -> None:
     newer = Rule("a", "float16")
     assert THREE.then(newer).recipe.rules == (B, C, newer)
     assert [row.rule for row in THREE.toggled(0).then(newer).rows] == [A, B, C, newer]
 
 
 @given(st.integers(0, 2), st.integers(-3, 3))
-def test_moved_rule_keeps_the_order_of_the_others(row: int, step: int) -> None:
+def test_order_of_other_rules_is_kept_when_a_rule_is_moved(row: int, step: int) -> None:
     moved = THREE.moved(row, step)
     place = max(0, min(2, row + step))
     assert moved.rows[place] == THREE.rows[row]

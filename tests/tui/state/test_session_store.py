@@ -233,7 +233,9 @@ def test_models_of_saved_sessions_are_listed_once_newest_first(tmp_path: Path) -
     assert recent_models()[1].path == tmp_path
 
 
-def test_newest_session_is_found_for_any_or_a_named_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_newest_session_is_found_with_and_without_the_name_of_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(UserError, match="no session to resume"):
         newest_session()
     model = tmp_path / "model"
@@ -327,7 +329,7 @@ def test_session_of_a_hub_model_adds_no_folder_to_the_import_path(tmp_path: Path
 
 
 @pytest.mark.parametrize("model", ["x" * 100_000, "~nobody-of-this-name/x", "a\0b:Net", "\ud800"])
-def test_model_path_of_a_session_that_is_impossible_is_refused(model: str, tmp_path: Path) -> None:
+def test_impossible_model_path_in_a_session_is_refused(model: str, tmp_path: Path) -> None:
     (path,) = save(9_000_000_000, SavedSession("here", "here"))
     data = json.loads(path.read_text()) | {"model": model}
     path.write_text(json.dumps(data))

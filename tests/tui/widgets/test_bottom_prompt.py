@@ -29,7 +29,7 @@ def prompt_of(app: DtypeApp) -> BottomPrompt:
 
 @PROMPTS
 @pytest.mark.parametrize("size", SIZES)
-async def test_prompt_does_not_move_tree_and_panes(key: str, size: tuple[int, int]) -> None:
+async def test_tree_and_panes_do_not_move_when_a_prompt_opens(key: str, size: tuple[int, int]) -> None:
     async with opened(size=size) as (app, pilot):
         before, tree = heights(app), app.main.tree_view.region
         await pilot.press(key)

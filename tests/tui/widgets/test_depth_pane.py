@@ -86,7 +86,7 @@ async def test_depth_plot_marks_nonfinite_layers() -> None:
         assert "Drift over depth" not in screen(app)
 
 
-async def test_depth_plot_has_the_colors_of_drift_words() -> None:
+async def test_depth_plot_is_colored_by_how_large_the_drift_is() -> None:
     async with opened(mixed) as (app, _):
         pane = app.main.depth
         strips = [pane.render_line(y) for y in range(pane.size.height)]

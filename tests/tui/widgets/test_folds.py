@@ -74,7 +74,7 @@ def test_name_of_folded_layers_is_the_pattern_of_its_members(labels: str, name: 
 @pytest.mark.parametrize(
     "node", ["", "model", "model.layers.3", "model.layers.{", "{", "x.{0..5}", "model.layers.3.weight"]
 )
-def test_names_that_are_no_fold_have_no_members(node: str) -> None:
+def test_name_that_is_not_one_of_folded_layers_has_no_members(node: str) -> None:
     assert fold_members(_layers(*"012345"), node) == ()
 
 
@@ -92,7 +92,7 @@ def test_layers_with_very_different_drift_are_not_folded_together() -> None:
     assert _runs(tree, *[10.0] * 8, nonfinite=1) == [8]
 
 
-def test_layers_of_other_shapes_or_planned_dtypes_are_not_folded_together() -> None:
+def test_layers_with_different_shapes_or_planned_dtypes_are_not_folded_together() -> None:
     tensors = [TensorInfo(f"model.layers.{i}.weight", (4, 4), "float32") for i in range(12)]
     tensors[5] = TensorInfo("model.layers.5.weight", (4, 8), "float32")
     tree = from_tensors(tensors)
@@ -165,7 +165,7 @@ async def test_cast_of_folded_layers_is_one_rule_for_all_members() -> None:
         assert f"Here: {LAYERS}" in screen(app)
 
 
-async def test_layer_cast_to_another_dtype_is_not_folded() -> None:
+async def test_layer_with_another_planned_dtype_is_not_folded_with_the_others() -> None:
     async with opened(tree=_layers(*map(str, range(12)))) as (app, pilot):
         tree = app.main.tree_view
         tree.go_to("model.layers.{0..11}")
@@ -206,7 +206,7 @@ async def test_measured_drift_splits_folded_layers_except_at_the_cursor() -> Non
         assert shown(app) == ["0 … 8"]
 
 
-async def test_going_to_a_module_opens_its_folded_layers() -> None:
+async def test_folded_layers_are_opened_when_the_cursor_goes_to_a_module_inside() -> None:
     async with opened(size=(80, 24)) as (app, pilot):
         await pilot.press("2")
         await say(app, pilot, measured(app, 40.0, 39.0, 38.0, 37.0, 36.0, 35.0))
@@ -224,7 +224,7 @@ async def test_going_to_a_module_opens_its_folded_layers() -> None:
         assert app.main.tree_view.current.name == LAYERS
 
 
-async def test_matches_inside_folded_layers_are_counted() -> None:
+async def test_filter_counts_matches_inside_folded_layers() -> None:
     async with opened() as (app, pilot):
         await pilot.press("slash", *"layers.3.mlp")
         await pilot.pause()

@@ -78,7 +78,7 @@ def test_tree_columns_fit_and_leave_room_for_names(
     assert bool(columns.parameters) <= (width >= 92)
 
 
-async def test_lengths_of_drift_bars_differ_within_a_model() -> None:
+async def test_drift_bars_use_the_range_of_the_drift_within_the_model() -> None:
     app = make_app()
     readings = tuple(ModuleDrift(f"model.layers.{i}", 54.0 - 2 * i, 0.1, 0) for i in range(6))
     async with app.run_test(size=(120, 36)) as pilot:

@@ -138,7 +138,7 @@ async def test_layers_with_different_kv_cache_formats_are_not_folded_together() 
         assert app.query_one(ModuleTree).current.name == f"{CACHE}.k"
 
 
-def test_kv_cache_nodes_are_added_once_and_take_no_bytes() -> None:
+def test_kv_cache_nodes_are_added_only_once_and_count_as_0_bytes_in_the_tree() -> None:
     tree = Tree([TensorInfo("a.k_proj.weight", (4, 4), "float32"), TensorInfo("b.kv_cache.weight", (4,), "float32")])
     parts = [f"{name}.kv_cache.{part}" for name in ("a", "b", "missing") for part in "kv"]
     tree.kv_cache = KVCache(tuple(KVCacheTensor(name, 0, per_token=4) for name in parts))

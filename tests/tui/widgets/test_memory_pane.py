@@ -15,7 +15,7 @@ OF_THE_PROCESS = ("resident", "process")
 
 
 @pytest.mark.parametrize("ended", [True, False])
-async def test_memory_of_the_process_is_not_shown_after_its_engine_ended(ended: bool) -> None:
+async def test_memory_of_the_process_is_not_shown_after_the_engine_ended(ended: bool) -> None:
     async with opened() as (app, pilot):
         assert all(label in screen(app) for label in OF_THE_PROCESS)
         if ended:

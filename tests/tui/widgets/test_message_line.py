@@ -12,7 +12,7 @@ from dtype_tui.config.config import Config
 from dtype_tui.widgets.message_line import MessageLine
 
 
-async def test_message_stays_until_a_key_is_pressed_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_message_stays_for_a_while_and_then_until_the_next_key(monkeypatch: pytest.MonkeyPatch) -> None:
     async with opened(size=(80, 24)) as (app, pilot):
         await pilot.press("u")
         assert "nothing left to undo" in screen(app)
@@ -36,7 +36,7 @@ async def test_long_path_in_a_message_is_shown_completely() -> None:
 
 
 @pytest.mark.parametrize("key", ["e", "s"])
-async def test_message_is_shown_in_a_window_that_opens_after_it(key: str) -> None:
+async def test_message_is_shown_in_a_window_that_opens_after_the_message(key: str) -> None:
     async with opened(size=(80, 24)) as (app, pilot):
         await pilot.press("2", "2", key)
         await pilot.pause()
@@ -48,7 +48,7 @@ async def test_message_is_shown_in_a_window_that_opens_after_it(key: str) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("key", "quits"), [(None, "q quits"), ("f10", "f10 quits"), ("q,ctrl+x", "q or Ctrl+x quits")])
-async def test_ctrl_c_names_the_key_that_quits(key: str | None, quits: str) -> None:
+async def test_message_after_ctrl_c_names_the_key_that_quits(key: str | None, quits: str) -> None:
     async with opened(size=(80, 24), config=Config(keys={"quit": key} if key else {})) as (app, pilot):
         await pilot.press("ctrl+c")
         await pilot.pause()

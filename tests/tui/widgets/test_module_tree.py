@@ -57,7 +57,7 @@ async def test_opening_all_of_too_many_nodes_is_refused() -> None:
         assert "more than 20,000 nodes" in notices(app)[-1]
 
 
-async def test_keys_jump_from_cast_to_cast() -> None:
+async def test_brace_keys_jump_to_the_next_or_previous_cast_node() -> None:
     app = make_app()
     async with app.run_test() as pilot:
         tree = app.main.tree_view
@@ -89,7 +89,7 @@ def test_topmost_cast_nodes_are_found(rules: tuple[str, ...], nodes: list[str]) 
     assert cast_nodes(tree, make_plan(tree, Recipe.of(map(Rule.parse, rules)))) == nodes
 
 
-async def test_w_cycles_through_the_worst_modules() -> None:
+async def test_key_w_cycles_through_the_worst_modules() -> None:
     app = make_app()
     readings = (
         ModuleDrift("model.layers.0", 40.0, 0.1, 0),
@@ -157,7 +157,7 @@ async def test_line_of_keys_suggests_the_next_actions() -> None:
         await until(pilot, lambda: "n next match" in screen(app))
 
 
-async def test_weights_that_share_an_nvfp4_scale_name_each_other() -> None:
+async def test_tree_names_the_weights_that_share_the_nvfp4_scale_of_a_weight() -> None:
     app = make_app()
     async with app.run_test(size=(140, 40)) as pilot:
         tree = app.main.tree_view

@@ -45,7 +45,7 @@ async def measured(app: DtypeApp, pilot: Pilot[None], recipe: Recipe, kl: float)
     await say(app, pilot, events.Measured(recipe, dataclasses.replace(found, output=output)), events.Idle())
 
 
-async def test_drift_pane_dims_figures_of_the_recipe_before() -> None:
+async def test_drift_pane_dims_figures_of_the_previous_recipe() -> None:
     async with opened() as (app, pilot):
         await measured(app, pilot, BF16, 2.2e-5)
         pane = app.main.side.panes[0]
@@ -65,7 +65,7 @@ async def test_drift_pane_dims_figures_of_the_recipe_before() -> None:
         assert "KL 2.60e-5 → 2.20e-5 ▼" in drift(app)
 
 
-async def test_repeated_recipe_is_not_compared_with_itself() -> None:
+async def test_measuring_a_recipe_again_shows_no_change_of_its_drift() -> None:
     async with opened() as (app, pilot):
         await measured(app, pilot, BF16, 2.2e-5)
         await pilot.press("m")
@@ -97,7 +97,7 @@ async def test_panes_do_not_move_when_their_text_changes(size: tuple[int, int]) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [(80, 24), (120, 36)])
-async def test_plus_shows_one_pane_alone_and_all_again(size: tuple[int, int]) -> None:
+async def test_key_plus_shows_one_pane_alone_and_then_all_panes_again(size: tuple[int, int]) -> None:
     async with opened(mixed, size=size) as (app, pilot):
         for back in ("plus", "escape"):
             await pilot.press("plus")

@@ -73,7 +73,7 @@ async def test_names_of_worst_modules_are_distinguishable_at_every_size(size: tu
             assert "dB" in screen(app)
 
 
-async def test_drift_bar_of_a_module_has_the_same_length_in_pane_and_tree() -> None:
+async def test_drift_bar_of_a_module_has_the_same_length_in_drift_pane_and_tree() -> None:
     decibels = (30.0, 41.0, 46.0, 60.0)
     modules = tuple(ModuleDrift(f"model.layers.{layer}", value, 1e-3, 0) for layer, value in enumerate(decibels))
     async with opened(tree=tree_of_names()) as (app, pilot):

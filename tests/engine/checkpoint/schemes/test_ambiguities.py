@@ -95,7 +95,7 @@ def test_quark_weight_with_column_scales_is_not_decoded(tmp_path: Path) -> None:
     assert_unread(open_checkpoint(case.save(tmp_path)))
 
 
-def test_torchao_input_factors_scale_the_columns(tmp_path: Path) -> None:
+def test_torchao_pre_scale_of_activations_multiplies_the_columns_of_the_weight(tmp_path: Path) -> None:
     made = torchao_blocks()
     factors = torch.rand(64) + 0.5
     made.tensors["m._weight_act_pre_scale"] = factors
@@ -126,7 +126,7 @@ def test_check_ignores_unused_bits_of_packed_awq_words(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_stack_of_too_many_experts_is_not_split(tmp_path: Path) -> None:
+def test_stack_of_more_than_4096_mlx_experts_is_kept_as_one_weight(tmp_path: Path) -> None:
     made = mlx_affine(name="l.switch_mlp.up_proj", shape=(4097, 1, 32))
     assert made.open(tmp_path).coded.keys() == {"l.switch_mlp.up_proj.weight"}
 
@@ -139,7 +139,7 @@ def test_control_characters_in_quant_method_are_escaped(tmp_path: Path) -> None:
         assert tensor.uncastable_reason.isprintable()
 
 
-def test_check_parses_the_descriptions_of_undecoded_comfy_layers_once(
+def test_check_parses_the_descriptions_of_undecoded_comfyui_layers_only_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = CASES["comfy fp8 in metadata"]()
@@ -173,7 +173,9 @@ def test_unquantized_vision_tower_beside_fp8_layers_is_read_as_plain_weights(tmp
     ("made", "name"),
     [(gptq, "m.qzeros"), (gptq, "m.scales"), (gptq, "m.qweight"), (lambda: CASES["modelopt nvfp4"](), "x.weight")],
 )
-def test_weight_with_a_scalar_part_is_not_decoded(made: Callable[[], Case], name: str, tmp_path: Path) -> None:
+def test_weight_with_a_scalar_as_one_of_its_tensors_is_not_decoded(
+    made: Callable[[], Case], name: str, tmp_path: Path
+) -> None:
     changed = made()
     changed.tensors[name] = changed.tensors[name].reshape(-1)[0].clone()
     checkpoint = changed.open(tmp_path)
@@ -234,7 +236,7 @@ UNREAD: dict[str, dict[str, torch.Tensor]] = {
 
 @pytest.mark.parametrize("method", ["fp8", "fbgemm_fp8", "modelopt", "compressed-tensors", None])
 @pytest.mark.parametrize("name", UNREAD)
-def test_floats_of_undecoded_weights_are_not_plain_values(name: str, method: str | None, tmp_path: Path) -> None:
+def test_float_tensors_of_undecoded_weights_are_not_castable(name: str, method: str | None, tmp_path: Path) -> None:
     declared = {"quant_method": method, "quant_algo": "FP8", "config_groups": {}}
     checkpoint = open_checkpoint(
         Case(UNREAD[name], {}, "", {"quantization_config": declared} if method else {}).save(tmp_path)

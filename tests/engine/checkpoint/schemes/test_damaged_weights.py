@@ -37,7 +37,7 @@ def _damages(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, dict[str, 
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "modelopt mixed"])
-def test_damaged_weight_is_not_decoded_and_check_names_it(name: str, tmp_path: Path) -> None:
+def test_damaged_weight_is_not_decoded_and_is_named_by_check(name: str, tmp_path: Path) -> None:
     case = CASES[name]()
     case.tensors = _with_twin(case)
     sound = open_checkpoint(case.save(tmp_path))
@@ -124,13 +124,13 @@ def test_weights_with_an_unusable_quantization_config_are_not_decoded(declared: 
         '"mxfp8"',
     ],
 )
-def test_comfy_layer_in_an_unknown_format_is_not_decoded(about: str, tmp_path: Path) -> None:
+def test_comfyui_layer_in_an_unknown_format_is_not_decoded(about: str, tmp_path: Path) -> None:
     case = CASES["comfy int8"]()
     case.tensors["x.comfy_quant"] = torch.tensor(list(about.encode()), dtype=torch.uint8)
     assert not open_checkpoint(case.save(tmp_path)).coded
 
 
-def test_comfy_file_written_by_modelopt_is_not_decoded(tmp_path: Path) -> None:
+def test_comfyui_file_written_by_modelopt_is_not_decoded(tmp_path: Path) -> None:
     case = CASES["comfy nvfp4"]()
     del case.tensors["x.comfy_quant"]
     case.metadata = {"_quantization_metadata": '{"layers": {"x": {"format": "nvfp4"}}}'}

@@ -121,7 +121,7 @@ def test_inspect_shows_a_weight_of_a_new_scheme_as_one_tensor(
         (lambda parts: parts.pop(f"{MODULE}.toy_levels"), "orphan-part", "toy_step"),
     ],
 )
-def test_check_finds_damaged_parts_of_a_new_scheme(
+def test_check_finds_damaged_tensors_of_a_new_scheme(
     change: Callable[[dict[str, torch.Tensor]], Any],
     kind: str,
     name: str,
@@ -137,7 +137,9 @@ def test_check_finds_damaged_parts_of_a_new_scheme(
     assert (kind, f"{MODULE}.{name}") in {(finding["kind"], finding["tensor"]) for finding in findings}
 
 
-def test_drift_refuses_a_weight_of_a_new_scheme_with_a_missing_part(folders: tuple[Path, Path], tmp_path: Path) -> None:
+def test_drift_refuses_a_weight_of_a_new_scheme_with_a_missing_tensor(
+    folders: tuple[Path, Path], tmp_path: Path
+) -> None:
     coded, _ = folders
     parts = load_file(coded / "model.safetensors")
     del parts[f"{MODULE}.toy_sign"]

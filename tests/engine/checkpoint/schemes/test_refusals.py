@@ -160,7 +160,9 @@ LARGE = torch.zeros((1 << 20) + 1, dtype=torch.uint8)
         )),
     ],
 )  # fmt: skip
-def test_inconsistent_weight_is_not_decoded(tmp_path: Path, made: Callable[[], Case], change: Change) -> None:
+def test_weight_with_tensors_that_contradict_each_other_is_not_decoded(
+    tmp_path: Path, made: Callable[[], Case], change: Change
+) -> None:
     changed = made()
     change(changed)
     assert changed.open(tmp_path).coded == {}

@@ -242,7 +242,7 @@ def test_hub_offline_setting_is_restored_after_opening(make_llama: Make) -> None
     assert before == constants.HF_HUB_OFFLINE
 
 
-def test_damaged_tokenizer_and_one_that_needs_code_are_reported(tmp_path: Path) -> None:
+def test_damaged_tokenizer_and_tokenizer_that_needs_code_are_reported(tmp_path: Path) -> None:
     folder = checkpoint_folders.save("llama", tmp_path / "llama")
     assert no_tokenizer(de.open(str(folder)).model) == "has a tokenizer"
     (folder / "tokenizer.json").write_text('{"model": {"vocab": "\\u0000"')

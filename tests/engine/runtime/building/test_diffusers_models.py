@@ -179,7 +179,7 @@ def test_model_of_unknown_class_runs_on_the_inputs_of_its_pipeline(
     assert report.output.rel_l2 == pytest.approx(((candidate - reference).norm() / reference.norm()).item(), abs=1e-6)
 
 
-def test_component_runs_by_an_unconditional_pipeline_and_not_by_a_broken_one(tmp_path: Path) -> None:
+def test_component_of_an_unconditional_pipeline_runs_unless_the_pipeline_is_damaged(tmp_path: Path) -> None:
     import diffusers
 
     torch.manual_seed(0)
@@ -201,7 +201,7 @@ def test_component_runs_by_an_unconditional_pipeline_and_not_by_a_broken_one(tmp
         de.open(str(tmp_path / "ddpm" / "unet")).drift()
 
 
-def test_float32_parameters_are_those_that_diffusers_keeps(pipelines: Path) -> None:
+def test_parameters_listed_as_float32_are_those_that_diffusers_keeps_in_float32(pipelines: Path) -> None:
     """`WanTransformer3DModel` declares modules and a parameter: what has one of the words among the parts of its name."""
     import diffusers
 

@@ -76,7 +76,9 @@ def test_drift_of_a_pipeline_equals_that_of_plain_diffusers(
     assert report.coverage.found == report.coverage.expected
 
 
-def test_vae_upcast_by_the_pipeline_is_noted_and_restored(pipelines: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vae_that_the_pipeline_upcasts_is_noted_and_gets_its_dtypes_back(
+    pipelines: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     session = opened(save_pipeline("sdxl", pipelines), monkeypatch)
     session.cast("vae", "float16")
     session.cast("vae.encoder", "bfloat16")

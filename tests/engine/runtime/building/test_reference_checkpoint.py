@@ -91,7 +91,7 @@ def test_reference_checkpoint_without_the_name_prefix_is_matched(make_llama: Mak
     assert_figures(opened(short, a), plain(b), plain(a))
 
 
-def test_own_float8_export_can_be_candidate_or_reference(make_llama: Make, tmp_path: Path) -> None:
+def test_float8_export_of_dtype_engine_can_be_candidate_or_reference(make_llama: Make, tmp_path: Path) -> None:
     a = make_llama()
     session = de.open(str(a))
     session.cast("*.{mlp,self_attn}", "fp8")
@@ -176,7 +176,7 @@ def test_only_changed_weight_is_the_only_cause_of_drift(make_llama: Make, tmp_pa
     assert not [name for name in worst if "layers.0" in name]
 
 
-def test_scan_scores_each_weight_of_the_candidate_alone(make_llama: Make, tmp_path: Path) -> None:
+def test_scan_against_a_checkpoint_scores_the_exchange_of_each_single_weight(make_llama: Make, tmp_path: Path) -> None:
     """The expected score comes from transformers, running the reference with one weight of the candidate."""
     a = make_llama(num_hidden_layers=1, tie_word_embeddings=False)
     b = tuned(a, tmp_path / "b", size=0.001)
@@ -251,7 +251,7 @@ def test_commands_with_against_name_the_reference_checkpoint(
         ),
     ],
 )
-def test_checkpoints_that_compute_differently_are_refused(
+def test_reference_is_refused_if_its_config_changes_the_computation(
     make_llama: Make, settings: dict[str, Any], words: str
 ) -> None:
     a, b = make_llama(), make_llama("other", **settings)
@@ -293,7 +293,7 @@ def test_each_checkpoint_is_run_with_its_own_config(make_llama: Make, settings: 
     assert session.causes().whole == pytest.approx(kl(plain(a), plain(b)), rel=1e-5)
 
 
-def test_config_values_that_no_module_copies_differ_between_checkpoints(tmp_path: Path) -> None:
+def test_config_values_read_during_a_pass_are_those_of_each_checkpoint(tmp_path: Path) -> None:
     """Granite divides the logits by `config.logits_scaling`, which no module copies. Its modules copy the other multipliers."""
     settings = {
         "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -90,7 +90,7 @@ def _as_vllms_int8(layer: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[to
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e4m3fn@tensor", "int8", *list(PRESETS)[2:7]])
-def test_transformers_computes_the_measured_output_of_quantized_activations(
+def test_output_with_quantized_activations_in_transformers_equals_the_measured_output(
     dtype: str, make_llama: Callable[..., Path], ids: Path, tmp_path: Path
 ) -> None:
     """Weights, scales and the quantizer before each layer are those that transformers makes from the files."""
@@ -117,7 +117,7 @@ def test_transformers_computes_the_measured_output_of_quantized_activations(
 
 
 @pytest.mark.parametrize("dtype", PRESETS)
-def test_declared_scheme_is_valid_for_compressed_tensors(
+def test_scheme_in_the_exported_config_equals_that_of_compressed_tensors(
     dtype: str, make_llama: Callable[..., Path], ids: Path, tmp_path: Path
 ) -> None:
     source = make_llama(dtype="bfloat16", **WIDE)
@@ -195,7 +195,7 @@ def test_nvfp4_export_with_activations_requires_calibration_inputs(
     assert difference.name == "model.layers.1.mlp.up_proj.weight"
 
 
-def test_export_of_an_export_keeps_quantized_activations(
+def test_export_of_an_export_still_declares_quantized_activations(
     make_llama: Callable[..., Path], ids: Path, tmp_path: Path
 ) -> None:
     """The scale tensors of an export are not taken for weights, and a second export has them again."""
@@ -217,7 +217,7 @@ def test_export_of_an_export_keeps_quantized_activations(
     assert torch.equal(before[name], after[name])
 
 
-def test_export_notes_activations_that_other_programs_quantize_differently(
+def test_export_gives_a_notice_about_activations_that_other_programs_quantize_differently(
     make_llama: Callable[..., Path], ids: Path, tmp_path: Path
 ) -> None:
     source = make_llama(dtype="bfloat16", **WIDE)

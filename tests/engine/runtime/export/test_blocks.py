@@ -97,7 +97,7 @@ def test_verify_finds_one_wrong_code_or_scale(tensors: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("dtype", LAYOUTS)
-def test_transformers_loads_block_format_exports_with_the_measured_output(
+def test_block_format_exports_loaded_by_transformers_give_the_measured_output(
     dtype: str, make_llama: Callable[..., Path], tmp_path: Path
 ) -> None:
     pytest.importorskip("compressed_tensors", "0.20")

@@ -45,7 +45,9 @@ def test_exported_kv_cache_scales_come_from_the_largest_cached_values(
 
 
 @FORMS
-def test_compressed_tensors_rounds_kv_caches_as_measured(form: str, shape: tuple[int, ...], tmp_path: Path) -> None:
+def test_kv_cache_rounding_in_compressed_tensors_equals_the_measured_rounding(
+    form: str, shape: tuple[int, ...], tmp_path: Path
+) -> None:
     lifecycle = pytest.importorskip("compressed_tensors.quantization.lifecycle.initialize")
     from transformers import AutoModelForCausalLM
 
@@ -74,7 +76,7 @@ def test_compressed_tensors_rounds_kv_caches_as_measured(form: str, shape: tuple
     assert again.drift().output.kl_mean == pytest.approx(drift, abs=1e-9)
 
 
-def test_export_notes_kv_cache_formats_that_config_cannot_express(tmp_path: Path) -> None:
+def test_export_gives_a_notice_about_kv_cache_formats_that_config_cannot_express(tmp_path: Path) -> None:
     session = de.open(options=de.Options(prompts=(PROMPT,)))
     session.cast("*.kv_cache", "fp8")
     session.cast("*.0.*.kv_cache", "bf16")

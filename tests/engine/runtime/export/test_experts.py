@@ -137,7 +137,9 @@ def plain(state: dict[str, torch.Tensor], source: Path, folder: Path) -> nn.Modu
 
 
 @in_turn(FORMATS)
-def test_exported_experts_compute_the_measured_output(dtype: str, source: tuple[str, Path], tmp_path: Path) -> None:
+def test_exported_experts_give_the_output_that_was_measured(
+    dtype: str, source: tuple[str, Path], tmp_path: Path
+) -> None:
     _, folder = source
     out = tmp_path / "out"
     session = opened(folder)
@@ -248,7 +250,7 @@ def test_transformers_loads_exported_experts_of_supported_formats(
 
 
 @in_turn(name for name in FORMATS if name not in (*LOADED, "mxfp4:rceil", "int4@g32"))
-def test_export_notes_expert_formats_that_transformers_cannot_load(
+def test_export_gives_a_notice_about_expert_formats_that_transformers_cannot_load(
     dtype: str, source: tuple[str, Path], tmp_path: Path
 ) -> None:
     pytest.importorskip("compressed_tensors", "0.20")

@@ -57,7 +57,7 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("shard", ["1GB", "8KB"])
-def test_every_exported_tensor_is_the_cast_of_its_source(
+def test_every_exported_tensor_equals_the_cast_of_its_source_tensor(
     make_llama: Any, tmp_path: Path, tied: bool, shard: str
 ) -> None:
     source = make_llama(dtype="bfloat16", tie_word_embeddings=tied, max_shard_size=shard)
@@ -75,7 +75,9 @@ def test_every_exported_tensor_is_the_cast_of_its_source(
 
 
 @pytest.mark.parametrize("shard", ["5GB", "8KB"])
-def test_load_pretrained_maps_every_weight_in_its_dtype(make_llama: Any, tmp_path: Path, shard: str) -> None:
+def test_load_pretrained_memory_maps_every_weight_in_its_exported_dtype(
+    make_llama: Any, tmp_path: Path, shard: str
+) -> None:
     source = make_llama(dtype="float32")
     out = tmp_path / "out"
     export(source, out, "*.mlp=float16", "*.self_attn=bfloat16", "model.layers.1.mlp=stored", max_shard_size=shard)
@@ -151,7 +153,9 @@ def test_transformers_loads_exported_scaled_weights(make_llama: Any, tmp_path: P
         assert same_bits(read, files[name].to(tensor.dtype) * files[f"{name}_scale"].to(tensor.dtype)), name
 
 
-def test_scaled_weights_that_only_dtype_engine_reads_have_other_names(make_llama: Any, tmp_path: Path) -> None:
+def test_exported_weights_that_only_dtype_engine_reads_have_a_name_that_ends_in_quantized(
+    make_llama: Any, tmp_path: Path
+) -> None:
     source = make_llama(dtype="bfloat16")
     out = tmp_path / "out"
     report = export(source, out, "model.embed_tokens=fp8", "*.o_proj=e5m2", "*norm*=int8")
@@ -166,7 +170,7 @@ def test_scaled_weights_that_only_dtype_engine_reads_have_other_names(make_llama
     assert session.tree.tensors["model.norm.weight"].dtype == "int8"
 
 
-def test_opened_export_has_the_candidate_weights_of_its_session(make_llama: Any, tmp_path: Path) -> None:
+def test_opened_export_has_the_weights_of_the_candidate_that_was_exported(make_llama: Any, tmp_path: Path) -> None:
     source = make_llama(dtype="bfloat16")
     session = de.open(str(source))
     for cast in ("*.mlp=fp8", "*.o_proj=int8@tensor", "*norm*=float32", "model.embed_tokens=fp8", "*.q_proj=e5m2"):
@@ -186,7 +190,7 @@ def test_opened_export_has_the_candidate_weights_of_its_session(make_llama: Any,
     assert drift.rel_l2 < 0.02  # from float32 arithmetic on the very same values; a scale forgotten would give over 1
 
 
-def test_export_of_an_export_keeps_scaled_weights(make_llama: Any, tmp_path: Path) -> None:
+def test_export_of_an_export_copies_scaled_weights_unchanged(make_llama: Any, tmp_path: Path) -> None:
     source = make_llama(dtype="bfloat16")
     export(source, tmp_path / "one", "*.mlp=fp8", "*.v_proj=e5m2")
     export(tmp_path / "one", tmp_path / "two", "*.q_proj=float16")
@@ -251,7 +255,9 @@ def sources() -> Any:
 @given(
     rules=st.lists(st.tuples(PATTERNS, TARGETS), max_size=4), tied=st.booleans(), shard=st.sampled_from([3000, 10**9])
 )
-def test_export_equals_the_plan_for_any_recipe(sources: Path, rules: Any, tied: bool, shard: int) -> None:
+def test_exported_dtypes_and_bytes_equal_the_plan_for_any_recipe(
+    sources: Path, rules: Any, tied: bool, shard: int
+) -> None:
     source = open_checkpoint(sources / str(tied))
     wanted = Recipe(tuple(Rule.make(pattern, dtype) for pattern, dtype in rules))
     target = Path(tempfile.mkdtemp()) / "out"
@@ -410,7 +416,7 @@ def test_killed_export_leaves_no_target_folder(make_llama: Any, tmp_path: Path, 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals are POSIX's")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signal_to_another_thread_ends_an_export(make_llama: Any, tmp_path: Path, number: int) -> None:
+def test_signal_that_another_thread_receives_ends_an_export(make_llama: Any, tmp_path: Path, number: int) -> None:
     """A signal that the system delivers to another thread, or just before the main thread waits, wakes no thread."""
     place = tmp_path / "place"
     place.mkdir()

@@ -177,7 +177,7 @@ def export(source: Path, target: Path, **rest: Any) -> Any:
     return export_checkpoint(open_checkpoint(source), "source", RECIPE, target, **rest)
 
 
-def test_force_replaces_exports_and_no_other_folders(
+def test_force_option_replaces_exports_and_no_other_folders(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
@@ -204,7 +204,7 @@ def test_force_replaces_exports_and_no_other_folders(
         export(source, link, force=True)
 
 
-def test_force_never_replaces_the_source(source: Path, tmp_path: Path) -> None:
+def test_force_option_never_replaces_the_source(source: Path, tmp_path: Path) -> None:
     before = contents_of(source)
     with pytest.raises(UserError, match="holds the model that is to be exported"):
         export(source, source, force=True)
@@ -287,7 +287,7 @@ README = "# out\n\n`m`, cast by the rules in `recipe.yaml` and written by dtype-
         {"recipe.yaml": "flour: 500 g\n", "README.md": README},
     ],
 )  # fmt: skip
-def test_force_does_not_replace_folders_that_are_no_exports(
+def test_force_option_does_not_replace_folders_that_are_not_exports(
     source: Path, tmp_path: Path, files: dict[str, str]
 ) -> None:
     docs = tmp_path / "docs"
@@ -299,7 +299,7 @@ def test_force_does_not_replace_folders_that_are_no_exports(
     assert {entry.name: entry.read_text() for entry in docs.iterdir()} == files
 
 
-def test_force_replaces_exports_of_version_0_1_0(source: Path, tmp_path: Path) -> None:
+def test_force_option_replaces_exports_of_version_0_1_0(source: Path, tmp_path: Path) -> None:
     """The README and the recipe are copies of those that version 0.1.0 wrote."""
     out = tmp_path / "old"
     out.mkdir()

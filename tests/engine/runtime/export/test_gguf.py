@@ -56,7 +56,7 @@ def write(path: Path, blocks: dict[str, tuple[Kind, np.ndarray[Any, Any]]], **se
     return path
 
 
-def test_weight_errors_of_gguf_blocks_are_those_of_dequantized_values(
+def test_weights_command_measures_casts_of_gguf_blocks_from_their_dequantized_values(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = {f"blk.{n}.{kind.name.lower()}.weight": (kind, blocks_of(kind)) for n, kind in enumerate(DEQUANTIZED)}

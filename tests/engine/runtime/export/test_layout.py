@@ -130,7 +130,7 @@ def test_pipeline_is_exported_with_all_folders(
     assert engine("verify", out, "--against", pipeline) == 0
 
 
-def test_sharded_component_gets_an_index_named_as_in_its_library(pipeline: Path, tmp_path: Path) -> None:
+def test_index_of_a_sharded_component_has_the_file_name_that_its_library_reads(pipeline: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert engine("export", pipeline, "--cast", "unet.mid=f16", "--max-shard-size", "2KB", "-o", out) == 0
     for folder, stem in (("unet", "diffusion_pytorch_model"), ("text_encoder", "model")):
@@ -220,7 +220,7 @@ def test_fp16_variant_is_exported_without_its_file_suffix(
     assert de.open(str(folder / "text_encoder")).drift().output.elements > 0
 
 
-def test_export_omits_and_notes_other_copies_of_the_weights(
+def test_export_omits_other_copies_of_the_weights_and_gives_a_notice(
     pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small_clip().half().save_pretrained(pipeline / "text_encoder", variant="fp16")

@@ -64,7 +64,7 @@ def test_state_dict_exported_to_one_file_loads_and_runs(tmp_path: Path, capsys: 
     assert engine("verify", target, "--against", tmp_path / "net.pth") == 0
 
 
-def test_one_file_export_replaces_files_only_with_force_and_never_the_source(
+def test_export_to_one_file_replaces_files_only_with_force_and_never_the_source(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     net, target = source(tmp_path), tmp_path / "out.pth"
@@ -85,14 +85,16 @@ def test_one_file_export_replaces_files_only_with_force_and_never_the_source(
 
 
 @pytest.mark.parametrize("name", ["x.pth", "x.safetensors"])
-def test_one_file_export_refuses_scaled_formats(tmp_path: Path, make_llama: Make, name: str) -> None:
+def test_export_to_one_file_refuses_scaled_formats(tmp_path: Path, make_llama: Make, name: str) -> None:
     checkpoint = open_checkpoint(make_llama())
     with pytest.raises(UserError, match=r"int8\) have scales, which need a config.json; name a folder instead"):
         export_checkpoint(checkpoint, "llama", Recipe((Rule("*.mlp", "int8"),)), tmp_path / name)
     assert not (tmp_path / name).exists()
 
 
-def test_one_file_export_notes_that_config_and_tokenizer_need_a_folder(tmp_path: Path, make_llama: Make) -> None:
+def test_notice_about_export_to_one_file_says_that_config_and_tokenizer_need_a_folder(
+    tmp_path: Path, make_llama: Make
+) -> None:
     folder, rules = make_llama(), Recipe((Rule("*", "bfloat16"),))
     target = tmp_path / "x.safetensors"
     report = export_checkpoint(open_checkpoint(folder), "llama", rules, target, max_shard_size=1000)
@@ -100,7 +102,7 @@ def test_one_file_export_notes_that_config_and_tokenizer_need_a_folder(tmp_path:
     assert len(load_file(target)) == len(load_file(folder / "model.safetensors"))
 
 
-def test_session_exports_one_file_with_the_planned_dtypes(tmp_path: Path) -> None:
+def test_session_exports_to_one_file_with_the_planned_dtypes(tmp_path: Path) -> None:
     session = de.open("demo")
     session.cast("*.mlp", "float16")
     session.export(tmp_path / "demo.pt")
@@ -110,7 +112,7 @@ def test_session_exports_one_file_with_the_planned_dtypes(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("after", [0.3, 0.8])
-def test_cancelled_one_file_export_leaves_no_file(tmp_path: Path, after: float) -> None:
+def test_cancelled_export_to_one_file_leaves_no_file(tmp_path: Path, after: float) -> None:
     """At a share of 0.3, the weights are being cast; at 0.8, the PyTorch file is being written."""
     checkpoint, share = open_checkpoint(source(tmp_path)), [0.0]
 
@@ -124,13 +126,13 @@ def test_cancelled_one_file_export_leaves_no_file(tmp_path: Path, after: float) 
     assert [path.name for path in tmp_path.iterdir()] == ["net.pth"]
 
 
-def test_one_file_export_refuses_kv_cache_formats(tmp_path: Path, make_llama: Make) -> None:
+def test_export_to_one_file_refuses_kv_cache_formats(tmp_path: Path, make_llama: Make) -> None:
     rules = Recipe((Rule("*", "bfloat16"), Rule("*.kv_cache", "fp8")))
     with pytest.raises(UserError, match="the formats of KV caches need the files of a folder; name a folder instead"):
         export_checkpoint(open_checkpoint(make_llama()), "llama", rules, tmp_path / "x.pth")
 
 
-def test_one_file_export_reports_too_little_disk_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_export_to_one_file_reports_too_little_disk_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = open_checkpoint(source(tmp_path))
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=500))

@@ -260,7 +260,7 @@ def torch_loads(path: Path) -> bool:
     return True
 
 
-def test_pickle_with_keys_1_and_text_1_is_refused_as_ambiguous(tmp_path: Path) -> None:
+def test_pickle_with_a_number_and_a_text_as_the_same_key_is_refused(tmp_path: Path) -> None:
     torch.save({1: torch.zeros(2), "1": torch.ones(2)}, tmp_path / "x.pth")
     with pytest.raises(UserError, match="two tensors whose names are both written '1'"):
         open_checkpoint(tmp_path / "x.pth")
@@ -351,7 +351,7 @@ def test_weights_tied_in_a_pickle_are_one_tensor_in_a_module_of_user_code(tmp_pa
     assert "has different values for them" in model.notices[0]
 
 
-def test_export_of_a_pickle_notes_other_entries_and_uncast_tensors(
+def test_export_of_a_pickle_gives_notices_about_other_entries_and_uncast_tensors(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     state = {"weight": torch.zeros(2), "steps": torch.tensor(3), "wave": torch.zeros(2, dtype=torch.complex64)}

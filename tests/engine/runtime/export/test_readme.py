@@ -170,7 +170,7 @@ def test_transformers_loads_the_deepseek_layout_with_the_exported_values(
         assert outcome(out, False, wide) == {Outcome.SAME}
 
 
-def test_loader_facts_exist_for_every_format_that_transformers_reads() -> None:
+def test_readme_texts_on_loading_exist_for_every_format_that_transformers_reads() -> None:
     for dtype in READ:
         for expert in (False, True):
             assert isinstance(loader_facts(dtype, expert).outcome("float32", True), Outcome)
@@ -267,7 +267,7 @@ def test_loading_an_export_requires_the_package_that_the_readme_names(
 
 
 @torch.no_grad()
-def test_transformers_quantizes_activations_of_an_export_unless_it_dequantizes(
+def test_transformers_quantizes_activations_of_an_export_unless_weights_are_dequantized(
     make_llama: Callable[..., Path], tmp_path: Path
 ) -> None:
     pytest.importorskip("compressed_tensors", "0.20")

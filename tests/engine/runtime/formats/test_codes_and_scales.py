@@ -150,7 +150,9 @@ def test_codes_and_scales_equal_those_of_compressed_tensors(dtype: str, kind: st
 @pytest.mark.parametrize("dtype", COMPRESSED_TENSORS)
 @pytest.mark.parametrize("shape", [(130, 200), (6, 6), (1, 130), (257, 16), (5, 384)])
 @pytest.mark.parametrize("size", [0.02, 1e-39, 1e25])
-def test_partial_block_codes_equal_those_of_compressed_tensors(dtype: str, shape: tuple[int, int], size: float) -> None:
+def test_codes_and_scales_of_partial_blocks_equal_those_of_compressed_tensors(
+    dtype: str, shape: tuple[int, int], size: float
+) -> None:
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(2)) * size
     assert_equals_compressed_tensors(weight, dtype)
 
@@ -171,7 +173,7 @@ def test_stacked_matrices_are_quantized_independently(dtype: str) -> None:
 @KINDS
 @pytest.mark.parametrize("rule", ["floor", "rceil", "even"])
 @pytest.mark.parametrize("element", ["mxfp8", "mxfp4"])
-def test_mx_codes_for_other_scale_rules_equal_those_of_torchao(element: str, rule: str, kind: str) -> None:
+def test_mx_codes_with_each_rule_for_scales_equal_those_of_torchao(element: str, rule: str, kind: str) -> None:
     mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
     target = torch.float8_e4m3fn if element == "mxfp8" else torch.float4_e2m1fn_x2
     scale, codes = mx.to_mx(WEIGHTS[kind], target, 32, mx.ScaleCalculationMode(rule))
@@ -283,7 +285,7 @@ _ELEMENTS = {
 
 @KINDS
 @pytest.mark.parametrize("name", [name for name in dtypes.BLOCK_FORMATS if name.startswith("mx")])
-def test_mx_equals_its_definition_in_ml_dtypes(name: str, kind: str) -> None:
+def test_mx_codes_and_scales_equal_their_definition_in_ml_dtypes(name: str, kind: str) -> None:
     """A block's exponent by Python's frexp and the threshold that its rule has; elements rounded by ml_dtypes."""
     ml_dtypes = pytest.importorskip("ml_dtypes")
     word, _, rule = name.partition(":")

@@ -132,7 +132,7 @@ def test_block_round_trip_errors_equal_those_in_float64(dtype: str, stored: torc
 
 
 @FORMATS
-def test_block_rounding_is_not_counted_as_loss_and_zeroed_values_are(dtype: str) -> None:
+def test_only_values_that_a_block_format_rounds_to_zero_are_counted_as_lost(dtype: str) -> None:
     tensor = normal(256, 256, size=1.0)
     assert count_losses("w", tensor, dtype) is None
     tensor[:, ::2] *= 1e-20

@@ -115,7 +115,7 @@ def test_outputs_of_weights_whose_shared_scale_changed_are_not_reused(llama: Pat
     assert fresh.drift().output == reused
 
 
-def test_export_notes_fused_weights_in_different_formats(llama: Path, tmp_path: Path) -> None:
+def test_export_gives_a_notice_about_fused_weights_in_different_formats(llama: Path, tmp_path: Path) -> None:
     session = de.open(str(llama))
     session.cast("*.q_proj", "nvfp4")
     notices = session.export(tmp_path / "out").notices
@@ -128,7 +128,7 @@ def test_export_notes_fused_weights_in_different_formats(llama: Path, tmp_path: 
     assert not any("fuse" in notice for notice in session.export(tmp_path / "two").notices)
 
 
-def test_scan_scores_a_weight_with_the_scale_of_its_group(llama: Path) -> None:
+def test_scan_scores_a_weight_with_the_scale_shared_by_its_fused_group(llama: Path) -> None:
     """Each weight is tested alone in a plain module, with the values that it has if q, k and v all are in the format."""
     session = de.open(str(llama), inputs={"input_ids": torch.arange(2, 14)[None]})
     exact = session.scan(["nvfp4"], exact=True).scores()

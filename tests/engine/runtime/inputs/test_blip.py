@@ -70,7 +70,7 @@ def test_logit_drift_of_blip_equals_that_of_plain_transformers(
     assert report.output.kl_mean == pytest.approx(kl.sum(-1).mean().item(), rel=1e-6)
 
 
-def test_description_of_inputs_says_that_text_or_pictures_are_the_users(folder: Path, picture: Path) -> None:
+def test_description_of_inputs_says_which_of_text_and_pictures_the_user_gave(folder: Path, picture: Path) -> None:
     session = de.open(str(folder), options=de.Options(images=(picture,), prompts=(PROMPT,)))
     assert session.drift().inputs.endswith(", and your text")
     session.use_inputs(de.Options(prompts=(PROMPT, "two")))
@@ -115,7 +115,7 @@ def test_reported_memory_is_the_footprint_of_the_cast_model(folder: Path, pictur
     assert memory.stored_bytes == 2 * memory.planned_bytes
 
 
-def test_drift_json_describes_the_picture_and_text_it_was_measured_on(
+def test_drift_json_describes_the_picture_and_text_of_the_inputs(
     folder: Path, picture: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["drift", str(folder), "--image", str(picture), "--prompt", PROMPT, "--cast", "*=bf16", "--json"]

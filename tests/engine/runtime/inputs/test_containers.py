@@ -81,7 +81,7 @@ WRAPPED: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", WRAPPED)
-def test_batch_moves_and_copies_nested_tensors(name: str) -> None:
+def test_batch_moves_casts_and_copies_tensors_in_nested_containers(name: str) -> None:
     wrap = WRAPPED[name]
     batch = from_values((wrap(X), {"again": X}), "example_inputs()").batches[0]
     moved = batch.on(torch.device("cpu"), torch.float64)
@@ -100,7 +100,7 @@ def test_batch_moves_and_copies_nested_tensors(name: str) -> None:
     assert float(next(tensor for _, tensor in batch.named_tensors()).abs().sum()) > 0
 
 
-def test_argument_without_tensors_keeps_its_type_and_value() -> None:
+def test_input_argument_without_tensors_keeps_its_type_and_value() -> None:
     size, settings = torch.Size([1, 2]), {"a": [1]}
     batch = Batch((size, settings, Frozen(1))).on(torch.device("cpu"), torch.float64)
     assert batch.args == (size, settings, Frozen(1))

@@ -102,7 +102,7 @@ def test_chat_and_sequences_options_are_noted_as_unused_by_models_with_pictures(
     assert reading.made_of[-1] == "--chat and --sequences not used: they are for models of text alone"
 
 
-def test_picture_file_is_processed_by_the_models_processor(saved: Callable[..., Path], picture: Path) -> None:
+def test_picture_file_is_processed_by_the_processor_of_the_model(saved: Callable[..., Path], picture: Path) -> None:
     for name in ("vit", "blip", "clip", "llava", "qwen2_5_vl"):
         folder = saved(name)
         processor = transformers.AutoImageProcessor.from_pretrained(folder)
@@ -111,7 +111,7 @@ def test_picture_file_is_processed_by_the_models_processor(saved: Callable[..., 
         assert torch.equal(found["pixel_values"], expected["pixel_values"])
 
 
-def test_llava_prompt_is_built_like_its_processor_does(saved: Callable[..., Path], picture: Path) -> None:
+def test_llava_prompt_equals_that_built_by_its_processor(saved: Callable[..., Path], picture: Path) -> None:
     """Its chat template is applied only if asked for."""
     folder = saved("llava")
     processor = transformers.AutoProcessor.from_pretrained(folder)
@@ -238,7 +238,7 @@ def test_length_limit_of_roberta_excludes_positions_up_to_the_padding_token(tmp_
         opened(tmp_path, sequence_length=33)
 
 
-def test_input_names_are_checked_against_the_forward_pass_of_the_module() -> None:
+def test_input_name_that_forward_does_not_accept_is_refused() -> None:
     class Own(torch.nn.Module):
         def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
             return input_ids * 2

@@ -19,7 +19,7 @@ from dtype_engine import Recipe, Rule
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "t5", "qwen3_next", "mamba"])
-def test_drift_without_kv_cache_equals_that_of_plain_torch_with_cache(name: str) -> None:
+def test_drift_without_kv_cache_equals_that_of_plain_torch_with_kv_cache(name: str) -> None:
     module, inputs = architectures.make(name)
     inputs = {key: value for key, value in inputs.items() if key != "use_cache"}
     other = copy.deepcopy(module)
@@ -69,7 +69,7 @@ def test_use_cache_is_not_disabled_if_the_user_gives_a_kv_cache() -> None:
     assert "use_cache" not in session.inputs.batches[0].kwargs
 
 
-def test_tensor_files_and_example_inputs_run_without_cache(
+def test_tensor_files_and_example_inputs_run_without_kv_cache(
     make_llama: Callable[..., Path], tmp_path: Path, monkeypatch: Any
 ) -> None:
     save_file({"input_ids": torch.arange(3, 9)[None]}, tmp_path / "x.safetensors")

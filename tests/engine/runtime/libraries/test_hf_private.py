@@ -42,7 +42,9 @@ CONFIG = transformers.LlamaConfig(
     ],
     ids=lambda value: value if isinstance(value, str) and " " not in value else "",
 )
-def test_installed_transformers_has_every_private_name_that_is_used(holder: object, name: str, without_it: str) -> None:
+def test_installed_transformers_has_every_private_name_that_dtype_engine_uses(
+    holder: object, name: str, without_it: str
+) -> None:
     assert hasattr(holder, name), (
         f"transformers {transformers.__version__} has {name} no more, which hf_private.py takes from it: {without_it}"
     )
@@ -65,7 +67,7 @@ def test_patterns_of_modules_kept_in_float32_are_read_from_the_class() -> None:
     assert hf_private.float32_patterns(nn.Linear(1, 1)) == []
 
 
-def test_dtype_plan_gives_each_tensor_its_own_dtype() -> None:
+def test_transformers_is_told_the_dtype_of_each_single_tensor() -> None:
     class Model(nn.Module):
         def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
             return {}
@@ -82,7 +84,7 @@ def test_dtype_plan_gives_each_tensor_its_own_dtype() -> None:
     assert hf_private.with_dtypes(nn.Linear, stored) is nn.Linear, "without the name: the class itself"
 
 
-def test_tensor_names_are_unchanged_without_the_conversion_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_tensor_is_renamed_if_transformers_lacks_its_conversion_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("conversion_mapping", "core_model_loading"):
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, f"transformers.{name}", None)
@@ -128,7 +130,9 @@ SMALL_MODELS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("form", ["t5", "moe"])
-def test_float32_modules_equal_those_of_from_pretrained(form: str, dtype: str, tmp_path: Path) -> None:
+def test_predicted_dtypes_of_loaded_tensors_equal_those_of_from_pretrained(
+    form: str, dtype: str, tmp_path: Path
+) -> None:
     """A word declares modules (`wo`) or single tensors (`e_score_correction_bias`)."""
     module = SMALL_MODELS[form]()
     module.save_pretrained(tmp_path)

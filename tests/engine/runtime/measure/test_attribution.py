@@ -33,7 +33,7 @@ def text(tmp_path: Path) -> de.Options:
     return de.Options(texts=(file,))
 
 
-def test_causes_of_the_demo_equal_single_module_casts(tmp_path: Path) -> None:
+def test_cause_of_each_module_of_the_demo_equals_the_drift_of_casting_only_this_module(tmp_path: Path) -> None:
     session = de.open(options=text(tmp_path))
     session.cast("*", "bfloat16")
     found = {cause.name: cause for cause in session.causes().causes}
@@ -47,7 +47,7 @@ def test_causes_of_the_demo_equal_single_module_casts(tmp_path: Path) -> None:
         assert found[name].drift == pytest.approx(kl_alone(exact, name, "bfloat16"), rel=1e-9), name
 
 
-def test_causes_are_shares_of_the_measured_drift(tmp_path: Path) -> None:
+def test_share_of_each_cause_is_its_drift_divided_by_the_measured_drift(tmp_path: Path) -> None:
     session = de.open(options=text(tmp_path))
     session.cast("*", "bfloat16")
     session.cast("*.mlp", "int8")
@@ -59,7 +59,7 @@ def test_causes_are_shares_of_the_measured_drift(tmp_path: Path) -> None:
     assert [cause.drift for cause in report.causes] == sorted((c.drift for c in report.causes), reverse=True)
 
 
-def test_local_error_is_measured_on_reference_inputs() -> None:
+def test_local_error_of_a_module_is_measured_on_its_inputs_in_the_reference() -> None:
     module, inputs = architectures.make("llama")
     heard: dict[str, Any] = {}
     name = "model.layers.1.mlp.down_proj"
@@ -102,7 +102,7 @@ def test_causes_of_a_bfloat16_checkpoint_are_found_without_a_float32_copy(
     assert all(weight.dtype == "bfloat16" for weight in session.model.weights.values() if weight.info.persistent)
 
 
-def test_no_drift_has_no_causes(make_llama: Callable[..., Path]) -> None:
+def test_search_for_causes_finds_none_if_nothing_drifts(make_llama: Callable[..., Path]) -> None:
     report = de.open(str(make_llama())).causes()
     assert (report.whole, report.causes) == (0.0, ())
 
@@ -213,7 +213,7 @@ def test_router_bias_is_the_only_cause_and_casting_it_to_float32_removes_the_dri
     assert session.drift().output.kl_mean == 0
 
 
-def test_drift_of_an_fp8_router_as_a_cause_equals_that_of_the_router_alone() -> None:
+def test_cause_of_an_fp8_router_equals_the_drift_of_casting_only_this_router() -> None:
     module, inputs = with_router_bias()
     narrow, _ = with_router_bias()
     gate = narrow.model.layers[1].mlp.gate

@@ -36,7 +36,7 @@ ALL = MeasurementListener(all_modules=lambda: True)
 @pytest.mark.parametrize(
     ("dtype", "mean", "largest"), [("float16", 2.0458e-04, 2.2590e-04), ("bfloat16", 9.9789e-04, 1.6907e-03)]
 )
-def test_drift_figures_equal_plain_torch_and_are_close_to_the_tutorials(
+def test_drift_figures_equal_plain_torch_and_are_near_those_in_the_tutorial(
     tinynet: Any, dtype: str, mean: float, largest: float
 ) -> None:
     """With one dtype everywhere the candidate is plain torch's `module.to(dtype)`, whose last bits are the processor's."""
@@ -132,7 +132,7 @@ def test_modules_too_large_for_memory_are_noted_as_not_compared(
     assert "do not fit" in " ".join(measured.notices(measured.output))
 
 
-def test_intermediate_drift_equals_a_measurement_of_the_sequences_done() -> None:
+def test_drift_so_far_equals_a_measurement_of_only_the_finished_sequences() -> None:
     """The shortest sequence runs first. The figures are always those of a measurement of the sequences so far, in input order."""
     ids = [architectures.tokens(length) for length in (9, 12, 6, 11, 10)]
 
@@ -218,7 +218,7 @@ def test_progress_total_is_reduced_if_the_precision_is_reached_early() -> None:
 
 @pytest.mark.parametrize("error", [0.01, 0.1, 1.0])
 @pytest.mark.parametrize("precision", [0.02, 0.2])
-def test_estimated_number_of_remaining_sequences_reaches_the_precision(error: float, precision: float) -> None:
+def test_estimated_number_of_sequences_is_just_enough_for_the_precision(error: float, precision: float) -> None:
     extent = Extent(done=10, total=1000, positions=0, kl_error=error)
     enough = 10 + round(990 * extent.rest_for(precision))
     after = error * math.sqrt((1 / enough - 1 / 1000) / (1 / 10 - 1 / 1000))
@@ -238,7 +238,7 @@ def test_sampling_error_is_unknown_for_mixtures_of_experts() -> None:
     assert report.sequences.whole
 
 
-def test_drift_measurement_can_be_closed_after_its_first_result() -> None:
+def test_drift_measurement_closed_after_one_result_removes_its_hooks() -> None:
     module, _ = architectures.make("llama")
     session = de.open(module, inputs=[{"input_ids": architectures.tokens(length)} for length in (9, 12)])
     session.cast("*.mlp", "int8")
@@ -279,7 +279,7 @@ def test_planted_nan_is_counted_in_the_module_where_it_arises() -> None:
     assert first.name == "transformer.h.1.mlp.c_fc"
 
 
-def test_module_without_finite_values_on_either_side_has_no_sqnr() -> None:
+def test_module_whose_outputs_are_all_nonfinite_has_no_sqnr() -> None:
     module, inputs = architectures.make("gpt2")
     module.transformer.h[1].mlp.c_fc.bias.data.fill_(math.nan)
     readings = {reading.name: reading for reading in de.open(module, inputs=inputs).drift().modules}
@@ -288,7 +288,7 @@ def test_module_without_finite_values_on_either_side_has_no_sqnr() -> None:
     assert readings["transformer.h.1"].nonfinite == 0, "the candidate lost nothing that the reference had"
 
 
-def test_partly_nonfinite_reference_is_reported() -> None:
+def test_reference_with_some_nonfinite_values_is_reported() -> None:
     module, inputs = architectures.make("gpt2")
     module.lm_head.weight = nn.Parameter(module.lm_head.weight.detach().clone())
     module.lm_head.weight.data[5] = math.nan
@@ -332,7 +332,7 @@ def test_session_measures_drift_after_a_rule_without_matches(tinynet: Any) -> No
     assert tinynet.drift().output.max_abs > 0
 
 
-def test_modules_are_reported_although_a_pass_is_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_are_reported_during_a_pass_that_was_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain torch raises in the middle of the model. The pass is then run again with casts, and reports its modules at once."""
 
     class Stubborn(nn.Module):
@@ -360,7 +360,7 @@ def test_modules_are_reported_although_a_pass_is_restarted(monkeypatch: pytest.M
     assert {"first.0", "first.1", "second"} <= set(told)
 
 
-def test_slow_modules_are_reported_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_of_slow_modules_are_reported_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Modules are reported after ten times the interval, even if only one call has ended in that time."""
 
     class Slow(nn.Linear):

@@ -34,7 +34,7 @@ def test_generation_equals_that_of_plain_transformers() -> None:
         assert written.text == tokenizer.decode(expected)
 
 
-def test_models_in_mixed_dtypes_continue_whole_prompts() -> None:
+def test_generation_by_a_model_in_mixed_dtypes_keeps_the_whole_prompt() -> None:
     prompt = "def read(path):\n" * 20
     session = de.open(None, options=de.Options(prompts=(prompt, "import os")))
     session.cast("*.mlp", "float16")
@@ -73,7 +73,7 @@ def test_prompt_is_continued_token_by_token_as_by_transformers() -> None:
 
 
 @pytest.mark.parametrize("name", ["blip", "t5", "mamba", "qwen3_moe", "llama"])
-def test_every_test_architecture_that_can_generate_generates_text(name: str) -> None:
+def test_text_is_generated_by_every_test_architecture_that_can_generate(name: str) -> None:
     module, inputs = architectures.make(name)
     session = de.open(module, inputs=inputs)
     exact = session.generate(4)[0]
@@ -111,7 +111,7 @@ def test_cancelled_generation_stops_within_one_token(make_llama: Callable[..., P
     assert session.drift().output.max_abs == 0
 
 
-def test_number_of_equal_tokens_before_the_first_difference_is_found() -> None:
+def test_tokens_before_the_first_difference_of_two_texts_are_counted() -> None:
     def written(*ids: int) -> Written:
         return Written(ids, tuple(map(str, ids)), 1.0)
 
@@ -121,7 +121,7 @@ def test_number_of_equal_tokens_before_the_first_difference_is_found() -> None:
     assert not Generation("", written(1, 2), written(1, 2)).differs
 
 
-def test_tokens_with_incomplete_utf_8_characters_are_decoded_with_the_next_ones() -> None:
+def test_tokens_with_incomplete_utf_8_characters_are_decoded_with_the_next_tokens() -> None:
     class Bytes:
         def decode(self, ids: list[int], **rest: Any) -> str:
             return bytes(ids).decode("utf-8", errors="replace")

@@ -32,7 +32,7 @@ def test_implicit_casts_are_listed_with_module_operation_and_size() -> None:
     assert rest == []
 
 
-def test_casts_to_float64_come_first() -> None:
+def test_implicit_casts_to_float64_are_listed_first() -> None:
     session = de.open(Net(), inputs=(torch.ones(50, 4),))
     session.cast("first", "bfloat16")
     session.cast("second", "float64")

@@ -23,7 +23,7 @@ def drift(*arguments: str) -> subprocess.CompletedProcess[str]:
     return preloaded.run(preloaded.COMMAND, "drift", *arguments)
 
 
-def test_noise_floor_equals_reordered_reference_runs() -> None:
+def test_noise_floor_equals_the_largest_drift_of_reordered_reference_runs() -> None:
     import transformers
 
     options = de.Options(prompts=("def main():\n    return 1", "import os\nimport sys\n"))
@@ -128,7 +128,7 @@ def test_noise_floor_does_not_batch_examples_that_affect_each_other(way: str, wa
     assert not session.floor().covers(session.drift().output)
 
 
-def test_drift_limits_are_met_or_missed() -> None:
+def test_verdict_on_each_drift_limit_says_whether_the_output_meets_it() -> None:
     max_kl, min_sqnr = Limit("max_kl", "kl_mean", 1e-3), Limit("min_sqnr", "sqnr_db", 30.0)
     limits = max_kl, min_sqnr, Limit("min_top1", "top1_agreement", 0.99)
     found = verdicts(limits, output(kl_mean=1e-3, top1_agreement=0.98))
@@ -144,7 +144,7 @@ def test_drift_limits_are_met_or_missed() -> None:
     assert verdicts((), output()) == ()
 
 
-def test_missed_limit_exits_with_status_1_and_the_reason() -> None:
+def test_command_exits_with_status_1_and_the_reason_if_a_limit_is_missed() -> None:
     limits = ("--max-kl", "1e-6", "--min-top1", "50%", "--min-sqnr", "20")
     done = drift("--cast", "*=bf16", *limits, "--floor", "always", "--json", "--causes")
     assert done.returncode == 1

@@ -378,7 +378,7 @@ def test_reference_that_overflows_float32_is_diagnosed() -> None:
     assert found.module.startswith("model.layers.0.mlp")
 
 
-def test_overflow_by_autocast_is_diagnosed_as_no_matter_of_rules() -> None:
+def test_diagnosis_of_overflow_by_autocast_suggests_no_rules_and_says_to_turn_it_off() -> None:
     def plant(module: Any) -> None:
         module.model.layers[1].mlp.up_proj.weight.mul_(1e7)
 

@@ -33,7 +33,7 @@ def test_modules_are_compared_in_the_first_and_a_sixth_of_the_other_sequences(
     assert compared_sequences(turned, sizes[::-1]) == {turned[number] for number in expected}
 
 
-def test_outline_of_module_calls_has_only_calls_with_large_spans() -> None:
+def test_outline_of_a_pass_has_only_modules_with_large_or_unknown_spans() -> None:
     """The model has an embedding, a body of twelve blocks with five calls each, and a head."""
     finished, spans = ["embed"], [0]
     for block in range(12):
@@ -49,7 +49,7 @@ def test_outline_of_module_calls_has_only_calls_with_large_spans() -> None:
     assert outline(finished, spans[:-1]) == set(finished)  # of calls whose spans are not known nothing is left out
 
 
-def test_output_of_a_head_is_kept_only_if_it_is_called_more_than_once() -> None:
+def test_output_of_a_head_is_kept_only_if_the_head_is_called_more_than_once() -> None:
     plan = MeasurementPlan([Batch((torch.ones(2),))])
     plan.add_calls(["head", "body", "head"], [0, 1, 2], ["head"])
     assert plan.cached == {"head", "body"}
@@ -67,7 +67,7 @@ class Counting(nn.Linear):
         return super().forward(x)
 
 
-def test_sequences_without_module_comparison_reuse_earlier_outputs() -> None:
+def test_sequences_without_comparison_of_modules_also_reuse_earlier_outputs() -> None:
     torch.manual_seed(0)
     module = nn.Sequential(*(nn.Sequential(Counting(8, 8), nn.ReLU(), Counting(8, 8)) for _ in range(20)))
     session = de.open(module, inputs=[{"input": torch.randn(2, 8)} for _ in range(4)])
@@ -79,7 +79,7 @@ def test_sequences_without_module_comparison_reuse_earlier_outputs() -> None:
         assert Counting.runs == 4 * runs
 
 
-def test_main_output_is_not_kept_for_the_next_pass() -> None:
+def test_main_output_of_the_model_is_not_kept_for_later_passes() -> None:
     """Nothing runs after the logits, and they are the largest output of a model with a large vocabulary."""
     inputs = [{"input_ids": architectures.tokens(length)} for length in (8, 9, 10, 11)]
     session = de.open(architectures.make("llama")[0], inputs=inputs)

@@ -36,7 +36,7 @@ def test_sampling_error_of_many_sequences_is_the_standard_error() -> None:
 
 
 @pytest.mark.parametrize(("spread", "done"), [(0.1, 1), (0.1, 6), (0.3, 1), (0.3, 3), (0.3, 6), (0.3, 12)])
-def test_true_drift_lies_within_two_errors(spread: float, done: int) -> None:
+def test_true_drift_lies_within_two_sampling_errors_of_the_estimate(spread: float, done: int) -> None:
     """Each population has 24 sequences of unequal lengths, whose means are log-normal with this spread."""
     generator = torch.Generator().manual_seed(1)
     hits = 0
@@ -65,7 +65,7 @@ def test_drift_measured_to_a_precision_lies_within_twice_the_precision(spread: f
     assert hits / 200 >= 0.94
 
 
-def test_sampling_error_accounts_for_correlated_neighbors() -> None:
+def test_standard_error_of_a_mean_accounts_for_correlated_neighboring_values() -> None:
     """An autoregression x' = r x + e has (1 + r) / (1 - r) times the variance of the mean that independent values would have."""
     generator = torch.Generator().manual_seed(2)
     correlation, count = 0.5, 20_000

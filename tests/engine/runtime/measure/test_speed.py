@@ -31,7 +31,7 @@ def test_speed_is_measured_for_reference_stored_and_candidate_weights(make_llama
     assert {name: weight.dtype for name, weight in session.model.weights.items()} == planned
 
 
-def test_speed_of_stored_weights_equal_to_the_reference_is_measured_once(make_llama: Callable[..., Path]) -> None:
+def test_speed_is_measured_only_once_if_stored_weights_equal_the_reference(make_llama: Callable[..., Path]) -> None:
     session = de.open(str(make_llama(dtype="float32")))
     assert [row.what for row in session.speed(repeats=3).rows] == ["reference", "candidate"]
 
@@ -45,7 +45,7 @@ def test_cancelled_speed_measurement_keeps_the_casts(make_llama: Callable[..., P
     assert {weight.dtype for weight in session.model.weights.values() if weight.info.persistent} == {"bfloat16"}
 
 
-def test_speed_of_a_reference_too_large_for_memory_is_not_measured_but_noted(
+def test_report_notes_that_speed_of_a_reference_too_large_for_memory_was_not_measured(
     make_llama: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = de.open(str(make_llama(dtype="bfloat16")))

@@ -115,7 +115,9 @@ def test_weights_of_a_base_model_are_matched_without_the_name_prefix(make_llama:
         assert_figures(difference, tensors[f"model.{name}"], tensors[f"model.{name}"].half().float())
 
 
-def test_weights_of_a_file_without_a_config_are_matched_by_the_other_config(make_llama: Make, tmp_path: Path) -> None:
+def test_file_without_config_is_compared_by_the_config_of_the_other_checkpoint(
+    make_llama: Make, tmp_path: Path
+) -> None:
     source = make_llama()
     tensors = load_file(source / "model.safetensors")
     short = {name.removeprefix("model."): tensor.half() for name, tensor in tensors.items()}
@@ -228,7 +230,7 @@ def test_weight_comparison_recognizes_permuted_rows(tmp_path: Path) -> None:
     assert_figures(found, weight, changed)
 
 
-def test_weight_comparison_handles_nonfinite_values(tmp_path: Path) -> None:
+def test_weight_comparison_counts_only_nonfinite_values_that_differ(tmp_path: Path) -> None:
     values = torch.tensor([[1.0, math.nan], [math.inf, 2.0]])
     left = write(
         tmp_path / "a", {"same": values, "lost": torch.ones(2, 2), "none": torch.empty(0, 4), "one": torch.ones(())}
@@ -256,7 +258,9 @@ def pair(tmp_path: Path) -> tuple[Path, Path]:
     return left, right
 
 
-def test_weights_against_lists_the_worst_first(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_command_with_against_lists_the_largest_difference_first(
+    pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     left, right = pair
     assert run(cli, "dtype-engine", ["weights", str(left), "--against", str(right)]) == 1
     lines = capsys.readouterr().out.splitlines()
@@ -273,7 +277,7 @@ def test_weights_against_lists_the_worst_first(pair: tuple[Path, Path], capsys: 
     assert run(cli, "dtype-engine", ["weights", str(left), "--against", str(left)]) == 0
 
 
-def test_weights_against_refuses_invalid_arguments(
+def test_weights_command_with_against_refuses_invalid_arguments(
     pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     left, right = map(str, pair)

@@ -118,7 +118,7 @@ def test_cast_of_fp8_blocks_starts_from_the_decoded_values(make: Make, tmp_path:
 
 
 @pytest.mark.parametrize("make", MODELS)
-def test_model_with_packed_weights_takes_only_their_packed_memory(make: Make, tmp_path: Path) -> None:
+def test_model_with_packed_weights_takes_only_the_memory_of_the_packed_weights(make: Make, tmp_path: Path) -> None:
     quantised(make, folder := tmp_path / "fp8")
     session, _ = _session(folder, tmp_path)
     model = session.model
@@ -255,7 +255,7 @@ def test_cast_fp8_blocks_are_exported_without_quantization_config(
         assert all(map(torch.equal, loaded.parameters(), narrow.parameters()))
 
 
-def test_exported_config_lists_cast_layers_beside_packed_ones_as_unquantized(tmp_path: Path) -> None:
+def test_exported_config_lists_cast_layers_beside_packed_layers_as_unquantized(tmp_path: Path) -> None:
     values = quantised(_llama, folder := tmp_path / "fp8")
     _export(folder, out := tmp_path / "out", "*down_proj=bf16")
     before, after = (load_file(each / "model.safetensors") for each in (folder, out))

@@ -75,7 +75,9 @@ def test_single_and_sharded_folders_are_opened_and_measured(make_llama: Make) ->
 
 @pytest.mark.parametrize("nested", [None, "state_dict", "model", "model_state_dict", "my_own_entry"])
 @pytest.mark.parametrize("zipped", [True, False])
-def test_nested_and_old_state_dicts_are_opened(tmp_path: Path, nested: str | None, zipped: bool) -> None:
+def test_nested_state_dicts_and_those_in_the_old_file_format_are_opened(
+    tmp_path: Path, nested: str | None, zipped: bool
+) -> None:
     path = tmp_path / "x.pth"
     held = small() if nested is None else {nested: small(), "epoch": 3, "optimizer": {"lr": 0.1}}
     torch.save(held, path, _use_new_zipfile_serialization=zipped)

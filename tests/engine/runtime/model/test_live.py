@@ -37,7 +37,7 @@ def session(module: nn.Module | None = None) -> de.session.Session:  # type: ign
     return de.open(module or Mixed(), inputs=(torch.tensor([1, 2, 3]),))
 
 
-def test_cast_keeps_tensor_objects_and_ties() -> None:
+def test_cast_keeps_the_identity_of_parameters_and_their_ties() -> None:
     module = Mixed()
     before = {name: id(tensor) for name, tensor in module.named_parameters()}
     opened = session(module)
@@ -47,7 +47,7 @@ def test_cast_keeps_tensor_objects_and_ties() -> None:
     assert module.head.weight.dtype == torch.bfloat16
 
 
-def test_cast_of_everything_leaves_integer_boolean_and_nonpersistent_buffers() -> None:
+def test_cast_of_everything_changes_no_integer_boolean_or_nonpersistent_buffer() -> None:
     module = Mixed()
     opened = session(module)
     opened.cast("*", "float16")
@@ -59,7 +59,7 @@ def test_cast_of_everything_leaves_integer_boolean_and_nonpersistent_buffers() -
     assert module.table.dtype == torch.float16
 
 
-def test_undo_restores_the_same_storage() -> None:
+def test_undo_restores_tensors_in_their_original_storage() -> None:
     module = Mixed()
     pointers = {name: tensor.data_ptr() for name, tensor in module.state_dict().items()}
     opened = session(module)
@@ -91,7 +91,7 @@ def test_casts_never_overwrite_the_stored_values() -> None:
         assert torch.equal(weight.stored.read(), copies[name])
 
 
-def test_resident_bytes_sum_over_distinct_tensors() -> None:
+def test_resident_bytes_are_the_sum_over_distinct_tensors() -> None:
     module = Mixed()
     opened = session(module)
     opened.cast("*", "bfloat16")
@@ -106,7 +106,7 @@ def test_resident_bytes_equal_the_footprint_of_transformers(make_llama: Callable
         assert opened.memory().resident_bytes == opened.model.module.get_memory_footprint()
 
 
-def test_next_cast_replaces_a_cancelled_one_in_all_tensors() -> None:
+def test_cast_after_a_cancelled_cast_changes_all_tensors() -> None:
     opened = session()
     calls = iter([False, False, True])
     with pytest.raises(Cancelled):
@@ -229,6 +229,6 @@ class Moving(nn.Module):
         return self
 
 
-def test_stored_values_are_read_after_moving_a_module_replaces_its_tensors() -> None:
+def test_stored_values_are_read_from_the_new_tensors_of_a_module_moved_to_a_device() -> None:
     live = LiveModel.wrap(Moving(), "a model", torch.device("meta"))
     assert [weight.stored.read().tolist() for weight in live.weights.values()] == [[0, 0, 0], [1, 1, 1]]

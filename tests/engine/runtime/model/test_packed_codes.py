@@ -109,7 +109,7 @@ def test_unpaired_scales_and_weights_are_refused_by_name(
     ],
     ids=["orphan", "missing"],
 )
-def test_drift_and_export_refuse_a_quantized_weight_without_a_part(
+def test_drift_and_export_refuse_a_quantized_weight_with_a_missing_tensor(
     parts: Callable[[torch.Tensor], Tensors],
     said: str,
     quantised: Callable[..., Path],

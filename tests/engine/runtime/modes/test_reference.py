@@ -60,7 +60,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return places
 
 
-def test_widening_weights_in_shared_memory_gives_bitwise_equal_references(
+def test_reference_with_weights_widened_in_shared_memory_is_bitwise_equal_to_plain_torch(
     session: de.Session, taken: list[int]
 ) -> None:
     batch = session.need_inputs().batches[0]

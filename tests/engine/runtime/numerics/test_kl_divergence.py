@@ -86,7 +86,7 @@ def test_identical_outputs_have_zero_standard_errors() -> None:
     assert found.perplexity_difference_se == pytest.approx(0, abs=1e-6)
 
 
-def test_nan_and_infinity_in_the_reference_are_counted_but_not_masks() -> None:
+def test_nan_and_infinity_in_the_reference_are_counted_and_minus_infinity_is_not() -> None:
     logits = torch.randn(4, 9, generator=torch.Generator().manual_seed(1))
     logits[0, 0], logits[1, 1], logits[2, 2] = math.nan, math.inf, -math.inf
     comparison = OutputMetrics(-1)
@@ -131,7 +131,7 @@ def test_metrics_need_little_memory_beyond_the_logits() -> None:
     assert float(done.stdout) < 50
 
 
-def test_outputs_that_are_nan_on_both_sides_do_not_count_as_equal() -> None:
+def test_outputs_that_are_nan_in_reference_and_candidate_do_not_count_as_equal() -> None:
     logits = torch.full((2, 3), math.nan)
     comparison = OutputMetrics(None)
     comparison.add(logits, logits.clone())

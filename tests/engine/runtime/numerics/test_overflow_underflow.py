@@ -344,7 +344,7 @@ def test_one_rule_is_suggested_for_many_layers() -> None:
     assert len(remedy.tensors) == 5
 
 
-def test_rules_are_suggested_untried_without_a_forward_pass() -> None:
+def test_rules_against_lost_values_are_suggested_without_a_trial_if_no_pass_can_run() -> None:
     session = de.open(Net())
     session.cast("*", "float16")
     assert session.no_forward is not None
@@ -403,7 +403,7 @@ def command(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
     return status, captured.out, captured.err
 
 
-def test_export_and_verify_report_lost_values_in_every_output(
+def test_lost_values_are_reported_in_every_output_of_export_and_by_verify(
     weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     expected = by_hand(load_file(weights), torch.float16)
@@ -522,7 +522,7 @@ def test_worker_reports_lost_values_before_the_drift_and_suggested_rules() -> No
     assert found.improves
 
 
-def test_search_reports_lost_values_of_its_recipe() -> None:
+def test_search_reports_lost_values_of_the_found_recipe() -> None:
     session = de.open(Net(), inputs=example_inputs())
     session.scan(("float16",), draws=2)
     found = session.search(budget=500)

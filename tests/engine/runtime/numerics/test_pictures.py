@@ -71,7 +71,7 @@ def test_psnr_over_pictures_is_that_of_all_pixels_together() -> None:
     assert (plain.result().psnr_db, plain.result().ssim) == (None, None)
 
 
-def test_small_picture_has_the_values_or_their_means() -> None:
+def test_shown_picture_has_all_pixels_of_a_small_picture_or_means_of_a_large_picture() -> None:
     rng = np.random.default_rng(0)
     pixels = rng.integers(0, 256, (1, 3, 5, 7), dtype=np.uint8)
     shown = small_picture(torch.from_numpy(pixels / 127.5 - 1), -1.0, 1.0)
@@ -110,7 +110,9 @@ class Painter(nn.Module):
         return self.mix(x).sigmoid()
 
 
-def test_pictures_of_both_sides_are_in_report_and_events(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pictures_of_reference_and_candidate_are_in_report_and_events(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     torch.manual_seed(0)
     module = Painter()
     inputs = [torch.rand(1, 1, 12, 16) for _ in range(6)]

@@ -131,7 +131,7 @@ def test_quantized_values_are_within_half_a_step(dtype: str) -> None:
 
 
 @STORAGE
-def test_zeros_and_infinities_are_quantized(dtype: str) -> None:
+def test_rows_with_zeros_or_infinities_keep_their_finite_values_when_quantized(dtype: str) -> None:
     weight = torch.tensor([[0.0, 0.0], [1.0, math.inf], [2.0, -math.inf]])
     kept, scale = cast_or_quantize(weight, dtype)
     assert scale is not None

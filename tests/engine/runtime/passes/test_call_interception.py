@@ -95,7 +95,7 @@ def test_outputs_of_unwatched_modules_are_not_reported() -> None:
     assert finished == [name for name, *_ in OUTPUTS]
 
 
-def test_module_output_is_reported_as_changed_by_another_hook() -> None:
+def test_reported_module_output_includes_the_change_by_another_hook() -> None:
     model = Model()
     model.parent.two.register_forward_hook(lambda module, args, output: output * 10)
     assert run(model)[0][1] == ("parent.two", 0, 50.0)
@@ -123,7 +123,7 @@ class KeepsAll(Adds):
 
 
 @pytest.mark.parametrize("kind", [Adds, KeepsAll])
-def test_copied_module_runs_its_own_forward(kind: type[Adds]) -> None:
+def test_deep_copy_of_a_module_runs_the_forward_of_the_copy(kind: type[Adds]) -> None:
     class Copies(Parent):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             copied = copy.deepcopy(self.one)
@@ -137,13 +137,13 @@ def test_copied_module_runs_its_own_forward(kind: type[Adds]) -> None:
 
 
 @pytest.mark.parametrize("forward", [staticmethod(lambda x: x + 100.0), torch.exp])
-def test_forward_that_is_no_method_is_called(forward: Any) -> None:
+def test_forward_attribute_that_is_a_plain_function_is_called(forward: Any) -> None:
     model = Model()
     model.parent.one = type("Function", (nn.Module,), {"forward": forward})()
     assert run(model)[0][0] == ("parent.one", 0, float(model.parent.one(torch.zeros(()))))
 
 
-def test_forward_replaced_during_the_pass_is_kept() -> None:
+def test_forward_that_the_model_replaces_during_a_pass_remains() -> None:
     class Replaces(Adds):
         def forward(self, x: torch.Tensor, times: int = 1) -> torch.Tensor:
             self.forward = self.faster

@@ -86,7 +86,7 @@ def kl(model: Any, given: dict[str, torch.Tensor], dim: int) -> tuple[float, flo
     return float(divergences.mean()), float((p.argmax(dim) == q.argmax(dim)).double().mean()), divergences.numel()
 
 
-def test_segmentation_has_a_distribution_at_every_pixel() -> None:
+def test_segmentation_model_has_a_distribution_at_every_pixel() -> None:
     model, given = segformer()
     mean, top1, positions = kl(model, given, 1)
     session = de.open(copy.deepcopy(model), inputs=given, options=de.Options(settings=MODEL_INPUTS))
@@ -141,7 +141,7 @@ def test_kl_is_measured_if_class_and_config_say_that_outputs_are_logits(made: An
     assert session.scan(["bfloat16"], draws=1).unit == session.causes().unit == unit
 
 
-def test_classes_dim_setting_overrides_the_class() -> None:
+def test_classes_dim_setting_overrides_the_dimension_found_by_model_class() -> None:
     model, given = vit("regression")
     expected, _, positions = kl(model, given, 1)
     session = de.open(copy.deepcopy(model), inputs=given, options=de.Options(settings=MODEL_INPUTS))
@@ -180,7 +180,7 @@ def test_classes_dim_setting_overrides_the_class() -> None:
         ("MyClassifier", "logits", (3, 5), 1),
     ],
 )
-def test_classes_dimension_follows_the_class_name(
+def test_classes_dimension_of_an_output_is_found_by_the_name_of_the_model_class(
     class_name: str, name: str, shape: tuple[int, ...], expected: int | None
 ) -> None:
     module = type(class_name, (nn.Module,), {})()

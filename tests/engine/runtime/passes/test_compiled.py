@@ -59,7 +59,7 @@ def drift(module: nn.Module, pattern: str) -> DriftReport:
 
 @pytest.mark.parametrize("pattern", ["*", "*blocks.1.*"])
 @pytest.mark.parametrize(("made", "where"), [(child, "blocks.1"), (in_place, "blocks.1"), (whole, "the model")])
-def test_drift_of_a_model_with_compiled_parts_equals_that_without(
+def test_drift_of_a_model_with_compiled_parts_equals_that_of_the_uncompiled_model(
     made: Callable[[], nn.Module], where: str, pattern: str
 ) -> None:
     plain, compiled = drift(Net(), pattern), drift(made(), pattern)

@@ -152,7 +152,7 @@ def t5() -> Any:
     return T5ForConditionalGeneration(config).eval()
 
 
-def test_decoder_positions_are_kept_by_the_decoder_mask() -> None:
+def test_decoder_modules_are_compared_at_positions_that_the_decoder_mask_keeps() -> None:
     """Both parts have six positions here: the mask of one is not that of the other."""
     draw = torch.Generator().manual_seed(4)
     ids, labels = (torch.randint(2, 64, (2, 6), generator=draw) for _ in range(2))
@@ -259,7 +259,7 @@ def padded_ids() -> torch.Tensor:
     ],
     ids=["batch first", "transposes", "time first", "-inf", "no mask", "two masks", "no padding"],
 )
-def test_positions_masked_only_inside_attention_are_left_out(
+def test_positions_masked_only_inside_attention_are_left_out_of_every_figure(
     make: Callable[[], Tagger], ids: torch.Tensor, counted: int
 ) -> None:
     model, rounded = make().eval(), make().eval()

@@ -152,7 +152,7 @@ def test_outputs_are_reused_if_changed_routing_calls_other_modules() -> None:
     assert with_stand_ins.seconds.reused
 
 
-def test_calls_of_earlier_passes_are_reused_after_the_routing_changes() -> None:
+def test_outputs_from_before_a_cast_are_reused_after_the_cast_changes_the_routing() -> None:
     session = routed()
     session.drift()
     session.cast("layers.0", "bfloat16")
@@ -273,7 +273,7 @@ class AsksForSize(Reads):
 
 @pytest.mark.parametrize("model", [OtherOrder, Again, TiedOtherOrder, Gated, Peeks, Reads, AsksForSize])
 @pytest.mark.parametrize(("stored", "signs"), [(torch.float32, (1, -1)), (torch.float16, (-1, 1))])
-def test_reused_outputs_are_right_if_the_first_use_of_a_weight_varies(
+def test_drift_with_reused_outputs_is_right_if_a_later_weight_is_read_or_the_order_changes(
     model: type[nn.Module], stored: torch.dtype, signs: tuple[int, int]
 ) -> None:
     chance = torch.Generator().manual_seed(1)

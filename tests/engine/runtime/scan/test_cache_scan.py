@@ -50,7 +50,7 @@ def test_scan_of_kv_caches_ranks_keys_with_outliers_first(scanned: de.ScanReport
         assert set(sorted(scores, key=lambda name: -scores[name])[:2]) == set(OUTLIERS), form
 
 
-def test_estimated_scores_of_kv_caches_rank_like_exact_ones(session: de.Session, scanned: de.ScanReport) -> None:
+def test_estimated_scores_of_kv_caches_rank_like_exact_scores(session: de.Session, scanned: de.ScanReport) -> None:
     exact = session.scan(FORMATS, exact=True)
     correlation, ratio, count = compared(scanned, exact)
     assert count == 48
@@ -65,7 +65,7 @@ def test_estimated_scores_of_kv_caches_rank_like_exact_ones(session: de.Session,
     session.scanned = scanned
 
 
-def test_search_of_kv_cache_formats_beats_fp8_for_all_at_equal_size(
+def test_found_kv_cache_formats_drift_less_than_fp8_of_the_same_size(
     session: de.Session, scanned: de.ScanReport
 ) -> None:
     caches = session.tree.kv_cache.tensors

@@ -77,7 +77,7 @@ def test_scan_scores_a_lossless_cast_of_norms_by_its_effect_on_activations(exact
     assert session.predict(Recipe((Rule("type:LayerNorm", "bfloat16"),))).value == pytest.approx(together, rel=0.5)
 
 
-def test_scan_scores_norms_that_torch_promotes_with_zero() -> None:
+def test_score_of_norms_that_torch_promotes_is_zero() -> None:
     module, batches = model_and_batches("llama")
     session = de.open(module, inputs=batches)
     names = [name for name, _ in module.named_parameters() if "norm" in name]

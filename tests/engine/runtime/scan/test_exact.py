@@ -17,7 +17,7 @@ def session() -> Any:
     return de.open(module, inputs=inputs)
 
 
-def test_each_exact_score_is_the_drift_of_that_single_cast() -> None:
+def test_each_exact_score_is_the_drift_of_a_single_cast() -> None:
     one, other = session(), session()
     exact = one.scan(["int8"], exact=True).scores()
     names = ["model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight", "model.layers.1.self_attn.q_proj.weight"]

@@ -106,13 +106,13 @@ def test_activation_file_holds_tensors_in_memory_up_to_its_limit() -> None:
         assert sum(each.nbytes for each in file._read.values()) <= 1 << 20
 
 
-def test_sparse_activations_stay_in_memory() -> None:
+def test_sparse_activations_are_kept_in_memory() -> None:
     with closing(ActivationFile()) as file:
         sparse = drawn(64, 128).to_sparse()
         assert file.load(file.keep(sparse, "a")).to_dense().equal(drawn(64, 128))
 
 
-def test_activation_file_can_replace_a_vector() -> None:
+def test_vector_in_the_activation_file_can_be_overwritten_in_place() -> None:
     with closing(ActivationFile()) as file:
         kept = file.put(drawn(4096))
         other = file.put(drawn(4096) + 2)
@@ -185,7 +185,7 @@ def test_scan_scores_do_not_depend_on_the_memory_for_activations(
 
 
 @pytest.mark.parametrize(("length", "in_file"), [(1, True), (400, False)])
-def test_activation_file_is_used_if_fewer_bytes_are_read(
+def test_activation_file_is_used_if_that_reads_fewer_bytes_than_reading_weights_again(
     length: int, in_file: bool, make_llama: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The graphs of four texts do not fit. Those of short texts are smaller than the weights, those of long ones are larger."""

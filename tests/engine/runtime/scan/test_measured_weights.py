@@ -264,7 +264,7 @@ def writes_a_part_afterwards(own: Uses, x: torch.Tensor) -> torch.Tensor:
     return before @ own.weight
 
 
-def test_scan_refuses_a_write_to_weight_rows_that_a_gradient_needs() -> None:
+def test_scan_refuses_a_model_that_overwrites_weight_rows_which_a_gradient_needs() -> None:
     session = de.open(Uses(writes_a_part_afterwards), inputs=(INPUTS,))
     with pytest.raises(de.NoForward, match=r"modified by an inplace operation.*scan --exact"):
         session.scan(["int8"], draws=4)
@@ -292,7 +292,9 @@ class ChecksValues(Uses):
         return self.inner(x) * int((self.weight > self.weight.max() * 0.9995).sum())
 
 
-def test_scan_adds_no_pass_for_checks_of_weights_that_casts_do_not_change(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scan_adds_no_pass_for_a_weight_whose_value_check_has_the_same_result_when_cast(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     session = de.open(ChecksValues(), inputs=(INPUTS,))
     monkeypatch.setattr(measured_weights, "MOST_PASSES", 3)
     scores = session.scan(["int8"], draws=200).scores()
@@ -312,7 +314,7 @@ def checks_and_uses(own: Uses, x: torch.Tensor) -> torch.Tensor:
     return (own.inner(x) + x @ own.weight) * largest
 
 
-def test_scan_measures_a_weight_whose_check_by_the_model_a_cast_changes() -> None:
+def test_scan_measures_a_weight_whose_value_check_has_another_result_when_cast() -> None:
     model = Uses(checks_and_uses)
     weight = model.weight.data
     row, column = divmod(int(weight.argmax()), 8)
@@ -354,7 +356,7 @@ class Unused(nn.Module):
 
 
 @pytest.mark.parametrize("budget", [1 << 20, 512])
-def test_scan_finds_weights_with_effect_among_many_without(budget: int) -> None:
+def test_scan_finds_the_few_weights_that_affect_the_output(budget: int) -> None:
     """In one case, the memory has room for one cast weight only."""
     session = de.open(Unused(), inputs=(INPUTS,))
     scan = Scan(session.model, session.inputs, ("int8",), draws=200, budget=budget).run().scores()
@@ -375,17 +377,7 @@ def test_scan_scores_an_embedding_in_front_of_a_recurrent_layer(name: str) -> No
     assert scan[table, "bfloat16"] == pytest.approx(exact[table, "bfloat16"], rel=1e-3)
 
 
-@pytest.mark.parametrize("name", ["torch_lstm", "torch_gru"])
-def test_first_weight_of_a_recurrent_layer_is_scanned_without_a_cast_of_its_input(name: str) -> None:
-    """The layer compares the dtypes of the two, but torch then computes with all of its weights in float32."""
-    module, inputs = architectures.make(name)
-    session = de.open(module, inputs=inputs)
-    scan, exact = (session.scan(["bfloat16"], **how).scores() for how in ({"draws": 64}, {"exact": True}))
-    for weight in ("recurrent.weight_ih_l0", "recurrent.weight_hh_l0"):
-        assert scan[weight, "bfloat16"] == pytest.approx(exact[weight, "bfloat16"], rel=0.4)
-
-
-def test_weight_without_gradient_is_tried_in_the_narrowest_dtype() -> None:
+def test_effect_of_a_weight_without_gradient_is_tested_in_the_narrowest_dtype() -> None:
     """The stored format is among the dtypes, since a weight may round to 16 bits. The format's number of bits is unknown here."""
     tried: list[Any] = []
     weight = SimpleNamespace(info=SimpleNamespace(numel=1))

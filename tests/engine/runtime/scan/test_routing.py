@@ -35,7 +35,7 @@ def test_expected_rerouting_of_tokens_equals_that_of_simulated_errors() -> None:
     assert variance == pytest.approx(2 * flips * 0.25, rel=0.02)
 
 
-def test_improbable_rerouting_still_has_variance() -> None:
+def test_drift_by_improbable_rerouting_is_zero_with_a_variance_above_zero() -> None:
     key = ("w", "int8")
     sample = TopKSample(0, 1.0, [0.1, math.inf], 0.5, {key: 0.01}, {key: 0.01})
     drift, variance = rerouting_drift([sample])[key]
@@ -69,7 +69,7 @@ def test_scan_score_of_a_router_includes_rerouted_tokens() -> None:
         assert smooth < exact["router.weight", kind] / 5  # what the estimate was without them
 
 
-def test_swap_of_top_k_takes_the_next_best_expert_for_selected_tokens_only() -> None:
+def test_top_k_swap_routes_only_selected_tokens_to_the_next_best_expert() -> None:
     torch.manual_seed(0)
     module, x = Routed(), torch.randn(1, 6, 8)
     rows = torch.tensor([False, True, False, False, True, False])
@@ -124,7 +124,7 @@ def test_scan_measures_a_weight_whose_dtype_the_model_code_reads() -> None:
         assert scan[weight, kind] == pytest.approx(alone(session, weight, kind), rel=1e-3)
 
 
-def test_scan_divides_measured_weights_among_many_sequences() -> None:
+def test_scan_measures_a_weight_without_gradient_on_a_part_of_many_sequences() -> None:
     module, _ = architectures.make("llama")
     ids = torch.randint(3, 64, (8, 1, 32), generator=torch.Generator().manual_seed(0))
     session = de.open(module, inputs=[{"input_ids": each} for each in ids])

@@ -42,7 +42,7 @@ NARROW = ("float8_e4m3fn", "float8_e5m2", "int8")
     ("name", "unit", "kinds"),
     [("llama", NATS, DEFAULT_DTYPES), ("vit", NATS_PER_EXAMPLE, NARROW), ("bert", NATS, DEFAULT_DTYPES)],
 )
-def test_estimated_scores_agree_with_exact_ones(name: str, unit: str, kinds: Sequence[str]) -> None:
+def test_estimated_scan_scores_agree_with_exact_scores(name: str, unit: str, kinds: Sequence[str]) -> None:
     session = opened(name)
     scan = session.scan(kinds, draws=64)
     rank, ratio, count = compared(scan, session.scan(kinds, exact=True))
@@ -101,7 +101,7 @@ class Twice(nn.Module):
         return x @ self.weight.t() - x @ self.weight.T[:, :] + x
 
 
-def test_scan_sums_the_uses_of_a_weight_before_squaring() -> None:
+def test_scan_adds_the_effects_of_all_uses_of_a_weight_before_it_squares_them() -> None:
     torch.manual_seed(0)
     session = de.open(Twice(), inputs=torch.randn(4, 6))
     (score,) = [entry.score for entry in session.scan(["int8"], draws=8).weights if entry.dtype == "int8"]
@@ -145,7 +145,7 @@ class Divides(nn.Module):
         return self.second(torch.tanh(self.first(x)))
 
 
-def test_scan_scores_weights_that_the_model_divides() -> None:
+def test_scan_scores_weights_that_the_model_divides_in_place() -> None:
     torch.manual_seed(0)
     session = de.open(Divides(), inputs=(torch.randn(5, 8),))
     scan, exact = (session.scan(["bfloat16", "int8"], **how).scores() for how in ({"draws": 400}, {"exact": True}))
@@ -186,7 +186,7 @@ def test_standard_error_of_a_scan_shrinks_with_the_sequences() -> None:
     assert [done for done, _ in progress] == sorted(done for done, _ in progress)
 
 
-def test_scan_scores_lossless_casts_with_zero(make_llama: Any) -> None:
+def test_score_of_a_lossless_cast_is_zero(make_llama: Any) -> None:
     session = de.open(str(make_llama(dtype="bfloat16")))
     scan, exact = session.scan(["float32", "int8"], draws=48), session.scan(["float32", "int8"], exact=True)
     scores = scan.scores()
@@ -198,7 +198,7 @@ def test_scan_scores_lossless_casts_with_zero(make_llama: Any) -> None:
     assert 0.75 <= ratio <= 1.25
 
 
-def test_scan_ignores_and_keeps_the_current_recipe() -> None:
+def test_scan_neither_uses_nor_changes_the_current_recipe() -> None:
     session = opened("llama")
     before = Scan(session.model, session.inputs, ("int8",), draws=4).run().scores()
     session.cast("*", "float8_e4m3fn")
@@ -207,7 +207,7 @@ def test_scan_ignores_and_keeps_the_current_recipe() -> None:
     assert {weight.dtype for weight in session.model.weights.values() if weight.info.persistent} == {"float8_e4m3fn"}
 
 
-def test_scan_scores_overflowing_casts_with_infinity() -> None:
+def test_score_of_an_overflowing_cast_is_infinite() -> None:
     module = nn.Linear(4, 4)
     module.weight.data.fill_(1e6)
     session = de.open(module, inputs=torch.randn(2, 4))
@@ -235,7 +235,7 @@ def test_cancelled_scan_resumes_with_the_sequences_done(tmp_path: Path) -> None:
     assert not other  # all of it was in the file
 
 
-def test_paused_scan_waits_and_gives_the_same_scores() -> None:
+def test_scan_waits_while_paused_and_gives_the_scores_of_an_unpaused_scan() -> None:
     whole = opened("llama").scan(["int8"], draws=4).scores()
     token, one, found = CancelToken(), opened("llama"), []
     seen = threading.Event()
@@ -256,7 +256,7 @@ def test_paused_scan_waits_and_gives_the_same_scores() -> None:
     assert found[0].scores() == whole
 
 
-def test_a_paused_scan_can_be_cancelled() -> None:
+def test_paused_scan_can_be_cancelled() -> None:
     token, one = CancelToken(), opened("llama")
     token.pause()
     threading.Timer(0.05, token.cancel).start()
@@ -282,7 +282,7 @@ def test_concurrent_scans_never_share_a_temporary_file(tmp_path: Path, monkeypat
     assert not list(tmp_path.iterdir())
 
 
-def test_failed_save_leaves_the_file_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_save_of_a_scan_leaves_the_file_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "scan.json"
     session = sequences()
     session.scan(["int8"], draws=2, save=file)
@@ -314,7 +314,7 @@ def test_concurrent_scans_into_one_file_keep_the_results_of_both(exact: bool, tm
 
 
 @pytest.mark.parametrize("what", ["model", "inputs", "dtypes", "number of draws"])
-def test_saved_scan_of_another_model_inputs_dtypes_or_draws_is_refused(what: str, tmp_path: Path) -> None:
+def test_saved_scan_with_another_model_or_other_inputs_dtypes_or_draws_is_refused(what: str, tmp_path: Path) -> None:
     file = tmp_path / "scan.json"
     sequences().scan(["int8"], draws=2, save=file)
     session, kinds, draws = sequences(), ["int8"], 2

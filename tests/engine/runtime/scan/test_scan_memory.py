@@ -72,7 +72,9 @@ def gradient_of_its_own(own: Uses, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     "use", [transposed_after_a_write, clamped, standardized, written_view, written_alias, gradient_of_its_own]
 )
-def test_backward_pass_of_a_scan_uses_weights_as_the_model_changed_them(use: Use, dtype: torch.dtype) -> None:
+def test_backward_pass_of_a_scan_uses_weight_values_as_changed_by_the_forward_pass(
+    use: Use, dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
     session = de.open(Uses(use).to(dtype), inputs=[torch.randn(3, 8)])
     small, large = (

@@ -98,7 +98,7 @@ def test_sys_exit_in_a_backward_pass_is_reported_by_the_scan() -> None:
         de.open(_Backwards(4, 4), inputs=torch.ones(1, 4)).scan()
 
 
-def test_interrupt_in_model_code_stays_a_keyboard_interrupt(tmp_path: Path) -> None:
+def test_interrupt_in_model_code_raises_keyboard_interrupt(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         de.open(written(tmp_path, "forward", "raise KeyboardInterrupt")).drift()
 
@@ -114,7 +114,7 @@ def leave(*arguments: object, **named: object) -> None:
     raise SystemExit(0)
 
 
-def test_engine_thread_survives_sys_exit_in_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_thread_continues_after_sys_exit_in_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Session, "speed", leave)
     with RecordedWorker() as recorded:
         recorded.wait_for(events.Idle)

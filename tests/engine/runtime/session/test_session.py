@@ -109,7 +109,7 @@ def test_unknown_architecture_is_reported(make_llama: Callable[..., Path]) -> No
         de.open(str(folder))
 
 
-def test_demo_takes_exactly_half_in_bfloat16() -> None:
+def test_demo_cast_to_bfloat16_takes_half_of_its_stored_bytes() -> None:
     session = de.open()
     stored = session.plan.stored_bytes
     session.cast("*", "bfloat16")
@@ -123,7 +123,7 @@ def test_demo_takes_exactly_half_in_bfloat16() -> None:
     assert report.output.perplexity_reference < 30, "the demo model was really trained"
 
 
-def test_session_reports_the_memory_of_kv_cache_rules() -> None:
+def test_session_memory_gives_stored_and_planned_bytes_of_kv_caches() -> None:
     session = de.open()
     assert session.memory().cache_planned_bytes is None, "no rule names them"
     session.cast("*.kv_cache.k", "fp8")
@@ -132,7 +132,7 @@ def test_session_reports_the_memory_of_kv_cache_rules() -> None:
     assert memory.cache_planned_bytes == keys * 4 + keys
 
 
-def test_drift_reports_that_modules_were_compared_over_shorter_inputs() -> None:
+def test_drift_report_notes_that_modules_were_compared_over_shorter_inputs() -> None:
     session = de.open()
     session.cast("*.kv_cache.k", "int4@kivi")
     report = session.drift()
@@ -154,7 +154,7 @@ def test_perplexity_equals_the_loss_of_transformers() -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="only Linux has it")
-def test_mapped_bytes_equal_those_in_smaps() -> None:
+def test_reported_memory_mapped_bytes_equal_those_in_proc_smaps() -> None:
     session = de.open()
     session.drift()
     lines = Path("/proc/self/smaps").read_text().splitlines()
@@ -184,7 +184,9 @@ def test_undo_of_a_whole_model_cast_frees_the_cast_tensors(tmp_path: Path, make_
         assert after.anonymous - before.anonymous < 0.1 * planned
 
 
-def test_saved_drift_is_checked_before_the_model_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_for_a_saved_drift_is_checked_before_the_model_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     session = de.open(options=de.Options(sequences=2, sequence_length=16))
     with pytest.raises(de.UserError, match="there is no folder"):
         session.drift(save=tmp_path / "none" / "run.json")

@@ -52,7 +52,7 @@ def test_mixed_dtypes_run_under_autocast(name: str) -> None:
 
 
 @pytest.mark.parametrize("rule", ["*=float16", "*.mlp=float16"])
-def test_drift_under_autocast_does_not_depend_on_how_often_it_is_reported(
+def test_drift_under_autocast_does_not_depend_on_how_often_results_are_reported(
     rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the CPU autocast refuses to join tensors in float16; what is told between two modules is what is told at the end."""

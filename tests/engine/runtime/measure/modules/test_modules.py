@@ -127,7 +127,7 @@ FLOATS_FOLLOW = de.Options(settings=de.RunSettings(float_inputs="model"))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("every", [False, True])
 @pytest.mark.parametrize("name", ["llama", "convolutions", "in place"])
-def test_module_figures_equal_those_of_plain_hooks(name: str, every: bool, dtype: str) -> None:
+def test_figures_of_modules_equal_those_from_plain_forward_hooks(name: str, every: bool, dtype: str) -> None:
     torch.manual_seed(0)
     demo = de.open().model.module  # a trained Llama
     module = demo if name == "llama" else placed((convolutions() if name == "convolutions" else InPlace()).eval())
@@ -215,7 +215,9 @@ def test_measurement_that_ends_after_one_sequence_has_module_figures() -> None:
 
 @pytest.mark.parametrize("shape", [(3, 50, 40), (40,), (), (0, 40)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_sqnr_of_module_outputs_is_right_for_every_shape(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_sqnr_of_module_outputs_equals_its_definition_for_every_shape(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
     draw = torch.Generator().manual_seed(1)
     reference = torch.randn(shape, generator=draw)
     candidate = (reference + 0.1 * torch.randn(shape, generator=draw)).to(dtype)
@@ -228,7 +230,7 @@ def test_sqnr_of_module_outputs_is_right_for_every_shape(shape: tuple[int, ...],
     assert found.max_abs == float(delta.abs().max())
 
 
-def test_sqnr_of_module_outputs_with_nonfinite_values_is_defined() -> None:
+def test_sqnr_of_module_outputs_ignores_masks_and_is_minus_infinity_for_new_nan() -> None:
     reference = torch.randn(6, 40, generator=torch.Generator().manual_seed(1))
     candidate = reference * 1.5
     masked, masked_too = reference.clone(), candidate.clone()

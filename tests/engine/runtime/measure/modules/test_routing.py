@@ -126,7 +126,7 @@ def test_experts_with_equally_many_but_other_tokens_are_not_compared() -> None:
     assert found["experts.0.0"].sqnr_db is not None
 
 
-def test_experts_behind_a_reused_router_output_are_not_compared() -> None:
+def test_experts_with_other_tokens_are_not_compared_if_router_output_is_reused() -> None:
     """The second measurement reuses a router's output. With so many tokens, some go to other experts on every device."""
     torch.manual_seed(1)
     module, _ = architectures.make("mixtral")

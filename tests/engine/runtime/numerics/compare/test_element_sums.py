@@ -32,7 +32,7 @@ def check(reference: torch.Tensor, candidate: torch.Tensor) -> None:
 @pytest.mark.parametrize("of_candidate", DTYPES)
 @pytest.mark.parametrize("of_reference", DTYPES)
 @pytest.mark.parametrize("shape", [(0, 5), (), (1,), (3, 7, 11), (70, 1031)])
-def test_element_sums_equal_their_definitions(
+def test_sums_over_output_elements_equal_their_definitions(
     shape: tuple[int, ...], of_reference: torch.dtype, of_candidate: torch.dtype
 ) -> None:
     generator = torch.Generator().manual_seed(1)
@@ -59,7 +59,7 @@ def test_element_sums_accept_noncontiguous_outputs_and_outputs_with_gradients() 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("place", [0, 40_000])
-def test_element_sums_count_nonfinite_values_on_one_or_both_sides(bad: float, place: int) -> None:
+def test_element_sums_count_nonfinite_values_in_reference_or_candidate_or_both(bad: float, place: int) -> None:
     reference = torch.randn(70_000, generator=torch.Generator().manual_seed(4))
     candidate = reference + 0.01 * torch.randn(70_000, generator=torch.Generator().manual_seed(5))
     spoiled_r, spoiled_c = reference.clone(), candidate.clone()
@@ -96,7 +96,7 @@ def test_element_sums_do_not_depend_on_the_number_of_threads() -> None:
     assert found[0] == found[1]
 
 
-def test_element_sums_of_parts_add_up_to_those_of_the_whole() -> None:
+def test_element_sums_of_parts_add_up_to_those_of_the_whole_output() -> None:
     reference, candidate = torch.randn(9, 5), torch.randn(9, 5)
     total, whole = ElementSums(), element_sums(reference, candidate)
     for part in (slice(0, 4), slice(4, 9)):

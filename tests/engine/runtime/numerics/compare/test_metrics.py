@@ -85,7 +85,7 @@ def test_perplexity_and_next_token_figures_equal_those_of_numpy() -> None:
     assert found.log_ratio_se == pytest.approx((log_p - log_q).std(ddof=1) / math.sqrt(len(dp)), rel=1e-9)
 
 
-def test_figures_of_sequences_add_up_to_those_of_the_whole() -> None:
+def test_figures_of_single_sequences_add_up_to_those_of_all_sequences() -> None:
     reference, candidate, labels = pair()
     whole = compare(reference, candidate, labels)
     comparison = OutputMetrics(-1)
@@ -104,20 +104,20 @@ def test_identical_outputs_have_no_drift() -> None:
 
 
 @pytest.mark.parametrize("odd", [None, -math.inf, math.inf, math.nan])
-def test_figures_of_equal_outputs_do_not_depend_on_the_shortcut_for_them(odd: float | None) -> None:
+def test_shortcut_for_equal_outputs_does_not_change_the_figures(odd: float | None) -> None:
     reference, _, labels = pair()
     if odd is not None:
         reference[3, 2] = odd
     assert repr(compare(reference, reference.clone(), labels)) == repr(compare(reference, reference.double(), labels))
 
 
-def test_zero_reference_has_infinite_relative_error() -> None:
+def test_relative_error_to_a_reference_of_zeros_is_infinite() -> None:
     found = compare(torch.zeros(3), torch.ones(3), distribution=False)
     assert (found.mean_abs, found.rel_l2, found.sqnr_db) == (1, math.inf, -math.inf)
     assert math.isnan(found.cosine)
 
 
-def test_no_percentiles_below_100_positions() -> None:
+def test_percentiles_of_fewer_than_100_positions_are_none() -> None:
     reference, candidate, labels = pair(99)
     found = compare(reference, candidate, labels)
     assert found.kl_p99 is found.kl_p95 is found.dp_p1 is None
@@ -127,7 +127,7 @@ def test_no_percentiles_below_100_positions() -> None:
     assert one.kl_mean_se is one.top1_agreement_se is None
 
 
-def test_logits_that_are_minus_infinity_on_both_sides_are_left_out() -> None:
+def test_logits_that_are_minus_infinity_in_reference_and_candidate_are_left_out() -> None:
     reference, candidate, labels = pair()
     labels[labels == 0] = 1
     reference[:, 0] = candidate[:, 0] = -math.inf
