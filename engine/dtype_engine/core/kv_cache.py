@@ -72,7 +72,7 @@ class KVCacheTensor(msgspec.Struct, frozen=True):
 
     def tokens(self, context: int, encoder_tokens: int | None = None) -> int:
         """Return how many tokens the cache keeps for a sequence of `context` tokens; 0 if it reads another layer's cache.
-        encoder_tokens: the number of the encoder's tokens, for cross attention whose `length` is None; None means `context`.
+        encoder_tokens: how many tokens the encoder has, by default `context`; used for cross attention without a fixed `length`.
         """
         if self.shared_with is not None:
             return 0

@@ -86,8 +86,8 @@ class Workers(AbstractContextManager["Workers"]):
         return threads_each(threads, pool.workers if isinstance(pool, ProcessPool) else 1)
 
     def over(self, session: Session, source: Source, private: int) -> Over:
-        """Start the workers if needed, and return them with the model and inputs that they must open. private: as in `pool`. Raises
-        UserError.
+        """Start the workers if needed. Returns them with what each of them opens: the session's model and inputs. private: how many
+        bytes each process needs beside the mapped checkpoint. Raises UserError.
         """
         from dtype_engine.runtime.device import device_count
 

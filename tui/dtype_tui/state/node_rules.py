@@ -72,7 +72,7 @@ def effects_on(tree: Tree, plan: Plan, node: str) -> list[RuleEffect]:
 
 
 def cast_nodes(tree: Tree, plan: Plan) -> list[str]:
-    """Return the topmost modules and tensors of which the plan casts every castable tensor to another dtype than the stored one."""
+    """Return the topmost modules whose castable tensors all get another dtype than the stored one, and the other such tensors."""
     castable, changed = [0], [0]
     for tensor in tree.order:
         castable.append(castable[-1] + tensor.castable)

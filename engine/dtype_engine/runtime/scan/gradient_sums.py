@@ -46,8 +46,8 @@ class GradientSums:
         return {key for key, _ in self._partial}
 
     def gradients(self, given: list[tuple[int, torch.Tensor]], key: tuple[int, int], final: bool) -> Gradients | None:
-        """Add the squares of the probes' gradients to their sum over backward passes. Returns the gradients in `given`, the squares
-        of those from `topk` calls and, if `final`, this sum; None if there are none.
+        """Return the gradients in `given` with the squares that are ready now, or None if there are neither. Squares of a backward
+        pass from a sampled `topk` call are ready at once. Those of the probes are summed, and ready with the last probe.
 
         given: the gradients with respect to one output, as pairs (number of the backward pass, gradient [E]). key: the `id` of the
         operation and the index of its output. final: whether this is the last probe.

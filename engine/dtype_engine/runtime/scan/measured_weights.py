@@ -135,7 +135,7 @@ def measure_unfollowed(
 
 
 def _bits(dtype: str) -> int:
-    """Return the number of bits of an element. The stored format of another program, which rounds little, counts as 64."""
+    """Return the number of bits of an element, or 64 for the format in which another program stored it: it rounds little."""
     row = dtypes.BY_NAME.get(dtype)
     return 64 if row is None else row.bits
 
