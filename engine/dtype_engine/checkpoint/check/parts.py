@@ -85,7 +85,7 @@ def find_unread(
 ) -> Iterator[Finding]:
     """Yield a finding for each weight that can't be decoded although other weights of its layout and dtype can be, except for
     weights that a scheme leaves out on purpose. read: names of the codes that can be decoded. reported: names of modules that
-    already have a finding, and are skipped.
+    already have a finding, and are skipped. metadata: of the files' headers.
     """
     kinds = {(weight.layout, tensors[weight.codes].dtype) for weight in weights if weight.codes in read}
     unread = [weight.codes for weight in weights if weight.codes not in read]

@@ -15,8 +15,8 @@ _FILE = "tokenizer.json"
 
 
 def tokenizer_findings(checkpoint: Checkpoint, endings: tuple[str, ...]) -> Iterator[Finding]:
-    """Yield a finding if the embedding has no row for the largest id of the tokenizer. endings: the ends of names of embeddings.
-    Raises UserError if `tokenizer.json` can't be read.
+    """Yield a finding if the embedding has no row for the largest id of the tokenizer. endings: the possible ends of the
+    embedding's name. Raises UserError if `tokenizer.json` can't be read.
     """
     folder = checkpoint.path
     if checkpoint.form not in ("safetensors", "pickle") or not folder.is_dir() or not (folder / _FILE).is_file():

@@ -80,7 +80,7 @@ def _read_shape(text: str | None) -> tuple[int, ...]:
 
 
 def codes_names(name: str, dtype: str) -> tuple[str, str]:
-    """Return (the name of a weight's codes if other programs can read them, their name if only this program can)."""
+    """Return two names for the codes of a weight: (if other programs can read the codes, if only this program can)."""
     blocks = dtypes.BY_NAME[dtype].blocks
     packed = "_packed" if blocks is not None and blocks.packing != "none" else ""
     return name + packed, name + OWN_SUFFIX + packed
