@@ -82,8 +82,8 @@ class KVCacheTensor(msgspec.Struct, frozen=True):
         return context if self.window is None else min(context, self.window - 1)
 
     def shape(self, context: int, batch: int = 1, encoder_tokens: int | None = None) -> tuple[int, int, int, int]:
-        """Return (batch x runs, heads, tokens, width); for a recurrent state, heads and tokens are 1. batch: sequences.
-        Others: as in `tokens`.
+        """Return (batch x runs, heads, tokens, width); for a recurrent state, heads and tokens are 1. batch: the number of
+        sequences. The other arguments are those of `tokens`.
         """
         batch *= self.runs
         if self.fixed:
@@ -96,7 +96,7 @@ class KVCacheTensor(msgspec.Struct, frozen=True):
 
     def nbytes(self, dtype: str, context: int, batch: int = 1, encoder_tokens: int | None = None) -> int:
         """Return the bytes of the tensor if its elements are in `dtype`, or in `state_dtype` if it has one, without scales.
-        The other arguments are those of `tokens`.
+        The other arguments are those of `shape`.
         """
         return self.elements(context, batch, encoder_tokens) * dtypes.BY_NAME[self.state_dtype or dtype].bits // 8
 

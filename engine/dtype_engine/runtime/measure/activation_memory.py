@@ -117,7 +117,7 @@ def measured(module: nn.Module, context: int, batch: int) -> ActivationMemory:
 
 
 class ActivationEstimator:
-    """Estimates the peak of the memory of forward passes of any size, without computing anything or taking that memory. It is an
+    """Estimates the peak of the memory of forward passes of any size, without computing values or allocating this memory. It is an
     upper bound: a real pass may leave out work that depends on values, such as applying a mask that masks nothing. Every tensor
     counts in the dtype that the pass gives it: norms, softmax and routers are mostly in float32.
 
