@@ -54,7 +54,9 @@ _LONG = ("tests/tui/test_workers.py", "tests/test_manual.py", "tests/terminal/")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """What `-n auto` is: three processes more than there are cores, since tests in a terminal mostly wait for a screen."""
+    """Return the number of processes for `-n auto`: three more than there are cores, since tests in a terminal mostly wait for a
+    screen.
+    """
     return (os.cpu_count() or 1) + 3
 
 
@@ -80,7 +82,7 @@ def pytest_collection(session: pytest.Session) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """A test ends with a skip where an accelerator refuses what it can't do in the words that are expected of it."""
+    """Skip a test that failed because an accelerator does not support an operation and raised the error expected for it."""
     try:
         return (yield)
     except Exception as error:

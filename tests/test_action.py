@@ -65,7 +65,7 @@ class Job:
 INSTALL, MEASURE, SUMMARIZE = ACTION["runs"]["steps"]
 
 
-def test_action_uses_no_foreign_actions_and_quotes_values() -> None:
+def test_github_action_uses_no_other_actions_and_no_unquoted_values() -> None:
     assert ACTION["runs"]["using"] == "composite"
     for step in ACTION["runs"]["steps"]:
         assert "uses" not in step
@@ -74,7 +74,7 @@ def test_action_uses_no_foreign_actions_and_quotes_values() -> None:
 
 
 @pytest.mark.slow
-def test_action_fails_by_the_measurement_and_shows_its_report(tmp_path: Path) -> None:
+def test_github_action_fails_if_a_limit_is_missed_and_shows_the_report(tmp_path: Path) -> None:
     limits = {"max_kl": "1e-12", "min_top1": "1%", "arguments": "--prompt=import os\n--modules=some\n"}
     job = Job(tmp_path, model="demo", rules="*.mlp=fp8\n*.{q,k}_proj=bf16\n", **limits)
     ended = job.run(MEASURE)
@@ -89,7 +89,7 @@ def test_action_fails_by_the_measurement_and_shows_its_report(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_action_errors_are_sentences_and_inputs_run_nothing(tmp_path: Path) -> None:
+def test_github_action_does_not_run_shell_code_in_its_inputs(tmp_path: Path) -> None:
     job = Job(tmp_path, model="$(touch here); `touch here`", rules='"; touch here; "=bf16')
     ended = job.run(MEASURE)
     assert ended.returncode == 2

@@ -1,4 +1,4 @@
-"""What the READMEs promise of the files themselves: they are described as they are."""
+"""What the README files say about files and tests is true."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_imports_are_absolute() -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
-def test_readme_names_every_entry_of_its_package(package: Path) -> None:
+def test_readme_lists_every_file_and_folder_of_its_package(package: Path) -> None:
     entries = {
         entry.name
         for entry in package.iterdir()
@@ -42,7 +42,9 @@ def test_readme_names_every_entry_of_its_package(package: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_files_and_tests_named_in_pages_exist(page: Path) -> None:
-    """Its links to files, and the tests that it names as `FILE::TEST` (`::TEST` is one of the file before)."""
+    """Checked are a page's links to files, and the tests that it names as `FILE::TEST`. `::TEST` alone is a test of the file named
+    before.
+    """
     text = page.read_text()
     for link in re.findall(r"\]\((?!https?:)([^)#]+)[^)]*\)", text):
         assert (page.parent / link).exists(), link

@@ -45,10 +45,10 @@ from dtype_tui.config.key_names import on_keyboard
 from dtype_tui.widgets.module_tree import ModuleTree
 
 ADAPTERS = {"ray.md", "submitit.md"}
-"""Pages of code for packages that are rarely installed: `tests/engine/evaluation/test_adapters.py` runs them."""
+"""Pages with code for packages that are rarely installed. `tests/engine/evaluation/test_adapters.py` runs the code."""
 PAGES = [page for page in MANUAL if page.name not in ADAPTERS]
 MOST_WORDS = {"README.md": 700}
-"""Words that a page may have, where that is not 1,500."""
+"""The most words that a page may have, for pages that may have other than 1,500."""
 _BY_PACKAGE = [
     (page, package)
     for page in PAGES
@@ -76,7 +76,7 @@ def test_code_blocks_use_known_languages(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", MANUAL, ids=_name)
-def test_links_to_headings_exist(page: Path) -> None:
+def test_links_in_pages_lead_to_existing_headings(page: Path) -> None:
     for link, heading in re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", page.read_text()):
         linked = (page.parent / link) if link else page
         headings = re.findall(r"^#+ (.*)$", linked.read_text(), re.MULTILINE)
@@ -109,7 +109,7 @@ def test_examples_in_pages_give_the_shown_output(
 
 
 def _copy_weights(package: str, folder: Path) -> None:
-    """Put the weights that a package brings where the page says that they are."""
+    """Copy the weights that a package contains to the place that the page names."""
     found = importlib.util.find_spec(package)
     assert found is not None
     assert found.origin is not None
@@ -122,7 +122,7 @@ def _copy_weights(package: str, folder: Path) -> None:
 
 
 class Reader:
-    """Somebody who types what a page has, in a folder of their own."""
+    """Does what a page says, in a folder of its own."""
 
     def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.folder = folder
@@ -133,7 +133,7 @@ class Reader:
         """What the cell before has shown, None where the block before was no cell."""
 
     def follow(self, block: Block, where: str) -> None:
-        """Do what a block says, and compare what comes of it."""
+        """Do what a block says, and compare the result with the page."""
         shown, self.shown = self.shown, None
         if block.file is not None:
             self._write(block)
@@ -160,7 +160,7 @@ class Reader:
             read_recipe_file(path)
 
     def _run(self, line: str, prints: bool) -> str:
-        """What a command prints, standard output first. prints: the page shows that it does."""
+        """Return what a command prints, standard output first. prints: whether the page shows the output."""
         words = shlex.split(line, comments=True)
         if words == ["echo", "$?"]:
             return str(self.status)
@@ -187,7 +187,7 @@ class Reader:
         return ""
 
     def _cell(self, text: str, where: str) -> str:
-        """Run a cell as a notebook does: what it prints, then its last expression's value, where that is something."""
+        """Run a cell as a notebook does. Returns what it prints, and then the value of its last expression unless that is None."""
         parsed = ast.parse(text)
         last = parsed.body.pop() if isinstance(parsed.body[-1], ast.Expr) else None
         printed = io.StringIO()
@@ -202,7 +202,7 @@ class Reader:
 
 @pytest.mark.parametrize("page", MANUAL, ids=_name)
 def test_commands_in_pages_use_existing_options(page: Path) -> None:
-    """Of the blocks that can't run here, and of commands in the text."""
+    """Checked are the commands of all console blocks, `no-run` or not, and those within the text."""
     lines = [line for block in blocks_of(page) if block.language == "console" for line, _ in block.commands]
     lines += re.findall(r"`(dtype-(?:engine|tui) [^`]+)`", page.read_text())
     for line in lines:
@@ -216,7 +216,7 @@ def test_commands_in_pages_use_existing_options(page: Path) -> None:
 
 
 def _options(words: list[str]) -> set[str]:
-    """The options of the command that a line begins with."""
+    """Return the options of the command at the beginning of a line."""
     found: click.Command = cli if words[0] == "dtype-engine" else serve if words[1:2] == ["serve"] else app_command
     known = {"--help", "--version"}
     for word in words[1:]:
@@ -242,7 +242,7 @@ def _keys(binding: Any) -> Iterator[str]:
         yield on_keyboard(key)
 
 
-def test_page_figures_may_differ_by_a_tenth_and_sizes_may_not() -> None:
+def test_comparison_of_pages_with_output_tolerates_a_tenth_only_in_figures() -> None:
     assert differs(["KL mean 1.00e-03 nats"], ["KL  mean 1.09e-03 nats"]) is None
     assert differs(["KL mean 1.00e-03 nats"], ["KL mean 1.20e-03 nats"]) is not None
     assert differs(["planned 1.86 MiB"], ["planned 1.87 MiB"]) is not None

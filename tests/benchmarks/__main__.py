@@ -49,7 +49,7 @@ PAIRS = 25
 
 
 def llama(folder: Path, layers: int = 24, hidden: int = 768) -> Path:
-    """A Llama checkpoint with random weights in bfloat16."""
+    """Write a Llama checkpoint with random weights in bfloat16 to the folder."""
     import torch
     import transformers
 
@@ -63,7 +63,7 @@ def llama(folder: Path, layers: int = 24, hidden: int = 768) -> Path:
 
 
 def casting(folder: Path) -> list[Row]:
-    """Casting a whole model, and undoing it."""
+    """Measure how long it takes to cast a whole model and to undo the cast."""
     import torch
 
     import dtype_engine as de
@@ -103,7 +103,9 @@ def casting(folder: Path) -> list[Row]:
 
 
 def measuring(folder: Path) -> list[Row]:
-    """What a measurement costs beside a plain forward pass in the same dtype, and after a cast late in the model."""
+    """Measure the time of a drift measurement relative to a plain forward pass in the same dtype, also after a cast late in the
+    model.
+    """
     import dtype_engine as de
     from dtype_engine import Recipe, Rule
     from dtype_engine.runtime.measure.drift import DriftMeter
@@ -170,7 +172,7 @@ def reference(folder: Path) -> list[Row]:
 
 
 def meter_without_reuse(meter: DriftMeter) -> DriftMeter:
-    """The same meter, reference outputs and all, that runs every candidate in full."""
+    """Return a copy of the meter that keeps its reference outputs and runs every candidate in full."""
     import copy
 
     other = copy.copy(meter)
@@ -291,7 +293,7 @@ def exporting(folder: Path) -> list[Row]:
         export_checkpoint(open_checkpoint(folder), "model", recipe, ours)
 
     def save(scaled: bool = True) -> None:
-        """What a user would write; `scaled`: with a scale for each channel, as the export has them."""
+        """Cast and save as a user would. scaled: whether weights get a scale for each channel, as in the export."""
         shutil.rmtree(theirs, ignore_errors=True)
         model = transformers.LlamaForCausalLM.from_pretrained(folder, dtype="auto")
         for name, parameter in list(model.named_parameters()):

@@ -78,7 +78,7 @@ def under_the_mode(session: de.Session, inputs: Inputs, which: str) -> None:
 
 
 def waits(run: Callable[[], object]) -> Counter[str]:
-    """How often each line of ours makes the CPU wait for CUDA in a run."""
+    """Return how often each line of our code makes the CPU wait for CUDA in a run."""
     found: Counter[str] = Counter()
 
     def note(*_: object, **__: object) -> None:

@@ -19,7 +19,7 @@ _TYPED = "embed_tokens model.layers self_attn q_proj k_proj v_proj"
 
 @contextmanager
 def computing(count: int) -> Iterator[None]:
-    """So many processes that do nothing but compute, of the same niceness as this one."""
+    """Run `count` processes that only compute, with the niceness of this process."""
     running = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         yield
@@ -30,7 +30,7 @@ def computing(count: int) -> Iterator[None]:
 
 
 def crowded(folder: Path) -> list[Row]:
-    """Two other processes, or one for each core where there are more; the app measures meanwhile."""
+    """Measure keys while the app measures and other processes compute: two, or one for each core if there are more cores."""
     from tests.helpers.terminal import Terminal
 
     text = with_long_text(folder)

@@ -176,7 +176,7 @@ def compare(check: Checks, folder: Path) -> None:
 
 
 def exported(session: Any, recipe: Any, out: Path) -> Any:
-    """A recipe's export, loaded."""
+    """Export a recipe. Returns the export as transformers loads it."""
     session.apply(recipe)
     session.export(out)
     return loaded(out)

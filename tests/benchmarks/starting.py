@@ -22,7 +22,7 @@ _FIRST_ROW = 2
 """The screen's row of the model in the tree; the first is 0."""
 _LOST_S = 10.0
 _WAITS_S = (0.0, 0.015, 0.03, 0.045, 0.06, 0.08, 0.1)
-"""Seconds from the first paint to the first key, one start each: the panes are mounted meanwhile, and delay a key the most."""
+"""Seconds from the first paint to the first key, one start for each. Mounting the panes in this time delays a key the most."""
 _PAINTED = r"embed|planning only"
 _FIGURE = r"exact|KL mean|SQNR +\d|planning only"
 _READY = r"\bready\b|planning only"
@@ -116,7 +116,7 @@ def start(arguments: Sequence[str], answers: bool = True, wait: float = 0.0) -> 
 
 
 def _cursor_row(opened: Terminal) -> int | None:
-    """The row of the module tree's cursor; None while it is drawn."""
+    """Return the row of the cursor in the module tree, or None while the cursor is being drawn."""
     rows = [row for row, line in enumerate(opened.text.split("\n")) if line.startswith("▌")]
     return rows[0] if len(rows) == 1 else None
 

@@ -111,7 +111,7 @@ def table(folder: Path) -> list[Row]:
 
 
 def _busy(opened: object, key: str) -> list[float]:
-    """Times of keys while the engine runs the model, which is what timing it does, until there are a hundred."""
+    """Return the times of keys while the engine runs the model, as it does to measure speed, until there are a hundred."""
     from tests.helpers.terminal import Terminal
 
     assert isinstance(opened, Terminal)

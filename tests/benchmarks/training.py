@@ -12,7 +12,7 @@ BATCH, TOKENS = 16, 128
 
 
 def train(model: Any, steps: int) -> Any:
-    """Train a model with the demo's vocabulary of 1,024 in float32; return held-out text, [tokens] int64."""
+    """Train a model with the demo's vocabulary of 1,024 in float32. Returns held-out text, [tokens] int64."""
     import torch
     from tokenizers import Tokenizer
 

@@ -45,7 +45,9 @@ def first_paints(*programs: tuple[str, ...]) -> list[float]:
 
 
 def keys(opened: Terminal, pairs: int, until: str | None = None) -> tuple[list[float], list[int]]:
-    """Seconds from key to first byte, and bytes written for each, while the screen matches `until`."""
+    """Press keys while the screen contains `until`. Returns the seconds from each key to its first byte, and the bytes written for
+    it.
+    """
     times: list[float] = []
     sizes: list[int] = []
     for press in range(2 * pairs):

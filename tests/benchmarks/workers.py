@@ -65,7 +65,7 @@ def open_workers(folder: Path, count: int, sequences: int) -> Iterator[tuple[Any
 
 
 def _exact(session: Any, over: Any) -> float:
-    """Seconds of a whole exact scan in a session, or over processes; what they compute anew for the first weight included."""
+    """Return the seconds of a whole exact scan in a session, or over processes."""
     from dtype_engine.evaluation import work
     from dtype_engine.runtime.scan.exact import ExactScan
 
@@ -149,7 +149,7 @@ def _scan(session: Any, over: Any) -> None:
 
 
 def _shares(number: int, file: Path) -> tuple[int, int]:
-    """Bytes of a process, and of those the ones mapped from `file`, in proportional shares (proc(5), smaps)."""
+    """Return the bytes of a process, and those mapped from `file`, in proportional shares (proc(5), smaps)."""
     text = Path(f"/proc/{number}/smaps").read_text()
     whole = sum(map(int, re.findall(r"^Pss: +(\d+) kB", text, re.MULTILINE)))
     mapped = re.findall(rf" {re.escape(str(file.resolve()))}\n(?:[A-Z]\w+: .*\n)*?Pss: +(\d+) kB", text)

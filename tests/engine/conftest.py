@@ -50,7 +50,7 @@ def make_llama(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def tinynet() -> Any:
-    """A session on the tutorials' network."""
+    """Return a session on the network of the tutorials."""
     import dtype_engine as de
 
     return de.open(f"{TINYNET}:TinyNet")

@@ -25,7 +25,7 @@ def test_every_public_name_is_documented() -> None:
     assert [name for name, value in documented().items() if not inspect.getdoc(value)] == []
 
 
-def test_the_examples_run(tmp_path: Path) -> None:
+def test_docstring_examples_of_the_public_api_run(tmp_path: Path) -> None:
     options = de.Options(device="cpu", prompts=("The quick brown fox jumps over the lazy dog",))
     shared = de.open(options=options)
     tried: list[str] = []
@@ -40,5 +40,5 @@ def test_the_examples_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in de.__all__ if name[0].isupper()])
-def test_api_objects_describe_themselves(name: str) -> None:
+def test_public_objects_have_a_docstring(name: str) -> None:
     assert len((getattr(de, name).__doc__ or "").split()) > 3

@@ -1,4 +1,4 @@
-"""What is imported when: a fresh interpreter, and a look at sys.modules."""
+"""What is imported when, according to sys.modules in a new interpreter."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TORCH_FREE = [
     "dtype_tui.app",
     "dtype_tui.cli.command",
 ]
-"""The engine's rooms but `runtime`, which is all that imports torch, and what the app is before it opens a model."""
+"""All packages of the engine except `runtime`, which alone may import torch, and what the app imports before it opens a model."""
 
 
 def loaded_after(statement: str, *names: str) -> set[str]:
@@ -35,12 +35,12 @@ def loaded_after(statement: str, *names: str) -> set[str]:
     return set(done.stdout.split())
 
 
-def test_only_runtime_imports_torch() -> None:
+def test_packages_other_than_runtime_do_not_import_torch() -> None:
     assert len(TORCH_FREE) > 80
     assert loaded_after(f"import {', '.join(TORCH_FREE)}", "torch", "transformers", "numpy") == set()
 
 
-def test_first_paint_imports_no_library_of_later_work() -> None:
+def test_first_paint_imports_neither_jinja2_nor_soxr() -> None:
     statement = "import dtype_tui.app, dtype_tui.cli.command, dtype_engine.service.worker"
     assert loaded_after(statement, "jinja2", "soxr") == set()
 
@@ -65,16 +65,16 @@ async def paint():
 
 asyncio.run(paint())
 """
-"""The app past its first paint, with an engine that has told nothing yet."""
+"""The app after its first paint, before its engine has sent anything."""
 
 
-def test_first_paint_imports_no_measurement_records() -> None:
-    """Dataclasses of many fields take milliseconds to make."""
+def test_first_paint_imports_no_modules_of_results() -> None:
+    """It takes milliseconds to define dataclasses with many fields."""
     names = ("dtype_engine.results.drift", "dtype_engine.results.attribution", "dtype_engine.results.memory")
     assert loaded_after(f"import dtype_tui.cli.command\n{_PAINTED}", *names, "torch") == set()
 
 
-def test_command_without_workers_imports_none_of_their_code() -> None:
+def test_app_start_without_workers_imports_no_multiprocessing() -> None:
     """From the start to what draws the screen: the engine is a thread here, which nothing has started yet."""
     statement = (
         "import sys, dtype_tui.app; from dtype_tui.cli.main import main\n"
@@ -108,7 +108,7 @@ def test_the_headers_of_the_demo_are_read_without_torch() -> None:
 
 
 def imported_by(file: Path, name: str, modules: dict[str, Path]) -> set[str]:
-    """The modules of `modules` that one of them imports anywhere: inside functions and for type checkers alone as well."""
+    """Return those of `modules` that a module imports anywhere, even inside functions or for type checkers."""
     package = name if file.name == "__init__.py" else name.rpartition(".")[0]
     found = set()
     for node in ast.walk(ast.parse(file.read_text())):

@@ -22,7 +22,7 @@ def session() -> Session:
 
 
 class Balanced(HTMLParser):
-    """Reads HTML, and fails where an element is closed that is not open."""
+    """Parses HTML. Fails if an element is closed that is not open."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def read(html: str) -> Balanced:
     return parser
 
 
-def test_session_and_results_print_a_few_lines(session: Session) -> None:
+def test_repr_of_session_and_results_has_at_most_five_lines(session: Session) -> None:
     plan = session.cast("*.mlp", "bfloat16")
     drift, scan = session.drift(), session.scan(["bfloat16", "int8"], draws=1)
     found = session.search(budget="45%")
@@ -68,7 +68,7 @@ def test_session_and_results_print_a_few_lines(session: Session) -> None:
     assert repr(session.tree).startswith("Tree: ")
 
 
-def test_a_notebook_shows_tables(session: Session) -> None:
+def test_notebook_shows_session_and_results_as_tables(session: Session) -> None:
     session.cast("*.mlp", "bfloat16")
     drift, scan = session.drift(), session.scan(["bfloat16", "int8"], draws=1)
     of_drift = read(drift._repr_html_())  # type: ignore[attr-defined]
@@ -90,25 +90,25 @@ def test_names_from_files_are_escaped_in_notebooks() -> None:
     assert "\x1b" not in repr(tree)
 
 
-def test_help_shows_no_addresses() -> None:
+def test_help_on_session_shows_no_memory_addresses() -> None:
     shown = pydoc.render_doc(de.Session, renderer=pydoc.plaintext)
     assert "on_progress: 'OnParts' = ignore" in shown
     assert "cancelled: 'IsCancelled' = never" in shown
     assert " at 0x" not in shown
 
 
-def test_package_lists_its_public_names() -> None:
+def test_dir_of_the_package_lists_its_public_names() -> None:
     assert dir(de) == sorted(de.__all__)
     assert not hasattr(de, "Sessions")
 
 
 @pytest.mark.parametrize("budget", ["1.3MiB", 1363148])
-def test_budget_may_be_a_size_in_words(session: Session, budget: int | str) -> None:
+def test_search_budget_is_accepted_as_text(session: Session, budget: int | str) -> None:
     session.scan(["bfloat16", "int8"], draws=1)
     assert session.search(budget=budget).planned_bytes <= 1363148
 
 
-def test_invalid_budget_is_refused(session: Session) -> None:
+def test_invalid_text_for_a_search_budget_is_refused(session: Session) -> None:
     session.scan(["bfloat16"], draws=1)
     with pytest.raises(de.UserError, match="12GiB"):
         session.search(budget="small")

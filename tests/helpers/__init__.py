@@ -1,1 +1,1 @@
-"""What tests in several rooms share."""
+"""Code that several folders of tests share."""

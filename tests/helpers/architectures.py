@@ -277,14 +277,14 @@ ZOO: dict[str, Entry] = {
 
 
 def make(name: str) -> tuple[nn.Module, Any]:
-    """A fresh model of the zoo, the same weights every time, and its inputs, on the device of the tests."""
+    """Return a new model of the zoo, always with the same weights, and its inputs, on the device of the tests."""
     torch.manual_seed(0)
     module, inputs = ZOO[name].make()
     return placed((module.eval(), inputs))
 
 
 class _Margins(TorchFunctionMode):
-    """Notes the margins of every choice of the k best: the k-th score less the next, with a graph."""
+    """Records the margins of all top-k choices: the k-th score minus the next one, with its graph."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -298,8 +298,8 @@ class _Margins(TorchFunctionMode):
 
 
 def decided(name: str, sequences: int, length: int, apart: float = 0.1) -> tuple[nn.Module, torch.Tensor, float]:
-    """A mixture of experts whose routers are decided: trained a little to noisy labels, and until the k-th score of every token
-    is `apart` of the next. The module, its inputs [sequences, length], and the smallest margin that is left.
+    """Train a mixture of experts a little to noisy labels, until each token's k-th score is `apart` from the next. Returns the
+    module, its inputs [sequences, length], and the smallest margin.
     """
     module, _ = make(name)
     generator = torch.Generator().manual_seed(1)

@@ -1,4 +1,4 @@
-"""What a session's candidate computes of its first input."""
+"""The candidate's output for the first input of a session."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dtype_engine.runtime.passes.runner import ForwardRunner
 
 
 def candidate_output(session: de.Session) -> torch.Tensor:
-    """The main output as a measurement has it, in the session's settings."""
+    """Return the main output as a measurement computes it, with the settings of the session."""
     batch = session.need_inputs().batches[0]
     with ForwardRunner(session.model, session.settings, never) as runner:
         output = runner.candidate(lambda: session.model.module(*batch.args, **batch.kwargs)).output

@@ -22,37 +22,60 @@ WANTED = os.environ.get("DTYPE_TUI_TEST_DEVICE", "cpu")
 DEVICE = WANTED.partition("+")[0]
 CPU_ONLY = {
     "it looks into the memory of the process": (
-        "test_live.py::test_undo_restores_the_same_storage", "test_live.py::test_stored_values_are_never_overwritten",
-        "test_reference.py::test_shared_widening_memory_changes_no_bit",
+        "test_live.py::test_undo_restores_the_same_storage",
+        "test_live.py::test_casts_never_overwrite_the_stored_values",
+        "test_reference.py::test_widening_weights_in_shared_memory_gives_bitwise_equal_references",
         "test_coded_weights.py::test_pass_holds_at_most_two_decoded_layers",
         "test_session.py::test_undo_of_a_whole_model_cast_frees",
     ),
     "its model makes tensors on the CPU in the middle of a pass": (
-        "test_overflow_underflow.py::test_a_report_has_them", "test_overflow_underflow.py::test_the_suggested_rules",
-        "test_overflow_underflow.py::test_recipe_files_keep", "test_overflow_underflow.py::test_a_search_tells",
-        "test_overflow_underflow.py::test_drift_tells_it_in_text", "test_drift.py::test_a_planted_nan",
-        "test_hidden_calls.py::test_hidden_calls_compute_what_plain_torch_does[WrapsItsWeight]",
-        "test_hidden_calls.py::test_the_reference_of_hidden_weights",
-        "test_hidden_calls.py::test_what_torch_refuses_is_asked_again", "test_measured_weights.py::test_weights_that_",
-        "test_measured_weights.py::test_the_score_of_a_weight_without_a_gradient", "test_nonfinite.py::test_a_remedy_makes",
-        "test_measured_weights.py::test_many_weights_without_a_gradient", "test_side_effects.py::test_a_pass_leaves_nothing",
-        "test_side_effects.py::test_what_a_model_", "test_plain_torch.py::test_candidate_equals_what_plain_torch_runs[writes]",
-        "test_modules.py::test_what_a_longer_input_changes", "test_modules.py::test_the_module_that_gives_the_main_output",
-        "test_two_models.py::test_the_drift_of_a_model_from_another",
+        "test_overflow_underflow.py::test_lost_values_of_each_tensor_are_counted_only_once",
+        "test_overflow_underflow.py::test_suggested_rules_cast_only_the_tensors_that_lose_values",
+        "test_overflow_underflow.py::test_recipe_file_keeps_the_counts_of_lost_values",
+        "test_overflow_underflow.py::test_search_reports_lost_values_of_its_recipe",
+        "test_overflow_underflow.py::test_drift_command_prints_lost_values_and_tries_suggested_rules",
+        "test_drift.py::test_planted_nan_is_counted_in_the_module_where_it_arises",
+        "test_hidden_calls.py::test_drift_through_calls_hidden_from_torch_function_equals_plain_torch[WrapsItsWeight]",
+        "test_hidden_calls.py::test_reference_of_weights_in_hidden_calls_is_in_float32",
+        "test_hidden_calls.py::test_dtypes_that_torch_refuses_are_tried_again_inside_vmap",
+        "test_measured_weights.py::test_scan_needs_one_pass_for_all_unused_weights",
+        "test_measured_weights.py::test_scan_finds_weights_with_effect_among_many_without",
+        "test_measured_weights.py::test_score_of_a_weight_without_a_gradient_equals_plain_torch",
+        "test_nonfinite.py::test_remedy_restores_the_values_that_are_finite_in_the_reference",
+        "test_measured_weights.py::test_scan_refuses_too_many_weights_without_gradient_by_name",
+        "test_side_effects.py::test_state_of_a_model_does_not_carry_over_to_the_next_pass",
+        "test_side_effects.py::test_tensors_derived_from_weights_follow_the_cast",
+        "test_side_effects.py::test_tensors_that_a_model_caches_in_globals_are_recomputed_in_each_pass",
+        "test_side_effects.py::test_inputs_that_a_model_overwrites_are_unchanged_after_the_pass",
+        "test_side_effects.py::test_random_numbers_are_the_same_in_reference_and_candidate",
+        "test_plain_torch.py::test_candidate_in_mixed_dtypes_equals_plain_torch[writes]",
+        "test_modules.py::test_buffers_that_grow_with_a_longer_input_are_restored",
+        "test_modules.py::test_module_whose_output_is_the_model_output_only_in_the_reference_is_compared",
     ),
     "it compares to the last digits with what computes on the CPU": (
-        "test_blip.py::test_drift_of_the_logits", "test_blip.py::test_float32_under_autocast",
-        "test_kl_divergence.py::test_every_statistic", "test_activations.py::test_a_model_is_what_compressed_tensors",
-        "test_activations.py::test_every_way_to_write", "test_cache_scales.py::test_compressed_tensors_reads",
-        "test_class_dimensions.py::test_segmentation", "test_kept_positions.py::test_padding_is_excluded_from_every_figure",
-        "test_kept_positions.py::test_a_distribution_over", "test_kept_positions.py::test_the_decoder_has",
-        "test_plain_torch.py::test_the_head_of_a_padded", "test_verify.py::test_a_python_source",
-        "test_attribution.py::test_a_weight_is_a_cause_however", "test_attribution.py::test_the_bias_of_a_router",
-        "test_nonfinite.py::test_what_a_model_clamps", "test_noise_floor.py::test_the_floor_is_that",
-        "test_reference.py::test_with_gradients_every_weight", "test_routing.py::test_one_narrowed",
-        "test_routing.py::test_exchanging_takes", "test_candidate.py::test_a_missing_kernel_names",
-        "test_turned_weights.py::test_it_opens_and", "test_constructed_buffers.py::test_buffers_that_loading",
-        "test_constructed_buffers.py::test_the_constructor_makes",
+        "test_blip.py::test_logit_drift_of_blip_equals_that_of_plain_transformers",
+        "test_kl_divergence.py::test_llama_cpp_statistics_equal_those_of_an_independent_script",
+        "test_activations.py::test_logits_with_quantized_activations_equal_those_of_compressed_tensors",
+        "test_activations.py::test_activations_of_every_kind_of_matrix_product_are_quantized",
+        "test_cache_scales.py::test_compressed_tensors_rounds_kv_caches_as_measured",
+        "test_class_dimensions.py::test_segmentation_has_a_distribution_at_every_pixel",
+        "test_kept_positions.py::test_padding_is_excluded_from_every_figure",
+        "test_kept_positions.py::test_padded_positions_are_left_out_of_distributions_over_positions",
+        "test_kept_positions.py::test_decoder_positions_are_kept_by_the_decoder_mask",
+        "test_plain_torch.py::test_drift_of_a_cast_head_ignores_padded_rows_of_the_encoder",
+        "test_verify.py::test_verify_checks_an_export_of_user_code_with_its_drift",
+        "test_attribution.py::test_drift_caused_by_a_weight_is_found_for_every_way_to_use_it",
+        "test_attribution.py::test_router_bias_is_the_only_cause_and_casting_it_to_float32_removes_the_drift",
+        "test_nonfinite.py::test_overflow_hidden_by_clamping_is_diagnosed_and_fixed",
+        "test_noise_floor.py::test_noise_floor_equals_reordered_reference_runs",
+        "test_reference.py::test_widened_weights_do_not_share_memory_if_gradients_are_needed",
+        "test_routing.py::test_cast_of_a_single_weight_in_a_scan_equals_the_candidate",
+        "test_routing.py::test_operation_with_one_of_two_weights_cast_runs_in_the_wider_dtype",
+        "test_routing.py::test_swap_of_top_k_takes_the_next_best_expert_for_selected_tokens_only",
+        "test_candidate.py::test_missing_kernel_error_names_module_operation_dtype_and_device",
+        "test_turned_weights.py::test_experts_transposed_while_loading_give_the_logits_of_transformers",
+        "test_constructed_buffers.py::test_buffers_filled_while_loading_are_not_replaced_by_the_constructor",
+        "test_constructed_buffers.py::test_buffers_missing_in_the_files_are_filled_by_the_constructor",
     ),
 }  # fmt: skip
 """Why tests are left out on another device, with the beginnings of their names. A test that is marked says it itself."""
@@ -64,11 +87,13 @@ REFUSED = {
 }
 """Why a test that ends with such an error on an accelerator can't run there."""
 FEWER_FUSED = (
-    "test_drift.py::test_the_golden", "test_nonfinite.py::test_the_remedy_leaves", "test_companions.py::test_layer_norms_of_exact",
+    "test_drift.py::test_drift_figures_equal_plain_torch_and_are_close_to_the_tutorials",
+    "test_nonfinite.py::test_remedy_casts_only_the_blocks_that_overflow_reaches",
+    "test_companions.py::test_scan_scores_a_lossless_cast_of_norms_by_its_effect_on_activations",
 )  # fmt: skip
 """The beginnings of the names of tests whose figures depend on where a fused kernel rounds, and on which dtypes it refuses."""
 _kept: list[Any] = []
-"""What has to live as long as the process."""
+"""Objects that must live as long as the process."""
 T = TypeVar("T")
 
 
@@ -120,7 +145,7 @@ def use() -> None:
     double = torch.Tensor.double
 
     def double_anywhere(tensor: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
-        """What a test widens comes to the CPU if the device lacks float64."""
+        """Convert to float64. If a test asks for it, the tensor is moved to the CPU, since the device lacks float64."""
         by_test = "/tests/" in sys._getframe(1).f_code.co_filename
         return double(tensor.cpu() if by_test else tensor, *given, **named)
 
@@ -155,7 +180,7 @@ def placed(values: T) -> T:
 
 
 def leave_out(items: list[pytest.Item]) -> None:
-    """Skip what only the CPU can run."""
+    """Skip tests that only the CPU can run."""
     for item in items:
         if DEVICE == "cpu":
             return
@@ -166,7 +191,7 @@ def leave_out(items: list[pytest.Item]) -> None:
         )
         if DEVICE == "fake" and "autocast" in name:
             reason = "the fake accelerator has no autocast"
-        if DEVICE == "fake" and name.startswith("test_live.py::test_a_cast_keeps_every_tensor_object"):
+        if DEVICE == "fake" and name.startswith("test_live.py::test_cast_keeps_tensor_objects_and_ties"):
             reason = "torch makes new objects for a module that it moves to the fake accelerator"
         if DEVICE == "fake" and name.startswith(FEWER_FUSED):
             reason = "the fake accelerator runs fewer fused kernels, and so rounds at other places"

@@ -16,7 +16,7 @@ _parsed: dict[Any, list[RuleSet]] = {}
 
 
 def share() -> None:
-    """From now on, in this process."""
+    """Share parsed style sheets in this process from now on."""
     Stylesheet._parse_rules = _once  # type: ignore[method-assign]
 
 

@@ -198,7 +198,7 @@ class Forked:
         self.pid = int(self._told.split()[0])
 
     def status(self, seconds: float | None = None) -> int | None:
-        """Its exit status once it has ended; None if it has not within `seconds`."""
+        """Return the exit status, or None if the program has not ended within `seconds`."""
         if self._told.count(b"\n") == 1 and select.select([self._asked], [], [], seconds)[0]:
             self._told += self._asked.recv(64)
         told = self._told.partition(b"\n")[2]
@@ -221,7 +221,7 @@ class Program(Forked):
         os.kill(self.pid, number)
 
     def result(self) -> subprocess.CompletedProcess[str]:
-        """Wait for its end; what it wrote that was not read yet."""
+        """Wait until the program ends. Returns the output that was not read yet."""
         stdout = self.stdout.read()
         status = self.status()
         assert status is not None
@@ -268,7 +268,7 @@ def share() -> None:
 
 @functools.cache
 def _server() -> str:
-    """Where the process that has imported torch listens."""
+    """Return the address at which the process that has imported torch listens."""
     if _FOLDER not in os.environ:
         share()
     folder = Path(os.environ[_FOLDER])

@@ -36,7 +36,7 @@ HOSTILE = (
 _FROM_THIS_END = (events.EngineEnded, events.EngineLost, events.EngineBack, events.Composed)
 _ANSWERS = (events.JobDone, events.JobGrown)
 _ON_ITS_OWN = (events.OutputMeasured,)
-"""Told by a test of its own."""
+"""Events that have a test of their own."""
 KINDS: tuple[type, ...] = tuple(
     kind for kind in events.Event.__subclasses__() if kind not in (*_FROM_THIS_END, *_ON_ITS_OWN)
 )
@@ -54,7 +54,7 @@ class RandomEvents:
         self._texts = HOSTILE if hostile or chance.random() < 0.3 else TEXTS
 
     def next(self, kind: type | None = None) -> Iterator[bytes]:
-        """The messages of one event, of any kind or of this one."""
+        """Return the messages of one event of this kind, or of any kind."""
         kind = kind or self._chance.choice(KINDS)
         if "tree" in kind.__struct_fields__:  # type: ignore[attr-defined]
             for part in self._tree_parts():
@@ -62,7 +62,7 @@ class RandomEvents:
         yield msgspec.msgpack.encode(self._answer(kind) if kind in _ANSWERS else self._value(kind))
 
     def _answer(self, kind: type) -> list[Any]:
-        """The result of any job, at its end or while it runs."""
+        """Return a result of a random job, final or intermediate."""
         name = self._chance.choice([*JOBS] if kind is events.JobDone else ["causes", "generate"])
         types = job_types(JOBS[name].run)
         ask = ["Ask", name, self._value(types.parameters)]

@@ -22,7 +22,7 @@ from tests.lint.mechanisms import PATCH, PATCHES, main, mechanisms
         ("vars(module)['_parameters']", 'a subscript ["_parameters"]'),
     ],
 )
-def test_a_mechanism_is_found(source: str, found: str) -> None:
+def test_lint_finds_each_unwanted_mechanism(source: str, found: str) -> None:
     assert [what for _, what in mechanisms(source)] == [found]
 
 
@@ -36,11 +36,13 @@ def test_a_mechanism_is_found(source: str, found: str) -> None:
         "module._parameters['weight']",
     ],
 )
-def test_other_code_is_not_found(source: str) -> None:
+def test_lint_of_mechanisms_finds_nothing_in_other_code(source: str) -> None:
     assert list(mechanisms(source)) == []
 
 
-def test_it_says_the_file_and_the_line_and_ends_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lint_of_mechanisms_prints_file_and_line_and_exits_with_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in ("engine/dtype_engine/room.py", PATCHES):
         file = tmp_path / name
         file.parent.mkdir(parents=True)

@@ -22,7 +22,7 @@ from tests.lint.private_names import main, private_names
         ("module.__dict__['_buffers']", "_buffers"),
     ],
 )
-def test_every_use_of_a_private_name_is_found(source: str, name: str) -> None:
+def test_lint_finds_every_use_of_a_private_name(source: str, name: str) -> None:
     assert [found for _, found in private_names(source)] == [name]
 
 
@@ -36,11 +36,13 @@ def test_every_use_of_a_private_name_is_found(source: str, name: str) -> None:
         "import os\nos._exit(1)",
     ],
 )
-def test_own_and_documented_names_are_not_found(source: str) -> None:
+def test_lint_ignores_own_and_documented_private_names(source: str) -> None:
     assert list(private_names(source)) == []
 
 
-def test_output_has_file_and_line_and_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lint_of_private_names_prints_file_and_line_and_exits_with_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     package = tmp_path / "engine" / "dtype_engine"
     package.mkdir(parents=True)
     (package / "room.py").write_text("import other\n\nother._door()\n")

@@ -21,21 +21,21 @@ from tests.lint.rooms import MOST_FILES, RUNTIME, main, names_visits, readers
         ("checkpoint.encoded", ".encoded"),
     ],
 )
-def test_reader_of_weights_is_found(source: str, found: str) -> None:
+def test_lint_finds_code_that_reads_weights_outside_its_package(source: str, found: str) -> None:
     assert [what for _, what in readers(source)] == [found]
 
 
-def test_other_code_is_not_found() -> None:
+def test_lint_ignores_code_that_reads_no_weights() -> None:
     assert not list(readers("from dtype_engine.runtime.weights.files import read_range\nread_range(a, b, 0, 1)"))
 
 
-def test_names_with_visit_are_found() -> None:
+def test_lint_finds_names_with_visit() -> None:
     assert names_visits("model.visits = 1")
     assert names_visits("def f(visited): pass")
     assert not names_visits('"""visits the blocks"""')
 
 
-def test_status_is_1_for_each_kind_of_finding(tmp_path: Path) -> None:
+def test_lint_of_weights_exits_with_1_for_each_kind_of_finding(tmp_path: Path) -> None:
     room = tmp_path / RUNTIME
     (room / "weights").mkdir(parents=True)
     (room / "weights" / "files.py").write_text("import mmap")

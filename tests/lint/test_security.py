@@ -39,7 +39,7 @@ def named(page: str) -> Iterator[tuple[str, str]]:
         yield path, test
 
 
-def test_each_promise_names_a_test() -> None:
+def test_each_promise_of_security_md_names_an_existing_test() -> None:
     page = PAGE.read_text()
     assert without_test(page) == []
     assert len(list(promises(page))) > 40
@@ -54,7 +54,7 @@ def test_each_promise_names_a_test() -> None:
         f"\n## {PROSE}\n\nNothing is written.\n",
     ],
 )
-def test_promise_without_a_test_is_found(promise: str) -> None:
+def test_lint_finds_a_security_promise_without_a_test(promise: str) -> None:
     page = PAGE.read_text()
     assert len(without_test(page + promise)) == 1
     assert (

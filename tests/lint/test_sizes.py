@@ -30,7 +30,7 @@ def class_of(annotated: int, assigned: int = 0, name: str = "C") -> str:
         (function(lines=61, decorator="@cached"), "f has 61 lines, more than 60"),
     ],
 )
-def test_code_over_a_limit_is_found(source: str, sentence: str) -> None:
+def test_lint_finds_code_over_a_size_limit(source: str, sentence: str) -> None:
     assert [found for _, found in too_large(source)] == [sentence]
 
 
@@ -45,17 +45,17 @@ def test_code_over_a_limit_is_found(source: str, sentence: str) -> None:
         class_of(annotated=30, name="OutputDrift"),
     ],
 )
-def test_code_within_the_limits_and_exceptions_are_not_found(source: str) -> None:
+def test_lint_ignores_code_within_the_size_limits_and_exceptions(source: str) -> None:
     assert list(too_large(source)) == []
 
 
-def test_each_line_of_output_has_file_line_and_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lint_of_sizes_prints_file_line_and_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "room.py").write_text("x = 1\n" + function(parameters=9).lstrip())
     assert main([str(tmp_path)]) == 1
     assert capsys.readouterr().out == f"{tmp_path}/room.py:2: f has 9 parameters, more than 8\n"
 
 
-def test_exit_status_is_0_without_findings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lint_of_sizes_exits_with_0_without_findings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "room.py").write_text(function())
     assert main([str(tmp_path)]) == 0
     assert capsys.readouterr().out == ""

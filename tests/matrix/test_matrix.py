@@ -44,7 +44,7 @@ IN_THE_APP: dict[str, tuple[str, ...]] = dict.fromkeys(_TAKEN_UP, (*AT_FIRST, "a
 """The ways in the app that the test run goes with a form. Forms that the app opens in the same way have one of them here."""
 
 
-def test_every_form_has_a_row_and_every_row_a_form() -> None:
+def test_every_checkpoint_form_has_a_row_in_the_matrix() -> None:
     assert list(REFUSED) == list(forms.names())
     for form, refused in REFUSED.items():
         assert refused.keys() <= set(WAYS), form
@@ -53,7 +53,9 @@ def test_every_form_has_a_row_and_every_row_a_form() -> None:
 
 
 @pytest.mark.parametrize("form", forms.names())
-def test_every_use_of_a_form_works_or_is_refused(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_use_of_a_checkpoint_form_works_or_is_refused(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if form in forms.NEEDS:
         pytest.importorskip(forms.NEEDS[form])
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))

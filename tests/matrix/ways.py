@@ -22,7 +22,7 @@ NO_NAME = "a module in memory has no name on a command line"
 
 
 def go(way: str, made: Made, work: Path) -> Cell:
-    """One cell: what it was checked against, or what was said. Whatever else goes wrong is raised."""
+    """Fill one cell. It holds what the result was compared with, or the sentence of a refusal. All other errors are raised."""
     work.mkdir(parents=True, exist_ok=True)
     ways = LIVE if made.live else COMMANDS | SCHEME_WAYS
     if way not in ways:

@@ -11,7 +11,7 @@ from tests.helpers.terminal import Opener, Terminal
 
 @pytest.fixture
 def opened() -> Iterator[Opener]:
-    """Opens programs that come, if not said otherwise, from a process that has imported torch."""
+    """Return a function that opens programs. Unless asked otherwise, they are forked from a process that has imported torch."""
     with contextlib.ExitStack() as made:
         yield lambda *arguments, forked=True, **settings: made.enter_context(
             Terminal(*arguments, forked=forked, **settings)

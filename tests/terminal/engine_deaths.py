@@ -79,19 +79,19 @@ class Deaths:
         )
 
     def slow(self, seconds: float) -> None:
-        """Let each layer take so long."""
+        """Let each layer take this long."""
         (self._folder / "new").write_text(str(seconds))
         (self._folder / "new").replace(self._folder / "seconds")
 
     def engine(self) -> psutil.Process:
-        """The process that has imported the model, or is about to."""
+        """Return the process that has imported the model, or that will import it."""
         if (file := self._folder / "engine").exists():
             return psutil.Process(int(file.read_text()))
         (child,) = psutil.Process(self.terminal.pid).children()
         return child
 
     def _dies(self, number: signal.Signals, rules: str) -> None:
-        """The engine gets the signal: the screen says so, answers a key, and keeps the rules."""
+        """Send the signal to the engine. The screen must say what happened, answer a key, and keep the rules."""
         engine, terminal = self.engine(), self.terminal
         engine.send_signal(number)
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -118,13 +118,13 @@ class Deaths:
         self.terminal.wait_for(rules, 20)
 
     def loading(self, number: signal.Signals) -> None:
-        """Before there is a tree."""
+        """Let the engine die before the tree is there."""
         self.terminal.wait_for("importing torch", 60)
         self._dies(number, "no engine")
         self._starts_again(r"\* +bf16")
 
     def measuring(self, number: signal.Signals) -> None:
-        """A rule that is added while there is no engine is measured by the next one."""
+        """Let the engine die while it measures. A rule that is added without an engine is measured by the next engine."""
         self.slow(0.2)
         self.terminal.press("m")
         self.terminal.wait_for("measuring: candidate", 20)
@@ -134,7 +134,7 @@ class Deaths:
         self._starts_again(r"\* +f16")
 
     def scanning(self, number: signal.Signals) -> None:
-        """The key for the scan begins it anew: what the engine had of it was its own."""
+        """Let the engine die while it scans. The key for the scan starts a new one: the unfinished one died with its engine."""
         self.slow(0.3)
         self.terminal.press("s")
         self.terminal.wait_for("Scores every weight", 20)
@@ -147,7 +147,7 @@ class Deaths:
         self.measured(r"\* +f16")
 
     def exporting(self, number: signal.Signals) -> None:
-        """Nothing of what was being written is left."""
+        """Let the engine die while it writes an export. Nothing of the unfinished export may be left."""
         target = self._folder / "out"
         self.terminal.press("e")
         self.terminal.wait_for("tensors: ", 60)
@@ -174,7 +174,7 @@ class Deaths:
         return [path for path in self._folder.glob(".*partial*") if any(path.iterdir())]
 
     def leave(self) -> None:
-        """The terminal is as it was, the rules are kept, and no engine is left."""
+        """Quit. The terminal must be restored, the rules saved, and no engine left."""
         engine = self.engine()
         self.terminal.leave()
         engine.wait(10)
@@ -183,7 +183,7 @@ class Deaths:
 
 
 def walk(folder: Path, signals: tuple[signal.Signals, ...], say: Callable[[str], None] = lambda line: None) -> None:
-    """One program, whose engine dies by the first signal while loading, by the second while measuring, and so on."""
+    """Run one program whose engine dies of the first signal while loading, of the second while measuring, and so on."""
     deaths = Deaths(folder)
     with deaths.terminal:
         for state, number in zip(
@@ -195,7 +195,7 @@ def walk(folder: Path, signals: tuple[signal.Signals, ...], say: Callable[[str],
 
 
 def main() -> None:
-    """All signals in all states."""
+    """Run all signals in all states."""
     for first in range(len(SIGNALS)):
         with tempfile.TemporaryDirectory() as folder:
             walk(Path(folder), (*SIGNALS[first:], *SIGNALS[:first]), print)

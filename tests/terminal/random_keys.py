@@ -23,13 +23,13 @@ _MOVES = ("\x1b[A", "\x1b[B", "\x1b[C", "\x1b[D", "\x1b[5~", "\x1b[6~", "\x1b[H"
 _EVERY = 100
 _QUIET_S = 0.3
 _BUSY_BYTES = 400
-"""What a measurement writes at a time as it goes on; the answer to a key that changed the picture is more."""
+"""The most bytes that are written at a time while a measurement goes on. A key that changes the screen causes more."""
 _WHOLE_BYTES = 1500
-"""Fewer than the emptiest screen takes when all of it is drawn."""
+"""Fewer bytes than the emptiest screen takes if it is drawn in full."""
 
 
 def a_key(chance: random.Random) -> str:
-    """A key, a click or two on one place, or a turn of the wheel."""
+    """Return a random key, one to three clicks on one cell, or a turn of the mouse wheel."""
     kind = chance.random()
     if kind < 0.1:
         return chance.choice(_MOVES)
@@ -42,7 +42,7 @@ def a_key(chance: random.Random) -> str:
 
 
 class Unwatched(Terminal):
-    """Nobody looks at the screen while the keys are pressed: drawing it would take longer than the app takes."""
+    """A terminal whose screen is not emulated while keys are pressed: that would take longer than the app takes."""
 
     watched = True
 
@@ -63,7 +63,7 @@ class Unwatched(Terminal):
 
     @property
     def last_log(self) -> str:
-        """The whole of the newest of these files; empty where there is none."""
+        """The text of the newest error file, or "" if there is none."""
         logs = sorted(Path(self._state).glob("dtype-tui/error*"))
         return logs[-1].read_text() if logs else ""
 
@@ -74,7 +74,9 @@ class _Nowhere:
 
 
 def storm(seed: int, count: int) -> tuple[list[int], list[str]]:
-    """Press `count` keys; resident MiB on the way, and the faults that were passed over. AssertionError when the app is gone."""
+    """Press `count` keys. Returns the resident MiB during the run, and the errors that the app survived. Raises AssertionError if
+    the app ends.
+    """
     chance = random.Random(seed)
     terminal = _opened()
     try:
@@ -131,13 +133,13 @@ def _opened() -> Unwatched:
 
 
 def _bring_to_the_front(process: psutil.Process) -> None:
-    """The palette has an entry that suspends: as the shell's fg."""
+    """Continue the app if it is stopped, as the shell's `fg` does: an entry of the palette suspends it."""
     if process.status() == psutil.STATUS_STOPPED:
         process.send_signal(signal.SIGCONT)
 
 
 def _draws_anew(terminal: Terminal, columns: int) -> bool:
-    """Whether the app takes in that its terminal has another width, which it answers with a whole screen."""
+    """Resize the terminal. Returns whether the app notices it, which it shows by drawing the whole screen."""
     terminal.resize(columns, 36)
     until, size = time.monotonic() + 60, 0
     while size < _WHOLE_BYTES and time.monotonic() < until:

@@ -1,4 +1,4 @@
-"""Whatever takes long has a bar that fills, in a real pseudo-terminal: each job by the keys that ask for it."""
+"""Every long job has a bar that fills, in a real pseudo-terminal. Each job is started by its keys."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def terminal(model: Path) -> Iterator[Terminal]:
 
 
 def bars_until(terminal: Terminal, pattern: str, seconds: float = 240) -> dict[str, list[int]]:
-    """The percentages of each job's bar in the order in which they were seen, until the screen matches."""
+    """Return the percentages that the bar of each job showed, in order, until the screen matches `pattern`."""
     seen: dict[str, list[int]] = {}
     until = time.perf_counter() + seconds
     while time.perf_counter() < until:

@@ -28,7 +28,7 @@ ENVIRONMENT = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "TERM": "dum
         (("dtype-engine", "inspect", "mod"), "model.safetensors"),
     ],
 )
-def test_bash_completes(words: tuple[str, ...], offered: str, tmp_path: Path) -> None:
+def test_bash_completes_options_and_files(words: tuple[str, ...], offered: str, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
     name = words[0].replace("-", "_")
     script = f"""
@@ -52,7 +52,7 @@ def test_bash_completes(words: tuple[str, ...], offered: str, tmp_path: Path) ->
         ("dtype-tui mod", "dtype-tui model.safetensors"),
     ],
 )
-def test_zsh_completes(typed: str, completed: str, tmp_path: Path) -> None:
+def test_zsh_completes_commands_options_and_files(typed: str, completed: str, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
     shell, terminal = pty.openpty()
     zsh = subprocess.Popen(

@@ -14,7 +14,7 @@ from dtype_engine.checkpoint.source import DEMO
 from dtype_tui.state.session_store import read_session
 
 CLICK = "\x1b[<0;2;2M\x1b[<0;2;2m"
-"""The left button pressed and let go in the second cell of the second line, beside every window."""
+"""The left button, pressed and released in the second cell of the second line, where no window is."""
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def opened(opened: Opener, tmp_path: Path) -> Opener:
 
 
 @pytest.mark.parametrize("clicks", [2, 5])
-def test_repeated_clicks_beside_the_palette_close_it_once(opened: Opener, clicks: int) -> None:
+def test_repeated_clicks_beside_the_command_palette_close_only_the_palette(opened: Opener, clicks: int) -> None:
     terminal = opened("demo")
     terminal.wait_for("embed_tokens")
     terminal.press("\x10")
@@ -36,8 +36,8 @@ def test_repeated_clicks_beside_the_palette_close_it_once(opened: Opener, clicks
     terminal.leave()
 
 
-def test_unexpected_error_is_one_sentence_and_a_log_file(opened: Opener, tmp_path: Path) -> None:
-    """Python itself runs this module at its start: a key of the program gets a handler that fails."""
+def test_unexpected_error_prints_one_sentence_and_writes_a_log_file(opened: Opener, tmp_path: Path) -> None:
+    """Python runs a `sitecustomize` module at its start, which gives a key of the program a handler that fails."""
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(
         "import sys, threading, time\n"
@@ -70,13 +70,13 @@ def test_unexpected_error_is_one_sentence_and_a_log_file(opened: Opener, tmp_pat
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A checkpoint of its own, to be damaged."""
+    """Return a checkpoint that the test may damage."""
     return Path(shutil.copytree(DEMO, tmp_path / "model"))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the signal is Linux's")
 @pytest.mark.parametrize("moment", ["ready", "measuring", "scanning", "exporting"])
-def test_file_cut_short_is_reported_and_the_app_survives(
+def test_truncated_file_is_reported_and_the_app_continues(
     opened: Opener, model: Path, tmp_path: Path, moment: str
 ) -> None:
     weights = model / "model.safetensors"

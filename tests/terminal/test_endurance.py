@@ -30,14 +30,14 @@ def terminal() -> Iterator[Terminal]:
 
 
 def drain(terminal: Terminal, seconds: float) -> int:
-    """Take in what comes until nothing has come for `seconds`; the number of bytes."""
+    """Read until nothing has arrived for `seconds`. Returns the number of bytes."""
     count = 0
     while got := terminal.read(seconds):
         count += got
     return count
 
 
-def test_keys_before_the_first_paint_are_not_lost() -> None:
+def test_keys_pressed_before_the_first_paint_are_handled() -> None:
     with Terminal("demo", *QUICK, forked=True) as terminal:
         while b"\x1b[?25l" not in terminal.raw:  # from here on the terminal gives keys as they are pressed
             terminal.read()
@@ -45,7 +45,7 @@ def test_keys_before_the_first_paint_are_not_lost() -> None:
         terminal.wait_for(r"\*\.mlp +bf16 +18", 20)
 
 
-def test_many_resizes_end_in_the_right_picture(terminal: Terminal) -> None:
+def test_screen_is_right_after_many_resizes(terminal: Terminal) -> None:
     terminal.wait_for("ready")
     chance = random.Random(7)
     for _ in range(60):
@@ -71,7 +71,7 @@ def test_suspended_app_resumes(terminal: Terminal) -> None:
     terminal.leave()
 
 
-def test_huge_paste_is_ignored_by_the_tree_and_one_text_in_a_prompt(terminal: Terminal) -> None:
+def test_huge_paste_is_ignored_by_the_tree_and_inserted_once_in_a_prompt(terminal: Terminal) -> None:
     terminal.wait_for("ready")
     blob = ("\x1b[200~" + "q2u:x " * ((1 << 20) // 6) + "\x1b[201~").encode()
 
@@ -100,7 +100,7 @@ def test_huge_paste_is_ignored_by_the_tree_and_one_text_in_a_prompt(terminal: Te
     terminal.leave()
 
 
-def test_five_thousand_keys_do_not_grow_the_memory(terminal: Terminal) -> None:
+def test_memory_does_not_grow_with_thousands_of_keys(terminal: Terminal) -> None:
     terminal.wait_for("ready")
 
     def keys(count: int) -> None:
@@ -123,7 +123,7 @@ def test_five_thousand_keys_do_not_grow_the_memory(terminal: Terminal) -> None:
     terminal.leave()
 
 
-def test_idle_app_writes_nothing_and_moves_write_little(terminal: Terminal) -> None:
+def test_idle_app_and_cursor_moves_write_few_bytes_to_the_terminal(terminal: Terminal) -> None:
     terminal.wait_for("ready")
     drain(terminal, 1.0)
     began = time.monotonic()
@@ -149,7 +149,7 @@ def test_ascii_is_used_if_the_locale_has_no_unicode() -> None:
         terminal.leave()
 
 
-def test_models_in_this_folder_are_offered_and_one_opens(tmp_path: Path) -> None:
+def test_model_picker_offers_models_of_the_current_folder(tmp_path: Path) -> None:
     from dtype_engine.checkpoint.source import DEMO
 
     for name in ("first", "second"):

@@ -12,13 +12,13 @@ ESC = "\x1b"
 
 
 @pytest.mark.slow
-def test_screen_survives_its_engine_in_every_state(tmp_path: Path) -> None:
+def test_app_survives_the_death_of_its_engine_in_every_state(tmp_path: Path) -> None:
     walk(tmp_path, SIGNALS)
 
 
 @pytest.mark.slow
 def test_second_esc_ends_an_engine_that_does_not_stop(tmp_path: Path) -> None:
-    """While it opens a model whose code takes a minute, and in a layer that does."""
+    """The engine opens a model whose code takes a minute, and then runs a layer that takes a minute."""
     deaths = Deaths(tmp_path, (80, 24), 60)
     with deaths.terminal as terminal:
         terminal.wait_for("Esc stops", 60)

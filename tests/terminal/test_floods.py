@@ -26,7 +26,7 @@ def flooded(kind: str, *, size: tuple[int, int] = (100, 30)) -> Terminal:
 
 
 def ended(engine: psutil.Process) -> bool:
-    """Whether it ends within some seconds, be it as a child that nobody waits for."""
+    """Return whether the engine ends within `_SECONDS`. A zombie counts as ended."""
     until = time.monotonic() + _SECONDS
     while time.monotonic() < until:
         try:

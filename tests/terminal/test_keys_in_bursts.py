@@ -29,7 +29,7 @@ def wait_until_gone(terminal: Terminal, words: str) -> None:
     terminal.wait_for(rf"\A(?![\s\S]*{re.escape(words)})", 20)
 
 
-def test_keys_in_one_burst_act_like_single_keys(terminal: Terminal, tmp_path: Path) -> None:
+def test_keys_in_one_burst_act_in_the_terminal_like_single_keys(terminal: Terminal, tmp_path: Path) -> None:
     edited = f"abc{BACKSPACE}d{CTRL_A}{DELETE * 3}*.mp{LEFT}l{CTRL_E}=xx{CTRL_W}bf16"
     terminal.press(f"c{CTRL_U}{edited}\r2j")
     terminal.wait_for(r"1 \*\.mlp +bf16", 20)

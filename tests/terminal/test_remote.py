@@ -25,11 +25,11 @@ def opened(opened: Opener) -> Opener:
 
 
 def line_to(folder: Path, *command: str) -> str:
-    """A command that leads there over a line that takes 150 ms each way."""
+    """Return a command that runs another one behind a line of 150 ms each way. folder: for the files that control the line."""
     return shlex.join([sys.executable, slow_line.__file__, str(folder), "0.15", *command])
 
 
-def test_lost_connection_is_reported_and_the_result_arrives(opened: Opener, tmp_path: Path) -> None:
+def test_result_of_a_remote_engine_arrives_after_a_lost_connection(opened: Opener, tmp_path: Path) -> None:
     options = ("stdio", "--compressed", "--linger", "1m", "--session", "{session}")
     engine = (*preloaded.command(preloaded.LINGERING), *options)
     terminal = opened("--engine-command", line_to(tmp_path, *engine))
@@ -41,8 +41,8 @@ def test_lost_connection_is_reported_and_the_result_arrives(opened: Opener, tmp_
     terminal.leave()
 
 
-def test_ssh_gets_the_host_and_reaches_the_engine(opened: Opener, tmp_path: Path) -> None:
-    """A program in place of ssh runs the command with a shell, as sshd does."""
+def test_ssh_address_starts_the_engine_on_the_host(opened: Opener, tmp_path: Path) -> None:
+    """A program in place of ssh runs the remote command in a shell, as sshd does."""
     (tmp_path / "far").mkdir()
     engine = tmp_path / "far" / "dtype-engine"
     engine.write_text(f'#!/bin/sh\nexec {shlex.join(preloaded.command(preloaded.LINGERING))} "$@"\n')
@@ -128,7 +128,7 @@ def test_app_survives_a_hostile_engine(
     ],
     ids=["another version", "endless line", "a login that says goodbye"],
 )
-def test_engine_without_a_greeting_is_one_line_before_the_screen(
+def test_engine_command_that_is_no_engine_is_refused_in_one_line(
     opened: Opener, tmp_path: Path, program: str, words: str
 ) -> None:
     script = tmp_path / "hostile.py"
@@ -140,7 +140,7 @@ def test_engine_without_a_greeting_is_one_line_before_the_screen(
     assert b"\x1b[?1049h" not in terminal.raw
 
 
-def test_compression_bomb_takes_no_memory(opened: Opener, tmp_path: Path) -> None:
+def test_compression_bomb_from_a_remote_engine_takes_little_memory(opened: Opener, tmp_path: Path) -> None:
     """What comes over ssh is compressed: a kilobyte may stand for a megabyte, and the line goes on as long as it likes."""
     script = tmp_path / "hostile.py"
     script.write_text(f"""#!{sys.executable}

@@ -1,4 +1,4 @@
-"""The session outlives the program, whatever ends it, and `--resume` takes it up."""
+"""The session is kept, however the program ends, and `--resume` continues it."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def wait_until_saved(terminal: Terminal, tmp_path: Path, rules: int) -> None:
 
 
 def cast_two(terminal: Terminal) -> None:
-    """Cast two nodes, in another program's first second: nothing waits for the engine."""
+    """Cast two nodes in the first second after the start: no key waits for the engine."""
     terminal.wait_for("embed_tokens")
     terminal.press("jj2jjlj3")
     terminal.wait_for("2 model.layers.0 +f16")
 
 
 def lose(terminal: Terminal) -> None:
-    """Take the terminal away, as when sshd dies: the kernel hangs up on the session. Fails where the program lives on."""
+    """Close the terminal, as when sshd dies: the kernel sends SIGHUP to the session. Fails if the program does not end."""
     os.close(terminal.keyboard)
     os.close(terminal.slave)
     until = time.monotonic() + 20
@@ -53,7 +53,7 @@ def lose(terminal: Terminal) -> None:
 
 
 @pytest.mark.parametrize("ending", ["SIGHUP", "SIGTERM", "SIGKILL", "the line goes dead"])
-def test_lost_terminal_loses_nothing(opened: Opener, tmp_path: Path, ending: str) -> None:
+def test_session_is_saved_if_the_terminal_is_lost(opened: Opener, tmp_path: Path, ending: str) -> None:
     terminal = opened()
     cast_two(terminal)
     if ending == "SIGKILL":
@@ -72,7 +72,7 @@ def test_lost_terminal_loses_nothing(opened: Opener, tmp_path: Path, ending: str
 
 @pytest.mark.parametrize("arguments", [(), ("--engine-command",)], ids=["kept", "not kept"])
 @pytest.mark.parametrize("seen", [1, 2000, 30000], ids=["at the first byte", "at the first screen", "when it stands"])
-def test_connection_lost_early_ends_the_program(opened: Opener, seen: int, arguments: tuple[str, ...]) -> None:
+def test_terminal_lost_while_starting_ends_the_program(opened: Opener, seen: int, arguments: tuple[str, ...]) -> None:
     engine = shlex.join([*preloaded.command(preloaded.COMMAND), "stdio"])
     terminal = opened(*arguments, *[engine] * len(arguments))
     until = time.monotonic() + 60
@@ -108,7 +108,7 @@ def test_session_resumes_with_history_and_cursor(opened: Opener, tmp_path: Path)
     assert saved(tmp_path)[-1].options.settings == RunSettings(autocast="bfloat16")
 
 
-def test_damaged_session_is_one_line_and_status_2(opened: Opener, tmp_path: Path) -> None:
+def test_damaged_session_is_refused_in_one_line_with_exit_status_2(opened: Opener, tmp_path: Path) -> None:
     folder = tmp_path / "dtype-tui" / "sessions"
     folder.mkdir(parents=True)
     (folder / "20300101-000000-00000000.json").write_text('{"version": 1')

@@ -28,7 +28,7 @@ from tests.helpers.terminal import PROGRAM
 
 
 def forked() -> tuple[str, str]:
-    """Options with which the app's engine need not import torch."""
+    """Return options with which the app's engine is forked from a process that has imported torch."""
     return ("--engine-command", shlex.join(preloaded.command(preloaded.ENGINE)))
 
 
@@ -43,8 +43,8 @@ def free_port() -> int:
 def served(
     *arguments: str, cwd: Path | None = None, descriptors: int | None = None, **environment: str
 ) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """The address that a server printed, once it answers, and the server. descriptors: how many it may open, if not as many as this
-    process.
+    """Start a server. Yields the address that it printed, and its process. descriptors: how many files it may have open; None: as
+    many as this process.
     """
     port = free_port()
     limit = [] if descriptors is None else ["/bin/sh", "-c", f'ulimit -Sn {descriptors}; exec "$@"', "sh"]
@@ -71,14 +71,14 @@ def served(
 
 
 def socket_of(page: str) -> str:
-    """The address of the web socket that a page opens, as its own script does."""
+    """Return the address of the web socket that the script of a page would open."""
     found = re.search(r'data-session-websocket-url="([^"]*)"', page)
     assert found is not None
     return f"{found[1]}?width=120&height=36"
 
 
 async def what_a_browser_sees(address: str, words: str, keys: str) -> tuple[str, str]:
-    """The page, and what the app draws until `words` match it after `keys` were typed."""
+    """Open the address and type `keys`. Returns the page, and what the app drew until that matched `words`."""
     async with aiohttp.ClientSession() as session:
         async with session.get(address) as response:
             assert response.status == 200
@@ -98,7 +98,7 @@ async def what_a_browser_sees(address: str, words: str, keys: str) -> tuple[str,
             return page, drawn
 
 
-def test_browser_shows_the_app_and_sends_keys() -> None:
+def test_served_app_is_shown_in_a_browser_and_receives_keys() -> None:
     with served("demo", *forked()) as (address, _):
         page, drawn = asyncio.run(what_a_browser_sees(address, r"matches.{0,60}18.{0,60}tensors", ":cast *.mlp bf16"))
     assert "<html" in page.lower()
@@ -106,7 +106,7 @@ def test_browser_shows_the_app_and_sends_keys() -> None:
 
 
 async def statuses(address: str) -> dict[str, int]:
-    """The status of requests that should be refused, and of some that should not, by what is special about them."""
+    """Return the HTTP status of requests of which most must be refused. The keys say what is special about each request."""
     base, token = re.fullmatch(r"(http://[^/]+)/([^/]+)/", address).groups()  # type: ignore[union-attr]
     port = base.rpartition(":")[2]
     requests: dict[str, tuple[str, dict[str, str]]] = {
@@ -144,8 +144,8 @@ async def statuses(address: str) -> dict[str, int]:
     return found
 
 
-def test_others_without_the_token_get_no_app() -> None:
-    """Not another user of this machine, who has no token, nor a page on the internet, which has a browser in here."""
+def test_served_app_is_refused_without_the_token() -> None:
+    """Refused are other users of this machine, who have no token, and pages of the internet in a browser on this machine."""
     with served("demo") as (address, _):
         found = asyncio.run(statuses(address))
     good = {"page", "page by name", "page through a tunnel", "file"}
@@ -157,7 +157,7 @@ def test_others_without_the_token_get_no_app() -> None:
     assert others == dict.fromkeys(others, 403)
 
 
-def test_every_server_has_its_own_token() -> None:
+def test_every_served_app_has_its_own_long_token() -> None:
     from dtype_tui.cli.guarded_server import GuardedServer
 
     tokens = {GuardedServer("true", "127.0.0.1", 1, "").token for _ in range(100)}
@@ -166,8 +166,8 @@ def test_every_server_has_its_own_token() -> None:
 
 
 async def among_strangers(count: int) -> tuple[list[int], list[bytes], str]:
-    """With so many idle connections to a server that lets 8 be open: the status of a page without and with the token, before and
-    after, what the idle ones receive, and the token.
+    """Open `count` idle connections to a server that allows 8. Returns the status of requests without and with the token, what the
+    idle connections received, and the token.
     """
     from dtype_tui.cli.guarded_server import GuardedServer
 
@@ -190,10 +190,12 @@ async def among_strangers(count: int) -> tuple[list[int], list[bytes], str]:
     return statuses, received, server.token
 
 
-def test_connections_without_the_token_are_limited(
+def test_connections_to_the_served_app_without_the_token_are_limited(
     caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """So that nobody on the machine uses up the descriptors that the server needs for its user. And no line names the token."""
+    """Otherwise anybody on the machine could use up the file descriptors that the server needs for its user. No printed line has
+    the token.
+    """
     with caplog.at_level("DEBUG"):
         statuses, received, token = asyncio.run(among_strangers(60))
     assert statuses == [403, 200, 403, 404, 200]
@@ -217,11 +219,13 @@ SENT = [
     "null", "[]", "{", "[" * 100_000, '["stdin"]', '["stdin", 5]', '["resize", 7]', '["resize", {"width": "x", "height": 1}]',
     '["resize", {"width": 1}]', '["deliver_file_start", "x"]', '[["stdin"], "x"]', '{"stdin": "x"}',
 ]  # fmt: skip
-"""What the page of textual-serve does not send."""
+"""Messages that the page of textual-serve never sends."""
 
 
 async def talk_to_an_echo() -> tuple[list[object], list[int]]:
-    """What the app gets of nonsense, of sizes and of keys; the statuses of connections of a size, and of one too many."""
+    """Send nonsense, sizes and keys to a server. Returns what its app received, and the statuses of connections with bad sizes and
+    of one connection too many.
+    """
     from dtype_tui.cli.guarded_server import GuardedServer
 
     server = GuardedServer(shlex.join([sys.executable, "-c", ECHO]), "127.0.0.1", free_port(), "")
@@ -257,8 +261,8 @@ async def talk_to_an_echo() -> tuple[list[object], list[int]]:
     return echoed, statuses
 
 
-def test_page_can_only_send_keys_and_sizes_within_limits(caplog: pytest.LogCaptureFixture) -> None:
-    """A screen of a billion cells would take all memory, in an app that outlives its page."""
+def test_page_of_the_served_app_can_only_send_keys_and_limited_sizes(caplog: pytest.LogCaptureFixture) -> None:
+    """A screen of a billion cells would take all memory, in an app that lives on after its page is closed."""
     echoed, statuses = asyncio.run(talk_to_an_echo())
     sizes = [json.loads(data) for data in echoed[:4]]  # type: ignore[arg-type]
     assert [(size["width"], size["height"]) for size in sizes] == [(80, 24), (1000, 500), (1, 1), (1000, 1)]
@@ -268,8 +272,8 @@ def test_page_can_only_send_keys_and_sizes_within_limits(caplog: pytest.LogCaptu
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="what a process has open is counted on Linux")
-def test_idle_connections_do_not_block_the_user() -> None:
-    """Three times as many as the server may have open, all at once and held open while the user comes."""
+def test_idle_connections_do_not_block_the_served_app() -> None:
+    """200 idle connections, three times as many as the server may have open, are held open while the user connects."""
     with contextlib.ExitStack() as held, served("demo", *forked(), descriptors=64) as (address, server):
         port = int(re.findall(r":(\d+)/", address)[0])
         for _ in range(200):
@@ -286,8 +290,8 @@ def test_idle_connections_do_not_block_the_user() -> None:
     assert token not in printed, "only the first line has the address"
 
 
-def test_viewer_of_a_read_only_app_saves_nothing(tmp_path: Path) -> None:
-    """Not even a session of theirs, a scan, or that somebody was here."""
+def test_viewer_of_a_read_only_served_app_cannot_write_files(tmp_path: Path) -> None:
+    """Nothing is written: no session, no scan, and no trace of the visit."""
     state = tmp_path / "state"
     with served("--read-only", "demo", cwd=tmp_path, XDG_STATE_HOME=str(state)) as (address, _):
         _, drawn = asyncio.run(what_a_browser_sees(address, r"read-only: no files", "2e"))
@@ -301,14 +305,14 @@ def test_viewer_of_a_read_only_app_saves_nothing(tmp_path: Path) -> None:
      ("127.0.0.1", "[::1", False), ("0.0.0.0", "10.0.0.7:8000", True), ("0.0.0.0", "evil.example", False),
      ("box.example", "box.example:8000", True), ("box.example", "BOX.example", True)],
 )  # fmt: skip
-def test_foreign_host_names_are_not_answered(host: str, asked: str, meant: bool) -> None:
+def test_requests_to_the_served_app_for_other_host_names_are_refused(host: str, asked: str, meant: bool) -> None:
     from dtype_tui.cli.guarded_server import GuardedServer
 
     assert GuardedServer("true", host, 8000, "")._is_meant(asked) is meant
 
 
 def test_python_files_in_the_served_folder_do_not_run(tmp_path: Path) -> None:
-    """A model that was downloaded may bring files of the names that Python looks for."""
+    """A downloaded model may contain files with the names of modules that Python imports."""
     for file in DEMO.iterdir():
         if file.is_file():
             shutil.copy(file, tmp_path)
@@ -322,7 +326,7 @@ def test_python_files_in_the_served_folder_do_not_run(tmp_path: Path) -> None:
 
 
 async def open_and_kill_the_server(address: str, server: subprocess.Popen[str]) -> list[psutil.Process]:
-    """Wait until a browser has the app; the processes that the server had, once it was killed without a word."""
+    """Wait until a browser shows the app, then kill the server with SIGKILL. Returns the server's child processes."""
     async with aiohttp.ClientSession() as session, session.ws_connect(f"{address}ws?width=120&height=36") as browser:
         drawn = b""
         while b"embed_tokens" not in drawn:
@@ -332,7 +336,7 @@ async def open_and_kill_the_server(address: str, server: subprocess.Popen[str]) 
         return started
 
 
-def test_app_ends_with_its_server() -> None:
+def test_served_app_ends_with_its_server() -> None:
     with served("demo") as (address, server):
         started = asyncio.run(open_and_kill_the_server(address, server))
         assert started
@@ -348,14 +352,14 @@ def test_app_ends_with_its_server() -> None:
         (["demo", "--bogus"], "No such option"),
     ],
 )
-def test_invalid_arguments_are_one_line_before_serving(arguments: list[str], says: str) -> None:
+def test_invalid_arguments_of_serve_are_refused_in_one_line(arguments: list[str], says: str) -> None:
     done = subprocess.run([PROGRAM, "serve", *arguments], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert says in done.stderr
     assert done.stderr.count("\n") == 1
 
 
-def test_occupied_port_is_reported() -> None:
+def test_port_in_use_is_reported_by_serve() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -366,14 +370,14 @@ def test_occupied_port_is_reported() -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_server_listens_on_this_machine_by_default() -> None:
+def test_serve_listens_only_on_localhost_by_default() -> None:
     from dtype_tui.cli.serve import serve
 
     host = next(option for option in serve.params if option.name == "host")
     assert host.default == "127.0.0.1"
 
 
-def test_missing_package_says_what_to_install() -> None:
+def test_serve_without_textual_serve_says_what_to_install() -> None:
     blocked = (
         "import sys; sys.modules['textual_serve'] = None; sys.argv = ['dtype-tui', 'serve', 'demo']; "
         "from dtype_tui.cli.main import main; main()"

@@ -15,9 +15,9 @@ from tests.helpers.throttled_terminal import ThrottledTerminal
 pytestmark = pytest.mark.slow
 QUESTION = b"\x1b[6n"
 LINE = 50_000
-"""Bytes a second."""
+"""Bytes per second of the line."""
 A_PAGE = 15_000
-"""Bytes of a screen of 120 x 36 that is drawn whole."""
+"""The bytes that a full redraw of a screen of 120 x 36 takes."""
 
 
 @pytest.fixture(params=[True, False], ids=["answers", "mute"])
@@ -31,7 +31,7 @@ def terminal(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Throttl
     opened.close()
 
 
-def test_keys_are_answered_while_the_engine_measures(terminal: ThrottledTerminal) -> None:
+def test_keys_are_answered_over_a_slow_connection_during_a_measurement(terminal: ThrottledTerminal) -> None:
     terminal.wait_for("measuring", 120)
     terminal.longest_queue_s = 0.0
     written = []
@@ -51,7 +51,7 @@ def test_keys_are_answered_while_the_engine_measures(terminal: ThrottledTerminal
     assert QUESTION not in terminal.raw
 
 
-def test_screen_is_complete_after_a_pause_of_the_line() -> None:
+def test_screen_is_complete_after_resuming_over_a_slow_connection() -> None:
     with ThrottledTerminal("demo", forked=True) as terminal:
         terminal.wait_for("measuring|ready", 120)
         terminal.suspend(30)

@@ -18,7 +18,7 @@ MOST_BYTES = 30_000
 """Of all that a measurement tells, ssh's own share included."""
 
 
-def test_ssh_session_survives_a_cut_line(tmp_path: Path) -> None:
+def test_ssh_session_survives_a_lost_connection(tmp_path: Path) -> None:
     with (
         ssh_server.running(tmp_path, SECONDS) as environment,
         Terminal(f"ssh://{ssh_server.HOST}", environment=environment) as terminal,

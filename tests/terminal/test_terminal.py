@@ -20,7 +20,7 @@ from tests.helpers.terminal import PROGRAM, QUICK, WITH_ENGINE, Opener
 import dtype_engine as de
 
 
-def test_start_cast_drift_and_clean_exit(opened: Opener) -> None:
+def test_app_starts_casts_measures_and_restores_the_terminal(opened: Opener) -> None:
     terminal = opened(forked=False)
     terminal.wait_for(r"(?m)^ ● .*import.* \d+ % [█▏▎▍▌▋▊▉]")
     terminal.wait_for("embed_tokens")
@@ -39,8 +39,8 @@ def test_start_cast_drift_and_clean_exit(opened: Opener) -> None:
     terminal.leave()
 
 
-def test_panic_in_a_thread_writes_nothing_on_the_screen(opened: Opener, tmp_path: Path) -> None:
-    """The tokenizers library writes its panics to the descriptor of standard error, which the screen is drawn on as well."""
+def test_panic_of_a_library_writes_nothing_on_the_screen(opened: Opener, tmp_path: Path) -> None:
+    """The tokenizers library writes its panics to the descriptor of standard error, on which the screen is drawn."""
     folder = with_panicking_tokenizer("a bad prepend", tmp_path / "model")
     terminal = opened(str(folder), "--in-process")
     terminal.wait_for(r"SQNR +exact")
@@ -52,7 +52,7 @@ def test_panic_in_a_thread_writes_nothing_on_the_screen(opened: Opener, tmp_path
 
 
 def test_two_results_in_a_row_clear_the_status_line(opened: Opener) -> None:
-    """What changes on the main screen while a window over it is only just opening is painted all the same."""
+    """The main screen is repainted although a window over it is just opening."""
     terminal = opened(f"{TINYNET}:TinyNet", size=(80, 24))
     terminal.wait_for(r"SQNR +exact")
     terminal.press("2")
@@ -84,7 +84,7 @@ def test_name_known_only_to_the_live_model_is_accepted(opened: Opener) -> None:
     terminal.wait_for(r"1 lm_head +bf16 +1")
 
 
-def test_python_file_is_opened_and_measured(opened: Opener) -> None:
+def test_model_of_a_python_file_is_opened_and_measured_in_the_app(opened: Opener) -> None:
     session = de.open(f"{TINYNET}:TinyNet")
     session.cast("*", "float16")
     output = session.drift().output
@@ -101,7 +101,7 @@ def test_python_file_is_opened_and_measured(opened: Opener) -> None:
     ids=lambda each: getattr(each, "name", each),
 )
 def test_signals_end_the_app_cleanly(opened: Opener, number: signal.Signals, state: str, forked: bool) -> None:
-    """With a model there, and while it is being opened."""
+    """The signal arrives after a model was opened, or while it is being opened."""
     terminal = opened(*QUICK, forked=forked)
     terminal.wait_for(state)
     os.kill(terminal.pid, number)
@@ -109,7 +109,7 @@ def test_signals_end_the_app_cleanly(opened: Opener, number: signal.Signals, sta
     assert terminal.is_restored()
 
 
-def test_app_can_be_left_while_the_model_opens(opened: Opener) -> None:
+def test_app_can_be_quit_while_the_model_opens(opened: Opener) -> None:
     terminal = opened(forked=False)
     terminal.wait_for("embed_tokens")
     terminal.leave()
@@ -127,7 +127,7 @@ def test_terminal_too_small_asks_for_more_space(opened: Opener) -> None:
 
 
 def hues(raw: bytes) -> set[str]:
-    """Every colour in what was written that is not black, white or grey (xterm's palette)."""
+    """Return all colors in the written bytes that are not black, white or gray (in xterm's palette)."""
     found = set()
     for sequence in re.findall(rb"\x1b\[([0-9;]*)m", raw):
         for kind, number in re.findall(r"(?:^|;)([34]8);5;(\d+)", sequence.decode()):
@@ -138,7 +138,7 @@ def hues(raw: bytes) -> set[str]:
     return found
 
 
-def test_no_color_setting_is_respected(opened: Opener) -> None:
+def test_no_color_variable_removes_all_colors(opened: Opener) -> None:
     terminal = opened(*QUICK, environment={"NO_COLOR": "1"})
     terminal.wait_for("▌ ▾ demo")
     terminal.press("2")
@@ -157,7 +157,7 @@ def test_no_color_setting_is_respected(opened: Opener) -> None:
         (["--bogus"], "No such option"),
     ],
 )
-def test_invalid_arguments_are_one_line_without_a_screen(opened: Opener, arguments: list[str], says: str) -> None:
+def test_invalid_arguments_of_the_app_are_refused_in_one_line(opened: Opener, arguments: list[str], says: str) -> None:
     terminal = opened(*arguments)
     assert terminal.exit_status() == 2
     said = terminal.raw.decode()
@@ -167,10 +167,10 @@ def test_invalid_arguments_are_one_line_without_a_screen(opened: Opener, argumen
     assert "\x1b" not in said
 
 
-def test_engine_reports_a_class_rule_without_matches(
+def test_class_rule_without_matches_is_refused_before_the_screen(
     opened: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only the architecture knows its classes, and it takes torch, which the app's process never imports."""
+    """Only the architecture knows the classes of its modules. To build it takes torch, which the app's process never imports."""
     program = tmp_path / "dtype-tui"
     program.write_text(f"""#!{sys.executable}
 import sys
@@ -191,7 +191,7 @@ finally:
     terminal.wait_for("perplexity")
 
 
-def test_missing_terminal_points_to_the_other_program() -> None:
+def test_app_without_a_terminal_points_to_dtype_engine() -> None:
     done = subprocess.run([PROGRAM], capture_output=True, text=True, stdin=subprocess.DEVNULL)
     assert done.returncode == 2
     assert "dtype-engine" in done.stderr

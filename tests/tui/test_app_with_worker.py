@@ -49,7 +49,7 @@ def net(tmp_path: Path) -> Path:
 
 
 def module_of(path: Path) -> Any:
-    """The class of the model file, imported by Python itself."""
+    """Return the class of the model file, imported by Python."""
     spec = importlib.util.spec_from_file_location("own_import", path)
     assert spec is not None
     assert spec.loader is not None
@@ -59,13 +59,13 @@ def module_of(path: Path) -> Any:
 
 
 def jobs(app: DtypeApp) -> tuple[str, tuple[str, ...]]:
-    """The running job, and the waiting ones."""
+    """Return the running job and the waiting jobs."""
     return app.controller.activity.running, app.controller.activity.waiting
 
 
 @asynccontextmanager
 async def measured(way: Way, net: Path) -> AsyncIterator[tuple[DtypeApp, Pilot[None]]]:
-    """The app on the model of `net`, cast and measured."""
+    """Return the app on the model of `net`, after a cast was measured."""
     app = app_on(way, f"{net}:Net")
     async with opened(app) as pilot:
         await pilot.press("2")
@@ -96,7 +96,7 @@ def expected_of(path: Path) -> tuple[int, int]:
         ("resume", "process"),
     ],
 )
-async def test_python_model_has_its_sizes_in_tree_and_pane(
+async def test_sizes_of_a_python_model_are_shown_in_tree_and_pane(
     kind: str, net: Path, monkeypatch: pytest.MonkeyPatch, way: Way
 ) -> None:
     monkeypatch.syspath_prepend(str(net.parent))
@@ -139,7 +139,7 @@ async def test_python_model_has_its_sizes_in_tree_and_pane(
 
 
 async def test_model_whose_tokenizer_panics_is_measured_on_token_ids(tmp_path: Path) -> None:
-    """One of those that `engine/hostile/test_preprocessing.py` has."""
+    """The tokenizer is one of those in `engine/hostile/test_preprocessing.py`."""
     app = app_on("thread", str(with_panicking_tokenizer("a damaged precompiled normaliser", tmp_path / "model")))
     async with opened(app) as pilot:
         await pilot.press("2")
@@ -161,7 +161,7 @@ async def test_model_whose_processor_fails_opens_without_inputs(tmp_path: Path) 
 # -- what is refused takes nothing off the screen --------------------------------------------------------------------
 
 
-async def test_refused_key_is_a_notice_and_keeps_the_figures(net: Path, way: Way) -> None:
+async def test_refused_key_gives_a_notice_and_keeps_the_drift(net: Path, way: Way) -> None:
     async with measured(way, net) as (app, pilot):
         report = app.controller.experiment.results.report
         await until(pilot, lambda: screen(app).splitlines()[-1].startswith(" 1-8 dtype  c cast  u undo  w worst"))
@@ -186,7 +186,7 @@ async def test_refused_key_is_a_notice_and_keeps_the_figures(net: Path, way: Way
         ]
 
 
-async def test_failed_measurement_is_shown_in_the_pane(tmp_path: Path, way: Way) -> None:
+async def test_failed_measurement_is_shown_in_the_drift_pane(tmp_path: Path, way: Way) -> None:
     path = tmp_path / "fails.py"
     body = CODE.replace(
         "x = layer(x).relu()", "assert layer.weight.dtype != torch.float16, 'not in half'; x = layer(x)"
@@ -207,10 +207,10 @@ async def test_failed_measurement_is_shown_in_the_pane(tmp_path: Path, way: Way)
 # -- Esc ---------------------------------------------------------------------------------------------------------------
 
 WINDOWS = ("e", "i", "comma", "p", "H", "question_mark", "enter", "s")
-"""The keys that open one."""
+"""The keys that open a window."""
 
 
-async def test_closing_a_window_continues_the_measurement_behind_it(net: Path, way: Way) -> None:
+async def test_closing_a_window_does_not_stop_the_measurement(net: Path, way: Way) -> None:
     # A measurement that is under way would go on over all inputs, and keep the figures that it has.
     async with measured(way, net) as (app, pilot):
         for key in WINDOWS if way == "thread" else WINDOWS[:2]:  # which window it is makes no difference to an engine
@@ -232,7 +232,7 @@ async def test_closing_a_window_continues_the_measurement_behind_it(net: Path, w
             assert not any("stopped" in words for words in notices(app)), key
 
 
-async def test_d_and_esc_cancel_the_causes_only(net: Path, way: Way) -> None:
+async def test_esc_during_causes_cancels_only_the_causes(net: Path, way: Way) -> None:
     async with measured(way, net) as (app, pilot):
         report = app.controller.experiment.results.report
         slow(net)
@@ -259,7 +259,7 @@ async def test_d_and_esc_cancel_the_causes_only(net: Path, way: Way) -> None:
         assert re.search(r"SQNR .*\d\d\.\d\d dB", screen(app))
 
 
-async def test_esc_says_what_was_cancelled_and_what_did_not_begin(net: Path, way: Way) -> None:
+async def test_esc_says_which_jobs_were_stopped_and_which_did_not_start(net: Path, way: Way) -> None:
     async with measured(way, net) as (app, pilot):
         for keys, said in (
             (("t",), "stopped: timing; t times again"),
@@ -277,7 +277,7 @@ async def test_esc_says_what_was_cancelled_and_what_did_not_begin(net: Path, way
             assert (app.controller.experiment.results.report is not None) == (keys != ("m",))
 
 
-async def test_cancelled_timing_restores_the_casts_and_says_so(net: Path, way: Way) -> None:
+async def test_cancelled_speed_measurement_restores_the_casts_and_says_so(net: Path, way: Way) -> None:
     async with measured(way, net) as (app, pilot):
         assert app.controller.experiment.memory is not None
         before = app.controller.experiment.memory.resident_bytes
@@ -299,7 +299,7 @@ async def test_cancelled_timing_restores_the_casts_and_says_so(net: Path, way: W
 # -- what waits ------------------------------------------------------------------------------------------------------
 
 
-async def test_requests_during_a_measurement_are_named_until_done(net: Path, way: Way) -> None:
+async def test_jobs_waiting_for_a_measurement_are_listed_until_done(net: Path, way: Way) -> None:
     app = app_on(way, f"{net}:Net")
     async with opened(app, (80, 24)) as pilot:
         slow(net, 1)
@@ -317,7 +317,7 @@ async def test_requests_during_a_measurement_are_named_until_done(net: Path, way
         assert app.controller.activity.waiting == ()
 
 
-async def test_timing_interrupted_by_a_cast_is_done_afterwards(net: Path, way: Way) -> None:
+async def test_speed_measurement_interrupted_by_a_cast_runs_afterwards(net: Path, way: Way) -> None:
     app = app_on(way, f"{net}:Net")
     async with opened(app) as pilot:
         slow(net, 1)

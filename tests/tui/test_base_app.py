@@ -1,4 +1,4 @@
-"""An error that nobody thought of, in the app."""
+"""Unexpected errors in the app."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dtype_tui.app import DtypeApp
 
 
 @pytest.mark.parametrize("asked", [False, True])
-async def test_unexpected_error_is_one_sentence_and_a_failing_status(
+async def test_unexpected_error_of_the_app_is_printed_in_one_sentence(
     asked: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
@@ -62,7 +62,7 @@ async def test_drawings_of_a_closed_window_are_released(monkeypatch: pytest.Monk
         assert len(drawings) <= before + 2
 
 
-async def test_garbage_is_collected_if_the_engine_ends_early() -> None:
+async def test_garbage_collection_is_enabled_if_the_engine_ends_early() -> None:
     async with launched() as (app, pilot):
         assert not gc.isenabled()
         await say(app, pilot, events.EngineEnded("it was killed"))
@@ -70,14 +70,14 @@ async def test_garbage_is_collected_if_the_engine_ends_early() -> None:
 
 
 @pytest.mark.slow
-async def test_garbage_is_collected_if_no_engine_gets_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_garbage_collection_is_enabled_after_a_while_without_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dtype_tui.app, "LONGEST_WITHOUT_GC_S", 0.05)
     async with launched() as (_, pilot):
         await until(pilot, gc.isenabled)
 
 
 async def failing(app: DtypeApp, fail: Callable[[], None]) -> None:
-    """Run the app until `fail` was called in it."""
+    """Run the app until it has called `fail`."""
     async with app.run_test(size=(120, 36)) as pilot:
         await pilot.pause()
         app.call_later(fail)
@@ -85,4 +85,4 @@ async def failing(app: DtypeApp, fail: Callable[[], None]) -> None:
 
 
 class ScreenlessError(Exception):
-    """What nobody thought of."""
+    """An unexpected error."""

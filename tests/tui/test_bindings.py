@@ -54,14 +54,14 @@ async def by_key(app: DtypeApp, pilot: Pilot[None], key: str) -> None:
 
 
 async def by_palette(app: DtypeApp, pilot: Pilot[None], key: str) -> None:
-    """What the palette offers under the words of the key."""
+    """Run the entry of the command palette that has the description of the key."""
     binding = of_the_app(key)
     (found,) = (command for command in app.get_system_commands(app.screen) if command.title == binding.description)
     found.callback()
 
 
 async def by_command(app: DtypeApp, pilot: Pilot[None], key: str) -> None:
-    """The `:` command of the key's action."""
+    """Type the `:` command of the key's action."""
     name = name_of(of_the_app(key).action)
     await enter(app, pilot, name)
 
@@ -79,7 +79,7 @@ def of_the_app(key: str) -> Binding:
 
 
 async def take(walk: Walk, way: Way = by_key, only: Callable[[str], bool] = lambda key: True) -> None:
-    """Press the keys of a walk, those that are `only` of another way in that way."""
+    """Press the keys of a walk. way: how to do what a key does, for keys that `only` selects; the others are pressed."""
     app = make_app()
     async with app.run_test(size=SMALL) as pilot:
         await walk.scene(app, pilot)
@@ -115,18 +115,18 @@ def by_no_command(key: str) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("walk", IN_MAIN, ids=named)
-async def test_palette_does_the_same_as_the_keys(walk: Walk) -> None:
+async def test_command_palette_does_the_same_as_the_keys(walk: Walk) -> None:
     await take(walk, by_palette, lambda key: not by_no_palette(key))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("walk", IN_MAIN, ids=named)
-async def test_command_line_does_the_same_as_the_keys(walk: Walk) -> None:
+async def test_commands_do_the_same_as_the_keys(walk: Walk) -> None:
     await take(walk, by_command, lambda key: not by_no_command(key))
 
 
 async def test_ctrl_z_stops_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The signal arrives; tests/terminal has a process that really stops, and goes on."""
+    """Here, the signal is only received; in tests/terminal, a real process stops and continues."""
     monkeypatch.setattr(HeadlessDriver, "can_suspend", True)
     stopped: list[int] = []
     before = signal.signal(signal.SIGTSTP, lambda number, _: stopped.append(number))
@@ -139,7 +139,7 @@ async def test_ctrl_z_stops_the_process(monkeypatch: pytest.MonkeyPatch) -> None
         signal.signal(signal.SIGTSTP, before)
 
 
-def test_every_row_of_the_help_is_tested() -> None:
+def test_every_key_in_the_help_is_tested() -> None:
     shown, _ = sections({}, ())
     named_by_the_help = {(place, key) for place, rows in shown for keys, _ in rows for key in keys.split(", ")}
     walked = {
@@ -152,7 +152,7 @@ def test_every_row_of_the_help_is_tested() -> None:
     assert all(what for _, rows in shown for _, what in rows)
 
 
-def test_every_place_with_keys_is_in_the_help() -> None:
+def test_every_class_with_keys_has_a_section_in_the_help() -> None:
     """Each class that binds keys of its own, but for the screen to choose a model in, what leads to the tree's, and the line to
     type in, whose keys are those of every line; the keys of the app stand with those of the main screen.
     """
@@ -168,7 +168,7 @@ def test_every_place_with_keys_is_in_the_help() -> None:
 
 
 def test_every_main_screen_key_is_in_one_help_group() -> None:
-    """But for 1 to 8, which are a line of their own."""
+    """Excepted are the keys 1 to 8, which have a line of their own."""
     bound = [binding.id for binding in (*KEYS, *ModuleTree.BINDINGS) if isinstance(binding, Binding)]
     grouped = [name for entries in GROUPS.values() for _, names in entries for name in names]
     assert sorted(grouped) == sorted(name for name in bound if name and not name.startswith("cast-node-"))
@@ -207,7 +207,7 @@ async def test_every_command_with_arguments_works() -> None:
 
 
 @pytest.mark.slow
-async def test_palette_entries_without_keys_work() -> None:
+async def test_entries_of_the_command_palette_without_keys_work() -> None:
     app = make_app()
     async with app.run_test(size=SMALL) as pilot:
         await ready(app, pilot)

@@ -1,4 +1,4 @@
-"""Which command lines start an engine before anything else is known of them."""
+"""Which command lines start an engine before anything else of them is parsed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROCESS = 4321
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Commands that would have been started."""
+    """Return the list of the commands that would have been started."""
     commands: list[Any] = []
 
     def start(command: Any) -> Any:
@@ -41,14 +41,14 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         "demo --engine-command=docker",
     ],
 )  # fmt: skip
-def test_no_early_engine_without_a_local_model(line: str, started: list[Any]) -> None:
+def test_engine_is_not_started_early_without_a_local_model(line: str, started: list[Any]) -> None:
     early_engine.start_early(line.split())
     assert not started
     assert early_engine.take() is None
 
 
 @pytest.mark.parametrize("line", ["", "demo", "--resume", "/srv/serve", "demo --cast *=bf16", "./ssh", "-- serve"])
-def test_early_engine_is_started_and_taken_once(line: str, started: list[Any]) -> None:
+def test_engine_of_a_local_model_is_started_early_only_once(line: str, started: list[Any]) -> None:
     early_engine.start_early(line.split())
     assert len(started) == 1
     assert early_engine.take() is not None

@@ -57,7 +57,7 @@ async def cast(app: DtypeApp, pilot: Pilot[None], recipe: Recipe) -> None:
 
 
 def edited(**changes: Any) -> Path:
-    """A saved session with other entries, or with other options where it has none of the name."""
+    """Save a session and change entries of its file. A name that is no entry is taken as an option."""
     file = SessionFile()
     file.save(SavedSession(None, "demo", Path(DEMO), measured=(MEASURED,)))
     data = json.loads(file.path.read_text())
@@ -89,7 +89,7 @@ def edited(**changes: Any) -> Path:
         ({"reference": "net.py:Net"}, "Python code is named on the command line"),
     ],
 )
-def test_session_is_refused_like_the_same_command_line(changes: dict[str, Any], says: str) -> None:
+def test_session_with_invalid_options_is_refused_in_one_sentence(changes: dict[str, Any], says: str) -> None:
     path = edited(**changes)
     with pytest.raises(UserError) as told:
         read_session(path)
@@ -98,8 +98,8 @@ def test_session_is_refused_like_the_same_command_line(changes: dict[str, Any], 
     assert str(told.value).isprintable()
 
 
-def test_session_writable_by_others_names_no_cluster() -> None:
-    """What a scheduler of Dask sends is unpickled."""
+def test_session_file_writable_by_others_cannot_name_a_dask_scheduler() -> None:
+    """The app would unpickle whatever a Dask scheduler sends."""
     path = edited(workers="tcp://10.0.0.1:8786")
     assert saved_session(None).options.workers == "tcp://10.0.0.1:8786"
     path.chmod(0o666)
@@ -110,7 +110,7 @@ def test_session_writable_by_others_names_no_cluster() -> None:
             saved_session(model)
 
 
-def test_ssh_option_in_a_session_is_refused_like_a_typed_one() -> None:
+def test_ssh_option_as_a_host_in_a_session_is_refused() -> None:
     from dtype_tui.cli.remote import address_of
 
     edited(model="ssh://-oProxyCommand=touch x/y")
@@ -162,7 +162,7 @@ def _at(path: Path) -> SessionFile:
 # -- two apps, and a disk that takes nothing ---------------------------------------------------------------------------
 
 
-async def test_two_apps_resuming_one_session_save_separately() -> None:
+async def test_two_apps_that_resume_one_session_save_to_separate_files() -> None:
     before = edited()
     content = before.read_bytes()
     for recipe in (MLP, BF16):
@@ -182,7 +182,7 @@ REFUSALS: dict[str, tuple[str, str]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", REFUSALS)
-async def test_unsavable_session_is_a_notice_and_the_app_continues(
+async def test_session_that_cannot_be_saved_gives_a_notice_and_the_app_continues(
     what: str, state: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, says = REFUSALS[what]
@@ -206,7 +206,9 @@ async def _tells(says: str) -> None:
         assert app.is_running
 
 
-def test_undeletable_and_unencodable_files_do_not_stop_saving(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_session_is_saved_despite_undeletable_files_and_paths_that_are_no_utf_8(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("dtype_tui.state.session_store.MOST_KEPT", 0)
     (sessions_folder() / "folder.json").mkdir(parents=True)
     file = SessionFile()
@@ -222,7 +224,9 @@ def test_undeletable_and_unencodable_files_do_not_stop_saving(monkeypatch: pytes
 
 @pytest.mark.slow
 @pytest.mark.parametrize("years", [-20, 20])
-async def test_clock_jumps_do_not_affect_remaining_times(years: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_jumps_of_the_system_clock_do_not_affect_remaining_times(
+    years: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     app = make_app(saver=saver)
     now = time.time
     async with running(app) as pilot:
@@ -243,8 +247,8 @@ async def test_clock_jumps_do_not_affect_remaining_times(years: int, monkeypatch
         assert engine(app).recipes[-1] == BF16
 
 
-def test_measurements_with_future_times_are_not_trusted() -> None:
-    """A file of the model may have been written since, and seem older."""
+def test_measurements_of_a_session_saved_in_the_future_are_ignored() -> None:
+    """A file of the model that was written after the session may still seem older than it."""
     session = SavedSession(None, "demo", Path(DEMO), measured=(MEASURED,))
     assert session.valid_measurements == (MEASURED,)
     later = datetime.now(UTC) + timedelta(days=365)

@@ -37,7 +37,7 @@ KEYS = (
 
 
 class Hostility:
-    """An app, and an engine that tells it anything."""
+    """Sends random events of an engine to an app."""
 
     def __init__(self, app: DtypeApp, chance: random.Random) -> None:
         self._app = app
@@ -45,7 +45,9 @@ class Hostility:
         self._decoder = AnswerDecoder()
 
     def sequence(self, kind: type | None = None, hostile: bool = False) -> None:
-        """Tell some events, of any kind or of this one, as the engine's process does, up to one that is refused."""
+        """Send some events of this kind (None: of any), as the engine's process does. An event that can't be decoded is sent as the
+        end of the engine.
+        """
         experiment = self._app.controller.experiment
         recipes = (Recipe(), experiment.recipe, *(Recipe((Rule.parse(rule),)) for rule in RULES))
         telling = RandomEvents(self._chance, experiment.tree, recipes, hostile)
@@ -65,7 +67,7 @@ class Hostility:
 
 
 def check_screen(app: DtypeApp) -> None:
-    """Nothing on the screen is a command to the terminal or a link, or moves what is beside it."""
+    """Assert that the screen contains no control characters and no links, and that no text moves its neighbors."""
     for line in lines(app):
         assert printable(line, len(line)) == line, "\n".join(lines(app))
     for strip in app.screen._compositor.render_strips():
@@ -75,7 +77,7 @@ def check_screen(app: DtypeApp) -> None:
 
 
 def without_last_check(app: DtypeApp) -> None:
-    """Take away what would mend a line that somebody forgot to escape."""
+    """Remove the filter that would repair a line that was not escaped."""
     app._filters[:] = [each for each in app._filters if not isinstance(each, PrintableLines)]
 
 
@@ -86,8 +88,8 @@ async def go_through(
     hostile: bool = False,
     size: tuple[int, int] = SIZES[0],
 ) -> None:
-    """Sequences of events in one scene, each of this kind or of any, with a key in between now and then. hostile: whether the tree
-    and all events have hostile texts alone.
+    """Send sequences of events in one scene, and press a key now and then. kinds: the kind of the events of each sequence; None:
+    any. hostile: whether all texts of the tree and of the events are hostile.
     """
     chance = random.Random(f"{scene} {seed}")
     app = make_app()
@@ -131,7 +133,7 @@ async def test_failure_text_that_equals_a_module_name_is_escaped() -> None:
         assert sum("\\x1b]0;owned\\x07" in line for line in lines(app)) > 2
 
 
-async def test_endless_failure_text_is_cut() -> None:
+async def test_overlong_error_text_of_the_engine_is_cut() -> None:
     async with launched() as (app, pilot):
         await SCENES["as-stored"](app, pilot)
         await say(app, pilot, events.Failed(app.controller.experiment.recipe, "no kernel " * 1_000_000))
@@ -140,7 +142,7 @@ async def test_endless_failure_text_is_cut() -> None:
 
 
 @pytest.mark.slow
-async def test_many_results_do_not_open_many_windows() -> None:
+async def test_number_of_windows_opened_by_results_is_limited() -> None:
     async with launched(size=SIZES[0]) as (app, pilot):
         await SCENES["as-stored"](app, pilot)
         for _ in range(10):
@@ -155,7 +157,7 @@ async def test_many_results_do_not_open_many_windows() -> None:
 
 
 @pytest.mark.slow
-async def test_partial_figures_may_have_any_value() -> None:
+async def test_app_survives_any_values_of_partial_drift() -> None:
     await go_through("measuring", "so far", [events.OutputMeasured] * 3 * SEQUENCES)
 
 
@@ -166,7 +168,7 @@ async def test_app_survives_hostile_names_in_every_event(scene: str) -> None:
 
 
 def main() -> None:
-    """Until one fails, which is told with its seed."""
+    """Run until a test fails, and print its seed."""
     for seed in range(int(sys.argv[1]), int(sys.argv[1]) + int(sys.argv[2])):
         for scene in ("before the model", *SCENES):
             try:

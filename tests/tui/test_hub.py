@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 MODEL = "hf://org/name"
 
 
-async def test_hub_headers_are_shown_first_and_then_the_model(tmp_path: Path) -> None:
+async def test_app_plans_with_hub_headers_and_opens_the_model_after_a_download(tmp_path: Path) -> None:
     folder = Path(made("folder, bf16", tmp_path / "made").model)
     with hub_of(tmp_path / "cache", org__name=folder) as hub:
         source = locate(MODEL)

@@ -40,7 +40,7 @@ class Keys:
         await until(self._pilot, condition)
 
     async def measured(self) -> float:
-        """Wait until the recipe is measured and nothing runs. The mean KL."""
+        """Wait until the recipe is measured and nothing runs. Returns the mean KL."""
         controller = self.app.controller
         await self.until(lambda: controller.experiment.results.report is not None and not controller.activity.busy)
         report = controller.experiment.results.report
@@ -51,7 +51,9 @@ class Keys:
 
 @asynccontextmanager
 async def job() -> AsyncIterator[Keys]:
-    """The app on the demo, one short text, from its first paint; at the end, no more keys than a job may take."""
+    """Yield the app on the demo with one short text, from its first paint. In the end, no more keys than `MOST_KEYS` may have been
+    pressed.
+    """
     options = Options(prompts=("The keeper of the lighthouse counted the ships.",), device="cpu")
     app = app_on("thread", "demo", options)
     async with app.run_test(size=(120, 36)) as pilot:
@@ -63,13 +65,13 @@ async def job() -> AsyncIterator[Keys]:
 
 
 def bytes_below(name: str) -> int:
-    """Bytes of the tensors below a module, from the file alone."""
+    """Return the bytes of the tensors below a module, read from the file."""
     with safe_open(WEIGHTS, "pt") as file:
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     return sum(tensor.nbytes for key, tensor in tensors.items() if key.startswith(f"{name}."))
 
 
-async def test_task_find_what_takes_memory() -> None:
+async def test_user_can_find_the_largest_module_in_a_few_keys() -> None:
     async with job() as keys:
         await keys.press("z", "down", "down")
         tree = keys.app.main.tree_view
@@ -80,7 +82,7 @@ async def test_task_find_what_takes_memory() -> None:
         assert f"{bytes_below('model.layers') / 2**20:.1f} MiB" in line
 
 
-async def test_task_cast_the_mlps_to_fp8_and_read_the_cost() -> None:
+async def test_user_can_cast_mlps_to_fp8_and_read_the_drift_in_a_few_keys() -> None:
     async with job() as keys:
         await keys.press("c", *"*.mlp=fp8", "enter")
         cost = await keys.measured()
@@ -100,7 +102,7 @@ async def test_task_cast_the_mlps_to_fp8_and_read_the_cost() -> None:
         )
 
 
-async def test_task_find_the_worst_module_and_restore_it() -> None:
+async def test_user_can_find_the_worst_module_and_cast_it_back_in_a_few_keys() -> None:
     async with job() as keys:
         await keys.press("5")
         before = await keys.measured()
@@ -116,7 +118,7 @@ async def test_task_find_the_worst_module_and_restore_it() -> None:
         assert keys.app.screen is keys.app.main
 
 
-async def test_task_find_the_best_recipe_under_half_of_the_bytes() -> None:
+async def test_user_can_find_the_best_recipe_for_half_the_bytes_in_a_few_keys() -> None:
     async with job() as keys:
         await keys.until(lambda: keys.app.controller.experiment.model.live)
         await keys.press("s", "enter")
@@ -135,7 +137,7 @@ async def test_task_find_the_best_recipe_under_half_of_the_bytes() -> None:
         assert keys.app.screen is keys.app.main
 
 
-async def test_task_leave_with_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_user_can_export_a_checkpoint_in_a_few_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     async with job() as keys:
         await keys.press("2", "e", "enter")

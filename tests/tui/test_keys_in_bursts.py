@@ -1,4 +1,4 @@
-"""Keys that arrive together, as over a slow line: they do what they do one by one."""
+"""Keys that arrive together, as over a slow line, have the same effect as keys that arrive one by one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NAMES |= {" ": "space", "?": "question_mark", "<": "less_than_sign", ">": "great
 
 
 def keys_of(words: str) -> list[Key]:
-    """Characters, and the names of keys in braces, the space as _: `:cast{tab}_*.mlp_bf16{enter}`."""
+    """Return keys from characters, with key names in braces and the space as _: `:cast{tab}_*.mlp_bf16{enter}`."""
     keys, rest = [], words.replace("_", " ")
     while rest:
         if rest[0] == "{":
@@ -39,7 +39,7 @@ def keys_of(words: str) -> list[Key]:
 
 
 async def burst(app: DtypeApp, keys: Sequence[Key]) -> None:
-    """Post the keys before the first is looked at, and wait until all have been and what they posted has been taken in."""
+    """Post all keys before the first is handled. Waits until all keys, and the messages that they posted, are handled."""
     done = asyncio.Event()
     for key in keys:
         app.post_message(key)
@@ -55,13 +55,13 @@ async def one_by_one(app: DtypeApp, keys: Sequence[Key]) -> None:
 
 
 async def begun(app: DtypeApp, pilot: Pilot[None]) -> None:
-    """The model is there, and was measured."""
+    """Send that the model is open and was measured."""
     recipe = app.controller.experiment.recipe
     await say(app, pilot, model_ready(app), events.Measured(recipe, report(recipe)), events.Idle())
 
 
 def state(app: DtypeApp) -> dict[str, Any]:
-    """All that keys change."""
+    """Return everything that keys can change."""
     tree = app.query_one(ModuleTree)
     line = app.focused if isinstance(app.focused, Input) else None
     return {
@@ -94,8 +94,10 @@ BURSTS = """
 
 
 @pytest.mark.slow
-async def test_random_bursts_act_like_single_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both apps go on from where the burst before left them, so a difference that is not seen at once has its consequences."""
+async def test_random_keys_received_in_bursts_act_like_single_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each burst continues from the state that the one before left, so a difference that is not visible at once may show later."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("dtype_tui.main_screen.STOP_WAIT_S", 1e6)  # what the app does by the clock is another test's
     chance = random.Random(1)
@@ -117,7 +119,7 @@ async def test_random_bursts_act_like_single_keys(tmp_path: Path, monkeypatch: p
         assert one == other, f"after {bursts[: number + 1][-3:]}"
 
 
-async def test_keys_right_after_a_cast_are_handled() -> None:
+async def test_keys_received_together_with_a_cast_are_handled() -> None:
     async with launched() as (app, pilot):
         await begun(app, pilot)
         await burst(app, keys_of("c{ctrl+u}*.mlpx{backspace}=bf16{enter}2j"))
@@ -126,7 +128,7 @@ async def test_keys_right_after_a_cast_are_handled() -> None:
         assert cursor(app) != ""
 
 
-async def test_keys_right_after_escape_are_handled() -> None:
+async def test_keys_received_together_with_escape_are_handled() -> None:
     async with launched() as (app, pilot):
         await begun(app, pilot)
         await burst(app, keys_of("cabc{escape}2:abc{escape}j/abc{escape}e{escape}i{escape}?{escape}3"))
@@ -135,8 +137,8 @@ async def test_keys_right_after_escape_are_handled() -> None:
         assert (top(app), typed(app)) == ("MainScreen", "no line")
 
 
-async def test_letter_in_one_write_with_escape_comes_after_it() -> None:
-    """Terminals of the old kind send for Escape and then q what they send for alt+q."""
+async def test_letter_received_together_with_escape_is_handled_after_it() -> None:
+    """Older terminals send the same bytes for Escape and then q as for alt+q."""
     async with launched() as (app, pilot):
         await begun(app, pilot)
         await burst(app, [*keys_of("c"), Key("alt+z", "z")])
@@ -153,7 +155,9 @@ async def test_save_window_keeps_text_typed_before_it_opens(tmp_path: Path, monk
         assert (top(app), cursor(app) != "") == ("MainScreen", True)
 
 
-async def test_export_is_replaced_only_by_a_second_enter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_existing_export_is_replaced_only_by_a_second_enter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("there").mkdir()
     Path("there/recipe.yaml").write_text("version: 1\nrules:\n")
@@ -169,7 +173,7 @@ async def test_export_is_replaced_only_by_a_second_enter(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize(("key", "command"), [("f", "flow"), ("t", "speed")])
-async def test_repeated_key_sends_one_request(key: str, command: str) -> None:
+async def test_key_pressed_twice_sends_one_request(key: str, command: str) -> None:
     async with launched() as (app, pilot):
         await begun(app, pilot)
         await burst(app, keys_of(key * 3))
@@ -186,8 +190,8 @@ async def test_repeated_key_sends_one_request(key: str, command: str) -> None:
 @pytest.mark.parametrize(
     ("line", "command"), [(":download{enter}", "download"), (":over-memory{enter}", "over-memory")]
 )
-async def test_reopened_model_can_be_opened_again(line: str, command: str) -> None:
-    """Although the engine is still busy with measuring it."""
+async def test_model_can_be_opened_again_while_it_is_measured(line: str, command: str) -> None:
+    """The model can be opened although the engine is busy."""
     async with launched() as (app, pilot):
         await begun(app, pilot)
         await burst(app, keys_of(line * 2))
@@ -212,7 +216,7 @@ async def test_keys_after_quitting_do_nothing() -> None:
         assert rules(app) == []
 
 
-async def test_palette_runs_the_complete_typed_text() -> None:
+async def test_text_typed_together_with_opening_the_command_palette_is_run() -> None:
     async with launched() as (app, pilot):
         await begun(app, pilot)
         await burst(app, keys_of("{ctrl+p}history{enter}"))

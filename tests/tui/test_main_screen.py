@@ -73,7 +73,7 @@ async def test_tree_is_shown_before_the_engine_answers(app: DtypeApp) -> None:
         assert engine(app).commands == ["start"]
 
 
-async def test_moving_opening_and_closing_nodes(app: DtypeApp) -> None:
+async def test_keys_move_in_the_tree_and_open_and_close_nodes(app: DtypeApp) -> None:
     async with running(app) as pilot:
         tree = tree_of(app)
         assert tree.current.name == ""
@@ -108,7 +108,7 @@ async def test_digit_keys_cast_the_node_at_once(app: DtypeApp, key: str, dtype: 
         assert app.controller.experiment.plan.dtypes["model.layers.3.mlp.up_proj.weight"] == expected
 
 
-async def test_undo_redo_and_dropping_rules(app: DtypeApp) -> None:
+async def test_keys_undo_redo_and_drop_rules(app: DtypeApp) -> None:
     async with running(app) as pilot:
         await pilot.press("2")
         await until(pilot, lambda: "1.35 MiB" in screen(app))
@@ -197,7 +197,7 @@ async def test_cast_prompt_explains_errors_while_typing(app: DtypeApp) -> None:
 
 
 async def test_rule_without_matches_is_not_applied(app: DtypeApp) -> None:
-    """The prompt says why and stays; so does the command line; a key on a node with nothing to cast gives a notice."""
+    """The cast prompt and the command line say why and stay open. A key on a node with nothing to cast gives a notice."""
     async with running(app) as pilot:
         await pilot.press("c")
         field = app.query_one("#cast-input", Input)
@@ -219,7 +219,7 @@ async def test_rule_without_matches_is_not_applied(app: DtypeApp) -> None:
         assert app.controller.experiment.recipe.rules == ()
 
 
-async def test_long_error_is_shown_in_full(app: DtypeApp) -> None:
+async def test_long_error_in_the_cast_prompt_is_shown_in_full(app: DtypeApp) -> None:
     async with running(app, SMALL) as pilot:
         await pilot.press("c")
         height = app.query_one("#cast").size.height
@@ -237,7 +237,7 @@ async def test_long_error_is_shown_in_full(app: DtypeApp) -> None:
         assert app.query_one("#cast").size.height == height
 
 
-async def test_rule_that_changes_no_dtype_keeps_the_measurement(app: DtypeApp) -> None:
+async def test_rule_that_changes_no_dtype_keeps_the_measured_drift(app: DtypeApp) -> None:
     async with running(app) as pilot:
         await pilot.press("2")
         recipe = app.controller.experiment.recipe
@@ -257,7 +257,7 @@ async def test_rule_that_changes_no_dtype_keeps_the_measurement(app: DtypeApp) -
         assert len(engine(app).recipes) == asked + 1
 
 
-async def test_filter_shows_matches_and_their_parents(app: DtypeApp) -> None:
+async def test_filter_of_the_tree_shows_matches_and_their_parents(app: DtypeApp) -> None:
     async with running(app) as pilot:
         tree = tree_of(app)
         before = len(tree.rows)
@@ -309,7 +309,7 @@ async def test_results_of_another_recipe_are_never_shown(app: DtypeApp) -> None:
         assert app.controller.experiment.results.report is None
 
 
-async def test_module_drift_appears_during_the_pass(app: DtypeApp) -> None:
+async def test_drift_of_modules_appears_during_the_measurement(app: DtypeApp) -> None:
     async with running(app) as pilot:
         recipe = app.controller.experiment.recipe
         modules = (ModuleDrift("model.layers.0", 45.6, 0.1, 0), ModuleDrift("model.layers.1", 1.0, 9.9, 4))
@@ -356,7 +356,7 @@ async def test_memory_pane_shows_planned_and_measured_bytes(app: DtypeApp) -> No
         assert not missing(app, "cpu 2.00 MiB", "1.00 GiB", "2.00 GiB of the")
 
 
-async def test_deciding_and_overridden_rules_of_a_node_are_shown(app: DtypeApp) -> None:
+async def test_recipe_pane_shows_deciding_and_overridden_rules_of_a_node(app: DtypeApp) -> None:
     async with running(app) as pilot:
         await pilot.press("2")
         tree_of(app).go_to("model.layers.3.mlp")
@@ -369,7 +369,7 @@ async def test_deciding_and_overridden_rules_of_a_node_are_shown(app: DtypeApp) 
         await until(pilot, lambda: "3  rule 2 decides" in screen(app) and "rule 1 decides 6 of 9" in screen(app))
 
 
-async def test_parents_show_mixes_and_changed_tensors_their_old_dtype(app: DtypeApp) -> None:
+async def test_tree_shows_dtype_mixes_of_parents_and_old_dtypes_of_cast_tensors(app: DtypeApp) -> None:
     async with running(app) as pilot:
         tree_of(app).go_to("model.layers.3.mlp.up_proj.weight")
         await pilot.press("2")
@@ -379,7 +379,7 @@ async def test_parents_show_mixes_and_changed_tensors_their_old_dtype(app: Dtype
         assert re.search(r"▄▖▄ f32 ", mixed), "a section for each dtype, and the name of the first"
 
 
-async def test_live_tree_replaces_the_tree_of_headers(app: DtypeApp) -> None:
+async def test_tree_of_the_loaded_model_replaces_the_tree_of_headers(app: DtypeApp) -> None:
     async with running(app) as pilot:
         tree_of(app).go_to("model.layers.3.mlp")
         await pilot.press("2")
@@ -400,7 +400,7 @@ async def test_live_tree_replaces_the_tree_of_headers(app: DtypeApp) -> None:
         await until(pilot, lambda: "= model" in screen(app))
 
 
-async def test_failure_is_a_notice_and_marks_its_module(app: DtypeApp) -> None:
+async def test_failed_measurement_gives_a_notice_and_marks_its_module(app: DtypeApp) -> None:
     async with running(app) as pilot:
         recipe = app.controller.experiment.recipe
         await say(
@@ -415,14 +415,14 @@ async def test_failure_is_a_notice_and_marks_its_module(app: DtypeApp) -> None:
         assert not any("failed here" in line for line in lines(app))
 
 
-async def test_headers_can_be_planned_without_a_model(app: DtypeApp) -> None:
+async def test_casts_can_be_planned_from_headers_without_a_model(app: DtypeApp) -> None:
     async with running(app) as pilot:
         await say(app, pilot, events.OpenFailed("no config.json beside the weights"), events.Idle())
         await pilot.press("2")
         assert not missing(app, "No drift", "50.0 % less", "planning only")
 
 
-async def test_message_is_centered_without_tree_and_model() -> None:
+async def test_screen_without_a_model_says_why_and_ignores_casts() -> None:
     app = app_of(Launch("x.py:Y"))
     async with running(app) as pilot:
         assert "The tree appears" in screen(app)
@@ -459,7 +459,7 @@ async def test_small_screens_show_one_pane_at_a_time(app: DtypeApp) -> None:
         assert all(app.query_one(pane).display for pane in (DriftPane, MemoryPane, RecipePane))
 
 
-async def test_too_small_screen_says_what_it_needs(app: DtypeApp) -> None:
+async def test_too_small_terminal_says_what_size_is_needed(app: DtypeApp) -> None:
     async with running(app, (40, 10)) as pilot:
         await until(pilot, lambda: "needs 60 x 15" in " ".join(screen(app).split()))
         await pilot.resize_terminal(*SMALL)
@@ -468,7 +468,7 @@ async def test_too_small_screen_says_what_it_needs(app: DtypeApp) -> None:
         assert "needs 60" not in screen(app)
 
 
-async def test_details_of_a_tensor_are_shown(app: DtypeApp) -> None:
+async def test_enter_shows_the_details_of_a_tensor(app: DtypeApp) -> None:
     async with running(app) as pilot:
         tree_of(app).go_to("model.embed_tokens.weight")
         await pilot.press("2", "enter")
@@ -477,7 +477,7 @@ async def test_details_of_a_tensor_are_shown(app: DtypeApp) -> None:
 
 
 @pytest.mark.slow
-async def test_palette_offers_every_action(app: DtypeApp) -> None:
+async def test_command_palette_offers_and_runs_actions(app: DtypeApp) -> None:
     async with running(app) as pilot:
         titles = {command.title for command in app.get_system_commands(app.screen)}
         assert {"Undo", "Cast by pattern", "Measure again", "Cast the node to bfloat16"} <= titles
@@ -489,7 +489,7 @@ async def test_palette_offers_every_action(app: DtypeApp) -> None:
         assert engine(app).recipes == [Recipe((Rule("*", "bfloat16"),))]
 
 
-async def test_esc_cancels_and_m_measures_again(app: DtypeApp) -> None:
+async def test_esc_cancels_a_measurement_and_m_measures_again(app: DtypeApp) -> None:
     async with running(app) as pilot:
         recipe = app.controller.experiment.recipe
         await say(app, pilot, model_ready(app), events.MeasuringProgress(recipe, "candidate", 1, 60))
@@ -500,7 +500,7 @@ async def test_esc_cancels_and_m_measures_again(app: DtypeApp) -> None:
         assert engine(app).commands[-1] == "measure"
 
 
-async def test_leaving_during_the_first_paint_is_no_error() -> None:
+async def test_quitting_during_the_first_paint_raises_no_error() -> None:
     app = make_app()
     async with app.run_test():
         app.exit()
@@ -509,7 +509,7 @@ async def test_leaving_during_the_first_paint_is_no_error() -> None:
     assert not app.main._is_complete
 
 
-async def test_tree_keys_do_not_wait_for_the_panes() -> None:
+async def test_tree_keys_work_before_the_panes_are_mounted() -> None:
     app = make_app()
     may_end = asyncio.Event()
     seen = []
@@ -533,8 +533,8 @@ async def test_tree_keys_do_not_wait_for_the_panes() -> None:
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["told to", "closed"])
-async def test_leaving_while_panes_are_imported_is_no_error(told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where Textual closes the screen without a word to the app."""
+async def test_quitting_while_panes_are_imported_raises_no_error(told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Either the app is told to exit, or Textual removes the widgets of the screen without telling the app."""
     app = make_app()
     sleep = asyncio.sleep
 
@@ -554,7 +554,7 @@ async def test_leaving_while_panes_are_imported_is_no_error(told: bool, monkeypa
     assert not app.main._has_panes
 
 
-async def test_early_key_closes_the_offer_of_the_tour(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_key_pressed_during_the_start_closes_the_offer_of_the_tour(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dtype_tui.app.PAUSE_S", 0.4)
     app = make_app(offers_tour=True)
     async with app.run_test(size=(120, 36)) as pilot:
@@ -564,13 +564,13 @@ async def test_early_key_closes_the_offer_of_the_tour(monkeypatch: pytest.Monkey
         assert engine(app).commands == ["start"]
 
 
-async def test_leaving_closes_the_engine(app: DtypeApp) -> None:
+async def test_quitting_closes_the_engine(app: DtypeApp) -> None:
     async with running(app) as pilot:
         await pilot.press("q")
     assert engine(app).commands[-1] == "close"
 
 
-async def test_unsaved_rules_are_asked_about_once(app: DtypeApp) -> None:
+async def test_quitting_with_unsaved_rules_must_be_confirmed_once(app: DtypeApp) -> None:
     async with running(app) as pilot:
         await say(app, pilot, model_ready(app), events.Idle())
         await pilot.press("2", "q")
@@ -588,7 +588,7 @@ async def test_unsaved_rules_are_asked_about_once(app: DtypeApp) -> None:
         assert app._exit
 
 
-async def test_control_characters_in_names_are_escaped() -> None:
+async def test_control_characters_in_tensor_names_are_escaped_on_the_screen() -> None:
     evil = "a\x1b]0;owned\x07\n[bold red]\u202egnp.\x9b" + "x" * 5000
     app = make_app(
         Tree([TensorInfo(f"{evil}.weight", (2, 2), "float32"), TensorInfo("ok.weight", (2,), "float32")]), title=evil
@@ -629,7 +629,7 @@ def test_every_binding_has_its_action() -> None:
             assert hasattr({"app": DtypeApp, "screen": MainScreen}.get(holder, owner), f"action_{name}"), binding
 
 
-async def test_implicit_casts_have_a_screen(app: DtypeApp) -> None:
+async def test_key_f_opens_a_window_with_implicit_casts(app: DtypeApp) -> None:
     async with running(app) as pilot:
         await pilot.press("f")
         assert engine(app).commands[-1] == "flow"
@@ -694,7 +694,7 @@ async def test_generated_texts_are_side_by_side_with_the_difference_marked(
         assert engine(app).commands[-1] == "cancel generate"
 
 
-async def test_check_has_a_screen(app: DtypeApp) -> None:
+async def test_check_opens_a_window_with_its_findings(app: DtypeApp) -> None:
     async with running(app, SMALL) as pilot:
         app.main.action_ask("check")
         await pilot.pause()
@@ -713,7 +713,7 @@ async def test_check_has_a_screen(app: DtypeApp) -> None:
         assert "No problems were found." in screen(app)
 
 
-async def test_speed_has_a_screen(app: DtypeApp) -> None:
+async def test_key_t_opens_a_window_with_measured_speed(app: DtypeApp) -> None:
     async with running(app, SMALL) as pilot:
         await pilot.press("t")
         assert engine(app).commands[-1] == "speed"
@@ -735,14 +735,14 @@ async def test_speed_has_a_screen(app: DtypeApp) -> None:
         )
 
 
-async def test_model_that_cannot_run_sends_no_requests(app: DtypeApp) -> None:
+async def test_keys_for_jobs_send_nothing_if_the_model_cannot_run(app: DtypeApp) -> None:
     async with running(app) as pilot:
         await say(app, pilot, msgspec.structs.replace(model_ready(app), no_forward="no architecture"))
         await pilot.press("g", "t", "f")
         assert engine(app).commands == ["start"]
 
 
-async def test_requests_to_a_busy_engine_are_said_to_come_next(app: DtypeApp) -> None:
+async def test_requests_to_a_busy_engine_are_listed_as_next(app: DtypeApp) -> None:
     async with running(app) as pilot:
         recipe = app.controller.experiment.recipe
         await say(app, pilot, model_ready(app), events.MeasuringProgress(recipe, "candidate", 1, 10))
@@ -793,7 +793,7 @@ async def test_large_checkpoint_shows_its_first_shard_first() -> None:
 
 
 @pytest.mark.parametrize("size", [WIDE, SMALL])
-async def test_values_of_a_tensor_have_a_screen(app: DtypeApp, size: tuple[int, int]) -> None:
+async def test_key_v_opens_a_window_with_the_values_of_a_tensor(app: DtypeApp, size: tuple[int, int]) -> None:
     async with running(app, size) as pilot:
         await pilot.press("v")
         assert notices(app) == ["only tensors have values: go to one"]
@@ -809,7 +809,7 @@ async def test_values_of_a_tensor_have_a_screen(app: DtypeApp, size: tuple[int, 
         assert all(len(line.rstrip()) <= size[0] for line in lines(app))
 
 
-def test_histogram_contains_every_value_and_power_of_two() -> None:
+def test_exponent_histogram_counts_every_value() -> None:
     for counts in (((-30, 20), (-10, 900), (20, 3)), ((0, 96),), ((-3, 1), (-2, 2), (-1, 3))):
         reading = WeightStats(ExponentHistogram("w", counts, 0, 0), ())
         rows = [line.split() for line in exponent_histogram(reading).plain.splitlines() if line.startswith("2^")]
@@ -818,13 +818,13 @@ def test_histogram_contains_every_value_and_power_of_two() -> None:
         assert len(rows) <= 26
 
 
-def test_histogram_marks_how_a_dtype_keeps_each_power_of_two() -> None:
+def test_exponent_histogram_marks_normal_subnormal_zero_and_overflow() -> None:
     half = dtypes.BY_NAME["float16"]
     marks = {first: range_mark(first, 1, half) for first in (16, 15, -14, -15, -24, -25, -26)}
     assert marks == {16: "∞", 15: "|", -14: "|", -15: ":", -24: ":", -25: ":", -26: "0"}
 
 
-async def test_pane_of_a_cancelled_measurement_does_not_look_running(app: DtypeApp) -> None:
+async def test_drift_pane_says_that_a_measurement_was_stopped(app: DtypeApp) -> None:
     async with running(app) as pilot:
         recipe = app.controller.experiment.recipe
         drifts = (ModuleDrift("model.layers.1.mlp", 30.0, 0.1, 0),)
@@ -833,7 +833,7 @@ async def test_pane_of_a_cancelled_measurement_does_not_look_running(app: DtypeA
         assert not missing(app, "Stopped before the end: press m.", "worst 30.00")
 
 
-async def test_model_that_cannot_generate_says_so_before_the_prompt() -> None:
+async def test_key_g_says_why_a_model_cannot_generate() -> None:
     async with launched() as (app, pilot):
         why = "a Net does not generate text; open a model with a language model head or a captioner"
         tree = app.controller.experiment.tree
@@ -843,7 +843,7 @@ async def test_model_that_cannot_generate_says_so_before_the_prompt() -> None:
         assert len(app.screen_stack) == 1
 
 
-async def test_late_stop_removes_its_message(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_message_that_a_job_does_not_stop_disappears_when_it_stops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_life, "STOP_WAIT_S", 0.0)
     async with launched(size=(80, 24)) as (app, pilot):
         recipe = app.controller.experiment.recipe
@@ -875,7 +875,7 @@ async def test_cast_that_changes_nothing_adds_no_rule(key: str) -> None:
 
 @pytest.mark.parametrize("keys", [("c",), ("colon", *"cast * bf16")], ids=["prompt", "command line"])
 async def test_preview_is_updated_for_a_new_tree(keys: tuple[str, ...]) -> None:
-    """The headers' tree has fewer modules than that of the model, which arrives while somebody types."""
+    """The tree from the headers has fewer modules than the tree of the model, which arrives during typing."""
     app = make_app()
     async with app.run_test(size=(120, 36)) as pilot:
         await pilot.press(*keys)

@@ -1,4 +1,4 @@
-"""A figure of one row is in the Drift pane, the details, the comparison and the history."""
+"""A figure that was only added to the table `FIGURES` is shown in the Drift pane, the details, the comparison and the history."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from dtype_tui.state.full_rows import drift_rows
 
 
 @pytest.mark.parametrize("kl", [1e-3, None])
-async def test_the_app_shows_it(monkeypatch: pytest.MonkeyPatch, kl: float | None) -> None:
+async def test_new_figure_is_shown_in_pane_details_comparison_and_history(
+    monkeypatch: pytest.MonkeyPatch, kl: float | None
+) -> None:
     monkeypatch.setitem(FIGURES, TOY.name, TOY)
     async with launched(size=(200, 50)) as (app, pilot):
         await ready(app, pilot)

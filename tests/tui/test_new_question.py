@@ -90,13 +90,13 @@ def test_a_new_question_and_its_answer_survive_encoding() -> None:
         ({"scalars": -1, "matrices": 2}, "fewer scalars than none"),
     ],
 )
-def test_a_wrong_answer_to_a_new_question_is_refused(result: dict[str, object], words: str) -> None:
+def test_answer_of_the_wrong_type_to_a_new_question_is_refused(result: dict[str, object], words: str) -> None:
     with pytest.raises(WireError, match=words):
         AnswerDecoder().decode(msgspec.msgpack.encode(["JobDone", None, ["Ask", "shapes", None], result]))
 
 
 @pytest.mark.slow
-def test_a_key_of_a_new_row_asks_the_engine_and_opens_its_window() -> None:
+def test_key_of_a_new_question_asks_the_engine_and_opens_its_window() -> None:
     ended = subprocess.run(
         [sys.executable, "-m", "tests.tui.test_new_question"], cwd=ROOT, capture_output=True, text=True, timeout=240
     )

@@ -21,7 +21,7 @@ from dtype_tui.state.launch import Launch
 from dtype_tui.widgets.status import status_line
 
 
-async def test_over_memory_estimate_and_run(tmp_path: Path) -> None:
+async def test_app_runs_a_model_larger_than_memory_from_disk_on_request(tmp_path: Path) -> None:
     folder = str(made("folder, bf16", tmp_path / "made").model)
     source, options = locate(folder), Options(max_memory={"cpu": 1 << 12}, sequences=2, floor="never")
     launch = Launch(source.title, source.peek()[0])
@@ -40,7 +40,7 @@ async def test_over_memory_estimate_and_run(tmp_path: Path) -> None:
         await until(pilot, lambda: any("runs from the disk already" in each for each in notices(app)))
 
 
-async def test_running_from_disk_is_confirmed_at_once() -> None:
+async def test_key_shift_o_says_if_the_model_runs_from_the_disk_already() -> None:
     async with launched() as (app, pilot):
         app.controller.handle(events.Memory(Recipe(), dataclasses.replace(report(Recipe()).memory, read_bytes=1 << 20)))
         app.controller.handle(events.MeasuringProgress(Recipe(), "reference", 1, 4))
@@ -48,7 +48,7 @@ async def test_running_from_disk_is_confirmed_at_once() -> None:
         assert notices(app) == ["the model runs from the disk already"]
 
 
-def test_bytes_read_leave_room_for_the_cancel_hint() -> None:
+def test_narrow_status_line_shows_esc_rather_than_bytes_read() -> None:
     seconds = [0.0]
     working, experiment = Activity(lambda: seconds[0]), Experiment(ModelFacts("demo", inputs="prompts"), demo_tree())
     words = "running each module as cast by itself"

@@ -72,8 +72,8 @@ def of_keys() -> list[Binding]:
     return [binding for binding in (*KEYS, *ModuleTree.BINDINGS) if isinstance(binding, Binding)]
 
 
-def test_every_key_and_command_is_classified_as_harmless_or_refused() -> None:
-    """A new one fails this test until somebody has decided whether a viewer may use it to read or write files."""
+def test_every_key_and_command_is_classified_as_allowed_or_refused_when_read_only() -> None:
+    """A new key or command fails this test until somebody has decided whether a viewer may use it to read or write files."""
     assert {binding.id for binding in of_keys()} == {*HARMLESS_KEYS.split(), *REFUSED_KEYS}
     refused = {line.split()[0] for line in REFUSED_COMMANDS}
     without_keys = (question.job for question in questions_without_keys())
@@ -90,7 +90,7 @@ def test_every_key_and_command_is_classified_as_harmless_or_refused() -> None:
     assert bound.keys() - of_windows == {"DtypeApp", "MainScreen", "ModuleTree", *UNREACHED_WINDOWS}
 
 
-def test_refused_keys_are_those_decided() -> None:
+def test_keys_and_commands_classified_as_refused_are_refused_when_read_only() -> None:
     assert set(REFUSED_KEYS) == HIDDEN
     commands = all_commands((binding.action, "") for binding in of_keys())
     for line in REFUSED_COMMANDS:
@@ -109,8 +109,10 @@ async def enter(app: DtypeApp, pilot: Pilot[None], line: str) -> None:
 
 
 @pytest.mark.slow
-async def test_each_refusal_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its key, from the command line and from the picture of the screen; nothing reaches the engine or the disk."""
+async def test_keys_refused_when_read_only_give_one_sentence_and_do_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tried are the keys, their commands and the screenshot. None reaches the engine or the disk."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_DOWNLOAD_DIR", str(tmp_path))
     async with launched(read_only=True, size=(80, 24)) as (app, pilot):
@@ -139,7 +141,7 @@ async def test_each_refusal_is_one_sentence(tmp_path: Path, monkeypatch: pytest.
     assert list(tmp_path.iterdir()) == []
 
 
-async def test_refused_keys_are_not_offered() -> None:
+async def test_keys_refused_when_read_only_are_not_shown() -> None:
     async with launched(read_only=True, size=(120, 36)) as (app, pilot):
         await ready(app, pilot)
         hidden = {binding.description for binding in of_keys() if binding.id in HIDDEN}
@@ -176,7 +178,9 @@ async def test_read_only_scan_is_not_saved(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("arguments", [["--read-only"], ["--read-only", "tour"]])
-def test_viewer_cannot_choose_a_model(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_read_only_app_refuses_to_start_without_a_named_model(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     from dtype_engine.cli.program import run
     from dtype_tui.cli.command import command
 

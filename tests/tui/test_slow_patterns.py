@@ -12,11 +12,11 @@ from dtype_tui.widgets.panes.side import SidePanes
 from dtype_tui.widgets.prompts import CastPrompt
 
 SLOW = "re:" + "(.*?)*?" * 6 + "[YZ]"
-"""With `re`, one name of the demo takes longer than anybody waits."""
+"""A pattern for which `re` takes longer than anybody waits on one name of the demo."""
 
 
 @pytest.mark.slow
-async def test_slow_pattern_is_reported_while_typing() -> None:
+async def test_slow_pattern_typed_in_the_cast_prompt_is_reported() -> None:
     app = make_app()
     async with app.run_test(size=(120, 36)) as pilot:
         await pilot.press("2")
@@ -33,7 +33,7 @@ async def test_slow_pattern_is_reported_while_typing() -> None:
 
 
 @pytest.mark.slow
-async def test_slow_pattern_does_not_become_a_rule() -> None:
+async def test_rule_with_a_slow_pattern_is_not_applied() -> None:
     app = make_app()
     async with app.run_test(size=(120, 36)) as pilot:
         await pilot.press("2")

@@ -45,7 +45,7 @@ def snapped(snap_compare: Any) -> Compare:
 
 @pytest.mark.parametrize("name", SCENES)
 def test_every_screen_fits_80_by_24(name: str, snapped: Compare) -> None:
-    """It looks as it did, and it fits; ASCII draws the same cells, and a message covers nothing."""
+    """Every screen looks as in its snapshot and fits. With ASCII, the same cells are drawn. A message covers nothing."""
     app = make_app()
     drawn: list[str] = []
 
@@ -73,7 +73,7 @@ async def in_ascii_with_a_message(name: str, drawn: list[str]) -> None:
 
 
 async def a_message_covers_nothing(app: DtypeApp, pilot: Pilot[None]) -> None:
-    """Neither the keys nor a window's words."""
+    """Assert that a message covers neither the keys nor the words of a window."""
     app.notify(LONG, severity="warning")
     await pilot.pause()
     await pilot.pause()

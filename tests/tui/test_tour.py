@@ -28,14 +28,14 @@ SMALL = (80, 24)
 
 
 async def measured(app: DtypeApp, pilot: Pilot[None]) -> None:
-    """The engine has measured what is in force."""
+    """Send the measurement of the recipe in force."""
     recipe = app.controller.experiment.recipe
     drift = (ModuleDrift("model.layers.3", 40.0, 1e-3, 0),)
     await say(app, pilot, events.Measured(recipe, report(recipe, modules=drift)), events.Idle())
 
 
 def step(app: DtypeApp) -> int:
-    """Of the tour, from 1; 0 where there is none."""
+    """Return the current step of the tour, from 1, or 0 if no tour runs."""
     return app.guide.tour.index + 1 if app.guide.tour is not None else 0
 
 
@@ -115,7 +115,7 @@ async def test_tour_step_waits_for_its_key() -> None:
         await came_to(app, pilot, 2)
 
 
-async def test_tour_asks_again_for_a_window_closed_early() -> None:
+async def test_tour_asks_again_for_a_window_that_was_closed_too_early() -> None:
     async with launched(begins_tour=True, size=SMALL) as (app, pilot):
         await ready(app, pilot)
         assert app.guide.tour is not None
@@ -134,13 +134,13 @@ async def test_tour_asks_again_for_a_window_closed_early() -> None:
         await came_to(app, pilot, 5)
 
 
-def test_tour_takes_two_minutes() -> None:
+def test_tour_takes_at_most_two_minutes_to_read() -> None:
     words = sum(len(one.words.split()) for one in STEPS)
     reading_s, keys_s, engine_s = words * 60 / 200, 2 * len(STEPS), 15
     assert reading_s + keys_s + engine_s <= 120, "at 200 words a minute and two seconds for each step's keys"
 
 
-async def test_tour_can_be_left_while_typing() -> None:
+async def test_tour_can_be_quit_while_typing() -> None:
     async with launched(begins_tour=True, size=SMALL) as (app, pilot):
         await ready(app, pilot)
         await pilot.press("colon", *"ca")
@@ -189,7 +189,7 @@ async def test_tour_panel_covers_neither_cursor_nor_keys(size: tuple[int, int]) 
             await until(pilot, lambda: 0 < tree.cursor - tree.scroll_offset.y + 1 < tree.region.height)
 
 
-def test_tour_steps_name_existing_keys() -> None:
+def test_texts_of_the_tour_name_existing_keys() -> None:
     app = make_app()
     for one in STEPS:
         for name in re.findall(r"\{([\w-]+)\}", one.words + one.meanwhile):

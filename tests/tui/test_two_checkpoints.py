@@ -21,7 +21,7 @@ from dtype_tui.state.launch import Launch
 pytestmark = pytest.mark.slow
 
 
-async def test_screen_shows_both_checkpoints(tmp_path: Path) -> None:
+async def test_app_shows_drift_from_another_checkpoint(tmp_path: Path) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
     checkpoint_folders.save("llama", a)
     transformers.AutoModelForCausalLM.from_pretrained(a).bfloat16().save_pretrained(b)

@@ -30,7 +30,7 @@ class Busy(App[None]):
         self.notify("said")
 
 
-async def test_messages_before_a_condition_are_there_after_it() -> None:
+async def test_waiting_for_a_condition_handles_messages_posted_before() -> None:
     app = Busy()
     async with app.run_test() as pilot:
         await until(pilot, lambda: app.done)

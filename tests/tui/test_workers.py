@@ -39,7 +39,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def net(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A model that is as slow as a file says, and inputs of six sequences; scans are kept below the same folder."""
+    """Return a model whose speed a file sets, with inputs of six sequences. Scans are saved in the same folder."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     path = tmp_path / "net.py"
     path.write_text(f"import os\n{CODE}\nPath(__file__).with_name(f'process.{{os.getpid()}}').touch()\n")
@@ -59,7 +59,7 @@ def untimed(report: object) -> object:
     return dataclasses.replace(report, forward_seconds=0.0, scan_seconds=0.0)  # type: ignore[type-var]
 
 
-async def test_scan_over_workers_survives_cancelling_and_kills(net: Path) -> None:
+async def test_scan_in_several_processes_survives_cancelling_and_killed_processes(net: Path) -> None:
     app = app_on(net, 2)
     experiment = app.controller.experiment
     scan = experiment.scan
@@ -118,7 +118,7 @@ async def test_scan_over_workers_survives_cancelling_and_kills(net: Path) -> Non
         slow(net, 0)
 
 
-async def test_causes_and_front_points_are_measured_by_the_workers(net: Path) -> None:
+async def test_causes_and_points_of_the_front_are_measured_in_several_processes(net: Path) -> None:
     app = app_on(net, 2)
     experiment = app.controller.experiment
     session = de.open(f"{net}:Net", options=Options(device="cpu", tensors=net.with_name("inputs.pt"), threads=1))
@@ -166,7 +166,7 @@ async def test_causes_and_front_points_are_measured_by_the_workers(net: Path) ->
 
 
 def processes_of(net: Path) -> set[psutil.Process]:
-    """Those that have imported the model's code, and run."""
+    """Return the running processes that have imported the model's code."""
     found = set()
     for path in net.parent.glob("process.*"):
         with contextlib.suppress(psutil.NoSuchProcess):

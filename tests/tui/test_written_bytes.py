@@ -27,7 +27,7 @@ async def say_recipe(app: DtypeApp, recipe: Recipe) -> None:
     app.controller.apply_recipe(recipe)
 
 
-async def test_bytes_written_for_a_result_a_move_and_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_results_and_cursor_moves_write_few_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[str] = []
     monkeypatch.setenv("COLORTERM", "truecolor")
     cells = ShownCells()  # the headless driver writes all

@@ -50,7 +50,7 @@ _SAVE_EVERY_S = 0.2
 _SERVER_EVERY_S = 1.0
 """Seconds between checks of whether the web server is still connected."""
 _SIGNAL_WAIT_S = 0.3
-"""Maximum seconds, after a signal, that the engine gets to end before it is killed."""
+"""Maximum seconds that the engine has to end after a signal, before the app kills it."""
 _SIGNAL_MOST_S = 0.8
 """Maximum seconds, after a signal, for restoring the terminal and closing the engine. Then the process ends in any case."""
 LONGEST_WITHOUT_GC_S = 60.0
@@ -58,8 +58,8 @@ StartEngine = Callable[[Callable[[events.Event], None], Callable[[], None]], Eng
 
 
 class DtypeApp(BaseApp[None]):
-    """The app for exploring a model. start_engine: creates the engine, given the function to call with every event, from any
-    thread, and one that waits until the app has handled all of them.
+    """The app for exploring a model. start_engine(emit, wait): creates the engine, which calls `emit` with every event, from any
+    thread. `wait` returns when no event waits to be handled.
     """
 
     CSS_PATH = "app.tcss"
@@ -93,10 +93,10 @@ class DtypeApp(BaseApp[None]):
         self.controller.begin(launch)
         self._saver: SessionSaver | None = None
         self._has_begun = False
-        """Whether the tour was offered or begun, if that was to be."""
+        """Whether `_complete` has called the tour's `begin`."""
         self._terminal = terminal_settings()
         self._ending = threading.Lock()
-        """Acquired for good by the thread that ends the process after a signal."""
+        """Acquired, and never released, by the thread that ends the process after a signal."""
 
     @cached_property
     def guide(self) -> TourGuide:
@@ -141,7 +141,7 @@ class DtypeApp(BaseApp[None]):
         self.controller.engine.start()
 
     async def _complete(self) -> None:
-        """Make what keys need but the first paint does not, unless it is made: panes, prompts, the session's saver, the tour."""
+        """Make the panes, prompts, session's saver and tour, unless they exist. Keys need them, the first paint does not."""
         await self.main.complete()
         if not self._has_begun and self.return_code is None:
             self._has_begun = True
@@ -217,7 +217,7 @@ class DtypeApp(BaseApp[None]):
         default_namespace: DOMNode | None = None,
         namespaces: Mapping[str, DOMNode] | None = None,
     ) -> bool:
-        """Run an action as Textual does, and report it to the tour. A read-only session says why it refuses one."""
+        """Run an action as Textual does, and report it to the tour. An action that a read-only session refuses only shows why."""
         # Actions of the tree need no panes, unlike those of others, such as `screen.next_pane`.
         if default_namespace is not self.main.tree_view or not isinstance(action, str) or "." in action:
             await self._complete()
@@ -239,7 +239,9 @@ class DtypeApp(BaseApp[None]):
         self.guide.begin_or_leave()
 
     async def action_quit(self) -> None:
-        """Quit, and say if only the session keeps the rules. If it can't be saved, the first call warns and does not quit."""
+        """Quit, and print how many rules only the saved session keeps. If rules would be lost or files are being written, the first
+        call only warns.
+        """
         rules, is_kept = self.controller.unsaved_rules, self._saver is not None and self._saver.works
         if self.controller.life.may_quit(0 if is_kept else rules):
             words = f"{plural(rules, 'rule')} not saved to a file: `dtype-tui --resume` restores the session."
@@ -252,7 +254,7 @@ class DtypeApp(BaseApp[None]):
         return f"Esc closes the line, then {keys} quits" if isinstance(self.focused, Input) else f"{keys} quits"
 
     def deliver_screenshot(self, *arguments: Any, **named: Any) -> str | None:
-        """Save a picture of the screen, unless the session is read-only."""
+        """Save a picture of the screen as Textual does. A read-only session only warns, and returns None."""
         if self.launch.read_only:
             self.main.say(READ_ONLY, "warning")
             return None

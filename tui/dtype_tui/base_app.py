@@ -45,14 +45,14 @@ from dtype_tui.widgets.message_line import MessageLine
 
 MOST_MESSAGES = 200
 READ_S = 4.0
-"""Seconds that a message is shown before a key press removes it as read. Escape removes it at any time."""
+"""Minimum seconds that a message is shown. After this time, the next key press removes it; Escape removes it at any time."""
 
 
 class BaseApp(App[ReturnType]):
     """Draws with the configured theme and characters, and exits with a single sentence after an unexpected error.
 
-    Textual would show a traceback of hundreds of lines, and still does if DTYPE_TUI_TRACEBACK is set. An error in Textual's command
-    palette only closes that, and a click that Textual can't handle is ignored; both are reported and written to a file.
+    If DTYPE_TUI_TRACEBACK is set, Textual shows a traceback of hundreds of lines instead. An error in Textual's command palette
+    only closes the palette, and a click that raises an error is ignored; both are reported and written to a file.
 
     Messages appear in a line of the topmost window until they are read. Textual's toasts would cover widgets, and disappear unread.
     """
@@ -75,14 +75,14 @@ class BaseApp(App[ReturnType]):
         return with_short_frames(super().get_driver_class())
 
     def get_css_variables(self) -> dict[str, str]:
-        """Return the variables of the style sheets, by which the cursor of every list looks like the tree's."""
+        """Return the style sheets' variables. Unless a theme has the terminal's colors, all lists have the same cursor."""
         theme = self.current_theme
         own = {} if theme.ansi else {**cursor_variables(theme.dark), **theme.variables}
         self.theme_variables = {**super().get_css_variables(), **own}
         return self.theme_variables
 
     def refresh_css(self, animate: bool = True) -> None:
-        """Apply the theme's colors. The first screen parses the style sheets, so this waits for it."""
+        """Apply the theme's colors. Before the first screen, which parses the style sheets, only set the variables."""
         if self.screen_stack:
             super().refresh_css(animate)
         else:
@@ -94,8 +94,8 @@ class BaseApp(App[ReturnType]):
         return messages_of(self)
 
     def _refresh_notifications(self) -> None:
-        """Show the newest unread message instead of Textual's toasts. Called for every new one, and when the topmost window
-        changes.
+        """Show the newest message, if it is unread, instead of Textual's toasts. Textual calls this after every new message, and
+        when the topmost window changes.
         """
         said = self.messages
         for old in said[:-MOST_MESSAGES]:
@@ -148,8 +148,8 @@ class BaseApp(App[ReturnType]):
     async def on_event(self, event: Event) -> None:
         """Handle a key completely before the next event.
 
-        Textual passes a key from the focused widget to its parents, through a queue at each step. Of keys that arrive together, the
-        later ones would be handled before the earlier ones have taken effect.
+        Textual passes a key from the focused widget to its parents, through a queue at each step. If keys arrive together, later
+        keys would be handled before earlier keys have taken effect.
         """
         if not isinstance(event, (Key, Paste)) or event.is_forwarded or self.screen.maximized is not None:
             await super().on_event(event)
@@ -224,7 +224,7 @@ class BaseApp(App[ReturnType]):
 
 
 def _after_escape(key: Key) -> Key | None:
-    """Return the key j for alt+j, and likewise for other letters: for Escape and then j, most terminals send the same bytes. Those
-    that send other bytes report alt+j without a character. For these and all other keys, the result is None.
+    """Return the key without Alt, such as j for alt+j, because most terminals send the same bytes for alt+j and for Escape followed
+    by j. Returns None if the terminal distinguishes the two (alt+j then has no character), and for all other keys.
     """
     return Key(key.character, key.character) if key.key.startswith("alt+") and key.character else None

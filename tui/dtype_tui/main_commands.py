@@ -42,10 +42,10 @@ class CommandWords:
             "save_recipe_to": lambda file: self.save_to("recipe", file),
             "save_report_to": lambda file: self.save_to("report", file),
         }
-        """The function that runs each `Command.action` with the command's arguments."""
+        """By `Command.action`, the function to call with the command's arguments."""
 
     def filter_by(self, text: str = "") -> None:
-        """Show only nodes whose names contain the text, and go to the first of them. Without a text, show all."""
+        """Show only nodes whose names contain `text` or match it as a glob, and go to the first of them. "" shows all nodes."""
         self._tree.set_filter(text)
         if not self._tree.next_match(1) and text:
             self._controller.notify(f"no name contains {text}", "information")
@@ -69,7 +69,7 @@ class CommandWords:
         self._controller.set_context(context, batch)
 
     def show_columns(self, words: str = "") -> None:
-        """Show only these columns, separated by blanks or commas. Without any, show all of `COLUMNS`."""
+        """Show only the columns that `words` names, separated by blanks or commas. "" shows all of `COLUMNS`."""
         wanted = words.replace(",", " ").split() or list(COLUMNS)
         if not set(wanted) <= set(COLUMNS):
             raise UserError(f"columns are {', '.join(COLUMNS)}; the name and the dtype are always shown")
@@ -82,7 +82,7 @@ class CommandWords:
         self._tree.app.theme = name
 
     def save_to(self, kind: str, typed: str) -> None:
-        """Write a file of one of the save screen's kinds to the path `typed`. Only the save screen replaces files, after asking."""
+        """Write a file of one of the save screen's `KINDS` to the path `typed`. Raises UserError instead of replacing a file."""
         from dtype_tui.screens.save import WRITTEN_THERE, save_request
 
         experiment = self._controller.experiment

@@ -49,32 +49,32 @@ NARROW_BELOW = 100
 DEPTH_FROM = (120, 36)
 """The smallest (columns, lines) with room for the plot of drift over depth below the tree."""
 TRADE_OFF_FROM = 180
-"""Minimum columns for the plot of drift against bytes next to that."""
+"""Minimum number of columns for the plot of drift against bytes, next to the plot of drift over depth."""
 PAUSE_S = 0.01
 """Seconds between the steps that follow the first paint: importing the panes, mounting them, starting the engine. In between, the
 effects of keys are drawn. A frame takes 8 ms.
 """
 MOST_WINDOWS = 6
-"""Open screens from which on no window opens for a result. Textual draws all of them, one over the other: for twenty windows of 200
-rows, this takes eight seconds, in which no key is handled.
+"""If this many screens are open, a result opens no further window. Textual draws all screens, one over the other: with twenty
+windows of 200 rows, a redraw takes eight seconds, in which no key is handled.
 """
 
 
 def message_text(sentence: str) -> str:
-    """Return a sentence in which each placeholder, such as `{undo}`, is replaced by the key, such as `u`."""
+    """Return a sentence for the screen: hints such as `{hint:download}` filled in, control characters escaped, shortened."""
     return printable(with_keys(sentence), 500)
 
 
 class MainScreen(OpensWindows):
     """Shows the module tree, drift, memory and rules.
 
-    chosen_keys: the user's own keys, by binding id, such as {"measure": "f5"}. cursor: the node to start at. next_event: returns
-    the oldest waiting event of the engine, or None.
+    chosen_keys: the user's own keys, by binding id, such as {"measure": "f5"}. cursor: the node to start at, or None for the root.
+    next_event: returns the oldest waiting event of the engine, or None.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = MAIN_KEYS
     draw_every_s = 0.1
-    """Seconds between two redraws for events. Ten a second look smooth, and leave a slow connection time for redraws after keys."""
+    """Minimum seconds between two redraws for events. Ten a second look smooth, and leave a slow connection time for keys."""
 
     def __init__(
         self,
@@ -96,10 +96,10 @@ class MainScreen(OpensWindows):
         self._message = Static(id="message", markup=False)
         self._completing = asyncio.Lock()
         self._has_panes = False
-        """Whether the panes and prompts exist. They may still be mounting, unlike when `_is_complete`."""
+        """Whether the panes and prompts exist. If `_is_complete`, they are also mounted."""
         self._is_complete = False
         self.draw_is_due = False
-        """Whether a redraw is scheduled for what the engine has told."""
+        """Whether a redraw for events of the engine is scheduled."""
         self._drawn_at = 0.0
 
     # -- layout --------------------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ class MainScreen(OpensWindows):
         self.show_all()  # for the first paint, and after a window was closed, since some windows change the baseline
 
     async def complete(self) -> None:
-        """Mount the panes and the prompts, unless they are. The first paint and the keys of the tree do without them."""
+        """Mount the panes and the prompts, unless they are mounted. The first paint and the keys of the tree do not need them."""
         async with self._completing:
             if self._is_complete:
                 return
@@ -215,7 +215,7 @@ class MainScreen(OpensWindows):
         keys.show(key_line(pairs, width, chosen))
 
     def _draw_soon(self) -> None:
-        """Schedule a redraw unless one is, so that it can show the effects of many engine events."""
+        """Schedule a redraw, unless one is scheduled already. A single redraw then shows the effects of many engine events."""
         if self.draw_is_due:
             return
         self.draw_is_due = True
@@ -288,8 +288,8 @@ class MainScreen(OpensWindows):
             self.side.recipe.show("", message.name)
 
     def action_worst(self) -> None:
-        """Go to the module in whose code values stop being finite, or to the one with the largest drift. Each further press goes to
-        the next smaller drift and, from the last, back to the first.
+        """Go to the module whose code first makes values infinite or NaN, if any, or to the module with the largest drift. Each
+        further press goes to the module with the next smaller drift; after the last module, it goes to the first again.
         """
         results = self.experiment.results
         names = list(dict.fromkeys([results.origin, *(drift.name for drift in results.worst_modules())]))
@@ -375,7 +375,7 @@ class MainScreen(OpensWindows):
         self._copy(" ".join(f"--cast {shlex.quote(str(rule))}" for rule in rules), "the rules as --cast options")
 
     def _copy(self, text: str, what: str) -> None:
-        """Copy a text to the clipboard of the user's own machine (OSC 52). what: names it in the message."""
+        """Copy a text to the clipboard of the user's own machine (OSC 52). what: what the message calls it, such as "the name"."""
         if text:
             self.app.copy_to_clipboard(text)
             self.say(f"copied {what}: {text}", "information")
@@ -417,13 +417,15 @@ class MainScreen(OpensWindows):
         self._words.sort_by(ORDERS[(ORDERS.index(self.tree_view.order) + 1) % len(ORDERS)])
 
     def action_fold(self) -> None:
-        """Show neighbors that are alike in one row, or each in a row of its own."""
+        """Switch between one row for all neighbors that are alike and a row for each of them."""
         self.tree_view.fold(not self.tree_view.folds)
         words = "neighbors that are alike share a row" if self.tree_view.folds else "every layer has a row of its own"
         self.say(words, "information")
 
     def action_next_pane(self) -> None:
-        """Go from the tree to the first pane, and from each pane to the next. Show the next if there is room for only one."""
+        """Move the focus from the tree to the first pane, from a pane to the next, and from the last to the tree. If there is room
+        for only one pane, show the next pane instead.
+        """
         side = self.side
         focused = next((pane for pane in side.panes if pane.has_focus), None)
         if side.is_narrow or self.has_class("zoomed"):
@@ -434,7 +436,7 @@ class MainScreen(OpensWindows):
             self.set_focus((side.after(focused) or self.tree_view) if focused is not None else side.panes[0])
 
     def action_jump(self) -> None:
-        """Put labels on the panes and the rows of the tree. When the user types one, go there."""
+        """Show a label on each pane and each visible row of the tree, and go to the pane or row whose label the user types."""
         others = [pane for pane in (self.depth, self.trade_off) if pane.region]
         panes = [*self.side.places(), *((pane, pane.region.offset) for pane in others)]
         rows = list(self.tree_view.rows_on_screen()) if self.tree_view.region else []
@@ -460,13 +462,13 @@ class MainScreen(OpensWindows):
         self.call_after_refresh(self._show_panes)
 
     def action_rules(self) -> None:
-        """Go to the list of rules, and there to the one that decides the dtype of the node under the cursor."""
+        """Focus the list of rules, and put its cursor on the rule that decides the dtype of the node under the tree's cursor."""
         self.side.activate(self.side.recipe)
         self.set_focus(self.side.recipe)
         self.side.recipe.go_to_deciding_rule(self.tree_view.current.name if self.tree_view.rows else "")
 
     def action_edit_rule(self) -> None:
-        """Open the cast prompt with the rule under the cursor of the Recipe pane, to replace it."""
+        """Open the cast prompt with the rule under the cursor of the Recipe pane. The entered rule replaces that rule."""
         from dtype_tui.widgets.prompts import CastPrompt
 
         row, rule = self.side.recipe.cursor, self.side.recipe.current
@@ -474,7 +476,7 @@ class MainScreen(OpensWindows):
             self.query_one(CastPrompt).edit(rule, lambda changed: self.controller.change_rule(row, changed))
 
     def action_zoom(self) -> None:
-        """Show the active pane alone or, if one is, everything again."""
+        """Show the active pane alone or, if a pane is already shown alone, everything again."""
         zoomed = not self.has_class("zoomed")
         self.set_class(zoomed, "zoomed")
         self.side.zoom(zoomed)

@@ -20,9 +20,9 @@ from dtype_tui.widgets.prompts import CastPrompt
 from dtype_tui.widgets.tour_panel import TourPanel
 
 _LOOK_EVERY_S = 0.1
-"""Seconds between two looks for new windows, which need the tour's panel, and for what the current step waits for."""
+"""Seconds between two checks for new windows, which need the tour's panel, and for the completion of the current step."""
 _ARROWS = {"↑": "Up", "↓": "Down", "←": "Left", "→": "Right"}
-"""In ASCII mode, ↓ itself would become the letter v, which is another key."""
+"""Words for the arrow keys. In ASCII mode, the character ↓ would become the letter v, which is another key."""
 
 
 class TourGuide:
@@ -59,7 +59,7 @@ class TourGuide:
         self._show()
 
     def closes_offer(self, action: str) -> bool:
-        """Close the offer of the tour on `stop` (Esc). Returns whether it was open; the key then has no other effect."""
+        """Close the offer of the tour if `action` is `stop` (Esc). Returns whether it did; the key then has no other effect."""
         if not self._offers or action != "stop":
             return False
         self._offers = False

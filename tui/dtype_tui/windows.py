@@ -31,7 +31,7 @@ class _LastGeneration(msgspec.Struct):
     """The request, or None if nothing was generated yet."""
     texts: tuple[Generation, ...] = ()
     made_with: tuple[Recipe, RunSettings, InputsSummary | None] | None = None
-    """With what `texts` were generated."""
+    """The recipe, the settings and the inputs with which `texts` were generated."""
 
 
 class OpensWindows(Screen[None]):
@@ -46,7 +46,7 @@ class OpensWindows(Screen[None]):
         self.generation = _LastGeneration()
 
     def _open(self, window: Screen[ScreenResultType], use: Callable[[ScreenResultType], object]) -> None:
-        """Open a window. use: called with its result, unless that is None."""
+        """Open a window. use: called with the window's result when the window closes, unless the result is None."""
 
         def closed(result: ScreenResultType | None) -> None:
             if result is not None:
@@ -55,7 +55,7 @@ class OpensWindows(Screen[None]):
         self.app.push_screen(window, closed)
 
     def open_result(self, done: events.JobDone) -> None:
-        """Open the window for the result of a job, if it has one."""
+        """Open the window that shows the results of a job, if there is one for this kind of job."""
         module, _, function = row_of(done.ask.job).window.rpartition(".")
         if module:
             from dtype_tui.screens.overlay import Answer
@@ -68,12 +68,12 @@ class OpensWindows(Screen[None]):
         return experiment.recipe, experiment.settings, experiment.model.inputs_summary
 
     def keep_texts(self, texts: tuple[Generation, ...]) -> None:
-        """Store generated texts for the next opening of their window."""
+        """Store generated texts, which the next window of generated texts shows."""
         self.generation.texts, self.generation.made_with = texts, self._inputs_of_texts()
 
     def action_generate(self) -> None:
-        """Open the window of generated texts, with the last ones if nothing has changed, or of the pictures of a model that makes
-        these.
+        """Open the window of pictures if the model makes pictures, otherwise the window of generated texts. The last texts are
+        shown again if the recipe, the settings and the inputs are the same.
         """
         controller, last, model = self.controller, self.generation, self.experiment.model
         report = self.experiment.results.report
@@ -140,7 +140,7 @@ class OpensWindows(Screen[None]):
         self._open(SettingsScreen(self.experiment.settings), self.controller.set_settings)
 
     def action_scan(self) -> None:
-        """Open the results of the scan, or the choice of a new one's dtypes, or nothing while there are no results."""
+        """Open the results of the scan or, for a new scan, the choice of dtypes. Open nothing while results are awaited."""
         match self.controller.next_of_scan():
             case "choose":
                 self._choose_scan()
@@ -163,7 +163,7 @@ class OpensWindows(Screen[None]):
             self._choose_scan()
 
     def action_optimise(self) -> None:
-        """Open the Pareto front, if a scan of the current inputs and settings exists."""
+        """Open the Pareto front, or say why there is none: it needs a scan of the current inputs and settings."""
         controller, experiment, scan = self.controller, self.experiment, self.experiment.scan
         if scan.report is None and experiment.model.no_forward:
             words = f"the Pareto front comes from a scan, and none can be made: {experiment.model.no_forward}"

@@ -81,7 +81,9 @@ class Checkpoint:
 
     @property
     def of_transformers(self) -> bool:
-        """Whether transformers can load an export of this: a whole model of a known architecture, but not one of diffusers."""
+        """Whether transformers can load an export of this checkpoint: it is a whole model with a config.json, and not one of
+        diffusers.
+        """
         return (
             self.config is not None and self.form in ("safetensors", "pickle", "gguf") and not is_diffusers(self.config)
         )
@@ -106,7 +108,9 @@ class Checkpoint:
 
     @property
     def renamed(self) -> Mapping[str, str]:
-        """Maps llama.cpp's names of tensors that need no decoding to the model's: `output_norm.weight` to `model.norm.weight`."""
+        """The model's name for each tensor that needs no decoding, by llama.cpp's name: `model.norm.weight` for
+        `output_norm.weight`.
+        """
         return self._of_gguf[1]
 
     @cached_property
@@ -204,7 +208,7 @@ class Checkpoint:
 
     @property
     def foreign(self) -> dict[str, CheckpointTensor]:
-        """All tensors in the files by name, except those of weights that this program's own exports write."""
+        """All tensors in the files by name, except those in which an export of this program stored weights with scales."""
         own = {part.name for weight in self._own.values() for part in weight.tensors}
         return {name: tensor for name, tensor in self.tensors.items() if name not in own} if own else self.tensors
 
@@ -215,13 +219,15 @@ class Checkpoint:
 
     @property
     def why_another_model(self) -> str:
-        """The first sentence of `lost`, with the number of the others, or "" if there are none."""
+        """Why the model would compute other outputs: the first sentence of `lost` and the number of the others, or "" if `lost` is
+        empty.
+        """
         more = f" (and {len(self.lost) - 1} more)" if len(self.lost) > 1 else ""
         return self.lost[0] + more if self.lost else ""
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """The notices, except those about the index and about further sets of weights, which are reported separately."""
+        """The notices except those about the index and about further sets of weights, which commands report in other ways."""
         elsewhere = (*(self.index.sentences if self.index is not None else ()), *self.of_sets)
         return tuple(notice for notice in self.notices if notice not in elsewhere)
 

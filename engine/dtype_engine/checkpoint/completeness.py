@@ -40,7 +40,7 @@ class IndexReport:
 
     @property
     def coverage(self) -> Coverage:
-        """Which tensors are in the files that the index names, among all tensors of the index and of left-out files."""
+        """Which of the tensors in the index and in the left-out files are in the files that the index names."""
         beside = tuple(name for file in self.left_out for name in file.tensors)
         absent = tuple(name for name, _ in self.missing)
         return Coverage(self.found + len(absent) + len(beside), absent + beside)
@@ -93,8 +93,9 @@ def compare_index(
     tensors: Mapping[str, CheckpointTensor],
     files: Collection[Path],
 ) -> IndexReport:
-    """Return the differences between an index (`weight_map`) and the tensors in `files`, which it names. Another file in the folder
-    counts as left out if its name begins like that of one of `files`, and it holds tensors that these files lack.
+    """Return the differences between an index and the tensors in `files`, the files that the index names. name: the index's file
+    name. weight_map: its content. tensors: all tensors in `files`. Another file in the folder counts as left out if its name begins
+    like that of one of `files`, and it holds tensors that these files lack.
     """
     missing = [(tensor, file) for tensor, file in weight_map.items() if tensor not in tensors]
     moved = [

@@ -65,7 +65,9 @@ def component_names(index: Mapping[str, Any]) -> tuple[str, ...]:
 def read_components(
     folder: Path, index: Mapping[str, Any], absent_shards: bool = False
 ) -> tuple[tuple[Component, ...], dict[str, Any]]:
-    """Return (the components with weights, all tensors but pickled ones, by names such as `unet.conv.weight`). Raises UserError."""
+    """Return (the components with weights, all tensors but pickled ones, by names such as `unet.conv.weight`). index: the content
+    of `model_index.json`. absent_shards: as in `find_weight_files`. Raises UserError.
+    """
     components: list[Component] = []
     tensors: dict[str, Any] = {}
     for name in component_names(index):
@@ -92,7 +94,9 @@ def read_components(
 
 
 def pipeline_notices(components: tuple[Component, ...]) -> tuple[str, ...]:
-    """Return sentences for the user about components that are pickles or a variant, or have more than one set of weights."""
+    """Return sentences for the user about components whose weights are pickles or a variant such as fp16, or that have several sets
+    of weights.
+    """
     notices = []
     if pickled := [component.name for component in components if component.pickled]:
         notices.append(f"not shown, since their weights are pickles: {', '.join(map(printable, pickled))}")

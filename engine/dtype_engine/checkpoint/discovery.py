@@ -31,8 +31,8 @@ class LocalModel:
 
 
 def find_models(folder: Path) -> list[LocalModel]:
-    """Return the checkpoints in `folder`, or the folder if it is one, then the models in the Hugging Face cache, each group newest
-    first.
+    """Return the checkpoints in `folder` (only `folder` if it is a checkpoint itself), newest first, and then the models in the
+    Hugging Face cache, newest first.
     """
     return sorted(_of_folder(folder), key=_newest_first) + sorted(_of_cache(), key=_newest_first)[:_LIMIT]
 

@@ -59,7 +59,9 @@ def check_export(target: Path, force: bool = False, keep: Iterable[Path] = ()) -
 
 
 def check_folder(target: Path, force: bool = False, keep: Iterable[Path] = ()) -> Path:
-    """Do what `check_export` does, for a folder. The current folder is never replaced, nor one that contains a file of `keep`."""
+    """Check that an export can be written to a folder, as `check_export` does, and return its absolute path. Raises UserError. The
+    current folder is never replaced, nor a folder that contains a file of `keep`.
+    """
     target = target.expanduser().absolute()
     if not target.name:
         raise UserError(f"{target} can't be exported to: name a new folder")

@@ -60,8 +60,8 @@ def refuse_changed(files: Iterable[FileIdentity]) -> None:
 
 @contextmanager
 def unchanged(files: tuple[FileIdentity, ...]) -> Iterator[None]:
-    """A context manager that raises UserError, in place of any error but Cancelled, if one of `files` changes before the block
-    ends.
+    """A context manager that raises UserError if one of `files` has changed when the block begins or ends. If the block raised
+    another error than Cancelled, the UserError replaces it.
     """
     refuse_changed(files)
     try:

@@ -17,7 +17,7 @@ LEGACY_START = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
 
 def kind_of(path: Path) -> FileKind | None:
-    """Return the kind of a weights file, or None for any other file, and for one that is not regular or can't be read."""
+    """Return the kind of a weights file, or None if the file is of no such kind, is not regular or can't be read."""
     if path.suffix == ".safetensors":
         return "safetensors"
     if path.suffix == ".gguf":

@@ -45,7 +45,7 @@ def open_checkpoint(path: Path, trust_pickle: bool = False, absent_shards: bool 
     """Return the checkpoint in a folder or file. Raises UserError, which names the file and the problem.
 
     Only headers are read, except from pickles, which torch reads as a whole. No code in a pickle runs unless `trust_pickle` is set.
-    absent_shards: whether files that an index names may be missing. `Checkpoint.index` then says which tensors they had.
+    absent_shards: whether files that an index names may be missing. `Checkpoint.index` then has the names of their tensors.
     """
     with gc_paused():
         checkpoint = (
@@ -75,8 +75,8 @@ def needs_torch(path: Path) -> bool:
 
 
 def peek_first_shard(path: Path) -> Tree | None:
-    """Return the tree of a checkpoint's first shard, for a screen that can't wait. None if the index is small or the shard can't be
-    read.
+    """Return the tree of a checkpoint's first shard, for a screen that can't wait. None if the checkpoint has no large index, so
+    that all headers can be read at once, or if the shard can't be read.
     """
     try:
         if not path.is_dir() or os.path.getsize(path / INDEX) < _LONG_HEADERS:
@@ -174,7 +174,9 @@ def _open_folder(folder: Path, trust_pickle: bool, absent_shards: bool) -> Check
 
 
 def _with_unread(checkpoint: Checkpoint, found: WeightFiles, unread: tuple[str, ...]) -> Checkpoint:
-    """Return a checkpoint of a folder with the set of weights that was read, and a notice if `unread` names others."""
+    """Return a copy of the checkpoint that records which set of weights was read and which weights were not (`unread`), with a
+    notice if these are further sets.
+    """
     checkpoint = dataclasses.replace(checkpoint, read_by=found.read_by, passed_over=unread)
     return dataclasses.replace(checkpoint, notices=(*checkpoint.notices, *checkpoint.of_sets))
 

@@ -52,8 +52,8 @@ def _window(value: Any, config: Config) -> bool:
 
 
 def _norm_of_experts(value: Any, config: Config) -> bool:
-    """Return whether the field agrees with how the model class normalizes the weights of experts. Mixtral's configuration has no
-    entry for it, because Mixtral always normalizes them.
+    """Return whether `value`, the field for normalizing the weights of experts, agrees with the configuration. Mixtral's
+    configuration has no entry for this, because Mixtral always normalizes the weights of experts.
     """
     experts = {"num_experts", "num_local_experts"} & config.keys()
     return not experts or value is config.get("norm_topk_prob", config["model_type"] == "mixtral")

@@ -262,7 +262,7 @@ def read(
 def _name(own: str, family: _Family, blocks: int) -> tuple[str | None, str]:
     """Return a tensor's name in transformers and llama.cpp's word for it: `model.layers.0.self_attn.q_proj.weight` and `attn_q` for
     `blk.0.attn_q.weight`. The name is None if transformers has no such tensor, and has `{}` in place of an expert's number if the
-    tensor stacks all experts.
+    tensor stacks all experts. blocks: the number of the model's blocks.
     """
     stem, _, kind = own.rpartition(".")
     if stem in _WHOLE and kind == "weight":
@@ -276,7 +276,9 @@ def _name(own: str, family: _Family, blocks: int) -> tuple[str | None, str]:
 
 
 def _changes(local: str, family: _Family, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings with which the decoder undoes llama.cpp's converter: {"heads": 32} for reordered rows, for example."""
+    """Return the settings with which the decoder undoes llama.cpp's converter: {"heads": 32} for reordered rows, for example.
+    local: llama.cpp's word for the tensor, such as `attn_q`.
+    """
     if family.reordered and local in ("attn_q", "attn_k"):
         heads = config["num_attention_heads"]
         return {"heads": heads if local == "attn_q" else config.get("num_key_value_heads", heads)}

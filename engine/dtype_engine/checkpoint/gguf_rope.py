@@ -106,8 +106,8 @@ def _partial(own: Mapping[str, Any], config: Mapping[str, Any], possible: bool, 
 
 
 def _number(own: Mapping[str, Any], name: str, default: float, found: Rope) -> float:
-    """Return the number in a field, or `default` if it is missing or no number. A name without a number is added to
-    `found.lost`.
+    """Return the number in the field `name` of `own`, or `default` if the field is missing or no number. If it is no number, the
+    name is added to `found.lost`.
     """
     value = own.get(name, default)
     if type(value) in (int, float) and math.isfinite(value):
@@ -119,7 +119,9 @@ def _number(own: Mapping[str, Any], name: str, default: float, found: Rope) -> f
 def _factors(
     tensors: Mapping[str, CheckpointTensor], count: int, found: Rope
 ) -> tuple[list[float], list[float]] | None:
-    """Return (`count` factors for short sequences, `count` factors for long ones), or None if the file has none to use."""
+    """Return (`count` factors for short sequences, `count` factors for long ones), or None if the file has no usable ones. Names of
+    tensors that can't be used are added to `found.lost`.
+    """
     read: dict[str, list[float]] = {}
     for name in sorted(set(ROPE_FACTORS) & tensors.keys()):
         tensor = tensors[name]

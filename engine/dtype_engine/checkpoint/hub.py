@@ -165,7 +165,7 @@ class _File(msgspec.Struct):
 
     @property
     def digest(self) -> str | None:
-        """The digest by which huggingface_hub names the file's content in its cache. None if the hub does not say it."""
+        """The digest by which huggingface_hub names the file's content in its cache. None if the hub's answer lacks it."""
         return self.lfs.sha256 if self.lfs is not None else self.blobId
 
 
@@ -187,7 +187,7 @@ class HubModel:
     """The digest of each file's content according to the hub (untrusted), by the file's path. None if the hub gives none."""
 
     def downloaded(self, cache: Path) -> Path | None:
-        """Return the folder or file of the model in the Hugging Face cache, or None unless all its weights are there."""
+        """Return the folder or file of the model in the Hugging Face cache, or None if the cache lacks some of its weights."""
         repository = CachedRepository(cache, self.address.repo)
         wanted = [*self._side_files(), *self._to_download()]
         if not wanted or not all(repository.holds(self.commit, name, self.sizes[name]) for name in wanted):
@@ -195,7 +195,7 @@ class HubModel:
         return repository.snapshot(self.commit) / self.address.path
 
     def headers(self, on_progress: Progress = ignore) -> Path:
-        """Read the headers that were not saved before, and return the folder (or file) with all headers as sparse files. Raises
+        """Save the headers that are not saved yet, and return the folder (or file) with all headers as sparse files. Raises
         UserError.
         """
         wanted, weights = self._side_files(), self._weight_files()
@@ -325,8 +325,8 @@ class HubModel:
         )
 
     def _files(self, matches: Callable[[str], bool], beside: bool = False) -> list[str]:
-        """Return the files whose names match, in the address's folder and in the components of a pipeline there. beside: whether
-        the address is a file, so that the file's folder is searched.
+        """Return the files whose names match in the address's folder and, if this holds a pipeline, in the folders of its
+        components. beside: whether the address is a file, so that the file's folder is searched.
         """
         folder = self.address.path.rpartition("/")[0] if beside else self.address.path
         at = f"{folder}/" if folder else ""
@@ -393,7 +393,7 @@ def _is_name(word: str) -> bool:
 
 
 def _is_repository(text: str) -> bool:
-    """Return whether a text is `org/name` or `name`. False for `--`, which the cache writes for the slash, and `..`."""
+    """Return whether a text is `org/name` or `name`, without `..` and without `--`, which stands for the slash in the cache."""
     words = text.split("/")
     return (
         len(words) <= 2
@@ -434,7 +434,9 @@ class _HeaderReader(HubReader):
             self._add_descriptions(url, partial, read_header(partial)[0].values())
 
     def _save_gguf(self, url: str, partial: Path, size: int) -> None:
-        """Save the header of a GGUF file. Its length is unknown, so further ranges are read until it is complete."""
+        """Save the header of a GGUF file. The header's length is unknown, so further ranges are read until the header is
+        complete.
+        """
         start, wanted = b"", _FIRST_GGUF_RANGE
         while True:
             start += self.read(url, len(start), min(wanted, size - len(start)), size)

@@ -36,9 +36,10 @@ class CachedRepository:
         return has_size(self.snapshot(commit) / name, size)
 
     def add(self, commit: str, name: str, size: int, digest: str | None, write: Callable[[IO[bytes]], object]) -> bool:
-        """Store the file `name` of a commit, and return whether `write` was called. It is called with a file to which it writes the
-        content, unless the cache has a content of this digest and size, which is then used again. digest: as the hub says, or None.
-        Raises OSError, and whatever `write` raises; then nothing is stored.
+        """Store the file `name` of a commit. If the cache already has a content of this digest and size, only a link to the content
+        is made. Otherwise `write` is called with an open file, to which it must write the content. Returns whether `write` was
+        called. digest: as the hub gives it, or None if unknown. Raises OSError, and whatever `write` raises; then nothing is
+        stored.
         """
         path = self.snapshot(commit) / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -56,8 +56,8 @@ class HubReader:
         most_seconds: float = math.inf,
         cancelled: IsCancelled = never,
     ) -> None:
-        """most_bytes, most_seconds: limits for all answers together. cancelled: called for each piece; if True, Cancelled is
-        raised.
+        """title: the model's name in errors. most_bytes, most_seconds: limits for all answers together. cancelled: called for each
+        piece; if it returns True, Cancelled is raised.
         """
         from huggingface_hub.utils import build_hf_headers
 
@@ -83,7 +83,9 @@ class HubReader:
         raise AssertionError
 
     def save(self, url: str, size: int, file: IO[bytes], on_bytes: Callable[[int], object] = ignore) -> None:
-        """Write the whole file at `url` to `file`. After a failure, only the rest is repeated. Raises UserError and Cancelled."""
+        """Write the whole file at `url`, of `size` bytes, to `file`. After a failure, only the missing bytes are requested again.
+        on_bytes: called with the number of bytes of each piece. Raises UserError and Cancelled.
+        """
         done, attempt = 0, 1
         while done < size:
             before = done
@@ -184,7 +186,7 @@ class HubReader:
 
     def _decoded(self, response: Any, most: int, url: str) -> Iterator[bytes]:
         """Yield the decompressed body: one piece, even if empty, for each that arrives. The client's `iter_bytes` omits empty
-        pieces.
+        pieces. most: the maximum bytes of the body. Raises UserError, also if the answer is too long.
         """
         encoding = response.headers.get("content-encoding", "identity")
         if encoding not in _ENCODINGS:

@@ -23,7 +23,9 @@ from dtype_engine.core.units import plural
 
 
 def kv_cache(tree: Tree, config: Mapping[str, Any] | None) -> KVCache:
-    """Return the KV cache of a model that generates text. config: `config.json`, or the live model's configuration as a dict."""
+    """Return the KV cache of a model, without tensors if the model does not generate text. config: `config.json`, or the live
+    model's configuration as a dict, or None if unknown.
+    """
     if config is None:
         return KVCache(none_because="no config.json tells the model's architecture, so that its KV cache is unknown")
     architecture, named = tree.root.class_name, config.get("architectures")
@@ -267,7 +269,9 @@ class _Reader:
         return inner * state
 
     def _shared(self, found: list[KVCacheTensor]) -> list[KVCacheTensor]:
-        """Return `found` with `shared_with` for the last layers of Gemma 3n and 4. They read an earlier layer's cache."""
+        """Return `found`, with `shared_with` set for the last layers of Gemma 3n and 4, which read the cache of an earlier
+        layer.
+        """
         count = _first(self.config, "num_kv_shared_layers")
         if not count or not self.layers:
             return found

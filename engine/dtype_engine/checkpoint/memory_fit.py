@@ -52,7 +52,7 @@ def shortfall(checkpoint: Checkpoint, limits: Mapping[str, int]) -> str | None:
 
 
 def disk_speed(file: Path) -> float | None:
-    """Return the bytes per second that the disk reads from the middle of a file. None if it can't be measured."""
+    """Measure and return how many bytes per second are read from the middle of a file on its disk. None if it can't be measured."""
     if not hasattr(os, "posix_fadvise"):
         return None
     try:
@@ -75,7 +75,7 @@ def disk_speed(file: Path) -> float | None:
 
 
 def usable_memory(limits: Mapping[str, int]) -> int:
-    """Return the bytes of memory that models may use: all of it, or the limit for "cpu" if that is less."""
+    """Return the bytes of memory that models may use: the machine's memory or, if it is less, the limit for "cpu" in `limits`."""
     return min(total_memory(), limits.get("cpu", total_memory()))
 
 

@@ -43,8 +43,8 @@ def is_known(config: Mapping[str, Any] | None) -> bool:
 
 
 def kept_in_float32(config: Mapping[str, Any] | None) -> tuple[set[str], set[str]]:
-    """Return (parts of names of tensors that stay in float32 in every 16-bit model, those of tensors that stay in float32 only in a
-    float16 model).
+    """Return two sets of words, which are parts of dotted names. Tensors with a word of the first set in their name stay in float32
+    in every 16-bit model, tensors with a word of the second set only in a float16 model.
     """
     always, in_float16 = set[str](), set[str]()
     for strict, literal in _KEPT.findall(_source(_model_type(config))):

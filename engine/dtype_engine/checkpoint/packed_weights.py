@@ -132,8 +132,8 @@ def is_of_activations(name: str) -> bool:
 
 
 def parameters_meant(tensors: Mapping[str, Stored], parts: Iterable[str]) -> dict[str, Count]:
-    """Return the number of parameters that each of the tensors `parts` of quantized weights represents. The codes represent all
-    parameters of the weight, and other tensors none. It is "unknown" for codes that are packed in bytes or words.
+    """Return how many parameters each of `parts`, the tensors of quantized weights, represents: for codes, None (one for each
+    element) or "unknown" (elements may hold several codes); for all other tensors, 0.
     """
     counts: dict[str, Count] = dict.fromkeys(parts, 0)
     if not counts:
@@ -154,7 +154,9 @@ def parameters_meant(tensors: Mapping[str, Stored], parts: Iterable[str]) -> dic
 
 
 def _declared_scheme(config: Mapping[str, Any] | None) -> str | None:
-    """Return what config.json declares, in words that complete "a weight that is ...", such as "quantized by gptq, 4 bit"."""
+    """Return what config.json declares, in words that complete "a weight that is ...", such as "quantized by gptq, 4 bit", or None
+    if it declares nothing.
+    """
     declared = (config or {}).get("quantization_config")
     method = declared.get("quant_method") if isinstance(declared, Mapping) else None
     if not declared or not method:

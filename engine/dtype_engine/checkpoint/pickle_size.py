@@ -27,7 +27,9 @@ class TooManyOpcodes(Exception):
 
 
 def some_opcodes(pickled: bytes | BinaryIO) -> Iterator[tuple[Any, Any, int | None]]:
-    """Yield (opcode, argument, position) as `pickletools.genops` does. Raises TooManyOpcodes, and ValueError if it is damaged."""
+    """Yield (opcode, argument, position) as `pickletools.genops` does. Raises TooManyOpcodes, and ValueError for a damaged
+    pickle.
+    """
     for count, step in enumerate(pickletools.genops(pickled)):
         if count > MOST_OPCODES:
             raise TooManyOpcodes

@@ -267,7 +267,9 @@ def _average_notices(tensors: Mapping[str, torch.Tensor], path: Path) -> Iterato
 
 
 def _weights(loaded: Mapping[Any, Any]) -> tuple[Mapping[Any, Any], str]:
-    """Return (the mapping with the most tensors in `loaded`, its path there, such as `model.state_dict`, or "" for `loaded`)."""
+    """Return (the mapping in `loaded` with the most tensors, its path in `loaded`, such as `model.state_dict`, or "" for `loaded`
+    itself).
+    """
     best, most, entry = loaded, _count(loaded), ""
     level = [("", loaded)]
     for _ in range(_DEEPEST):
@@ -283,7 +285,9 @@ def _weights(loaded: Mapping[Any, Any]) -> tuple[Mapping[Any, Any], str]:
 
 
 def _nested(level: Iterable[tuple[str, Mapping[Any, Any]]]) -> Iterator[tuple[str, Mapping[Any, Any]]]:
-    """Yield (path, mapping) for each mapping or module inside the given mappings, first under usual names for weights."""
+    """Yield (path, state dict or other mapping) for each module or mapping directly inside the given (path, mapping) pairs. Entries
+    of each mapping with usual names, such as `state_dict`, come first.
+    """
     from torch import nn
 
     for place, mapping in level:

@@ -78,9 +78,9 @@ def refuse_impossible(config: Mapping[str, Any], checkpoint: Checkpoint, where: 
 
 
 def refuse_large_tables(config: Mapping[str, Any], where: str, most_elements: int = 0) -> None:
-    """Raise NoForward if a number in a configuration of diffusers would make the model's class compute a table, which is in no
-    file, of more memory than any model needs. where: the file name with which the message begins. most_elements: the number of
-    elements of the largest tensor in the files.
+    """Raise NoForward if a number in a configuration of diffusers would make the model's class compute a table that takes more
+    memory than any real model needs. Such tables are in no file. where: the file name with which the message begins. most_elements:
+    the number of elements of the largest tensor in the files.
     """
     for name, value in _numbers(config):
         key = name.rpartition(".")[2]
@@ -107,8 +107,8 @@ def _whole(value: object) -> int:
 
 
 def _numbers(config: Mapping[str, Any], before: str = "", depth: int = 0) -> Iterator[tuple[str, float]]:
-    """Yield (dotted name, number) for every number in a configuration, nested mappings included. A list yields its largest
-    number.
+    """Yield (dotted name, number) for every number in a configuration, nested mappings included. A list of numbers yields the
+    largest. before: the beginning of names. depth: how many mappings enclose this one.
     """
     for key, value in config.items():
         name = f"{before}{key}"

@@ -61,7 +61,9 @@ class CheckpointTensor(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def bytes(self) -> ByteRange | None:
-        """The range of the file with the tensor's values as torch stores them. None if there is none, or it can't be read."""
+        """The range of the file that holds the tensor's values as torch stores them. None if no range does, or if it can't
+        be read.
+        """
         if self.start is None or self.packed or self.refusal is not None or self.absent:
             return None
         return ByteRange(self.file, self.start, self.nbytes)

@@ -106,9 +106,9 @@ def locate(
     read unless `download` is set or the model is in the local cache. None means the built-in demo, and so does `demo` unless a file
     has this name.
 
-    trust_pickle: whether pickles may run code. python_only_by: if set, `model` must not name Python code, as in a text from a file,
-    which must not choose what code runs. It is the option, such as `--model`, by which the user can name code. on_progress: called
-    while something is read from a hub. Raises UserError, which lists where the model was looked for.
+    trust_pickle: whether pickles may run code. python_only_by: None if `model` may name Python code. Otherwise, such as for a text
+    from a file, code is refused, and this is the option that the message recommends for naming code, such as `--model`.
+    on_progress: called while something is read from a hub. Raises UserError, which lists where the model was looked for.
     """
     if model is None or not model.startswith(_ON_HUB):
         return dataclasses.replace(_located(model, trust_pickle, download, python_only_by, on_progress), asked=model)

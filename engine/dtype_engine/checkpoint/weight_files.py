@@ -73,7 +73,7 @@ class WeightFiles:
 def find_weight_files(folder: Path, config: Mapping[str, Any] | None, absent_shards: bool = False) -> WeightFiles:
     """Return a folder's weights files: those that transformers or diffusers would load or, if none has a name that they look for,
     its only checkpoint file. config: the content of config.json. absent_shards: whether to leave out files that an index names and
-    the folder lacks, unless it lacks all of them.
+    the folder lacks, unless all of them are missing.
 
     Raises UserError if the folder has several models and no library would choose one, or NoWeights if it has none.
     """
@@ -103,7 +103,7 @@ def find_weight_files(folder: Path, config: Mapping[str, Any] | None, absent_sha
 
 
 def _index_of_file(folder: Path, index: WeightSet, single: WeightSet) -> dict[str, str] | None:
-    """Return the content of an index that names only one safetensors file, as MLX writes it, or None for other indices."""
+    """Return the content of the file `index` if it names only the safetensors file `single`, as MLX writes it, otherwise None."""
     if not index.has_index or index.pickled or single.pickled:
         return None
     try:
@@ -114,7 +114,7 @@ def _index_of_file(folder: Path, index: WeightSet, single: WeightSet) -> dict[st
 
 
 def set_to_read(folder: Path, config: Mapping[str, Any] | None) -> WeightSet | None:
-    """Return the set of weights that `find_weight_files` would read, without opening its index."""
+    """Return the set of weights that `find_weight_files` would read, or None if there is none. No index is opened."""
     return next(iter(weight_sets(_file_names(folder), config)), None)
 
 
@@ -215,7 +215,9 @@ def refuse_links_out(folder: Path) -> None:
 
 
 def read_beside(path: Path, most: int) -> bytes:
-    """Return a file's content. Raises UserError if it is not regular, too long or a link out of its folder; and OSError."""
+    """Return a file's content. Raises UserError if the file is not regular, has over `most` bytes or is a link out of its folder;
+    and OSError.
+    """
     refuse_link_out(path.parent, path.name)
     return read_regular(path, most)
 

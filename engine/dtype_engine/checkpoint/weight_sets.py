@@ -62,7 +62,8 @@ class WeightSet:
 
 def weight_sets(names: Collection[str], config: Mapping[str, Any] | None) -> tuple[WeightSet, ...]:
     """Return the sets of weights in a folder with files of these names: first the set that transformers or diffusers loads, last
-    the sets of variants. config: the content of config.json. A file that it names is included even if `names` lacks it.
+    the sets of variants. config: the content of config.json. A weights file that config.json names is included even if `names`
+    lacks it.
     """
     of_diffusers = is_diffusers(config)
     order = (OF_DIFFUSERS + OF_TRANSFORMERS if of_diffusers else OF_TRANSFORMERS + OF_DIFFUSERS) + OF_ADAPTERS

@@ -163,7 +163,9 @@ def drift(
 
 @dataclass(frozen=True, slots=True)
 class _Details:
-    """Results that `dtype-engine drift` prints after the `DriftReport`. A field is None if not measured, or nothing was found."""
+    """Results that `dtype-engine drift` prints after the `DriftReport`. A field is None if it was not measured, or if nothing was
+    found.
+    """
 
     floor: NoiseFloor | None
     nonfinite: NonFiniteDiagnosis | None

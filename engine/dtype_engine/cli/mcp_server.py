@@ -148,7 +148,9 @@ def mcp(folders: tuple[Path, ...], hub: bool, seconds: int) -> None:
 
 
 def make_server(access: Access, seconds: float, engine: Sequence[str] = ENGINE) -> MCPServer:
-    """Return a server that offers `TOOLS`. seconds: the time limit of a call. Raises UserError if `mcp` is not installed."""
+    """Return a server that offers `TOOLS`. seconds: the time limit of a call. engine: the command that starts `dtype-engine`.
+    Raises UserError if `mcp` is not installed.
+    """
     try:
         import anyio
         from mcp.server.mcpserver import MCPServer
@@ -175,7 +177,9 @@ def command_of(tool: Tool) -> tuple[click.Command, dict[str, click.Option]]:
 
 @dataclass(eq=False)
 class _Call:
-    """A function with the parameters of a tool, which runs the tool's command. The server makes a schema of the signature."""
+    """A function with the parameters of a tool, which runs the tool's command. The server makes the tool's schema from the
+    function's signature.
+    """
 
     tool: Tool
     access: Access
@@ -236,7 +240,9 @@ class _Call:
 
 
 def _name(option: click.Option) -> str:
-    """Return a tool's parameter name for an option: the list's name, such as `casts`, if it may be repeated, else its own."""
+    """Return a tool's parameter name for an option: the plural, such as `casts`, if the option may be repeated, else its own
+    name.
+    """
     return str(option.name) if option.multiple else option.opts[-1].removeprefix("--").replace("-", "_")
 
 

@@ -234,7 +234,9 @@ def _from_file(file: Path, request: RunRequest) -> Context:
 
 
 def _context(request: RunRequest, python_only_by: str | None = None) -> Context:
-    """Return the plan of the request's recipe, with the facts about its model. python_only_by: as in `RunRequest.locate`."""
+    """Return the plan of the request's recipe, with the facts about its model. python_only_by: the option that the error for Python
+    code names, or None to allow Python code.
+    """
     from dtype_engine.runtime.building.describe import describe
 
     source = request.locate(python_only_by)

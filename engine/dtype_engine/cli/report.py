@@ -114,7 +114,7 @@ def write_report(file: Path, force: bool, source: Source, subject: _Subject, mea
 
 
 def _losses(known: Planned) -> tuple[ValueLoss, ...] | None:
-    """Return the values that the planned casts make infinite or zero, or None if there are no files or they can't be read."""
+    """Return how many values of each tensor the planned casts lose, or None if there are no files or they can't be read."""
     if known.checkpoint is None:
         return None
     from dtype_engine.runtime.measure.planned_casts import losses_in_files

@@ -117,7 +117,9 @@ class RunRequest(msgspec.Struct, frozen=True):
 
     @gc_paused(freeze=True)  # garbage collections over everything that is imported take 0.4 s of 2.7 s
     def open_session(self, source: Source | None = None) -> Session:
-        """Open the model and cast it by the rules. Raises UserError, also for a rule that matches nothing."""
+        """Open the model and cast it by the rules. source: what `locate` returned, or None to locate the model first. Raises
+        UserError, also for a rule that matches nothing.
+        """
         source = source or self.locate()
         from dtype_engine.service.opening import refuse_unmatched
 

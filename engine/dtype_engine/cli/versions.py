@@ -15,7 +15,7 @@ _LIBRARIES = ("torch", "transformers", "safetensors", "textual", "gguf", "numpy"
 
 
 def print_version(context: click.Context, parameter: click.Parameter, wanted: bool) -> None:
-    """Print the version and exit."""
+    """Print the version and exit if `wanted`, the option's value, is True."""
     if not wanted or context.resilient_parsing:
         return
     if not context.params.get("verbose"):

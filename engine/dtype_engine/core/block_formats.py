@@ -92,15 +92,17 @@ def divides(shape: Sequence[int], blocks: Blocks) -> bool:
 
 
 def packed_width(width: int, bits: int, packing: Packing) -> int:
-    """Return how many elements, bytes or 32-bit words, a row of `width` codes of `bits` bits occupies in a file."""
+    """Return the length of a row of `width` codes of `bits` bits in a file: in codes if `packing` is "none", in 32-bit words if it
+    is "words", otherwise in bytes.
+    """
     if packing == "none":
         return width
     return -(-width * bits // (32 if packing == "words" else 8))
 
 
 def parts(shape: Sequence[int], blocks: Blocks, bits: int, codes: str) -> tuple[Part, ...]:
-    """Return the tensors that store a weight in a file: the codes, the scales, and then further tensors of the format. bits: of a
-    code. codes: the dtype of codes that are not packed.
+    """Return the tensors that store a weight in a file: the codes, the scales, and then further tensors of the format. bits: the
+    bits of a code. codes: the dtype of codes that are not packed.
     """
     count, rows, width = matrices(shape, blocks.columns)
     down, across = scale_grid(shape, blocks)

@@ -85,7 +85,9 @@ def data_options(options: Options) -> Options:
 
 
 def _paths(text: str) -> list[Path] | None:
-    """Return the files that a line names, or None for a prompt. Raises UserError if all words name files and one is missing."""
+    """Return the files that a line names, or None if the line is a prompt. Raises UserError if all words name files and one is
+    missing.
+    """
     whole = Path(text).expanduser()
     if _exists(whole):
         return [whole]

@@ -40,12 +40,16 @@ class InputLimits:
     """Maximum bytes of the text that the chat template makes from one conversation."""
 
     def refuse_file(self, kind: str, what: str, amount: float) -> None:
-        """Raise UserError if a file of the user exceeds the limit `kind`, such as "pixels". amount: in the limit's unit."""
+        """Raise UserError if a user's file exceeds the limit `kind`, such as "pixels". what: the file, with which the message
+        begins. amount: the file's number of pixels, for example.
+        """
         if amount > getattr(self, kind):
             raise UserError(f"{what} has {self._excess(kind, amount)}")
 
     def refuse_model(self, kind: str, title: str, what: str, amount: float) -> None:
-        """Raise NoForward if a model's own files demand inputs that exceed a limit. what: the setting that demands them."""
+        """Raise NoForward if a model's own files demand inputs over the limit `kind`. title: the model's name. what: the setting
+        that demands such inputs. amount: in the limit's unit.
+        """
         if amount > getattr(self, kind):
             raise NoForward(
                 f"{title}: no forward pass: {what} asks for {self._excess(kind, amount)}; or {hint('tensors')}"

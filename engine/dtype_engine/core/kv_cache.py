@@ -67,8 +67,8 @@ class KVCacheTensor(msgspec.Struct, frozen=True):
         return None if self.part in ("k", "v", "latent", "rope") else "the state of a recurrent layer stays as it is"
 
     def tokens(self, context: int, encoder_tokens: int | None = None) -> int:
-        """Return how many tokens of a sequence of `context` tokens the cache keeps. encoder_tokens: None means as many as
-        `context`.
+        """Return how many tokens the cache keeps for a sequence of `context` tokens; 0 if it reads another layer's cache.
+        encoder_tokens: the number of the encoder's tokens, for cross attention whose `length` is None; None means `context`.
         """
         if self.shared_with is not None:
             return 0
@@ -78,20 +78,20 @@ class KVCacheTensor(msgspec.Struct, frozen=True):
         return context if self.window is None else min(context, self.window - 1)
 
     def shape(self, context: int, batch: int = 1, encoder_tokens: int | None = None) -> tuple[int, int, int, int]:
-        """Return (batch, heads, tokens, width); for a recurrent state, heads and tokens are 1. batch: sequences. Others: as in
-        `tokens`.
+        """Return (batch, heads, tokens, width); for a recurrent state, heads and tokens are 1. batch: the number of sequences. The
+        other arguments are those of `tokens`.
         """
         if self.fixed:
             return batch, 1, 0 if self.shared_with else 1, self.fixed
         return batch, self.heads, self.tokens(context, encoder_tokens), self.per_token // self.heads
 
     def elements(self, context: int, batch: int = 1, encoder_tokens: int | None = None) -> int:
-        """Return the number of elements. The arguments are those of `tokens`."""
+        """Return the number of elements. The arguments are those of `shape`."""
         return math.prod(self.shape(context, batch, encoder_tokens))
 
     def nbytes(self, dtype: str, context: int, batch: int = 1, encoder_tokens: int | None = None) -> int:
         """Return the bytes of the tensor if its elements are in `dtype`, without scales. The state of a recurrence is always in
-        float32, as in transformers. The other arguments are those of `tokens`.
+        float32, as in transformers. The other arguments are those of `shape`.
         """
         bits = 32 if self.part == "ssm_state" else dtypes.BY_NAME[dtype].bits
         return self.elements(context, batch, encoder_tokens) * bits // 8

@@ -17,8 +17,8 @@ READING_INPUTS = "reading the inputs"
 
 
 class OpeningProgress:
-    """A context manager that calls `report(step, done, total)` when a step begins, and from a thread of its own five times a
-    second. A total of 0 means that it is unknown.
+    """A context manager that calls `report(step, done, total)` when a step begins and, from a thread of its own, five times a
+    second. done, total: numbers of imported modules; a total of 0 means that it is unknown.
     """
 
     def __init__(self, report: Callable[[str, int, int], None], kind: str) -> None:

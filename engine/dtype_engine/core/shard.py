@@ -26,7 +26,9 @@ class Shard:
 
     @classmethod
     def parse(cls, text: str, environment: Mapping[str, str]) -> Shard:
-        """Parse a shard such as `3/16`, or `slurm` for this task of a Slurm job array. Raises UserError."""
+        """Parse a shard such as `3/16`, or `slurm` for this task of a Slurm job array, which `environment` describes. Raises
+        UserError.
+        """
         if text == "slurm":
             return cls._of_slurm(environment)
         found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
@@ -51,7 +53,9 @@ class Shard:
         return cls(number, count)
 
     def of(self, parts: Sequence[T]) -> Sequence[T]:
-        """Return every `count`-th of `parts`. Neighboring items take similar time, so all shards take similar time, too."""
+        """Return every `count`-th item of `parts`, beginning with item `number` (from 1). Neighboring items take similar time, so
+        all shards take similar time, too.
+        """
         return parts[self.number - 1 :: self.count]
 
 

@@ -70,8 +70,8 @@ def _file_pages(file: Path, prefix: str) -> int:
 
 
 def _groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
-    """Yield the folders of the control groups to which this process may belong, and the names of their files. They are the
-    process's own group, the groups around it, and the roots, which are its own in a container.
+    """Yield the folders of the control groups to which this process may belong, and the names of their files. These are the
+    process's own group, the groups around it, and the root group, which is the process's own in a container.
     """
     try:
         lines = _OWN_GROUPS.read_text(errors="replace").splitlines()

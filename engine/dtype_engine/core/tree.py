@@ -44,7 +44,9 @@ class TensorInfo:
     packed_bytes: int | None = None
     """Bytes as stored, if only the file format tells them, as for GGUF's blocks."""
     uncastable_reason: str | None = None
-    """Why no rule can cast the tensor, for example as part of a quantized weight. None also if only its dtype prevents that."""
+    """Why no rule can cast the tensor, for example as part of a quantized weight. None if a rule can, or if only its dtype prevents
+    it.
+    """
     own_codes: bool = False
     """Whether the tensor holds codes, such as float8 or int8, whose scales are in the files, as in this program's own exports."""
     made_on_load: bool = False
@@ -379,7 +381,7 @@ class Tree:
 
     @cached_property
     def never_cast(self) -> list[int]:
-        """Running sum over `order`: how many of the first i tensors no rule can cast for another reason than their dtype."""
+        """Running sum over `order`: entry i is how many of the first i tensors have an `uncastable_reason`."""
         return [0, *accumulate(tensor.uncastable_reason is not None for tensor in self.order)]
 
     @cached_property
@@ -405,8 +407,8 @@ def numbered_parts(name: str) -> list[int]:
 def ancestors(name: str) -> Iterator[str]:
     """Yield the names of the modules above a dotted name: "a.b", "a" and "" for "a.b.c".
 
-    Only "" for a name of more than `MOST_PARTS` parts, whose ancestors could fill the memory. No tree has one, but an engine on
-    another machine may send it.
+    Only "" for a name of more than `MOST_PARTS` parts, whose ancestors could fill the memory. No tree has such a name, but an
+    engine on another machine may send one.
     """
     if name.count(".") > MOST_PARTS:
         yield ""

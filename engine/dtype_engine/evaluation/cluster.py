@@ -55,7 +55,9 @@ class DaskPool(AbstractContextManager["DaskPool"]):
     def results(
         self, evaluations: Sequence[Evaluation], cancelled: IsCancelled = never
     ) -> Iterator[tuple[int, Evaluated]]:
-        """Do what `Pool.results` does. If a worker dies, Dask repeats its evaluations. Running evaluations can't be cancelled."""
+        """Run the evaluations, and yield (index, result) of each as soon as it is done. If a worker dies, Dask repeats its
+        evaluations. `cancelled` does not stop evaluations that are running. Raises UserError, Cancelled.
+        """
         from distributed.scheduler import KilledWorker
 
         try:

@@ -48,7 +48,9 @@ def cancel_by(cancelled: IsCancelled) -> None:
 
 
 def evaluate(evaluation: specs.Evaluation) -> specs.Evaluated:
-    """Return the result of an evaluation. Raises Cancelled, and UserError, such as for another model or other inputs."""
+    """Run an evaluation and return its result. Raises Cancelled, and UserError, for example if the weights or inputs have
+    changed.
+    """
     with _lock:
         wanted, task = evaluation.opened, evaluation.task
         if _process.opened is None or _process.opened[0] != wanted:

@@ -66,7 +66,9 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
     def results(
         self, evaluations: Sequence[Evaluation], cancelled: IsCancelled = never
     ) -> Iterator[tuple[int, Evaluated]]:
-        """Do what `Pool.results` does. If a process is killed, unfinished evaluations run in new processes."""
+        """Run the evaluations, and yield (index, result) of each as soon as it is done. If a process is killed, unfinished
+        evaluations run in new processes. Raises UserError, Cancelled.
+        """
         self._stop.clear()
         try:
             yield from results(self._started, self._broken, evaluations, cancelled, 2 * self.workers)
@@ -112,7 +114,7 @@ def results(
 
     started: returns the executor. broken: called if the executor breaks, for example because a process was killed. Unfinished
     evaluations are then submitted to the executor that `started` returns next. ahead: the maximum number of submitted evaluations
-    that are unfinished; a pause takes effect only after all of them are done.
+    that are unfinished; a pause takes effect only after all of them are done. Raises UserError, Cancelled.
     """
     waiting = dict(enumerate(evaluations))
     breaks = 0
@@ -145,7 +147,9 @@ def results(
 
 
 def _finished(futures: dict[Future[Evaluated], int], cancelled: IsCancelled) -> Iterator[Future[Evaluated]]:
-    """Wait until futures are done, and yield these: first those with a result, then those with an error. Raises Cancelled."""
+    """Wait until at least one future is done, and yield the done ones: first those with a result, then those with an error. Raises
+    Cancelled.
+    """
     done: set[Future[Evaluated]] = set()
     while not done:
         if cancelled():

@@ -50,7 +50,7 @@ class Exported:
     folder: Path
     """The absolute path of the export."""
     contents: str
-    """A hash of the tensors' names, shapes and dtypes and of all files. A worker that computes another hash refuses it."""
+    """A hash of the tensors' names, shapes and dtypes and of all files. A worker that computes another hash refuses the export."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,7 +89,9 @@ def best(
 def _reaching(
     limits: tuple[Limit, ...], within: list[int], reports: Mapping[int, DriftReport], found: Sequence[Solution]
 ) -> list[int]:
-    """Return those of the indexes `within` whose solutions meet the limits. Raises OutOfReach if none does."""
+    """Return the indexes in `within` of the solutions in `found` that meet the limits. reports: the measurements, by index. Raises
+    OutOfReach if no solution meets them.
+    """
     verdicts_of = {index: verdicts(limits, reports[index].output, reports[index].metrics) for index in within}
     reaching = [index for index in within if all(verdict.passed for verdict in verdicts_of[index])]
     if not reaching:

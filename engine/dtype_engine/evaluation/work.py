@@ -154,7 +154,8 @@ def comparing(pool: Pool, threads: int, folder: Path, source: Source, options: O
     `pool`.
 
     The function takes the list of all exported tensors, and yields pairs: indexes in this list, and for each index None or a
-    sentence that says what is wrong. threads: the number for each worker. options: with which the workers open both.
+    sentence that says what is wrong. It raises UserError if a worker has other versions of libraries. threads: the number of
+    threads of each worker. options: for opening the export and its source.
     """
     from dtype_engine.runtime.verify.verify import fingerprint
 

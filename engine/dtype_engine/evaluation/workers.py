@@ -64,8 +64,8 @@ class Workers(AbstractContextManager["Workers"]):
         return self._pool
 
     def _fitting(self, requested: int, private: int, gpus: tuple[str, ...]) -> int:
-        """Return how many workers to start: at most one per task or GPU, and as many as fit into memory. A notice says why
-        fewer.
+        """Return how many workers to start: at most one per task or GPU, and as many as fit into memory. If that is fewer than
+        `requested`, a notice says why. private: as in `pool`.
         """
         wanted = min(requested, self._most or requested)
         if gpus and len(gpus) < wanted:
@@ -77,8 +77,8 @@ class Workers(AbstractContextManager["Workers"]):
         return fit
 
     def threads(self, threads: int | None, private: int) -> int:
-        """Return how many threads each worker gets: an equal part of `threads` if all workers are on this machine, otherwise
-        all.
+        """Return how many threads each worker gets: an equal part of `threads` (None: torch's number) if all workers are on this
+        machine, otherwise all. private: as in `pool`.
         """
         from dtype_engine.runtime.session.opening import threads_each
 
@@ -86,7 +86,9 @@ class Workers(AbstractContextManager["Workers"]):
         return threads_each(threads, pool.workers if isinstance(pool, ProcessPool) else 1)
 
     def over(self, session: Session, source: Source, private: int) -> Over:
-        """Start the workers if needed, and return them with the model and inputs that they must open. Raises UserError."""
+        """Start the workers if needed, and return them with the model and inputs that they must open. private: as in `pool`. Raises
+        UserError.
+        """
         from dtype_engine.runtime.device import device_count
 
         self.pool(private, visible_gpus(device_count(session.model.device)))

@@ -4,9 +4,11 @@
     model: all-MiniLM-L6-v2           # the model for which the recipe was made
     rules:                            # the last rule that matches wins
       - {pattern: "*", dtype: float16}
-      - {pattern: "type:LayerNorm", dtype: float32} settings: {autocast: bfloat16}    # how the candidate is run measured:
-        # metrics of a run, only for the reader kl_mean: 0.0013 lost: [{tensor: norm.weight, dtype: float16, overflowed: 1,
-        vanished: 0}]    # values that a cast made infinite or zero
+      - {pattern: "type:LayerNorm", dtype: float32}
+    settings: {autocast: bfloat16}    # how the candidate is run
+    measured:                         # metrics of a run, only for the reader
+      kl_mean: 0.0013
+      lost: [{tensor: norm.weight, dtype: float16, overflowed: 1, vanished: 0}]    # values that a cast made infinite or zero
 
 Only `version` and `rules` are required.
 """
@@ -182,7 +184,9 @@ def write_recipe(
     units: Mapping[str, str] | None = None,
     lost: Sequence[ValueLoss] = (),
 ) -> str:
-    """Return the text of a recipe file. comments: one for each rule. units: comments for the metrics in `measured`, by name."""
+    """Return the text of a recipe file, without the entries whose argument is None. model: the model for which the recipe was made.
+    comments: one for each rule. units: comments for the metrics in `measured`, by name. lost: the tensors to list under `lost`.
+    """
     lines = [f"version: {VERSION}"]
     if model:
         lines.append(f"model: {_scalar(model)}  # what it was made for")

@@ -50,8 +50,8 @@ def layer_name(name: str) -> str:
 
 
 def scale_shared_with(name: str, planned: Mapping[str, str]) -> str:
-    """Return the layers whose weights share a scale with the weight `name`, such as `k, v`, or "". Called for every row that is
-    drawn.
+    """Return the layers whose weights share a scale with the weight `name`, such as `k, v`, or "". planned: the dtype of each
+    weight. Called for every row that is drawn.
     """
     group = {member: planned[member] for member in siblings(name) if member in planned}
     members = scale_groups(group).get(name, ()) if len(group) > 1 else ()
@@ -59,7 +59,9 @@ def scale_shared_with(name: str, planned: Mapping[str, str]) -> str:
 
 
 def fused_with(name: str, planned: Mapping[str, str]) -> str:
-    """Return words on the weights that vLLM and SGLang fuse with `name`, and whether both accept the planned formats, or ""."""
+    """Return words for the user that name the weights which vLLM and SGLang fuse with the weight `name`, and say whether both
+    programs accept the planned formats, or "" if there are none. planned: the dtype of each weight.
+    """
     group = {member: planned[member] for member in siblings(name) if member in planned}
     if len(group) < 2:
         return ""

@@ -49,7 +49,9 @@ class CacheServing:
 
 
 def cache_serving(tree: Tree, caches: Mapping[str, str], runtime: str) -> CacheServing:
-    """Return how to tell "vllm", "sglang" or "llama.cpp" the formats of KV caches. caches: the rules' formats, by tensor name."""
+    """Return how to tell a runtime the formats of KV caches. caches: the rules' formats, by tensor name. runtime: "vllm", "sglang"
+    or "llama.cpp".
+    """
     if not caches:
         return CacheServing()
     return _llama_cpp(tree, caches) if runtime == "llama.cpp" else _with_one_dtype(tree, caches, runtime)

@@ -93,7 +93,10 @@ def lint(context: Context, target: Target) -> Lint:
 def _overruled(
     context: Context, target: Target, there_by_rule: list[frozenset[str]]
 ) -> tuple[tuple[str, str, str], ...]:
-    """Return `Lint.overruled`. there_by_rule: for each rule, the tensors that it matches in the target."""
+    """Return (tensor, pattern that wins here, pattern that wins in the target) for each tensor for which the same rules match in
+    both programs, but another of the rules wins in the target. there_by_rule: for each rule, the tensors that it matches in the
+    target.
+    """
     if target.precedence is None:
         return ()
     rules = context.plan.recipe.rules

@@ -79,7 +79,9 @@ Kind = tuple[str, bool]
 
 
 def outcomes(kinds: Collection[Kind], wide: str) -> dict[Kind, tuple[Outcome, Outcome]]:
-    """Return, for each kind of weight, (the outcome without further arguments, the outcome with `dequantize=True`)."""
+    """Return, for each kind of weight, (the outcome without further arguments, the outcome with `dequantize=True`). wide: the dtype
+    in `config.json`.
+    """
     found = {}
     formats = {dtype for dtype, expert in kinds if not expert}
     # With `dequantize=True`, transformers applies one scheme of compressed-tensors to all linear layers.
@@ -119,11 +121,11 @@ def _is_float8(dtype: str) -> bool:
 
 
 def why_not_loaded(dtype: str, expert: bool, beside_experts: bool, wide: str) -> str | None:
-    """Return why `from_pretrained` without further arguments does not load and run a model with a weight in a format that other
-    programs read, or None if it does.
+    """Return why `from_pretrained` without further arguments does not load and run a model with a weight in the format `dtype`, or
+    None if it does. Other programs read this format.
 
-    expert: whether the weight belongs to experts that transformers packs. beside_experts: whether it is in another layer of a model
-    with such experts, which may be stored without scales. wide: the dtype in `config.json`.
+    expert: whether the weight belongs to experts that transformers packs. beside_experts: whether the weight is in another layer of
+    a model with such experts. The experts may be stored without scales. wide: the dtype in `config.json`.
     """
     if layout(dtype) == "fp8":
         return "it needs the accelerate package, and its layout allows no other formats"

@@ -41,7 +41,7 @@ def minimize(tree: Tree, wanted: Mapping[str, str], after: Recipe | None = None)
 
 
 def _pruned(tree: Tree, rules: list[Rule], target: Mapping[str, str], after: Recipe) -> Recipe:
-    """Return `rules` as a recipe without unneeded rules: after `after`, the recipe gives all tensors the dtypes in `target`."""
+    """Return a recipe of those `rules` that are needed: appended to `after`, they still give all tensors the dtypes in `target`."""
     index = 0
     while index < len(rules):
         fewer = Recipe((*rules[:index], *rules[index + 1 :]))
@@ -113,7 +113,9 @@ class _Proposals:
         return list(patterns)
 
     def _ranges(self, wrong: Iterable[str]) -> list[str]:
-        """Return patterns for single names, and for ranges of layers in which, for example, `mlp.down_proj` needs one dtype."""
+        """Return patterns for single names, and for ranges of layers in which, for example, `mlp.down_proj` needs one dtype. wrong:
+        the tensors whose dtype is not the wanted one.
+        """
         layers: dict[tuple[str, str], dict[int, set[str]]] = {}
         literal: dict[str, None] = {}
         kinds = {kind for name in wrong for kind in _kinds(name)}

@@ -1,10 +1,12 @@
 """The pattern language, which says which tensors a rule selects.
 
-    model.layers.3.mlp          a module and everything below it, or one tensor model.*.mlp                 a glob as `fnmatch` has
-    it: `*` crosses dots, `?`, `[0-9]`, `[!q]` *.mlp                       a glob that begins with `*.` also matches without it:
-    `mlp` at the top level matches, too model.layers.{0..7}.mlp     a range; {00..07} keeps its zeros *.{q,k,v}_proj
-    alternatives, which may contain globs and braces re:.*\\.(gate|up)_proj       a regular expression of the `regex` package, over
-    the whole name type:LayerNorm, type:*Norm  modules by class
+    model.layers.3.mlp          a module and everything below it, or one tensor
+    model.*.mlp                 a glob as `fnmatch` has it: `*` crosses dots, `?`, `[0-9]`, `[!q]`
+    *.mlp                       a glob that begins with `*.` also matches without it: `mlp` at the top level matches, too
+    model.layers.{0..7}.mlp     a range; {00..07} keeps its zeros
+    *.{q,k,v}_proj              alternatives, which may contain globs and braces
+    re:.*\\.(gate|up)_proj       a regular expression of the `regex` package, over the whole name
+    type:LayerNorm, type:*Norm  modules by class
 
 A pattern selects a tensor if it matches the tensor's own name or the name of a module above it. It must match the whole name, so
 `model.layers.1` never matches `model.layers.10`.
@@ -46,7 +48,7 @@ class Pattern:
     _matches: Callable[[str], object] = field(compare=False, repr=False)
 
     def matches(self, name: str) -> bool:
-        """Return whether the pattern matches the dotted name of a tensor or module."""
+        """Return whether the pattern matches the dotted name of a tensor or module. False if the pattern selects by class."""
         return not self.by_class and bool(self._matches(name))
 
     def matches_class(self, class_name: str | None) -> bool:

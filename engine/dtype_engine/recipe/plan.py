@@ -38,7 +38,9 @@ class Selection(msgspec.Struct, frozen=True):
         return len(self.tensors) + len(self.caches)
 
     def for_dtype(self, dtype: str) -> Selection:
-        """Return the selection of a rule with this pattern and `dtype`: without weights or without caches if they can't have it."""
+        """Return the selection of a rule with this pattern and `dtype`: without the weights or without the KV caches if these can't
+        have the dtype.
+        """
         if dtype in ONLY_KV:
             return msgspec.structs.replace(self, tensors=(), uncastable=())
         may_be_caches = dtype in KV_FORMATS or dtype == dtypes.STORED

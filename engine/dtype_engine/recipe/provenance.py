@@ -28,7 +28,9 @@ _COMMENTS = {
 def _figures(
     plan: Plan, report: DriftReport | None, versions: Mapping[str, str], losses: Sequence[ValueLoss] | None
 ) -> dict[str, Figure]:
-    """Return the entry `measured` of a recipe file: bytes, versions of libraries, the drift of the main output, and lost values."""
+    """Return the entry `measured` of a recipe file: bytes, versions of libraries, the drift of the main output, and the number of
+    values that casts lose (`losses`, None if unknown).
+    """
     measured: dict[str, Figure] = {"stored_bytes": plan.stored_bytes, "planned_bytes": plan.planned_bytes}
     if report is not None:
         for row in figures_in("recipe"):

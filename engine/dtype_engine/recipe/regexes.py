@@ -68,7 +68,9 @@ def compile_regex(
 def limited(
     source: str, shown: str, kind: Anchored = "fullmatch", before: int = 0, dotall: bool = True
 ) -> Callable[[str], bool]:
-    """Do what `compile_regex` does, without limits on length and repeat counts: for expressions that are cheap to compile."""
+    """Compile a regular expression as `compile_regex` does, but without limits on length and repeat counts: for expressions that
+    are cheap to compile. Raises PatternError.
+    """
     import regex  # the import takes 10 ms, and few recipes need it
 
     _seconds_left(shown)

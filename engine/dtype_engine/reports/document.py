@@ -182,7 +182,7 @@ def _pieces(totals: Totals) -> tuple[tuple[str, float, str], ...]:
 
 
 def drift_section(drift: DriftReport | None, no_drift: str = "") -> Section:
-    """Return the section with the metrics of a measurement, or with the reason why there is none."""
+    """Return the section with the metrics of a measurement or, if `drift` is None, with the reason `no_drift`."""
     if drift is None:
         return Section("Drift", (f"Not measured: {printable(no_drift, 1000) or 'no forward pass was run'}.",))
     output = drift.output
@@ -247,7 +247,7 @@ def _table_rows(tree: Tree) -> list[tuple[str, list[Module]]]:
 
 def _child_rows(name: str, modules: list[Module]) -> list[tuple[str, list[Module]]]:
     """Return the rows one level below a row. Below the row `model.layers` there is one row `model.layers.{0..5}` for six layers of
-    a class, and below the latter one row `model.layers.{0..5}.mlp` for the six MLPs.
+    a class, and below this row one row `model.layers.{0..5}.mlp` for the six MLPs.
     """
     prefix = f"{name}." if name else ""
     labels = list(modules[0].children)

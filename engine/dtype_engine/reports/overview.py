@@ -76,8 +76,8 @@ def plain_sentence(
     losses: Sequence[ValueLoss] | None,
     caches: str = "",
 ) -> str:
-    """Return one sentence about the model, the rules, the bytes that they save, and the drift. no_drift, caches: as for the
-    tiles.
+    """Return one sentence about the model, the rules, the bytes that they save, and the drift. no_drift: why `drift` is None.
+    losses: None if not counted. caches: words about the KV cache, or "".
     """
     name, rules = printable(title, 60), plan.recipe.rules
     stored, planned = human_bytes(plan.stored_bytes), human_bytes(plan.planned_bytes)

@@ -36,7 +36,9 @@ def stacked_bars_svg(chart: StackedBars) -> str:
 
 
 def bar_chart_svg(chart: BarChart) -> str:
-    """Return a chart with a column for each name, in order. The three lowest values are marked, and named below the chart."""
+    """Return a chart with a column for each name, in order, or "" if no value is known. The three lowest values are marked, and
+    named below the chart.
+    """
     values = [value for _, value in chart.points if value is not None]
     if not values:
         return ""

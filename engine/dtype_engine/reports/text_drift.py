@@ -88,7 +88,9 @@ def nonfinite_lines(diagnosis: NonFiniteDiagnosis) -> list[str]:
 
 
 def remedy_result(diagnosis: NonFiniteDiagnosis) -> str:
-    """Return the effect of the remedy's rules: `the output is finite` or, if it was before, the SQNR without and with the rules."""
+    """Return the effect of the remedy's rules: `the output is finite` or, if the output is finite without the rules, the SQNR
+    without and with them, as in `every module is finite, SQNR 20.00 dB → 40.00 dB`.
+    """
     before, after = diagnosis.before, diagnosis.after
     if before is None or after is None or before.nonfinite:
         return "the output is finite" + (" where the reference is" if diagnosis.reason else "")

@@ -58,7 +58,9 @@ def _of(count: int, loss: ValueLoss) -> str:
 
 
 def headline(losses: Sequence[ValueLoss]) -> str:
-    """Return the numbers over all tensors: `64 values became infinite, 12 became zero, in 2 tensors`, or "" for mere rounding."""
+    """Return the numbers over all tensors: `64 values became infinite, 12 became zero, in 2 tensors`, or "" if all losses are only
+    rounding.
+    """
     lost = severe(losses)
     if not lost:
         return ""

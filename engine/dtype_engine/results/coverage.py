@@ -39,7 +39,9 @@ class Coverage:
         return f"{self.found:,} of {plural(self.expected, 'tensor')} found"
 
     def sentences(self, model: str) -> tuple[str, ...]:
-        """Return a sentence about missing tensors and one about unused tensors, if there are any. model: the name of its class."""
+        """Return a sentence about missing tensors and one about unused tensors, if there are any. model: the name of the model's
+        class.
+        """
         said = (("has {} that the files lack", self.missing), ("has no place for {} of the files", self.unused))
         return tuple(
             f"{model} {words.format(plural(len(names), 'tensor'))}, first {printable(names[0])}"

@@ -73,7 +73,9 @@ class OutputDrift:
 
     @classmethod
     def fields_of(cls, values: Mapping[str, float | None]) -> dict[str, Any]:
-        """Return the arguments of `OutputDrift` for values by their names in JSON."""
+        """Return the arguments to construct an `OutputDrift` from metrics by their names in JSON. A metric that is None is left
+        out.
+        """
         known = {name: value for name, value in values.items() if value is not None}
         own = {name: known.pop(name) for name in cls.__slots__ if name in known}
         return own | {"values": known}
@@ -85,7 +87,7 @@ class OutputDrift:
         return self.values.get(name)
 
     def by_name(self) -> dict[str, float | None]:
-        """Return all metrics of the output, by name."""
+        """Return all metrics of the output, by name. A metric that was not measured is None."""
         return {name: getattr(self, name) for name in (*NAMES, *self.values)}
 
 
@@ -151,7 +153,9 @@ class ImplicitCastStats:
 
     @property
     def in_torch(self) -> str:
-        """What plain torch does with these dtypes: `promotes` or `raises`; or `rounded`, by `quantize_activations`."""
+        """What plain torch does with these dtypes: `promotes` or `raises`. Or `rounded`, if `quantize_activations` rounded the
+        values.
+        """
         if self.target in dtypes.STORAGE_DTYPES:
             return "rounded"
         return "raises" if self.torch_raises else "promotes"
@@ -195,7 +199,9 @@ class Extent:
 
     @property
     def error(self) -> float | None:
-        """The relative error of the mean KL or, without KL, of the L2 error. It decides when a measurement may stop."""
+        """The relative error of the mean KL or, without KL, of the L2 error; None if unknown. It decides when a measurement may
+        stop.
+        """
         return self.rel_l2_error if self.kl_error is None else self.kl_error
 
     @property

@@ -67,7 +67,7 @@ class Figure(msgspec.Struct, frozen=True):
     """The views that show the figure. None: all views show it as this row says."""
 
     def of(self, output: OutputDrift) -> float | None:
-        """Return the value of an output, or None if it was not measured."""
+        """Return the figure's value for an output, or None if it was not measured."""
         return self.compute(output) if self.compute is not None else getattr(output, self.name, None)
 
     def worsened(self, before: float, now: float) -> bool:
@@ -82,7 +82,9 @@ class Figure(msgspec.Struct, frozen=True):
         return (self.label if label is None else label).format(item="token" if of_tokens else "class")
 
     def text_in(self, view: View, output: OutputDrift, extent: Extent) -> str | None:
-        """Return the text in a view, or None if there is none."""
+        """Return the figure as a view shows it, or None if the figure was not measured or the view leaves it out for this
+        output.
+        """
         shown, value = self.shown_in(view), self.of(output)
         if shown.text is not None:
             return shown.text(output, extent)
@@ -101,7 +103,9 @@ class Cell(NamedTuple):
 
 
 def figures_in(view: View, *about: About) -> list[Figure]:
-    """Return the figures that a view shows, in its order. about: only figures about one of these; all figures if none is given."""
+    """Return the figures that a view shows, in its order. about: if given, only figures whose `about` is one of these are
+    returned.
+    """
     rows = (row for row in FIGURES.values() if row.shown is None or view in row.shown)
     return sorted((row for row in rows if not about or row.about in about), key=lambda row: row.shown_in(view).order)
 
@@ -118,7 +122,9 @@ def has_kl(output: OutputDrift) -> bool:
 
 
 def kl_error(output: OutputDrift, extent: Extent) -> float | None:
-    """Return the standard error of the mean KL in nats: over positions or, if not all inputs were run, of the estimate for all."""
+    """Return the standard error of the mean KL in nats: over positions or, if not all inputs were run, of the estimate for all
+    inputs. None if unknown.
+    """
     if extent.whole:
         return output.kl_mean_se
     return None if output.kl_mean is None or extent.kl_error is None else abs(output.kl_mean) * extent.kl_error
@@ -131,7 +137,9 @@ def kl_text(output: OutputDrift, extent: Extent) -> str | None:
 
 
 def sqnr_error(output: OutputDrift, extent: Extent) -> str:
-    """Return the error in dB of the SQNR as an estimate for all inputs, such as ` ± 0.40`, or "" if all inputs were run."""
+    """Return the error in dB of the SQNR as an estimate for all inputs, such as ` ± 0.40`, or "" if all inputs were run or the
+    error is unknown.
+    """
     known = not extent.whole and extent.rel_l2_error is not None and math.isfinite(output.sqnr_db)
     return f" ± {20 / math.log(10) * (extent.rel_l2_error or 0.0):.2f}" if known else ""
 
@@ -205,7 +213,7 @@ def _percent(digits: int, unit: str = " %") -> Callable[[float], str]:
 
 
 def _in(*views: View, **others: Shown) -> dict[str, Shown]:
-    """Return the views that show a figure: `views` as the figure's row says, and `others` as given."""
+    """Return how each view shows a figure: `views` as the figure's row says, the views that `others` names as given there."""
     return {**dict.fromkeys(views, Shown()), **others}
 
 

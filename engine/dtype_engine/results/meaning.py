@@ -114,8 +114,8 @@ def _module_drift_words(modules: Iterable[ModuleDrift]) -> str:
 
 
 def meaning(output: OutputDrift, floor: NoiseFloor | None = None, modules: Iterable[ModuleDrift] = ()) -> Meaning:
-    """Return a word that rates a drift, and the comparison on which it is based. floor: measured on the same inputs, or None.
-    modules: may drift although the output does not, for example before a saturated softmax.
+    """Return a word that rates a drift, and the comparison on which it is based. floor: the noise floor for the same inputs, or
+    None if not measured. modules: the drift of modules, which the comparison mentions if the output is exact.
     """
     if output.nonfinite or math.isnan(output.sqnr_db):
         return Meaning("broken", "not finite")

@@ -28,7 +28,9 @@ class Limit(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, text: str, kind: Literal["min", "max"]) -> Limit:
-        """Parse the value of `--min` or `--max`: `accuracy=90%` or, for a change, `accuracy=-1%`. Raises UserError."""
+        """Parse the value of `--min` or `--max`: `accuracy=90%` or, with a sign, a limit on the change: `accuracy=-1%`. Raises
+        UserError.
+        """
         name, _, number = text.rpartition("=")
         if not name or not re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?%?", number):
             raise UserError(
@@ -85,8 +87,8 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 def verdicts(limits: Iterable[Limit], output: OutputDrift, metrics: Iterable[MetricChange] = ()) -> tuple[Verdict, ...]:
-    """Return whether each limit is met. NaN, a value that was not measured, and figures of an output that is not finite meet
-    none.
+    """Return whether the output and the user's metrics meet each limit. NaN, a value that was not measured, and figures of an
+    output that is not finite meet no limit.
     """
     changes = {each.name: each for each in metrics}
     return tuple(_verdict(each, output, changes.get(each.name)) for each in limits)

@@ -135,8 +135,8 @@ def has_streams(device: torch.device) -> bool:
 
 
 def copied_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a tensor on a device. If the device has streams, a tensor on the CPU is copied from pinned memory, which torch keeps
-    until the copy has ended, and the CPU does not wait for it.
+    """Return a tensor on a device. If the device has streams, a tensor on the CPU is copied from pinned memory without waiting for
+    the copy to end. torch keeps the pinned memory until then.
     """
     if tensor.device.type != "cpu" or not has_streams(device):
         return tensor.to(device)

@@ -80,7 +80,9 @@ FAMILIES = {
 
 
 class Loadable:
-    """Tells in which dtypes a program (`family`) loads a model's weights. scanned: an export's dtypes besides the stored ones."""
+    """Tells in which dtypes a program loads a model's weights. family: a name in `FAMILIES`. scanned: the dtypes that an export may
+    have besides the stored ones.
+    """
 
     def __init__(self, tree: Tree, family: str, scanned: Iterable[str]) -> None:
         self.tree = tree
@@ -125,7 +127,7 @@ class Loadable:
 
 
 def require_loadable(tree: Tree, family: str, scanned: Collection[str]) -> None:
-    """Raise UserError for the first of the dtypes `scanned` in which the program loads no weight of a model."""
+    """Raise UserError for the first of the dtypes `scanned` in which the program `family` loads no weight of a model."""
     loadable = Loadable(tree, family, scanned)
     weights = [name for name, tensor in tree.tensors.items() if tensor.castable and tensor.counted]
     for dtype in loadable.scanned:
@@ -143,7 +145,9 @@ def stays_wide(tree: Tree, name: str) -> bool:
 
 
 def loaded_scores(tree: Tree, report: ScanReport, family: str) -> tuple[ScanReport, str]:
-    """Return (the scan without scores of weights in dtypes in which the program can't load them, a sentence about these or "")."""
+    """Return (the scan without scores of weights in dtypes in which the program `family` can't load them, a sentence about the
+    left-out scores or "").
+    """
     loadable = Loadable(tree, family, report.dtypes)
     kept: list[WeightScore] = []
     left_out: list[WeightScore] = []

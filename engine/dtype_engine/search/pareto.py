@@ -64,7 +64,9 @@ class Constraints:
     norm, bias or router may have a format with scales only if one of these patterns matches it.
     """
     context: int | None = None
-    """The number of tokens in each sequence of the KV caches, whose formats the search then chooses. None leaves them out."""
+    """The number of tokens for which the bytes include KV caches, whose formats the search then also chooses. None: without KV
+    caches.
+    """
     batch: int = 1
     """The number of sequences in the KV caches. It counts only if `context` is given."""
     formats: str = ""
@@ -338,7 +340,7 @@ def _hull(choices: Sequence[Choice]) -> list[int]:
 @dataclass(frozen=True, slots=True)
 class _State:
     """A partial solution of `knapsack`, for the first rows of the table. `weight`, `cost` and `used` are sums of the weights, costs
-    and reduced costs. `choice` is the entry in the last of these rows, and `before` the partial solution without it.
+    and reduced costs. `choice` is the entry in the last of these rows, and `before` the partial solution for all earlier rows.
     """
 
     weight: float

@@ -88,8 +88,8 @@ class Ranked:
 
 
 def ranking(tree: Tree, report: ScanReport, dtype: str | None = None, per_byte: bool = False) -> list[Ranked]:
-    """Return the casts that a scan has scored, the highest drift first: those to `dtype`, or to all dtypes if it is None. per_byte:
-    sort by drift per saved byte, with casts that save nothing last.
+    """Return the casts to `dtype`, or to all dtypes if it is None, that a scan has scored, the highest drift first. Casts that lose
+    nothing are left out. per_byte: sort by drift per saved byte, with casts that save nothing last.
     """
     widest = {score.name: score.bytes for score in sorted(report.weights, key=lambda each: each.bytes)}
     rows = [

@@ -88,7 +88,7 @@ class Command(Message, frozen=True):
 
 class SetInputs(Command, frozen=True):
     """Use the inputs that `line` names: a prompt, or the paths of files. Then measure the current recipe on them. A command that
-    was stopped for this runs again if the new inputs are refused.
+    was stopped for the new inputs runs again if they are refused.
     """
 
     traits = Traits("inputs", rank=0, names_path=True)

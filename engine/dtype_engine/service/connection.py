@@ -38,7 +38,9 @@ ENGINE_ENDED = 70
 
 
 class NoAnswer(UserError):
-    """Raised if the started process ends without a message. status: its exit status. words: status and last line, as text."""
+    """Raised if the started process ends without a message. status: its exit status, or None if unknown. words: how it ended, with
+    the last line that it wrote.
+    """
 
     def __init__(self, message: str, status: int | None, words: str) -> None:
         super().__init__(message)
@@ -72,8 +74,8 @@ class EngineCommand:
         return any(SESSION in argument for argument in self.arguments)
 
     def start(self, session: str = "", attended: bool = False) -> subprocess.Popen[bytes]:
-        """Run the command, and return the process. session: replaces SESSION. attended: whether somebody can enter a password.
-        Raises UserError.
+        """Run the command, and return the process. session: the token that replaces `SESSION` in the arguments. attended: whether
+        somebody can enter a password. Raises UserError.
         """
         arguments = self.arguments if attended or not self.unattended else self.unattended
         try:

@@ -105,7 +105,7 @@ class CastingProgress(Event, frozen=True):
 
 
 class CastDone(Event, frozen=True):
-    """The live model is cast to the recipe. If none is loaded, only the values that the casts would lose are counted."""
+    """The live model is cast to the recipe. If no model is loaded, the event only reports the values that the casts would lose."""
 
     recipe: Recipe
     lost: tuple[dtype_engine.results.losses.ValueLoss, ...] | None
@@ -322,7 +322,7 @@ REPLACEABLE = (
 
 
 def is_opened(event: Event) -> bool:
-    """Return whether the event ends the opening of a model, so that the caller turns garbage collection on again."""
+    """Return whether the opening of a model has ended, successfully or not. The caller then turns garbage collection on again."""
     return isinstance(event, ModelReady | Idle | EngineEnded | EngineLost) or (
         isinstance(event, OpenFailed) and not event.classes_follow
     )

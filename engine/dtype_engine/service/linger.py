@@ -80,7 +80,9 @@ def _enter(folder: Path) -> None:
 def _reach(
     session: str, started_in: str, linger_s: float, compressed: bool
 ) -> tuple[socket.socket, subprocess.Popen[bytes] | None]:
-    """Connect to an engine, starting it if needed. Returns (connection, the engine's process if this call started it or None)."""
+    """Connect to an engine, starting it if needed. Returns (connection, the engine's process if this call started it or None).
+    started_in: the working directory of a new engine. Other arguments: as in `relay`.
+    """
     name = f"{session}.socket"
     with _folder_locked():
         child = None
@@ -116,7 +118,9 @@ def _remove(path: str) -> None:
 def _start(
     listener: socket.socket, session: str, started_in: str, linger_s: float, compressed: bool
 ) -> subprocess.Popen[bytes]:
-    """Start an engine that survives a hang-up. It inherits the socket `listener` and a locked log file."""
+    """Start an engine that survives a hang-up. It inherits the socket `listener` and a locked log file. Other arguments: as in
+    `_reach`.
+    """
     log = os.open(f"{session}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)

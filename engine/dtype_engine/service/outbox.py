@@ -9,7 +9,7 @@ from dtype_engine.service import events
 
 
 def add(waiting: deque[events.Event], event: events.Event) -> None:
-    """Add an event to a queue. Waiting events of the same type are dropped if it is one of `REPLACEABLE`, such as progress. A
+    """Add an event to a queue. If its type is in `REPLACEABLE`, such as progress, waiting events of the same type are dropped. A
     `ModulesMeasured` event is merged with a waiting one of the same recipe.
     """
     if isinstance(event, events.REPLACEABLE):

@@ -39,7 +39,7 @@ class PlannedLosses:
         read_all: bool = False,
     ) -> None:
         """Emit a `CastDone` event with the values that the recipe's casts lose and, if there are any, the result of the job
-        `LOSS_REMEDY`: rules that prevent this. Raises Cancelled.
+        `LOSS_REMEDY`: rules that keep these values. Raises Cancelled.
 
         Unless `read_all` is set, nothing is read if more than `MAX_AUTOMATIC_BYTES` are needed; the event then says how many.
         """

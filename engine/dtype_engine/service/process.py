@@ -96,7 +96,7 @@ class EngineProcess(Engine):
 
     @property
     def process_id(self) -> int | None:
-        """The ID of the engine's process, or of the process that connects to it."""
+        """The ID of the engine's process, or of the process that connects to it. None while there is no connection."""
         connection = self._connection
         return connection.process_id if connection is not None else None
 
@@ -259,7 +259,9 @@ class EngineProcess(Engine):
         return f"{name} ended: {signal_words(-status)}" + (f"; it held {human_bytes(held)}" if held is not None else "")
 
     def _take(self, answer: messages.Answer | None, connection: Connection) -> None:
-        """Process one decoded message, and pass it on if it is an event. Raises WireError for an event of only this class."""
+        """Process one decoded message, and pass it on if it is an event. Raises WireError for an event that only this class may
+        emit, such as `EngineLost`.
+        """
         from dtype_engine.service.frames import WireError
 
         match answer:
@@ -319,7 +321,9 @@ class EngineProcess(Engine):
         return connection
 
     def _reconnected(self, cut: Connection) -> Connection:
-        """Return a new connection to a running engine, trying until one succeeds. Raises UserError if the engine has ended."""
+        """Return a new connection to a running engine, trying until one succeeds. cut: the connection that was cut. Raises
+        UserError if the engine has ended.
+        """
         name = self._command.name
         words = f" ({line})" if (line := cut.last_line()) else ""
         self._emit(events.EngineLost(f"the connection to {name} is cut{words}"))

@@ -103,7 +103,9 @@ def take(queue: Queue) -> Queue:
 def finish(
     queue: Queue, outcome: Literal["done", "failed", "interrupted"], follow_ups: Iterable[Command] = ()
 ) -> Queue:
-    """Return the queue after the running command has ended. follow_ups: further commands that complete it."""
+    """Return the queue after the running command has ended. outcome: "interrupted" if the command was stopped halfway. follow_ups:
+    further commands that complete the command.
+    """
     running, by_user = queue.running, queue.stopping == "user"
     assert running is not None
     result = replace(queue, running=None, stopping="")

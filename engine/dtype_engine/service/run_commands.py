@@ -158,8 +158,8 @@ class CommandRunner:
         return [Ask(name) for name in names]
 
     def _drift(self, session: Session, recipe: Recipe, counts_later: bool, token: CancelToken) -> DriftReport | None:
-        """Return the measured drift, or None if the passes succeeded and a later step failed, such as counting lost values; the
-        passes' result is then emitted here. counts_later: whether lost values are counted after the passes.
+        """Measure the drift and return the report. If a step after the passes fails, such as counting lost values, emit what the
+        passes measured and return None. counts_later: whether lost values are counted after the passes.
         """
         measured: list[DriftReport] = []
         try:

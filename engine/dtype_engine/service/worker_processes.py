@@ -69,6 +69,8 @@ def throttled(on_progress: OnProgress) -> Callable[[str, int, int | None], None]
 
 
 def shared_progress(on_progress: OnProgress, what: str, over: Over | None) -> Callable[[int, int], None]:
-    """Return a progress callback `(done, total)` that reports steps such as `scan: 4 workers, 37 of 128`."""
+    """Return a progress callback `(done, total)` that reports steps such as `scan: 4 workers, 37 of 128`. over: the workers, or
+    None.
+    """
     by = f"{plural(over.pool.workers, 'worker')}, " if over is not None else ""
     return lambda done, total: on_progress(f"{what}: {by}{done} of {total}", done, total)

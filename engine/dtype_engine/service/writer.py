@@ -94,7 +94,9 @@ def compose(
 
 
 def _losses(context: SaveContext, max_bytes: int = MAX_AUTOMATIC_BYTES) -> tuple[ValueLoss, ...] | None:
-    """Return the weights in which casts lose values. None without files, or if more than `max_bytes` of them must be read."""
+    """Return how many values of each weight the casts lose. None if they are unknown: nothing is open, or the model is not loaded
+    and more than `max_bytes` of its files must be read.
+    """
     model = context.model
     if model.session is not None:
         return model.session.lost_values(context.cancelled, context.plan(model.session.tree))

@@ -1,4 +1,4 @@
-"""The check of a checkpoint: each damage is found by its own kind and nothing else is, and what is sound has no finding."""
+"""The check of a checkpoint reports each damage under its kind and nothing else, and has no finding for an intact checkpoint."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BLOCK = 16
 
 
 def _fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales in blocks, by hand."""
+    """Return float8 codes and block scales of a weight, computed independently of the engine."""
     rows, columns = weight.shape
     down, across = -(-rows // BLOCK), -(-columns // BLOCK)
     scales = torch.empty(down, across)
@@ -40,7 +40,7 @@ def _fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.fixture
 def quantised(make_llama: Callable[..., Path]) -> Path:
-    """A Llama in bfloat16 whose linear layers are fp8 in blocks."""
+    """Return the folder of a Llama in bfloat16 whose linear layers are in fp8 blocks."""
     folder = make_llama(dtype="bfloat16", tie_word_embeddings=False)
     made: Tensors = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
@@ -179,7 +179,7 @@ def test_a_sound_checkpoint_has_no_finding(
         assert found["scales"]
 
 
-def test_a_quantised_checkpoint_is_compared_with_its_source(
+def test_check_against_the_source_reports_missing_new_and_reshaped_tensors(
     quantised: Path, make_llama: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = make_llama("source", dtype="bfloat16", tie_word_embeddings=False)
@@ -216,7 +216,7 @@ def test_sarif_has_a_rule_for_each_kind_and_a_result_for_each_finding(
     assert location["logicalLocations"][0]["fullyQualifiedName"] == f"{DOWN}.weight"
 
 
-def test_text_report_says_why_and_where(quantised: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_report_of_check_explains_each_finding(quantised: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(cli, "dtype-engine", ["check", str(quantised), "--no-modules"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "nothing found"
     tensors = load_file(quantised / "model.safetensors")
@@ -235,7 +235,7 @@ def test_check_refuses_missing_folders_and_python_files(tmp_path: Path, capsys: 
         assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_a_missing_shard_is_a_finding_for_each_of_its_tensors(
+def test_check_reports_every_tensor_of_a_missing_shard(
     make_llama: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = make_llama(max_shard_size="10KB")
@@ -295,7 +295,7 @@ def _adapter(folder: Path, layers: dict[str, tuple[int, int]], rank: int = 4) ->
         ("model.layers.1.self_attn.k_proj", (32, 32), "from 32 to 32 values, and its weight is [16, 32]"),
     ],
 )
-def test_an_adapter_is_compared_with_the_layers_of_its_base_model(
+def test_check_compares_shapes_of_an_adapter_with_its_base_model(
     layer: str, sizes: tuple[int, int], says: str, tmp_path: Path, make_llama: Callable[..., Path],
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -327,7 +327,7 @@ def test_missing_lora_halves_and_rank_mismatches_are_found_without_base_model(
 
 @pytest.mark.parametrize("extra", [0, 6, 7])
 @pytest.mark.parametrize("kind", ["WordLevel", "Unigram"])
-def test_a_tokenizer_with_more_ids_than_the_embedding_has_rows_is_found(
+def test_check_finds_tokenizer_ids_beyond_the_rows_of_the_embedding(
     kind: str, extra: int, make_llama: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     import tokenizers

@@ -1,4 +1,4 @@
-"""A checkpoint that is not whole: inspect, drift, scan, search and export name what is missing, and the share of what was found."""
+"""Checkpoints with missing tensors: inspect, drift, scan, search and export name the missing tensors and give the share found."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def sharded(make_llama: Callable[..., Path]) -> Path:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_inspect_names_missing_tensors(
+def test_inspect_names_missing_tensors_and_export_refuses_them(
     case: str, sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spoil, share, named = CASES[case]
@@ -100,7 +100,9 @@ def test_inspect_says_that_a_checkpoint_is_complete(
     assert "21 of 21 tensors found" in capsys.readouterr().out.splitlines()[0]
 
 
-def test_scan_and_search_print_the_coverage_first(sharded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_scan_and_search_print_the_number_of_found_tensors_first(
+    sharded: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     quick = [str(sharded), "--sequences", "1", "--draws", "1", "--dtypes", "bf16"]
     for command in (["scan"], ["search", "--budget", "60%"]):
         assert run(cli, "dtype-engine", [*command, *quick]) == 0
@@ -113,7 +115,7 @@ def test_scan_and_search_print_the_coverage_first(sharded: Path, capsys: pytest.
         assert json.loads(capsys.readouterr().out)["coverage"]["missing"] == [DOWN]
 
 
-def test_a_wrong_total_size_is_a_finding(sharded: Path) -> None:
+def test_check_reports_a_wrong_total_size_in_the_index(sharded: Path) -> None:
     index = json.loads((sharded / "model.safetensors.index.json").read_text())
     assert check(open_checkpoint(sharded), "x").findings == ()
     index["metadata"]["total_size"] += 1
@@ -124,7 +126,7 @@ def test_a_wrong_total_size_is_a_finding(sharded: Path) -> None:
     assert finding.what == f"is {held + 1:,}, and the tensors have {held:,} bytes"
 
 
-def test_an_index_that_names_another_file_is_a_notice(
+def test_index_that_names_the_wrong_shard_of_a_tensor_gives_a_notice(
     sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     index = _index(sharded)

@@ -32,7 +32,7 @@ def opened(tmp_path: Path) -> FileIdentity:
 
 
 def cut(file: FileIdentity, error: Exception | None = None) -> None:
-    """Cut a file short, and fail with `error`."""
+    """Truncate a file, and raise `error` if it is given."""
     os.truncate(file.path, 100)
     if error is not None:
         raise error
@@ -44,22 +44,22 @@ def test_file_cut_short_before_reading_is_refused(opened: FileIdentity) -> None:
         pytest.fail("the block runs")
 
 
-def test_values_read_while_the_file_was_cut_are_refused(opened: FileIdentity) -> None:
+def test_values_read_while_the_file_was_truncated_are_refused(opened: FileIdentity) -> None:
     with pytest.raises(UserError, match="was cut short"), unchanged((opened,)):
         cut(opened)
 
 
-def test_any_error_on_a_cut_file_reports_the_cut(opened: FileIdentity) -> None:
+def test_any_error_on_a_truncated_file_reports_the_truncation(opened: FileIdentity) -> None:
     with pytest.raises(UserError, match="was cut short"), unchanged((opened,)):
         cut(opened, OSError("Bad address"))
 
 
-def test_errors_on_a_whole_file_are_unchanged(opened: FileIdentity) -> None:
+def test_read_error_on_an_intact_file_is_raised_unchanged(opened: FileIdentity) -> None:
     with pytest.raises(OSError, match="Bad address"), unchanged((opened,)):
         raise OSError("Bad address")
 
 
-def test_cancellation_on_a_cut_file_stays_a_cancellation(opened: FileIdentity) -> None:
+def test_cancellation_on_a_truncated_file_stays_a_cancellation(opened: FileIdentity) -> None:
     with pytest.raises(Cancelled), unchanged((opened,)):
         cut(opened, Cancelled())
 
@@ -106,9 +106,7 @@ def run_cutting(source: Path, where: str, name: str, *arguments: str) -> subproc
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_command_killed_by_a_cut_file_reports_where_it_was(
-    where: str, name: str, arguments: list[str], source: Path
-) -> None:
+def test_command_killed_by_sigbus_prints_its_stack(where: str, name: str, arguments: list[str], source: Path) -> None:
     done = run_cutting(source, where, name, *arguments)
     assert (done.returncode, done.stdout) == (-signal.SIGBUS, "")
     assert "Fatal Python error: Bus error" in done.stderr
@@ -117,7 +115,7 @@ def test_command_killed_by_a_cut_file_reports_where_it_was(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("casts", [["--cast", "*=bf16"], ["--cast", "*=int8"], []], ids=lambda casts: casts[-1:])
-def test_export_from_a_cut_file_reports_it_in_one_line(casts: list[str], source: Path, tmp_path: Path) -> None:
+def test_export_from_a_truncated_file_fails_with_one_line(casts: list[str], source: Path, tmp_path: Path) -> None:
     place = tmp_path / "place"
     place.mkdir()
     done = run_cutting(
@@ -133,7 +131,7 @@ def test_export_from_a_cut_file_reports_it_in_one_line(casts: list[str], source:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere other signals may come of it")
-def test_app_reports_an_engine_killed_by_a_cut_file(source: Path) -> None:
+def test_app_reports_an_engine_killed_by_a_truncated_file(source: Path) -> None:
     file = str(source / "model.safetensors")
     command = EngineCommand((*preloaded.command(CUTTING), *MEASURING, file, "dtype_engine.service.stdio"))
     recorded = RecordedProcess(command, str(source), Options(device="cpu"))

@@ -1,4 +1,4 @@
-"""What is offered when no model was named."""
+"""The models that are offered if none was named."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def put(path: Path, nbytes: int = 10, age: float = 0.0) -> None:
     os.utime(path, (1.7e9 - age, 1.7e9 - age))
 
 
-def test_models_in_this_folder_are_listed_newest_first(tmp_path: Path, cache: Path) -> None:
+def test_models_in_the_current_folder_are_listed_newest_first(tmp_path: Path, cache: Path) -> None:
     here = tmp_path / "here"
     put(here / "old.safetensors", 100, age=900)
     put(here / "new.pth", 200, age=100)

@@ -1,4 +1,4 @@
-"""A file that is not the one that was opened any more is told, whatever was done to it."""
+"""A file that changed after it was opened is recognized, whatever the change was."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def truncate(path: Path) -> None:
         (Path.unlink, "is not there any more"),
     ],
 )
-def test_a_changed_file_is_refused_by_name(tmp_path: Path, change: Callable[[Path], object], says: str) -> None:
+def test_file_that_changed_after_opening_is_refused_by_name(
+    tmp_path: Path, change: Callable[[Path], object], says: str
+) -> None:
     files = [tmp_path / "a", tmp_path / "b"]
     for file in files:
         file.write_bytes(b"xxx")
@@ -72,8 +74,8 @@ def test_missing_file_raises_a_one_line_error(tmp_path: Path) -> None:
         FileIdentity.of(tmp_path / "none")
 
 
-def test_every_open_model_knows_its_files(make_llama: Callable[..., Path], tmp_path: Path) -> None:
-    """Checkpoints of every form and the live models of them, the code of a user with weights included."""
+def test_open_models_list_the_files_of_their_weights(make_llama: Callable[..., Path], tmp_path: Path) -> None:
+    """Tests checkpoints of every form, live models, and user code with weights."""
     import torch
     from safetensors.torch import load_file
     from tests.helpers.paths import TINYNET

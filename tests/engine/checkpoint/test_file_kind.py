@@ -46,7 +46,7 @@ def test_file_kind_is_recognized_by_content(kind: str, name: str, tmp_path: Path
     assert open_checkpoint(file).tree().tensors["layer.weight"].shape == (2, 3)
 
 
-def test_file_of_no_known_kind_is_refused(tmp_path: Path) -> None:
+def test_file_of_unknown_kind_is_refused(tmp_path: Path) -> None:
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w") as packed:
         packed.writestr("notes.txt", "none")

@@ -27,7 +27,7 @@ def entry(start: int = 0, end: int = 4, shape: Any = (1,), dtype: Any = "F32") -
 
 @pytest.fixture
 def refused(tmp_path: Path) -> Callable[[bytes], str]:
-    """Write a file, expect it to be refused, and return the sentence."""
+    """Return a function that writes a file, expects it to be refused, and returns the error message."""
 
     def check(content: bytes) -> str:
         path = tmp_path / "model.safetensors"
@@ -76,7 +76,7 @@ def test_single_and_sharded_folders_are_opened(make_llama: Callable[..., Path], 
     assert tree.stored_bytes == sum(tensor.nbytes for tensor in found.tensors.values())
 
 
-def test_a_missing_shard_is_named(make_llama: Callable[..., Path]) -> None:
+def test_missing_shard_is_refused_by_name(make_llama: Callable[..., Path]) -> None:
     folder = make_llama(max_shard_size="20KB")
     gone = sorted(folder.glob("model-*.safetensors"))[1]
     gone.unlink()
@@ -85,7 +85,7 @@ def test_a_missing_shard_is_named(make_llama: Callable[..., Path]) -> None:
 
 
 @pytest.mark.parametrize("name", ["../../etc/passwd", "/etc/passwd", "..", "", "a/b.safetensors", "a\0b"])
-def test_index_may_not_point_outside_its_folder(make_llama: Callable[..., Path], name: str) -> None:
+def test_index_that_names_files_outside_its_folder_is_refused(make_llama: Callable[..., Path], name: str) -> None:
     folder = make_llama(max_shard_size="20KB")
     index = folder / "model.safetensors.index.json"
     data = json.loads(index.read_text())
@@ -95,7 +95,7 @@ def test_index_may_not_point_outside_its_folder(make_llama: Callable[..., Path],
         open_checkpoint(folder)
 
 
-def test_a_shard_may_not_be_a_link_out_of_its_folder(make_llama: Callable[..., Path], tmp_path: Path) -> None:
+def test_shard_that_is_a_symlink_out_of_its_folder_is_refused(make_llama: Callable[..., Path], tmp_path: Path) -> None:
     folder = make_llama()
     outside = tmp_path / "secret.safetensors"
     (folder / "model.safetensors").rename(outside)
@@ -104,8 +104,8 @@ def test_a_shard_may_not_be_a_link_out_of_its_folder(make_llama: Callable[..., P
         open_checkpoint(folder)
 
 
-def test_a_config_may_not_be_a_link_out_of_its_folder(make_llama: Callable[..., Path], tmp_path: Path) -> None:
-    """An export would hold what it leads to, which may be a file with passwords."""
+def test_config_that_is_a_symlink_out_of_its_folder_is_refused(make_llama: Callable[..., Path], tmp_path: Path) -> None:
+    """An export would copy the target of the link, which may be a file with passwords."""
     folder = make_llama()
     (folder / "config.json").rename(tmp_path / "secret.json")
     (folder / "config.json").symlink_to(tmp_path / "secret.json")
@@ -114,7 +114,7 @@ def test_a_config_may_not_be_a_link_out_of_its_folder(make_llama: Callable[..., 
             open_checkpoint(path)
 
 
-def test_the_hub_cache_with_its_links_to_blobs_is_read(make_llama: Callable[..., Path], tmp_path: Path) -> None:
+def test_hub_cache_with_symlinks_to_blobs_is_read(make_llama: Callable[..., Path], tmp_path: Path) -> None:
     folder = make_llama()
     cache = tmp_path / "hub" / "models--a--b"
     snapshot = cache / "snapshots" / "0123abc"
@@ -180,7 +180,7 @@ def test_control_characters_in_names_are_escaped_in_errors(refused: Callable[[by
     assert len(message) < 400
 
 
-def test_header_with_too_many_tensors_is_refused_unread(
+def test_header_with_too_many_tensors_is_refused_before_parsing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Callable[[bytes], str]
 ) -> None:
     entries = ",".join(f'"t{i}":{{"dtype":"BF16","shape":[0],"data_offsets":[0,0]}}' for i in range(620_000))

@@ -1,5 +1,5 @@
-"""What a GGUF file says of its model is in the configuration, or the file is refused by the name of the entry. The logits are
-those of plain transformers.
+"""Entries of a GGUF file are translated to the config, or the file is refused by the name of the entry. The logits are compared
+with those of plain transformers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hid
 
 
 def made(model_class: Any, **settings: Any) -> Any:
-    """A model of transformers with random weights, whose norms and biases matter, too."""
+    """Return a model of transformers with random weights, norms and biases included."""
     torch.manual_seed(0)
     model = model_class(model_class.config_class(**_SIZES | settings)).eval()
     for parameter in model.parameters():
@@ -71,7 +71,7 @@ LONG, SHORT = [1.0, 2.0, 3.5, 5.0, 7.0, 9.0, 12.0, 15.0], [1.0, 1.1, 1.3, 1.6, 2
 
 
 def write_longrope(path: Path, attention: float, **more: Any) -> Any:
-    """Write a Phi-3 with factors, and return its model. more: further entries of its configuration."""
+    """Write a Phi-3 with LongRoPE factors to a GGUF file and return the model. more: further entries of the config."""
     scaling = {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG, "rope_theta": 1e4, **more}
     model = made(transformers.Phi3ForCausalLM, original_max_position_embeddings=64, rope_parameters=scaling)
     write(
@@ -83,7 +83,7 @@ def write_longrope(path: Path, attention: float, **more: Any) -> Any:
     return model
 
 
-def test_longrope_factors_switch_at_the_original_length(tmp_path: Path) -> None:
+def test_longrope_factors_switch_at_the_original_context_length(tmp_path: Path) -> None:
     model = write_longrope(tmp_path / "x.gguf", math.sqrt(1 + math.log(2) / math.log(64)))
     model.save_pretrained(tmp_path / "hf")
     options = Options(device="cpu", reference=str(tmp_path / "hf"))
@@ -91,11 +91,11 @@ def test_longrope_factors_switch_at_the_original_length(tmp_path: Path) -> None:
     assert session.drift().output.rel_l2 < 1e-5
 
 
-def test_unusual_longrope_attention_factor_is_read(tmp_path: Path) -> None:
+def test_unusual_longrope_attention_factor_is_read_from_gguf(tmp_path: Path) -> None:
     write_longrope(tmp_path / "x.gguf", 1.7, attention_factor=1.7)
 
 
-def test_partial_rotary_factor_is_read(tmp_path: Path) -> None:
+def test_partial_rotary_factor_is_read_from_gguf(tmp_path: Path) -> None:
     model = made(
         transformers.Phi3ForCausalLM,
         rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75},
@@ -105,7 +105,7 @@ def test_partial_rotary_factor_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("window", [0, 8])
-def test_sliding_window_of_0_means_none(tmp_path: Path, window: int) -> None:
+def test_gguf_sliding_window_of_0_means_no_window(tmp_path: Path, window: int) -> None:
     model = made(transformers.Phi3ForCausalLM, sliding_window=window or None)
     write(tmp_path / "x.gguf", "phi3", model, lambda writer: writer.add_sliding_window(window))
     assert_same_model(tmp_path / "x.gguf", model)
@@ -124,7 +124,7 @@ def test_gguf_biases_of_attention_and_mlp_are_loaded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_factor_without_a_type_means_linear_rope_scaling(tmp_path: Path, named: bool) -> None:
+def test_gguf_rope_factor_without_a_type_means_linear_scaling(tmp_path: Path, named: bool) -> None:
     scaling = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
     model = made(transformers.LlamaForCausalLM, rope_parameters=scaling)
     of_type: tuple[Change, ...] = (lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR),)
@@ -148,7 +148,7 @@ def test_yarn_limits_are_read_from_gguf(tmp_path: Path) -> None:
     assert_same_model(tmp_path / "x.gguf", model)
 
 
-def test_llama_3_1_factors_combine_with_linear_scaling(tmp_path: Path) -> None:
+def test_llama_3_1_rope_factors_combine_with_linear_scaling(tmp_path: Path) -> None:
     factors = [1.0, 1.0, 1.5, 2.0, 4.0, 8.0, 8.0, 8.0]
     doubled = [2 * factor for factor in factors]
     scaling = {"rope_type": "longrope", "short_factor": doubled, "long_factor": doubled, "attention_factor": 1.0,
@@ -161,7 +161,7 @@ def test_llama_3_1_factors_combine_with_linear_scaling(tmp_path: Path) -> None:
     assert_same_model(tmp_path / "x.gguf", model)
 
 
-def test_missing_kv_head_count_means_as_many_as_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_kv_head_count_defaults_to_the_head_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gguf.GGUFWriter, "add_head_count_kv", lambda self, count: None)
     model = made(transformers.Qwen2ForCausalLM)
     write(tmp_path / "x.gguf", "qwen2", model)
@@ -224,7 +224,7 @@ _REFUSED: dict[str, tuple[str, Change]] = {
 
 
 @pytest.mark.parametrize("entry", list(_REFUSED))
-def test_gguf_entry_that_the_model_lacks_is_refused_by_name(
+def test_gguf_entry_for_an_unsupported_computation_is_refused_by_name(
     tmp_path: Path, entry: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     architecture, change = _REFUSED[entry]
@@ -296,7 +296,7 @@ def test_renamed_gguf_part_is_refused(split: Path) -> None:
         open_checkpoint(split / "model.gguf")
 
 
-def test_swapped_gguf_parts_are_refused(split: Path) -> None:
+def test_gguf_part_with_the_wrong_part_number_is_refused(split: Path) -> None:
     third = (split / "x-00003-of-00004.gguf").read_bytes()
     (split / "x-00002-of-00004.gguf").write_bytes(third)
     with pytest.raises(UserError, match="says that it is part 2 "):

@@ -1,4 +1,4 @@
-"""Headers of GGUF files: what the gguf package writes is read as its own reader does, and what lies is refused."""
+"""Headers of GGUF files are read as by the gguf package, and inconsistent headers are refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HOST = gguf.GGUFEndian.LITTLE
 
 
 def written(path: Path, order: gguf.GGUFEndian = HOST, tensors: int = 3, alignment: int | None = None) -> Path:
-    """A file with a field of every type and tensors of several, by the gguf package."""
+    """Write a GGUF file with a field of every type and tensors of several types by the gguf package."""
     with gguf_file(path, "llama", endianess=order) as writer:
         if alignment:
             writer.add_custom_alignment(alignment)
@@ -45,7 +45,9 @@ def written(path: Path, order: gguf.GGUFEndian = HOST, tensors: int = 3, alignme
 
 @pytest.mark.parametrize("order", [gguf.GGUFEndian.LITTLE, gguf.GGUFEndian.BIG])
 @pytest.mark.parametrize("alignment", [None, 64, 8])
-def test_gguf_package_reads_the_same_header(tmp_path: Path, order: gguf.GGUFEndian, alignment: int | None) -> None:
+def test_gguf_header_equals_that_of_the_gguf_package(
+    tmp_path: Path, order: gguf.GGUFEndian, alignment: int | None
+) -> None:
     path = written(tmp_path / "x.gguf", order, alignment=alignment)
     header, reader = read_gguf_header(path), gguf.GGUFReader(path)
     assert header.swapped == (reader.byte_order == "S")
@@ -57,8 +59,8 @@ def test_gguf_package_reads_the_same_header(tmp_path: Path, order: gguf.GGUFEndi
 
 
 @pytest.mark.slow
-def test_header_of_100000_tensors_is_read_quickly(tmp_path: Path) -> None:
-    """In a second or two; the gguf package's reader takes half a minute."""
+def test_gguf_header_of_100000_tensors_is_read_quickly(tmp_path: Path) -> None:
+    """It takes a second or two; the reader of the gguf package takes half a minute."""
     path = tmp_path / "many.gguf"
     count = 100_000
     entries = b"".join(
@@ -119,7 +121,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("what", HOSTILE)
-def test_invalid_header_is_refused_in_one_sentence(tmp_path: Path, what: str) -> None:
+def test_invalid_gguf_header_is_refused_in_one_sentence(tmp_path: Path, what: str) -> None:
     content, says = HOSTILE[what]
     path = tmp_path / "x.gguf"
     path.write_bytes(content)

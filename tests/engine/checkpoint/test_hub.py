@@ -1,4 +1,4 @@
-"""Models on a hub, of which only headers are read: beside the same files on the disk, and with a hub that misbehaves."""
+"""Models on a hub of which only headers are read, compared with the same files on disk, and hubs with wrong responses."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Serve = Callable[[Path], Hub]
 
 @pytest.fixture
 def serve(tmp_path: Path) -> Iterator[Serve]:
-    """A function that runs a hub with a folder as `org/name`, until the test ends."""
+    """Return a function that serves a folder as the model `org/name` of a hub until the test ends."""
     running: list[AbstractContextManager[Hub]] = []
 
     def begin(folder: Path) -> Hub:
@@ -50,7 +50,7 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
 
 
 def rows(source: Source) -> list[tuple[object, ...]]:
-    """What the tree says of each tensor."""
+    """Return name, shape, dtype and so on of each tensor of the tree."""
     checkpoint = source.open()
     assert checkpoint is not None
     tree = checkpoint.tree()
@@ -84,7 +84,7 @@ def test_tree_from_hub_headers_equals_the_tree_of_the_files(tmp_path: Path, serv
     assert len(hub.requests) == before + 1, "the headers are kept, and only the commit is asked for"
 
 
-def test_small_describing_tensors_are_read_from_the_hub(tmp_path: Path, serve: Serve) -> None:
+def test_small_tensors_that_describe_quantized_weights_are_read_from_the_hub(tmp_path: Path, serve: Serve) -> None:
     hub = serve(tmp_path)
     for number, (name, make) in enumerate(CASES.items()):
         make().save(tmp_path / str(number))
@@ -99,7 +99,7 @@ def test_small_describing_tensors_are_read_from_the_hub(tmp_path: Path, serve: S
 
 
 @pytest.mark.slow
-def test_one_of_several_hub_gguf_files_must_be_named(
+def test_hub_address_must_name_one_of_several_gguf_files(
     tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reading, "_FIRST_GGUF_RANGE", 64)  # so that the header takes several ranges
@@ -168,7 +168,7 @@ REFUSED = (
 
 
 @pytest.mark.slow
-def test_command_that_needs_values_says_how_to_download_them(
+def test_command_that_needs_weights_says_how_to_download_them(
     make_llama: Callable[..., Path], serve: Serve, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = make_llama()
@@ -189,7 +189,7 @@ def test_command_that_needs_values_says_how_to_download_them(
 
 
 @pytest.mark.slow
-def test_hub_model_opens_by_headers_then_by_download(
+def test_hub_model_opens_from_headers_and_later_from_its_download(
     make_llama: Callable[..., Path], serve: Serve, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = make_llama()
@@ -329,7 +329,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_every_hub_failure_is_one_sentence(
+def test_every_hub_failure_is_reported_in_one_line(
     serve: Serve, small: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], name: str
 ) -> None:
     monkeypatch.setattr(hub_reader, "_PAUSE_S", 0.0)
@@ -345,7 +345,7 @@ def test_every_hub_failure_is_one_sentence(
     assert re.search(words, captured.err), captured.err
 
 
-def test_sparse_header_file_is_not_opened_as_a_checkpoint(serve: Serve, small: Path) -> None:
+def test_kept_headers_of_a_hub_model_are_not_opened_as_a_checkpoint(serve: Serve, small: Path) -> None:
     serve(small)
     path = locate(MODEL).path
     assert path is not None
@@ -375,7 +375,9 @@ def test_missing_network_or_permission_is_reported(serve: Serve, small: Path, mo
     assert hub.requests == []
 
 
-def test_slow_and_interrupted_downloads(serve: Serve, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_hub_times_out_and_interrupted_requests_are_retried(
+    serve: Serve, small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from huggingface_hub import constants
 
     monkeypatch.setattr(hub_reader, "_PAUSE_S", 0.0)
@@ -421,7 +423,7 @@ def test_hub_sending_byte_by_byte_times_out(serve: Serve, small: Path, monkeypat
     over.set()
 
 
-def test_endless_downloads_and_foreign_redirects(
+def test_download_stops_at_the_announced_size_and_sends_no_token_to_other_hosts(
     serve: Serve, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_token_of_the_test")
@@ -456,7 +458,7 @@ def test_endless_downloads_and_foreign_redirects(
     assert not caplog.records, "what a server says is not logged"
 
 
-def test_header_longer_than_the_first_request_is_read(tmp_path: Path, serve: Serve) -> None:
+def test_header_longer_than_the_first_range_is_read_with_a_second_request(tmp_path: Path, serve: Serve) -> None:
     folder = tmp_path / "long"
     folder.mkdir()
     save_file({f"layers.{index}.weight": torch.ones(1) for index in range(3000)}, folder / "model.safetensors")
@@ -468,7 +470,7 @@ def test_header_longer_than_the_first_request_is_read(tmp_path: Path, serve: Ser
     assert spans == [f"bytes=0-{first - 1}", f"bytes={first}-{length - 1}"]
 
 
-def test_server_without_ranges_and_foreign_redirects(
+def test_hub_headers_are_read_after_a_redirect_without_sending_the_token(
     serve: Serve, small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub = serve(small)
@@ -489,7 +491,7 @@ def test_server_without_ranges_and_foreign_redirects(
     assert rows(locate(MODEL)) == rows(locate(str(small)))
 
 
-def test_answers_without_a_content_length(serve: Serve, small: Path) -> None:
+def test_hub_answers_without_a_content_length_are_read(serve: Serve, small: Path) -> None:
     hub = serve(small)
 
     def fault(request: Request) -> bool:
@@ -566,7 +568,7 @@ def test_hub_headers_come_from_the_weights_that_transformers_loads(
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model.bin.index.json"])
-def test_hub_variant_beside_pickles_is_not_loaded(name: str, tmp_path: Path, serve: Serve) -> None:
+def test_fp16_variant_beside_pickles_on_a_hub_is_not_read(name: str, tmp_path: Path, serve: Serve) -> None:
     folder = tmp_path / "pickles"
     folder.mkdir()
     save_file({"a.weight": torch.ones(2)}, folder / "model.fp16.safetensors")

@@ -1,4 +1,4 @@
-"""Downloads from a hub that misbehaves, and what is in the cache afterwards: read by huggingface_hub and transformers."""
+"""Downloads from a hub with wrong responses, and the resulting cache as read by huggingface_hub and transformers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def with_headers(small: Path, **headers: str) -> Fault:
-    """Answers every request for a file with further headers."""
+    """Return a fault that adds headers to the response for every file."""
 
     def fault(request: Request) -> bool:
         if "/resolve/" in request.path:
@@ -91,7 +91,9 @@ DIGESTS = {
 
 
 @pytest.mark.parametrize("name", DIGESTS)
-def test_digest_in_the_file_list_cannot_escape_the_cache(tmp_path: Path, small: Path, hub: Hub, name: str) -> None:
+def test_digest_from_the_hub_cannot_name_a_path_outside_the_cache(
+    tmp_path: Path, small: Path, hub: Hub, name: str
+) -> None:
     listed = [{"rfilename": file.name, "size": file.stat().st_size} | DIGESTS[name] for file in small.iterdir()]
     answer = json.dumps({"sha": COMMIT, "siblings": listed}).encode()
     hub.fault = lambda request: bool(request.path.startswith("/api/") and (request.send(200, answer) or True))
@@ -104,7 +106,7 @@ def test_digest_in_the_file_list_cannot_escape_the_cache(tmp_path: Path, small: 
     assert files(tmp_path) - before == {*names, "cache/hub/models--org--name/refs/main"}
 
 
-def test_downloaded_files_get_only_checked_names(small: Path, hub: Hub) -> None:
+def test_only_model_files_with_safe_names_are_downloaded(small: Path, hub: Hub) -> None:
     (small / "evil\x1b]0;.json").write_text("{}")
     (small / "notes.md").write_text("no part of the model")
     found = locate(MODEL, download=True).path
@@ -139,8 +141,8 @@ def test_hub_cache_is_readable_by_other_programs(
     assert (revision.commit_hash, revision.refs) == (COMMIT, {"main"})
 
 
-def test_partial_cache_of_huggingface_hub_is_reused(tmp_path: Path, small: Path, hub: Hub) -> None:
-    """A newer commit takes the contents that huggingface_hub has downloaded for an older one."""
+def test_files_cached_for_an_older_commit_are_not_downloaded_again(tmp_path: Path, small: Path, hub: Hub) -> None:
+    """Both commits have the same files, which huggingface_hub downloaded for the older commit."""
     from huggingface_hub import snapshot_download
 
     older = Path(snapshot_download("org/name", cache_dir=str(tmp_path / "cache" / "hub"), revision=COMMIT))
@@ -160,7 +162,9 @@ def test_partial_cache_of_huggingface_hub_is_reused(tmp_path: Path, small: Path,
     assert steps[-1] == (sum(file.stat().st_size for file in small.iterdir()),) * 2
 
 
-def test_cache_works_on_a_file_system_without_links(small: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_cache_works_on_a_file_system_without_symlinks(
+    small: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*arguments: object) -> None:
         raise OSError(95, "Operation not supported")
 
@@ -221,7 +225,7 @@ def test_repeatedly_interrupted_download_is_given_up(tmp_path: Path, hub: Hub, m
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Limits of fractions of a second, and an event that is set when the test ends."""
+    """Set limits of fractions of a second, and return an event that is set when the test ends."""
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.2)
@@ -231,7 +235,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 def bytes_forever(over: threading.Event, of: str, head: bytes, piece: bytes, pause: float) -> Fault:
-    """Answers requests for `of` with `head` and then pieces without an end."""
+    """Return a fault that answers requests for `of` with `head` and then endless pieces."""
 
     def fault(request: Request) -> bool:
         if of in request.path:
@@ -248,7 +252,7 @@ def bytes_forever(over: threading.Event, of: str, head: bytes, piece: bytes, pau
 OK = b"HTTP/1.1 200 OK\r\n"
 GZIPPED = OK + b"Content-Encoding: gzip\r\n\r\n" + gzip.compress(b"")[:10]
 EMPTY_BLOCK = zlib.compressobj(wbits=-15).flush(zlib.Z_SYNC_FLUSH)[-5:]
-"""A block of deflate that stands for no byte."""
+"""A deflate block that decompresses to nothing."""
 ENDLESS: dict[str, tuple[str, bytes, bytes, float, str]] = {
     "a list, byte after byte": ("/api/", OK + b"\r\n", b" ", 0.02, "the hub sends less than 1,000 bytes per second"),
     "a file, byte after byte": (".safetensors", OK + b"\r\n", b" ", 0.02, "the hub sends less than 1,000 bytes per second"),
@@ -261,7 +265,7 @@ ENDLESS: dict[str, tuple[str, bytes, bytes, float, str]] = {
 
 
 @pytest.mark.parametrize("name", ENDLESS)
-def test_endless_answer_is_cut_off(
+def test_endless_hub_response_is_ended_with_an_error(
     tmp_path: Path, hub: Hub, impatient: threading.Event, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr(addresses, "LARGEST_JSON", 1_000_000)

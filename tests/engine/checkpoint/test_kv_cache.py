@@ -1,4 +1,4 @@
-"""The KV cache's tensors from config.json and shapes alone, against the caches that transformers' models make when they run."""
+"""The tensors of KV caches found from config.json and shapes alone, compared with the caches of running transformers models."""
 
 from __future__ import annotations
 
@@ -134,13 +134,13 @@ def header_tree(module: nn.Module) -> Tree:
 
 
 def from_headers(module: nn.Module) -> KVCache:
-    """What the names, the shapes and the config.json tell that `save_pretrained` would write."""
+    """Return the KV cache found from names, shapes and config.json as `save_pretrained` would write them."""
     config = json.loads(module.config.to_json_string(use_diff=True)) | {"architectures": [type(module).__name__]}
     return kv_cache(header_tree(module), config)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_cache_sizes_equal_those_of_the_real_cache(architecture: str) -> None:
+def test_kv_cache_sizes_equal_those_of_the_cache_of_transformers(architecture: str) -> None:
     module = make(architecture)
     found = from_headers(module)
     assert found.none_because is None
@@ -162,7 +162,7 @@ def test_cache_sizes_equal_those_of_the_real_cache(architecture: str) -> None:
     assert live == found
 
 
-def test_shared_layers_name_the_layer_that_they_read() -> None:
+def test_layers_that_share_a_kv_cache_name_the_layer_that_holds_it() -> None:
     tensors = {tensor.name: tensor for tensor in from_headers(make("shared layers")).tensors}
     assert tensors["model.layers.5.self_attn.kv_cache.k"].shared_with == "model.layers.3.self_attn.kv_cache.k"
     assert tensors["model.layers.4.self_attn.kv_cache.v"].shared_with == "model.layers.2.self_attn.kv_cache.v"
@@ -170,8 +170,8 @@ def test_shared_layers_name_the_layer_that_they_read() -> None:
     assert tensors["model.layers.3.self_attn.kv_cache.v"].shared_with is None
 
 
-def test_recurrent_gemma_has_a_window_and_keeps_states_in_its_modules() -> None:
-    """Its modules, not the cache, hold the states."""
+def test_cache_size_of_recurrent_gemma_includes_recurrent_states() -> None:
+    """Modules hold the recurrent states, not the cache of transformers."""
     settings = {**_GROUPED, "head_dim": 8, "lru_width": 32, "attention_window_size": 5}
     module = transformers.RecurrentGemmaForCausalLM(transformers.RecurrentGemmaConfig(**settings)).eval()
     cache = transformers.DynamicCache(config=module.config)
@@ -189,14 +189,14 @@ def _llama(**config: Any) -> KVCache:
     return kv_cache(header_tree(module), settings)
 
 
-def test_window_of_unknown_layers_gives_an_upper_bound() -> None:
+def test_kv_cache_with_an_unknown_use_of_its_window_is_an_upper_bound() -> None:
     found = _llama(sliding_window=5, model_type="another")
     assert found.nbytes("bfloat16", 100) == _llama().nbytes("bfloat16", 100)
     assert "sliding window of 5 tokens" in found.notes[0]
     assert not _llama().notes
 
 
-def test_layers_beyond_the_last_are_ignored_with_a_note() -> None:
+def test_layers_beyond_num_hidden_layers_are_ignored_with_a_note() -> None:
     found = _llama(num_hidden_layers=2)
     assert {tensor.layer for tensor in found.tensors} == {0, 1}
     assert "without the cache of 1 layer after the last of 2" in found.notes[0]
@@ -209,13 +209,13 @@ def test_head_counts_missing_from_config_are_not_guessed() -> None:
     assert "transformer.h.0.attn and 1 module more" in str(found.none_because)
 
 
-def test_a_model_that_does_not_generate_keeps_no_cache() -> None:
+def test_model_that_does_not_generate_has_no_kv_cache() -> None:
     module = transformers.BertForMaskedLM(transformers.BertConfig(**_SMALL))
     assert "BertForMaskedLM does not generate text" in str(from_headers(module).none_because)
     assert "no config.json" in str(kv_cache(header_tree(module), None).none_because)
 
 
-def test_cache_of_packed_weights_is_sized_by_the_config() -> None:
+def test_kv_cache_size_with_packed_weights_comes_from_the_config() -> None:
     """The shape of a packed weight is that of its codes, so that config.json decides."""
     module = make("grouped heads")
     packed = [

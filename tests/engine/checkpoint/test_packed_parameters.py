@@ -65,7 +65,7 @@ def test_weights_command_names_skipped_packed_parameters(dynamic: Path, capsys: 
     assert all("quantized by torch (qint8)" in skipped[name] for name in ("0.weight", "2.weight"))
 
 
-def test_packed_embedding_and_missing_bias_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_packed_embedding_without_a_bias_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     weight = torch.quantize_per_tensor(torch.randn(4, 8), 0.1, 0, torch.qint8)
     torch.save({"a._packed_params._packed_params": (weight, None), "b.weight": torch.ones(3)}, tmp_path / "x.pth")
     _, out, _ = engine(capsys, "inspect", tmp_path / "x.pth", "--json")
@@ -90,7 +90,9 @@ _NESTED: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("kind", list(_NESTED))
-def test_pickle_notices_reach_every_command(tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_shows_the_notices_about_a_pickle(
+    tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     held, says = _NESTED[kind]
     path = tmp_path / "x.pth"
     torch.save(held, path)

@@ -1,4 +1,4 @@
-"""Parameters are what torch calls parameters: no buffers, and of packed weights the values that they stand for."""
+"""Parameters are counted as by torch: buffers are not counted, and packed weights count with their unpacked values."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_buffers_are_counted_apart_from_parameters(tmp_path: Path, capsys: pytes
     assert sum(row["parameters"] for row in alone["modules"] if row["name"] in ("conv", "norm")) == parameters
 
 
-def test_tied_weights_count_once_and_children_add_up(
+def test_tied_weights_are_counted_once_in_parameters_and_bytes(
     make_llama: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = make_llama()
@@ -65,7 +65,7 @@ def test_tied_weights_count_once_and_children_add_up(
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_packed_weight_counts_the_parameters_that_it_stands_for(
+def test_packed_weight_counts_as_its_unpacked_parameters(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     case, norm = CASES[name](), nn.LayerNorm(64)
@@ -74,14 +74,18 @@ def test_packed_weight_counts_the_parameters_that_it_stands_for(
     assert (found["parameters"], found["buffers"]) == (sum(right.size for right in case.right.values()) + 128, 0)
 
 
-def test_config_of_another_packing_counts_no_parameters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_parameter_count_is_unknown_if_the_config_does_not_fit_the_packing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = {"a.weight": torch.zeros(4, 8, dtype=torch.uint32), "a.scales": torch.zeros(4, 2)}
     safetensors.torch.save_file(words, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"quantization": {"bits": 4, "group_size": 64}}))
     assert inspected(capsys, str(tmp_path))["parameters"] is None
 
 
-def test_packed_words_without_config_count_as_unknown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_parameter_count_of_packed_words_without_a_config_is_unknown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     tensors = {
         "a.weight_packed": torch.zeros(4, 4, dtype=torch.int32),
         "a.weight_scale": torch.zeros(4, 1),

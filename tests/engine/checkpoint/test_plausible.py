@@ -1,4 +1,4 @@
-"""Numbers of configurations that no model has."""
+"""Numbers in configs that no real model has are refused."""
 
 from __future__ import annotations
 

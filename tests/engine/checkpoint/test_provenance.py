@@ -1,4 +1,4 @@
-"""What the files of a checkpoint say about its quantization, written here in the words of the programs that write such files."""
+"""What checkpoint files say about their quantization. The files are written here as the quantizing programs write them."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_provenance_is_read_from_files_beside_the_config(tmp_path: Path) -> None
     assert found.ignored == ("lm_head", "*.router")
 
 
-def test_the_recipe_of_llm_compressor_names_the_modifiers(tmp_path: Path) -> None:
+def test_provenance_names_the_modifiers_of_an_llm_compressor_recipe(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(
         "default_stage:\n  default_modifiers:\n    GPTQModifier:\n      ignore: [lm_head]\n      scheme: W4A16\n"
     )
@@ -119,7 +119,7 @@ def test_unreadable_recipe_gives_no_provenance(tmp_path: Path, content: str) -> 
     assert not provenance(tmp_path, {}, {})
 
 
-def test_a_gguf_file_names_its_type_and_importance_matrix(tmp_path: Path) -> None:
+def test_gguf_provenance_names_the_file_type_and_importance_matrix(tmp_path: Path) -> None:
     with gguf_file(tmp_path / "x.gguf", "llama") as writer:
         writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_K_M)
         writer.add_string("general.quantized_by", "a person\x1b[31m")

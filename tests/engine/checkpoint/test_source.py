@@ -78,7 +78,7 @@ def test_path_without_a_model_is_refused(model: str, says: str) -> None:
     assert str(caught.value).isprintable()
 
 
-def test_unsupported_files_say_what_to_do(tmp_path: Path) -> None:
+def test_files_with_invalid_content_are_refused(tmp_path: Path) -> None:
     for name, says in {"a.pth": "no PyTorch file", "a.gguf": "no GGUF file", "a.txt": "no checkpoint"}.items():
         (tmp_path / name).write_text("x")
         with pytest.raises(UserError, match=says):

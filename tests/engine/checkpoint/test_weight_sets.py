@@ -1,4 +1,4 @@
-"""Which of several sets of weights in a folder is read: the one that `from_pretrained` loads, in every command."""
+"""Of several sets of weights in a folder, every command reads the set that `from_pretrained` loads."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ SUBSETS = [subset for count in range(1, 5) for subset in itertools.combinations(
 
 
 @pytest.mark.parametrize("names", SUBSETS, ids=" ".join)
-def test_weights_are_read_from_the_set_that_transformers_loads(
+def test_weights_are_read_from_the_files_that_transformers_loads(
     names: tuple[str, ...], several: Callable[..., Path]
 ) -> None:
     folder = several(names)
@@ -122,7 +122,7 @@ def test_single_file_beside_shards_is_measured_and_exported(
     assert run(cli, "dtype-engine", ["verify", str(tmp_path / "out"), "--against", str(folder)]) == 0
 
 
-def test_a_stale_index_beside_a_single_file_does_not_matter(
+def test_stale_index_beside_a_single_file_is_not_read_and_reported_by_check(
     several: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = several(["model.safetensors", "model.safetensors.index.json"])
@@ -137,7 +137,7 @@ def test_a_stale_index_beside_a_single_file_does_not_matter(
     assert value_read(folder) == value_loaded(folder) == 1.0
 
 
-def test_index_of_the_single_file_is_not_a_second_set(several: Callable[..., Path]) -> None:
+def test_index_of_the_single_file_is_not_a_second_set_of_weights(several: Callable[..., Path]) -> None:
     folder = several(["model.safetensors"])
     held = load_file(folder / "model.safetensors")
     index = {"weight_map": {name: "model.safetensors" for name in held if name != NORM}}
@@ -151,7 +151,7 @@ def test_index_of_the_single_file_is_not_a_second_set(several: Callable[..., Pat
 @pytest.mark.parametrize(
     "others", [["model.safetensors"], ["model.safetensors.index.json"], ["pytorch_model.bin"]], ids=" ".join
 )
-def test_check_reports_a_second_set_of_the_same_format(
+def test_check_reports_a_second_set_of_weights_in_the_same_format(
     others: list[str], several: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = several(["model.safetensors.index.json", *others])
@@ -168,7 +168,7 @@ def test_check_reports_a_second_set_of_the_same_format(
         assert (status, kinds) == (0, [])
 
 
-def test_shards_without_an_index_beside_a_single_file_are_a_second_set(
+def test_check_reports_shards_without_an_index_beside_a_single_file(
     several: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = several(["model.safetensors", "model.safetensors.index.json"])
@@ -179,7 +179,7 @@ def test_shards_without_an_index_beside_a_single_file_are_a_second_set(
     assert (finding["kind"], finding["tensor"]) == ("second-set", "model-00001-of-00002.safetensors and 1 more")
 
 
-def test_file_named_by_the_config_is_read_first(several: Callable[..., Path]) -> None:
+def test_weight_file_named_by_the_config_is_read_first(several: Callable[..., Path]) -> None:
     folder = several(["model.safetensors", "model.safetensors.index.json"])
     config = json.loads((folder / "config.json").read_text())
     for named, value in (("model.safetensors.index.json", 2.0), ("model.safetensors", 1.0)):
@@ -191,7 +191,7 @@ def test_file_named_by_the_config_is_read_first(several: Callable[..., Path]) ->
 
 
 @pytest.mark.parametrize("plain", [True, False])
-def test_variant_is_read_only_without_other_weights(
+def test_fp16_variant_is_read_only_without_other_weights(
     plain: bool, several: Callable[..., Path], make_llama: Callable[..., Path]
 ) -> None:
     folder = several(["pytorch_model.bin"] if plain else [])
@@ -227,7 +227,7 @@ def test_pipeline_component_follows_the_order_of_its_library(library: str, tmp_p
     assert f"as {library} does" in component.notices[0]
 
 
-def test_diffusers_loads_the_set_that_is_read(tmp_path: Path) -> None:
+def test_weights_of_a_diffusers_model_equal_those_that_diffusers_loads(tmp_path: Path) -> None:
     diffusers = pytest.importorskip("diffusers")
     module = diffusers.AutoencoderKL(block_out_channels=(8,), norm_num_groups=2, latent_channels=1)
     module.save_pretrained(tmp_path)
@@ -242,7 +242,7 @@ def test_diffusers_loads_the_set_that_is_read(tmp_path: Path) -> None:
         assert torch.equal(source_of(open_checkpoint(tmp_path), name).read(), loaded)
 
 
-def test_first_tree_comes_from_a_shard_of_the_index(
+def test_first_tree_is_read_from_the_header_of_one_shard(
     several: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dtype_engine.checkpoint.folder._LONG_HEADERS", 1)
@@ -255,7 +255,7 @@ def test_first_tree_comes_from_a_shard_of_the_index(
     assert peek_first_shard(folder) is None
 
 
-def test_missing_shard_is_an_error_unless_allowed(several: Callable[..., Path]) -> None:
+def test_missing_shard_is_an_error_unless_absent_shards_are_allowed(several: Callable[..., Path]) -> None:
     folder = several(["model.safetensors.index.json"])
     (folder / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(UserError, match="is missing"):
@@ -269,7 +269,7 @@ def test_missing_shard_is_an_error_unless_allowed(several: Callable[..., Path]) 
 
 
 @pytest.mark.parametrize("names", SUBSETS, ids=" ".join)
-def test_listed_model_size_is_that_of_the_set_that_is_read(
+def test_listed_model_size_counts_only_the_files_that_are_read(
     names: tuple[str, ...], several: Callable[..., Path]
 ) -> None:
     folder = several(names)

@@ -60,7 +60,7 @@ def test_drift_json_has_the_documented_keys(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_measurement_stops_at_the_requested_precision(capsys: pytest.CaptureFixture[str]) -> None:
-    """And the floor is measured where it may decide, or always."""
+    """The noise floor is measured only if it may matter, or with `--floor always`."""
     found = object_from(capsys, "drift", "--cast", "*=bf16", "--precision", "20%", "--json")
     assert found["sequences"]["done"] < found["sequences"]["total"] == 6
     assert 0 < found["sequences"]["kl_error"] <= 0.2
@@ -76,11 +76,11 @@ def test_measurement_stops_at_the_requested_precision(capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("rel_l2", "near"), [(0.0, False), (1e-7, True), (1e-4, True), (5e-3, False), (math.inf, False)]
 )
-def test_noise_floor_matters_only_for_small_drifts(rel_l2: float, near: bool) -> None:
+def test_only_small_drifts_are_near_the_noise_floor(rel_l2: float, near: bool) -> None:
     assert near_floor(dataclasses.replace(report(Recipe()).output, rel_l2=rel_l2)) is near
 
 
-def test_zero_drift_is_strict_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_zero_drift_is_printed_as_valid_json(capsys: pytest.CaptureFixture[str]) -> None:
     output = object_from(capsys, "drift", "--cast", "*=float32", "--json")["output"]
     assert (output["max_abs"], output["kl_max"], output["sqnr_db"]) == (0, 0, None)
 
@@ -99,7 +99,7 @@ def test_inspect_json_shows_the_planned_casts(capsys: pytest.CaptureFixture[str]
     assert "2.70 MiB" in text
 
 
-def test_inspect_of_a_python_file_knows_its_classes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_of_a_python_file_lists_the_module_classes(capsys: pytest.CaptureFixture[str]) -> None:
     found = object_from(capsys, "inspect", TINYNET, "--json", "--cast", "type:Linear=bf16")
     assert {module["class"] for module in found["modules"]} == {"TinyNet", "Embedding", "Linear", "LayerNorm"}
 
@@ -177,7 +177,7 @@ def test_interrupt_turned_into_another_error_exits_with_130(capsys: pytest.Captu
     assert capsys.readouterr().err == "dtype-engine: interrupted\n"
 
 
-def test_version_lists_what_figures_depend_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_verbose_version_lists_libraries_threads_and_hardware(capsys: pytest.CaptureFixture[str]) -> None:
     import platform
     from importlib import metadata
 
@@ -204,7 +204,7 @@ def test_version_lists_what_figures_depend_on(capsys: pytest.CaptureFixture[str]
         (("--save-pictures", "pictures"), "net.py:Net makes no pictures to save"),
     ],
 )
-def test_impossible_follow_up_is_refused_before_measuring(
+def test_unsupported_generation_is_refused_before_measuring(
     asked: tuple[str, ...],
     words: str,
     tmp_path: Path,

@@ -30,7 +30,7 @@ async def client_of(access: Access, seconds: float = 300, engine: tuple[str, ...
 
 
 async def called(name: str, engine: tuple[str, ...] = ENGINE, seconds: float = 300, **arguments: object) -> Any:
-    """What one call of a tool on the demo returns."""
+    """Return the result of one call of a tool on the demo."""
     async with client_of(Access((Path(),)), seconds, engine) as client:
         return await client.call_tool(name, {"model": "demo", **arguments})
 
@@ -121,7 +121,7 @@ async def test_each_mcp_tool_answers_like_its_command(capfd: pytest.CaptureFixtu
         ("inspect", {"model": "demo", "casts": ["*=bf16\0"]}, "embedded null byte"),
     ],
 )
-async def test_mcp_refuses_outside_paths_and_code(
+async def test_mcp_refuses_paths_outside_its_folders_and_python_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, arguments: dict[str, Any], words: str
 ) -> None:
     (tmp_path / "secret").mkdir()
@@ -137,7 +137,7 @@ async def test_mcp_refuses_outside_paths_and_code(
 
 
 @pytest.mark.slow
-async def test_mcp_errors_and_limits_are_sentences() -> None:
+async def test_mcp_reports_errors_and_exceeded_limits_in_sentences() -> None:
     result = await called("inspect", casts=["nothing=fp8"])
     assert result.is_error
     assert "pattern 'nothing' matches nothing in this model" in text_of(result)

@@ -22,7 +22,7 @@ def found(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) 
     return json.loads(capsys.readouterr().out)
 
 
-def test_serving_memory_follows_arithmetic(capsys: pytest.CaptureFixture[str]) -> None:
+def test_serving_memory_is_the_sum_of_weights_and_kv_cache(capsys: pytest.CaptureFixture[str]) -> None:
     memory = found(capsys, "--activations", "none", "--context", "300", "--batch", "3", "--budget", "5MiB")
     assert memory["kv_bytes_per_token"] == CACHE_OF_A_TOKEN
     assert memory["kv_bytes"] == 3 * 300 * CACHE_OF_A_TOKEN
@@ -33,7 +33,7 @@ def test_serving_memory_follows_arithmetic(capsys: pytest.CaptureFixture[str]) -
     assert memory["largest_context"] >= 300
 
 
-def test_cache_dtype_follows_the_weights_or_the_option(capsys: pytest.CaptureFixture[str]) -> None:
+def test_kv_cache_dtype_follows_the_weights_or_the_kv_option(capsys: pytest.CaptureFixture[str]) -> None:
     common = ("--activations", "none", "--context", "100")
     assert found(capsys, *common, "--cast", "*=bf16")["kv_bytes"] == 100 * CACHE_OF_A_TOKEN // 2
     assert found(capsys, *common, "--kv", "fp8")["kv_bytes"] == 100 * CACHE_OF_A_TOKEN // 4
@@ -44,7 +44,7 @@ def test_cache_dtype_follows_the_weights_or_the_option(capsys: pytest.CaptureFix
     assert mixed["kv_dtypes"] == ["bfloat16", "int8@token", "float32"]
 
 
-def test_activations_are_estimated_or_measured(capsys: pytest.CaptureFixture[str]) -> None:
+def test_estimated_activation_memory_is_close_to_the_measured_memory(capsys: pytest.CaptureFixture[str]) -> None:
     estimate = found(capsys, "--context", "200")["activations"]
     measure = found(capsys, "--context", "200", "--activations", "measure")["activations"]
     assert measure["nbytes"] <= estimate["nbytes"] <= 1.05 * measure["nbytes"]
@@ -60,7 +60,7 @@ def test_activation_memory_is_measured_under_the_recipe(capsys: pytest.CaptureFi
     assert 0.45 < narrow / wide < 0.7
 
 
-def test_too_small_budget_exits_with_status_1(capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_over_the_budget_exits_with_status_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert found(capsys, "--activations", "none", "--budget", "1MiB", status=1)["largest_context"] == 0
     assert run(cli, "dtype-engine", ["memory", "--activations", "none", "--budget", "4MiB"]) == 1
     assert "fits 4.00 MiB up to " in capsys.readouterr().out

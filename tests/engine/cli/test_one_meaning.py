@@ -1,4 +1,4 @@
-"""A rule means the same to every command: what it takes, why it is refused, and what the model is called in the answer."""
+"""A rule means the same in every command: its tensors, the reason of a refusal, and the name of the model in the answer."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_every_command_refuses_an_unknown_class(
     assert said == {"dtype-engine: pattern 'type:Nope' matches nothing in this model\n"}
 
 
-def test_tied_name_is_cast_alike_by_weights_and_torch(
+def test_weights_command_casts_a_tied_weight_as_torch_does(
     make_llama: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = make_llama()
@@ -72,8 +72,10 @@ def test_tied_name_is_cast_alike_by_weights_and_torch(
     assert found[0]["max_abs"] == pytest.approx(float((head - head.half().double()).abs().max()))
 
 
-def test_file_names_and_model_names_mean_the_same_tensor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Experts are packed as they are loaded, and renamed; a base model drops its prefix."""
+def test_rules_may_name_a_tensor_as_in_the_file_or_as_in_the_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Loading packs and renames experts; a base model has names without the prefix."""
     from tests.helpers import checkpoint_folders
 
     folder = checkpoint_folders.save("mixtral", tmp_path / "mixtral", processed=False)
@@ -155,7 +157,7 @@ def test_report_without_a_forward_pass_says_why(form: str, tmp_path: Path, capsy
     assert "without drift: " in capsys.readouterr().err
 
 
-def test_perplexity_equals_that_of_torch(
+def test_perplexity_equals_cross_entropy_of_torch(
     make_llama: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = make_llama()
@@ -177,7 +179,7 @@ def test_perplexity_equals_that_of_torch(
     assert found["perplexity_candidate"] == pytest.approx(perplexity(torch.bfloat16), rel=1e-3)
 
 
-def test_pickled_module_without_its_code_says_what_is_missing(
+def test_pickled_module_without_its_code_is_refused_with_the_missing_import(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = tmp_path / "code"
@@ -194,7 +196,9 @@ def test_pickled_module_without_its_code_says_what_is_missing(
     assert found["parameters"] == sum(parameter.numel() for parameter in net_of_code().parameters())
 
 
-def test_unknown_name_in_a_python_file_lists_the_candidates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_for_an_unknown_class_of_a_python_file_lists_the_known_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     extra = "\n\ndef make():\n    return Net()\n\n\ndef sized(width):\n    return Net()\n\n\ndef _hidden():\n    return Net()\n"
     (tmp_path / "net.py").write_text(NET + extra)
     said = refusal(capsys, "inspect", f"{tmp_path / 'net.py'}:Nope")

@@ -1,4 +1,4 @@
-"""How a program ends: its last line, whatever its progress has left on the terminal."""
+"""The last line that a program prints replaces the progress on the terminal."""
 
 from __future__ import annotations
 

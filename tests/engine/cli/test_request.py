@@ -1,4 +1,4 @@
-"""The command line as one frozen request: what was said explicitly wins, and each file is read once."""
+"""The command line as one frozen request: explicit options take precedence, and each file is read once."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def recipe(tmp_path: Path) -> Path:
 
 
 def request_of(*arguments: str, **configured: str) -> RunRequest:
-    """What a command gets of these arguments, with the defaults of a configuration."""
+    """Return the request that `drift` makes of these arguments and the defaults of a config file."""
     requests: list[RunRequest] = []
 
     @click.command(cls=ModelCommand, also=REFERENCE)
@@ -47,7 +47,7 @@ def request_of(*arguments: str, **configured: str) -> RunRequest:
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, module: object, name: str) -> list[Any]:
-    """The first argument of every call of a module's function from now on."""
+    """Return a list to which every later call of a function of the module adds its first argument."""
     calls: list[Any] = []
     function: Callable[..., object] = getattr(module, name)
 
@@ -96,7 +96,7 @@ def test_invalid_classes_dim_is_refused() -> None:
         ModelCommand("drift").make_context("drift", ["--classes-dim", "x"])
 
 
-def test_request_holds_plain_values_only() -> None:
+def test_request_is_made_without_a_click_context() -> None:
     with pytest.raises(RuntimeError):
         click.get_current_context()
     request = RunRequest.of({"model": "m", "casts": ("*=bf16",), "weights": Path("w.pth")}, frozenset(), runs=False)
@@ -129,7 +129,7 @@ def test_headers_are_read_once_per_command(
     assert [path.name for path in headers] == ["model.safetensors"]
 
 
-def test_against_makes_the_candidate_the_opened_model() -> None:
+def test_against_option_opens_the_candidate_with_the_model_as_reference() -> None:
     for request, expected in (
         (request_of("a", "--against", "b"), ("b", "a")),
         (request_of("--against", "b"), ("b", "demo")),

@@ -1,4 +1,4 @@
-"""A scan in shares, merged, is the scan in one piece; what does not belong together is refused by name."""
+"""Merged shards of a scan equal the undivided scan; shards that do not belong together are refused by name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Call = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def call(capsys: pytest.CaptureFixture[str], make_llama: Callable[..., Path], tmp_path: Path) -> Call:
-    """Run `scan` on a small Llama with four sequences of tokens; the exit status and both outputs."""
+    """Return a function that runs `scan` on a small Llama with four sequences and returns exit status, output and errors."""
     folder = make_llama(num_hidden_layers=1, dtype="bfloat16")
     ids = torch.randint(0, 64, (4, 1, 8), generator=torch.Generator().manual_seed(1))
     torch.save([{"input_ids": row} for row in ids], tmp_path / "ids.pt")
@@ -72,7 +72,7 @@ def test_merged_shards_equal_an_undivided_scan(how: Sequence[object], call: Call
     assert json.loads(again)["unit"] == json.loads(whole)["unit"]
 
 
-def test_merge_names_missing_and_unfinished_shards(call: Call, tmp_path: Path) -> None:
+def test_merge_refuses_missing_and_unfinished_scan_shards_by_name(call: Call, tmp_path: Path) -> None:
     files = shards(call, tmp_path, 3, "--draws", 1)
     output = tmp_path / "scan.json"
     refused(call, "1 of 4 parts are missing; there is no file of shard 2/3", "merge", files[0], files[2], "-o", output)
@@ -102,11 +102,11 @@ def test_merge_refuses_a_shard_of_another_scan(call: Call, make_llama: Callable[
     refused(call, "exists", "merge", first, second, "-o", output)
 
 
-def test_surplus_shards_have_nothing_to_do(call: Call, tmp_path: Path) -> None:
+def test_scan_shards_without_sequences_are_empty_and_can_be_merged(call: Call, tmp_path: Path) -> None:
     files = shards(call, tmp_path, 5, "--draws", 1)
     assert json.loads(files[4].read_text())["sequences"] == []
     assert call("merge", *files, "-o", tmp_path / "scan.json")[0] == 0
 
 
-def test_shard_requires_a_save_file(call: Call) -> None:
+def test_shard_option_requires_a_save_file(call: Call) -> None:
     refused(call, "--shard needs --save FILE", "--shard", "1/3")

@@ -1,4 +1,4 @@
-"""Standard streams: what goes to them, and what becomes of a program that has not got them."""
+"""What goes to which standard stream, and what happens if a stream is closed or can't be written."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ CASTING = ("drift", f"{TINYNET}:TinyNet", "--cast", "*=bf16")
 
 
 FRESH = (sys.executable, "-c", preloaded.COMMAND)
-"""The program in an interpreter of its own: a stream that is closed when it starts is none."""
+"""The program in a new interpreter, since a stream that is closed at the start of an interpreter is None."""
 
 
 def shell(streams: str, *arguments: str, program: Sequence[str] | None = None) -> subprocess.CompletedProcess[str]:
-    """The program, its streams as a shell makes them."""
+    """Run the program with streams redirected by a shell."""
     command = [*(program or preloaded.command(preloaded.COMMAND)), *arguments]
     return subprocess.run(
         ["sh", "-c", f'exec "$0" "$@" {streams}', *command], capture_output=True, text=True, timeout=120
@@ -69,7 +69,7 @@ def shell(streams: str, *arguments: str, program: Sequence[str] | None = None) -
 
 @pytest.fixture
 def printing(tmp_path: Path) -> str:
-    """A model whose code prints wherever it is run, in every way."""
+    """Return a model whose code prints in every possible way wherever it runs."""
     (tmp_path / "printing.py").write_text(PRINTING)
     return f"{tmp_path / 'printing.py'}:Net"
 
@@ -87,8 +87,8 @@ def test_prints_of_model_code_do_not_reach_standard_output(printing: str, comman
             assert f"LEAK {way}" in done.stderr
 
 
-def test_commands_print_only_through_answer() -> None:
-    """What click prints while a command runs goes where the prints of a model's code go."""
+def test_only_one_file_of_the_commands_calls_click_echo() -> None:
+    """Output by click while a command runs goes to standard error, like the prints of model code."""
     files = sorted(Path(cli.__file__).parent.glob("*.py"))
     assert [file.name for file in files if "click.echo(" in file.read_text()] == ["program.py"]
 
@@ -99,8 +99,8 @@ def test_help_goes_to_standard_output() -> None:
     assert done.stderr == ""
 
 
-def test_closed_standard_error_keeps_answers(printing: str) -> None:
-    """And no file that is opened gets its number."""
+def test_closed_standard_error_does_not_affect_the_output(printing: str) -> None:
+    """No file that is opened gets the descriptor number 2, either."""
     code = Path(printing.removesuffix(":Net"))
     code.write_text(code.read_text() + "assert open(__file__).fileno() > 2\n")
     done = shell("2>&-", "drift", printing, "--cast", "*=bf16", program=FRESH)
@@ -117,7 +117,7 @@ def test_closed_standard_error_keeps_the_exit_status(streams: str) -> None:
 
 
 @pytest.mark.parametrize("streams", ["2</dev/null", pytest.param("2>/dev/full", marks=WITH_FULL)])
-def test_unwritable_note_keeps_the_exit_status(tmp_path: Path, streams: str) -> None:
+def test_note_that_cannot_be_printed_does_not_change_the_exit_status(tmp_path: Path, streams: str) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text('version: 1\nmodel: other\nrules:\n  - {pattern: "*", dtype: bfloat16}\n')
     done = shell(streams, "drift", f"{TINYNET}:TinyNet", "--recipe", str(recipe))
@@ -132,7 +132,7 @@ def test_closed_standard_output_exits_before_work(arguments: tuple[str, ...]) ->
     assert done.stderr == "dtype-engine: standard output is closed, and answers go there: redirect it to a file\n"
 
 
-def test_closed_standard_input_keeps_answers() -> None:
+def test_closed_standard_input_does_not_affect_the_output() -> None:
     assert shell("<&-", *CASTING, program=FRESH).returncode == 0
     assert shell(">&- 2>&-", *CASTING, program=FRESH).returncode == 2
 
@@ -142,7 +142,7 @@ ANSWERING = [CASTING, (*CASTING, "--json"), ("inspect",), ("scan", "--help")]
 
 @pytest.mark.parametrize("arguments", ANSWERING)
 def test_closed_pipe_ends_the_program_silently(arguments: tuple[str, ...]) -> None:
-    """1 would be a limit that is missed."""
+    """The status is not 1, which would mean a missed limit."""
     reading, writing = os.pipe()
     os.close(reading)
     command = [*preloaded.command(preloaded.COMMAND), *arguments]
@@ -172,7 +172,7 @@ NAME = "ü.Δ.😀.weight"
 
 @pytest.fixture
 def named(tmp_path: Path) -> Path:
-    """A checkpoint with a name of letters that no encoding of one byte has together."""
+    """Write a checkpoint with a tensor name whose characters no single-byte encoding has together."""
     save_file({NAME: torch.ones(4, 4)}, tmp_path / "named.safetensors")
     return tmp_path / "named.safetensors"
 
@@ -185,7 +185,7 @@ def in_encoding(name: str, *arguments: str) -> subprocess.CompletedProcess[bytes
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ENCODINGS)
-def test_unencodable_letter_does_not_lose_a_measurement(name: str) -> None:
+def test_unencodable_character_in_a_drift_report_is_escaped(name: str) -> None:
     done = in_encoding(name, "drift", "--cast", "*.mlp=fp8", "--prompt", "import os")
     assert done.returncode == 0
     assert b"\\u0394p" in done.stdout
@@ -201,21 +201,21 @@ def test_json_is_valid_in_every_encoding(named: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ENCODINGS)
-def test_unencodable_letters_are_escaped_in_text(named: Path, name: str) -> None:
+def test_unencodable_characters_in_names_are_escaped(named: Path, name: str) -> None:
     done = in_encoding(name, "inspect", str(named), "--top", "1")
     assert done.returncode == 0
     encoding = name if name.islower() else "ascii"
     assert NAME.removesuffix(".weight").encode(encoding, "backslashreplace") in done.stdout
 
 
-def test_error_with_unencodable_letters_is_printed(tmp_path: Path) -> None:
+def test_error_with_unencodable_characters_is_printed_escaped(tmp_path: Path) -> None:
     done = in_encoding("ascii", "inspect", str(tmp_path / "Δ"))
     assert done.returncode == 2
     assert b"\\u0394: no such folder or file" in done.stderr
     assert done.stderr.count(b"\n") == 1
 
 
-def test_converted_recipe_is_printed_exactly_or_refused(named: Path, tmp_path: Path) -> None:
+def test_converted_recipe_that_standard_output_cannot_encode_is_refused(named: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(f'version: 1\nrules:\n  - {{pattern: "{NAME}", dtype: bfloat16}}\n', encoding="utf-8")
     words = ("recipe", "convert", str(recipe), "--model", str(named), "--to", "transformers")

@@ -30,7 +30,7 @@ def row(name: str, planned: int, drift: float) -> SweepRow:
     return SweepRow(name, (), planned, drift, False, output(drift))
 
 
-def test_pareto_optimal_rows_are_marked() -> None:
+def test_sweep_marks_pareto_optimal_recipes() -> None:
     points = [(30, 0.1), (10, 0.5), (20, 0.5), (20, 0.2), (20, 0.2), (40, 0.1), (5, float("inf"))]
     rows = sweep_rows([row(str(number), *point) for number, point in enumerate(points)])
     assert [(found.planned_bytes, found.drift) for found in rows] == sorted(points)
@@ -44,7 +44,7 @@ def plotted(rows: tuple[SweepRow, ...]) -> list[str]:
     return sweep_text(SweepReport("net", "inputs", 100, "KL", rows)).splitlines()
 
 
-def test_the_plot_has_a_point_for_each_recipe_with_a_drift() -> None:
+def test_sweep_plot_has_a_point_for_each_recipe_with_drift() -> None:
     rows = sweep_rows([row("a", 10, 1e-1), row("b", 20, 1e-3), row("c", 30, 1e-2), row("d", 40, 0.0)])
     drawn = [line.partition("|")[2] for line in plotted(rows) if "|" in line]
     assert [line.count("*") + line.count("o") for line in drawn] == [1, *[0] * 4, 1, *[0] * 5, 1]
@@ -66,7 +66,9 @@ def files(tmp_path: Path) -> dict[str, Path]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [[], ["--workers", "2"]])
-def test_sweep_measures_like_drift(how: list[str], files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_sweep_figures_equal_those_of_the_drift_command(
+    how: list[str], files: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     swept = answer(capsys, "sweep", "demo", *map(str, files.values()), *PROMPT, "--json", *how)
     found = {Path(row["recipe"]).stem: row for row in swept["rows"]}
     assert set(found) == set(RECIPES)
@@ -80,7 +82,7 @@ def test_sweep_measures_like_drift(how: list[str], files: dict[str, Path], capsy
 
 
 @pytest.mark.slow
-def test_sweep_names_the_recipe_file_that_does_not_fit(
+def test_sweep_names_the_recipe_file_that_does_not_fit_the_model(
     files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = tmp_path / "other.yaml"

@@ -63,7 +63,7 @@ def test_stored_bytes_equal_those_of_real_tensors(dtype: str, shape: tuple[int, 
     assert dtypes.nbytes_in(shape, dtype) == data.nbytes + (scale.nbytes if scale is not None else 0)
 
 
-def test_dtype_badges_are_distinct() -> None:
+def test_short_names_of_dtypes_are_distinct() -> None:
     badges = [row.short_name for row in dtypes.BY_NAME.values()]
     assert len(set(badges)) == len(badges)
     assert all(math.isfinite(row.max) for row in dtypes.BY_NAME.values())

@@ -1,4 +1,4 @@
-"""Weights that runtimes fuse: which they are, and what a plan makes of them."""
+"""Which weights runtimes fuse, and how a plan treats fused weights."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def words_of(dtype: str, taken: list[str], planned: dict[str, str]) -> str:
     return fused_words(dtype, set(taken), planned, fused_groups(planned))
 
 
-def test_fused_groups_hold_the_existing_members() -> None:
+def test_fused_groups_contain_only_existing_weights() -> None:
     assert fused_groups(plan()) == (tuple(ATTENTION), tuple(MLP[:2]), (EXPERT[0], EXPERT[2]))
     assert fused_groups(ATTENTION[:1]) == ()
     assert siblings("q_proj.weight") == ("q_proj.weight", "k_proj.weight", "v_proj.weight")
     assert siblings("q_proj.bias") == siblings("model.norm.weight") == ()
 
 
-def test_nvfp4_members_share_a_scale() -> None:
+def test_fused_nvfp4_weights_share_a_scale() -> None:
     assert scale_groups(plan(q_proj="nvfp4")) == {}
     assert scale_groups(plan(q_proj="nvfp4", k_proj="nvfp4")) == dict.fromkeys(ATTENTION[:2], tuple(ATTENTION[:2]))
     assert scale_groups(plan(w1="nvfp4", w2="nvfp4", w3="nvfp4")) == dict.fromkeys(
@@ -35,7 +35,7 @@ def test_nvfp4_members_share_a_scale() -> None:
     assert scale_groups(plan(q_proj="mxfp4", k_proj="mxfp4", v_proj="mxfp4")) == {}
 
 
-def test_fused_group_in_several_formats_is_split() -> None:
+def test_fused_weights_in_several_formats_are_reported_as_split() -> None:
     assert split_groups(plan(q_proj="nvfp4", down_proj="int8")) == (tuple(ATTENTION),)
     assert split_groups(plan(q_proj="float16")) == (), "runtimes cast those that have no scales"
     assert split_groups(plan(gate_proj="int4@g128", up_proj="int4@g32")) == (tuple(MLP[:2]),)

@@ -1,4 +1,4 @@
-"""How far a job is: the time left by its pace, and the imports that opening a model waits for."""
+"""The remaining time of a job, estimated from its pace, and the progress of imports while a model is opened."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dtype_engine.core.job_pace import JobPace
 from dtype_engine.core.opening_progress import READING_INPUTS, OpeningProgress
 
 
-def test_remaining_time_restarts_with_every_job() -> None:
+def test_remaining_time_is_unknown_at_the_start_of_every_job() -> None:
     seconds = [0.0]
     pace = JobPace(lambda: seconds[0])
     pace.follow("scan", 0.5)

@@ -1,4 +1,4 @@
-"""Shares of work: every part is in one share, and what a Slurm job array says is read."""
+"""Every part of the work is in exactly one shard, and shards can be chosen by a Slurm job array."""
 
 from __future__ import annotations
 

@@ -33,14 +33,14 @@ def in_version_2(groups: Path, inside: str, visible: str) -> None:
 
 
 @pytest.mark.parametrize(("inside", "visible"), [("/", ""), ("/slurm/job_7", "slurm/job_7"), ("/docker/0123", "")])
-def test_cgroup_limit_and_free_memory_are_read(groups: Path, inside: str, visible: str) -> None:
+def test_cgroup_v2_limit_and_free_memory_are_read(groups: Path, inside: str, visible: str) -> None:
     in_version_2(groups, inside, visible)
     assert system_memory.total_memory() == 64 * MIB
     assert system_memory.free_memory() == (64 - 40 + 15) * MIB
     assert memory_budget() == system_memory.free_memory() // 4
 
 
-def test_smallest_limit_of_nested_cgroups_counts(groups: Path) -> None:
+def test_smallest_memory_limit_of_nested_cgroups_is_used(groups: Path) -> None:
     in_version_2(groups, "/slurm/job_7/step_0", "slurm")
     write(
         groups / "cgroup/slurm/job_7", max=str(128 * MIB), current=str(127 * MIB), stat="inactive_file 0\nactive_file 0"
@@ -50,7 +50,7 @@ def test_smallest_limit_of_nested_cgroups_counts(groups: Path) -> None:
     assert system_memory.free_memory() == MIB
 
 
-def test_cgroup_v1_limit_includes_child_groups(groups: Path) -> None:
+def test_free_memory_in_cgroup_v1_counts_the_cache_of_child_groups(groups: Path) -> None:
     (groups / "own").write_text("5:cpu,cpuacct:/a\n4:memory:/a/b\n0::/\n")
     write(groups / "cgroup/memory/a/b", limit_in_bytes=str(32 * MIB), usage_in_bytes=str(30 * MIB),
           stat=f"inactive_file 0\nactive_file 0\ntotal_inactive_file {3 * MIB}\ntotal_active_file {4 * MIB}")  # fmt: skip
@@ -58,7 +58,7 @@ def test_cgroup_v1_limit_includes_child_groups(groups: Path) -> None:
     assert system_memory.free_memory() == 9 * MIB
 
 
-def test_cgroup_limit_counts_without_other_figures(groups: Path) -> None:
+def test_cgroup_limit_is_used_without_usage_statistics(groups: Path) -> None:
     write(groups / "cgroup", max=str(64 * MIB))
     assert system_memory.total_memory() == 64 * MIB
     assert system_memory.free_memory() > 0
@@ -72,7 +72,7 @@ def test_malformed_cgroup_lines_are_ignored(groups: Path) -> None:
     assert system_memory.total_memory() == 64 * MIB
 
 
-def test_system_without_cgroup_limits_has_all_memory(groups: Path) -> None:
+def test_without_cgroup_limits_all_memory_of_the_machine_is_used(groups: Path) -> None:
     assert system_memory.total_memory() == psutil.virtual_memory().total
     (groups / "own").write_text("0::/a\n")
     write(groups / "cgroup/a", max="max", current="5", stat="inactive_file 0\nactive_file 0")

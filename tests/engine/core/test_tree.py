@@ -35,7 +35,7 @@ def tensor_lists(draw: st.DrawFn) -> list[TensorInfo]:
 
 
 @given(tensor_lists())
-def test_totals_count_each_saved_tensor_once_at_every_node(tensors: list[TensorInfo]) -> None:
+def test_totals_of_a_module_count_each_saved_tensor_once(tensors: list[TensorInfo]) -> None:
     tree = Tree(tensors)
     totals = tree.totals()
     for module in tree.modules:
@@ -55,7 +55,7 @@ def test_totals_count_each_saved_tensor_once_at_every_node(tensors: list[TensorI
 
 
 @given(tensor_lists())
-def test_every_name_of_a_tensor_finds_it(tensors: list[TensorInfo]) -> None:
+def test_tensor_is_found_by_each_of_its_tied_names(tensors: list[TensorInfo]) -> None:
     tree = Tree(tensors)
     for tensor in tensors:
         for name in tensor.names:
@@ -70,7 +70,7 @@ def test_numbered_modules_are_in_numeric_order() -> None:
     assert list(tree.modules["layers"].children) == [str(number) for number in range(12)]
 
 
-def test_mixes_are_shares_of_the_bytes() -> None:
+def test_dtype_mix_of_a_module_is_given_in_shares_of_bytes() -> None:
     tree = Tree([TensorInfo("a.x", (3,), "float32"), TensorInfo("a.y", (2,), "bfloat16")])
     assert tree.totals()[""].mix() == [("float32", 0.75), ("bfloat16", 0.25)]
     assert tree.totals({"a.x": "bfloat16"})[""].mix() == [("bfloat16", 1.0)]
@@ -80,7 +80,7 @@ def test_mixes_are_shares_of_the_bytes() -> None:
     ("part", "counts"),
     [("0", True), ("17", True), ("", False), ("-1", False), ("3b", False), ("²", False), ("*", False)],
 )
-def test_layer_numbers_are_decimal(part: str, counts: bool) -> None:
+def test_only_plain_decimal_digits_count_as_layer_numbers(part: str, counts: bool) -> None:
     assert is_number(part) is counts
 
 
@@ -90,16 +90,16 @@ def test_layer_and_expert_numbers_are_found_in_names() -> None:
     assert numbered_parts("lm_head") == numbered_parts("") == []
 
 
-def test_name_with_too_many_parts_has_no_parents() -> None:
-    """Together they would have 180 GB."""
+def test_name_with_too_many_parts_has_only_the_root_as_parent() -> None:
+    """The names of all parents together would take 180 GB."""
     assert list(ancestors("a." * 600_000)) == [""]
     longest = ".".join(["a"] * MOST_PARTS) + ".weight"
     assert len(list(ancestors(longest))) == MOST_PARTS + 1
 
 
 @pytest.mark.slow
-def test_depth_of_names_and_number_of_modules_are_limited() -> None:
-    """A file of 9 MB without a single value could have four million modules. Each name has 199 more than the one before."""
+def test_depth_and_number_of_modules_of_a_tree_are_limited() -> None:
+    """A file of 9 MB without any values could have four million modules: each name has 199 parts more than the name before."""
     deep = [".".join(["a"] * (199 * times)) + ".weight" for times in (1, 2)]
     from_tensors([TensorInfo(deep[0], (1,), "float32")])
     with pytest.raises(UserError, match="over 200 parts"):

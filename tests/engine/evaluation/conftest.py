@@ -19,12 +19,12 @@ from dtype_engine.evaluation.specs import Evaluated, Evaluation, Opened, ScanSeq
 
 
 def untimed(report: Any) -> Any:
-    """A report of a scan without what differs each time."""
+    """Return a scan report without its times, which differ in every run."""
     return dataclasses.replace(report, forward_seconds=0.0, scan_seconds=0.0)
 
 
 def results_with_one_killed(pool: Pool, opened: Opened, count: int) -> dict[int, Evaluated]:
-    """The results of scanning five sequences again and again, where the process that gave the first is killed."""
+    """Return the results of repeated scans of five sequences, while the process that gave the first result is killed."""
     found: dict[int, Evaluated] = {}
     evaluations = [Evaluation(opened, ScanSequence(("int8",), 2, index % 5)) for index in range(count)]
     for index, result in pool.results(evaluations):

@@ -1,4 +1,4 @@
-"""The adapters of the documentation, taken from its pages and run where what they adapt is installed."""
+"""The adapters in the documentation, taken from its pages and run if the adapted library is installed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 
 def adapter(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The code of a page as a module that other processes can import, too."""
+    """Return the code of a page as a module that other processes can import, too."""
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "engine" / "docs" / f"{page}.md").read_text(), re.DOTALL)
     (folder / f"{page}_adapter.py").write_text(code)
     monkeypatch.syspath_prepend(str(folder))
@@ -33,7 +33,7 @@ def here(source: Source, options: de.Options) -> Any:
     return untimed(opening.open_session(source, options).scan(["int8", "bfloat16"]))
 
 
-def test_submitit_example_runs(
+def test_documented_submitit_example_gives_the_same_scan(
     here: Any, source: Source, options: de.Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     submitit = pytest.importorskip("submitit")
@@ -45,7 +45,7 @@ def test_submitit_example_runs(
     assert save.exists()
 
 
-def test_ray_example_runs(
+def test_documented_ray_example_gives_the_same_scan(
     here: Any, source: Source, options: de.Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ray = pytest.importorskip("ray")

@@ -1,4 +1,4 @@
-"""A real Dask cluster on this machine gives what this process gives, and what is lost is done again or said."""
+"""A Dask cluster on this machine gives the results of this process; lost work is repeated or reported."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ Start = Callable[[int], tuple[str, list[subprocess.Popen[bytes]]]]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Start a scheduler and so many workers: its address, and the processes, the scheduler first."""
+    """Return a function that starts a scheduler and a number of workers and returns the address and the processes, the scheduler
+    first.
+    """
     distributed = pytest.importorskip("distributed")
     processes: list[subprocess.Popen[bytes]] = []
 
@@ -55,7 +57,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         process.wait()
 
 
-def test_cluster_results_survive_a_killed_worker(
+def test_dask_cluster_with_a_killed_worker_gives_the_same_results(
     start: Start, session: Any, source: Source, options: de.Options, opened: Opened
 ) -> None:
     address, _ = start(2)
@@ -77,7 +79,7 @@ def test_cluster_results_survive_a_killed_worker(
     assert all(found[index].value.scores == scan.measure(index % 5).scores for index in found)
 
 
-def test_finished_work_is_kept_when_the_scheduler_ends(
+def test_scan_keeps_finished_parts_when_the_dask_scheduler_ends(
     start: Start, session: Any, source: Source, options: de.Options, opened: Opened, tmp_path: Path
 ) -> None:
     address, processes = start(1)
@@ -100,7 +102,9 @@ def test_finished_work_is_kept_when_the_scheduler_ends(
     assert untimed(again.run()) == untimed(whole)
 
 
-def test_missing_scheduler_and_missing_workers_are_reported(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_dask_scheduler_and_missing_workers_are_reported(
+    start: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
     address, _ = start(0)
     with pytest.raises(de.UserError, match=f"no workers; dtype-engine worker {address} says how"):
         DaskPool(address)

@@ -1,4 +1,4 @@
-"""Evaluations in other processes give what this one gives, to the last bit, whatever happens to the processes."""
+"""Evaluations in other processes give bitwise the results of this process, also if processes are killed."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_work_of_a_killed_process_is_repeated(session: Any, opened: Opened) -> N
         assert result.host
 
 
-def test_processes_that_keep_dying_are_reported(tmp_path: Path) -> None:
+def test_worker_processes_that_keep_dying_are_reported(tmp_path: Path) -> None:
     file = tmp_path / "net.py"
     file.write_text("import os\nos._exit(3)\n")
     opened = Opened(f"{file}:Net", de.Options(device="cpu"), "", "")
@@ -106,13 +106,13 @@ def test_worker_refuses_another_model_or_other_inputs(what: str, opened: Opened,
         list(pool.results([Evaluation(other, RecipeDrift(de.Recipe(), de.RunSettings()))]))
 
 
-def test_missing_model_is_reported_with_the_process(opened: Opened, pool: ProcessPool) -> None:
+def test_worker_process_that_cannot_open_the_model_is_named(opened: Opened, pool: ProcessPool) -> None:
     gone = dataclasses.replace(opened, model="/nowhere/at/all")
     with pytest.raises(de.UserError, match=r"process \d+ on .* can't open the model: /nowhere/at/all: no such folder"):
         list(pool.results([Evaluation(gone, RecipeDrift(de.Recipe(), de.RunSettings()))]))
 
 
-def test_processes_continue_after_cancelled_work(opened: Opened, pool: ProcessPool) -> None:
+def test_worker_processes_are_reused_after_a_cancellation(opened: Opened, pool: ProcessPool) -> None:
     evaluations = [Evaluation(opened, ScanSequence(("int8",), 2, index % 5)) for index in range(50)]
     seen: list[object] = []
     found = pool.results(evaluations, cancelled=lambda: bool(seen))
@@ -123,7 +123,7 @@ def test_processes_continue_after_cancelled_work(opened: Opened, pool: ProcessPo
     assert len(list(pool.results(evaluations[:3]))) == 3
 
 
-def test_each_process_opens_the_model_once(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_process_opens_the_model_only_once(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     times: list[object] = []
     opens = opening.open_session
     monkeypatch.setattr(opening, "open_session", lambda *given: times.append(given) or opens(*given))
@@ -152,7 +152,7 @@ def test_worker_processes_end_with_their_parent(opened: Opened, tmp_path: Path) 
     assert worker.wait(timeout=60) is None
 
 
-def test_number_of_processes_is_limited_by_memory() -> None:
+def test_number_of_worker_processes_is_limited_by_free_memory() -> None:
     free = psutil.virtual_memory().available
     assert fitting(1, 10 * free) == 1
     assert fitting(64, free) == 1
@@ -160,7 +160,7 @@ def test_number_of_processes_is_limited_by_memory() -> None:
     assert fitting(10_000, 0) < 10_000
 
 
-def test_processes_share_the_cache_memory() -> None:
+def test_worker_processes_divide_the_memory_budget() -> None:
     try:
         share_memory(4)
         quarter = memory_budget()
@@ -175,7 +175,7 @@ def test_kernel_error_survives_pickling() -> None:
     assert (str(again), vars(again)) == (str(error), vars(error))
 
 
-def test_task_is_the_same_from_any_folder(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_in_a_task_do_not_depend_on_the_current_folder(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     assert source.path is not None
     monkeypatch.chdir(source.path.parent)
     (source.path.parent / "net.py").write_text("from torch import nn\nclass Net(nn.Linear): pass\n")
@@ -214,7 +214,7 @@ def test_causes_over_processes_equal_those_in_one(
     assert dataclasses.replace(work.causes(session, over), seconds=0.0) == dataclasses.replace(here, seconds=0.0)
 
 
-def test_export_compared_over_processes_finds_a_changed_value(
+def test_verification_in_several_processes_finds_a_changed_value(
     session: Any, source: Source, tmp_path: Path, pool: ProcessPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session.apply(de.Recipe.of([de.Rule.parse("*.mlp=fp8"), de.Rule.parse("*.o_proj=int8")]))
@@ -256,7 +256,7 @@ def test_results_of_another_torch_are_noted_or_refused(
     session: Any, source: Source, opened: Opened, tmp_path: Path
 ) -> None:
     class Elsewhere:
-        """Processes with another torch, as a cluster may have them."""
+        """Processes with another version of torch, as a cluster may have."""
 
         workers = 1
 

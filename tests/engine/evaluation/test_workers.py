@@ -13,14 +13,14 @@ from dtype_engine.evaluation.pool import ProcessPool, assigned, visible_gpus
 from dtype_engine.evaluation.workers import Workers, parse_workers
 
 
-def test_visible_gpus_are_found() -> None:
+def test_visible_gpus_are_read_from_cuda_visible_devices() -> None:
     assert visible_gpus(3, {}) == ("0", "1", "2")
     assert visible_gpus(2, {"CUDA_VISIBLE_DEVICES": "5, 7"}) == ("5", "7")
     assert visible_gpus(1, {"CUDA_VISIBLE_DEVICES": "GPU-8932,GPU-17"}) == ("GPU-8932",)
     assert visible_gpus(0, {"CUDA_VISIBLE_DEVICES": ""}) == ()
 
 
-def test_each_process_has_a_gpu_of_its_own() -> None:
+def test_worker_processes_get_their_own_gpus_in_turn() -> None:
     seen = []
     for index in range(5):
         environment = {"CUDA_VISIBLE_DEVICES": "0,1,2,3", "HOME": "/"}
@@ -47,7 +47,7 @@ def test_number_of_workers_is_limited_by_gpus_work_and_memory() -> None:
 
 
 @pytest.mark.parametrize("text", ["0", "-3", "many", "http://x", "99999999", "1.5", ""])
-def test_invalid_workers_are_refused(text: str) -> None:
+def test_invalid_text_for_workers_is_refused(text: str) -> None:
     with pytest.raises(de.UserError, match="give a number of processes, or tcp://HOST:PORT"):
         parse_workers(text)
     assert [parse_workers(text) for text in ("1", "64", "tcp://10.0.0.1:8786")] == [1, 64, "tcp://10.0.0.1:8786"]
@@ -55,7 +55,7 @@ def test_invalid_workers_are_refused(text: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.device_count() < 1, reason="there is no GPU here")
-def test_process_sees_only_its_gpu() -> None:
+def test_worker_process_sees_only_its_own_gpu() -> None:
     gpus = visible_gpus(torch.cuda.device_count())
     with ProcessPool(1, gpus) as pool:
         executor = pool._started()

@@ -53,8 +53,8 @@ _PIECES = (b"\0", b"\xff", b"(", b"]", b"}", b"2", b"0", b"R", b"\x94")
 
 
 def make_good(kind: str, folder: Path) -> list[bytes]:
-    """Several good files of a kind, small enough that most mutations hit something. Also what they are tried with: the model that
-    recipes are for, say.
+    """Write a few valid files of a kind, small enough that most mutations change something that is read, and the files that they
+    are used with, such as the model of a recipe.
     """
     for other in _OTHERS:
         if kind in other.KINDS:
@@ -195,7 +195,7 @@ def FINGERPRINT() -> Any:
 
 
 def mutated(kind: str, good: list[bytes], seed: int) -> bytes:
-    """The file of a case."""
+    """Return the file of a case."""
     chooser = random.Random(f"{kind} {seed}")
     content = good[seed % len(good)] if kind in fuzz_inputs.KINDS else chooser.choice(good)
     if chooser.random() < 0.02:
@@ -225,7 +225,7 @@ def _with_another_pickle(content: bytes, chooser: random.Random) -> bytes:
 
 
 def _other_bytes(content: bytes, good: list[bytes], chooser: random.Random) -> bytes:
-    """Bytes changed, cut, put in, moved, taken from another file, or numbers replaced by extremes."""
+    """Change, remove, insert or move bytes, take bytes of another file, or replace numbers by extreme ones."""
     data = bytearray(content)
     for _ in range(chooser.choice((1, 1, 2, 3))):
         if not data:
@@ -283,7 +283,7 @@ def _other_yaml(content: bytes, chooser: random.Random) -> bytes:
 
 
 class TooLong(BaseException):
-    """A case did not end in time. Nothing catches it on the way."""
+    """Raised if a case does not end in time. No code catches it before the fuzzer."""
 
 
 def commands(kind: str, path: Path, folder: Path, seed: int) -> list[str]:
@@ -308,7 +308,7 @@ def commands(kind: str, path: Path, folder: Path, seed: int) -> list[str]:
 
 
 def run_case(kind: str, content: bytes, folder: Path, seed: int) -> tuple[int, str]:
-    """The exit status and what was said on standard error. Raises whatever comes out of the program."""
+    """Run a case. Returns the exit status and the text on standard error. Errors of the program are not caught."""
     from dtype_engine.cli import cli
     from dtype_engine.cli.program import run
 
@@ -387,7 +387,7 @@ _NEEDS_A_TERMINAL = "this is not a terminal"
 
 
 def judged(kind: str, seed: int, good: list[bytes], folder: Path, seen: Seen) -> None:
-    """Run a case and add what it gave to `seen`."""
+    """Run a case and add the result to `seen`."""
     from dtype_engine.runtime.session.process_memory import process_memory, reset_peak_rss
 
     content = mutated(kind, good, seed)

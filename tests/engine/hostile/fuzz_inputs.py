@@ -143,7 +143,7 @@ _places: dict[str, list[_Good]] = {}
 
 
 def _taken(folder: Path, good: _Good) -> _Good:
-    """The same, with the content of the model's own file if it has none."""
+    """Return the good file. If it has no content, it gets that of the model's own file."""
     return dataclasses.replace(good, content=good.content or (folder / good.model / good.file).read_bytes())
 
 

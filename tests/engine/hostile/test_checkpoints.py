@@ -65,7 +65,9 @@ def flipped(content: bytes, chooser: random.Random) -> bytes:
 
 
 def one(folder: Path, seed: int) -> str:
-    """Make one hostile folder and open it; the refusal, or nothing when it was read. Anything but UserError comes out."""
+    """Open a hostile folder made from the seed. Returns the refusal, "" if the folder was read. All errors but UserError are
+    raised.
+    """
     chooser = random.Random(seed)
     raw = dumped(changed(header(), chooser) if chooser.random() < 0.7 else header())
     length = len(raw) if chooser.random() < 0.9 else chooser.choice([0, 1, len(raw) + 1, 2**31, 2**63, 2**64 - 1])
@@ -170,7 +172,7 @@ HOSTILE: dict[str, Callable[[Path], object]] = {
 
 
 ENDLESS = ("fifo", "fifo for an index", "device")
-"""Whoever read these would wait, or read, for ever: a process of its own can be ended."""
+"""Files whose reader would wait or read for ever, and which are therefore opened in separate processes that can be ended."""
 
 
 @pytest.mark.parametrize("what", HOSTILE)
@@ -211,7 +213,7 @@ def test_names_from_files_are_escaped_for_the_terminal(tmp_path: Path, capsys: p
     ],
     ids=["a method", "a target", "blocks"],
 )  # fmt: skip
-def test_quantization_config_is_shown_as_text_or_refused(
+def test_hostile_quantization_config_is_shown_escaped_or_refused_in_one_line(
     make_llama: Callable[..., Path], declared: dict[str, object], capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     import torch

@@ -45,8 +45,8 @@ RECIPE = de.Recipe().then(de.Rule.parse("*.mlp=bf16"))
 
 
 @pytest.mark.parametrize("model", ["/etc/passwd", "/dev/zero", "..", "a\0b", "tcp://host/x", "file:///etc/passwd"])
-def test_worker_reveals_nothing_of_other_paths(model: str, tmp_path: Path) -> None:
-    """No model is there; one that is has another fingerprint (`test_worker_refuses_another_model_or_other_inputs`)."""
+def test_worker_error_reveals_no_content_of_other_paths(model: str, tmp_path: Path) -> None:
+    """The paths hold no model. For other models see `test_worker_refuses_another_model_or_other_inputs`."""
     opened = Opened(model, de.Options(device="cpu", prompts=("hello",)), "w" * 64, "i" * 64)
     with pytest.raises(UserError, match=r"^process \d+ on .* can't open the model: ") as told:
         evaluate(Evaluation(opened, RecipeDrift(de.Recipe(), de.RunSettings())))
@@ -63,14 +63,14 @@ def test_worker_reveals_nothing_of_other_paths(model: str, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "model", ["org/..", "org/../../x", "models--org--name", "org/name@../../x", "%2e%2e/x", "-x", "org\\name", "org/\x1b[2J", "a\n"]
 )  # fmt: skip
-def test_model_id_opens_only_its_cache_folder(model: str) -> None:
+def test_hub_model_id_cannot_open_other_folders(model: str) -> None:
     with pytest.raises(UserError, match="no such folder or file, and no Hugging Face model of this name") as told:
         locate(model)
     assert str(told.value).isprintable()
 
 
 @pytest.mark.parametrize("revision", ["../../../outside", "/etc", "\x1b[2J", "x" * 5000, ""])
-def test_cached_revision_cannot_escape_its_folder(
+def test_revision_in_the_hub_cache_cannot_name_another_folder(
     revision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What stands in `refs/main` names a folder of `snapshots`."""
@@ -132,7 +132,7 @@ ARRAYS: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("what", ARRAYS)
-def test_npz_array_matches_its_header_or_is_refused(
+def test_npz_array_that_does_not_fit_its_header_is_refused(
     what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     content, says = ARRAYS[what]
@@ -181,7 +181,7 @@ LINES: dict[str, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("what", LINES)
-def test_jsonl_bomb_is_reported_by_line(what: str, tmp_path: Path) -> None:
+def test_oversized_jsonl_entry_is_refused_with_its_line_number(what: str, tmp_path: Path) -> None:
     content, says = LINES[what]
     (tmp_path / "x.jsonl").write_text(content)
 
@@ -194,7 +194,7 @@ def test_jsonl_bomb_is_reported_by_line(what: str, tmp_path: Path) -> None:
 
 
 def test_text_size_is_checked_before_reading(tmp_path: Path) -> None:
-    """100 GB without a block on the disk, in this process: whoever reads them has no memory left."""
+    """The file has 100 GB without a block on the disk. Reading it in this process would exhaust the memory."""
     path = tmp_path / "x.jsonl"
     with open(path, "wb") as file:
         file.truncate(100 << 30)
@@ -211,7 +211,7 @@ def test_text_size_is_checked_before_reading(tmp_path: Path) -> None:
 
 @contextmanager
 def full_disk() -> Iterator[None]:
-    """No file may grow beyond 100 bytes, as if the disk were full then."""
+    """Let no file grow beyond 100 bytes, which stands for a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
     try:
@@ -221,7 +221,7 @@ def full_disk() -> Iterator[None]:
 
 
 def test_files_are_written_completely_or_not_at_all(tmp_path: Path) -> None:
-    """Reports, recipes, saved scans and sessions are written by this one function."""
+    """Reports, recipes, saved scans and sessions are all written by this function."""
     path = tmp_path / "old.html"
     path.write_text("old")
     with full_disk():
@@ -235,12 +235,12 @@ def test_files_are_written_completely_or_not_at_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("target", ["\0", "/proc/self/x/y", "/dev/full/x", "/dev/null"])
-def test_unwritable_path_is_one_sentence(target: str) -> None:
+def test_unwritable_path_is_refused_in_one_sentence(target: str) -> None:
     with pytest.raises(UserError, match=r"can't write |there is no folder |exists; name another file"):
         check_target(Path(target))
 
 
-def test_full_output_device_is_one_sentence() -> None:
+def test_full_output_device_is_reported_in_one_sentence() -> None:
     code = f"import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 1); {preloaded.COMMAND}"
     done = preloaded.run(code, "inspect", "--json")
     assert done.returncode == BAD_INPUT
@@ -250,8 +250,8 @@ def test_full_output_device_is_one_sentence() -> None:
 # -- an engine that is halted ------------------------------------------------------------------------------------------
 
 
-def test_request_cancelled_before_the_engine_runs_ends() -> None:
-    """An engine whose thread has not run since, as one that was halted."""
+def test_request_cancelled_before_the_engine_thread_starts_is_ended() -> None:
+    """The thread of the engine has not run since the request, as after SIGSTOP."""
     told: list[events.Event] = []
     worker = Worker(locate(None), de.Options(), told.append)
     worker._opened.set()
@@ -262,8 +262,8 @@ def test_request_cancelled_before_the_engine_runs_ends() -> None:
 
 @pytest.mark.slow
 def test_paused_engine_resumes_without_a_partial_export(tmp_path: Path) -> None:
-    """By SIGSTOP: what was cancelled meanwhile ends in `Idle`, also where the engine's thread never saw it. Halted once more while
-    it writes, and left then, as by q, SIGTERM or the end of the terminal, it leaves nothing that has the export's name.
+    """SIGSTOP pauses the engine. What is cancelled meanwhile ends in `Idle`. If it is paused while it writes an export, and the app
+    is then left, nothing has the export's name.
     """
     number, out = tmp_path / "number", tmp_path / "out"
     code = f"import os; open({str(number)!r}, 'w').write(str(os.getpid())); {preloaded.ENGINE}"

@@ -7,7 +7,7 @@ from tests.engine.hostile import fuzz, fuzz_events, fuzz_inputs, fuzz_quantized
 
 CASES = 100
 FEW = 12
-"""Of the kinds that open a model or the app in each case, which takes a fifth of a second."""
+"""The number of cases of kinds that open a model or the app in each case, which takes a fifth of a second."""
 OPENING = (*fuzz_inputs.KINDS, *fuzz_events.KINDS, *fuzz_quantized.KINDS)
 
 

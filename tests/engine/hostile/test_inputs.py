@@ -29,7 +29,7 @@ ASKED: dict[str, tuple[str, str, dict[str, Any], str]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ASKED)
-def test_work_requested_by_inputs_is_limited(tmp_path: Path, what: str) -> None:
+def test_model_configs_and_inputs_that_need_too_much_memory_are_refused(tmp_path: Path, what: str) -> None:
     name, file, changes, says = ASKED[what]
     folder = checkpoint_folders.save(name, tmp_path / "model")
     (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | changes))

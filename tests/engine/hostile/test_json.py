@@ -93,12 +93,12 @@ def strings(value: Any) -> Iterator[str]:
             yield from strings(item)
 
 
-def test_every_command_with_json_is_tested() -> None:
+def test_hostile_names_are_tested_with_every_json_command() -> None:
     assert {command.removesuffix(" --sarif") for command in COMMANDS} == set(with_json(cli))
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_hostile_names_in_json_are_escaped(
+def test_control_characters_in_json_output_are_escaped(
     command: str, places: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = [places.get(argument, argument) for argument in COMMANDS[command]]

@@ -1,4 +1,4 @@
-"""Files in a model's folder that are links to files elsewhere: nothing of those is read."""
+"""Files in a model folder that are links to files elsewhere are not read."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ print("OPENED", [path for path in map(os.fsdecode, opened) if "/outside/" in os.
 
 
 def with_link(folder: Path, name: str) -> Path:
-    """Copy the built-in model to `folder`, with `name` as a link to a file elsewhere of the same content, if there is any."""
+    """Copy the built-in model to `folder`, with the file `name` replaced by a link to a copy elsewhere."""
     shutil.copytree(DEMO, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
     outside = folder.parent / "outside" / folder.name / Path(name).name
     outside.parent.mkdir(parents=True)
@@ -55,7 +55,7 @@ def with_link(folder: Path, name: str) -> Path:
 
 
 @pytest.mark.slow
-def test_links_open_no_file_of_another_folder(tmp_path: Path) -> None:
+def test_symlinks_to_files_outside_the_model_folder_are_not_read(tmp_path: Path) -> None:
     folders = [with_link(tmp_path / str(number), name) for number, name in enumerate(NAMES)]
     done = preloaded.run(OPENING, *map(str, folders))
     assert done.returncode == 0, done.stderr
@@ -67,7 +67,7 @@ def test_links_open_no_file_of_another_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_chat_template_linked_outside_is_named(tmp_path: Path) -> None:
+def test_chat_template_that_is_a_symlink_out_of_its_folder_is_refused_by_name(tmp_path: Path) -> None:
     folder = with_link(tmp_path / "model", "chat_template.jinja")
     chat = tmp_path / "chat.jsonl"
     chat.write_text(json.dumps({"messages": [{"role": "user", "content": "hello"}]}))

@@ -1,4 +1,4 @@
-"""Pickles that are small as files and large, or deep, once they are read."""
+"""Pickles that are small as files, but large or deeply nested when they are loaded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dtype_engine.core.errors import UserError
 
 
 def zipped(path: Path, data: bytes, compression: int = zipfile.ZIP_DEFLATED) -> None:
-    """An archive as torch writes it, with this for a pickle."""
+    """Write an archive as torch does, with `data` as its pickle."""
     with zipfile.ZipFile(path, "w", compression) as archive:
         archive.writestr("x/data.pkl", data)
         archive.writestr("x/version", "3\n")
@@ -26,7 +26,7 @@ def zipped(path: Path, data: bytes, compression: int = zipfile.ZIP_DEFLATED) -> 
 
 
 def many(count: int) -> bytes:
-    """A pickle of a dictionary with as many empty lists, each of one byte."""
+    """Return a pickle of a dictionary with `count` empty lists, each of which takes one byte."""
     return b"\x80\x02}X\x01\x00\x00\x00a(" + b"]" * count + b"ls."
 
 
@@ -69,8 +69,8 @@ def test_memory_of_unpickling_is_limited(tmp_path: Path, what: str) -> None:
     assert int(most) < 1_500_000  # KiB
 
 
-def test_pickles_of_torch_stay_below_the_step_limit(tmp_path: Path) -> None:
-    """By both of its formats: the bound is far above what a model of so many tensors takes."""
+def test_pickles_of_torch_save_stay_below_the_limit_of_opcodes(tmp_path: Path) -> None:
+    """Tests both formats of torch.save. The limit is far above what models with this number of tensors need."""
     tensors = {f"layers.{number}.mlp.gate_proj.weight": torch.ones(1) for number in range(1000)}
     for old in (False, True):
         torch.save(tensors, tmp_path / "x.pth", _use_new_zipfile_serialization=not old)
@@ -89,7 +89,7 @@ def test_tensor_name_with_many_parts_is_refused(tmp_path: Path, parts: int) -> N
         open_checkpoint(tmp_path / "x.pth").tree()
 
 
-def test_tensor_name_with_some_parts_is_read(tmp_path: Path) -> None:
+def test_tensor_name_with_150_parts_is_read(tmp_path: Path) -> None:
     name = ".".join(["a"] * 150)
     torch.save({name: torch.ones(1)}, tmp_path / "x.pth")
     tree = open_checkpoint(tmp_path / "x.pth").tree()
@@ -97,7 +97,7 @@ def test_tensor_name_with_some_parts_is_read(tmp_path: Path) -> None:
     assert len(tree.modules) == 150
 
 
-def test_forward_pass_tensor_files_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_tensor_files_as_inputs_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import numpy as np
 
     from dtype_engine.runtime.inputs.tensor_files import read_tensors

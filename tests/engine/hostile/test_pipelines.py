@@ -1,4 +1,4 @@
-"""Configurations of diffusers of a few bytes that would take the memory, or whose passes would never end."""
+"""Configs of diffusers of a few bytes that would exhaust the memory or make passes endless."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def changed(folder: Path, file: str, more: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_impossible_number_in_a_pipeline_is_named(tmp_path: Path, name: str) -> None:
+def test_impossible_number_in_a_pipeline_config_is_refused_by_name(tmp_path: Path, name: str) -> None:
     family, part, file, more, words = CASES[name]
     folder = save_pipeline(family, tmp_path)
     changed(folder, file, more)
@@ -45,7 +45,7 @@ def test_impossible_number_in_a_pipeline_is_named(tmp_path: Path, name: str) -> 
 
 @pytest.mark.slow
 def test_picture_size_is_limited_by_its_latents(tmp_path: Path) -> None:
-    """Where a VAE has few steps between latents and pixels, latents of 256 x 256 would take hours."""
+    """If a VAE has few steps between latents and pixels, latents of 256 x 256 would take hours."""
     folder = save_pipeline("sd15", tmp_path)
     changed(folder, "unet/config.json", {"sample_size": 10**5})
     kwargs = de.open(str(folder)).inputs.batches[0].kwargs

@@ -1,4 +1,4 @@
-"""Tokenizers and processors of a model's folder that are damaged: one sentence on the command line, and a model that opens."""
+"""With a damaged tokenizer or processor, a model is opened nevertheless, and the command line prints one sentence."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from dtype_engine.runtime.libraries.silence_libraries import without_panic_messa
 
 
 @pytest.mark.parametrize("kind", PANICS)
-def test_tokenizer_panic_is_one_sentence(kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The panic's own message goes to the file descriptor, so that is what is looked at."""
+def test_tokenizer_panic_is_reported_in_one_line(kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The message of the panic goes to the file descriptor 2, so the test captures this descriptor."""
     command = ["drift", str(with_panicking_tokenizer(kind, tmp_path / "model")), "--cast", "*=bf16"]
     assert run(cli, "dtype-engine", command) == 0
     said = capfd.readouterr()
@@ -36,8 +36,8 @@ def test_tokenizer_panic_is_one_sentence(kind: str, tmp_path: Path, capfd: pytes
     assert said.err.count("\n") == 1
 
 
-def test_a_text_that_makes_a_tokenizer_panic_is_named(tmp_path: Path) -> None:
-    """This one works for the first of the built-in prompts."""
+def test_prompt_that_makes_the_tokenizer_panic_is_refused(tmp_path: Path) -> None:
+    """The tokenizer works for the first of the built-in prompts."""
     folder = with_panicking_tokenizer("a bad prepend", tmp_path / "model")
     settings = json.loads((folder / "tokenizer.json").read_text())
     shortened = {"type": "Replace", "pattern": {"Regex": "^import"}, "content": "i "}
@@ -62,7 +62,9 @@ def test_a_text_that_makes_a_tokenizer_panic_is_named(tmp_path: Path) -> None:
         ("wav2vec2", {"sampling_rate": [1]}, "wav2vec2: its inputs can't be made: TypeError: "),
     ],
 )
-def test_processor_failure_explains_missing_inputs(name: str, change: dict[str, Any], why: str, tmp_path: Path) -> None:
+def test_damaged_processor_is_given_as_the_reason_for_missing_inputs(
+    name: str, change: dict[str, Any], why: str, tmp_path: Path
+) -> None:
     folder = checkpoint_folders.save(name, tmp_path / name)
     path = folder / "preprocessor_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
@@ -71,7 +73,7 @@ def test_processor_failure_explains_missing_inputs(name: str, change: dict[str, 
     session.cast("*", "bfloat16")
 
 
-def test_failing_chat_template_is_named(tmp_path: Path) -> None:
+def test_failing_chat_template_is_reported(tmp_path: Path) -> None:
     folder = checkpoint_folders.save("llama", tmp_path / "llama")
     (folder / "chat_template.jinja").write_text("{{ messages.nothing.at_all }}")
     with pytest.raises(de.UserError, match="the chat template of llama refuses this conversation"):
@@ -79,17 +81,17 @@ def test_failing_chat_template_is_named(tmp_path: Path) -> None:
 
 
 class Panic(BaseException):
-    """As pyo3's, which no library exports."""
+    """Stands for the PanicException of pyo3, which no library exports."""
 
 
 @pytest.mark.parametrize("raised", [ValueError("no"), Panic("no"), SystemExit("no"), MemoryError(), RecursionError()])
-def test_errors_of_foreign_code_become_one_sentence(raised: BaseException) -> None:
+def test_errors_of_libraries_become_a_user_error_of_one_sentence(raised: BaseException) -> None:
     with pytest.raises(de.UserError, match=r"^file: "), failures_as(de.UserError, "file"):
         raise raised
 
 
 @pytest.mark.parametrize("ours", [KeyboardInterrupt(), GeneratorExit(), de.Cancelled(), de.NoForward("as it is")])
-def test_own_errors_pass_through_unchanged(ours: BaseException) -> None:
+def test_own_errors_are_not_wrapped(ours: BaseException) -> None:
     with pytest.raises(type(ours)) as caught, failures_as(de.UserError, "file"):
         raise ours
     assert caught.value is ours

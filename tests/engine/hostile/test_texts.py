@@ -1,4 +1,6 @@
-"""Our own text files when somebody else wrote them: nothing runs, nothing hangs, and every refusal is one line."""
+"""Recipes, saved scans and other text files of this program, written by an attacker: no code runs, nothing hangs, and every refusal
+is one line.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ from dtype_tui.state.session_store import read_session
 RULES = 'rules:\n  - {pattern: "*", dtype: bf16}\n'
 
 
-def test_recipe_cannot_choose_code_to_run(
+def test_recipe_cannot_name_python_code_to_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mark = tmp_path / "ran"
@@ -98,7 +100,7 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("what", TEXTS)
-def test_hostile_recipe_is_one_line_with_its_name(tmp_path: Path, what: str) -> None:
+def test_hostile_recipe_is_refused_in_one_line_with_its_path(tmp_path: Path, what: str) -> None:
     text, says = TEXTS[what]
     path = tmp_path / "r.yaml"
     path.write_text(text)
@@ -138,8 +140,8 @@ READERS: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("special", SPECIAL)
 @pytest.mark.parametrize("reader", READERS)
-def test_special_files_never_block(tmp_path: Path, reader: str, special: str) -> None:
-    """The test's own timeout is what a hang would meet."""
+def test_reading_a_special_file_never_blocks(tmp_path: Path, reader: str, special: str) -> None:
+    """A hang would exceed the time limit of the test."""
     path = tmp_path / "x.safetensors"
     SPECIAL[special](path)
     with pytest.raises(UserError) as caught:
@@ -147,7 +149,7 @@ def test_special_files_never_block(tmp_path: Path, reader: str, special: str) ->
     assert "\n" not in str(caught.value)
 
 
-def test_line_ends_of_texts_are_normalized(tmp_path: Path) -> None:
+def test_line_endings_of_text_files_are_normalized(tmp_path: Path) -> None:
     from dtype_engine.core.input_limits import InputLimits
     from dtype_engine.core.regular_files import read_text
 
@@ -199,7 +201,7 @@ def test_invisible_letters_are_escaped(name: str) -> None:
 
 
 @pytest.mark.parametrize("model", ["x" * 5000, "a/" * 3000, "~nobody-of-this-name/x", "x" * 5000 + ":Net", "a\0b"])
-def test_impossible_path_is_refused_briefly(model: str) -> None:
+def test_impossible_path_of_a_model_is_refused_in_a_short_line(model: str) -> None:
     with pytest.raises(UserError) as caught:
         locate(model)
     assert len(str(caught.value)) < 500
@@ -214,7 +216,7 @@ def test_impossible_path_is_refused_briefly(model: str) -> None:
      (OverflowError(), "unexpected OverflowError;"),
      (KeyError("q8_0"), "unexpected KeyError: 'q8_0'")],
 )  # fmt: skip
-def test_unexpected_error_is_one_line_and_status_2(
+def test_unexpected_error_is_printed_in_one_line_with_exit_status_2(
     error: Exception, says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @click.command()
@@ -232,7 +234,7 @@ def test_unexpected_error_is_one_line_and_status_2(
     assert "in failing" in capsys.readouterr().err
 
 
-def test_installed_program_never_waits_for_a_pipe(tmp_path: Path) -> None:
+def test_program_refuses_named_pipes_without_waiting(tmp_path: Path) -> None:
     """A pipe for a recipe and one for a scan, by the installed program."""
     os.mkfifo(tmp_path / "pipe")
     code = "from dtype_engine.cli import main; main()"
@@ -248,7 +250,7 @@ def test_installed_program_never_waits_for_a_pipe(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["x" * 5000, "a/" * 3000 + "x.html", "~nobody-of-this-name/x.md"])
-def test_invalid_target_path_is_not_written(path: str) -> None:
+def test_invalid_output_path_is_refused(path: str) -> None:
     with pytest.raises(UserError) as caught:
         check_target(Path(path))
     assert str(caught.value).startswith("can't write ")
@@ -256,6 +258,6 @@ def test_invalid_target_path_is_not_written(path: str) -> None:
 
 
 @pytest.mark.parametrize("size", ["9" * 400, "9" * 5000 + "GiB", "9" * 400 + "%"])
-def test_absurd_budget_is_refused(size: str) -> None:
+def test_byte_budget_larger_than_any_model_is_refused(size: str) -> None:
     with pytest.raises(UserError, match="larger than any model"):
         parse_bytes(size, 1000)

@@ -1,4 +1,4 @@
-"""Recipe files: what is written is read again, and what can't be read is named."""
+"""Recipe files are unchanged by writing and reading, and errors in them are named."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FIGURES = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(), SPEAKABLE, st.sampled_from(["yes", "1e3", "null"])
 )
 FIGURE_NAMES = SPEAKABLE.filter(lambda name: name != LOST)
-"""A file keeps that name for the values that casts lose."""
+"""Without the name that a recipe file uses for lost values."""
 
 
 @given(
@@ -42,7 +42,9 @@ FIGURE_NAMES = SPEAKABLE.filter(lambda name: name != LOST)
     ),
     SPEAKABLE,
 )
-def test_recipe_files_round_trip(tmp_path_factory: pytest.TempPathFactory, rules: list[Rule], model: str) -> None:
+def test_recipe_is_unchanged_by_writing_and_reading_its_file(
+    tmp_path_factory: pytest.TempPathFactory, rules: list[Rule], model: str
+) -> None:
     try:
         recipe = Recipe(tuple(Rule.make(rule.pattern, rule.dtype) for rule in rules))
     except UserError:
@@ -54,7 +56,7 @@ def test_recipe_files_round_trip(tmp_path_factory: pytest.TempPathFactory, rules
 
 @pytest.mark.slow
 @given(st.none() | SETTINGS, st.none() | SPEAKABLE, st.dictionaries(FIGURE_NAMES, FIGURES, max_size=4))
-def test_recipe_files_keep_settings_and_figures(
+def test_recipe_file_keeps_run_settings_and_measured_figures(
     tmp_path_factory: pytest.TempPathFactory, settings: RunSettings | None, model: str | None, measured: dict[str, Any]
 ) -> None:
     recipe = Recipe((Rule("*.mlp", "bfloat16"), Rule("type:Linear", "float8_e4m3fn@tensor")))
@@ -69,13 +71,13 @@ def test_recipe_files_keep_settings_and_figures(
         assert got == value or (isinstance(value, float) and math.isnan(value) and math.isnan(got))  # type: ignore[arg-type]
 
 
-def test_old_recipe_files_are_read_as_before(tmp_path: Path) -> None:
+def test_recipe_file_with_rules_only_is_read(tmp_path: Path) -> None:
     path = tmp_path / "r.yaml"
     path.write_text("version: 1\nrules:\n  - {pattern: '*', dtype: half}\n")
     assert read_recipe_file(path) == RecipeFile(Recipe((Rule("*", "float16"),)))
 
 
-def test_complete_old_recipe_file_round_trips() -> None:
+def test_recipe_file_of_an_earlier_version_is_read_and_written_unchanged() -> None:
     """saved/recipe.yaml was written before msgspec read such files."""
     path = Path(__file__).parent / "saved" / "recipe.yaml"
     found = read_recipe_file(path)
@@ -132,7 +134,7 @@ def test_complete_old_recipe_file_round_trips() -> None:
         ("notes: 3", "unknown entry 'notes'"),
     ],
 )
-def test_invalid_recipe_entries_are_named(tmp_path: Path, entry: str, says: str) -> None:
+def test_invalid_recipe_entry_is_refused_by_name(tmp_path: Path, entry: str, says: str) -> None:
     path = tmp_path / "r.yaml"
     path.write_text(entry if "rules" in entry or entry == "a: [" else f"version: 1\nrules: []\n{entry}\n")
     with pytest.raises(UserError, match=says) as caught:
@@ -140,7 +142,7 @@ def test_invalid_recipe_entries_are_named(tmp_path: Path, entry: str, says: str)
     assert str(path) in str(caught.value)
 
 
-def test_binary_recipe_file_is_refused(tmp_path: Path) -> None:
+def test_binary_or_missing_recipe_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "r.yaml"
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match="is not text"):
@@ -150,7 +152,9 @@ def test_binary_recipe_file_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_run_uses_the_settings_of_its_recipe_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_drift_command_uses_the_run_settings_of_the_recipe_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "r.yaml"
     file.write_text(write_recipe(Recipe((Rule("*.mlp", "bfloat16"),)), settings=RunSettings(autocast="bfloat16")))
     assert run(cli, "dtype-engine", ["drift", "--recipe", str(file), "--json"]) == 0

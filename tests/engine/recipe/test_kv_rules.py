@@ -35,7 +35,7 @@ def _reached(tree: Tree, *rules: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("pattern", ["*=bf16", "*.self_attn=fp8", "model.layers.3=f16", "type:Linear=fp8", "*.?=bf16"])
-def test_pattern_without_caches_matches_none(tree: Tree, pattern: str) -> None:
+def test_pattern_that_names_no_kv_cache_matches_none(tree: Tree, pattern: str) -> None:
     assert _reached(tree, pattern) == {}
 
 
@@ -46,21 +46,21 @@ def test_pattern_without_caches_matches_none(tree: Tree, pattern: str) -> None:
         ("*.{0..7}.*.kv_cache.k", 8), ("model.layers.1.self_attn.kv_cache", 2), ("re:.*\\.1[01]\\..*kv_cache.*", 4),
     ],
 )  # fmt: skip
-def test_pattern_naming_caches_matches_them(tree: Tree, pattern: str, count: int) -> None:
+def test_pattern_that_names_kv_caches_matches_them(tree: Tree, pattern: str, count: int) -> None:
     plan = make_plan(tree, Recipe.of([Rule.make(pattern, "fp8")]))
     assert len(plan.caches) == count
     assert plan.planned_bytes == plan.stored_bytes or pattern == "*.v"
     assert not plan.unmatched
 
 
-def test_last_rule_for_a_cache_decides(tree: Tree) -> None:
+def test_last_rule_that_matches_a_kv_cache_decides(tree: Tree) -> None:
     reached = _reached(tree, "*.kv_cache=fp8", "*.kv_cache.k=bf16", "*.0.*.kv_cache=stored", "*=bf16")
     assert "model.layers.0.self_attn.kv_cache.k" not in reached
     assert reached["model.layers.10.self_attn.kv_cache.k"] == "bfloat16"
     assert reached["model.layers.10.self_attn.kv_cache.v"] == "float8_e4m3fn"
 
 
-def test_cache_format_rule_casts_no_weight(tree: Tree) -> None:
+def test_rule_with_a_kv_cache_format_casts_no_weight(tree: Tree) -> None:
     plan = make_plan(tree, Recipe.of([Rule.parse("*.v=int4@token")]))
     assert len(plan.caches) == 12
     assert set(plan.dtypes.values()) == {"bfloat16"}
@@ -77,7 +77,7 @@ def test_cache_format_rule_casts_no_weight(tree: Tree) -> None:
         ("*=fp8@head", "only KV caches can be fp8@head"),
     ],
 )
-def test_invalid_dtypes_for_caches_and_weights_are_refused(rule: str, words: str) -> None:
+def test_invalid_dtypes_for_kv_caches_and_weights_are_refused(rule: str, words: str) -> None:
     with pytest.raises(UserError) as raised:
         Rule.parse(rule)
     assert words in str(raised.value)
@@ -90,7 +90,7 @@ def test_invalid_dtypes_for_caches_and_weights_are_refused(rule: str, words: str
         ("int8_per_token_head", "int8@token"), ("float8_e4m3fn@token", "fp8@token"), ("fp8e5", "float8_e5m2"),
     ],
 )  # fmt: skip
-def test_runtime_names_of_cache_formats_are_parsed(text: str, name: str) -> None:
+def test_names_that_runtimes_give_to_kv_cache_formats_are_parsed(text: str, name: str) -> None:
     assert Rule.make("*.kv_cache", text).dtype == name
 
 
@@ -110,13 +110,13 @@ def test_runtime_names_of_cache_formats_are_parsed(text: str, name: str) -> None
         ("int2@kivi", 8 * (256 * 16 + 8 * 64 * 4 + 44 * 128), 8 * (172 * 16 + 172 * 2 * 4 + 128 * 128)),
     ],
 )
-def test_cache_bytes_equal_hand_computed_values(name: str, keys: int, values: int) -> None:
+def test_bytes_of_kv_cache_formats_equal_hand_computed_values(name: str, keys: int, values: int) -> None:
     form: KVFormat = KV_FORMATS[name]
     shape = (2, 4, 300, 64)
     assert (form.nbytes(shape, keys=True), form.nbytes(shape, keys=False)) == (keys, values)
 
 
-def test_a_model_without_a_cache_says_why() -> None:
+def test_kv_cache_rule_for_a_model_without_a_cache_is_refused_with_the_reason() -> None:
     bare = from_tensors([TensorInfo("encoder.layer.0.attention.self.key.weight", (64, 64), "float32")])
     bare.kv_cache = kv_cache(bare, {"architectures": ["BertModel"]})
     with pytest.raises(UserError) as raised:
@@ -124,7 +124,7 @@ def test_a_model_without_a_cache_says_why() -> None:
     assert "names KV caches: BertModel does not generate text" in str(raised.value)
 
 
-def test_shared_cache_names_its_owner(tree: Tree) -> None:
+def test_rule_for_a_shared_kv_cache_is_refused_and_names_the_owning_layer(tree: Tree) -> None:
     """In Gemma 3n, the last layers read the cache of an earlier one."""
     shares = from_tensors(tree.tensors.values())
     shares.kv_cache = kv_cache(shares, CONFIG | {"num_kv_shared_layers": 2})
@@ -137,7 +137,7 @@ def test_shared_cache_names_its_owner(tree: Tree) -> None:
     )
 
 
-def test_recurrent_state_says_what_it_is(tree: Tree) -> None:
+def test_kv_cache_rule_for_a_recurrent_state_is_refused_with_the_reason(tree: Tree) -> None:
     convolution = TensorInfo("model.layers.12.mixer.conv1d.weight", (64, 1, 4), "bfloat16")
     hybrid = from_tensors([*tree.tensors.values(), convolution])
     hybrid.kv_cache = kv_cache(hybrid, CONFIG | {"num_hidden_layers": 13})

@@ -1,4 +1,4 @@
-"""How runtimes are told the formats of KV caches, and what they can't do."""
+"""How the formats of KV caches are passed to runtimes, and which formats runtimes do not support."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _plan(tree: Tree, *rules: str) -> dict[str, str]:
         ("llama.cpp", ["*.kv_cache.v=f16"], "-ctv f16"),
     ],
 )  # fmt: skip
-def test_runtime_options_for_cache_formats(runtime: str, rules: list[str], flags: str) -> None:
+def test_kv_cache_formats_become_options_of_the_runtime(runtime: str, rules: list[str], flags: str) -> None:
     tree = _tree()
     served = cache_serving(tree, _plan(tree, *rules), runtime)
     assert " ".join(served.flags) == flags
@@ -74,7 +74,7 @@ def test_runtime_options_for_cache_formats(runtime: str, rules: list[str], flags
         ("llama.cpp", ["*.kv_cache=fp8"], "llama.cpp has no KV cache in fp8"),
     ],
 )
-def test_unsupported_cache_formats_of_a_runtime_are_reported(runtime: str, rules: list[str], why: str) -> None:
+def test_kv_cache_formats_that_a_runtime_does_not_support_are_refused(runtime: str, rules: list[str], why: str) -> None:
     tree = _tree()
     served = cache_serving(tree, _plan(tree, *rules), runtime)
     assert served.flags == ()
@@ -83,7 +83,7 @@ def test_unsupported_cache_formats_of_a_runtime_are_reported(runtime: str, rules
     assert set(served.problems[0].tensors) <= set(tree.caches)
 
 
-def test_lint_and_conversions_cover_caches() -> None:
+def test_lint_and_recipe_conversion_include_kv_caches() -> None:
     tree = _tree()
     plan = make_plan(tree, Recipe.of([Rule.parse("*.kv_cache=fp8")]))
     lines = serving_lines(lint_serving(Context(tree, plan), "vllm"), ", ".join)
@@ -138,7 +138,9 @@ def test_lint_and_conversions_cover_caches() -> None:
         ),
     ],
 )
-def test_declared_cache_formats_are_a_preset(quantization: dict[str, object], rules: list[str]) -> None:
+def test_preset_kv_declared_has_the_kv_cache_formats_of_the_config(
+    quantization: dict[str, object], rules: list[str]
+) -> None:
     tree = _tree({"quantization_config": quantization})
     recipe = preset("kv-declared").recipe(tree)
     assert [str(rule) for rule in recipe.rules] == rules
@@ -153,7 +155,7 @@ def test_declared_cache_formats_are_a_preset(quantization: dict[str, object], ru
     "quantization",
     [{}, {"kv_cache_scheme": None}, {"kv_cache_quant_algo": []}, "fp8", {"kv_cache_quantized_layers": {"a": 1}}],
 )
-def test_a_config_without_a_known_format_declares_none(quantization: object) -> None:
+def test_preset_kv_declared_is_refused_without_a_known_format_in_the_config(quantization: object) -> None:
     with pytest.raises(UserError) as raised:
         preset("kv-declared").recipe(_tree({"quantization_config": quantization}))
     assert "it declares no formats of KV caches" in str(raised.value)

@@ -43,7 +43,7 @@ def test_leading_star_dot_matches_any_or_no_parent(name: str, module: str) -> No
 
 
 @given(st.integers(0, 40), st.integers(0, 40), st.integers(0, 60))
-def test_ranges_match_only_their_numbers(first: int, last: int, number: int) -> None:
+def test_ranges_in_patterns_match_only_their_numbers(first: int, last: int, number: int) -> None:
     pattern = compile_pattern(f"layers.{{{first}..{last}}}.mlp")
     assert pattern.matches(f"layers.{number}.mlp") == (min(first, last) <= number <= max(first, last))
 
@@ -54,13 +54,13 @@ def test_ranges_match_only_their_numbers(first: int, last: int, number: int) -> 
     ),
     NAMES,
 )
-def test_choices_match_the_union_of_their_expansions(groups: list[list[str]], name: str) -> None:
+def test_choices_in_patterns_match_the_union_of_their_expansions(groups: list[list[str]], name: str) -> None:
     text = "_".join("{" + ",".join(group) + "}" for group in groups)
     expanded = ["_".join(parts) for parts in itertools.product(*groups)]
     assert compile_pattern(text).matches(name) == any(fnmatchcase(name, glob) for glob in expanded)
 
 
-def test_braces_nest_and_leading_zeros_are_kept() -> None:
+def test_patterns_support_nested_braces_and_ranges_with_leading_zeros() -> None:
     assert compile_pattern("*.{q,{k,v}_proj}").matches("a.v_proj")
     assert compile_pattern("block{00..12}").matches("block07")
     assert not compile_pattern("block{00..12}").matches("block7")
@@ -81,18 +81,18 @@ def test_literal_name_matches_itself_and_its_children_only(name: str, other: str
         (r"re:.*mlp\.gate", "layers.1.mlp.gate.weight", "layers.1.mlp.gate_proj.weight"),
     ],
 )
-def test_similar_names_are_not_confused(pattern: str, taken: str, left: str) -> None:
+def test_pattern_does_not_select_similar_names(pattern: str, taken: str, left: str) -> None:
     assert compile_pattern(pattern).selects(taken)
     assert not compile_pattern(pattern).selects(left)
 
 
 @given(NAMES)
-def test_every_generalization_matches_its_origin(name: str) -> None:
+def test_every_generalized_pattern_matches_the_original_name(name: str) -> None:
     for pattern in generalisations(name):
         assert compile_pattern(pattern).selects(name), pattern
 
 
-def test_generalizations_widen_from_one_to_all() -> None:
+def test_generalized_patterns_are_listed_from_narrow_to_wide() -> None:
     assert generalisations("model.layers.3.mlp", "LlamaMLP") == [
         "model.layers.3.mlp",
         "model.layers.*.mlp",
@@ -131,7 +131,7 @@ def test_pattern_errors_give_the_position(text: str, position: int) -> None:
 
 @pytest.mark.slow
 @given(st.text(max_size=30))
-def test_any_text_is_a_pattern_or_raises_pattern_error(text: str) -> None:
+def test_any_text_compiles_as_a_pattern_or_raises_pattern_error(text: str) -> None:
     with contextlib.suppress(PatternError):
         compile_pattern(text).selects("model.layers.1.mlp")
 
@@ -149,7 +149,9 @@ def test_globs_with_choices_match_like_their_expansions(glob: str, name: str) ->
 
 
 @given(st.integers(-1200, 1200), st.integers(-1200, 1200), st.booleans(), st.integers(-1300, 1300))
-def test_padded_and_signed_ranges_match_their_numbers(first: int, last: int, padded: bool, number: int) -> None:
+def test_ranges_with_leading_zeros_or_signs_match_their_numbers(
+    first: int, last: int, padded: bool, number: int
+) -> None:
     ends = [f"{end:05d}" if padded else str(end) for end in (first, last)]
     matches = compile_pattern(f"x{{{ends[0]}..{ends[1]}}}").matches
     written = f"x{number:05d}" if padded else f"x{number}"
@@ -165,7 +167,7 @@ BOMBS = ["re:(.*)*(.*)*Z", "re:(a|a)*b", "re:(?:.?){300}(?:.?){300}Z", "re:(.*?)
 
 @pytest.mark.parametrize("text", BOMBS)
 def test_pattern_matching_time_is_limited(text: str) -> None:
-    """The test's own timeout is what a hang would meet."""
+    """A hang would exceed the time limit of the test."""
     names = ["a" * 2000, "1" * 500, "ab." * 300 + "Z!", "model.layers.3.mlp.gate_proj.weight.abcZ!"]
     with contextlib.suppress(TooSlow), time_limit(0.1):
         for name in names:
@@ -204,6 +206,6 @@ def test_too_large_pattern_is_refused(text: str, says: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("text", ["{0..100000}{0..100000}{0..100000}", ",".join(["{0..99999}"] * 300)])
-def test_range_cost_grows_with_its_digits(text: str) -> None:
+def test_patterns_with_many_large_ranges_compile_and_match(text: str) -> None:
     assert compile_pattern(text).matches(re.sub(r"\{0\.\.(\d+)\}", r"\1", text))
     assert not compile_pattern(text).matches("x")

@@ -51,14 +51,14 @@ def planned(name: str, tree: Tree = MOE) -> dict[str, str]:
     return dict(make_plan(tree, recipe).dtypes)
 
 
-def test_all_bf16_preset_needs_no_classes() -> None:
+def test_all_bf16_preset_works_without_known_module_classes() -> None:
     headers = from_tensors(TensorInfo(tensor.name, tensor.shape, tensor.dtype) for tensor in MOE.tensors.values())
     assert set(planned("all-bf16", headers).values()) == {"bfloat16"}
     with pytest.raises(UserError, match=r"matches module classes.*config\.json.*file\.py:Name --weights"):
         preset("fp16-but-norms").recipe(headers)
 
 
-def test_norms_preset_finds_leaves_with_norm_in_their_class() -> None:
+def test_norms_preset_finds_leaf_modules_with_norm_in_their_class_name() -> None:
     found = planned("fp16-but-norms")
     assert {name for name, dtype in found.items() if dtype == "float32"} == {
         name for name in MOE.tensors if name.endswith(("norm.inner.weight", "model.norm.weight"))
@@ -81,7 +81,7 @@ def test_modelopt_preset_keeps_head_and_routers() -> None:
     assert low == {name for name in MOE.tensors if name.endswith(("q_proj.weight", "fc.weight", "down_proj"))}
 
 
-def test_norms_and_head_preset_leaves_the_rest_as_stored() -> None:
+def test_norms_head_fp32_preset_leaves_other_weights_as_stored() -> None:
     half = Tree(
         [TensorInfo(tensor.name, tensor.shape, "float16") for tensor in MOE.tensors.values()],
         {name: module.class_name for name, module in MOE.modules.items() if module.class_name},
@@ -92,7 +92,7 @@ def test_norms_and_head_preset_leaves_the_rest_as_stored() -> None:
     }
 
 
-def test_islands_preset_matches_no_neighbors() -> None:
+def test_islands_preset_casts_only_declared_modules() -> None:
     recipe = preset("islands-fp32").recipe(MOE)
     assert {name for taken in make_plan(MOE, recipe).selections for name in taken.tensors} == {
         "model.layers.1.mlp.gate.weight", "model.layers.3.mlp.gate.weight"
@@ -109,7 +109,7 @@ def test_unknown_preset_suggests_the_nearest() -> None:
 
 @pytest.mark.slow
 @given(st.sets(st.sampled_from(sorted(name for name in MOE.modules if name))))
-def test_module_patterns_match_nothing_else(modules: set[str]) -> None:
+def test_patterns_that_cover_modules_match_nothing_else(modules: set[str]) -> None:
     ordered = [name for name in MOE.modules if name in modules]
     wanted = {tensor.name for name in modules for tensor in MOE.below(name)}
     plan = make_plan(MOE, Recipe.of(Rule(pattern, "float16") for pattern in covering(MOE, ordered)))
@@ -117,7 +117,7 @@ def test_module_patterns_match_nothing_else(modules: set[str]) -> None:
 
 
 @pytest.mark.slow
-def test_islands_preset_on_t5(tmp_path: Path) -> None:
+def test_islands_preset_keeps_wo_of_t5_in_float32(tmp_path: Path) -> None:
     import transformers
 
     config = transformers.T5Config(
@@ -130,7 +130,7 @@ def test_islands_preset_on_t5(tmp_path: Path) -> None:
     assert len(make_plan(tree, recipe).selections[0]) == 4
 
 
-def test_described_tree_equals_the_loaded_tree(make_llama: Callable[..., Path]) -> None:
+def test_tree_described_from_the_config_equals_the_tree_of_the_loaded_model(make_llama: Callable[..., Path]) -> None:
     from dtype_engine.runtime.building.load import load
 
     for folder in (
@@ -165,7 +165,7 @@ def test_presets_are_listed_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-def test_preset_rules_precede_recipe_and_casts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_preset_rules_come_before_rules_of_cast_options(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--preset", "fp8-linears", "--cast", "*.mlp=f16", "--json"]
     assert run(cli, "dtype-engine", ["inspect", *arguments]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -39,7 +39,9 @@ RECIPES = st.lists(RULES, max_size=6).map(tuple).map(Recipe)
 
 
 def taken_by_definition(pattern: str, tensor: TensorInfo) -> bool:
-    """DESIGN's words, tensor by tensor: own name or a module above it, under any of its names."""
+    """Whether a pattern selects a tensor by definition: it matches the name of the tensor or of a module above it, under any of the
+    tied names.
+    """
     compiled = compile_pattern(pattern)
     if not tensor.castable:
         return False
@@ -99,12 +101,12 @@ def test_planned_bytes_sum_over_saved_tensors(recipe: Recipe) -> None:
 
 
 @given(RECIPES, RULES)
-def test_dropping_a_shadowed_rule_changes_nothing(recipe: Recipe, rule: Rule) -> None:
+def test_dropping_overruled_rules_does_not_change_the_plan(recipe: Recipe, rule: Rule) -> None:
     assert make_plan(TREE, recipe.then(rule)).dtypes == make_plan(TREE, Recipe((*recipe.rules, rule))).dtypes
 
 
 @given(st.lists(st.one_of(RECIPES, st.sampled_from(["undo", "redo"])), max_size=20))
-def test_undo_history_behaves_like_a_list(steps: list[Recipe | str]) -> None:
+def test_undo_and_redo_step_through_the_pushed_recipes(steps: list[Recipe | str]) -> None:
     history, model, at = History(Recipe()), [Recipe()], 0
     for step in steps:
         if step == "undo":
@@ -119,7 +121,7 @@ def test_undo_history_behaves_like_a_list(steps: list[Recipe | str]) -> None:
         assert history.current == model[at]
 
 
-def test_rule_by_any_tied_name_casts_the_tensor() -> None:
+def test_rule_that_names_any_tied_name_casts_the_tensor() -> None:
     plan = make_plan(TREE, Recipe((Rule("head", "float16"),)))
     assert plan.dtypes["a.0.weight"] == "float16"
     assert plan.planned_bytes == plan.stored_bytes - 4 * 3 * 2
@@ -143,7 +145,7 @@ def test_rule_without_matches_suggests_the_nearest_name() -> None:
         (TensorInfo("m.a", (2,), "float32", "non-persistent buffer"), "only a rule with its own name casts"),
     ],
 )
-def test_rule_that_casts_nothing_says_why(tensor: TensorInfo, why: str) -> None:
+def test_rule_that_matches_only_uncastable_tensors_is_refused_with_the_reason(tensor: TensorInfo, why: str) -> None:
     with pytest.raises(UserError, match=rf"matches only tensors that it does not cast \(first {tensor.name}: .*{why}"):
         require_matches(Tree([tensor]), Recipe((Rule("*", "bfloat16"),)))
 
@@ -152,7 +154,7 @@ def test_rule_that_casts_nothing_says_why(tensor: TensorInfo, why: str) -> None:
     ("typed", "meant"),
     [("*.mpl", "*.mlp"), ("*.MLP", "*.mlp"), ("Model.Layers.0.mlp", "model.layers.0.mlp"), ("model.layers.*.mpl", "")],
 )
-def test_mistyped_pattern_suggests_the_nearest(typed: str, meant: str) -> None:
+def test_mistyped_pattern_is_refused_with_the_nearest_name(typed: str, meant: str) -> None:
     names = [f"model.layers.{layer}.{part}.weight" for layer in range(3) for part in ("mlp.up", "mlp.down", "norm")]
     tree = Tree([TensorInfo(name, (4, 4), "float32") for name in names])
     with pytest.raises(UserError) as refused:
@@ -160,13 +162,13 @@ def test_mistyped_pattern_suggests_the_nearest(typed: str, meant: str) -> None:
     assert str(refused.value).endswith(f"the nearest is {meant or 'model.layers.*.mlp'}")
 
 
-def test_hyphen_range_suggests_two_dots() -> None:
+def test_range_with_a_hyphen_is_refused_with_the_right_syntax() -> None:
     tree = Tree([TensorInfo(f"layers.{layer}.weight", (4, 4), "float32") for layer in range(3)])
     with pytest.raises(UserError, match=r"a range is written with two dots: layers\.\{0\.\.1\}$"):
         require_matches(tree, Recipe((Rule("layers.{0-1}", "float16"),)))
 
 
-def test_star_before_a_top_level_module_matches_it() -> None:
+def test_leading_star_dot_matches_a_top_level_module() -> None:
     tree = Tree([TensorInfo(name, (4, 4), "float32") for name in ("lin.weight", "head.weight", "blocks.0.up.weight")])
     require_matches(tree, Recipe((Rule("*.lin", "float16"),)))
     assert select(tree, "*.lin").tensors == ("lin.weight",)
@@ -174,7 +176,7 @@ def test_star_before_a_top_level_module_matches_it() -> None:
         require_matches(tree, Recipe((Rule("*.haed", "float16"),)))
 
 
-def test_class_rules_wait_for_known_classes() -> None:
+def test_class_rules_are_pending_until_classes_are_known() -> None:
     plan = make_plan(Tree(TREE.tensors.values()), Recipe((Rule("type:Linear", "float16"),)))
     assert plan.pending_classes == (0,)
     assert plan.unmatched == []

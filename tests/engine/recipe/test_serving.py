@@ -53,7 +53,7 @@ def test_lint_finds_nothing_in_a_plan_that_the_runtime_loads() -> None:
         assert reading.quantised == 7
 
 
-def test_packed_experts_are_linear_layers_of_an_export_in_one_format() -> None:
+def test_packed_experts_are_served_as_linear_layers_in_one_format() -> None:
     names = {
         "gate_up_proj": ((2, 512, 128), ("gate_proj", "up_proj")),
         "down_proj": ((2, 128, 256), ("down_proj",)),
@@ -79,7 +79,7 @@ def test_packed_experts_are_linear_layers_of_an_export_in_one_format() -> None:
 
 
 @pytest.mark.parametrize("runtime", ["vllm", "sglang"])
-def test_fused_siblings_in_several_formats_are_refused(runtime: Runtime) -> None:
+def test_fused_weights_in_several_formats_are_refused(runtime: Runtime) -> None:
     reading = read("*.[qk]_proj=nvfp4", runtime=runtime)
     assert found(reading) == [
         ("refused", "fused into one layer, and in several formats: q_proj nvfp4, k_proj nvfp4, v_proj bf16")
@@ -89,7 +89,7 @@ def test_fused_siblings_in_several_formats_are_refused(runtime: Runtime) -> None
     assert "compressed_tensors/utils.py" in reading.findings[0].source
 
 
-def test_format_without_a_layout_is_refused_with_the_reason() -> None:
+def test_format_without_a_checkpoint_layout_is_refused_with_the_reason() -> None:
     reasons = dict.fromkeys(why for _, why in found(read("*=nvfp4")))
     assert list(reasons) == ["only the weights of linear layers are quantized", "routers are not quantized"]
     assert found(read("*.o_proj=mxfp6_e2m3")) == [("refused", "no checkpoint layout has mxfp6e2")]
@@ -99,7 +99,7 @@ def test_format_without_a_layout_is_refused_with_the_reason() -> None:
     ]
 
 
-def test_weight_only_int8_has_no_loadable_layout() -> None:
+def test_weight_only_int8_per_channel_is_refused_for_serving() -> None:
     (finding,) = read("*.o_proj=int8", activations="none").findings
     assert finding.effect == "refused"
     assert read("*.o_proj=int8").findings == ()
@@ -107,7 +107,7 @@ def test_weight_only_int8_has_no_loadable_layout() -> None:
     assert read("*.o_proj=int8@g128").findings == ()
 
 
-def test_per_tensor_scale_differs_after_fusing() -> None:
+def test_per_tensor_scales_give_other_values_in_fused_layers() -> None:
     reading = read("*.self_attn=fp8@tensor")
     assert [(finding.effect, len(finding.tensors)) for finding in reading.findings] == [("other values", 3)]
     assert read("*.self_attn=fp8").findings == ()
@@ -123,7 +123,7 @@ def test_shapes_that_kernels_reject_are_reported() -> None:
     assert reading.loads
 
 
-def test_a_fused_layer_without_a_member_has_no_scheme() -> None:
+def test_fused_layer_with_a_missing_weight_is_served_unquantized() -> None:
     full = tree()
     part = Tree(
         [tensor for name, tensor in full.tensors.items() if ".k_proj" not in name],
@@ -145,13 +145,15 @@ def test_sglang_supports_one_format_and_no_zero_points() -> None:
     ]
 
 
-def test_mx_formats_are_measured_with_activations() -> None:
+def test_mxfp4_without_quantized_activations_is_reported_as_served_differently() -> None:
     assert [effect for effect, _ in found(read("*.self_attn=mxfp4", activations="none"))] == ["other values"]
     assert read("*.self_attn=nvfp4", activations="none").findings == (), "served as W4A16, too"
 
 
 @pytest.mark.slow
-def test_lint_command_reports_refusals_by_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lint_command_exits_with_1_if_a_runtime_refuses_the_export(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "recipe.yaml"
     file.write_text('version: 1\nrules:\n  - {pattern: "*.q_proj", dtype: "nvfp4"}\n')
     arguments = ["recipe", "lint", str(file), "--model", "demo", "--for", "vllm"]

@@ -1,4 +1,4 @@
-"""What fits in a budget, against trying every context."""
+"""The largest context that fits a budget, compared with trying every context."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_largest_context_nearly_fills_the_budget(
     assert largest_context(fixed, None, budget, 4000) == exact
 
 
-def test_served_dtype_is_that_of_most_weights() -> None:
+def test_serving_dtype_is_the_dtype_of_most_weights() -> None:
     tree = from_tensors([TensorInfo("a.weight", (64, 64), "bfloat16"), TensorInfo("norm.weight", (64,), "float32")])
 
     def dtype(*rules: Rule, named: str | None = None) -> str:
@@ -47,7 +47,7 @@ def test_served_dtype_is_that_of_most_weights() -> None:
     assert dtype(Rule("a", "int8")) == "bfloat16"
 
 
-def test_default_context_is_at_most_that_of_the_model() -> None:
+def test_default_context_is_at_most_the_longest_context_of_the_model() -> None:
     tree = from_tensors([])
     assert default_context(tree) == 8192
     tree.kv_cache = KVCache(longest=77)

@@ -115,7 +115,7 @@ def all_in(context: Context, base: str | None) -> dict[str, str]:
 
 
 def loaded(context: Context, base: str | None) -> dict[str, str]:
-    """Every tensor as `from_pretrained(dtype=base)` leaves it (transformers' `_get_dtype_plan`)."""
+    """Return the dtype of every tensor after `from_pretrained(dtype=base)`, by `_get_dtype_plan` of transformers."""
     found = all_in(context, base)
     for name, module in context.tree.modules.items():
         strict = "_strict" in (module.keep_in_fp32 or "")
@@ -126,8 +126,8 @@ def loaded(context: Context, base: str | None) -> dict[str, str]:
 
 
 def as_torchao(context: Context, written: Conversion) -> PresetEffect:
-    """FqnToConfig: exact parameter, exact module, then every expression that fits the parameter, then the first that fits
-    the module; modules and parameters are both matched in whole.
+    """Apply FqnToConfig: the exact parameter, the exact module, every expression that fits the parameter, then the first that fits
+    the module. Expressions must match whole names.
     """
     config = json.loads(written.text)
     entries = config["quantization_config"]["quant_type"]["default"]["_data"]["fqn_to_config"]
@@ -158,7 +158,7 @@ def as_torchao(context: Context, written: Conversion) -> PresetEffect:
 
 
 def as_llm_compressor(context: Context, written: Conversion) -> PresetEffect:
-    """compressed-tensors: `re.match`, an exact name or a class name, on modules; only weights are quantized."""
+    """Apply compressed-tensors: `re.match`, an exact name or a class name, for modules. Only weights are quantized."""
     modifiers = yaml.safe_load(written.text)["quant_stage"]["quant_modifiers"]
     groups = modifiers["QuantizationModifier"]["config_groups"].values() if modifiers else ()
     found = loaded(context, written.base)
@@ -177,7 +177,7 @@ def as_llm_compressor(context: Context, written: Conversion) -> PresetEffect:
 
 
 def by_scheme(weights: Mapping[str, Any]) -> str:
-    """The dtype that a scheme of compressed-tensors means, after its presets."""
+    """Return the dtype that a scheme of compressed-tensors means, after its presets."""
     kind, bits, size = weights["type"], weights["num_bits"], weights.get("group_size")
     if weights["strategy"] in ("tensor", "channel"):
         assert bits == 8
@@ -195,7 +195,7 @@ def by_scheme(weights: Mapping[str, Any]) -> str:
 
 
 def as_modelopt(context: Context, written: Conversion) -> PresetEffect:
-    """ModelOpt: `fnmatch` on quantizer names, the last entry that matches wins."""
+    """Apply ModelOpt: `fnmatch` on names of quantizers; the last entry that matches wins."""
     entries = json.loads(written.text)["quant_cfg"]
     found = loaded(context, written.base)
     for module, node in context.tree.modules.items():
@@ -242,7 +242,7 @@ def as_comfyui(context: Context, written: Conversion) -> PresetEffect:
 
 
 def as_diffusers(context: Context, written: Conversion) -> PresetEffect:
-    """Layerwise casting from the root down: found anywhere in the name, a pattern spares the module and all below."""
+    """Apply layerwise casting from the root down: a pattern found anywhere in a name spares the module and all below it."""
     body = ast.parse(written.text).body
     assigned = next(node for node in body if isinstance(node, ast.Assign))
     patterns = ast.literal_eval(assigned.value)
@@ -293,7 +293,7 @@ def module_like(tree: Tree, load_in: str) -> nn.Module:
 
 
 def as_transformers(context: Context, written: Conversion) -> PresetEffect:
-    """The Python itself, run."""
+    """Run the written Python and return the resulting dtypes."""
     load_in = re.search(r"dtype=torch\.(\w+)\)\)", written.text)
     assert load_in is not None
     namespace: dict[str, Any] = {}
@@ -329,7 +329,7 @@ def gguf_names(tensor: TensorInfo) -> list[str]:
 
 
 def as_llama_cpp(context: Context, written: Conversion) -> PresetEffect:
-    """llama-quantize to Q8_0: text in lower case, `regex_search` in the GGUF name, only on matrices it quantizes."""
+    """Apply llama-quantize to Q8_0: `regex_search` in the lower-case GGUF name, only for matrices that it quantizes."""
     lines = [line.lower().rpartition("=") for line in written.text.split()]
     types = {"f32": "float32", "f16": "float16", "bf16": "bfloat16", "q8_0": "q8_0", "mxfp4": "mxfp4:floor"}
     found: dict[str, str] = {}
@@ -366,7 +366,7 @@ READERS: dict[str, Callable[[Context, Conversion], PresetEffect]] = {
 @pytest.mark.parametrize("target", list(TARGET_SUFFIXES))
 @given(context=CONTEXTS)
 @settings(max_examples=60, deadline=None)
-def test_target_reads_the_planned_dtypes(target: str, context: Context) -> None:
+def test_converted_recipe_of_every_target_gives_the_planned_dtypes(target: str, context: Context) -> None:
     written = target_named(target).convert(context)
     outcome = READERS[target](context, written)
     left_out = {name: entry for entry in written.left_out if entry.part == "dtype" for name in entry.tensors}
@@ -389,8 +389,8 @@ def converted(target: str, tree: Tree, *rules: Rule, model_type: str = "llama") 
     return target_named(target).convert(Context(tree, make_plan(tree, Recipe(rules)), "m", model_type))
 
 
-def test_quantized_activations_are_written_or_noted() -> None:
-    """llm-compressor has them; a note says where a recipe of another tool leaves them wide."""
+def test_quantized_activations_are_converted_or_noted_as_unsupported() -> None:
+    """llm-compressor supports them; for other tools a note says that activations are not quantized."""
     plan = make_plan(LLAMA, Recipe((Rule("*.q_proj", "float8_e4m3fn"),)))
     for activations in ("none", "weights"):
         context = Context(LLAMA, plan, "m", "llama", activations=activations)  # type: ignore[arg-type]
@@ -403,8 +403,8 @@ def test_quantized_activations_are_written_or_noted() -> None:
             assert ("activations stay wide" in notes) is (activations == "weights")
 
 
-def test_modelopt_quantizes_by_the_recipe() -> None:
-    """Where it is installed: read by the hook that the note has. On a CPU it has no kernels for NVFP4 and MX."""
+def test_modelopt_quantizes_by_the_converted_recipe() -> None:
+    """Runs if ModelOpt is installed, with the hook of the note. ModelOpt has no CPU kernels for NVFP4 and MX."""
     mtq = pytest.importorskip("modelopt.torch.quantization")
     from dtype_engine.runtime.numerics.quantize import values_in
 
@@ -425,7 +425,7 @@ def test_modelopt_quantizes_by_the_recipe() -> None:
     assert torch.allclose(module["b"].weight_quantizer(before["b"]), (before["b"] / rows).round() * rows, atol=1e-6)
 
 
-def test_layer_1_is_not_layer_10_and_a_gate_is_not_a_gate_proj() -> None:
+def test_converted_patterns_do_not_match_layers_or_modules_with_similar_names() -> None:
     low = Rule("model.layers.1.mlp", "float8_e4m3fn")
     taken = "model\\.layers\\.1\\.mlp\\.(down_proj|gate_proj|up_proj)"
     assert converted("torchao", LLAMA, low).patterns == ((f"re:{taken}\\.weight", "float8_e4m3fn"),)
@@ -448,7 +448,7 @@ def test_regular_plan_needs_few_patterns() -> None:
     )
 
 
-def test_inexpressible_rules_of_a_target_are_listed() -> None:
+def test_casts_that_a_target_cannot_express_are_listed() -> None:
     low = Rule("*.mlp", "float8_e5m2")
     rules = (low, Rule("*.q_proj", "int8"), Rule("*.input_layernorm", "float64"), Rule("lm_head", "int8"))
     for target in TARGET_SUFFIXES:
@@ -459,7 +459,7 @@ def test_inexpressible_rules_of_a_target_are_listed() -> None:
         assert "model.embed_tokens.weight" in listed
 
 
-def test_gguf_names_need_a_known_architecture() -> None:
+def test_conversion_to_llama_cpp_requires_a_known_model_type() -> None:
     with pytest.raises(UserError, match="model_type"):
         target_named("llama.cpp").convert(Context(LLAMA, make_plan(LLAMA, Recipe())))
     with pytest.raises(UserError, match="'no_such_type'"):
@@ -484,7 +484,9 @@ def test_compressed_patterns_match_exactly_the_wanted_names(universe: set[str], 
 
 
 @pytest.mark.parametrize("kept", [{}, {"norm": "float32", "q_proj": "float16"}])
-def test_transformers_script_loads_bit_for_bit(make_llama: Callable[..., Path], kept: dict[str, str]) -> None:
+def test_converted_transformers_script_loads_bitwise_equal_weights(
+    make_llama: Callable[..., Path], kept: dict[str, str]
+) -> None:
     import dtype_engine as de
 
     folder = make_llama(dtype="bfloat16", dtypes=kept)
@@ -504,7 +506,7 @@ def test_transformers_script_loads_bit_for_bit(make_llama: Callable[..., Path], 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("base", ["float16", "bfloat16"])
-def test_islands_load_as_documented(tmp_path: Path, base: str) -> None:
+def test_transformers_keeps_wo_of_t5_in_the_listed_dtype(tmp_path: Path, base: str) -> None:
     import transformers
 
     config = transformers.T5Config(
@@ -528,7 +530,7 @@ def read(target: str, tree: Tree, *rules: Rule, model_type: str = "llama") -> An
     return lint(Context(tree, make_plan(tree, Recipe(rules)), "m", model_type), target_named(target))
 
 
-def test_lint_finds_extra_matches_of_the_target() -> None:
+def test_lint_finds_tensors_that_only_the_target_matches() -> None:
     found = read("diffusers", LLAMA, Rule("model.layers.1", "int8")).rules[0]
     assert found.only_here == ()
     assert {name.split(".")[2] for name in found.only_there} == {"10", "11"}
@@ -546,7 +548,7 @@ def test_lint_reports_a_glob_given_as_a_regex(target: str) -> None:
     assert found.rules[0].problem or target == "transformers"
 
 
-def test_lint_reads_quantizer_names_and_classes() -> None:
+def test_lint_matches_patterns_as_each_target_does() -> None:
     assert not read("modelopt", LLAMA, Rule("*.mlp.*", "int8")).differs
     assert read("modelopt", LLAMA, Rule("*.mlp", "int8")).differs
     assert not read("llm-compressor", LLAMA, Rule("type:Linear", "int8")).differs
@@ -554,7 +556,7 @@ def test_lint_reads_quantizer_names_and_classes() -> None:
     assert not read("comfyui", LLAMA, Rule("model.layers.1.mlp.up_proj", "int8")).differs
 
 
-def test_lint_says_which_rule_the_target_applies() -> None:
+def test_lint_reports_tensors_to_which_the_target_applies_another_rule() -> None:
     rules = (Rule("re:.*proj", "int8"), Rule("re:.*\\.mlp\\.\\w+_proj", "float8_e4m3fn"))
     there_first = read("torchao", LLAMA, *rules)
     assert not any(rule.differs for rule in there_first.rules)
@@ -569,7 +571,7 @@ def test_lint_says_which_rule_the_target_applies() -> None:
 @pytest.mark.parametrize("target", list(TARGET_SUFFIXES))
 @given(context=CONTEXTS)
 @settings(max_examples=25, deadline=None)
-def test_lint_counts_add_up(target: str, context: Context) -> None:
+def test_lint_counts_of_matched_tensors_are_consistent(target: str, context: Context) -> None:
     for rule, taken in zip(lint(context, target_named(target)).rules, context.plan.selections, strict=True):
         assert rule.here == len(taken)
         assert rule.here - rule.beyond - len(rule.only_here) == rule.there - len(rule.only_there)
@@ -627,7 +629,9 @@ def test_convert_uses_the_model_of_the_recipe_file(tmp_path: Path, capsys: pytes
 
 
 @pytest.mark.slow
-def test_lint_reports_differences_by_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lint_command_exits_with_1_if_the_target_matches_differently(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = recipe_file(tmp_path, "*.mlp=fp8")
     arguments = ["recipe", "lint", file, "--model", DEMO, "--for"]
     assert run(cli, "dtype-engine", [*arguments, "torchao"]) == 1
@@ -652,7 +656,9 @@ def test_lint_reports_differences_by_exit_status(tmp_path: Path, capsys: pytest.
 
 
 @pytest.mark.slow
-def test_rule_without_matches_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_converting_a_rule_without_matches_exits_with_status_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = recipe_file(tmp_path, "*.no_such=fp8")
     assert run(cli, "dtype-engine", ["recipe", "convert", file, "--to", "torchao", "--model", DEMO]) == 2
     assert "matches nothing" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Conversion recipes read by the real tools, where they are installed."""
+"""Converted recipes are read by the tools that they are for, if these are installed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Enough layers that 1 and 10 can be mistaken for each other."""
+    """Has enough layers that the layers 1 and 10 can be mistaken for each other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ def torchao_dtype(tensor: torch.Tensor) -> str:
     return str(data.dtype).removeprefix("torch.") + ("@tensor" if scale.numel() == 1 else "")
 
 
-def test_torchao_quantizes_as_planned() -> None:
+def test_torchao_quantizes_by_the_converted_recipe_as_planned() -> None:
     quantization = pytest.importorskip("torchao.quantization")
     from torchao.core.config import config_from_dict, config_to_dict
 
@@ -97,9 +97,9 @@ def test_torchao_quantizes_as_planned() -> None:
 
 
 @pytest.mark.parametrize("dtype", torchao.GROUPED)
-def test_torchao_integers_equal_ours(dtype: str) -> None:
-    """Its own JSON is ours, and its values are, but for the digits of its scales: in files they are in bfloat16. A value that lies
-    near the middle of two codes may be the other one for that.
+def test_torchao_integer_values_are_close_to_ours(dtype: str) -> None:
+    """The JSON is equal. Values differ by the precision of the scales, which are stored in bfloat16, and near the middle of two
+    codes either code may be taken.
     """
     quantization = pytest.importorskip("torchao.quantization")
     from torchao.core.config import config_from_dict, config_to_dict
@@ -151,7 +151,7 @@ def test_torchao_block_floats_equal_ours(dtype: str) -> None:
     assert float(apart.float().mean()) <= (0.002 if dtype == "nvfp4" else 0.0)
 
 
-def test_transformers_reads_the_torchao_config(make_llama: Callable[..., Path]) -> None:
+def test_transformers_loads_with_the_converted_torchao_config(make_llama: Callable[..., Path]) -> None:
     pytest.importorskip("torchao")
     pytest.importorskip("accelerate")
     import transformers
@@ -202,7 +202,7 @@ def test_compressed_tensors_quantizes_the_planned_modules() -> None:
             assert scheme(module) == (planned if planned != "float32" else None), name
 
 
-def test_llm_compressor_reads_the_recipe() -> None:
+def test_llm_compressor_quantizes_by_the_converted_recipe() -> None:
     recipe = pytest.importorskip("llmcompressor.recipe")
     core = pytest.importorskip("llmcompressor.core")
     model = Net()
@@ -217,7 +217,7 @@ def test_llm_compressor_reads_the_recipe() -> None:
     assert recipe.Recipe.create_instance(nothing.text).modifiers == []
 
 
-def test_diffusers_casts_as_planned() -> None:
+def test_diffusers_casts_by_the_converted_recipe_as_planned() -> None:
     pytest.importorskip("diffusers")
     model = Net()
     rules = (

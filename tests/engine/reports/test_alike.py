@@ -1,4 +1,4 @@
-"""Which neighbours are alike, against everything that is at or below each of them written out."""
+"""Which neighbouring modules are alike, compared with a full text description of each module."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dtype_engine.reports.alike import AlikeModules
 
 
 def _written_out(module: Module, planned: dict[str, str]) -> Any:
-    """A module's class, tensors and children. A tie is the name of the tensor that it leads to."""
+    """Return class, tensors and children of a module as text. A tied tensor is described by the name of its canonical tensor."""
     tensors = [
         (local, tensor.name)
         if tensor.name != f"{module.name}.{local}"
@@ -47,7 +47,7 @@ def _random(seed: int) -> tuple[Tree, dict[str, str]]:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_alike_runs_have_equal_neighbors(seed: int) -> None:
+def test_neighboring_modules_are_grouped_exactly_if_they_are_alike(seed: int) -> None:
     tree, planned = _random(seed)
     layers = list(tree.modules["layers"].children.values())
     runs = list(AlikeModules(tree, planned).runs(layers))

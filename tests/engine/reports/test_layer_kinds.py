@@ -43,13 +43,13 @@ def _tree() -> Tree:
     return Tree([TensorInfo(Name(name), (2, 3), "bfloat16") for names in NAMES.values() for name in names])
 
 
-def test_names_of_real_checkpoints_give_the_kind() -> None:
+def test_layer_kind_is_found_by_names_of_real_checkpoints() -> None:
     kinds = kinds_of_modules(_tree())
     found = {kind: [kind_of_tensor(name, kinds) for name in names] for kind, names in NAMES.items()}
     assert found == {kind: [kind] * len(names) for kind, names in NAMES.items()}
 
 
-def test_each_tensor_counts_once_in_its_planned_dtype() -> None:
+def test_each_tensor_counts_once_in_the_totals_of_layer_kinds() -> None:
     tree = _tree()
     planned = dict.fromkeys(NAMES["norms"], "float32")
     found = totals_by_kind(tree, planned)
@@ -61,13 +61,13 @@ def test_each_tensor_counts_once_in_its_planned_dtype() -> None:
     assert sum(totals.total_bytes for totals in found.values()) == tree.totals(planned)[""].total_bytes
 
 
-def test_tied_head_counts_at_its_weight() -> None:
+def test_tied_output_head_counts_only_as_embedding() -> None:
     weight = TensorInfo(Name("model.embed_tokens.weight"), (4, 2), "float32", aliases=(Name("lm_head.weight"),))
     found = totals_by_kind(Tree([weight], {"": "LlamaForCausalLM", "lm_head": "Linear"}), {})
     assert {kind: totals.parameters for kind, totals in found.items()} == {"embeddings": 8}
 
 
-def test_classes_decide_the_kind_if_names_do_not() -> None:
+def test_layer_kind_is_found_by_class_if_the_name_does_not_say_it() -> None:
     classes = {"": "MambaNet", "a": "MyAttention", "b": "BatchNorm2d", "c": "Embedding", "d": "FeedForward"}
     kinds = kinds_of_modules(Tree([], classes))
     assert kinds == {"": "other", "a": "attention", "b": "norms", "c": "embeddings", "d": "MLP"}

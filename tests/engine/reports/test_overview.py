@@ -1,4 +1,4 @@
-"""The first screen of a report answers: how large, how far off, and what else; the rest follows, the most important first."""
+"""The first screen of a report shows size, drift and a third figure; the other sections follow in order of importance."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def output(sqnr_db: float = 40.0, **more: Any) -> OutputDrift:
         (output(math.nan, nonfinite=4), "broken", "red", "4 of 10 values"),
     ],
 )
-def test_verdict_has_a_word_figures_and_a_color(
+def test_report_shows_the_drift_as_a_word_with_figures_and_a_color(
     measured: Any, drift: OutputDrift, word: str, grade: str, figure: str
 ) -> None:
     report = dataclasses.replace(measured[1], output=drift, modules=())
@@ -94,7 +94,7 @@ def test_verdict_has_a_word_figures_and_a_color(
     assert re.search(rf"\.dtype-{grade} {{ border-left-color: #\w{{6}}; }}", style)
 
 
-def test_missing_measurement_has_no_color_and_says_why() -> None:
+def test_report_without_drift_says_why_and_has_no_color() -> None:
     tree = Tree([TensorInfo("a.w", (4, 4), "float32")])
     made = build_report(
         tree, make_plan(tree, Recipe()), "m", RunSettings(), Measured(no_drift="it has no forward pass"), {}
@@ -106,7 +106,7 @@ def test_missing_measurement_has_no_color_and_says_why() -> None:
     assert made.summary == "m takes 64 B as it is stored; its drift was not measured: it has no forward pass."
 
 
-def test_nonfinite_values_are_named_with_their_place(measured: Any) -> None:
+def test_drift_tile_names_the_module_where_values_become_nonfinite(measured: Any) -> None:
     found = NonFiniteDiagnosis(
         "activation", "a.b", "a.b", "pow", "float16", 65504.0, (), 700.0, 4.9e5, ("head=bfloat16",)
     )
@@ -139,7 +139,7 @@ def test_speed_tile_appears_if_measured(measured: Any) -> None:
     assert third_tile(planned, None).details == ("bf16 97 % · f16 3 %",)
 
 
-def test_summary_says_what_the_rules_cost(measured: Any) -> None:
+def test_summary_gives_bytes_and_drift_of_the_rules(measured: Any) -> None:
     session, drift = measured
     stored = sum(tensor.numel * 4 for tensor in session.tree.tensors.values())
     assert report_of(measured).summary.startswith(
@@ -165,7 +165,7 @@ def test_html_and_markdown_have_the_same_sections(measured: Any) -> None:
     assert lines[5] == "## Drift over depth"
 
 
-def test_a_module_without_weights_is_listed_only_among_the_worst(measured: Any) -> None:
+def test_report_lists_modules_without_weights_only_among_the_worst(measured: Any) -> None:
     _, drift = measured
     low = [dataclasses.replace(each, sqnr_db=1.0) if each.name == "blocks.4.1" else each for each in drift.modules]
     made = report_of((measured[0], dataclasses.replace(drift, modules=tuple(low))))
@@ -181,7 +181,7 @@ def test_a_module_without_weights_is_listed_only_among_the_worst(measured: Any) 
         assert f"`{name}`" not in rest
 
 
-def test_html_page_suits_phones_and_printing(measured: Any) -> None:
+def test_html_report_has_styles_for_phones_and_printing(measured: Any) -> None:
     text = as_html(report_of(measured))
     assert 'name="viewport" content="width=device-width, initial-scale=1"' in text
     boxes = Page(text).boxes
@@ -196,7 +196,7 @@ def test_html_page_suits_phones_and_printing(measured: Any) -> None:
     assert all('width="100%"' in picture for picture in re.findall(r"<svg[^>]*>", text))
 
 
-def test_notebook_shows_the_same_tiles(measured: Any) -> None:
+def test_notebook_shows_the_same_tiles_as_the_html_report(measured: Any) -> None:
     _, drift = measured
     shown = Page(drift_html(drift)).tiles
     assert shown == Page(as_html(report_of(measured))).tiles[:2]
@@ -204,7 +204,7 @@ def test_notebook_shows_the_same_tiles(measured: Any) -> None:
     assert "<style>" not in as_fragment(dataclasses.replace(report_of(measured), tiles=()))
 
 
-def test_classifier_counts_classes_and_text_model_tokens(measured: Any) -> None:
+def test_report_says_top_1_class_for_classifiers_and_token_for_text_models(measured: Any) -> None:
     from transformers import ViTConfig, ViTForImageClassification
 
     torch.manual_seed(0)

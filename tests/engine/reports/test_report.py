@@ -1,4 +1,4 @@
-"""Reports and saved recipes hold the figures of the run they are of, and nothing in them is taken for anything but text."""
+"""Reports and saved recipes contain the figures of their run, and all their text is escaped."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def document(measured: Any, title: str = "TinyNet", **more: Any) -> Report:
     return build_report(session.tree, session.plan, title, RunSettings(), Measured(drift, **more), versions())
 
 
-def test_html_page_has_the_figures_of_the_run(measured: Any, tmp_path: Path) -> None:
+def test_html_report_has_the_figures_of_the_measurement(measured: Any, tmp_path: Path) -> None:
     session, drift = measured
     page = Page(render(document(measured), tmp_path / "report.html"))
     rows = {row[0]: row[1:] for row in page.rows if row}
@@ -126,7 +126,7 @@ def test_html_page_has_the_figures_of_the_run(measured: Any, tmp_path: Path) -> 
             assert any(row[0] == reading.name and f"{reading.max_abs:.3e}" in row for row in page.rows), reading.name
 
 
-def test_html_page_loads_and_runs_nothing(measured: Any, tmp_path: Path) -> None:
+def test_html_report_has_no_scripts_and_no_external_resources(measured: Any, tmp_path: Path) -> None:
     text = render(document(measured), tmp_path / "report.html")
     page = Page(text)
     assert page.reaching == []
@@ -164,8 +164,8 @@ def test_names_in_reports_are_escaped(name: str, tmp_path: Path) -> None:
             assert before == after
 
 
-def test_text_of_every_block_is_escaped(tmp_path: Path) -> None:
-    """Also those that no report has hostile text in today."""
+def test_hostile_text_in_every_kind_of_report_block_is_escaped(tmp_path: Path) -> None:
+    """Tests also blocks that contain no text from files in any report so far."""
     blocks = (
         NASTY, Identifier(NASTY), Table((NASTY, "b"), ((NASTY, Identifier(NASTY)),), 1),
         StackedBars(NASTY, ((NASTY, ((NASTY, 1.0, NASTY),)),)), BarChart(NASTY, ((NASTY, 1.0), ("none", None)), NASTY),
@@ -180,7 +180,7 @@ def test_text_of_every_block_is_escaped(tmp_path: Path) -> None:
     assert text.count('class="n"') == 2
 
 
-def test_every_figure_of_the_html_is_in_the_markdown(measured: Any, tmp_path: Path) -> None:
+def test_every_table_row_of_the_html_report_is_in_the_markdown_report(measured: Any, tmp_path: Path) -> None:
     made = document(measured)
     page = Page(render(made, tmp_path / "r.html"))
     text = render(made, tmp_path / "r.md").replace("\\", "").replace("`", "")
@@ -188,7 +188,7 @@ def test_every_figure_of_the_html_is_in_the_markdown(measured: Any, tmp_path: Pa
         assert f"| {' | '.join(row)} |" in text
 
 
-def test_large_tree_is_shown_as_outline_and_limited_table(tmp_path: Path) -> None:
+def test_report_folds_a_large_tree_and_limits_its_table(tmp_path: Path) -> None:
     tensors = [
         TensorInfo(f"model.layers.{layer}.mlp.experts.{expert}.w", (2, 2), "bfloat16", "parameter")
         for layer in range(60) for expert in range(64)
@@ -200,7 +200,9 @@ def test_large_tree_is_shown_as_outline_and_limited_table(tmp_path: Path) -> Non
     assert "2,022 more modules are left out here" in text
 
 
-def test_report_command_writes_a_page(make_llama: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_command_writes_an_html_file_and_keeps_existing_files(
+    make_llama: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source, file = make_llama(), tmp_path / "r.html"
     casts = [part for cast in CASTS for part in ("--cast", cast)]
     assert run(cli, "dtype-engine", ["report", str(source), *casts, "--speed", "-o", str(file)]) == 0
@@ -220,7 +222,7 @@ def test_report_command_writes_a_page(make_llama: Any, tmp_path: Path, capsys: p
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["llama", "r.html"]
 
 
-def test_saved_recipe_reproduces_its_figures(
+def test_saved_recipe_reproduces_the_drift_it_was_saved_with(
     make_llama: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, file = make_llama(), tmp_path / "recipe.yaml"
@@ -268,7 +270,7 @@ def test_recipe_for_another_model_lists_rules_without_matches(
     assert f"{file} was made for other, and this is llama" in capsys.readouterr().err
 
 
-def test_recipe_file_says_what_its_rules_match(measured: Any) -> None:
+def test_comments_in_a_recipe_file_say_what_each_rule_matches(measured: Any) -> None:
     session, drift = measured
     text = recipe_text(session.tree, session.plan, "TinyNet", RunSettings(), drift)
     total = session.tree.stored_bytes
@@ -278,13 +280,13 @@ def test_recipe_file_says_what_its_rules_match(measured: Any) -> None:
     assert "  # decibels" in text
 
 
-def test_report_name_without_a_format_is_refused(measured: Any) -> None:
+def test_report_file_name_without_a_known_suffix_is_refused(measured: Any) -> None:
     with pytest.raises(UserError, match=r"\.html or \.md"):
         render(document(measured), Path("report"))
 
 
 @pytest.mark.parametrize("name", ["r.html", "r.md"])
-def test_report_says_where_values_become_nonfinite_and_what_helps(name: str, tmp_path: Path) -> None:
+def test_report_says_where_values_become_nonfinite_and_gives_the_remedy(name: str, tmp_path: Path) -> None:
     found = NonFiniteDiagnosis(
         "activation", "a.b", "a.b", "pow", "float16", 65504.0, (), 700.0, 4.9e5, ("a.{2,3}=bfloat16", "head=bfloat16")
     )  # fmt: skip
@@ -295,7 +297,7 @@ def test_report_says_where_values_become_nonfinite_and_what_helps(name: str, tmp
         assert words in text.replace("\\", ""), words
 
 
-def test_report_of_an_overflowing_recipe_has_its_remedy(tmp_path: Path) -> None:
+def test_report_command_diagnoses_an_overflowing_recipe(tmp_path: Path) -> None:
     source = tmp_path / "net.py"
     source.write_text(
         "import torch\n\nclass Net(torch.nn.Module):\n"

@@ -24,7 +24,7 @@ from dtype_engine.results.scan import SearchReport
     [(0, "0"), (999, "999"), (1000, "1 k"), (999_949, "999.9 k"), (999_950, "1 M"), (671_026_419_200, "671 B"),
      (6_740_000_000, "6.7 B"), (10**12, "1 T"), (10**15, "1000 T")],
 )  # fmt: skip
-def test_counts_are_shortened(count: int, shown: str) -> None:
+def test_large_counts_are_shortened_with_a_unit(count: int, shown: str) -> None:
     assert human_count(count) == shown
 
 
@@ -34,7 +34,7 @@ def test_decibels_have_no_negative_zero(value: float, shown: str) -> None:
 
 
 @pytest.mark.parametrize(("value", "shown"), [(-0.0001, "+0.00"), (0.0, "+0.00"), (-0.3, "-0.30"), (12.345, "+12.35")])
-def test_a_signed_number_has_no_negative_zero(value: float, shown: str) -> None:
+def test_signed_numbers_have_no_negative_zero(value: float, shown: str) -> None:
     assert signed(value, 2) == shown
 
 
@@ -52,7 +52,7 @@ def test_columns_are_as_wide_as_their_widest_cell() -> None:
     assert table_lines([]) == []
 
 
-def test_worst_modules_come_first() -> None:
+def test_modules_are_sorted_from_most_to_least_drift() -> None:
     figures: dict[str, tuple[float | None, int]] = {
         "same": (math.inf, 0),
         "other tokens": (None, 0),
@@ -67,7 +67,7 @@ def test_worst_modules_come_first() -> None:
     assert [each.name for each in worst_modules(drifts)] == ["many", "one", "zeros", "bad", "nothing left", "good"]
 
 
-def test_module_that_returns_an_inner_output_is_not_listed_twice() -> None:
+def test_module_whose_output_is_that_of_a_child_is_not_listed() -> None:
     drifts = [
         ModuleDrift(name, sqnr, 0.5, 0)
         for name, sqnr in (("layer", 30.0), ("layer.mlp", 20.0), ("layer.mlp.down", 20.0), ("layer.mlp2", 20.0))
@@ -76,7 +76,7 @@ def test_module_that_returns_an_inner_output_is_not_listed_twice() -> None:
 
 
 def test_many_equally_bad_modules_are_sorted_quickly() -> None:
-    """As in a model that is broken from its first layer on. To compare each with each takes minutes."""
+    """As in a model that drifts from its first layer on. Comparing all pairs takes minutes."""
     names = [
         f"layer.{layer}.expert.{expert}{part}" for layer in range(60) for expert in range(256) for part in ("", ".up")
     ]
@@ -84,7 +84,7 @@ def test_many_equally_bad_modules_are_sorted_quickly() -> None:
     assert worst == {name for name in names if name.endswith(".up")}
 
 
-def test_byte_changes_say_less_or_more() -> None:
+def test_change_of_bytes_is_given_as_percent_less_or_more() -> None:
     assert [change_text(*pair) for pair in ((200, 90), (100, 300), (5, 5), (0, 7))] == [
         "55.0 % less",
         "200.0 % more",
@@ -93,25 +93,25 @@ def test_byte_changes_say_less_or_more() -> None:
     ]
 
 
-def test_plurals_and_percentages_with_errors() -> None:
+def test_plurals_and_percentages_with_errors_are_formatted() -> None:
     assert [plural(count, "value") for count in (0, 1, 1200)] == ["0 values", "1 value", "1,200 values"]
     assert [percent_with_error(0.9912, error) for error in (0.0008, None)] == ["99.12 ± 0.08 %", "99.12 %"]
 
 
-def test_weights_only_comparison_says_so() -> None:
+def test_drift_text_says_if_only_weights_are_compared() -> None:
     found = report(Recipe())
     assert "weights only" not in drift_text(found)
     assert "weights only" in drift_text(dataclasses.replace(found, weights_only=True))
 
 
-def test_uncounted_values_are_not_called_kept() -> None:
+def test_drift_text_says_if_lost_values_were_not_counted() -> None:
     found = report(Recipe())
     assert "lost " not in drift_text(found)
     text = drift_text(dataclasses.replace(found, lost=None))
     assert "lost       not counted: the values that the casts make infinite or zero" in text
 
 
-def test_partial_module_comparison_gives_the_number_of_sequences() -> None:
+def test_drift_text_says_if_modules_were_compared_on_some_sequences_only() -> None:
     modules = (ModuleDrift("model.norm", 30.0, 0.5, 0),)
     for count, told in ((2, True), (6, False)):
         text = drift_text(report(Recipe(), modules=modules, modules_sequences=count))

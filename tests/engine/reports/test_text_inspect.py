@@ -14,7 +14,7 @@ from dtype_engine.reports.text_inspect import TreeView, kinds_text, largest_text
 
 
 def _tree(layers: int = 6, odd: int | None = 4) -> Tree:
-    """A model of `layers` layers, of which the layer `odd` has a bias more."""
+    """Return a model of `layers` layers. The layer `odd` has an additional bias."""
     tensors = [TensorInfo(Name("embed.weight"), (256, 4), "float32")]
     for layer in range(layers):
         tensors.append(TensorInfo(Name(f"layers.{layer}.mlp.weight"), (4, 4), "float32"))
@@ -30,7 +30,7 @@ def _labels(text: str) -> list[str]:
     ]
 
 
-def test_alike_layers_are_folded() -> None:
+def test_inspect_folds_alike_layers() -> None:
     tree = _tree()
     text = tree_text(tree, make_plan(tree, Recipe()), "net", TreeView(fold=True))
     lines = [line.strip() for line in text.splitlines()]
@@ -39,7 +39,7 @@ def test_alike_layers_are_folded() -> None:
     assert _labels(text).count("mlp") == 3  # of the layers 0, 4 and 5
 
 
-def test_cast_layer_is_shown_apart_from_alike_layers() -> None:
+def test_inspect_does_not_fold_a_layer_that_is_cast_differently() -> None:
     tree = _tree(odd=None)
     plan = make_plan(tree, Recipe((Rule("layers.2", "bfloat16"),)))
     text = tree_text(tree, plan, "net", TreeView(fold=True))
@@ -48,7 +48,7 @@ def test_cast_layer_is_shown_apart_from_alike_layers() -> None:
     assert "like" not in tree_text(tree, plan, "net", TreeView())
 
 
-def test_depth_and_sort_options_of_inspect() -> None:
+def test_inspect_text_can_be_limited_in_depth_and_sorted_by_bytes() -> None:
     tree = _tree(layers=2)
     plan = make_plan(tree, Recipe())
     assert _labels(tree_text(tree, plan, "net", TreeView(depth=0))) == ["net"]
@@ -58,7 +58,7 @@ def test_depth_and_sort_options_of_inspect() -> None:
     assert _labels(text) == ["net", "head", "embed", "layers"]
 
 
-def test_largest_modules_and_the_rest_are_listed() -> None:
+def test_inspect_lists_the_largest_modules_and_sums_the_rest() -> None:
     tree = _tree()
     text = largest_text(tree, make_plan(tree, Recipe()), 2).splitlines()
     assert text[1].split()[0] == "embed"
@@ -67,14 +67,14 @@ def test_largest_modules_and_the_rest_are_listed() -> None:
     assert text[3] == f"{5 * 64 + 6 * 16} B more in 11 modules"
 
 
-def test_kinds_add_up_in_planned_dtypes() -> None:
+def test_inspect_sums_bytes_by_layer_kind_in_planned_dtypes() -> None:
     tree = _tree()
     text = kinds_text(tree, make_plan(tree, Recipe((Rule("*.mlp", "bfloat16"),)))).splitlines()
     assert [line.split()[0] for line in text[1:]] == ["embeddings", "MLP", "norms"]
     assert text[2].split()[:5] == ["MLP", "bf16", "100", "200", "B"]
 
 
-def test_inspect_views_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_for_views_of_inspect_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
     assert "exclude each other" in refusal(capsys, "inspect", "demo", "--top", "3", "--by", "kind")
     assert "--json always prints everything" in refusal(capsys, "inspect", "demo", "--json", "--top", "3")
     assert run(cli, "dtype-engine", ["inspect", "demo", "--depth", "1"]) == 0

@@ -1,4 +1,4 @@
-"""The word for a drift, and whether its limits are what they are said to be."""
+"""The word for a drift, and whether the limits between words are what the help says."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def drift(kl_mean: float | None = None, sqnr_db: float = 40.0, max_abs: float = 
         (2.2, "broken"),  # iq1_S: perplexity 58
     ],
 )
-def test_mean_kl_is_judged_by_published_figures(kl: float, word: str) -> None:
+def test_drift_word_follows_from_the_mean_kl(kl: float, word: str) -> None:
     assert meaning(drift(kl, sqnr_db=200.0)).word == word
 
 
 @pytest.mark.parametrize("sqnr_db", [5.0, 28.0, 43.0, 60.0])
 @pytest.mark.parametrize("kl", [None, 0.0, -1e-9, math.nan, 1e-6, 2.5e-5, 2.77e-4, 1.355e-3, 0.01, 0.4451, 0.6])
-def test_output_sqnr_limits_match_the_words(kl: float | None, sqnr_db: float) -> None:
+def test_drift_words_change_at_the_listed_sqnr_limits(kl: float | None, sqnr_db: float) -> None:
     output = drift(kl, sqnr_db)
     limits = sqnr_limits(output)
     assert [least for least, _ in limits] == sorted((least for least, _ in limits), reverse=True)
@@ -57,7 +57,7 @@ def sqnr(exact: torch.Tensor, held: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2])
-def test_rounding_in_torch_stays_within_the_limit(dtype: torch.dtype) -> None:
+def test_sqnr_of_rounding_in_torch_is_above_the_computed_minimum(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     least = rounding_sqnr_db(round(-math.log2(torch.finfo(dtype).eps)))
     of_many_magnitudes = torch.pow(2.0, 6 * torch.rand(400_000, generator=generator, dtype=torch.float64) - 3)
@@ -66,12 +66,12 @@ def test_rounding_in_torch_stays_within_the_limit(dtype: torch.dtype) -> None:
         assert least + 2.5 < sqnr(exact, exact.to(dtype).double()) < least + 3.8
 
 
-def test_limit_is_reached_for_mantissas_near_1() -> None:
+def test_minimum_sqnr_of_rounding_is_reached_for_mantissas_near_1() -> None:
     exact = 1 + torch.rand(400_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64) / 64
     assert rounding_sqnr_db(10) == pytest.approx(sqnr(exact, exact.to(torch.float16).double()), abs=0.1)
 
 
-def test_sign_agreement_and_cosine_follow_from_sqnr_for_normal_values() -> None:
+def test_sqnr_limits_hold_for_rounded_normal_values() -> None:
     exact = torch.randn(400_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     rounded = exact.to(torch.bfloat16).double()
     assert meaning(drift(sqnr_db=sqnr(exact, rounded))).word == "invisible"
@@ -84,11 +84,11 @@ def test_sign_agreement_and_cosine_follow_from_sqnr_for_normal_values() -> None:
 @pytest.mark.parametrize(
     ("db", "word"), [(75.0, "invisible"), (54.0, "invisible"), (48.0, "small"), (25.0, "visible"), (3.0, "broken")]
 )
-def test_outputs_without_a_distribution_are_judged_by_sqnr(db: float, word: str) -> None:
+def test_drift_word_follows_from_sqnr_for_outputs_without_probabilities(db: float, word: str) -> None:
     assert meaning(drift(sqnr_db=db)).word == word
 
 
-def test_exact_and_nonfinite_come_before_the_limits() -> None:
+def test_exact_nonfinite_and_under_the_floor_take_precedence_over_drift_limits() -> None:
     assert meaning(drift(0.0, math.inf, 0.0)).word == "exact"
     assert meaning(drift(1e-9, nonfinite=1)).word == "broken"
     assert meaning(drift(None, math.nan)).word == "broken"
@@ -99,13 +99,13 @@ def test_exact_and_nonfinite_come_before_the_limits() -> None:
     assert meaning(drift(sqnr_db=46.0), NoiseFloor((), 0, 0.0, 0.0, 0.0)).word == "small"
 
 
-def test_the_help_gives_every_limit_and_its_source() -> None:
+def test_help_on_drift_words_gives_every_limit_and_source() -> None:
     for words in ("llama.cpp", "LLaMA-3-8B", "2.5e-05", "1.4e-03", "0.031", "0.445", "52.9 dB", "28.9 dB", "4.4 dB"):
         assert words in HELP
 
 
 class Saturated(nn.Module):
-    """A softmax whose largest score is so far from the others that rounding does not reach its result."""
+    """Has a softmax whose largest score is so far from the others that rounding does not change its result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class Saturated(nn.Module):
         return self.scores(x).softmax(-1)
 
 
-def test_identical_output_does_not_hide_module_drift() -> None:
+def test_identical_output_is_reported_together_with_module_drift() -> None:
     model, x = Saturated(), torch.randn(5, 8)
     with torch.no_grad():
         r = model.scores(x).double()

@@ -1,4 +1,4 @@
-"""A figure of one row is in everything that the engine writes, and can be limited."""
+"""A figure that was only added to the table `FIGURES` is in everything that the engine writes, and can be limited."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(FIGURES, TOY.name, TOY)
 
 
-def test_text_json_reports_and_recipe_files_have_it() -> None:
+def test_new_figure_is_in_text_reports_and_recipe_files() -> None:
     plan = make_plan(TREE, Recipe())
     page = build_report(TREE, plan, "demo", RunSettings(), Measured(REPORT), {})
     assert f"\nmean/max   {SHOWN}\n" in drift_text(REPORT)
@@ -56,7 +56,7 @@ def test_text_json_reports_and_recipe_files_have_it() -> None:
         ("most", "0.002", "mean/max 0.0025: over the limit, 0.002"),
     ],
 )
-def test_min_and_max_limit_it(option: str, limit: str, says: str) -> None:
+def test_new_figure_can_be_limited_by_min_and_max(option: str, limit: str, says: str) -> None:
     options = {"max_kl": None, "min_sqnr": None, "min_top1": None, "least": (), "most": ()}
     limits = all_limits(options | {option: (f"mean_to_max={limit}",)}, ())
     (verdict,) = verdicts(limits, REPORT.output)
@@ -65,7 +65,7 @@ def test_min_and_max_limit_it(option: str, limit: str, says: str) -> None:
         all_limits(options | {option: (f"mean_to={limit}",)}, ())
 
 
-def test_rows_name_values_and_views_that_there_are() -> None:
+def test_rows_of_figures_name_existing_values_and_views() -> None:
     for row in FIGURES.values():
         assert row is TOY or row.name in NAMES
         assert set(row.shown or ()) <= set(typing.get_args(View))

@@ -99,7 +99,7 @@ def test_accelerator_drift_equals_that_of_plain_torch(name: str, dtype: str) -> 
     assert report.output.sqnr_db == pytest.approx(sqnr(expected, found), rel=1e-6)
 
 
-def test_fp8_weights_compute_in_float32() -> None:
+def test_fp8_weights_on_an_accelerator_compute_in_float32() -> None:
     module, inputs = architectures.make("llama")
     by_hand = copy.deepcopy(module)
     session = de.open(module, inputs=inputs)
@@ -127,7 +127,7 @@ class Masked(nn.Module):
 
 
 @on_cuda
-def test_number_that_the_device_refuses_is_rounded_like_on_the_cpu() -> None:
+def test_mask_of_minus_infinity_in_bfloat16_works_on_an_accelerator_as_on_the_cpu() -> None:
     module, x = Masked(), torch.ones(4, 4)
     with torch.no_grad():
         expected = x + torch.where(torch.ones(4, 4).bool().tril(), module.bias.bfloat16(), -math.inf).softmax(-1)
@@ -145,7 +145,7 @@ def test_autocast_on_an_accelerator_equals_that_of_torch() -> None:
     assert torch.equal(candidate_output(session), expected)
 
 
-def test_generated_text_equals_that_of_transformers(make_llama: Callable[..., Path]) -> None:
+def test_text_generated_on_an_accelerator_equals_that_of_transformers(make_llama: Callable[..., Path]) -> None:
     import transformers
 
     folder = make_llama()
@@ -174,7 +174,9 @@ def test_accelerator_scan_agrees_with_the_cpu(make_llama: Callable[..., Path]) -
         assert scores[DEVICE, exact] == pytest.approx(scores["cpu", exact], rel=2e-2, abs=1e-9)
 
 
-def test_export_is_byte_for_byte_that_of_the_cpu(make_llama: Callable[..., Path], tmp_path: Path) -> None:
+def test_export_from_an_accelerator_has_the_bytes_of_that_from_the_cpu(
+    make_llama: Callable[..., Path], tmp_path: Path
+) -> None:
     folder = str(make_llama())
     for device in (DEVICE, "cpu"):
         session = de.open(folder, options=de.Options(device=device))
@@ -186,7 +188,7 @@ def test_export_is_byte_for_byte_that_of_the_cpu(make_llama: Callable[..., Path]
     assert ours == cpus
 
 
-def test_module_that_does_not_fit_is_named_and_the_session_continues(wide: Path) -> None:
+def test_module_that_does_not_fit_in_accelerator_memory_is_named(wide: Path) -> None:
     session = de.open(str(wide), options=de.Options(sequence_length=64, sequences=1))
     before = session.drift().output
     session.use_inputs(session.options)  # which forgets what was kept
@@ -200,7 +202,7 @@ def test_module_that_does_not_fit_is_named_and_the_session_continues(wide: Path)
 
 
 @on_fake  # which counts every byte
-def test_one_byte_too_little_memory_names_the_module(wide: Path) -> None:
+def test_too_little_accelerator_memory_by_one_byte_names_the_module(wide: Path) -> None:
 
     def measure() -> Any:
         gc.collect()
@@ -220,7 +222,7 @@ def test_one_byte_too_little_memory_names_the_module(wide: Path) -> None:
         measure()
 
 
-def test_cast_that_does_not_fit_names_the_weight_and_is_reverted(wide: Path) -> None:
+def test_cast_that_does_not_fit_in_accelerator_memory_is_reverted(wide: Path) -> None:
     session = de.open(str(wide))
     before = {name: weight.tensor.data_ptr() for name, weight in session.model.weights.items()}
     embedding = "model.embed_tokens.weight in bfloat16: not enough memory on"
@@ -233,7 +235,7 @@ def test_cast_that_does_not_fit_names_the_weight_and_is_reverted(wide: Path) -> 
     assert session.undo()
 
 
-def test_model_that_does_not_fit_is_refused_in_one_sentence(wide: Path) -> None:
+def test_model_that_does_not_fit_in_accelerator_memory_is_refused(wide: Path) -> None:
     size = (wide / "model.safetensors").stat().st_size
     with room_for(int(0.6 * size)), pytest.raises(de.UserError, match=f"^the model: not enough memory on {DEVICE}"):
         de.open(str(wide))
@@ -241,7 +243,7 @@ def test_model_that_does_not_fit_is_refused_in_one_sentence(wide: Path) -> None:
 
 
 @on_fake
-def test_scan_over_memory_holds_parts_of_the_largest_weight(
+def test_scan_of_a_model_larger_than_gpu_memory_splits_the_largest_weight(
     make_llama: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local_errors, "PIECE", 1 << 18)
@@ -268,7 +270,7 @@ def test_scan_needs_no_float32_copies_of_all_weights(make_llama: Callable[..., P
     assert scores[0] == scores[1]
 
 
-def test_memory_is_freed_after_casts_and_counted_like_torch(wide: Path) -> None:
+def test_accelerator_memory_is_freed_after_casts_and_counted_as_by_torch(wide: Path) -> None:
     session = de.open(str(wide), options=SHORT)
     session.drift()
     device = torch.get_device_module(DEVICE)
@@ -285,7 +287,7 @@ def test_memory_is_freed_after_casts_and_counted_like_torch(wide: Path) -> None:
     assert memory.device_peak_bytes > memory.device_allocated_bytes >= memory.resident_bytes
 
 
-def test_resized_tensor_is_freed_with_its_counted_size() -> None:
+def test_resized_tensor_frees_all_of_its_accelerator_memory() -> None:
     device = torch.get_device_module(DEVICE)
     gc.collect()
     before = device.memory_allocated()
@@ -309,7 +311,7 @@ class Dropping(nn.Module):
         return self.linear(nn.functional.dropout(x + noise, 0.5, training=True))
 
 
-def test_random_numbers_are_the_same_in_every_pass_and_restored() -> None:
+def test_accelerator_draws_the_same_random_numbers_in_every_pass() -> None:
     session = de.open(Dropping(), inputs=(placed(torch.ones(4, 8)),))
     device = session.model.device
     device_numbers = torch.rand(3, device=device)
@@ -319,7 +321,7 @@ def test_random_numbers_are_the_same_in_every_pass_and_restored() -> None:
     assert not torch.equal(torch.rand(3, device=device), device_numbers)
 
 
-def test_the_noise_floor_is_far_below_a_cast(make_llama: Callable[..., Path]) -> None:
+def test_noise_floor_on_an_accelerator_is_far_below_a_bfloat16_cast(make_llama: Callable[..., Path]) -> None:
     session = de.open(str(make_llama()), options=SHORT)
     floor = session.floor()
     assert floor.ways
@@ -328,7 +330,7 @@ def test_the_noise_floor_is_far_below_a_cast(make_llama: Callable[..., Path]) ->
     assert session.drift().output.sqnr_db < floor.sqnr_db
 
 
-def test_speed_has_a_time_for_each_row(make_llama: Callable[..., Path]) -> None:
+def test_speed_is_measured_on_an_accelerator(make_llama: Callable[..., Path]) -> None:
     session = de.open(str(make_llama()), options=SHORT)
     session.cast("*", "bfloat16")
     rows = session.speed(repeats=3).rows
@@ -336,7 +338,7 @@ def test_speed_has_a_time_for_each_row(make_llama: Callable[..., Path]) -> None:
     assert all(0 < row.fastest <= row.seconds <= row.slowest for row in rows)
 
 
-def test_tf32_setting_of_the_process_changes_no_figure() -> None:
+def test_tf32_setting_of_the_process_does_not_change_the_drift() -> None:
     """Convolutions use it on CUDA unless told otherwise."""
     module, inputs = architectures.make("torch_convolutional")
     found = []
@@ -356,7 +358,7 @@ def test_tf32_setting_of_the_process_changes_no_figure() -> None:
 
 @on_fake  # which can lack a kernel
 @pytest.mark.parametrize("missing", [True, False])
-def test_missing_kernel_is_named_with_the_nearest_dtype(missing: bool, monkeypatch: Any) -> None:
+def test_missing_kernel_on_an_accelerator_is_reported_with_its_module(missing: bool, monkeypatch: Any) -> None:
     monkeypatch.setattr(fake_accelerator.device, "missing", {("addmm", torch.float16)} if missing else set())
     session = de.open(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), inputs=(torch.ones(2, 4),))
     session.cast("1", "float16")
@@ -366,7 +368,7 @@ def test_missing_kernel_is_named_with_the_nearest_dtype(missing: bool, monkeypat
 
 @on_cuda
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU here")
-def test_second_device_is_used_alone(make_llama: Callable[..., Path]) -> None:
+def test_second_cuda_device_is_used_without_memory_on_the_first(make_llama: Callable[..., Path]) -> None:
     session = de.open(str(make_llama()), options=de.Options(device="cuda:1", sequence_length=32, sequences=1))
     session.cast("*", "bfloat16")
     before = torch.cuda.memory_allocated(0)

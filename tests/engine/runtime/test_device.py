@@ -26,7 +26,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return read
 
 
-def test_drift_and_causes_equal_those_of_the_cpu(found: dict[str, Any]) -> None:
+def test_drift_and_causes_on_the_fake_accelerator_equal_those_of_the_cpu(found: dict[str, Any]) -> None:
     fake, cpu = found["fake"], found["cpu"]
     assert (fake["device"], cpu["device"]) == ("fake", "cpu")
     assert fake["drift"].keys() == cpu["drift"].keys()
@@ -38,34 +38,34 @@ def test_drift_and_causes_equal_those_of_the_cpu(found: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("way", ["estimated", "exact"])
-def test_scans_equal_those_of_the_cpu(way: str, found: dict[str, Any]) -> None:
+def test_scans_on_the_fake_accelerator_equal_those_of_the_cpu(way: str, found: dict[str, Any]) -> None:
     assert found["fake"][way] == pytest.approx(found["cpu"][way], rel=1e-2, abs=1e-12)
 
 
-def test_drift_from_another_reference_equals_that_of_the_cpu(found: dict[str, Any]) -> None:
+def test_drift_from_other_references_on_the_fake_accelerator_equals_the_cpu(found: dict[str, Any]) -> None:
     """From another checkpoint, and from the model as stored."""
     assert len(found["cpu"]["against"]) > 10
     assert found["fake"]["against"] == pytest.approx(found["cpu"]["against"], rel=1e-2)
 
 
-def test_generated_text_equals_that_of_the_cpu(found: dict[str, Any]) -> None:
+def test_text_generated_on_the_fake_accelerator_equals_that_of_the_cpu(found: dict[str, Any]) -> None:
     assert found["fake"]["text"] == found["cpu"]["text"]
 
 
-def test_device_memory_is_reported(found: dict[str, Any]) -> None:
+def test_memory_of_the_fake_accelerator_is_reported(found: dict[str, Any]) -> None:
     resident, allocated, peak = found["fake"]["memory"]
     assert resident <= allocated <= peak
     assert found["cpu"]["memory"][1:] == [None, None]
     assert found["full"].endswith("not enough memory on fake (fake out of memory); use --device cpu")
 
 
-def test_model_over_the_memory_limit_has_the_same_figures(found: dict[str, Any]) -> None:
+def test_model_over_the_memory_of_the_fake_accelerator_has_the_same_drift(found: dict[str, Any]) -> None:
     inside, over = found["over"]
     assert (inside[0], over[0]) == (False, True)
     assert over[1:] == inside[1:]
 
 
-def test_two_devices_give_the_figures_of_one(found: dict[str, Any]) -> None:
+def test_drift_on_two_devices_equals_that_on_one(found: dict[str, Any]) -> None:
     two = found["two"]
     assert [two[way][0] for way in ("one", "auto", "file")] == [["fake:0"], ["fake:0", "fake:1"], ["fake:0", "fake:1"]]
     assert two["auto"][1] == two["one"][1] == two["file"][1]
@@ -75,11 +75,11 @@ def test_module_too_large_for_the_second_device_is_named(found: dict[str, Any]) 
     assert found["two"]["full"].startswith("model.layers.0: not enough memory on fake:1 (fake out of memory)")
 
 
-def test_a_scan_runs_partly_on_the_cpu(found: dict[str, Any]) -> None:
+def test_scan_of_a_model_partly_on_the_cpu_gives_the_same_scores(found: dict[str, Any]) -> None:
     assert found["two"]["scan"] == pytest.approx(found["fake"]["estimated"], rel=1e-2, abs=1e-12)
 
 
-def test_float64_is_refused_by_name(found: dict[str, Any]) -> None:
+def test_float64_is_refused_on_an_accelerator_without_it(found: dict[str, Any]) -> None:
     said = "can't be cast to float64, which fake does not have; use --device cpu"
     assert found["fake"]["float64"] == f"model.layers.0.mlp.gate_proj.weight {said}"
     assert found["wide"] == "net.py:Net: weight is in float64, which fake does not have; use --device cpu"
@@ -108,7 +108,7 @@ def test_the_cpu_has_float64_and_no_memory_of_its_own() -> None:
 
 
 @pytest.mark.slow
-def test_fake_accelerator_respects_its_memory_and_plain_torch() -> None:
+def test_fake_accelerator_passes_the_tests_of_accelerators() -> None:
     """A share of what `test_accelerator.py` and the measuring tests show, on the fake accelerator."""
     names = "convolutional or fit or fp8 or random or kernel or export or byte or copies_ahead"
     files = ["tests/engine/runtime/test_accelerator.py", "tests/engine/runtime/weights/test_copies_ahead.py"]

@@ -73,7 +73,7 @@ def llama(make_llama: Callable[..., Path]) -> Path:
     return make_llama(dtype="bfloat16", **SIZES)
 
 
-def test_over_memory_figures_equal_those_in_memory_and_weights_are_read_once(llama: Path) -> None:
+def test_drift_of_a_model_run_from_disk_equals_that_in_memory(llama: Path) -> None:
     inside, over = opened(llama, None, reference_bytes=0), opened(llama, 1 << 21, reference_bytes=0)
     memory = over.model.memory
     assert memory.limited
@@ -91,8 +91,8 @@ def test_over_memory_figures_equal_those_in_memory_and_weights_are_read_once(lla
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="only Linux has it")
-def test_small_weights_are_read_without_their_surroundings(llama: Path) -> None:
-    """The system may read 8 MiB around a page. Around a norm, these are dropped before their block needs them, and read again."""
+def test_small_weights_of_a_model_run_from_disk_are_mapped_without_read_ahead(llama: Path) -> None:
+    """The system may read 8 MiB around a page. Around a norm, they are dropped before their block needs them, and read again."""
     over = opened(llama, 1 << 21)
     smaps = Path("/proc/self/smaps").read_text()
     mappings = re.findall(r"(?ms)^([0-9a-f]+)-([0-9a-f]+) .*?^VmFlags: (.*?)$", smaps)
@@ -104,7 +104,7 @@ def test_small_weights_are_read_without_their_surroundings(llama: Path) -> None:
         assert "rr" in flags, weight.info.name  # "random read advise"
 
 
-def test_stacked_experts_run_over_memory(tmp_path: Path) -> None:
+def test_drift_of_stacked_experts_run_from_disk_equals_that_in_memory(tmp_path: Path) -> None:
     moe = mixtral(tmp_path, layers=2, experts=4)
     inside, over = opened(moe, None), opened(moe, 1 << 22)
     # Only the experts are read that tokens are sent to, one by one, so they are not computed by one grouped product.
@@ -117,7 +117,9 @@ def test_stacked_experts_run_over_memory(tmp_path: Path) -> None:
     assert over.scan(dtypes, draws=1).scores() == inside.scan(dtypes, draws=1).scores()
 
 
-def test_experts_are_cast_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_cast_one_by_one_from_disk_give_the_same_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     moe = mixtral(tmp_path, layers=2, experts=8)
     inside, over = (opened(moe, limit, (2,)) for limit in (None, 1 << 22))
     inside.model.module.set_experts_implementation("eager")  # type: ignore[operator]
@@ -136,7 +138,7 @@ def test_experts_are_cast_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert over.generate(3)[0].candidate.ids == inside.generate(3)[0].candidate.ids
 
 
-def test_cast_of_one_weight_can_be_cancelled(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cast_of_a_single_weight_read_from_disk_can_be_cancelled(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_blocks, "CHUNK", 1 << 11)  # so that this weight has as many blocks as a large one
     over = opened(llama, 1 << 21, (2,))
     over.cast("model.layers.0.mlp.up_proj", "nvfp4")
@@ -156,7 +158,7 @@ def test_cast_of_one_weight_can_be_cancelled(llama: Path, monkeypatch: pytest.Mo
     memory.leave()
 
 
-def test_scan_can_be_cancelled_while_casting_one_weight(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scan_can_be_cancelled_within_the_cast_of_one_weight(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = [0, 0]
 
     def scan(number: int) -> None:
@@ -193,7 +195,7 @@ def test_interrupt_stops_at_the_next_weight_of_a_block(llama: Path) -> None:
     assert asked[0] < 8  # a layer has seven weights, and more modules
 
 
-def test_encoder_and_decoder_share_weights_over_memory(tmp_path: Path) -> None:
+def test_drift_of_tied_encoder_and_decoder_run_from_disk_equals_that_in_memory(tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = transformers.T5Config(
         vocab_size=512, d_model=256, d_kv=32, d_ff=512, num_layers=2, num_heads=8, decoder_start_token_id=0
@@ -207,8 +209,10 @@ def test_encoder_and_decoder_share_weights_over_memory(tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
-def test_output_memory_is_shared_by_comparing_sequences_only(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All eight run side by side. A few of them compare modules, whose outputs take more than an eighth of the memory."""
+def test_modules_of_a_model_run_from_disk_are_compared_although_few_outputs_fit(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All eight sequences run side by side. Modules are compared in a few, whose outputs take over an eighth of the memory."""
     reports = []
     for limit in (None, 1 << 21):
         inputs = opened(llama, None, MORE).inputs.batches
@@ -223,7 +227,7 @@ def test_output_memory_is_shared_by_comparing_sequences_only(llama: Path, monkey
     assert reports[1].output == reports[0].output
 
 
-def test_over_memory_scan_has_the_same_scores_and_resumes(
+def test_scan_of_a_model_run_from_disk_has_the_same_scores_and_resumes(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local_errors, "PIECE", 1 << 16)  # the head has two pieces
@@ -242,7 +246,9 @@ def test_over_memory_scan_has_the_same_scores_and_resumes(
     assert memory.bytes_read == before
 
 
-def test_number_of_parallel_sequences_is_limited_by_memory(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_sequences_scanned_side_by_side_is_limited_by_memory(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = opened(llama, None, MORE).scan(["int8"], draws=1).scores()
     over, after = opened(llama, 1 << 21, MORE), list[int]()
     monkeypatch.setattr(sequence_groups, "cache_budget", lambda device: 2_000_000)
@@ -257,7 +263,9 @@ def test_number_of_parallel_sequences_is_limited_by_memory(llama: Path, monkeypa
     assert all(least * sum(MORE[begin:end]) < 2_000_000 for begin, end in zip(begins, after, strict=True))
 
 
-def test_first_picture_decides_how_many_run_in_parallel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_the_first_picture_limits_how_many_are_scanned_side_by_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A picture of 64 x 64 pixels has 12,288 numbers, and its 17 patches make a small graph."""
     config = transformers.ViTConfig(
         hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2, image_size=64, patch_size=16
@@ -272,7 +280,7 @@ def test_first_picture_decides_how_many_run_in_parallel(tmp_path: Path, monkeypa
     assert after == [1, 6]
 
 
-def test_backward_pass_loads_blocks_in_its_own_order(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backward_pass_reads_no_unneeded_bytes_ahead_from_disk(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     session = opened(llama, 1 << 21)
     memory = session.model.memory
     assert memory.limited
@@ -288,7 +296,7 @@ def test_backward_pass_loads_blocks_in_its_own_order(llama: Path, monkeypatch: p
     assert asked <= 1.05 * memory.bytes_read
 
 
-def test_over_memory_causes_for_stored_and_quantized_models(make_llama: Callable[..., Path]) -> None:
+def test_causes_of_drift_of_a_model_run_from_disk_equal_those_in_memory(make_llama: Callable[..., Path]) -> None:
     stored, coded = (make_llama(name, dtype="bfloat16", **SIZES) for name in ("stored", "coded"))
     store_in_fp8(coded)
     for limit in (None, 1 << 21):
@@ -302,7 +310,7 @@ def test_over_memory_causes_for_stored_and_quantized_models(make_llama: Callable
     assert found == inside
 
 
-def test_over_memory_export_with_scales_and_codes(llama: Path, tmp_path: Path) -> None:
+def test_figures_of_an_export_with_scales_run_from_disk_equal_those_in_memory(llama: Path, tmp_path: Path) -> None:
     source = opened(llama, None)
     cast(source, (*RECIPES[1], "lm_head=bfloat16"))
     source.export(tmp_path / "coded")
@@ -317,7 +325,9 @@ def test_over_memory_export_with_scales_and_codes(llama: Path, tmp_path: Path) -
     assert found[0] == found[1]
 
 
-def test_stateful_model_runs_one_sequence_after_the_other(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drift_of_a_stateful_model_run_from_disk_equals_that_in_memory(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     forward = transformers.models.llama.modeling_llama.LlamaMLP.forward
 
     def counting(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -331,7 +341,7 @@ def test_stateful_model_runs_one_sequence_after_the_other(llama: Path, monkeypat
     assert measured(over, RECIPES[0]) == measured(inside, RECIPES[0])
 
 
-def test_saved_drift_continues_after_its_last_group(
+def test_saved_drift_of_a_model_run_from_disk_is_continued(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(drift, "MOST_UNSAVED", 3)
@@ -358,7 +368,7 @@ def test_saved_drift_continues_after_its_last_group(
         again.drift(save=file)
 
 
-def test_pass_can_be_cancelled_within_a_block_and_repeated(llama: Path) -> None:
+def test_forward_pass_from_disk_can_be_cancelled_within_a_block_and_repeated(llama: Path) -> None:
     over = opened(llama, 1 << 21)
     over.cast("*", "float16")
     asked = iter(range(10**9))
@@ -367,7 +377,7 @@ def test_pass_can_be_cancelled_within_a_block_and_repeated(llama: Path) -> None:
     assert over.drift().output == measured(opened(llama, None), ("*=float16",))[0]
 
 
-def test_over_memory_export_equals_that_in_memory(llama: Path, tmp_path: Path) -> None:
+def test_export_of_a_model_run_from_disk_equals_that_in_memory(llama: Path, tmp_path: Path) -> None:
     for limit, name in ((None, "inside"), (1 << 21, "over")):
         session = opened(llama, limit)
         cast(session, RECIPES[1])
@@ -376,14 +386,14 @@ def test_over_memory_export_equals_that_in_memory(llama: Path, tmp_path: Path) -
     assert files[0] == files[1]
 
 
-def test_model_over_memory_is_refused_with_an_estimate(llama: Path) -> None:
+def test_model_larger_than_memory_is_refused_with_an_estimate(llama: Path) -> None:
     with pytest.raises(NoForward) as refused:
         de.open(str(llama), options=de.Options(max_memory={"cpu": 1 << 20}))
     assert "this machine may use 1.00 MiB of memory" in str(refused.value)
     assert "--over-memory runs it from the disk" in str(refused.value)
 
 
-def test_hub_headers_alone_are_not_run(llama: Path, tmp_path: Path) -> None:
+def test_hub_model_of_which_only_headers_are_present_is_not_run(llama: Path, tmp_path: Path) -> None:
     with (
         hub_of(tmp_path / "cache", org__name=llama),
         pytest.raises(NoForward, match="only the headers of hf://org/name"),
@@ -391,13 +401,13 @@ def test_hub_headers_alone_are_not_run(llama: Path, tmp_path: Path) -> None:
         de.open("hf://org/name", options=de.Options(over_memory=True))
 
 
-def test_running_from_disk_is_not_offered_without_an_architecture(llama: Path) -> None:
+def test_over_memory_option_is_not_suggested_without_an_architecture(llama: Path) -> None:
     (llama / "config.json").unlink()
     with pytest.raises(NoForward, match=r"Planning, patterns, weights and export work$"):
         de.open(str(llama), options=de.Options(max_memory={"cpu": 1 << 20}))
 
 
-def test_pickled_weights_over_memory_are_refused_with_a_way_out(llama: Path, tmp_path: Path) -> None:
+def test_pickled_weights_larger_than_memory_are_refused_with_a_way_out(llama: Path, tmp_path: Path) -> None:
     state = load_file(llama / "model.safetensors")
     (llama / "model.safetensors").unlink()
     torch.save(state, llama / "pytorch_model.bin")
@@ -408,7 +418,7 @@ def test_pickled_weights_over_memory_are_refused_with_a_way_out(llama: Path, tmp
 
 
 @pytest.mark.parametrize("limit", [100, 1000])
-def test_python_module_obeys_the_memory_limit(tmp_path: Path, limit: int) -> None:
+def test_module_of_user_code_is_refused_over_the_memory_limit(tmp_path: Path, limit: int) -> None:
     """A linear layer of 5 x 6 weights and 5 biases takes 140 bytes."""
     net = "import torch\nNet = lambda: torch.nn.Linear(6, 5)\nexample_inputs = lambda: (torch.ones(1, 6),)\n"
     (tmp_path / "net.py").write_text(net)
@@ -423,7 +433,7 @@ def test_python_module_obeys_the_memory_limit(tmp_path: Path, limit: int) -> Non
             de.open(model, options=options, inputs=inputs)
 
 
-def test_bytes_read_from_experts_are_counted(tmp_path: Path) -> None:
+def test_bytes_read_from_disk_include_those_of_experts(tmp_path: Path) -> None:
     moe = mixtral(tmp_path, layers=1, experts=4)
     over = opened(moe, 1 << 21)
     assert over.memory().read_bytes == 0
@@ -435,7 +445,7 @@ def test_bytes_read_from_experts_are_counted(tmp_path: Path) -> None:
     assert opened(moe, None).memory().read_bytes is None
 
 
-def test_diffusers_model_over_memory_is_refused(tmp_path: Path) -> None:
+def test_diffusers_model_larger_than_memory_is_refused(tmp_path: Path) -> None:
     diffusers = pytest.importorskip("diffusers")
     diffusers.AutoencoderKL(norm_num_groups=8).save_pretrained(tmp_path / "vae")
     with pytest.raises(
@@ -445,7 +455,7 @@ def test_diffusers_model_over_memory_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_model_runs_in_a_quarter_of_its_memory_on_cuda(make_llama: Callable[..., Path]) -> None:
+def test_model_runs_on_cuda_in_a_quarter_of_its_memory_with_the_same_figures(make_llama: Callable[..., Path]) -> None:
     # Much larger than the workspaces of cuBLAS, of which each thread has one: 32 MiB on Hopper.
     folder = make_llama(
         dtype="bfloat16", **SIZES | {"hidden_size": 2048, "intermediate_size": 4096, "num_hidden_layers": 12}

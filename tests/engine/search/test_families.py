@@ -22,7 +22,7 @@ from dtype_engine.search.pareto import Constraints
 from dtype_engine.search.solve import solve
 
 
-def test_formats_of_all_families_are_castable() -> None:
+def test_formats_of_all_runtimes_are_castable() -> None:
     for family in FAMILIES.values():
         assert all(name in dtypes.CASTABLE_DTYPES for name in family.dtypes)
 
@@ -89,7 +89,7 @@ def log_probabilities(folder: Path) -> torch.Tensor:
         (True, ("float8_e4m3fn", "int4@g32", "mxfp4")),
     ],
 )
-def test_plain_transformers_loads_every_point_of_the_default_front(
+def test_transformers_loads_exports_of_the_default_pareto_front_as_measured(
     experts: bool, scanned: tuple[str, ...], make_llama: Callable[..., Path], tmp_path: Path
 ) -> None:
     pytest.importorskip("compressed_tensors", "0.20")
@@ -113,7 +113,7 @@ def test_plain_transformers_loads_every_point_of_the_default_front(
     assert seen & set(dtypes.STORAGE_DTYPES)
 
 
-def test_experts_have_one_format_if_transformers_reads_no_other(tmp_path: Path) -> None:
+def test_packed_experts_share_a_format_if_transformers_cannot_load_several(tmp_path: Path) -> None:
     session = open_on_cpu(save_experts(tmp_path / "experts"))
     packed = {name for name in session.tree.tensors if ".experts." in name}
     assert set(Loadable(session.tree, "transformers", ("int4@g32", "bfloat16")).alike) == packed
@@ -121,7 +121,7 @@ def test_experts_have_one_format_if_transformers_reads_no_other(tmp_path: Path) 
     assert Loadable(session.tree, "vllm", ("int4@g128",)).alike == ()
 
 
-def test_tied_embeddings_get_scales_only_with_own_formats(make_llama: Callable[..., Path]) -> None:
+def test_search_gives_tied_embeddings_scales_only_with_own_formats(make_llama: Callable[..., Path]) -> None:
     session = llama_session(make_llama, tie_word_embeddings=True, num_hidden_layers=1)
     session.scan(("int8",), draws=1)
     tied = "model.embed_tokens.weight"
@@ -137,7 +137,7 @@ def test_tied_embeddings_get_scales_only_with_own_formats(make_llama: Callable[.
 QUERY = "model.layers.0.self_attn.q_proj.weight"
 
 
-def test_dtype_that_no_weight_may_have_is_refused_before_the_scan(make_llama: Callable[..., Path]) -> None:
+def test_dtype_that_the_runtime_loads_for_no_weight_is_refused(make_llama: Callable[..., Path]) -> None:
     tree = llama_session(make_llama, num_hidden_layers=1).tree
     with pytest.raises(
         UserError, match=r"fp8e5: transformers loads no such weight, first .*: no checkpoint layout has fp8e5"
@@ -149,7 +149,7 @@ def test_dtype_that_no_weight_may_have_is_refused_before_the_scan(make_llama: Ca
     require_loadable(tree, "own", dtypes.CASTABLE_DTYPES)
 
 
-def test_python_module_is_loaded_by_this_program() -> None:
+def test_search_for_a_module_of_user_code_uses_own_formats() -> None:
     net = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
     session = de.open(net, inputs=(torch.ones(2, 16),))
     session.scan(("float8_e5m2",), draws=1)
@@ -158,7 +158,7 @@ def test_python_module_is_loaded_by_this_program() -> None:
     assert set(front.solution_at(0).dtypes.values()) >= {"float8_e5m2"}
 
 
-def test_rows_that_no_block_divides_get_formats_without_blocks(make_llama: Callable[..., Path]) -> None:
+def test_weights_with_rows_that_no_block_divides_get_formats_without_blocks(make_llama: Callable[..., Path]) -> None:
     session = llama_session(make_llama, dtype="bfloat16", intermediate_size=200, num_hidden_layers=1)
     loadable = Loadable(session.tree, "vllm", FAMILIES["vllm"].dtypes)
     down, embedding = "model.layers.0.mlp.down_proj.weight", "model.embed_tokens.weight"

@@ -29,7 +29,7 @@ CHOICES = st.lists(
 
 
 def items_of(table: list[list[tuple[int, float]]]) -> list[Item]:
-    """Items without dominated choices, as `make_items` gives them."""
+    """Make items as `make_items` does, without dominated choices."""
     items = []
     for place, row in enumerate(table):
         kept: list[tuple[int, float]] = []
@@ -134,7 +134,7 @@ def test_minimized_rules_give_exactly_the_plan(wanted: list[str]) -> None:
     assert len(recipe) <= len(NAMES)
 
 
-def test_rules_are_few_and_readable(tmp_path: Path) -> None:
+def test_minimized_rules_are_few_and_survive_a_recipe_file(tmp_path: Path) -> None:
     tree = tree_of()
     wanted = dict.fromkeys(NAMES, "float32")
     wanted |= {name: "int8" for name in NAMES if ".mlp." in name and name.split(".")[2] in "123"}
@@ -150,7 +150,7 @@ def test_rules_are_few_and_readable(tmp_path: Path) -> None:
     assert len(minimize(tree, dict.fromkeys(NAMES, "float32"))) == 0
 
 
-def test_dtype_without_a_rule_is_left_as_stored() -> None:
+def test_minimized_rules_keep_weights_of_other_programs_as_stored() -> None:
     stored = "gptq:int4@g32"
     kept = {name for name in NAMES if ".1.mlp." in name}
     tensors = tree_of().tensors | {
@@ -171,7 +171,7 @@ def combine_scores(tree: Tree, kinds: tuple[str, ...] = ("bfloat16", "int8")) ->
     }
 
 
-def test_kept_weights_stay_and_groups_share_a_dtype() -> None:
+def test_search_constraints_keep_weights_and_give_groups_one_dtype() -> None:
     tree = tree_of()
     constraints = Constraints(
         keep=("type:RMSNorm",), groups=("*.{q,k,v}_proj", "*.experts"), only=(("head", ("bfloat16",)),)
@@ -207,7 +207,7 @@ def test_contradictory_constraints_are_refused() -> None:
             make_items(tree, combine_scores(tree), constraints)
 
 
-def test_infinite_scores_are_not_chosen() -> None:
+def test_search_does_not_choose_dtypes_with_infinite_scores() -> None:
     tree = tree_of()
     scores = combine_scores(tree) | {(name, "int8"): math.inf for name in NAMES}
     found = ParetoFront(make_items(tree, scores)).best_within(10**9)
@@ -237,7 +237,7 @@ def test_found_recipe_meets_its_budget_and_prediction(scanned: Any) -> None:
     assert most.planned_bytes < scanned.tree.stored_bytes
 
 
-def test_unreachable_limit_is_refused(scanned: Any) -> None:
+def test_unreachable_byte_budget_is_refused(scanned: Any) -> None:
     with pytest.raises(de.UserError, match="nothing fits in 10 bytes"):
         scanned.search(10)
     with pytest.raises(de.UserError, match="either a budget"):
@@ -245,7 +245,9 @@ def test_unreachable_limit_is_refused(scanned: Any) -> None:
     assert scanned.search(max_drift=0.0).predicted == 0.0
 
 
-def test_search_on_the_command_line(make_llama: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_scan_and_search_commands_print_scores_and_the_pareto_front(
+    make_llama: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from dtype_engine.cli import cli
     from dtype_engine.cli.program import run
 
@@ -301,7 +303,7 @@ def test_sizes_are_parsed(text: str, size: int) -> None:
     assert parse_bytes(text, 1000) == size
 
 
-def test_norms_biases_and_routers_get_scales_only_on_request() -> None:
+def test_search_gives_norms_and_routers_scales_only_if_asked_to() -> None:
     tree = from_tensors(
         [
             TensorInfo("mlp.gate.weight", (4, 64), "bfloat16"),
@@ -319,14 +321,14 @@ def test_norms_biases_and_routers_get_scales_only_on_request() -> None:
     assert smallest(Constraints(only=(("*norm", ("int8",)),))) == wide | {"norm.weight": "int8"}
 
 
-def test_stored_dtype_of_a_file_format_is_a_choice() -> None:
-    """An engine elsewhere can tell of a scan of such a model."""
+def test_pareto_front_is_made_for_weights_stored_in_gguf_blocks() -> None:
+    """An engine on another machine may send a scan of such a model."""
     blocks = TensorInfo("a.weight", (64, 256), "q4_k", packed_bytes=64 * 144)
     front = make_front(from_tensors([blocks]), {("a.weight", "bfloat16"): 0.1})
     assert [(point.bytes, point.predicted) for point in front.points] == [(2 * 64 * 256, 0.1)]
 
 
-def test_dtype_of_a_file_format_is_no_choice_for_other_weights() -> None:
+def test_stored_format_of_one_weight_is_no_choice_for_others() -> None:
     tree = from_tensors(
         [
             TensorInfo("a.weight", (64, 256), "fp8:e4m3@128x128", packed_bytes=64 * 256 + 8),

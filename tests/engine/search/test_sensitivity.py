@@ -35,7 +35,7 @@ def scanned() -> ScanReport:
     return ScanReport("m", "cpu", "float32", "", NATS, False, 4, 1, 1, ("bfloat16", "int8"), 1.0, 1.0, tuple(weights))
 
 
-def test_node_score_sums_its_weights_and_ties_count_once() -> None:
+def test_score_of_a_module_sums_its_weights_and_counts_ties_once() -> None:
     sums = aggregate_by_node(tree(), scanned().scores(), "int8")
     assert sums[""] == 1 + 2 + 3 + 4 + 5 + 6
     assert sums["emb"] == sums["head"] == sums["head.weight"] == 1
@@ -56,7 +56,7 @@ def test_layer_map_sums_experts_and_keeps_tensors_outside_layers() -> None:
     assert found.rest == (("emb.weight", 1.0), ("norm.weight", 6.0))
 
 
-def test_weights_are_ranked() -> None:
+def test_weights_are_ranked_by_score_or_score_per_byte() -> None:
     rows = ranking(tree(), scanned(), "int8")
     assert [row.score.score for row in rows] == [6, 5, 4, 3, 2, 1]
     assert len(ranking(tree(), scanned())) == 12  # float32 costs nothing and is not ranked
@@ -67,7 +67,7 @@ def test_weights_are_ranked() -> None:
     assert first.per_byte == 1.5 / 8
 
 
-def test_prediction_sums_over_the_plan_and_names_unscanned_weights() -> None:
+def test_predicted_drift_sums_scores_of_the_plan_and_refuses_unscanned_dtypes() -> None:
     report = scanned()
     plan = make_plan(tree(), Recipe((Rule("layers.0", "int8"), Rule("*.q", "bfloat16"))))
     found = predict(tree(), plan, report, report.scores())
@@ -99,6 +99,6 @@ def test_invalid_search_limit_is_refused(line: str) -> None:
         SearchConstraints().with_line(line, 1000)
 
 
-def test_an_infinite_score_stays_infinite() -> None:
+def test_sum_with_an_infinite_score_is_infinite() -> None:
     scores = scanned().scores() | {("norm.weight", "int8"): math.inf}
     assert aggregate_by_node(tree(), scores, "int8")[""] == math.inf

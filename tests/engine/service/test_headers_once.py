@@ -14,7 +14,7 @@ from dtype_engine.service import events
 from dtype_engine.service.worker import Worker
 
 
-def test_screen_and_worker_read_the_headers_once(
+def test_first_tree_and_worker_read_the_headers_only_once(
     make_llama: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads: list[Path] = []

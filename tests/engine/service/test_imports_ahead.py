@@ -18,7 +18,7 @@ def _as_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(imports, "_thread", None)
 
 
-def test_imported_modules_are_there_after_finishing() -> None:
+def test_background_import_is_complete_after_finish_imports() -> None:
     begun = "import sys; from dtype_engine.service import imports; imports.begin_imports(); imports.finish_imports()"
     subprocess.run([sys.executable, "-c", f"{begun}; assert {OPENING!r} in sys.modules"], check=True)
 
@@ -32,5 +32,5 @@ def test_failed_background_import_raises_no_error(monkeypatch: pytest.MonkeyPatc
     assert not heard
 
 
-def test_finishing_without_a_background_import_returns() -> None:
+def test_finish_imports_returns_without_a_background_import() -> None:
     imports.finish_imports()

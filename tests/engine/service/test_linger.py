@@ -34,7 +34,7 @@ pytestmark = pytest.mark.slow
 
 
 class Far:
-    """A command that leads to a lingering engine over a line that can be cut."""
+    """A command that runs a lingering engine behind a line that can be cut."""
 
     def __init__(self, folder: Path, program: Sequence[str], linger: str) -> None:
         self.folder = folder
@@ -44,11 +44,11 @@ class Far:
         self.recorded = RecordedProcess(command, "demo", Options(device="cpu"))
 
     def cut(self) -> None:
-        """Cut the line: all that was under way on it is lost."""
+        """Cut the line. What was on its way is lost."""
         os.kill(int((self.folder / "pid").read_text()), signal.SIGKILL)
 
     def logs(self) -> list[Path]:
-        """The logs of engines that run."""
+        """Return the logs of running engines."""
         return sorted((self.folder / "state/dtype-tui/engines").glob("*.log"))
 
 
@@ -67,7 +67,7 @@ def far(folder: Path) -> Iterator[Far]:
     wait_until(lambda: not made.logs(), 20, "the engine has not ended with the app")
 
 
-def test_results_during_a_lost_connection_arrive_once_afterwards(far: Far) -> None:
+def test_results_of_a_disconnected_engine_arrive_once_after_reconnecting(far: Far) -> None:
     recorded = far.recorded
     recorded.wait_for(events.Measured)
     (far.folder / "down-for-now").touch()
@@ -89,7 +89,7 @@ def test_results_during_a_lost_connection_arrive_once_afterwards(far: Far) -> No
     assert not recorded.of(events.EngineEnded)
 
 
-def test_repeatedly_lost_connection_loses_and_repeats_nothing(far: Far) -> None:
+def test_repeatedly_lost_connection_neither_loses_nor_repeats_results(far: Far) -> None:
     recorded, recipe = far.recorded, Recipe()
     recipes = []
     for pattern in ("*.0.mlp", "*.1.mlp", "*.2.mlp", "*.3.mlp", "*.4.mlp"):
@@ -105,7 +105,7 @@ def test_repeatedly_lost_connection_loses_and_repeats_nothing(far: Far) -> None:
     assert measured == recipes
 
 
-def test_dead_engine_is_reported_and_replaced(far: Far) -> None:
+def test_killed_remote_engine_is_reported_and_replaced(far: Far) -> None:
     recorded = far.recorded
     recorded.wait_for(events.Measured)
     recorded.worker.request(SetRecipe(RECIPE))
@@ -117,7 +117,7 @@ def test_dead_engine_is_reported_and_replaced(far: Far) -> None:
     assert len(far.logs()) == 1, "nothing of the dead one is left"
 
 
-def test_lingering_engine_is_replaced_on_restart(far: Far) -> None:
+def test_restart_ends_the_remote_engine_and_starts_another(far: Far) -> None:
     recorded = far.recorded
     recorded.wait_for(events.Measured)
     first = engine_process(far)
@@ -127,7 +127,7 @@ def test_lingering_engine_is_replaced_on_restart(far: Far) -> None:
     wait_until(lambda: not Path(f"/proc/{first}").exists(), 10)
 
 
-def test_exports_are_written_remotely_and_recipes_locally(far: Far, tmp_path: Path) -> None:
+def test_remote_session_writes_exports_remotely_and_recipes_locally(far: Far, tmp_path: Path) -> None:
     recorded = far.recorded
     recorded.worker.request(SetRecipe(RECIPE))
     recorded.measured(RECIPE)
@@ -143,7 +143,7 @@ def test_exports_are_written_remotely_and_recipes_locally(far: Far, tmp_path: Pa
 
 
 def engine_process(far: Far) -> int:
-    """The number of the engine's process, which alone has its log open."""
+    """Return the process of the engine: the only one that has its log open."""
     log = str(far.logs()[0])
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -152,7 +152,7 @@ def engine_process(far: Far) -> int:
     raise AssertionError("no engine runs")
 
 
-def test_lingering_engine_ends_without_a_client(folder: Path) -> None:
+def test_remote_engine_ends_after_its_linger_time_without_a_client(folder: Path) -> None:
     far = Far(folder, (ENGINE,), linger="2s")
     far.recorded.worker.start()
     far.recorded.wait_for(events.Measured)
@@ -185,7 +185,7 @@ def test_socket_folder_with_open_permissions_is_refused(folder: Path) -> None:
         assert not list(engines.iterdir())
 
 
-def test_linked_socket_folder_is_refused(folder: Path) -> None:
+def test_socket_folder_that_is_a_symlink_is_refused(folder: Path) -> None:
     (folder / "elsewhere").mkdir(mode=0o700)
     (folder / "state/dtype-tui").mkdir(parents=True)
     (folder / "state/dtype-tui/engines").symlink_to(folder / "elsewhere")
@@ -195,7 +195,7 @@ def test_linked_socket_folder_is_refused(folder: Path) -> None:
     assert b"can't use" in errors
 
 
-def test_stale_socket_is_replaced_and_tokens_are_separate(folder: Path) -> None:
+def test_stale_socket_is_replaced_and_sessions_with_other_tokens_are_separate(folder: Path) -> None:
     engines = folder / "state/dtype-tui/engines"
     engines.mkdir(parents=True, mode=0o700)
     with socket.socket(socket.AF_UNIX) as stale:
@@ -229,7 +229,7 @@ def test_stale_socket_is_replaced_and_tokens_are_separate(folder: Path) -> None:
         (["--linger", "10m", "--session", "../x"], "letters and digits"),
     ],
 )
-def test_invalid_options_are_one_line(arguments: list[str], words: str) -> None:
+def test_invalid_stdio_options_are_refused_in_one_line(arguments: list[str], words: str) -> None:
     done = subprocess.run([ENGINE, "stdio", *arguments], capture_output=True, text=True, stdin=subprocess.DEVNULL)
     assert done.returncode == 2
     assert words in done.stderr, shlex.join(arguments)

@@ -89,7 +89,7 @@ def crossed(event: events.Event) -> Any:
 
 
 def described(tree: Tree) -> list[object]:
-    """All that a tree knows, written out without its own comparison."""
+    """Write out all contents of a tree, without using the tree's own comparison."""
     return [
         tree.has_classes,
         [dataclasses.astuple(tensor) for tensor in tree.tensors.values()],
@@ -111,7 +111,7 @@ def described(tree: Tree) -> list[object]:
 
 
 def _plain(value: Any) -> object:
-    """A value with every field of the dataclasses in it, also of those whose `repr` is a summary."""
+    """Return a value with every field of its dataclasses, even of those whose `repr` is a summary."""
     if dataclasses.is_dataclass(value):
         fields = [(field.name, _plain(getattr(value, field.name))) for field in dataclasses.fields(value)]
         return type(value).__name__, fields
@@ -134,7 +134,7 @@ def assert_same(arrived: Any, sent: Any) -> None:
 
 
 def test_every_event_of_a_real_worker_survives_encoding() -> None:
-    """What a worker says while it opens, measures, traces, attributes, times, writes, scans, reads values and fails."""
+    """The worker opens, measures, traces, attributes, times, writes, scans, reads values and fails."""
     with RecordedWorker(options=Options(prompts=("import os\n",))) as recorded:
         recorded.wait_for(events.Idle)
         worker = recorded.worker
@@ -179,7 +179,7 @@ TEXT = "wörter\nzwei"
 
 
 def made_up(hint: Any, name: str = "") -> Any:
-    """Some value of a field's type, so that every event crosses, also those that the demo never gives."""
+    """Make a value of a field's type, so that all events are tested, even those that the demo never sends."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint is Recipe:
         return RECIPE
@@ -220,7 +220,7 @@ MADE_UP: dict[str, Callable[[], Any]] = {
     **{name: partial(made_up_answer, events.JobDone, name) for name in JOBS},
     **{f"{name} so far": partial(made_up_answer, events.JobGrown, name) for name in ("causes", "generate")},
 }
-"""Makes an event of every type, and the answer of every job."""
+"""Makes events of every type, and answers of every job."""
 
 
 @pytest.mark.parametrize("name", MADE_UP)
@@ -244,7 +244,7 @@ def test_event_of_every_type_survives_encoding(name: str) -> None:
         (["Stopped", {"rules": []}, "tea", []], "there is no job tea"),
     ],
 )
-def test_an_answer_that_its_job_does_not_give_is_refused(answer: list[Any], words: str) -> None:
+def test_answer_of_the_wrong_type_for_its_job_is_refused(answer: list[Any], words: str) -> None:
     with pytest.raises(WireError, match=words):
         messages.AnswerDecoder().decode(msgspec.msgpack.encode(answer))
 
@@ -257,7 +257,7 @@ def test_an_answer_that_its_job_does_not_give_is_refused(answer: list[Any], word
         (["Ask", "floor", None], "no app asks for the job floor"),
     ],
 )
-def test_a_request_for_what_is_no_job_of_the_app_is_refused(request_: list[Any], words: str) -> None:
+def test_request_for_an_unknown_job_is_refused(request_: list[Any], words: str) -> None:
     with pytest.raises(WireError, match=words):
         messages.decode_request(msgspec.msgpack.encode(request_))
 
@@ -270,7 +270,7 @@ def test_live_tree_survives_encoding() -> None:
     assert_same(crossed(ready), ready)
 
 
-def test_unusual_tree_survives_encoding() -> None:
+def test_tree_with_unusual_names_and_marks_survives_encoding() -> None:
     tree = Tree(
         [
             TensorInfo("a.b", (2, 3), "float32", aliases=("c.b",)),
@@ -306,7 +306,7 @@ NAMES = {
 
 
 def texts(value: Any, where: str = "") -> Iterator[tuple[str, str]]:
-    """Every text in a value, after the class and the name of its field."""
+    """Yield every text in a value, with the class and the name of its field."""
     if isinstance(value, str):
         yield where, value
     elif isinstance(value, Tree):
@@ -325,8 +325,8 @@ def texts(value: Any, where: str = "") -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("name", MADE_UP)
-def test_all_text_of_an_event_is_escaped_except_names(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also text that is a name of the tree."""
+def test_control_characters_in_events_are_escaped_except_in_names(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Escaped is even text that equals a name of the tree."""
     monkeypatch.setitem(globals(), "TEXT", HOSTILE)
     decoder = messages.AnswerDecoder()
     module = HOSTILE.partition(".")[0]
@@ -377,8 +377,8 @@ LONG_LISTS = (
 
 
 @pytest.mark.parametrize(("name", "path"), LONG_LISTS)
-def test_lists_that_the_app_shows_are_limited(name: str, path: str) -> None:
-    """The app would draw it for minutes and take no key."""
+def test_length_of_lists_in_events_is_limited(name: str, path: str) -> None:
+    """Longer lists would take the app minutes to draw, without an answer to keys."""
 
     def with_entries(value: Any, fields: tuple[str, ...], times: int) -> Any:
         inner = getattr(value, fields[0])
@@ -397,7 +397,7 @@ def test_lists_that_the_app_shows_are_limited(name: str, path: str) -> None:
 
 
 def with_losses(*losses: ValueLoss) -> list[events.Event]:
-    """Every event that lists the values that casts lose."""
+    """Make every event that lists the values lost by casts."""
     told = dataclasses.replace(report(Recipe()), lost=losses)
     return [
         events.CastDone(Recipe(), losses),
@@ -408,13 +408,13 @@ def with_losses(*losses: ValueLoss) -> list[events.Event]:
 
 
 @pytest.mark.parametrize("index", range(4))
-def test_empty_tensor_loses_no_values(index: int) -> None:
+def test_event_with_lost_values_of_an_empty_tensor_is_refused(index: int) -> None:
     messages.check_event(with_losses(ValueLoss("w", "float16", overflowed=1, vanished=0, elements=1))[index])
     with pytest.raises(ValueError, match="w loses values and has none"):
         messages.check_event(with_losses(ValueLoss("w", "float16", overflowed=1, vanished=0, elements=0))[index])
 
 
-def test_recipe_arrives_unchanged_whatever_its_patterns() -> None:
+def test_recipe_with_control_characters_survives_encoding() -> None:
     recipe = Recipe((Rule.parse("*.layer\x1b[[]2J.*=bf16"), Rule.parse("re:\u202e.*=f16")))
     assert crossed(events.CastingProgress(recipe, 1, 2)).recipe == recipe
 
@@ -452,7 +452,7 @@ def test_random_message_is_an_event_or_a_wire_error(word: str, fields: list[Any]
 
 
 @given(st.binary(max_size=200), st.booleans())
-def test_random_bytes_end_the_stream(data: bytes, compressed: bool) -> None:
+def test_random_bytes_in_the_stream_raise_a_wire_error_at_most(data: bytes, compressed: bool) -> None:
     pieces: Iterator[bytes] = iter([frames.MARK + data])
     reader = FrameReader(lambda count: next(pieces, b""))
     try:
@@ -464,7 +464,7 @@ def test_random_bytes_end_the_stream(data: bytes, compressed: bool) -> None:
 
 
 @pytest.mark.parametrize("compressed", [False, True])
-def test_messages_survive_a_stream_in_any_pieces(compressed: bool) -> None:
+def test_messages_survive_a_stream_split_into_pieces(compressed: bool) -> None:
     written = bytearray(b"Welcome to host!\r\nLast login: never\n")
     writer = FrameWriter(written.extend, compressed)
     sent = [b"", b"x" * 70_000, bytes(range(256))]
@@ -505,11 +505,11 @@ def test_endless_tree_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         decoder.decode(part)
 
 
-def test_stream_without_the_mark_is_given_up() -> None:
+def test_stream_without_the_start_mark_is_refused() -> None:
     reader = FrameReader(lambda count: b"y" * count)
     with pytest.raises(WireError, match="no mark"):
         reader.find_mark(False)
 
 
-def test_demo_is_found_by_the_name_that_the_app_sends() -> None:
+def test_model_named_demo_is_the_built_in_model() -> None:
     assert locate(None).title == locate("demo").title

@@ -36,7 +36,7 @@ END = events.OpenFailed("end")
 
 
 def newest(waiting: list[events.Event], event: events.Event) -> list[events.Event]:
-    """A plain list model of `put`."""
+    """A model of `put` with a plain list."""
     if isinstance(event, events.REPLACEABLE):
         waiting = [old for old in waiting if type(old) is not type(event)]
     return [*waiting, event]
@@ -52,7 +52,7 @@ def drained(outbox: Outbox) -> list[events.Event]:
 
 
 @given(st.lists(EVENTS))
-def test_only_the_newest_progress_is_sent_and_nothing_else_is_lost(told: list[events.Event]) -> None:
+def test_outbox_sends_only_the_newest_progress_and_all_other_events(told: list[events.Event]) -> None:
     outbox, model = Outbox(), list[events.Event]()
     for event in told:
         outbox.put(event)
@@ -67,7 +67,7 @@ def test_only_the_newest_progress_is_sent_and_nothing_else_is_lost(told: list[ev
 
 
 @given(st.lists(st.tuples(recipes, st.lists(st.sampled_from("abc"), max_size=3, unique=True)), max_size=6))
-def test_module_results_are_merged_by_recipe_and_name(
+def test_outbox_merges_module_results_by_recipe_and_name(
     told: list[tuple[Recipe, list[str]]],
 ) -> None:
     outbox, expected = Outbox(), {recipe: dict[str, ModuleDrift]() for recipe in RECIPES}
@@ -93,7 +93,7 @@ def has_more(machine: Connections) -> bool:
 
 
 class Connections(RuleBasedStateMachine):
-    """An outbox that keeps, an app that gets events, is cut off and comes back: what has left stays until it is acknowledged."""
+    """An outbox, and an app that receives events, is disconnected and returns. Sent events stay until they are acknowledged."""
 
     @initialize()
     def begin(self) -> None:
@@ -131,7 +131,7 @@ class Connections(RuleBasedStateMachine):
 
     @rule(back=st.integers(0, 3))
     def cut_and_come_back(self, back: int) -> None:
-        """The app has had all but the last few that were sent."""
+        """Reconnect an app that has received all but the last few events that were sent."""
         received = max(self.acknowledged, self.sent - back)
         self.outbox.shut()
         assert self.outbox.take() is None
@@ -144,7 +144,7 @@ TestConnections = Connections.TestCase
 
 
 @pytest.mark.parametrize("wake", ["put", "shut"])
-def test_waiting_reader_is_woken(wake: str) -> None:
+def test_outbox_wakes_a_waiting_reader(wake: str) -> None:
     outbox, taken = Outbox(), list[events.Event | None]()
     outbox.open()
     thread = threading.Thread(target=lambda: taken.append(outbox.take()))

@@ -25,7 +25,7 @@ BF16 = Recipe((Rule.parse("*=bf16"),))
 
 
 @pytest.mark.parametrize("floor", ["auto", "always"])
-def test_over_memory_noise_floor_is_measured_only_on_request(
+def test_noise_floor_of_a_model_run_from_disk_is_measured_only_on_request(
     make_llama: Callable[..., Path], floor: Literal["auto", "always"]
 ) -> None:
     folder = make_llama(vocab_size=512, hidden_size=256, intermediate_size=512)
@@ -42,7 +42,7 @@ def test_over_memory_noise_floor_is_measured_only_on_request(
     assert lost == report.lost
 
 
-def test_finished_drift_is_kept_if_counting_losses_is_cancelled(
+def test_drift_is_kept_if_counting_lost_values_is_cancelled(
     make_llama: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over memory the count reads all weights once more, which takes as long as a pass."""
@@ -85,7 +85,7 @@ def broken(folder: Path, code: str) -> tuple[str]:
 
 
 @pytest.mark.parametrize("over_memory", [False, True])
-def test_finished_drift_is_kept_if_a_metric_fails(
+def test_drift_is_kept_if_a_user_metric_fails(
     make_llama: Callable[..., Path], tmp_path: Path, over_memory: bool
 ) -> None:
     folder = make_llama(vocab_size=512, hidden_size=256, intermediate_size=512)
@@ -106,7 +106,9 @@ def test_finished_drift_is_kept_if_a_metric_fails(
     assert report.lost == ()
 
 
-def test_results_are_dropped_if_files_change_meanwhile(make_llama: Callable[..., Path], tmp_path: Path) -> None:
+def test_drift_is_discarded_if_files_change_while_it_is_measured(
+    make_llama: Callable[..., Path], tmp_path: Path
+) -> None:
     folder = make_llama()
     metrics = broken(tmp_path, f"os.utime('{folder}/model.safetensors', (1, 1))\n    return 1.0")
     with RecordedEngine("thread", str(folder), Options(metrics=metrics, sequences=2, floor="never")) as recorded:
@@ -115,7 +117,7 @@ def test_results_are_dropped_if_files_change_meanwhile(make_llama: Callable[...,
     assert "after it was opened" in failed.message
 
 
-def test_losses_are_counted_if_no_pass_can_run(tmp_path: Path) -> None:
+def test_lost_values_are_counted_if_no_forward_pass_can_run(tmp_path: Path) -> None:
     """No inputs can be made for the model, so no measurement counts them."""
     torch.manual_seed(0)
     config = transformers.PatchTSTConfig(

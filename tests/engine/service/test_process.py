@@ -43,7 +43,7 @@ def start() -> Iterator[Start]:
         recorded.worker.close()
 
 
-def test_requests_before_the_start_are_measured_and_written(start: Start, tmp_path: Path) -> None:
+def test_requests_made_before_the_engine_starts_are_fulfilled(start: Start, tmp_path: Path) -> None:
     recorded = start()
     recorded.worker.request(SetRecipe(RECIPE))
     measured = recorded.measured(RECIPE)
@@ -56,8 +56,8 @@ def test_requests_before_the_start_are_measured_and_written(start: Start, tmp_pa
     assert "*.mlp" in (tmp_path / "r.yaml").read_text()
 
 
-def test_signals_are_explained() -> None:
-    """Which the walk of `tests/terminal/test_engine_deaths.py` sees of an engine that each has ended."""
+def test_signals_that_end_the_engine_are_explained() -> None:
+    """`tests/terminal/test_engine_deaths.py` shows the same for real engines."""
     assert "cut short" in signal_words(signal.SIGBUS)
     assert "a library in it crashed (SIGSEGV)" in signal_words(signal.SIGSEGV)
     assert "SIGTERM" in signal_words(signal.SIGTERM)
@@ -89,7 +89,7 @@ def test_engine_killed_while_importing_is_restarted(start: Start, tmp_path: Path
     assert not recorded.of(events.EngineEnded)
 
 
-def test_engine_ends_with_the_app(start: Start) -> None:
+def test_closing_the_app_ends_the_engine_process(start: Start) -> None:
     recorded = start(EngineCommand())
     recorded.wait_for(events.LoadingProgress)
     child = recorded.child
@@ -101,7 +101,7 @@ def test_engine_ends_with_the_app(start: Start) -> None:
     assert not recorded.of(events.EngineEnded)
 
 
-def test_requests_dropped_before_sending_are_not_awaited(start: Start, tmp_path: Path) -> None:
+def test_remote_save_requests_cancelled_before_the_start_write_nothing(start: Start, tmp_path: Path) -> None:
     elsewhere = EngineCommand(preloaded.command("from dtype_engine.service.stdio import main; main()"), name="host")
     recorded = start(elsewhere)
     recorded.worker.save(ReportRequest(tmp_path / "one.html"))
@@ -115,7 +115,7 @@ def test_requests_dropped_before_sending_are_not_awaited(start: Start, tmp_path:
     assert not recorded.of(events.EngineEnded)
 
 
-def test_missing_model_is_reported(start: Start) -> None:
+def test_missing_model_is_reported_by_the_engine_process(start: Start) -> None:
     recorded = start(model="/nowhere/at/all")
     assert "/nowhere/at/all" in recorded.wait_for(events.OpenFailed).message
 
@@ -161,7 +161,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", list(HOSTILE))
-def test_hostile_engine_is_one_sentence(start: Start, name: str) -> None:
+def test_hostile_engine_process_is_reported_in_one_sentence(start: Start, name: str) -> None:
     program, words = HOSTILE[name]
     if name == "an empty line":
         program = program.replace("sys.stdin.read()\n", "")
@@ -172,12 +172,12 @@ def test_hostile_engine_is_one_sentence(start: Start, name: str) -> None:
     assert len(ended.message) < 500
 
 
-def test_invalid_engine_command_is_one_sentence(start: Start) -> None:
+def test_engine_command_that_does_not_exist_is_reported(start: Start) -> None:
     assert "No such file" in start(EngineCommand(("/nowhere/dtype-engine",))).wait_for(events.EngineEnded).message
 
 
-def test_pipe_reader_waits_while_the_app_is_behind() -> None:
-    """What an engine has sent beyond that waits in the pipe, and the engine with it."""
+def test_pipe_from_the_engine_is_not_read_while_the_app_is_behind() -> None:
+    """What the engine sends then stays in the pipe, and the engine waits."""
     behind, emitted, ends = threading.Semaphore(0), list[events.Event](), threading.Event()
     endless = python(GREETED + "put('Opened', '', '')\nwhile True: put('Idle')")
     worker = EngineProcess(
@@ -196,7 +196,7 @@ def test_pipe_reader_waits_while_the_app_is_behind() -> None:
     worker.close(0.1)
 
 
-def test_engine_that_reads_no_requests_is_ended(start: Start) -> None:
+def test_engine_that_does_not_read_its_requests_is_ended(start: Start) -> None:
     deaf = python(GREETED + "import time\ntime.sleep(600)")
     recorded = start(deaf)
     wait_until(lambda: recorded.worker._is_connected)

@@ -1,4 +1,4 @@
-"""What supersedes what, what goes first, what is refused and what is dropped: without a thread and without a model."""
+"""Which requests replace others, come first, are refused or are dropped: without a thread and without a model."""
 
 from __future__ import annotations
 
@@ -87,7 +87,9 @@ def running(command: Command, *waiting: Command) -> Queue:
         ((SetSettings(RunSettings()),), (Measure(read_values=True),)),
     ],
 )
-def test_requests_wait_in_order(requests: tuple[Request, ...], waiting: tuple[Command, ...]) -> None:
+def test_requests_wait_in_the_queue_in_order_of_priority(
+    requests: tuple[Request, ...], waiting: tuple[Command, ...]
+) -> None:
     assert after(IDLE, *requests).waiting == waiting
 
 
@@ -109,7 +111,9 @@ def test_requests_wait_in_order(requests: tuple[Request, ...], waiting: tuple[Co
         (Measure(), Pause(True), False),
     ],
 )
-def test_requests_that_stop_the_running_command(command: Command, request_: Request, stops: bool) -> None:
+def test_newer_requests_stop_the_running_command_if_they_supersede_it(
+    command: Command, request_: Request, stops: bool
+) -> None:
     assert (merge(running(command), request_).stopping == "newer") is stops
 
 
@@ -119,19 +123,19 @@ def test_commands_stopped_by_a_newer_recipe_run_again() -> None:
     assert queue.dropped == ()
 
 
-def test_repeated_measurement_includes_its_follow_ups() -> None:
+def test_repeated_measurement_replaces_its_waiting_follow_ups() -> None:
     queue = finish(merge(running(Measure(), ApplyRecipe(), Ask("floor"), SAVE), SetInputs("a")), "interrupted")
     assert queue.waiting == (SetInputs("a"), Measure(), SAVE)
 
 
-def test_same_request_replaces_the_stopped_one() -> None:
+def test_stopped_command_is_not_repeated_if_a_newer_one_of_its_kind_waits() -> None:
     for first, anew in ((Measure(), SetRecipe(HALF)), (SetInputs("a"), SetInputs("b"))):
         queue = finish(merge(running(first), anew), "interrupted")
         assert [type(command) for command in queue.waiting] == [type(first)]
         assert first not in queue.waiting or isinstance(first, Measure)
 
 
-def test_measurement_stopped_by_new_inputs_runs_afterwards() -> None:
+def test_measurement_stopped_by_new_inputs_is_run_after_them() -> None:
     stopped = finish(merge(running(Measure()), SetInputs("a")), "interrupted")
     assert stopped.waiting == (SetInputs("a"), Measure())
     for follow_ups in ((), (Measure(),)):
@@ -139,7 +143,7 @@ def test_measurement_stopped_by_new_inputs_runs_afterwards() -> None:
     assert finish(take(stopped), "failed").waiting == (Measure(),)
 
 
-def test_follow_ups_stopped_by_inputs_resume_if_these_are_refused() -> None:
+def test_follow_ups_stopped_by_new_inputs_are_run_if_the_inputs_are_refused() -> None:
     stopped = finish(merge(running(Ask("floor")), SetInputs("a")), "interrupted")
     assert finish(take(stopped), "done").waiting == (Ask("floor"),)
     assert finish(take(stopped), "done", (Measure(),)).waiting == (Measure(),)
@@ -163,7 +167,7 @@ def test_recipe_with_the_same_plan_is_measured_only_if_needed() -> None:
     assert merge(failed_then_measured, FollowRecipe(HALF)).waiting == (ApplyRecipe(),)
 
 
-def test_cancel_stops_everything_and_reports_it() -> None:
+def test_cancel_stops_all_commands_and_reports_them() -> None:
     queue = merge(running(Measure(), Ask("floor"), Ask("flow"), SAVE), Cancel())
     assert (queue.waiting, queue.stopping, queue.dropped) == ((), "user", ("flow", "write"))
     assert reported(queue).dropped == ("flow", "write")  # told with what was stopped
@@ -179,7 +183,7 @@ def test_measurement_cancelled_at_its_end_has_no_follow_ups() -> None:
     assert (queue.waiting, queue.stopped) == ((ApplyRecipe(),), None)
 
 
-def test_user_can_cancel_what_a_newer_recipe_was_stopping() -> None:
+def test_user_can_cancel_a_command_that_a_newer_recipe_is_stopping() -> None:
     queue = finish(after(running(Scan(("int8",))), SetRecipe(HALF), Cancel()), "interrupted")
     assert (queue.waiting, queue.stopped, queue.dropped) == ((), "scan", ("measure",))
     queue = finish(after(running(Scan(("int8",))), Cancel(), SetRecipe(HALF)), "interrupted")
@@ -193,7 +197,7 @@ def test_user_can_cancel_one_job_by_name() -> None:
     assert (queue.stopping, queue.waiting) == ("user", (Ask("flow"),))
 
 
-def test_measurement_of_files_alone_is_named_differently() -> None:
+def test_measurement_without_a_live_model_is_called_losses() -> None:
     queue = replace(running(WEIGHT), available="files")
     queue = merge(queue, SetRecipe(HALF))
     assert queue.waiting == (Measure(),)
@@ -205,7 +209,7 @@ def test_measurement_of_files_alone_is_named_differently() -> None:
     assert finish(merge(counting, Cancel("losses")), "interrupted").stopped == "losses"
 
 
-def test_pause_survives_a_measurement_but_not_a_cancel() -> None:
+def test_paused_scan_stays_paused_after_a_measurement_but_not_after_a_cancel() -> None:
     scan = Scan(("int8",))
     interrupted = finish(after(running(scan), Pause(True), SetRecipe(HALF)), "interrupted")
     assert interrupted.paused
@@ -235,7 +239,7 @@ def test_number_of_waiting_requests_is_limited() -> None:
         ("nothing", (), ("inputs", "flow", "scan", "values", "write")),
     ],
 )
-def test_impossible_requests_are_refused_once_known(
+def test_requests_that_need_a_model_are_refused_if_it_cannot_be_opened(
     available: Available, kept: tuple[Command, ...], refused: tuple[str, ...]
 ) -> None:
     waited = opened(after(Queue(), *ASKED), available, "why")
@@ -247,7 +251,7 @@ def test_impossible_requests_are_refused_once_known(
     assert merge(waited, SetRecipe(HALF)).recipe == HALF
 
 
-def test_each_part_of_a_measurement_is_named_and_cancelled_by_itself() -> None:
+def test_follow_ups_of_a_measurement_have_names_and_can_be_cancelled_alone() -> None:
     queue = running(Ask("floor"), Ask("losses"), SAVE)
     assert queue.running is not None
     assert queue.running.name == "floor"
@@ -283,7 +287,7 @@ ends = st.sampled_from(["take", "done", "failed", "interrupted"])
 
 @st.composite
 def queues(draw: st.DrawFn) -> Queue:
-    """Queues that a worker can come to, from opening on."""
+    """Draw queues that a worker can have, from its start on."""
     queue = Queue()
     for step in draw(st.lists(st.one_of(commands, changes, cancels, ends), max_size=12)):
         if not isinstance(step, str):
@@ -296,13 +300,13 @@ def queues(draw: st.DrawFn) -> Queue:
 
 
 @given(queues(), st.one_of(commands.filter(lambda command: command.traits.once), changes, cancels))
-def test_repeated_request_changes_nothing(queue: Queue, request_: Request) -> None:
+def test_repeated_request_leaves_the_queue_unchanged(queue: Queue, request_: Request) -> None:
     once = merge(queue, request_)
     assert merge(once, request_) == once
 
 
 @given(queues(), st.one_of(commands, changes))
-def test_only_superseded_requests_are_dropped(queue: Queue, request_: Request) -> None:
+def test_queue_drops_only_superseded_requests(queue: Queue, request_: Request) -> None:
     merged = merge(queue, request_)
     new = request_ if isinstance(request_, Command) else Measure()
     rest = [command for command in queue.waiting if not supersedes(new, command)]
@@ -316,7 +320,7 @@ def test_only_superseded_requests_are_dropped(queue: Queue, request_: Request) -
 
 
 @given(queues())
-def test_stopped_commands_are_repeated_or_reported(queue: Queue) -> None:
+def test_queue_repeats_stopped_commands_or_reports_them(queue: Queue) -> None:
     if queue.running is None:
         return
     ended = finish(queue, "interrupted")
@@ -329,7 +333,7 @@ def test_stopped_commands_are_repeated_or_reported(queue: Queue) -> None:
 
 
 @given(queues())
-def test_dropped_requests_are_reported(queue: Queue) -> None:
+def test_cancel_reports_all_dropped_requests(queue: Queue) -> None:
     cancelled = merge(queue, Cancel())
     assert cancelled.waiting == ()
     asked = [command for command in queue.waiting if not command.traits.follows]
@@ -338,7 +342,7 @@ def test_dropped_requests_are_reported(queue: Queue) -> None:
 
 
 @given(queues())
-def test_measurement_never_waits_beside_its_own_parts(queue: Queue) -> None:
+def test_measurement_never_waits_beside_its_own_follow_ups(queue: Queue) -> None:
     measurements = [command for command in queue.waiting if isinstance(command, Measure)]
     assert len(measurements) <= 1
     if measurements:
@@ -357,7 +361,7 @@ def test_full_measurement_continues_a_running_one() -> None:
 
 
 @pytest.mark.parametrize("command", [Ask("flow"), WEIGHT, SAVE, Measure(), ApplyRecipe()])
-def test_noise_floor_yields_to_every_request(command: Command) -> None:
+def test_measurement_of_the_noise_floor_is_stopped_by_every_request(command: Command) -> None:
     queue = merge(running(Ask("floor")), command)
     assert queue.stopping == "newer"
     waiting = finish(queue, "interrupted").waiting

@@ -29,8 +29,8 @@ HARMLESS_JOBS = {
 }  # fmt: skip
 
 
-def test_every_request_is_classified_as_harmless_or_refused() -> None:
-    """A new one fails this test until somebody has decided whether it can read or write a file that a viewer names."""
+def test_every_request_is_classified_as_allowed_or_refused_when_read_only() -> None:
+    """A new request fails this test until somebody has decided whether it can read or write a file that a viewer names."""
     requests = {kind.__name__ for kind in typing.get_args(messages.Request)}
     assert requests == HARMLESS | REFUSED | IN_PART.keys()
     assert JOBS.keys() == HARMLESS_JOBS
@@ -41,8 +41,8 @@ def test_every_request_is_classified_as_harmless_or_refused() -> None:
 
 
 @pytest.mark.parametrize("read_only", [True, False])
-def test_requests_with_file_names_are_refused(tmp_path: Path, read_only: bool) -> None:
-    """Before the model is open, since the queue would keep it until then."""
+def test_read_only_engine_refuses_requests_with_file_names(tmp_path: Path, read_only: bool) -> None:
+    """Requests are refused before the model is open; otherwise the queue would keep them until then."""
     emitted: list[events.Event] = []
     worker = Worker(locate(None), Options(read_only=read_only), emitted.append)
     saves: list[SaveRequest] = [
@@ -70,7 +70,7 @@ def test_requests_with_file_names_are_refused(tmp_path: Path, read_only: bool) -
         assert waiting == {commands.Measure, commands.Save, commands.SetInputs}
 
 
-def test_read_only_engine_is_opened_by_its_options() -> None:
+def test_read_only_option_reaches_the_engine() -> None:
     opened = messages.decode_request(messages.encode_request(control.Open(None, Options(read_only=True), False)))
     assert isinstance(opened, control.Open)
     assert opened.options.read_only

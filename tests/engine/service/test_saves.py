@@ -37,7 +37,7 @@ SPEED = SpeedReport(
 
 @pytest.fixture(scope="module", params=["runs", "headers only"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a live model, and where nothing says what architecture it has."""
+    """Return a model folder: one with a live model, and one whose architecture is unknown."""
     import transformers
 
     folder: Path = tmp_path_factory.mktemp("llama")
@@ -75,9 +75,7 @@ def checked(recorded: RecordedEngine, path: str, for_export: bool = False) -> ev
     return recorded.wait_for(events.PathChecked, since=start)
 
 
-def test_existing_target_is_reported_while_something_runs(
-    recorded: RecordedEngine, folder: Path, tmp_path: Path
-) -> None:
+def test_save_targets_are_checked_while_a_command_runs(recorded: RecordedEngine, folder: Path, tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full/file").touch()
     (tmp_path / "empty").mkdir()
@@ -164,7 +162,7 @@ def test_new_recipe_does_not_stop_a_running_export(recorded: RecordedEngine, tmp
     assert read_recipe_file(tmp_path / "out" / "recipe.yaml").recipe == RECIPE
 
 
-def test_cancelled_export_leaves_nothing(recorded: RecordedEngine, tmp_path: Path) -> None:
+def test_export_cancelled_through_the_worker_leaves_no_files(recorded: RecordedEngine, tmp_path: Path) -> None:
     if recorded.way == "process":
         pytest.skip("so small an export is done before the word arrives; one in another process is stopped below")
 
@@ -178,7 +176,9 @@ def test_cancelled_export_leaves_nothing(recorded: RecordedEngine, tmp_path: Pat
     assert [entry.name for entry in tmp_path.iterdir() if "out" in entry.name] == []
 
 
-def test_report_of_an_older_recipe_restores_the_current_casts(recorded: RecordedEngine, tmp_path: Path) -> None:
+def test_current_casts_are_restored_after_saving_a_report_of_an_older_recipe(
+    recorded: RecordedEngine, tmp_path: Path
+) -> None:
     if not recorded.of(events.ModelReady):
         pytest.skip("nothing is cast without a live model")
     start = len(recorded.events)
@@ -193,7 +193,7 @@ def test_report_of_an_older_recipe_restores_the_current_casts(recorded: Recorded
     assert (last.stats.resident_bytes or 0) >= (last.stats.stored_bytes or 0) > 0  # under the report's recipe, 40 %
 
 
-def test_cancelled_long_export_leaves_nothing(tmp_path: Path, way: Way) -> None:
+def test_long_export_cancelled_through_the_worker_leaves_no_files(tmp_path: Path, way: Way) -> None:
     model = sparse_file(tmp_path / "zeros.safetensors", 24)
     with RecordedEngine(way, str(model), Options(device="cpu")) as recorded:
         recorded.worker.request(SetRecipe(RECIPE))
@@ -205,7 +205,7 @@ def test_cancelled_long_export_leaves_nothing(tmp_path: Path, way: Way) -> None:
     assert list(tmp_path.iterdir()) == [model]
 
 
-def test_export_with_quantized_activations_runs_its_own_recipe(recorded: RecordedEngine, tmp_path: Path) -> None:
+def test_export_with_quantized_activations_calibrates_its_own_recipe(recorded: RecordedEngine, tmp_path: Path) -> None:
     recipe = Recipe((Rule("*.q_proj", "nvfp4"),))
     recorded.worker.request(SetSettings(RunSettings(quantize_activations="weights")))
     recorded.worker.request(SetRecipe(recipe))

@@ -18,7 +18,7 @@ HALF = Recipe((Rule("*", "float16"),))
 BRAIN = Recipe((Rule("*", "bfloat16"),))
 
 
-def test_events_from_opening_to_the_first_measurement(short: RecordedEngine) -> None:
+def test_worker_sends_events_in_order_from_opening_to_the_first_measurement(short: RecordedEngine) -> None:
     short.wait_for(events.Idle)
     kinds = [type(event) for event in short.events if not isinstance(event, events.Memory)]
     order = [
@@ -35,8 +35,8 @@ def test_events_from_opening_to_the_first_measurement(short: RecordedEngine) -> 
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have no niceness for a thread")
-def test_engine_yields_to_the_thread_that_answers_keys() -> None:
-    """In one process alone: two are the scheduler's."""
+def test_engine_thread_in_the_process_of_the_app_has_a_lower_priority() -> None:
+    """An engine in a process of its own lowers the priority of that process."""
     with RecordedWorker() as recorded:
         recorded.wait_for(events.Idle)
         engine = next(thread.native_id for thread in threading.enumerate() if thread.name == "dtype-engine")
@@ -45,7 +45,7 @@ def test_engine_yields_to_the_thread_that_answers_keys() -> None:
         assert os.getpriority(os.PRIO_PROCESS, engine) == max(NICENESS, own)
 
 
-def test_new_recipe_supersedes_a_running_one(demo: RecordedEngine) -> None:
+def test_new_recipe_supersedes_one_that_is_being_measured(demo: RecordedEngine) -> None:
     demo.wait_for(events.Idle)
     for _ in range(3):
         start = len(demo.events)
@@ -60,7 +60,7 @@ def test_new_recipe_supersedes_a_running_one(demo: RecordedEngine) -> None:
         assert demo.of(events.Measured, start)[-1].report.rules == ("*=bfloat16",)
 
 
-def test_measurements_carry_their_recipe(short: RecordedEngine) -> None:
+def test_events_of_measurements_have_their_recipe(short: RecordedEngine) -> None:
     for recipe in (HALF, BRAIN, Recipe()):
         short.worker.request(SetRecipe(recipe))
         event = short.measured(recipe)
@@ -83,7 +83,7 @@ def test_generation_and_speed_use_the_current_recipe(short: RecordedEngine) -> N
     short.wait_for(events.Measured, lambda event: event.report.settings == "autocast bfloat16")
 
 
-def test_esc_cancels_a_measurement_and_the_session_continues(way: Way) -> None:
+def test_measurement_can_be_cancelled_and_the_session_continues(way: Way) -> None:
     with RecordedEngine(way, options=Options(prompts=("import os\n" * 1200,))) as recorded:
         recorded.wait_for(events.ModulesMeasured)
         recorded.worker.request(Cancel())
@@ -126,7 +126,7 @@ def test_model_that_cannot_be_opened_is_reported(tmp_path: Path, way: Way) -> No
     recorded.worker.close()
 
 
-def test_failing_forward_pass_leaves_the_session_alive(tmp_path: Path, way: Way) -> None:
+def test_failing_forward_pass_does_not_end_the_session(tmp_path: Path, way: Way) -> None:
     path = tmp_path / "fails.py"
     path.write_text(
         "import torch\nfrom torch import nn\n"
@@ -144,13 +144,13 @@ def test_failing_forward_pass_leaves_the_session_alive(tmp_path: Path, way: Way)
         recorded.measured(BRAIN)
 
 
-def test_closing_a_busy_engine_is_quick(way: Way) -> None:
+def test_closing_a_busy_engine_ends_its_thread(way: Way) -> None:
     with RecordedEngine(way, options=Options(prompts=("import os\n" * 4000,))) as recorded:
         recorded.wait_for(events.ModulesMeasured)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("dtype-engine")]
 
 
-def test_newer_recipe_interrupts_a_scan_which_then_continues(demo: RecordedEngine) -> None:
+def test_scan_interrupted_by_a_newer_recipe_continues_afterwards(demo: RecordedEngine) -> None:
     demo.wait_for(events.Idle)
     start = len(demo.events)
     demo.worker.request(Scan(("int8",)))
@@ -164,7 +164,7 @@ def test_newer_recipe_interrupts_a_scan_which_then_continues(demo: RecordedEngin
     assert counts[-1] == 6
 
 
-def test_paused_scan_can_be_cancelled_and_the_next_is_not_paused(short: RecordedEngine) -> None:
+def test_scan_after_a_cancelled_paused_scan_is_not_paused(short: RecordedEngine) -> None:
     short.wait_for(events.Idle)
     start = len(short.events)
     short.worker.request(Pause(True))
@@ -177,7 +177,7 @@ def test_paused_scan_can_be_cancelled_and_the_next_is_not_paused(short: Recorded
     short.wait_for(events.ScanUpdated, lambda event: event.finished, start)
 
 
-def test_noise_floor_is_reported_once_and_causes_on_request(short: RecordedEngine) -> None:
+def test_worker_reports_the_noise_floor_once_and_causes_on_request(short: RecordedEngine) -> None:
     floor = short.answer(FLOOR)
     short.wait_for(events.Idle)
     short.worker.request(SetRecipe(BRAIN))

@@ -1,4 +1,4 @@
-"""Other inputs while the worker works: they supersede, they are refused, they survive a new recipe."""
+"""New inputs while the worker works: they replace earlier ones, may be refused, and are kept with a new recipe."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BRAIN = Recipe((Rule("*", "bfloat16"),))
 
 
 def measured(recorded: RecordedEngine, words: str, since: int = 0) -> events.Measured:
-    """The first measurement on inputs that are described so."""
+    """Return the first measurement with inputs of this description."""
     return recorded.wait_for(events.Measured, lambda event: event.report.inputs.startswith(words), since)
 
 
@@ -37,7 +37,7 @@ def test_new_inputs_supersede_a_measurement_and_older_inputs(demo: RecordedEngin
     assert measured(demo, "6 default prompts", start).recipe == BRAIN
 
 
-def test_refused_inputs_change_nothing(demo: RecordedEngine) -> None:
+def test_refused_inputs_are_reported_without_a_new_measurement(demo: RecordedEngine) -> None:
     demo.wait_for(events.Idle)
     start = len(demo.events)
     demo.worker.request(SetInputs("nowhere.png"))
@@ -56,7 +56,7 @@ def test_measurement_stopped_by_refused_inputs_starts_again(demo: RecordedEngine
     assert measured(demo, "6 default prompts", start).recipe == HALF
 
 
-def test_inputs_survive_a_recipe_sent_right_after_them(demo: RecordedEngine) -> None:
+def test_inputs_are_used_although_a_recipe_follows_at_once(demo: RecordedEngine) -> None:
     demo.wait_for(events.Idle)
     demo.worker.request(SetInputs("import os\n" * 200))
     demo.worker.request(SetRecipe(HALF))
@@ -64,7 +64,7 @@ def test_inputs_survive_a_recipe_sent_right_after_them(demo: RecordedEngine) -> 
     demo.wait_for(events.Measured, lambda event: event.recipe == BRAIN and "your prompts" in event.report.inputs)
 
 
-def test_unsuitable_inputs_at_opening_fall_back_to_the_defaults(tmp_path: Path, way: Way) -> None:
+def test_model_with_unsuitable_inputs_is_opened_with_default_inputs(tmp_path: Path, way: Way) -> None:
     (tmp_path / "cat.png").write_bytes(b"never looked at")
     with RecordedEngine(way, options=Options(images=(tmp_path / "cat.png",))) as recorded:
         assert "accepts no pictures" in recorded.wait_for(events.InputsRefused).message

@@ -1,4 +1,4 @@
-"""The screen that offers models when none was named."""
+"""The screen that offers models if the command line names none."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OFFERS = [
 
 
 @pytest.mark.parametrize("size", [(120, 36), (80, 24), (60, 15)])
-async def test_every_offered_model_is_on_the_screen(size: tuple[int, int]) -> None:
+async def test_model_picker_shows_every_offered_model(size: tuple[int, int]) -> None:
     app = ModelPicker(OFFERS, locate)
     async with app.run_test(size=size) as pilot:
         await pilot.pause()
@@ -36,7 +36,7 @@ async def test_every_offered_model_is_on_the_screen(size: tuple[int, int]) -> No
         assert all(len(line) <= size[0] for line in lines(app))
 
 
-async def test_ctrl_c_says_which_key_quits() -> None:
+async def test_ctrl_c_in_the_model_picker_says_which_key_quits() -> None:
     app = ModelPicker(OFFERS, locate)
     async with app.run_test(size=(80, 24)) as pilot:
         await pilot.press("ctrl+c")
@@ -45,14 +45,14 @@ async def test_ctrl_c_says_which_key_quits() -> None:
         assert "[b]" not in screen(app)
 
 
-async def test_enter_opens_the_selected_model() -> None:
+async def test_enter_in_the_model_picker_opens_the_selected_model() -> None:
     app = ModelPicker(OFFERS, lambda model: None)
     async with app.run_test() as pilot:
         await pilot.press("down", "down", "enter")
     assert app.return_value == "demo"
 
 
-async def test_typed_path_is_opened_or_reported_missing() -> None:
+async def test_path_typed_in_the_model_picker_is_opened_or_reported_missing() -> None:
     app = ModelPicker(OFFERS, locate)
     async with app.run_test() as pilot:
         await pilot.press(*"nowhere/x", "enter")
@@ -63,7 +63,9 @@ async def test_typed_path_is_opened_or_reported_missing() -> None:
     assert app.return_value == "demo"
 
 
-async def test_unexpected_error_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_unexpected_error_of_the_model_picker_is_printed_in_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.delenv(TRACEBACK, raising=False)
 
@@ -87,7 +89,7 @@ async def test_unexpected_error_is_one_sentence(monkeypatch: pytest.MonkeyPatch,
     assert printed.count("\n") == 1
 
 
-async def test_typing_filters_the_models() -> None:
+async def test_typing_filters_the_models_of_the_model_picker() -> None:
     app = ModelPicker(OFFERS, lambda model: None)
     async with app.run_test() as pilot:
         await pilot.press("down", "down", *"LLA")
@@ -99,7 +101,9 @@ async def test_typing_filters_the_models() -> None:
     assert app.return_value == "demo"
 
 
-async def test_existing_typed_path_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_existing_path_typed_in_the_model_picker_comes_first(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "llama").mkdir()
     app = ModelPicker(OFFERS, lambda model: None)
@@ -110,7 +114,7 @@ async def test_existing_typed_path_comes_first(monkeypatch: pytest.MonkeyPatch, 
     assert app.return_value == "llama"
 
 
-async def test_cursor_keys_move_and_esc_leaves() -> None:
+async def test_cursor_keys_and_esc_work_in_the_model_picker() -> None:
     app = ModelPicker(OFFERS, locate)
     async with app.run_test() as pilot:
         await pilot.press("down", "up", "up")
@@ -121,7 +125,7 @@ async def test_cursor_keys_move_and_esc_leaves() -> None:
     assert app.return_value is None
 
 
-async def test_model_picker_in_ascii() -> None:
+async def test_model_picker_draws_only_ascii_if_configured() -> None:
     app = ModelPicker(OFFERS, locate, Config(ascii="always"))
     async with app.run_test() as pilot:
         await pilot.pause()
@@ -129,7 +133,7 @@ async def test_model_picker_in_ascii() -> None:
 
 
 @pytest.mark.parametrize("width", [40, 60, 69, 70, 100, 200])
-def test_offer_lines_fit_their_width(width: int) -> None:
+def test_lines_of_the_model_picker_fit_their_width(width: int) -> None:
     for offer in (*OFFERS, Offer("x" * 300, "this folder", 10**13, 1.0)):
         assert offer_line(offer, width).cell_len <= max(width, 40)
 
@@ -139,8 +143,8 @@ def test_offer_lines_fit_their_width(width: int) -> None:
     [events.ModelReady(demo_tree(), "LlamaForCausalLM", "cpu", 1.0, "prompts", ()), events.OpenFailed("no"), None],
     ids=["loaded", "not loaded", "left before"],
 )
-async def test_garbage_is_collected_once_nothing_is_loading(told: events.Event | None) -> None:
-    """And not among what was loaded: a pass over torch and transformers would hold up a key."""
+async def test_garbage_collection_is_disabled_until_the_model_is_opened(told: events.Event | None) -> None:
+    """Then it is enabled, but not for what was loaded by then: a pass over torch and transformers would delay a key."""
     async with launched() as (app, pilot):
         await until(pilot, lambda: engine(app).commands == ["start"])
         assert not gc.isenabled()

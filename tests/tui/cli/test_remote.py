@@ -1,4 +1,4 @@
-"""What `ssh://HOST/PATH` and --engine-command start, and what is said where no engine answers."""
+"""What `ssh://HOST/PATH` and --engine-command start, and the error message if no engine answers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from dtype_tui.cli.remote import Address, address_of, command_from, command_of, 
         ("ssh://gpu/$(touch x);`y`", Address("gpu", None, "/$(touch x);`y`")),
     ],
 )
-def test_ssh_address_has_a_machine_and_a_path(typed: str, means: Address) -> None:
+def test_ssh_address_is_parsed_into_host_and_path(typed: str, means: Address) -> None:
     assert address_of(typed) == means
 
 
@@ -51,7 +51,7 @@ def test_invalid_ssh_address_is_refused(typed: str) -> None:
         address_of(typed)
 
 
-def test_ssh_command_line_is_safe_from_path_and_host() -> None:
+def test_path_and_host_of_an_ssh_address_cannot_inject_commands() -> None:
     command = command_of(address_of("ssh://me@gpu:2222/a;b$(c)"))
     for arguments in (command.arguments, command.unattended):
         assert arguments[0] == "ssh"
@@ -66,7 +66,7 @@ def test_ssh_command_line_is_safe_from_path_and_host() -> None:
     assert "BatchMode=yes" not in command.arguments
 
 
-def test_engine_command_is_split_like_a_shell_but_not_run_by_one(tmp_path: Path) -> None:
+def test_engine_command_is_split_as_by_a_shell_but_run_without_one(tmp_path: Path) -> None:
     assert command_from("docker exec -i 'my box' dtype-engine stdio").arguments == (
         "docker", "exec", "-i", "my box", "dtype-engine", "stdio"
     )  # fmt: skip
@@ -95,7 +95,7 @@ def test_failing_remote_engine_is_explained_in_one_sentence(program: str, words:
     assert str(told.value).isprintable()
 
 
-def test_ssh_errors_are_shown_as_ssh_words_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_message_of_ssh_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = tmp_path / "ssh"
     fake.write_text("#!/bin/sh\necho 'ssh: connect to host gpu port 22: No route to host' >&2\nexit 255\n")
     fake.chmod(0o755)
@@ -126,7 +126,9 @@ def test_missing_remote_model_or_input_is_reported_before_the_screen() -> None:
         ("ssh://gpu:22/b", "ssh://gpu/a", None),
     ],
 )
-def test_both_checkpoints_of_a_comparison_must_be_on_one_machine(model: str, reference: str, there: str | None) -> None:
+def test_reference_checkpoint_must_be_on_the_machine_of_the_model(
+    model: str, reference: str, there: str | None
+) -> None:
     if there is not None:
         assert reference_there(model, Options(reference=reference)) == there
         return

@@ -34,13 +34,13 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_missing_file_means_the_default_configuration(written: Path) -> None:
+def test_missing_config_file_means_the_default_configuration(written: Path) -> None:
     assert read_config(*KNOWN) == Config()
     written.write_text("# nothing yet\n")
     assert read_config(*KNOWN) == Config()
 
 
-def test_complete_configuration_is_read(written: Path) -> None:
+def test_complete_config_file_is_read(written: Path) -> None:
     written.write_text("theme: nord\nascii: always\nkeys: {undo: f5}\ndefaults: {device: cpu, text: [a.txt]}\n")
     assert read_config(*KNOWN) == Config("nord", "always", {"undo": "f5"}, {"device": "cpu", "text": ["a.txt"]})
 
@@ -71,7 +71,7 @@ def test_complete_configuration_is_read(written: Path) -> None:
         (f"keys: {{undo: {'x' * 5000}}}", "is no key"),
     ],
 )
-def test_invalid_configuration_names_the_file_in_one_sentence(written: Path, text: str, says: str) -> None:
+def test_invalid_config_file_is_refused_by_path_in_one_sentence(written: Path, text: str, says: str) -> None:
     written.write_text(text)
     with pytest.raises(UserError) as caught:
         read_config(*KNOWN)
@@ -91,7 +91,7 @@ def test_invalid_configuration_names_the_file_in_one_sentence(written: Path, tex
         ("{chat: maybe}", "config.yaml: defaults: chat: 'maybe' is not a valid boolean"),
     ],
 )
-def test_default_of_the_wrong_type_is_refused(
+def test_configured_default_of_the_wrong_type_is_refused(
     written: Path, defaults: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from dtype_tui.cli import command as cli
@@ -109,8 +109,8 @@ def test_default_of_the_wrong_type_is_refused(
     assert said.count("\n") == 1
 
 
-def test_defaults_are_parsed_like_options(written: Path) -> None:
-    """One text for an option that may be repeated is one text, and not its letters."""
+def test_configured_defaults_are_parsed_like_options(written: Path) -> None:
+    """For an option that may be repeated, a single text is one value, and not a value for each letter."""
     from dtype_tui.cli import command as cli
     from dtype_tui.cli.main import configured_defaults
 
@@ -125,7 +125,7 @@ def test_defaults_are_parsed_like_options(written: Path) -> None:
     assert context.params["chat"] is True
 
 
-def test_pipe_as_configuration_is_refused(written: Path) -> None:
+def test_named_pipe_as_config_file_is_refused(written: Path) -> None:
     os.mkfifo(written)
     with pytest.raises(UserError, match="is not a regular file"):
         read_config(*KNOWN)
@@ -178,7 +178,7 @@ async def test_ascii_mode_draws_only_ascii_and_keeps_columns() -> None:
         ("0 … 3  4 alike  LlamaDec… 1.0", "0...3  4 alike  LlamaDec~ 1.0"),
     ],
 )
-def test_ambiguous_signs_have_two_ascii_characters(line: str, drawn: str) -> None:
+def test_signs_that_ascii_cannot_tell_apart_get_two_characters(line: str, drawn: str) -> None:
     found = "".join(line_in_ascii(line))
     assert found == drawn
     assert len(found) == len(line)
@@ -203,7 +203,7 @@ def test_auto_ascii_follows_the_locale(
     assert wants_ascii(setting) is wanted
 
 
-def test_high_contrast_theme_has_high_contrast() -> None:
+def test_colors_of_the_high_contrast_theme_have_a_contrast_of_7() -> None:
     background = Color.parse(HIGH_CONTRAST.background or "")
 
     def luminance(color: Color) -> float:
@@ -238,7 +238,7 @@ async def test_tree_uses_the_colors_of_the_theme(theme: str) -> None:
 
 @pytest.mark.parametrize("name", ["model", "model.layers.0.self_attn.q_proj", "x" * 40, "a.b", "", "." * 5])
 @pytest.mark.parametrize("width", [1, 12, 26, 200])
-def test_names_wrapped_at_dots_keep_their_text(name: str, width: int) -> None:
+def test_names_wrapped_at_dots_are_complete(name: str, width: int) -> None:
     lines = wrap_dotted(name, width).split("\n")
     assert "".join(lines) == name
     assert all(len(line) <= width or "." not in line[1:] for line in lines)

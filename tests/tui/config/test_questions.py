@@ -14,19 +14,19 @@ from dtype_tui.config.questions import COMMANDS, QUESTIONS, Question
 from dtype_tui.screens.overlay import Answer
 
 
-def test_every_job_has_a_row_with_words() -> None:
+def test_every_job_of_the_engine_has_a_row_in_the_table_of_questions() -> None:
     assert [*JOBS] == sorted((row.job for row in QUESTIONS), key=[*JOBS].index)
     assert {row.job for row in (*QUESTIONS, *COMMANDS)} == {*JOBS, *OWN_NAMES}
     assert all(row.running and row.waiting and row.again for row in (*QUESTIONS, *COMMANDS))
 
 
-def test_the_engine_runs_by_itself_what_has_neither_key_nor_command() -> None:
+def test_jobs_without_key_or_command_are_started_by_the_engine() -> None:
     unasked = {row.job for row in QUESTIONS if not row.meaning}
     assert unasked == {job.name for job in JOBS.values() if job.follows} | {"activations"}
 
 
 @pytest.mark.parametrize("row", [row for row in QUESTIONS if row.window], ids=lambda row: row.job)
-def test_a_window_takes_the_result_of_its_job(row: Question) -> None:
+def test_window_of_a_question_accepts_the_result_type_of_its_job(row: Question) -> None:
     module, _, name = row.window.rpartition(".")
     hints = typing.get_type_hints(getattr(import_module(module), name))
     types = job_types(JOBS[row.job].run)
@@ -34,7 +34,7 @@ def test_a_window_takes_the_result_of_its_job(row: Question) -> None:
 
 
 @pytest.mark.parametrize("row", QUESTIONS, ids=lambda row: row.job)
-def test_a_key_that_asks_for_a_job_gives_it_no_parameters(row: Question) -> None:
+def test_jobs_started_by_a_key_alone_have_no_parameters(row: Question) -> None:
     if row.meaning and not row.own_action:
         assert job_types(JOBS[row.job].run).parameters is type(None)
         assert row.window

@@ -13,7 +13,7 @@ ALONE = ("a", "q", "Z", "1", "/", "?", " ", "\r", "\t", "\x7f", "\x01", "é", "\
 
 
 def parsed(*written: str) -> list[str]:
-    """The keys, positions and pastes of some writes."""
+    """Return the keys, cursor positions and pastes that the parser finds in some writes."""
     found: list[str] = []
     parser = KeyParser()
     for event in (event for write in written for event in parser.feed(write)):
@@ -28,7 +28,7 @@ def parsed(*written: str) -> list[str]:
 
 
 @pytest.mark.parametrize("after", ["\x1b[A", "\x1b[3;4R", "\x1b[<0;5;5M"])
-def test_escape_letter_sequences_add_no_text(after: str) -> None:
+def test_escape_followed_by_a_letter_is_parsed_as_alt_without_text(after: str) -> None:
     keys = [event.key for event in KeyParser().feed(f"\x1bq{after}") if isinstance(event, Key)]
     assert keys[0] == "alt+q"
     assert "circumflex_accent" not in keys
@@ -37,7 +37,7 @@ def test_escape_letter_sequences_add_no_text(after: str) -> None:
 @pytest.mark.parametrize(
     ("character", "key"), [("1", "1"), ("0", "0"), ("/", "slash"), ("?", "question_mark"), ("=", "equals_sign")]
 )
-def test_escape_before_a_digit_or_mark_gives_both_keys(character: str, key: str) -> None:
+def test_escape_followed_by_a_digit_or_mark_is_parsed_as_two_keys(character: str, key: str) -> None:
     assert parsed(f"\x1b{character}") == ["escape", key]
 
 
@@ -88,7 +88,7 @@ def test_paste_in_parts_is_one_text(text: str) -> None:
     assert parsed(*written) == ["a", f"pasted {text}", "q"]
 
 
-def test_endless_paste_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_length_of_a_paste_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(key_parser, "MOST_PASTED", 100)
     for size in (7, 30, 1000):
         written = "\x1b[200~" + "x" * 150 + "3" * 1000 + "\x1b[201~q"
@@ -100,12 +100,12 @@ def test_endless_paste_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(parser._pasted or "") < 200
 
 
-def test_keys_around_pastes_are_keys() -> None:
+def test_keys_before_and_after_a_paste_are_parsed_as_keys() -> None:
     both = parsed("1\x1b[200~2\x1b[201~\x1b[A\x1b[200~3\x1b[201~4", "\x1b[2", "~\x1b[20", "~5")
     assert both == ["1", "pasted 2", "up", "pasted 3", "4", "insert", "f9", "5"]
 
 
-def test_escape_and_bracket_are_keys_after_a_delay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_incomplete_escape_sequence_is_parsed_as_keys_after_a_delay(monkeypatch: pytest.MonkeyPatch) -> None:
     parser = KeyParser()
     monkeypatch.setattr(constants, "ESCAPE_DELAY", 0.0)
     for written in ("\x1b[", "\x1b", "["):

@@ -1,4 +1,4 @@
-"""What is written in fewer bytes looks the same on a terminal, whatever was written before."""
+"""Frames that are shortened to fewer bytes look the same on a terminal, whatever was written before."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMBINING = "\u0301s"
 
 
 class Terminal:
-    """What stands on a terminal after what was written to it."""
+    """A terminal that keeps its cells from one write to the next."""
 
     def __init__(self) -> None:
         self._screen = pyte.Screen(600, 13)  # a line more than is drawn, since a line feed in the last one would scroll
@@ -76,7 +76,7 @@ def test_shortened_frames_look_the_same(system: str) -> None:
     assert less < 0.8 * written
 
 
-def test_only_changed_cells_are_written() -> None:
+def test_shortened_frame_has_only_changed_cells() -> None:
     cells = ShownCells()
     data = (
         "\x1b[3;1H\x1b[38;2;1;2;3;48;2;9;9;9mab\x1b[0m\x1b[38;2;4;5;6;48;2;9;9;9mcd\x1b[0m\n"
@@ -95,7 +95,7 @@ def test_only_changed_cells_are_written() -> None:
     )
 
 
-def test_unknown_control_byte_is_found_in_long_text() -> None:
+def test_frame_with_an_unknown_control_byte_is_not_shortened() -> None:
     data = f"\x1b[3;1H{'a' * 5000}\x07\x1b[1;1H"
     assert ShownCells().shortened(data) == data
 
@@ -112,7 +112,7 @@ def test_figures_after_a_two_cell_arrow_are_right() -> None:
 
 
 def test_full_redraw_is_not_shortened() -> None:
-    """It repairs what another program wrote, and may follow a change of the terminal's size."""
+    """A full redraw repairs what another program wrote, and may follow a change of the terminal's size."""
     cells = ShownCells()
     screen = "\n".join(f"\x1b[{row};1Hrow {row}" for row in range(1, 9)) + "\x1b[1;1H"
     first = cells.shortened(screen)

@@ -32,7 +32,7 @@ def test_stacked_bar_has_the_requested_width(width: int) -> None:
                 assert [style for _, style in pieces] == [*map(colour, dtypes), TRACK]
 
 
-def test_bar_sections_are_proportional() -> None:
+def test_sections_of_a_stacked_bar_are_proportional() -> None:
     pieces = stacked([("bfloat16", 0.5), ("nvfp4", 0.3), ("float32", 0.2)], 10)
     assert [text for text, _ in pieces] == ["▄▄▄▄▖", "▄▄▖", "▄▄", ""]
     assert [text for text, _ in stacked([("bfloat16", 1.0)], 10, 0.4)] == ["▄▄▄▄", "▁▁▁▁▁▁"]

@@ -27,7 +27,9 @@ def lines_of(series: list[Series], width: int = WIDTH, height: int = HEIGHT) -> 
 
 
 @given(points, st.integers(24, 140), st.integers(6, 40))
-def test_every_plot_has_its_size_and_separate_labels(shown: list[tuple[float, float]], width: int, height: int) -> None:
+def test_plot_has_the_requested_size_and_separate_labels(
+    shown: list[tuple[float, float]], width: int, height: int
+) -> None:
     lines = lines_of([Series(shown), Series(shown, "x")], width, height)
     assert len(lines) == height
     assert all(len(line) <= width for line in lines)
@@ -52,7 +54,7 @@ def test_marks_are_drawn_at_their_values() -> None:
     assert lines[-1].split()[-1] == "3.00"
 
 
-def test_zero_and_tiny_values_share_a_separate_line() -> None:
+def test_zero_and_tiny_values_are_plotted_on_a_separate_line() -> None:
     lines = lines_of([Series([(1.0, 1e-1), (2.0, 1e-3)], "x"), Series([(3.0, 0.0)], "o"), Series([(4.0, 1e-9)], "t")])
     (zero,) = (line for line in lines if line.lstrip().startswith("0 ┤"))
     assert "o" in zero
@@ -65,7 +67,7 @@ def test_nonfinite_points_are_not_drawn() -> None:
     assert not any("x" in line for line in lines_of([Series([(1.0, math.inf), (2.0, math.nan)], "x")]))
 
 
-def test_lines_are_drawn_by_dots() -> None:
+def test_lines_are_plotted_with_braille_dots() -> None:
     curve = [(x / 50, 10 ** (-x / 25)) for x in range(100)]
     drawn = plot([Series(curve)], axes_around(curve), WIDTH, HEIGHT).plain
     braille = [character for character in drawn if 0x2800 < ord(character) < 0x2900]

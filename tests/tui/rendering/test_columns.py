@@ -18,7 +18,7 @@ def laid(found: list[list[str]], width: int, narrowest: int) -> list[str]:
 
 @pytest.mark.slow
 @given(blocks, st.integers(24, 120))
-def test_column_layout_loses_nothing_and_keeps_blocks_whole(found: list[list[str]], width: int) -> None:
+def test_column_layout_keeps_all_text_within_the_width(found: list[list[str]], width: int) -> None:
     page = laid(found, width, 22)
     assert all(len(line) <= width for line in page)
     words = sorted(word for line in page for word in line.split())

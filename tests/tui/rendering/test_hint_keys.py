@@ -16,7 +16,7 @@ OPTION_WITH_A_KEY = re.compile(r"--(inputs|image|audio|chat|force)\b")
 ENGINE = Path(dtype_engine.__file__).parent
 
 
-def test_every_hint_has_words_for_both_programs_and_is_used() -> None:
+def test_every_hint_in_errors_has_text_for_both_programs_and_is_used() -> None:
     names = set(typing.get_args(HintName))
     assert names == set(ON_THE_COMMAND_LINE) == set(IN_THE_APP)
     given = {
@@ -25,7 +25,7 @@ def test_every_hint_has_words_for_both_programs_and_is_used() -> None:
     assert given == names
 
 
-def test_sentences_of_the_app_name_keys_instead_of_options() -> None:
+def test_errors_shown_in_the_app_contain_no_command_line_options() -> None:
     shown = [ENGINE / "runtime/inputs", ENGINE / "runtime/export", ENGINE / "core/atomic_write.py"]
     files = [file for place in shown for file in (place.rglob("*.py") if place.is_dir() else [place])]
     for path in files:
@@ -37,11 +37,11 @@ def test_sentences_of_the_app_name_keys_instead_of_options() -> None:
                 assert not OPTION_WITH_A_KEY.search(node.value), (path, node.value)
 
 
-def test_error_names_the_option_or_the_key() -> None:
+def test_hint_in_an_error_names_the_option_or_the_key() -> None:
     error = UserError(f"m takes no sounds; {hint('no-sound')}")
     assert str(error) == "m takes no sounds; leave --audio out"
     assert with_keys(error.sentence) == "m takes no sounds; leave the audio out (key i)"
 
 
-def test_braces_that_are_no_hint_stay() -> None:
+def test_braces_in_errors_that_are_no_hint_are_kept() -> None:
     assert str(UserError("no file {hint:me}.pt or {0}")) == "no file {hint:me}.pt or {0}"

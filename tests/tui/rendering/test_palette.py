@@ -22,7 +22,7 @@ THEMES = pytest.mark.parametrize("theme", [DARK, LIGHT], ids=["dark", "light"])
 
 
 def luminance(rgb: tuple[int, ...]) -> float:
-    """As WCAG 2 defines it."""
+    """Return the relative luminance, as WCAG 2 defines it."""
     parts = [c / 3294.6 if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in rgb]
     return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]
 
@@ -32,14 +32,14 @@ def shown(name: str, theme: TerminalTheme) -> tuple[int, ...]:
 
 
 @THEMES
-def test_dtype_badness_and_accent_colors_are_distinct(theme: TerminalTheme) -> None:
+def test_colors_of_dtypes_drift_and_accent_are_distinct(theme: TerminalTheme) -> None:
     for one, other in combinations([{shown(name, theme) for name in group} for group in (HUES, RAMP, {ACCENT})], 2):
         assert not one & other
     assert len({shown(name, theme) for name in HUES}) == len(HUES)
 
 
 @THEMES
-def test_all_colors_are_readable(theme: TerminalTheme) -> None:
+def test_colors_have_a_readable_contrast(theme: TerminalTheme) -> None:
     """On the background, and the text of a pill on it: a contrast of 4.5, which WCAG asks for."""
     for name in HUES | RAMP | {ACCENT}:
         for on in (tuple(theme.background_color), shown("black", theme)):
@@ -65,22 +65,22 @@ def perceived(rgb: tuple[int, ...]) -> tuple[float, ...]:
 
 
 @THEMES
-def test_no_two_colors_look_alike(theme: TerminalTheme) -> None:
+def test_all_colors_are_visibly_different(theme: TerminalTheme) -> None:
     """Black and white are 1 apart."""
     for one, other in combinations(sorted(HUES | RAMP | {ACCENT}), 2):
         apart = math.dist(perceived(shown(one, theme)), perceived(shown(other, theme)))
         assert apart >= 0.075, (one, other, apart)
 
 
-def test_dtype_colors_are_used_only_through_their_table() -> None:
-    """Drawing code gets them by `colour` and `pill`, and so gives them to dtypes only."""
+def test_colors_of_dtypes_are_named_only_in_the_palette() -> None:
+    """Drawing code gets the colors from `colour` and `pill`, so that only dtypes have them."""
     for file in Path(palette.__file__).parents[1].rglob("*.py"):
         words = re.findall(r'"(?:bold |dim )?(\w+)"', file.read_text(encoding="utf-8"))
         assert file == Path(palette.__file__) or not HUES & set(words), file
 
 
 def test_visible_drift_is_bright_yellow_in_16_colors() -> None:
-    """Which is orange or yellow on terminals."""
+    """Terminals show this color as orange or yellow."""
     ramps = tuple(ramp(word) for word in ("invisible", "small", "visible", "broken"))
     assert ramps == ("green", "yellow", "bright_yellow", "red")
 
@@ -103,7 +103,7 @@ def test_sqnr_has_the_color_of_its_word(badness: float, word: Word) -> None:
     assert sqnr_colour(badness, sqnr_limits(None)) == ramp(word)
 
 
-def test_pills_name_what_they_color() -> None:
+def test_colored_labels_name_the_dtype_or_drift_word() -> None:
     assert pill("float32")[0] == " f32 "
     assert pill(dtypes.STORED)[0] == " stored "
     assert verdict_pill("small")[0] == " small "

@@ -32,5 +32,5 @@ def sentences() -> Iterator[tuple[Path, str]]:
                     yield file, node.value
 
 
-def test_outdated_words_are_not_used() -> None:
+def test_sentences_for_users_contain_no_outdated_words() -> None:
     assert [(file.name, text) for file, text in sentences() if OLD.search(text)] == []

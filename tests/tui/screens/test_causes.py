@@ -53,7 +53,7 @@ def modules() -> tuple[ModuleDrift, ...]:
 
 
 async def measured(app: DtypeApp, pilot: Pilot[None], recipe: Recipe = BF16, mean_abs: float = 1e-3) -> None:
-    """A recipe in force, measured."""
+    """Put a recipe in force, and send its measurement."""
     app.controller.apply_recipe(recipe)
     await say(app, pilot, events.Measured(recipe, report(recipe, mean_abs, modules())), events.Idle())
 
@@ -65,7 +65,7 @@ CAUSES = AttributionReport(
 
 
 @pytest.mark.parametrize("size", [WIDE, SMALL])
-async def test_causes_are_requested_plotted_and_cancelled(size: tuple[int, int]) -> None:
+async def test_causes_window_requests_plots_and_cancels(size: tuple[int, int]) -> None:
     async with launched(size=size) as (app, pilot):
         await pilot.press("d")
         assert not isinstance(app.screen, CausesScreen)
@@ -112,7 +112,7 @@ UP = "model.layers.2.mlp.up_proj"
 
 
 @pytest.mark.parametrize("size", [WIDE, SMALL])
-async def test_causes_appear_as_found_and_stay_when_cancelled(size: tuple[int, int]) -> None:
+async def test_causes_are_shown_as_found_and_stay_after_a_cancel(size: tuple[int, int]) -> None:
     async with launched(size=size) as (app, pilot):
         await measured(app, pilot)
         await pilot.press("d")
@@ -143,7 +143,7 @@ async def test_causes_appear_as_found_and_stay_when_cancelled(size: tuple[int, i
         assert f"62.0 % of the output's drift enters at {DOWN}" in screen(app)
 
 
-async def test_enter_jumps_to_the_module() -> None:
+async def test_enter_in_the_causes_window_goes_to_the_module() -> None:
     async with launched(size=SMALL) as (app, pilot):
         await measured(app, pilot)
         await pilot.press("d", "enter")
@@ -156,7 +156,7 @@ async def test_enter_jumps_to_the_module() -> None:
 
 
 @pytest.mark.parametrize("size", [WIDE, SMALL])
-async def test_restored_module_reruns_the_causes(size: tuple[int, int]) -> None:
+async def test_casting_a_cause_back_measures_the_causes_again(size: tuple[int, int]) -> None:
     async with launched(size=size) as (app, pilot):
         await measured(app, pilot)
         await pilot.press("d")
@@ -192,7 +192,7 @@ async def test_restored_module_reruns_the_causes(size: tuple[int, int]) -> None:
         assert not isinstance(app.screen, CausesScreen)
 
 
-def test_node_is_restored_to_the_reference_dtype() -> None:
+def test_module_is_cast_back_to_the_dtype_of_the_reference() -> None:
     tensors = (
         ("narrow", "bfloat16"), ("single", "float32"), ("double", "float64"), ("both.a", "float64"), ("both.b", "bfloat16"),
     )  # fmt: skip
@@ -227,7 +227,7 @@ async def test_drift_pane_shows_limits_and_noise_floor() -> None:
 
 
 @pytest.mark.parametrize("size", [WIDE, SMALL])
-async def test_pane_names_the_remedy_for_a_nonfinite_output(size: tuple[int, int]) -> None:
+async def test_drift_pane_names_the_remedy_for_a_nonfinite_output(size: tuple[int, int]) -> None:
     async with launched(size=size) as (app, pilot):
         await pilot.press("a")
         assert engine(app).recipes == []
@@ -251,7 +251,7 @@ async def test_pane_names_the_remedy_for_a_nonfinite_output(size: tuple[int, int
 
 
 @pytest.mark.parametrize("size", [WIDE, SMALL])
-async def test_history_pins_compares_and_goes_back(size: tuple[int, int]) -> None:
+async def test_measurements_in_the_history_can_be_pinned_compared_and_restored(size: tuple[int, int]) -> None:
     async with launched(size=size) as (app, pilot):
         await pilot.press("H")
         assert not isinstance(app.screen, MeasurementsScreen)
@@ -296,7 +296,7 @@ def llama_with_a_large_weight(folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-async def test_one_key_fixes_a_model_with_a_large_weight(tmp_path: Path) -> None:
+async def test_one_key_applies_the_remedy_for_a_weight_that_overflows(tmp_path: Path) -> None:
     llama_with_a_large_weight(tmp_path / "llama")
     app = app_on("thread", str(tmp_path / "llama"))
     async with running(app, SMALL) as pilot:

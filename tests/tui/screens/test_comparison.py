@@ -41,7 +41,7 @@ async def two_measured(app: DtypeApp, pilot: Pilot[None]) -> None:
     await measure(app, pilot, f"{MLP}=float8_e4m3fn", 31.5, (30.0, 50.0))
 
 
-async def test_pinned_recipe_is_shown_until_released() -> None:
+async def test_pinned_recipe_is_shown_beside_the_current_one_until_unpinned() -> None:
     async with launched() as (app, pilot):
         await two_measured(app, pilot)
         app.query_one(ModuleTree).go_to(MLP)
@@ -75,7 +75,7 @@ async def test_two_recipes_are_compared_by_rules_tensors_and_modules() -> None:
         assert f" {LAYER} 50.00 dB" not in text, "it drifts alike"
 
 
-async def test_comparison_does_not_call_uncounted_values_kept() -> None:
+async def test_comparison_says_if_lost_values_were_not_counted() -> None:
     app = make_app()
     lost = ValueLoss("lm_head.weight", "float16", overflowed=7, vanished=0, elements=100)
     async with running(app, (120, 50)) as pilot:
@@ -92,7 +92,7 @@ async def test_comparison_does_not_call_uncounted_values_kept() -> None:
             await pilot.press("escape", "escape")
 
 
-async def test_modules_of_an_earlier_session_are_unknown() -> None:
+async def test_comparison_says_if_module_figures_were_not_kept() -> None:
     async with launched(size=(120, 50)) as (app, pilot):
         await two_measured(app, pilot)
         app.controller.experiment.module_log = ModuleLog()

@@ -31,7 +31,7 @@ from dtype_engine.reports.layer_kinds import totals_by_kind
         ),
     ],
 )
-async def test_details_of_the_model_have_every_figure(scene: Scene, rows: dict[str, str]) -> None:
+async def test_details_of_the_model_show_every_drift_figure(scene: Scene, rows: dict[str, str]) -> None:
     app = make_app()
     async with running(app, (120, 44)) as pilot:  # all rows
         await scene(app, pilot)

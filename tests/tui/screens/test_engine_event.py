@@ -9,8 +9,8 @@ from dtype_engine.recipe import Recipe
 from dtype_engine.service import events
 
 
-async def test_progress_without_a_valid_total_has_no_percentage() -> None:
-    """An engine elsewhere may say anything."""
+async def test_progress_with_an_invalid_total_has_no_impossible_percentage() -> None:
+    """An engine on another machine may send any numbers."""
     async with launched() as (app, pilot):
         for done, total in ((1, 0), (5, 2), (-3, 2)):
             await say(

@@ -24,7 +24,7 @@ def _shown(casts: int, text: str = "linear") -> str:
     return captured.get()
 
 
-def test_long_cast_list_is_cut_and_the_rest_counted() -> None:
+def test_long_list_of_implicit_casts_is_cut_with_the_number_of_the_rest() -> None:
     assert f"layer.{MOST_ROWS - 1} " in _shown(MOST_ROWS)
     assert "more" not in _shown(MOST_ROWS)
     text = _shown(MOST_ROWS + 1005)
@@ -32,11 +32,11 @@ def test_long_cast_list_is_cut_and_the_rest_counted() -> None:
     assert "and 1,005 more" in text
 
 
-def test_overlong_operation_and_dtype_names_are_cut() -> None:
+def test_overlong_names_in_the_list_of_implicit_casts_are_cut() -> None:
     assert len(_shown(2, "x" * 1_000_000)) < 5000
 
 
-async def test_keys_for_the_first_and_last_line() -> None:
+async def test_keys_g_and_shift_g_scroll_a_window_to_its_first_and_last_line() -> None:
     async with launched(size=(80, 24)) as (app, pilot):
         await ready(app, pilot)
         rows = tuple(ImplicitCastStats(f"layer.{at}", "linear", "float32", "bfloat16", 9, 1, False) for at in range(90))

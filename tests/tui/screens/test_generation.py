@@ -26,7 +26,7 @@ def _text(pieces: int, piece: str = "ab ") -> Generation:
     ],
     ids=["texts", "tokens", "lines"],
 )
-async def test_overlong_texts_are_cut(texts: tuple[Generation, ...], end: str) -> None:
+async def test_overlong_generated_texts_are_cut(texts: tuple[Generation, ...], end: str) -> None:
     async with launched() as (app, pilot):
         await app.push_screen(GenerationScreen(None, texts, lambda wanted: True, lambda: None))
         await pilot.pause()

@@ -17,7 +17,7 @@ from dtype_tui.widgets.module_tree import ModuleTree
 
 
 @pytest.mark.parametrize(("size", "pages"), [((120, 36), 1), ((80, 24), 2)])
-async def test_keys_of_the_main_screen_fit_a_few_help_pages(size: tuple[int, int], pages: int) -> None:
+async def test_help_shows_all_keys_of_the_main_screen_uncut(size: tuple[int, int], pages: int) -> None:
     async with launched(size=size) as (app, pilot):
         await ready(app, pilot)
         await pilot.press("question_mark")
@@ -73,7 +73,7 @@ async def test_multiline_help_texts_are_aligned(searched: bool) -> None:
         assert lines(app)[first + 1][1:column].strip() == ""
 
 
-def test_wrapped_help_loses_no_words() -> None:
+def test_wrapped_help_keeps_all_words() -> None:
     for title, rows in sections({}, ())[0]:
         found = search([(title, rows)], (), title, 40).plain
         assert all(len(line) <= 40 for line in found.splitlines())
@@ -97,7 +97,7 @@ async def test_help_search_finds_keys_of_every_window() -> None:
         assert "Nothing in the help contains 'xyzzy'." in screen(app)
 
 
-def test_every_key_is_found_by_what_it_does() -> None:
+def test_help_search_finds_every_key_by_its_description() -> None:
     places, _ = sections({}, ())
     for binding in (*KEYS, *ModuleTree.BINDINGS):
         assert isinstance(binding, Binding)
@@ -105,7 +105,7 @@ def test_every_key_is_found_by_what_it_does() -> None:
         assert binding.description[1:] in found
 
 
-async def test_every_text_of_the_help_can_be_searched() -> None:
+async def test_help_search_finds_every_text_of_the_help() -> None:
     async with launched() as (app, pilot):
         await pilot.press("question_mark")
         await pilot.pause()
@@ -120,7 +120,7 @@ async def test_every_text_of_the_help_can_be_searched() -> None:
         assert "the worst module" in screen(app)
 
 
-def test_every_line_of_the_help_begins_in_lower_case() -> None:
+def test_descriptions_in_the_help_begin_with_lower_case_letters() -> None:
     begun = {words[0] for _, rows in sections({}, ())[0] for _, words in rows}
     assert begun == {letter.lower() for letter in begun}
 

@@ -23,7 +23,7 @@ FP8 = Recipe((Rule("*.mlp", "float8_e4m3fn"),))
 
 
 async def three_measured(app: DtypeApp, pilot: Pilot[None]) -> None:
-    """One under the floor, the longest word; one in part; one now in force."""
+    """Send three measurements: one unfinished, one below the floor (the table's longest word), and the one now in force."""
     await measured_in_part(app, pilot)
     for recipe, kl in ((Recipe((Rule("*", "bfloat16"),)), 1e-14), (FP8, 2e-4)):
         app.controller.apply_recipe(recipe)
@@ -72,7 +72,7 @@ async def test_history_columns_follow_the_terminal_width() -> None:
         assert "rules" in screen(app)
 
 
-def test_empty_columns_are_dropped_first() -> None:
+def test_history_drops_empty_columns_first() -> None:
     names = ("", "bytes", "drift", "SQNR dB", "KL nats", "same top-1", "perplexity", "time", "rules")
     row = {name: Text("" if name == "KL nats" else "12345678") for name in names}
     everything = fitting([row], 200)

@@ -44,7 +44,7 @@ async def opened(
 
 
 @pytest.mark.parametrize("size", [(120, 36), (80, 24)])
-async def test_every_call_is_a_row_with_its_inputs(size: tuple[int, int]) -> None:
+async def test_inputs_window_has_a_row_for_each_input_with_its_tensors(size: tuple[int, int]) -> None:
     async with opened(size) as (app, _):
         assert isinstance(app.screen, InputsScreen)
         assert not missing(app, "your picture cat.png", "pictures: your files", "text: yours", "3 tokens")
@@ -54,7 +54,7 @@ async def test_every_call_is_a_row_with_its_inputs(size: tuple[int, int]) -> Non
 
 @pytest.mark.parametrize("size", [(120, 36), (80, 24), (60, 15)])
 @pytest.mark.slow
-async def test_many_calls_scroll_and_the_prompt_stays_visible(size: tuple[int, int]) -> None:
+async def test_inputs_window_scrolls_many_inputs_and_keeps_the_prompt_visible(size: tuple[int, int]) -> None:
     many = InputsSummary("many", ("text: yours",), None, (PICTURE,) * (MOST_ROWS + 5))
     async with opened(size, many) as (app, pilot):
         line = app.screen.query_one(Input)
@@ -69,7 +69,7 @@ async def test_many_calls_scroll_and_the_prompt_stays_visible(size: tuple[int, i
         assert line.has_focus
 
 
-async def test_enter_requests_the_typed_inputs() -> None:
+async def test_enter_in_the_inputs_window_requests_the_typed_inputs() -> None:
     async with opened() as (app, pilot):
         await pilot.press(*"dog", "space", *"q", "enter")
         assert engine(app).lines == ["dog q"]
@@ -90,7 +90,7 @@ async def test_enter_requests_the_typed_inputs() -> None:
         assert not isinstance(app.screen, InputsScreen)
 
 
-async def test_results_on_other_inputs_are_not_shown() -> None:
+async def test_drift_on_earlier_inputs_is_not_shown_after_new_inputs() -> None:
     async with opened() as (app, pilot):
         await say(app, pilot, events.Measured(Recipe(), report(Recipe())))
         assert app.controller.experiment.results.report is not None
@@ -113,7 +113,7 @@ async def test_names_of_input_files_are_escaped() -> None:
 
 
 @pytest.mark.slow
-async def test_another_prompt_is_measured_and_a_wrong_file_changes_nothing(tmp_path: Path) -> None:
+async def test_typed_prompt_is_measured_and_an_invalid_input_file_keeps_the_inputs(tmp_path: Path) -> None:
     app = app_on("thread", "demo", recipe=Recipe((Rule("*", "bfloat16"),)))
     (tmp_path / "wrong.pt").write_bytes(b"no tensors")
     async with app.run_test(size=(100, 30)) as pilot:
@@ -135,8 +135,8 @@ async def test_another_prompt_is_measured_and_a_wrong_file_changes_nothing(tmp_p
         assert app.controller.experiment.model.inputs == after.inputs
 
 
-def test_overlong_dtype_and_shape_are_cut() -> None:
-    """They come from an engine, which may be on another machine."""
+def test_overlong_dtypes_and_shapes_of_inputs_are_cut() -> None:
+    """The texts come from an engine, which may be on another machine."""
     batch = InputBatch("text", 3, (InputTensor("ids", (7,) * 100_000, "x" * 1_000_000),))
     console = Console(width=80)
     with console.capture() as shown:

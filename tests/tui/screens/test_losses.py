@@ -58,7 +58,7 @@ async def cast(app: DtypeApp, pilot: object, lost: tuple[ValueLoss, ...] | None,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [WIDE, SMALL])
-async def test_losses_are_shown_in_pane_tree_and_status_line(size: tuple[int, int]) -> None:
+async def test_values_lost_in_casts_are_shown_in_pane_tree_and_status_line(size: tuple[int, int]) -> None:
     async with launched(size=size) as (app, pilot):
         await cast(app, pilot, LOST)
         app.clear_notifications()
@@ -83,7 +83,7 @@ async def test_losses_are_shown_in_pane_tree_and_status_line(size: tuple[int, in
         assert "⚠" not in flat(app)
 
 
-async def test_rounding_is_shown_only_in_the_details() -> None:
+async def test_few_values_rounded_to_zero_are_shown_only_in_the_details() -> None:
     async with launched() as (app, pilot):
         await cast(app, pilot, LOST[1:])
         assert "⚠" not in flat(app)
@@ -92,7 +92,7 @@ async def test_rounding_is_shown_only_in_the_details() -> None:
         assert "3 of 100,000 values became zero in float16, which is rounding" in flat(app)
 
 
-async def test_key_a_applies_loss_remedy_though_the_output_is_finite() -> None:
+async def test_key_a_applies_the_rules_suggested_for_lost_values() -> None:
     async with launched() as (app, pilot):
         await pilot.press("a")
         assert app.controller.experiment.recipe == Recipe()
@@ -115,7 +115,7 @@ async def test_key_a_applies_loss_remedy_though_the_output_is_finite() -> None:
         assert app.controller.experiment.results.loss_remedy is None
 
 
-async def test_save_screen_warns_of_losses_before_an_export() -> None:
+async def test_save_screen_warns_of_lost_values_before_an_export() -> None:
     async with launched() as (app, pilot):
         await cast(app, pilot, LOST)
         await pilot.press("e")
@@ -131,14 +131,14 @@ async def test_save_screen_warns_of_losses_before_an_export() -> None:
         assert SENTENCE in flat(app)
 
 
-async def test_unexamined_values_are_noted() -> None:
+async def test_drift_pane_says_that_large_files_were_not_checked_for_lost_values() -> None:
     async with launched() as (app, pilot):
         await say(app, pilot, events.OpenFailed("no forward pass"))
         await cast(app, pilot, None, "640 GiB of values are not read automatically: m looks")
         assert "640 GiB of values are not read automatically: m looks" in pane(app)
 
 
-async def test_planning_shows_what_the_files_lose(tmp_path: Path) -> None:
+async def test_lost_values_are_shown_for_files_without_a_live_model(tmp_path: Path) -> None:
     path = tmp_path / "net.safetensors"
     state = {
         "conv.weight": torch.randn(64, 8, generator=torch.Generator().manual_seed(0)),
@@ -169,7 +169,9 @@ async def test_planning_shows_what_the_files_lose(tmp_path: Path) -> None:
         assert app.controller.experiment.plan.dtypes["conv.weight"] == "float16"
 
 
-async def test_large_files_are_read_for_losses_only_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_large_files_are_checked_for_lost_values_only_on_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from dtype_engine.service import planned_losses
 
     monkeypatch.setattr(planned_losses, "MAX_AUTOMATIC_BYTES", 100)

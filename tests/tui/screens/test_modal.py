@@ -1,4 +1,4 @@
-"""A window that is closed twice is closed once, whichever it is."""
+"""A window that is asked twice to close closes once."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def test_closing_a_window_twice_keeps_the_main_screen(key: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("first", WINDOW_KEYS)
 async def test_two_keys_in_one_burst_open_one_window(first: str) -> None:
-    """The second is the window's own, although it was pressed before the window was there."""
+    """The second key goes to the window, although it was pressed before the window was there."""
     app = make_app()
     recipe = app.controller.experiment.recipe
     async with running(app, (80, 24)) as pilot:
@@ -66,8 +66,10 @@ async def test_two_keys_in_one_burst_open_one_window(first: str) -> None:
 
 
 @pytest.mark.slow
-async def test_pending_work_of_a_closed_window_raises_no_error() -> None:
-    """Opened and closed in one burst: its mounting, its workers and what the engine has for it come after it is gone."""
+async def test_pending_events_of_a_closed_window_raise_no_error() -> None:
+    """The window is opened and closed in one burst, so that its mount event, its workers and the engine's answers arrive after it
+    is closed.
+    """
     async with launched() as (app, pilot):
         for window in ("p", "e", "ctrl+p", "i", "d", "s", "comma"):
             for _ in range(3):
@@ -79,7 +81,7 @@ async def test_pending_work_of_a_closed_window_raises_no_error() -> None:
         assert app.return_code is None
 
 
-async def test_plan_that_arrives_before_the_window_is_shown() -> None:
+async def test_export_plan_that_arrives_before_the_save_window_is_drawn_is_shown() -> None:
     async with launched() as (app, pilot):
         window = SaveScreen(app.controller)
         app.push_screen(window)
@@ -101,7 +103,7 @@ def cells(app: DtypeApp) -> list[list[tuple[str, float]]]:
 
 
 @pytest.mark.parametrize("key", ["p", "comma", "J"])
-async def test_background_of_a_window_is_dimmed(key: str) -> None:
+async def test_main_screen_behind_a_window_is_dimmed(key: str) -> None:
     async with launched(size=(120, 36)) as (app, pilot):
         await mixed(app, pilot)
         before = cells(app)
@@ -120,7 +122,7 @@ async def test_background_of_a_window_is_dimmed(key: str) -> None:
 
 
 async def look_for_nothing(closed: bool) -> None:
-    """Have the app look for what is not there in a window, which is closed by then or not."""
+    """Let the app query a widget that does not exist in a window. closed: whether the window is closed by then."""
     async with launched() as (app, pilot):
         await pilot.press("p")
         window = app.screen
@@ -155,8 +157,10 @@ async def test_error_in_the_palette_closes_only_the_palette(monkeypatch: pytest.
     assert len(list(tmp_path.glob("dtype-tui/error-*.log"))) == 1
 
 
-async def test_error_in_the_palette_search_is_ignored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The search is a task of its own, whose error comes wrapped; a list that is gone by then ended the program."""
+async def test_error_in_the_search_of_the_command_palette_closes_only_the_palette(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The search runs in a worker, whose error arrives wrapped. Such an error, of a list that was gone, once ended the program."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
 
     async with launched() as (app, pilot):

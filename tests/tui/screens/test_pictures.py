@@ -36,7 +36,7 @@ def colours(app: DtypeApp) -> list[str]:
     return list(dict.fromkeys(one.style.color.get_truecolor().hex for one in drawn))
 
 
-def test_each_cell_draws_two_pixels() -> None:
+def test_picture_is_drawn_with_two_pixels_per_cell() -> None:
     rows = (("#ff0000", "#00ff00"), ("#0000ff", "#ffffff"), ("#000000", "#808080"), ("#102030", "#405060"))
     picture = Picture(2, 4, b"".join(bytes(ImageColor.getrgb(each)) for row in rows for each in row))
     text = half_blocks(picture, 2, 20)
@@ -68,7 +68,7 @@ async def test_pictures_of_both_sides_are_shown_for_each_input() -> None:
         assert len(app.screen_stack) == 1
 
 
-async def test_model_without_pictures_generates_text() -> None:
+async def test_key_g_generates_text_for_a_model_without_pictures() -> None:
     async with launched() as (app, pilot):
         await ready(app, pilot)
         await say(app, pilot, measured(app.controller.experiment.recipe), events.Idle())

@@ -26,7 +26,7 @@ async def planning() -> AsyncIterator[tuple[DtypeApp, Pilot[None]]]:
         yield app, pilot
 
 
-async def test_planning_does_not_wait_for_classes() -> None:
+async def test_details_without_an_architecture_say_that_the_class_is_unknown() -> None:
     async with planning() as (app, pilot):
         await pilot.press("enter")
         await pilot.pause()
@@ -35,21 +35,21 @@ async def test_planning_does_not_wait_for_classes() -> None:
         assert "(68)" not in screen(app)
 
 
-async def test_class_is_shown_as_pending_until_the_model_is_ready() -> None:
+async def test_details_say_that_the_class_is_known_after_loading() -> None:
     async with launched(size=(80, 24)) as (app, pilot):
         await pilot.press("enter")
         await pilot.pause()
         await until(pilot, lambda: "known when the model is loaded" in screen(app))
 
 
-async def test_dtype_percentages_are_labeled_as_bytes() -> None:
+async def test_dtype_percentages_in_the_details_are_labeled_as_bytes() -> None:
     async with planning() as (app, pilot):
         await pilot.press("enter")
         await pilot.pause()
         await until(pilot, lambda: "288 B  f32 89 % · i64 11 % of the bytes" in screen(app))
 
 
-async def test_presets_that_need_classes_say_so() -> None:
+async def test_presets_that_need_classes_say_so_until_the_model_is_loaded() -> None:
     async with planning() as (app, pilot):
         await pilot.press("p")
         await until(pilot, lambda: len(app.screen.effects) == len(PRESETS))  # type: ignore[attr-defined]
@@ -65,7 +65,7 @@ async def test_presets_that_need_classes_say_so() -> None:
 
 
 @pytest.mark.parametrize("key", ["o", "s"])
-async def test_no_key_leads_to_an_impossible_scan(key: str) -> None:
+async def test_scan_keys_without_a_forward_pass_say_why_there_is_no_scan(key: str) -> None:
     async with planning() as (app, pilot):
         await pilot.press(key)
         await pilot.pause()

@@ -90,7 +90,7 @@ async def test_presets_show_their_effect_and_enter_applies_one(app: DtypeApp, si
         assert app.controller.experiment.recipe == before
 
 
-async def test_presets_say_what_fits_in_memory(app: DtypeApp) -> None:
+async def test_presets_window_says_which_presets_fit_in_memory(app: DtypeApp) -> None:
     stored = app.controller.experiment.tree.stored_bytes
 
     async def words(pilot: Pilot[None]) -> str:
@@ -114,7 +114,7 @@ async def test_presets_say_what_fits_in_memory(app: DtypeApp) -> None:
         assert "Weights, KV cache and activations at" in text
 
 
-async def test_preset_without_effect_says_so(app: DtypeApp) -> None:
+async def test_preset_without_effect_is_not_applied_and_says_why(app: DtypeApp) -> None:
     async with running(app) as pilot:
         await pilot.press("p", *["down"] * list(PRESETS).index("islands-fp32"))
         await until(pilot, lambda: len(app.screen.effects) == len(PRESETS))  # type: ignore[attr-defined]
@@ -126,7 +126,7 @@ async def test_preset_without_effect_says_so(app: DtypeApp) -> None:
         assert app.controller.experiment.recipe == Recipe()
 
 
-def test_preset_outcomes_equal_their_plans() -> None:
+def test_effects_shown_for_presets_equal_their_plans() -> None:
     tree = demo_tree()
     found = list(preset_effects(tree))
     assert [outcome.preset.name for outcome in found] == list(PRESETS)
@@ -134,7 +134,7 @@ def test_preset_outcomes_equal_their_plans() -> None:
     assert "module classes" in found[1].reason
 
 
-async def test_command_line_preset_waits_for_classes() -> None:
+async def test_preset_of_the_command_line_is_applied_when_classes_are_known() -> None:
     bare = demo_tree()
     casts = Recipe((Rule("lm_head", "float32"),))
     async with launched(bare, recipe=casts, preset="fp8-linears") as (app, pilot):
@@ -188,7 +188,7 @@ async def test_save_screen_says_what_will_be_written(app: DtypeApp, size: tuple[
         assert "ready" in screen(app)
 
 
-async def test_refused_one_file_export_is_not_offered(app: DtypeApp) -> None:
+async def test_save_screen_says_why_one_file_cannot_hold_the_export(app: DtypeApp) -> None:
     async with running(app, (120, 36)) as pilot:
         await pilot.press("2", "e")
         why = "13 weights (first a, float8_e4m3fn) have scales, which need a config.json"
@@ -200,7 +200,7 @@ async def test_refused_one_file_export_is_not_offered(app: DtypeApp) -> None:
         assert "torch.load" not in screen(app)
 
 
-async def test_one_file_export_says_what_loads_it(app: DtypeApp) -> None:
+async def test_save_screen_says_what_loads_an_export_to_one_file(app: DtypeApp) -> None:
     async with running(app, (120, 36)) as pilot:
         await pilot.press("2", "e")
         await say(app, pilot, planned(app))
@@ -213,7 +213,7 @@ async def test_one_file_export_says_what_loads_it(app: DtypeApp) -> None:
         await until(pilot, lambda: "It loads so." in screen(app))
 
 
-async def test_refused_export_says_why(app: DtypeApp) -> None:
+async def test_save_screen_says_why_an_export_is_refused(app: DtypeApp) -> None:
     async with running(app) as pilot:
         await pilot.press("e")
         await say(app, pilot, events.ExportPlanned(Recipe(), None, "packed of several tensors"))
@@ -224,7 +224,7 @@ async def test_refused_export_says_why(app: DtypeApp) -> None:
 
 
 @pytest.mark.slow
-async def test_every_kind_of_file_is_saved_and_existing_ones_noticed(app: DtypeApp) -> None:
+async def test_save_screen_saves_every_kind_of_file_and_notices_existing_ones(app: DtypeApp) -> None:
     async with running(app) as pilot:
         await pilot.press("2")
         measured = report(app.controller.experiment.recipe)
@@ -254,7 +254,9 @@ async def test_every_kind_of_file_is_saved_and_existing_ones_noticed(app: DtypeA
         assert engine(app).saves[-1] == RecipeRequest(Path("demo.recipe.yaml"), True, measured)
 
 
-async def test_remote_engine_is_asked_about_existing_files(app: DtypeApp, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_save_screen_asks_a_remote_engine_about_existing_files(
+    app: DtypeApp, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(RecordingEngine, "host", "box")
     async with running(app) as pilot:
         await pilot.press("e")
@@ -290,7 +292,7 @@ async def test_remote_engine_is_asked_about_existing_files(app: DtypeApp, monkey
         ("nowhere/out", "there is no folder"),
     ],
 )
-async def test_invalid_export_target_is_refused_at_once(tmp_path: Path, path: str, says: str) -> None:
+async def test_save_screen_refuses_an_invalid_target(tmp_path: Path, path: str, says: str) -> None:
     for name in ("model", "other"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").touch()
@@ -307,7 +309,7 @@ async def test_invalid_export_target_is_refused_at_once(tmp_path: Path, path: st
         assert engine(app).saves == []
 
 
-async def test_suggested_name_is_numbered_if_taken(app: DtypeApp) -> None:
+async def test_file_name_suggested_for_saving_is_numbered_if_taken(app: DtypeApp) -> None:
     Path("demo-cast").mkdir()
     Path("demo-report.html").touch()
     async with running(app) as pilot:
@@ -317,14 +319,14 @@ async def test_suggested_name_is_numbered_if_taken(app: DtypeApp) -> None:
         assert app.screen.query_one(Input).value == "demo-report-2.html"
 
 
-async def test_empty_path_is_refused(app: DtypeApp) -> None:
+async def test_save_screen_refuses_an_empty_path(app: DtypeApp) -> None:
     async with running(app) as pilot:
         await pilot.press("e", "ctrl+u", "enter")
         assert notices(app)[-1] == "type the path of the new folder first"
         assert isinstance(app.screen, SaveScreen)
 
 
-async def test_unreadable_path_is_reported(app: DtypeApp) -> None:
+async def test_save_screen_reports_a_path_that_cannot_be_used(app: DtypeApp) -> None:
     async with running(app) as pilot:
         await pilot.press("e")
         for path, says in (("~nobody-of-this-name/x", "can't write ~nobody"), ("x" * 300, "File name too long")):
@@ -367,7 +369,7 @@ async def test_session_is_saved_as_it_changes() -> None:
         assert again.controller.experiment.recipe == Recipe()
 
 
-async def test_session_is_saved_when_the_terminal_closes_early() -> None:
+async def test_session_is_saved_if_the_terminal_closes_during_the_start() -> None:
     async with launched() as (app, pilot):
         await pilot.press("j", "j", "2")
         recipe = app.controller.experiment.recipe
@@ -380,7 +382,7 @@ async def test_session_is_saved_when_the_terminal_closes_early() -> None:
 
 
 @pytest.mark.slow
-async def test_unwritable_session_is_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_session_that_cannot_be_saved_is_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     async with launched(saver=lambda: SessionSaver(None, "demo", None, Options())) as (app, pilot):
@@ -391,7 +393,7 @@ async def test_unwritable_session_is_reported_once(tmp_path: Path, monkeypatch: 
         assert "--resume will not know this session" in notices(app)[0]
 
 
-async def test_missing_cursor_node_is_ignored() -> None:
+async def test_resumed_session_ignores_a_cursor_on_a_missing_module() -> None:
     async with launched(saved=SavedSession(None, "demo", cursor="gone.since")) as (app, pilot):
         await say(app, pilot, model_ready(app))
         await pilot.press("j")

@@ -59,7 +59,7 @@ async def test_s_key_asks_for_dtypes_and_scans() -> None:
 
 
 @pytest.mark.slow
-async def test_cancelled_scan_resumes_and_space_pauses() -> None:
+async def test_scan_window_resumes_a_cancelled_scan_and_space_pauses_it() -> None:
     async with opened() as (app, pilot):
         await pilot.press("s", "enter")
         asked = engine(app).commands[-1]
@@ -81,7 +81,7 @@ async def test_cancelled_scan_resumes_and_space_pauses() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [(120, 36), (80, 24)])
-async def test_tree_shows_the_score_sum_of_a_node(size: tuple[int, int]) -> None:
+async def test_tree_shows_the_sum_of_scan_scores_of_each_module(size: tuple[int, int]) -> None:
     found = scan_report()
     async with opened(size) as (app, pilot):
         before = screen(app)
@@ -102,7 +102,7 @@ async def test_tree_shows_the_score_sum_of_a_node(size: tuple[int, int]) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [(120, 36), (80, 24)])
-async def test_ranking_sorts_switches_and_leads_to_the_tree(size: tuple[int, int]) -> None:
+async def test_ranking_of_scan_scores_can_be_sorted_and_leads_to_the_tree(size: tuple[int, int]) -> None:
     found = scan_report()
     async with opened(size) as (app, pilot):
         await say(app, pilot, events.ScanUpdated(found, True))
@@ -144,7 +144,7 @@ async def test_sensitivity_map_has_a_row_per_layer_and_a_column_per_kind(size: t
         assert any("model.embed_tokens" in line for line in lines)
 
 
-async def test_scan_of_other_inputs_predicts_nothing_and_is_repeated() -> None:
+async def test_scan_of_earlier_inputs_is_discarded() -> None:
     async with opened() as (app, pilot):
         await say(app, pilot, events.ScanUpdated(scan_report(), True))
         await pilot.press("2")
@@ -161,14 +161,14 @@ async def test_scan_of_other_inputs_predicts_nothing_and_is_repeated() -> None:
         assert app.controller.experiment.scan.report is None
 
 
-def test_short_headings_of_kinds_are_distinct() -> None:
+def test_short_headings_of_the_sensitivity_map_are_distinct() -> None:
     assert short_kinds(("self_attn.q_proj", "mlp.down_proj"), 5) == ["q", "down"]
     assert short_kinds(("attn.dense", "mlp.dense"), 10) == ["attn.dense", "mlp.dense"]
     heads = short_kinds(("first.long_name_a", "first.long_name_b"), 5)
     assert len(set(heads)) == 2
 
 
-async def test_prediction_is_shown_at_once_beside_the_measurement() -> None:
+async def test_predicted_drift_is_shown_beside_the_measured_drift() -> None:
     found = scan_report()
     async with opened() as (app, pilot):
         await say(app, pilot, events.ScanUpdated(found, True))
@@ -188,7 +188,7 @@ async def test_prediction_is_shown_at_once_beside_the_measurement() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [(120, 36), (80, 24)])
-async def test_point_of_the_front_is_chosen_and_applied(size: tuple[int, int]) -> None:
+async def test_recipe_of_a_point_on_the_pareto_front_is_applied(size: tuple[int, int]) -> None:
     async with opened(size) as (app, pilot):
         await say(app, pilot, events.ScanUpdated(scan_report(), True))
         await pilot.press("o")
@@ -222,7 +222,7 @@ async def test_point_of_the_front_is_chosen_and_applied(size: tuple[int, int]) -
 
 
 @pytest.mark.slow
-async def test_front_includes_scanned_caches_at_the_context() -> None:
+async def test_pareto_front_includes_scanned_kv_caches() -> None:
     async with opened() as (app, pilot):
         whole, experiment = scan_report(), app.controller.experiment
         form = "kv:int8@token"
@@ -248,7 +248,7 @@ async def test_front_includes_scanned_caches_at_the_context() -> None:
         assert view._measured() == [(view.solution.bytes, 2.5e-4)]
 
 
-async def test_front_shows_measured_recipes_without_drift() -> None:
+async def test_pareto_front_shows_measured_recipes_with_zero_drift() -> None:
     async with opened((80, 24)) as (app, pilot):
         for rule, kl in (("*.mlp=bfloat16", 3e-5), ("*norm*=float32", 0.0)):
             recipe = Recipe((Rule.parse(rule),))
@@ -266,7 +266,7 @@ async def test_front_shows_measured_recipes_without_drift() -> None:
         assert "stopped" not in screen(app)
 
 
-async def test_front_of_a_cancelled_scan_says_so() -> None:
+async def test_pareto_front_of_an_incomplete_scan_says_so() -> None:
     async with opened() as (app, pilot):
         await say(app, pilot, events.ScanUpdated(scan_report(6, 25), False))
         await pilot.press("o")
@@ -277,7 +277,7 @@ async def test_front_of_a_cancelled_scan_says_so() -> None:
 
 
 @pytest.mark.slow
-async def test_typed_limits_are_respected() -> None:
+async def test_limits_typed_for_the_pareto_front_are_respected() -> None:
     async with opened() as (app, pilot):
         await say(app, pilot, events.ScanUpdated(scan_report(), True))
         await pilot.press("o")
@@ -313,7 +313,7 @@ async def test_typed_limits_are_respected() -> None:
 
 
 @pytest.mark.slow
-async def test_cast_interrupts_a_real_scan_which_then_continues() -> None:
+async def test_scan_interrupted_by_a_cast_continues_afterwards() -> None:
     app = app_on("thread", "demo")
     async with app.run_test(size=(120, 36)) as pilot:
         await until(pilot, lambda: is_measured(app))

@@ -8,7 +8,7 @@ from tests.helpers.screen_text import missing
 from dtype_engine.core.options import RunSettings
 
 
-async def test_classes_dim_of_the_command_line_can_be_changed() -> None:
+async def test_classes_dim_set_on_the_command_line_can_be_changed_in_the_app() -> None:
     app = make_app()
     app.controller.experiment.set_settings(RunSettings(classes_dim=2))
     async with running(app) as pilot:

@@ -40,7 +40,7 @@ def test_remaining_time_follows_the_pace_of_the_measurement() -> None:
     assert activity.seconds_left is None
 
 
-def test_remaining_time_is_shown_after_two_seconds() -> None:
+def test_remaining_time_is_unknown_in_the_first_second_and_without_a_total() -> None:
     clock = Clock()
     activity = Activity(clock)
     activity.follow(progress(0))

@@ -77,7 +77,7 @@ def test_command_lines_are_parsed(line: str, name: str, arguments: tuple[str, ..
         ("\x1b[31m", "no command"),
     ],
 )
-def test_invalid_command_is_one_sentence(line: str, says: str) -> None:
+def test_invalid_command_line_is_refused_in_one_sentence(line: str, says: str) -> None:
     with pytest.raises(UserError) as caught:
         parse(line, COMMANDS)
     assert says in str(caught.value)
@@ -101,13 +101,13 @@ def test_invalid_command_is_one_sentence(line: str, says: str) -> None:
         ("nothing ", []),
     ],
 )
-def test_commands_are_completed(line: str, first: list[str]) -> None:
+def test_command_lines_are_completed(line: str, first: list[str]) -> None:
     assert COMPLETE(line)[: len(first)] == first
     if not first:
         assert COMPLETE(line) == []
 
 
-def test_every_completed_name_can_be_gone_to() -> None:
+def test_every_module_name_completed_after_go_exists() -> None:
     begun = "go "
     for _ in range(6):
         fitting = COMPLETE(begun)
@@ -117,7 +117,7 @@ def test_every_completed_name_can_be_gone_to() -> None:
         begun = fitting[0] + "."
 
 
-def test_paths_are_completed_by_folder_including_spaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_in_commands_are_completed_including_spaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "recipes" / "my own").mkdir(parents=True)
     (tmp_path / "recipes" / "my own" / "b.yaml").touch()
     for name in ("recipe.yaml", ".hidden", "evil\x1b[2J"):
@@ -145,7 +145,7 @@ async def enter(app: DtypeApp, pilot: Pilot[None], line: str) -> None:
     await pilot.pause()
 
 
-async def test_completed_path_is_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_export_command_writes_to_a_completed_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("casts", "of today").mkdir(parents=True)
     async with launched(size=(80, 24)) as (app, pilot):
@@ -160,7 +160,7 @@ async def test_completed_path_is_written_to(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.slow
-async def test_saved_files_contain_the_figures_on_the_screen(tmp_path: Path) -> None:
+async def test_save_commands_request_files_with_the_figures_on_the_screen(tmp_path: Path) -> None:
     async with launched(size=(80, 24)) as (app, pilot):
         await pilot.press("2")
         await enter(app, pilot, f"recipe {tmp_path}/a b.yaml")
@@ -184,7 +184,7 @@ async def test_saved_files_contain_the_figures_on_the_screen(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-async def test_existing_files_are_never_overwritten(tmp_path: Path) -> None:
+async def test_save_commands_do_not_overwrite_existing_files(tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").write_text("mine")
     async with launched(size=(80, 24)) as (app, pilot):
@@ -234,7 +234,7 @@ async def test_inputs_command_requests_inputs() -> None:
         assert isinstance(app.screen, InputsScreen)
 
 
-async def test_nothing_is_saved_before_there_is_a_model(tmp_path: Path) -> None:
+async def test_save_commands_are_refused_before_the_model_is_known(tmp_path: Path) -> None:
     app = app_of(Launch("x.py:Y"))
     async with app.run_test(size=(80, 24)) as pilot:
         await pilot.pause()
@@ -244,7 +244,7 @@ async def test_nothing_is_saved_before_there_is_a_model(tmp_path: Path) -> None:
         assert engine(app).saves == engine(app).recipes == []
 
 
-async def test_cast_is_typed_completed_previewed_and_applied() -> None:
+async def test_cast_command_is_completed_previewed_and_applied() -> None:
     async with launched(size=(80, 24)) as (app, pilot):
         await pilot.press("colon", *"cast *.ml")
         await pilot.press(*"p bf", "tab")
@@ -259,7 +259,7 @@ async def test_cast_is_typed_completed_previewed_and_applied() -> None:
         assert app.query_one(ModuleTree).has_focus
 
 
-async def test_command_history_and_leaving_the_line() -> None:
+async def test_command_line_has_a_history_and_is_closed_by_esc() -> None:
     async with launched(size=(80, 24)) as (app, pilot):
         for line in ("go model.layers.2", "sort bytes"):
             await enter(app, pilot, line)
@@ -287,7 +287,7 @@ async def test_tab_cycles_through_completions() -> None:
         assert field.value == second != "cast *"
 
 
-async def test_invalid_command_stays_in_the_line_or_gives_a_notice() -> None:
+async def test_invalid_command_keeps_the_line_open_or_gives_a_notice() -> None:
     async with launched(size=(80, 24)) as (app, pilot):
         await enter(app, pilot, "cast *.mlp bfloat17")
         assert app.query_one(CommandLine).has_class("open")
@@ -304,7 +304,7 @@ async def test_invalid_command_stays_in_the_line_or_gives_a_notice() -> None:
 
 
 @pytest.mark.slow
-async def test_columns_themes_filters_and_actions_are_commands() -> None:
+async def test_columns_theme_filter_and_undo_work_as_commands() -> None:
     async with launched() as (app, pilot):
         await enter(app, pilot, "columns bytes")
         assert "SQNR" not in lines(app)[1]
@@ -322,7 +322,7 @@ async def test_columns_themes_filters_and_actions_are_commands() -> None:
         assert app.controller.experiment.recipe.rules == ()
 
 
-async def test_every_key_without_words_is_a_command() -> None:
+async def test_every_key_of_the_main_screen_is_also_a_command() -> None:
     async with launched(size=(80, 24)) as (app, _):
         known = app.query_one(CommandLine).completer.commands
         actions = {command.action for command in known.values()}

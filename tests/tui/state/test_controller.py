@@ -68,7 +68,7 @@ def alone() -> Alone:
     ],
     ids=lambda event: type(event).__name__,
 )
-def test_results_of_another_recipe_change_nothing(alone: Alone, event: events.Event) -> None:
+def test_results_of_another_recipe_are_ignored(alone: Alone, event: events.Event) -> None:
     alone.opened()
     alone.controller.apply_recipe(BF16)
     before = dataclasses.replace(alone.experiment)
@@ -81,7 +81,7 @@ def test_results_of_another_recipe_change_nothing(alone: Alone, event: events.Ev
     assert alone.controller.handle(msgspec.structs.replace(event, recipe=BF16)), "but for the recipe in force it counts"  # type: ignore[union-attr]
 
 
-def test_saving_and_cancelling_apply_to_any_recipe(alone: Alone) -> None:
+def test_saved_and_cancelled_events_of_another_recipe_are_handled(alone: Alone) -> None:
     alone.controller.apply_recipe(BF16)
     assert alone.controller.handle(events.SavingProgress(OTHER, "exporting", 1, 4))
     assert alone.controller.activity.now() == ("exporting", 0.25)
@@ -98,7 +98,7 @@ def test_measurement_under_other_settings_is_ignored(alone: Alone) -> None:
     assert alone.experiment.results.report is None
 
 
-def test_number_of_modules_invented_by_an_engine_is_limited(alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_for_module_results_is_limited(alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experiment_module, "_MOST_MODULES_SIZE", 5_000)
     for number in range(300):
         name = f"m{number}" * (1 + number % 7)
@@ -118,7 +118,7 @@ def test_notices_of_a_measurement_are_shown_once(alone: Alone) -> None:
     assert alone.said[1:] == [("the model writes to steps", "warning")]
 
 
-def test_rule_is_sent_and_drawn_unless_it_matches_nothing(alone: Alone) -> None:
+def test_rule_is_sent_to_the_engine_unless_it_matches_nothing(alone: Alone) -> None:
     alone.opened()
     alone.controller.add_rule(Rule("*", "bfloat16"))
     assert alone.engine.recipes == [BF16]
@@ -128,7 +128,7 @@ def test_rule_is_sent_and_drawn_unless_it_matches_nothing(alone: Alone) -> None:
     assert (alone.drawn, alone.said[0][1]) == (1, "warning")
 
 
-def test_quitting_while_saving_takes_two_keys(alone: Alone) -> None:
+def test_quitting_while_saving_must_be_confirmed(alone: Alone) -> None:
     assert alone.controller.life.may_quit()
     alone.controller.handle(events.SavingProgress(Recipe(), "exporting", 1, 4))
     assert not alone.controller.life.may_quit()
@@ -138,7 +138,7 @@ def test_quitting_while_saving_takes_two_keys(alone: Alone) -> None:
     assert not alone.controller.life.may_quit(), "asked anew for what is written anew"
 
 
-def test_resumed_session_precedes_command_line_rules(alone: Alone) -> None:
+def test_rules_of_a_resumed_session_precede_those_of_the_command_line(alone: Alone) -> None:
     saved = SavedSession(
         None, "demo", rule_lists=(RuleList(), RuleList.of(BF16.rules)), at=1, context=512, batch=3, budget=1 << 30
     )
@@ -153,7 +153,7 @@ def test_resumed_session_precedes_command_line_rules(alone: Alone) -> None:
     assert alone.experiment.recipe == BF16
 
 
-def test_scan_key_chooses_shows_or_resumes(alone: Alone) -> None:
+def test_scan_key_chooses_dtypes_waits_or_resumes(alone: Alone) -> None:
     alone.opened()
     controller = alone.controller
     assert controller.next_of_scan() == "choose"
@@ -165,7 +165,7 @@ def test_scan_key_chooses_shows_or_resumes(alone: Alone) -> None:
     assert alone.engine.commands == ["scan bfloat16", "scan bfloat16"], "one that was stopped goes on"
 
 
-def test_waiting_scan_is_cancelled_by_itself(alone: Alone) -> None:
+def test_cancelling_a_waiting_scan_keeps_the_running_measurement(alone: Alone) -> None:
     alone.opened()
     alone.controller.handle(events.MeasuringProgress(Recipe(), "candidate", 1, 4))
     alone.controller.handle(events.Jobs("measure", ()))
@@ -179,7 +179,7 @@ def test_waiting_scan_is_cancelled_by_itself(alone: Alone) -> None:
     assert alone.controller.life.current_activity()[0] == "stopping: measuring: candidate"
 
 
-def test_header_names_the_machine_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_header_names_the_remote_host_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RecordingEngine, "host", "gpu")
     alone = Alone()
     assert re.search(r"^ demo  .*  gpu  ", header_line(alone.experiment, 80).plain)
@@ -188,8 +188,8 @@ def test_header_names_the_machine_of_the_model(monkeypatch: pytest.MonkeyPatch) 
     assert "Llama" not in header_line(alone.experiment, 60).plain, "the class is left out before the device"
 
 
-def test_cache_rule_makes_another_recipe(alone: Alone) -> None:
-    """It changes no weight, and its results are not those of the recipe before."""
+def test_kv_cache_rule_clears_the_drift_of_the_recipe_before(alone: Alone) -> None:
+    """A rule for KV caches changes no weight, but the results of the previous recipe no longer hold."""
     alone.opened()
     alone.controller.apply_recipe(BF16)
     alone.controller.handle(events.Measured(BF16, report(BF16)))

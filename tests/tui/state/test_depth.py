@@ -38,11 +38,11 @@ BOTH = tuple(f"{side}.layers.{layer}.fc" for side in ("encoder", "decoder") for 
     ],
     ids=["a stack", "stacks in a stack", "two stacks", "a stack alone", "no stack"],
 )
-def test_layers_and_other_modules_of_the_depth_plot(names: tuple[str, ...], expected: list[str]) -> None:
+def test_depth_plot_has_layers_and_modules_outside_layers(names: tuple[str, ...], expected: list[str]) -> None:
     assert depth_modules(tree(*names)) == expected
 
 
-def test_buffers_without_values_are_no_layer() -> None:
+def test_nonpersistent_buffers_are_not_in_the_depth_plot() -> None:
     rope = TensorInfo("rope.inv_freq", (2,), "float32", "non-persistent buffer")
     weights = [TensorInfo(f"{name}.weight", (2, 2), "float32") for name in ("stem", "head")]
     assert depth_modules(Tree((*weights, rope))) == ["stem", "head"]

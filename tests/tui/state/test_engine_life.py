@@ -44,11 +44,11 @@ def measuring(life: Told) -> Told:
 
 @pytest.fixture
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is told to stop is overdue at once."""
+    """Let a job that was told to stop be overdue at once."""
     monkeypatch.setattr(engine_life, "STOP_WAIT_S", 0.0)
 
 
-def test_engine_opens_then_follows_its_events(life: Told) -> None:
+def test_activity_shown_for_the_engine_follows_its_events(life: Told) -> None:
     assert life.current_activity() == ("opening", None, "Esc stops")
     life.follow(MEASURING)
     assert life.current_activity() == ("measuring: candidate", 0.25, "Esc stops")
@@ -79,7 +79,7 @@ def test_cancelling_without_a_job_does_nothing(life: Told) -> None:
 
 @pytest.mark.usefixtures("_at_once")
 @pytest.mark.parametrize("end", [events.Idle(), events.Jobs("speed", ())])
-def test_ending_a_stuck_engine_is_offered_once(measuring: Told, end: events.Idle | events.Jobs) -> None:
+def test_ending_an_engine_that_does_not_stop_is_offered_once(measuring: Told, end: events.Idle | events.Jobs) -> None:
     measuring.stop()
     assert not measuring.must_end
     measuring.check_stopped()
@@ -105,7 +105,7 @@ def test_next_measurement_is_not_the_cancelled_one(measuring: Told) -> None:
 
 
 @pytest.mark.usefixtures("_at_once")
-def test_cancelling_while_opening_does_not_stop_opening(life: Told) -> None:
+def test_ending_the_engine_is_offered_if_opening_does_not_stop(life: Told) -> None:
     life.stop()
     life.note_stopped(events.Stopped(Recipe(), None))
     life.follow(events.Jobs("", ()))
@@ -113,14 +113,14 @@ def test_cancelling_while_opening_does_not_stop_opening(life: Told) -> None:
     assert life.must_end
 
 
-def test_each_cancelled_job_gets_two_seconds(measuring: Told) -> None:
+def test_every_cancelled_job_has_two_seconds_to_stop(measuring: Told) -> None:
     measuring.stop()
     measuring.check_stopped()  # by the timer of something that was stopped before
     assert not measuring.must_end
 
 
 @pytest.mark.usefixtures("_at_once")
-def test_engine_thread_cannot_be_ended(measuring: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_in_a_thread_cannot_be_ended_or_restarted(measuring: Told, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RecordingEngine, "can_restart", False)
     measuring.stop()
     measuring.check_stopped()
@@ -130,7 +130,7 @@ def test_engine_thread_cannot_be_ended(measuring: Told, monkeypatch: pytest.Monk
     assert "restart" not in measuring.recording.commands
 
 
-def test_dead_engine_reports_its_losses_and_refuses_requests(measuring: Told) -> None:
+def test_dead_engine_is_reported_with_lost_work_and_refuses_requests(measuring: Told) -> None:
     measuring.follow(events.SavingProgress(Recipe(), "writing", 1, 2))
     measuring.scan.begin(("int8",))
     measuring.follow_connection(events.EngineEnded("the engine ended: killed (SIGKILL)"))
@@ -156,7 +156,7 @@ def test_restarted_engine_opens_the_model(measuring: Told) -> None:
     assert measuring.said == ["the engine ended; R starts it again"]
 
 
-def test_finished_scan_survives_the_engine_and_an_unfinished_one_is_lost(life: Told) -> None:
+def test_finished_scan_is_kept_after_the_engine_ends_and_an_unfinished_one_is_lost(life: Told) -> None:
     life.scan.begin(("int8",))
     life.scan.finished = True
     life.follow_connection(events.EngineEnded("the engine ended"))
@@ -170,7 +170,7 @@ def test_finished_scan_survives_the_engine_and_an_unfinished_one_is_lost(life: T
     assert life.scan.lost
 
 
-def test_leaving_while_saving_is_asked_twice(life: Told) -> None:
+def test_engine_life_asks_for_confirmation_before_quitting_while_saving(life: Told) -> None:
     assert life.may_quit()
     life.follow(events.SavingProgress(Recipe(), "writing", 1, 2))
     assert [life.may_quit(), life.may_quit()] == [False, True]
@@ -186,7 +186,7 @@ def test_lost_connection_is_shown_until_it_returns(measuring: Told) -> None:
 
 
 @pytest.mark.usefixtures("_at_once")
-def test_unreachable_engine_is_not_offered_to_be_ended(measuring: Told) -> None:
+def test_ending_an_unreachable_engine_is_not_offered(measuring: Told) -> None:
     measuring.stop()
     measuring.follow_connection(events.EngineLost("the connection to host is cut"))
     measuring.check_stopped()

@@ -21,7 +21,7 @@ EVENTS = st.one_of(
 
 
 @given(st.lists(st.one_of(EVENTS, st.none())))
-def test_each_event_is_handled_once_with_only_the_newest_progress(told: list[events.Event | None]) -> None:
+def test_event_queue_keeps_only_the_newest_progress_and_all_other_events(told: list[events.Event | None]) -> None:
     """None takes an event."""
     calls: list[None] = []
     queue, model = EventQueue(lambda: calls.append(None)), list[events.Event]()
@@ -41,7 +41,7 @@ def test_each_event_is_handled_once_with_only_the_newest_progress(told: list[eve
 
 
 @pytest.mark.parametrize("end", ["taken", "shut"])
-def test_pipe_reader_blocks_until_events_are_handled(end: str) -> None:
+def test_event_queue_blocks_the_pipe_reader_until_events_are_handled(end: str) -> None:
     queue = EventQueue(lambda: None)
     queue.wait_until_empty()
     queue.put(events.Idle())

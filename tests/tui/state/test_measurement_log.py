@@ -17,7 +17,7 @@ BF16 = Recipe((Rule("*", "bfloat16"),))
 F16 = Recipe((Rule("*", "float16"),))
 
 
-def test_one_entry_per_recipe_keeps_its_pin_and_time() -> None:
+def test_history_has_one_entry_per_recipe_and_keeps_its_pin_and_time() -> None:
     history: tuple[MeasuredRecipe, ...] = ()
     history = toggle_pin(remember(history, measured(report(BF16), BF16, RunSettings(), 100)), 0)
     history = remember(history, measured(report(F16), F16, RunSettings(), 100))
@@ -26,7 +26,7 @@ def test_one_entry_per_recipe_keeps_its_pin_and_time() -> None:
     assert [(entry.recipe, entry.pinned, entry.seconds) for entry in history] == [(BF16, True, 0.2), (F16, False, 0.2)]
 
 
-def test_other_settings_make_another_entry() -> None:
+def test_history_has_separate_entries_for_other_run_settings() -> None:
     autocast = RunSettings(autocast="bfloat16")
     history = remember((), measured(report(BF16), BF16, RunSettings(), 100))
     history = remember(history, measured(report(BF16), BF16, autocast, 100))

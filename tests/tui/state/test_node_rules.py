@@ -21,21 +21,21 @@ TREE = Tree(
 )
 
 
-def test_prompt_says_why_quantized_weights_stay() -> None:
+def test_preview_of_a_rule_says_why_quantized_weights_are_not_cast() -> None:
     planned = make_plan(TREE, Recipe())
     words = preview_words(preview(TREE, planned, Rule("mlp", "float16")))
     assert words == f"casts nothing: leaves 3 tensors as stored (first mlp.up.qweight: {WHY})"
     assert preview_words(preview(TREE, planned, Rule("*", "float16"))).startswith("matches 1 tensor ")
 
 
-def test_uncastable_tensors_of_a_node_are_counted() -> None:
+def test_uncastable_tensors_below_a_module_are_counted() -> None:
     plan = make_plan(TREE, Recipe((Rule("*", "float16"),)))
     assert [never_cast_count(TREE, node) for node in ("", "mlp", "mlp.up.scales", "norm", "ids")] == [3, 3, 1, 0, 0]
     assert effects_on(TREE, plan, "mlp") == []
     assert [effect.decides for effect in effects_on(TREE, plan, "")] == [1]
 
 
-def test_preview_counts_closed_nodes_and_names_overridden_rules() -> None:
+def test_preview_of_a_rule_counts_tensors_and_names_overridden_rules() -> None:
     tree = demo_tree()
     plan = make_plan(tree, Recipe((Rule("*.self_attn", "float16"), Rule("*.{gate,up}_proj", "bfloat16"))))
     shown = preview(tree, plan, Rule("model.layers.{0..1}", "bfloat16"))

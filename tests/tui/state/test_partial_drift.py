@@ -34,7 +34,7 @@ def experiment() -> Experiment:
     return made
 
 
-def test_history_has_partial_results_until_the_rest_arrives(experiment: Experiment) -> None:
+def test_history_has_partial_drift_until_the_measurement_is_complete(experiment: Experiment) -> None:
     for done in (1, 2):
         experiment.take(so_far(done))
     assert experiment.results.partial_drift == so_far(2).drift
@@ -50,7 +50,7 @@ def test_history_has_partial_results_until_the_rest_arrives(experiment: Experime
     assert kl_error(entry.output, entry.extent) == 1e-5
 
 
-def test_partial_result_does_not_replace_a_complete_one(experiment: Experiment) -> None:
+def test_partial_drift_does_not_replace_a_complete_one_in_the_history(experiment: Experiment) -> None:
     experiment.take(events.Measured(BF16, report(BF16)))
     whole = experiment.measured
     experiment.forget_figures()
@@ -59,7 +59,7 @@ def test_partial_result_does_not_replace_a_complete_one(experiment: Experiment) 
     assert experiment.results.partial_drift is not None
 
 
-def test_partial_results_stay_when_cancelled_and_go_with_the_recipe(experiment: Experiment) -> None:
+def test_partial_drift_stays_after_a_cancel_and_is_cleared_with_the_recipe(experiment: Experiment) -> None:
     experiment.take(so_far(2))
     experiment.take(events.Idle())
     assert experiment.results.partial_drift is not None
@@ -68,14 +68,14 @@ def test_partial_results_stay_when_cancelled_and_go_with_the_recipe(experiment: 
     assert experiment.is_stale(so_far(3))
 
 
-def test_results_under_other_settings_are_outdated(experiment: Experiment) -> None:
+def test_partial_drift_under_other_settings_is_ignored(experiment: Experiment) -> None:
     autocast = RunSettings(autocast="bfloat16")
     experiment.set_settings(autocast)
     assert experiment.is_stale(so_far(2))
     assert not experiment.is_stale(so_far(2, autocast))
 
 
-def test_report_of_some_sequences_is_partial(experiment: Experiment) -> None:
+def test_drift_report_over_some_sequences_is_marked_as_partial(experiment: Experiment) -> None:
     some = dataclasses.replace(report(BF16), sequences=so_far(4).drift.extent)
     experiment.take(events.Measured(BF16, some))
     (entry,) = experiment.measured
@@ -83,7 +83,7 @@ def test_report_of_some_sequences_is_partial(experiment: Experiment) -> None:
     assert entry.seconds is None
 
 
-def test_status_line_has_the_partial_figure(experiment: Experiment) -> None:
+def test_status_line_shows_the_partial_drift_if_it_is_wide(experiment: Experiment) -> None:
     experiment.take(so_far(2))
     activity = Activity()
     activity.begin("measuring: candidate", 0.4)
@@ -95,7 +95,7 @@ def test_status_line_has_the_partial_figure(experiment: Experiment) -> None:
     assert len(narrow) <= 80
 
 
-def test_status_line_shows_bytes_read_over_memory(experiment: Experiment) -> None:
+def test_status_line_shows_bytes_read_from_disk(experiment: Experiment) -> None:
     memory = dataclasses.replace(report(BF16).memory, read_bytes=3 << 29)
     experiment.take(events.Memory(BF16, memory))
     activity = Activity()
@@ -107,7 +107,7 @@ def test_status_line_shows_bytes_read_over_memory(experiment: Experiment) -> Non
     assert "GiB" not in status_line(experiment, doing, activity, "", 80, {}).plain
 
 
-def test_known_measurement_is_shown_at_once(experiment: Experiment) -> None:
+def test_drift_of_a_recipe_measured_before_is_shown_at_once(experiment: Experiment) -> None:
     found = report(BF16)
     experiment.take(events.Measured(BF16, found))
     experiment.push(Recipe((*BF16.rules, Rule("*.mlp", "int8"))))
@@ -125,7 +125,7 @@ def test_known_measurement_is_shown_at_once(experiment: Experiment) -> None:
     assert experiment.results.report is None
 
 
-def test_partial_or_foreign_measurement_is_not_shown_again(experiment: Experiment) -> None:
+def test_partial_drift_and_that_of_another_model_are_not_shown_again(experiment: Experiment) -> None:
     whole = report(BF16)
     extent = Extent(done=2, total=6, positions=200)
     experiment.take(events.Measured(BF16, dataclasses.replace(whole, sequences=extent)))
@@ -139,7 +139,7 @@ def test_partial_or_foreign_measurement_is_not_shown_again(experiment: Experimen
 
 
 @pytest.mark.parametrize("title", ["demo", "HuggingFaceTB/SmolLM2-135M-Instruct"])
-def test_time_and_extent_precede_the_partial_figure(experiment: Experiment, title: str) -> None:
+def test_narrow_status_line_shows_time_left_and_number_of_sequences(experiment: Experiment, title: str) -> None:
     now = [0.0]
     activity = Activity(lambda: now[0])
     for share in (0.0, 0.4):

@@ -12,7 +12,7 @@ A, B, C = (Rule(name, "bfloat16") for name in "abc")
 THREE = RuleList.of((A, B, C))
 
 
-def test_disabled_rule_keeps_its_place_outside_the_recipe() -> None:
+def test_disabled_rule_keeps_its_place_in_the_list_but_not_in_the_recipe() -> None:
     off = THREE.toggled(1)
     assert off.recipe.rules == (A, C)
     assert off.indices == (0, None, 1)
@@ -20,7 +20,7 @@ def test_disabled_rule_keeps_its_place_outside_the_recipe() -> None:
     assert off.toggled(1) == THREE
 
 
-def test_rules_are_dropped_by_their_place_in_the_recipe() -> None:
+def test_rules_are_removed_by_their_index_in_the_recipe() -> None:
     off = THREE.toggled(0)
     assert [row.rule for row in off.without([1]).rows] == [A, B]
     assert off.without([1]).recipe.rules == (B,)
@@ -42,6 +42,6 @@ def test_moved_rule_keeps_the_order_of_the_others(row: int, step: int) -> None:
     ]
 
 
-def test_row_is_changed_or_deleted() -> None:
+def test_row_of_the_rule_list_can_be_changed_or_deleted() -> None:
     assert THREE.without_row(1).recipe.rules == (A, C)
     assert THREE.toggled(1).with_rule(1, Rule("d", "int8")).toggled(1).recipe.rules == (A, Rule("d", "int8"), C)

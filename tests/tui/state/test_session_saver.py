@@ -22,7 +22,7 @@ MLP = Recipe((Rule("*.mlp", "float16"),))
 MEASURED = measured(report(MLP), MLP, RunSettings(), 1_934_208)
 
 
-async def test_saved_measurements_are_restored_to_the_history() -> None:
+async def test_resumed_session_restores_measurements_to_the_history() -> None:
     rules = (RuleList(), RuleList.of([Rule("*", "bfloat16")]))
     async with launched(saved=SavedSession(None, "demo", Path(DEMO), rule_lists=rules, at=1, measured=(MEASURED,))) as (
         app,
@@ -38,8 +38,8 @@ async def test_saved_measurements_are_restored_to_the_history() -> None:
         assert app.controller.experiment.recipe.rules == (Rule("*", "bfloat16"),)
 
 
-def test_signal_at_any_line_of_an_update_saves_the_session() -> None:
-    """Its handler runs between two lines of whatever the app does, and saves and closes."""
+def test_signal_during_any_line_of_an_update_still_saves_the_session() -> None:
+    """A signal handler may run between any two lines of the app; it saves and closes the session."""
     experiment = make_app().controller.experiment
     reached = 0
     for interrupted in range(100):

@@ -72,7 +72,7 @@ ENTRY: dict[str, Any] = {"rules": ["*=bfloat16"]} | {
 ENTRY["output"] = MEASURED.output.by_name()
 
 
-def test_saved_measurements_hold_until_the_model_files_change(tmp_path: Path) -> None:
+def test_measurements_of_a_saved_session_are_valid_until_model_files_change(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"")
     session = SavedSession("here", "here", tmp_path, measured=(MEASURED,))
     assert session.valid_measurements == (MEASURED,)
@@ -83,7 +83,7 @@ def test_saved_measurements_hold_until_the_model_files_change(tmp_path: Path) ->
     assert dataclasses.replace(session, path=tmp_path / "gone").valid_measurements == ()
 
 
-def test_complete_session_round_trips(tmp_path: Path) -> None:
+def test_complete_session_is_unchanged_by_saving_and_reading(tmp_path: Path) -> None:
     session = SavedSession(
         model="org/name",
         title="org/name",
@@ -130,7 +130,7 @@ def test_complete_session_round_trips(tmp_path: Path) -> None:
     ),
     st.data(),
 )  # fmt: skip
-def test_any_recipes_round_trip_in_a_session(recipes: list[list[Rule]], data: Any) -> None:
+def test_recipes_of_a_session_are_unchanged_by_saving_and_reading(recipes: list[list[Rule]], data: Any) -> None:
     made = []
     for rules in recipes:
         try:
@@ -146,7 +146,7 @@ def test_any_recipes_round_trip_in_a_session(recipes: list[list[Rule]], data: An
     assert (found.rule_lists, found.at) == (tuple(made), at)
 
 
-def test_every_option_except_trust_is_saved() -> None:
+def test_session_saves_every_option_except_those_that_grant_trust() -> None:
     options = Options(trust_pickle=True, trust_remote_code=True, download=True)
     (path,) = save(0, SavedSession(None, "demo", options=options))
     written = json.loads(path.read_text())["options"]
@@ -155,7 +155,7 @@ def test_every_option_except_trust_is_saved() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(sessions.NOT_KEPT))
-def test_session_file_cannot_grant_trust(name: str) -> None:
+def test_session_file_with_options_that_grant_trust_is_refused(name: str) -> None:
     (path,) = save(0, SavedSession(None, "demo"))
     data = json.loads(path.read_text())
     data["options"][name] = {"metrics": ["marks.py:accuracy"], "data": ["texts.jsonl"]}.get(name, True)
@@ -164,7 +164,7 @@ def test_session_file_cannot_grant_trust(name: str) -> None:
         read_session(path)
 
 
-def test_long_history_keeps_the_nearest_steps() -> None:
+def test_session_saves_the_undo_steps_nearest_to_the_current_one() -> None:
     rules = tuple(RuleList.of(recipe(f"layer.{number}=bf16").rules) for number in range(3 * MOST_STEPS))
     (path,) = save(0, SavedSession(None, "demo", rule_lists=rules, at=MOST_STEPS + 50))
     found = read_session(path)
@@ -209,7 +209,7 @@ def test_long_history_keeps_the_nearest_steps() -> None:
         ),
     ],
 )  # fmt: skip
-def test_damaged_or_foreign_session_is_one_sentence(change: Any, says: str) -> None:
+def test_damaged_session_is_refused_in_one_sentence(change: Any, says: str) -> None:
     old, new = save(0, SavedSession("one", "one"), SavedSession("two", "two"))
     changed = change(json.loads(new.read_text()))
     new.write_bytes(changed if isinstance(changed, bytes) else (
@@ -224,7 +224,7 @@ def test_damaged_or_foreign_session_is_one_sentence(change: Any, says: str) -> N
     assert newest_session("one") == read_session(old)
 
 
-def test_recent_models_are_listed_once_newest_first(tmp_path: Path) -> None:
+def test_models_of_saved_sessions_are_listed_once_newest_first(tmp_path: Path) -> None:
     assert recent_models() == ()
     save(0, *(SavedSession(name, f"title of {name}", tmp_path) for name in ("a", "b", "a", "c", "b")))
     save(100, SavedSession(None, "demo"))
@@ -233,7 +233,7 @@ def test_recent_models_are_listed_once_newest_first(tmp_path: Path) -> None:
     assert recent_models()[1].path == tmp_path
 
 
-def test_newest_session_of_any_or_one_model_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_newest_session_is_found_for_any_or_a_named_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="no session to resume"):
         newest_session()
     model = tmp_path / "model"
@@ -248,7 +248,7 @@ def test_newest_session_of_any_or_one_model_is_found(tmp_path: Path, monkeypatch
         newest_session("other")
 
 
-def test_saved_model_path_works_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_path_of_a_session_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "net.py").write_text("x = 1\n")
     monkeypatch.chdir(tmp_path)
     assert sessions.canonical_model_ref("net.py:x") == f"{tmp_path / 'net.py'}:x"
@@ -258,7 +258,7 @@ def test_saved_model_path_works_from_any_folder(tmp_path: Path, monkeypatch: pyt
     assert sessions.canonical_model_ref(None) is None
 
 
-def test_old_sessions_and_temporary_files_are_removed(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oldest_sessions_and_stale_temporary_files_are_removed(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "MOST_KEPT", 3)
     save(0, *(SavedSession(str(number), str(number)) for number in range(7)))
     stale, fresh = state / ".x.json.partial-1", state / ".x.json.partial-2"
@@ -270,7 +270,7 @@ def test_old_sessions_and_temporary_files_are_removed(state: Path, monkeypatch: 
     assert (stale.exists(), fresh.exists()) == (False, True)
 
 
-def test_unwritable_session_folder_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_session_folder_is_reported_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     with pytest.raises(UserError, match="can't keep the session"):
@@ -278,13 +278,13 @@ def test_unwritable_session_folder_is_one_sentence(tmp_path: Path, monkeypatch: 
 
 
 def planted(model: str, folder: Path, mode: int) -> None:
-    """A session of Python code, as if by somebody else: with other permissions than those of our own files."""
+    """Write a session of a Python model as another user would: with other permissions than the app gives its own files."""
     (path,) = save(9_000_000_000, SavedSession(model, "gpt2", None, folder))
     path.chmod(mode)
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o606, 0o660])
-def test_session_writable_by_others_chooses_no_code_to_run(tmp_path: Path, mode: int) -> None:
+def test_session_file_writable_by_others_cannot_name_code_to_run(tmp_path: Path, mode: int) -> None:
     from dtype_tui.cli.resume import saved_session
 
     (tmp_path / "planted_again.py").write_text("raise SystemExit('ran')")
@@ -297,7 +297,9 @@ def test_session_writable_by_others_chooses_no_code_to_run(tmp_path: Path, mode:
     assert sys.path == before
 
 
-def test_own_session_resumes_a_python_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_session_writable_only_by_the_user_can_name_python_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from dtype_tui.cli.resume import saved_session
 
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -315,7 +317,7 @@ def test_session_in_a_folder_writable_by_others_is_not_trusted(tmp_path: Path) -
     assert newest_session().own
 
 
-def test_folder_writable_by_others_is_not_imported_from(tmp_path: Path) -> None:
+def test_session_of_a_hub_model_adds_no_folder_to_the_import_path(tmp_path: Path) -> None:
     from dtype_tui.cli.resume import saved_session
 
     before = list(sys.path)
@@ -325,7 +327,7 @@ def test_folder_writable_by_others_is_not_imported_from(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", ["x" * 100_000, "~nobody-of-this-name/x", "a\0b:Net", "\ud800"])
-def test_session_with_an_impossible_path_is_refused(model: str, tmp_path: Path) -> None:
+def test_model_path_of_a_session_that_is_impossible_is_refused(model: str, tmp_path: Path) -> None:
     (path,) = save(9_000_000_000, SavedSession("here", "here"))
     data = json.loads(path.read_text()) | {"model": model}
     path.write_text(json.dumps(data))

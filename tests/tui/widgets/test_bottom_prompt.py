@@ -19,7 +19,7 @@ PROMPTS = pytest.mark.parametrize("key", ["slash", "c", "colon"])
 
 
 def heights(app: DtypeApp) -> list[int]:
-    """Of the panes and the plots, in lines."""
+    """Return the heights of the panes and plots, in lines."""
     return [pane.size.height for pane in (*app.main.side.panes, app.main.depth, app.main.trade_off)]
 
 
@@ -29,7 +29,7 @@ def prompt_of(app: DtypeApp) -> BottomPrompt:
 
 @PROMPTS
 @pytest.mark.parametrize("size", SIZES)
-async def test_prompt_moves_no_pane(key: str, size: tuple[int, int]) -> None:
+async def test_prompt_does_not_move_tree_and_panes(key: str, size: tuple[int, int]) -> None:
     async with opened(size=size) as (app, pilot):
         before, tree = heights(app), app.main.tree_view.region
         await pilot.press(key)
@@ -87,7 +87,7 @@ async def test_cursor_and_message_are_above_the_prompt(size: tuple[int, int], be
             assert "Tour 1" in screen(app)
 
 
-async def test_multiline_hint_hides_no_cursor() -> None:
+async def test_hint_of_several_lines_does_not_cover_the_cursor() -> None:
     async with opened(size=(100, 30)) as (app, pilot):
         await pilot.press("E", "end", "c", "ctrl+u", *"*=int3")
         await pilot.press("enter")

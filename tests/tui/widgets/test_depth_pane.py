@@ -25,7 +25,7 @@ def dots(app: DtypeApp) -> int:
     return sum(0x2800 < ord(character) < 0x2900 for line in drawn(app) for character in line)
 
 
-async def test_depth_plot_falls_and_names_the_worst_module() -> None:
+async def test_depth_plot_marks_and_names_the_worst_module() -> None:
     async with opened(mixed) as (app, _):
         rows = drawn(app)
         assert "▲ layers.5 mlp.down_proj  28.50 dB" in "".join(rows)
@@ -37,7 +37,7 @@ async def test_depth_plot_falls_and_names_the_worst_module() -> None:
         assert "layers.0" in rows[-2]
 
 
-async def test_depth_axis_reaches_the_worst_module_of_one_layer() -> None:
+async def test_axis_of_the_depth_plot_includes_the_worst_module() -> None:
     async with opened() as (app, pilot):
         app.controller.apply_recipe(BF16)
         found = (ModuleDrift("model.layers.0", 50.0, 1e-3, 0), ModuleDrift("model.layers.0.mlp", 20.0, 1e-2, 0))
@@ -59,7 +59,7 @@ async def test_depth_plot_grows_while_modules_are_measured() -> None:
         assert dots(app) > some
 
 
-async def test_previous_recipe_and_baseline_are_a_second_line() -> None:
+async def test_depth_plot_has_a_second_line_for_the_previous_recipe() -> None:
     async with opened(mixed) as (app, pilot):
         alone = dots(app)
         better = tuple(replace(drift, sqnr_db=drift.sqnr_db + 20) for drift in modules() if drift.sqnr_db is not None)
@@ -68,7 +68,7 @@ async def test_previous_recipe_and_baseline_are_a_second_line() -> None:
         assert dots(app) > alone + 20
 
 
-async def test_baseline_replaces_the_previous_recipe_in_the_plot() -> None:
+async def test_pinned_recipe_replaces_the_previous_one_in_the_depth_plot() -> None:
     async with opened(history) as (app, pilot):
         await pilot.press("j", "P", "escape")
         await pilot.pause()
@@ -76,7 +76,7 @@ async def test_baseline_replaces_the_previous_recipe_in_the_plot() -> None:
         assert app.main.depth._other_modules() == app.controller.experiment.baseline_modules
 
 
-async def test_nonfinite_layers_are_marked_and_models_without_a_pass_have_no_plot() -> None:
+async def test_depth_plot_marks_nonfinite_layers() -> None:
     async with opened() as (app, pilot):
         app.controller.apply_recipe(BF16)
         broken = (*modules()[:-1], ModuleDrift("model.layers.5", None, 9.9, 4))
@@ -86,7 +86,7 @@ async def test_nonfinite_layers_are_marked_and_models_without_a_pass_have_no_plo
         assert "Drift over depth" not in screen(app)
 
 
-async def test_depth_line_has_the_color_of_each_layer() -> None:
+async def test_depth_plot_has_the_colors_of_drift_words() -> None:
     async with opened(mixed) as (app, _):
         pane = app.main.depth
         strips = [pane.render_line(y) for y in range(pane.size.height)]

@@ -23,7 +23,7 @@ LAYERS = "model.layers.{0..5}"
 
 
 def shown(app: DtypeApp) -> list[str]:
-    """The rows below the layers, by their labels, each indented as in the tree."""
+    """Return the labels of the rows below the layers, indented as in the tree."""
     return [
         " " * (row.depth - 3) + row.label for row in app.main.tree_view.rows if row.name.startswith("model.layers.")
     ]
@@ -58,7 +58,7 @@ def _layers(*labels: str) -> Tree:
         ("1 3 5 7", "model.layers.{1,3,5,7}"),
     ],
 )
-def test_fold_name_is_the_pattern_of_its_members(labels: str, name: str) -> None:
+def test_name_of_folded_layers_is_the_pattern_of_its_members(labels: str, name: str) -> None:
     tree = _layers(*labels.split(), "odd.more")
     (members,) = (each for each in Folds(tree, {}, {}).below(tree.modules["model.layers"]) if len(each) > 1)
     assert fold_name(members) == name
@@ -74,7 +74,7 @@ def test_fold_name_is_the_pattern_of_its_members(labels: str, name: str) -> None
 @pytest.mark.parametrize(
     "node", ["", "model", "model.layers.3", "model.layers.{", "{", "x.{0..5}", "model.layers.3.weight"]
 )
-def test_other_names_are_not_folded(node: str) -> None:
+def test_names_that_are_no_fold_have_no_members(node: str) -> None:
     assert fold_members(_layers(*"012345"), node) == ()
 
 
@@ -83,7 +83,7 @@ def _runs(tree: Tree, *decibels: float | None, nonfinite: int = 0) -> list[int]:
     return [len(members) for members in Folds(tree, {}, drift).below(tree.modules["model.layers"])]
 
 
-def test_distant_results_are_in_different_folds() -> None:
+def test_layers_with_very_different_drift_are_not_folded_together() -> None:
     tree = _layers(*map(str, range(8)))
     assert _runs(tree) == [8]
     assert _runs(tree, 40.0, 42.0, 46.0, 41.0, 39.0, 39.0, 40.0, 41.0) == [4, 4]
@@ -92,7 +92,7 @@ def test_distant_results_are_in_different_folds() -> None:
     assert _runs(tree, *[10.0] * 8, nonfinite=1) == [8]
 
 
-def test_other_structures_and_plans_are_in_different_folds() -> None:
+def test_layers_of_other_shapes_or_planned_dtypes_are_not_folded_together() -> None:
     tensors = [TensorInfo(f"model.layers.{i}.weight", (4, 4), "float32") for i in range(12)]
     tensors[5] = TensorInfo("model.layers.5.weight", (4, 8), "float32")
     tree = from_tensors(tensors)
@@ -113,7 +113,7 @@ def test_other_structures_and_plans_are_in_different_folds() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("opens", ["l", "right", "space"])
-async def test_fold_opens_and_closes(opens: str) -> None:
+async def test_folded_layers_are_opened_and_closed_by_keys(opens: str) -> None:
     async with opened() as (app, pilot):
         await pilot.press("j", "j", "j", "j")
         tree = app.main.tree_view
@@ -138,7 +138,7 @@ async def test_fold_opens_and_closes(opens: str) -> None:
         assert (tree.current.name, shown(app)) == (LAYERS, ["0 … 5"])
 
 
-async def test_cast_on_a_fold_is_one_rule_for_all_members() -> None:
+async def test_cast_of_folded_layers_is_one_rule_for_all_members() -> None:
     async with opened() as (app, pilot):
         app.main.tree_view.go_to(LAYERS)
         await pilot.press("2")
@@ -165,7 +165,7 @@ async def test_cast_on_a_fold_is_one_rule_for_all_members() -> None:
         assert f"Here: {LAYERS}" in screen(app)
 
 
-async def test_member_with_another_dtype_is_shown_separately() -> None:
+async def test_layer_cast_to_another_dtype_is_not_folded() -> None:
     async with opened(tree=_layers(*map(str, range(12)))) as (app, pilot):
         tree = app.main.tree_view
         tree.go_to("model.layers.{0..11}")
@@ -188,7 +188,7 @@ async def test_member_with_another_dtype_is_shown_separately() -> None:
         assert tree.current.name == "model.layers.{0..3}"
 
 
-async def test_measurement_splits_folds_except_at_the_cursor() -> None:
+async def test_measured_drift_splits_folded_layers_except_at_the_cursor() -> None:
     decibels = (50.0, 49.0, 48.0, 47.0, 30.0, 42.0, 41.0, 40.0, 39.5)
     async with opened(tree=_layers(*map(str, range(9)))) as (app, pilot):
         await pilot.press("2")
@@ -206,7 +206,7 @@ async def test_measurement_splits_folds_except_at_the_cursor() -> None:
         assert shown(app) == ["0 … 8"]
 
 
-async def test_going_to_a_module_opens_its_fold() -> None:
+async def test_going_to_a_module_opens_its_folded_layers() -> None:
     async with opened(size=(80, 24)) as (app, pilot):
         await pilot.press("2")
         await say(app, pilot, measured(app, 40.0, 39.0, 38.0, 37.0, 36.0, 35.0))
@@ -224,7 +224,7 @@ async def test_going_to_a_module_opens_its_fold() -> None:
         assert app.main.tree_view.current.name == LAYERS
 
 
-async def test_matches_inside_a_fold_are_counted() -> None:
+async def test_matches_inside_folded_layers_are_counted() -> None:
     async with opened() as (app, pilot):
         await pilot.press("slash", *"layers.3.mlp")
         await pilot.pause()
@@ -241,7 +241,7 @@ async def test_matches_inside_a_fold_are_counted() -> None:
         await until(pilot, lambda: "•   " in next(line for line in lines(app) if "0 … 5" in line))
 
 
-async def test_folding_can_be_configured_off() -> None:
+async def test_folding_of_layers_can_be_disabled_in_the_config() -> None:
     app = make_app(config=Config(fold=False))
     async with running(app, (80, 24)):
         assert shown(app) == ["0", "1", "2", "3", "4", "5"]

@@ -46,7 +46,7 @@ async def test_control_characters_in_the_title_are_escaped() -> None:
         assert "x" * 10 in lines(app)[0]
 
 
-async def test_click_on_a_key_acts_like_the_key() -> None:
+async def test_click_on_a_key_in_the_status_line_acts_like_the_key() -> None:
     app = make_app()
     async with app.run_test(size=(120, 36)) as pilot:
         await ready(app, pilot)
@@ -78,7 +78,7 @@ def test_tree_columns_fit_and_leave_room_for_names(
     assert bool(columns.parameters) <= (width >= 92)
 
 
-async def test_drift_bars_differ_within_a_model() -> None:
+async def test_lengths_of_drift_bars_differ_within_a_model() -> None:
     app = make_app()
     readings = tuple(ModuleDrift(f"model.layers.{i}", 54.0 - 2 * i, 0.1, 0) for i in range(6))
     async with app.run_test(size=(120, 36)) as pilot:

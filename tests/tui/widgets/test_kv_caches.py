@@ -35,7 +35,7 @@ def row_of(app: DtypeApp, label: str) -> str:
 
 
 @pytest.mark.slow
-async def test_cache_shows_badges_and_bytes_at_the_context() -> None:
+async def test_kv_cache_nodes_show_formats_and_bytes_at_the_context() -> None:
     app = make_app()
     async with app.run_test(size=(120, 36)) as pilot:
         await enter(app, pilot, f"go {CACHE}.k")
@@ -56,7 +56,7 @@ async def test_cache_shows_badges_and_bytes_at_the_context() -> None:
         assert size in screen(app)
 
 
-async def test_keys_give_a_cache_only_possible_formats() -> None:
+async def test_dtype_keys_give_a_kv_cache_only_possible_formats() -> None:
     app = make_app()
     async with app.run_test(size=(120, 36)) as pilot:
         await enter(app, pilot, f"go {CACHE}.k")
@@ -74,7 +74,7 @@ async def test_keys_give_a_cache_only_possible_formats() -> None:
 
 
 @pytest.mark.slow
-async def test_keys_and_prompt_set_cache_formats() -> None:
+async def test_dtype_keys_and_cast_prompt_set_kv_cache_formats() -> None:
     app = make_app()
     async with app.run_test(size=(80, 24)) as pilot:
         await enter(app, pilot, f"go {CACHE}.k")
@@ -96,7 +96,7 @@ async def test_keys_and_prompt_set_cache_formats() -> None:
 
 
 @pytest.mark.slow
-async def test_pane_says_what_fits_and_commands_report_errors() -> None:
+async def test_memory_pane_says_which_context_fits_the_budget() -> None:
     app = make_app()
     async with app.run_test(size=(120, 36)) as pilot:
         await enter(app, pilot, "budget 4MiB")
@@ -111,7 +111,7 @@ async def test_pane_says_what_fits_and_commands_report_errors() -> None:
 
 
 @pytest.mark.slow
-async def test_activations_are_estimated_and_interpolated() -> None:
+async def test_activation_memory_at_a_context_is_interpolated() -> None:
     app = make_app()
     async with app.run_test(size=(120, 36)) as pilot:
         await enter(app, pilot, "activations")
@@ -127,7 +127,7 @@ async def test_activations_are_estimated_and_interpolated() -> None:
 
 
 @pytest.mark.slow
-async def test_layers_with_different_caches_share_no_row() -> None:
+async def test_layers_with_different_kv_cache_formats_are_not_folded_together() -> None:
     app = make_app()
     async with app.run_test(size=(120, 36)) as pilot:
         await pilot.pause()
@@ -138,7 +138,7 @@ async def test_layers_with_different_caches_share_no_row() -> None:
         assert app.query_one(ModuleTree).current.name == f"{CACHE}.k"
 
 
-def test_cache_nodes_are_added_once_without_weights() -> None:
+def test_kv_cache_nodes_are_added_once_and_take_no_bytes() -> None:
     tree = Tree([TensorInfo("a.k_proj.weight", (4, 4), "float32"), TensorInfo("b.kv_cache.weight", (4,), "float32")])
     parts = [f"{name}.kv_cache.{part}" for name in ("a", "b", "missing") for part in "kv"]
     tree.kv_cache = KVCache(tuple(KVCacheTensor(name, 0, per_token=4) for name in parts))

@@ -38,7 +38,7 @@ class Lines(App[None]):
         self.clicked += 1
 
 
-async def test_line_is_painted_when_its_text_changes() -> None:
+async def test_status_line_is_painted_only_when_its_text_changes() -> None:
     app = Lines()
     async with app.run_test(size=(40, 3)) as pilot:
         line = app.query_one(Recorded)
@@ -56,7 +56,7 @@ async def test_line_is_painted_when_its_text_changes() -> None:
         assert line.render_line(0).text == "日本" + 8 * " "
 
 
-async def test_click_on_a_key_runs_its_action() -> None:
+async def test_click_on_a_key_in_a_line_runs_its_action() -> None:
     app = Lines()
     async with app.run_test(size=(40, 3)) as pilot:
         key = Text("c cast")

@@ -104,7 +104,7 @@ class Editor:
 
 
 class Host(BaseApp[None]):
-    """A line, and nothing else that could have the focus."""
+    """An app in which only a line can have the focus."""
 
     def __init__(self) -> None:
         super().__init__(Config())
@@ -121,7 +121,7 @@ class Host(BaseApp[None]):
         return line.value, line.selection.start, line.selection.end, self.entered[:], self.told[:]
 
     async def type(self, strokes: Sequence[str], together: bool) -> None:
-        """Post the keys, all before the first is looked at or each after all is done that the one before it did."""
+        """Post the keys: all before the first is handled, or each after the one before it was handled."""
         for stroke in strokes:
             self.post_message(event_of(stroke))
             if not together:
@@ -130,7 +130,7 @@ class Host(BaseApp[None]):
         await self.looked_at()
 
     async def looked_at(self) -> None:
-        """Wait until the keys posted so far have been."""
+        """Wait until the keys that were posted so far are handled."""
         done = asyncio.Event()
         self.call_later(done.set)
         await done.wait()
@@ -142,7 +142,7 @@ class Host(BaseApp[None]):
 
 
 def event_of(stroke: str) -> Event:
-    """A character is typed, a name is a key, and what begins with ^ is pasted."""
+    """Return the event of a stroke: a character is typed, a name is a key, and text after ^ is pasted."""
     if stroke.startswith("^"):
         return Paste(stroke[1:])
     return Key(stroke, stroke) if len(stroke) == 1 else Key(stroke, None)
@@ -162,7 +162,7 @@ def edited(strokes: Sequence[str]) -> Editor:
 
 @pytest.fixture(scope="module")
 def host() -> Iterator[tuple[Host, asyncio.Runner]]:
-    """One app for all sequences: starting one takes longer than a hundred of them."""
+    """Yield one app for all sequences: to start an app takes longer than a hundred of them."""
     with asyncio.Runner() as runner:
         app = Host()
         opened = app.run_test(size=(80, 24))
@@ -191,7 +191,7 @@ def host() -> Iterator[tuple[Host, asyncio.Runner]]:
         ("\n", "", []),
     ],
 )
-async def test_part_of_a_paste_that_is_refused_is_reported(pasted: str, taken: str, said: list[str]) -> None:
+async def test_line_input_reports_refused_parts_of_a_paste(pasted: str, taken: str, said: list[str]) -> None:
     app = make_app()
     async with running(app, (80, 24)) as pilot:
         await pilot.press("c", "ctrl+u")
@@ -203,7 +203,7 @@ async def test_part_of_a_paste_that_is_refused_is_reported(pasted: str, taken: s
         assert notices(app) == said
 
 
-async def test_typing_replaces_a_suggestion_and_moving_keeps_it() -> None:
+async def test_typing_replaces_a_suggested_pattern_and_cursor_keys_keep_it() -> None:
     app = make_app()
     async with running(app, (80, 24)) as pilot:
         for key in ("c", "e"):
@@ -244,7 +244,7 @@ STROKES = st.one_of(
 @example(strokes=["a", "b", "c", "left", "left", "X"])
 @example(strokes=["a", "ctrl+u", "b", "enter", "c"])
 @example(strokes=["a", " ", "b", "shift+left", "shift+left", "c"])
-def test_keys_in_one_write_edit_the_line_like_single_keys(
+def test_keys_received_together_edit_a_line_like_single_keys(
     host: tuple[Host, asyncio.Runner], strokes: list[str]
 ) -> None:
     app, runner = host

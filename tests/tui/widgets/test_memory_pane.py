@@ -15,7 +15,7 @@ OF_THE_PROCESS = ("resident", "process")
 
 
 @pytest.mark.parametrize("ended", [True, False])
-async def test_memory_figures_go_with_their_engine(ended: bool) -> None:
+async def test_memory_of_the_process_is_not_shown_after_its_engine_ended(ended: bool) -> None:
     async with opened() as (app, pilot):
         assert all(label in screen(app) for label in OF_THE_PROCESS)
         if ended:
@@ -33,7 +33,7 @@ async def test_memory_figures_go_with_their_engine(ended: bool) -> None:
         assert all(label in screen(app) for label in OF_THE_PROCESS)
 
 
-async def test_device_with_a_limit_has_a_bar() -> None:
+async def test_memory_pane_shows_a_bar_for_a_device_with_a_limit() -> None:
     app = make_app()
     held = dataclasses.replace(
         memory(), resident_by_device=(("cuda:0", 3 << 30), ("cuda:1", 1 << 30)), limits=(("cuda:0", 4 << 30),)

@@ -12,7 +12,7 @@ from dtype_tui.config.config import Config
 from dtype_tui.widgets.message_line import MessageLine
 
 
-async def test_message_stays_until_a_key_after_it_could_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_message_stays_until_a_key_is_pressed_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     async with opened(size=(80, 24)) as (app, pilot):
         await pilot.press("u")
         assert "nothing left to undo" in screen(app)
@@ -27,7 +27,7 @@ async def test_message_stays_until_a_key_after_it_could_be_read(monkeypatch: pyt
         assert "nothing left to undo" in screen(app), "it can be read again"
 
 
-async def test_long_path_is_shown_completely() -> None:
+async def test_long_path_in_a_message_is_shown_completely() -> None:
     async with opened() as (app, pilot):
         path = "/home/somebody/models-of-last-week/mixed-precision/SmolLM2-135M-Instruct.recipe-2.yaml"
         app.main.say(f"wrote {path}: 3 rules", "information")
@@ -36,7 +36,7 @@ async def test_long_path_is_shown_completely() -> None:
 
 
 @pytest.mark.parametrize("key", ["e", "s"])
-async def test_message_shown_before_a_window_hides_none_of_its_text(key: str) -> None:
+async def test_message_is_shown_in_a_window_that_opens_after_it(key: str) -> None:
     async with opened(size=(80, 24)) as (app, pilot):
         await pilot.press("2", "2", key)
         await pilot.pause()

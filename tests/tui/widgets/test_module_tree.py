@@ -25,7 +25,7 @@ async def measured(app: DtypeApp, pilot: Pilot[None], *readings: ModuleDrift) ->
     await say(app, pilot, ready, done)
 
 
-async def test_parents_and_closing_all_nodes() -> None:
+async def test_keys_go_to_parents_and_open_or_close_all_nodes() -> None:
     app = make_app()
     async with app.run_test() as pilot:
         tree = app.main.tree_view
@@ -48,7 +48,7 @@ async def test_parents_and_closing_all_nodes() -> None:
 
 
 @pytest.mark.slow
-async def test_opening_too_many_nodes_is_limited() -> None:
+async def test_opening_all_of_too_many_nodes_is_refused() -> None:
     app = make_app(Tree(TensorInfo(f"layers.{i}.weight", (1,), "float32") for i in range(MOST_OPENED + 10)))
     async with app.run_test() as pilot:
         rows = len(app.main.tree_view.rows)
@@ -105,7 +105,7 @@ async def test_w_cycles_through_the_worst_modules() -> None:
         assert here == ["model.layers.1", "model.layers.2", "model.layers.0", "model.layers.1"]
 
 
-async def test_children_are_sorted_by_other_orders() -> None:
+async def test_key_z_sorts_children_by_bytes_and_drift() -> None:
     app = make_app()
     readings = tuple(ModuleDrift(f"model.layers.{i}", float(20 + 10 * ((i * 3) % 5)), 0.1, 0) for i in range(5))
     async with app.run_test() as pilot:
@@ -127,7 +127,7 @@ async def test_children_are_sorted_by_other_orders() -> None:
         assert layers() == list("012345")
 
 
-async def test_copying_uses_the_terminal_and_only_by_its_key() -> None:
+async def test_names_and_rules_are_copied_to_the_clipboard_of_the_terminal() -> None:
     app = make_app()
     async with app.run_test() as pilot:
         sent: list[str] = []
@@ -146,7 +146,7 @@ async def test_copying_uses_the_terminal_and_only_by_its_key() -> None:
         assert app.clipboard == "--cast '*.{q,k}_proj=bfloat16'"
 
 
-async def test_key_line_shows_what_comes_next() -> None:
+async def test_line_of_keys_suggests_the_next_actions() -> None:
     app = make_app()
     async with app.run_test() as pilot:
         assert "1-8 dtype  c cast  s scan" in screen(app)
@@ -157,7 +157,7 @@ async def test_key_line_shows_what_comes_next() -> None:
         await until(pilot, lambda: "n next match" in screen(app))
 
 
-async def test_members_that_share_a_scale_name_each_other() -> None:
+async def test_weights_that_share_an_nvfp4_scale_name_each_other() -> None:
     app = make_app()
     async with app.run_test(size=(140, 40)) as pilot:
         tree = app.main.tree_view

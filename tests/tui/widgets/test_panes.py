@@ -27,13 +27,13 @@ def drift(app: DtypeApp) -> str:
 
 
 def words(pane: Pane) -> str:
-    """What a pane shows inside its frame."""
+    """Return what a pane shows inside its frame."""
     rows = (pane.render_line(y).text[2:-2] for y in range(1, pane.size.height - 1))
     return "\n".join(row.rstrip() for row in rows).rstrip()
 
 
 def is_dim(pane: Pane, text: str) -> bool:
-    """Whether the part of a pane that contains this text is dim."""
+    """Return whether the part of a pane that contains this text is dim."""
     found: list[Segment] = [part for y in range(pane.size.height) for part in pane.render_line(y) if text in part.text]
     return bool(found) and all(part.style is not None and bool(part.style.dim) for part in found)
 
@@ -45,7 +45,7 @@ async def measured(app: DtypeApp, pilot: Pilot[None], recipe: Recipe, kl: float)
     await say(app, pilot, events.Measured(recipe, dataclasses.replace(found, output=output)), events.Idle())
 
 
-async def test_cast_dims_old_figures_until_new_ones_arrive() -> None:
+async def test_drift_pane_dims_figures_of_the_recipe_before() -> None:
     async with opened() as (app, pilot):
         await measured(app, pilot, BF16, 2.2e-5)
         pane = app.main.side.panes[0]
@@ -115,7 +115,7 @@ async def test_plus_shows_one_pane_alone_and_all_again(size: tuple[int, int]) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("key", ["w", "slash"])
-async def test_tree_key_shows_the_tree_again(key: str) -> None:
+async def test_tree_keys_show_the_tree_again_after_a_maximized_pane(key: str) -> None:
     async with opened(mixed) as (app, pilot):
         await pilot.press("plus")
         await until(pilot, lambda: not app.main.tree_view.region)
@@ -133,7 +133,7 @@ async def test_tab_cycles_through_panes_and_tree() -> None:
 
 
 @pytest.mark.slow
-async def test_rules_are_edited_in_their_pane_and_undo_restores_them() -> None:
+async def test_rules_are_edited_in_the_recipe_pane_and_restored_by_undo() -> None:
     async with opened(mixed) as (app, pilot):
         experiment, recipe = app.controller.experiment, app.main.side.recipe
         await pilot.press("r")
@@ -163,7 +163,7 @@ async def test_rules_are_edited_in_their_pane_and_undo_restores_them() -> None:
         assert all(row.enabled for row in experiment.rules.rows)
 
 
-async def test_rules_scroll_with_the_cursor_and_the_deciding_one_stays() -> None:
+async def test_recipe_pane_scrolls_with_its_cursor() -> None:
     async with opened(size=(80, 24)) as (app, pilot):
         rules = [
             Rule(f"model.layers.{layer}.{part}", "bfloat16") for layer in range(6) for part in ("mlp", "self_attn")

@@ -21,7 +21,7 @@ def tree_of_names() -> Tree:
     return Tree(TensorInfo(f"{name}.weight", (8, 8), "float32") for name in NAMES)
 
 
-def test_shortened_name_is_unique() -> None:
+def test_module_name_is_shortened_to_a_unique_end_or_not_at_all() -> None:
     assert shortened_uniquely("model.layers.10.mlp.down_proj", 29, NAMES) == "model.layers.10.mlp.down_proj"
     assert shortened_uniquely("model.layers.10.mlp.down_proj", 20, NAMES) == "…10.mlp.down_proj"
     assert shortened_uniquely("model.layers.10.mlp.down_proj", 17, NAMES) == "…10.mlp.down_proj"
@@ -32,7 +32,7 @@ def test_shortened_name_is_unique() -> None:
     assert shortened_uniquely("a.b", -3, ["a.b"]) is None, "a pane that is not shown has no width"
 
 
-def test_too_long_name_stands_below_its_figure() -> None:
+def test_too_long_module_name_is_shown_below_its_figure() -> None:
     both = ["encoder.layers.1.fc1", "decoder.layers.1.fc1"]
     drawn = [
         text.plain for text in worst_lines([ModuleDrift(both[0], 30.0, 1.0, 0)], 22, both, SCALE, sqnr_limits(None))
@@ -40,7 +40,7 @@ def test_too_long_name_stands_below_its_figure() -> None:
     assert drawn == ["worst 30.00 \n  encoder.layers.1.fc1"]
 
 
-def test_drift_bar_grows_with_drift_and_yields_to_the_name() -> None:
+def test_drift_bar_grows_with_drift_and_is_omitted_for_a_long_name() -> None:
     worst = [ModuleDrift(NAMES[-1], 20.0, 1.0, 0), ModuleDrift(NAMES[0], 60.0, 1.0, 0)]
     assert [text.plain for text in worst_lines(worst, 40, NAMES, SCALE, sqnr_limits(None))] == [
         "worst 20.00 ▄▄▄▁ …11.mlp.down_proj",
@@ -54,7 +54,7 @@ def test_drift_bar_grows_with_drift_and_yields_to_the_name() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [(120, 36), (80, 24), (200, 50)])
-async def test_worst_modules_are_distinguishable_at_every_size(size: tuple[int, int]) -> None:
+async def test_names_of_worst_modules_are_distinguishable_at_every_size(size: tuple[int, int]) -> None:
     worst = ["model.layers.10.self_attn.o_proj", "model.layers.0.self_attn.o_proj", "model.layers.1.mlp.down_proj"]
     modules = tuple(ModuleDrift(name, 34.5 + place, 1e-3, 0) for place, name in enumerate(worst))
     async with opened(size=size, tree=tree_of_names()) as (app, pilot):
@@ -70,7 +70,7 @@ async def test_worst_modules_are_distinguishable_at_every_size(size: tuple[int, 
             assert "dB" in screen(app)
 
 
-async def test_module_has_the_same_bar_in_list_and_tree() -> None:
+async def test_drift_bar_of_a_module_has_the_same_length_in_pane_and_tree() -> None:
     decibels = (30.0, 41.0, 46.0, 60.0)
     modules = tuple(ModuleDrift(f"model.layers.{layer}", value, 1e-3, 0) for layer, value in enumerate(decibels))
     async with opened(tree=tree_of_names()) as (app, pilot):
@@ -89,6 +89,6 @@ async def test_module_has_the_same_bar_in_list_and_tree() -> None:
 
 
 def _after(words: str, drawn: list[str]) -> str:
-    """What follows these words, up to the next blank."""
+    """Return the text after these words, up to the next blank."""
     (line,) = (line for line in drawn if words in line)
     return line.split(words)[1].split()[0]

@@ -174,7 +174,7 @@ def command(
 
 
 def _open_here(request: RunRequest, in_process: bool) -> tuple[Launch, StartEngine]:
-    """Find a model on this machine, and read its headers. Raises UserError."""
+    """Read the headers of a model on this machine. Returns what the app shows, and a function that makes the engine."""
     from dtype_engine.checkpoint.source import DEMO
 
     options = request.options
@@ -214,8 +214,8 @@ def _open_here(request: RunRequest, in_process: bool) -> tuple[Launch, StartEngi
 
 
 def _opened_by_engine(request: RunRequest) -> Connection:
-    """Let the engine here open the model before the screen opens. Raises UserError if a rule matches nothing, which depends on the
-    model's architecture: only the engine imports that.
+    """Let an engine on this machine open the model before the screen opens, and return the connection to the engine. Raises
+    UserError if a rule matches nothing; for that, the engine imports the model's architecture.
     """
     from dtype_engine.service.connection import Connection, EngineCommand
     from dtype_engine.service.control import Open
@@ -241,8 +241,8 @@ def _need_a_terminal() -> None:
 
 
 def _chosen(config: Config) -> str | None:
-    """Let the user choose a model from a list. Returns None if the user leaves, and the demo if there is nothing else. Exits if the
-    picker fails, after it has reported the error.
+    """Let the user choose a model from a list, and return its name, or None if the user quits. If no model is found, return the
+    demo without a question. Exits if the picker fails, after the picker has reported the error.
     """
     from dtype_engine.checkpoint.discovery import find_models
     from dtype_engine.checkpoint.source import locate
@@ -271,7 +271,7 @@ def _chosen(config: Config) -> str | None:
 
 @cache
 def configured() -> Config:
-    """Return the user's configuration. Raises UserError if it is invalid."""
+    """Return the user's configuration, or the defaults if there is no file. Raises UserError if it is invalid."""
     from dtype_tui.config.config import Config, config_path, read_config
 
     if not config_path().exists():
@@ -289,5 +289,5 @@ def configured() -> Config:
 
 
 def click_options() -> dict[str, click.Option]:
-    """Map each option's name without dashes to click's option."""
+    """Return click's options of `dtype-tui`, by name without dashes, such as `device`."""
     return {option.opts[0].lstrip("-"): option for option in command.params if isinstance(option, click.Option)}

@@ -1,4 +1,4 @@
-"""A textual-serve server that only the user who started it can use: it answers only requests that carry the secret token."""
+"""A textual-serve server that only the user who started it can use: requests must carry a secret token."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ class GuardedServer(Server):
     (DNS rebinding). Therefore every request must carry the token, must be addressed to a host name that only this server can have,
     and must not come from another page. All others get status 403.
 
-    A connection that has sent no request with the token is a stranger's. Their number is limited, so that file descriptors are
-    left.
+    A connection that has sent no request with the token is a stranger's. The number and duration of such connections are limited,
+    so that they can't use up the file descriptors.
     """
 
     def __init__(self, command: str, host: str, port: int, title: str) -> None:
         super().__init__(command, host=host, port=port, title=title)
         self.token = secrets.token_urlsafe(24)
-        """The secret path."""
+        """The secret first part of the paths of all addresses but those of downloads."""
         self.most_strangers = _most_strangers()
-        """How many strangers' connections may be open. If one more is opened, the oldest is closed."""
+        """Maximum number of open connections that have not sent the token. If one more is opened, the oldest of them is closed."""
         self.stranger_seconds = 10.0
-        """How long a stranger's connection may stay open."""
+        """Maximum number of seconds that a connection stays open without having sent the token."""
         self.most_apps = 16
-        """How many pages may have the app open. Each has processes of its own for the app and its engine."""
+        """Maximum number of pages that have the app open. Each page has processes of its own for the app and its engine."""
         self._apps = 0
         self._strangers: dict[RequestHandler, asyncio.TimerHandle] = {}
 
@@ -75,7 +75,7 @@ class GuardedServer(Server):
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
-        """Serve the app within a block. Raises OSError if the address can't be listened on."""
+        """Serve the app within an `async with` block. Raises OSError if the address can't be listened on."""
         runner = web.AppRunner(await self._make_app(), access_log=None, shutdown_timeout=_SHUTDOWN_SECONDS)
         await runner.setup()
         loop = asyncio.get_running_loop()
@@ -96,7 +96,7 @@ class GuardedServer(Server):
             await runner.cleanup()
 
     def _close(self, handler: RequestHandler) -> None:
-        """Close a stranger's connection at once, even if data is left to send."""
+        """Close a connection that has not sent the token, and discard data that is left to send."""
         self._admit(handler)
         if handler.transport is not None:
             handler.transport.abort()
@@ -108,14 +108,14 @@ class GuardedServer(Server):
             timer.cancel()
 
     async def handle_download(self, request: web.Request) -> web.StreamResponse:
-        """Send a file that the app offers for download, by its own secret key. The connection then counts as the user's."""
+        """Send a file that the app offers for download. Its secret key is in the address, so the connection is the user's."""
         with suppress(KeyError):
             await self.download_manager.get_download_metadata(request.match_info["key"])
             self._admit(request.protocol)
         return await super().handle_download(request)
 
     async def handle_websocket(self, request: web.Request) -> web.WebSocketResponse:
-        """Start the app for a page, and connect them until one of them ends."""
+        """Start the app for a page, and connect the two until one ends. Refuses invalid sizes, and pages beyond `most_apps`."""
         width, height = (to_int(request.query.get(name, "1"), 0) for name in ("width", "height"))
         if not (0 < width <= _LARGEST[0] and 0 < height <= _LARGEST[1]):
             raise web.HTTPBadRequest(text=f"a page has 1 to {_LARGEST[0]} columns and 1 to {_LARGEST[1]} rows\n")
@@ -128,7 +128,7 @@ class GuardedServer(Server):
             self._apps -= 1
 
     async def _process_messages(self, websocket: web.WebSocketResponse, app_service: AppService) -> None:
-        """Pass the keys and sizes that a page sends on to its app, and ignore all that textual-serve's page does not send."""
+        """Pass keys, sizes and changes of focus from a page to its app, answer pings, and ignore all other messages."""
         async for message in websocket:
             if message.type != WSMsgType.TEXT:
                 continue
@@ -177,7 +177,7 @@ class GuardedServer(Server):
         return response
 
     def _is_meant(self, host: str) -> bool:
-        """Return whether a Host header, with any port, names this server in a way that an attacker can't redirect to it."""
+        """Return whether a Host header, with any port, names this server by a name that no attacker can point to this server."""
         try:
             name = urlsplit(f"//{host}").hostname or ""
         except ValueError:
@@ -194,7 +194,7 @@ class GuardedServer(Server):
 
     @aiohttp_jinja2.template("app_index.html")
     async def handle_index(self, request: web.Request) -> dict[str, Any]:
-        """Return the values for the page's template. Its URLs use the requested host, which may be a tunnel's far end."""
+        """Return the values for the page's template. Its URLs use the host of the request, which may be that of a tunnel."""
         base = f"//{request.host}/{self.token}"
         return {
             "font_size": to_int(request.query.get("fontsize", "16"), 16),
@@ -205,6 +205,6 @@ class GuardedServer(Server):
 
 
 def _most_strangers() -> int:
-    """Return how many strangers' connections may be open: 64, or a quarter of this process's file descriptors if that is less."""
+    """Return `most_strangers`: 64, or a quarter of the file descriptors that this process may open if that is less."""
     descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return 64 if descriptors == resource.RLIM_INFINITY else max(1, min(64, descriptors // 4))

@@ -43,7 +43,7 @@ DEMO = Offer("demo", "built in, 708 k parameters")
 
 
 class ModelPicker(BaseApp[str]):
-    """An app in which the user chooses a model, or types its name, which filters the list. `run` returns the name, or None."""
+    """Lets the user choose a model from a list, or type its name. `run` returns the name, or None if the user quits."""
 
     TITLE = "dtype-tui"
     CSS = """
@@ -143,8 +143,8 @@ def _is_path(text: str) -> bool:
 
 
 def offer_line(offer: Offer, width: int, origin_width: int = 0) -> Text:
-    """Return a line of `width` cells with a model's name, size and age and, if there is room, its origin. origin_width: width of
-    the longest one of all lines.
+    """Return a line of `width` cells with a model's name, size and age and, if there is room, its origin. origin_width: the width
+    of the longest origin in all lines.
     """
     origin_width = max(origin_width, len(offer.origin))
     size = short_bytes(offer.nbytes) if offer.nbytes is not None else ""

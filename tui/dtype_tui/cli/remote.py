@@ -30,7 +30,7 @@ _ADDRESS = re.compile(
 )
 _FAR_COMMAND = f"dtype-engine stdio --compressed --linger 10m --session {SESSION}"
 _ALIVE = ("-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=3")
-"""Options by which ssh notices a dead connection within a minute, not only after hours."""
+"""Options of ssh that end a dead connection within a minute instead of hours."""
 _UNATTENDED = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
 """Options for reconnecting while the screen is open, when ssh can't ask for a password."""
 _NOT_FOUND = 127
@@ -49,7 +49,7 @@ class Address:
 
 
 def address_of(model: str) -> Address:
-    """Parse `ssh://[USER@]HOST[:PORT]/PATH`, `ssh://HOST/~/PATH`, or `ssh://HOST`, which is the demo there. Raises UserError."""
+    """Parse `ssh://[USER@]HOST[:PORT]/PATH`, `ssh://HOST/~/PATH`, or `ssh://HOST` for the demo on HOST. Raises UserError."""
     found = _ADDRESS.fullmatch(model)
     if found is None:
         raise UserError(
@@ -62,10 +62,9 @@ def address_of(model: str) -> Address:
 
 
 def reference_there(model: str | None, options: Options) -> str:
-    """Return `Options.reference` as an engine on another machine needs it: of "ssh://HOST/base", the path "/base". "float32" and
-    "stored" stay.
+    """Return `Options.reference` for an engine on another machine: "/base" for "ssh://HOST/base"; others unchanged.
 
-    Raises UserError if the reference is a checkpoint, unless it and the candidate, `model`, are addresses on one machine.
+    Raises UserError if the reference is a checkpoint, unless the reference and `model` are both addresses on one machine.
     """
     if options.reference_model is None:
         return options.reference
@@ -91,7 +90,7 @@ def command_of(address: Address) -> EngineCommand:
 
 
 def command_from(line: str) -> EngineCommand:
-    """Parse the command of --engine-command. Raises UserError if it can't be split into words."""
+    """Parse the value of --engine-command. Raises UserError if it is empty or can't be split into words."""
     try:
         words = shlex.split(line)
     except ValueError as error:
@@ -105,7 +104,7 @@ def connect(
     model: str | None, engine_command: str | None, options: Options, recipe: Recipe
 ) -> tuple[Launch, StartEngine]:
     """Start an engine by ssh or by `engine_command`, and let it open the model. This happens before the screen opens, so that ssh
-    can ask for a password. Returns what the app needs to go on with this engine.
+    can ask for a password. Returns the model as a `Launch`, and the function that gives the app this engine.
 
     Raises UserError if the engine can't be reached, the model can't be found, or a rule matches nothing.
     """
@@ -141,7 +140,7 @@ def connect(
 
 
 def _why_not(error: NoAnswer, command: EngineCommand, by_ssh: bool) -> str:
-    """Return why dtype-engine did not answer, and what may help. by_ssh: whether it was started by our own ssh command."""
+    """Return why dtype-engine did not answer, and what may help. by_ssh: whether the app's own ssh command started it."""
     name, words = command.name, error.words.partition(": ")[2] or error.words
     if by_ssh and error.status == _SSH_FAILED:
         return f"{name} can't be reached: {words}"

@@ -47,8 +47,8 @@ def config_path() -> Path:
 
 
 def read_config(actions: Iterable[str], themes: Iterable[str], options: Iterable[str]) -> Config:
-    """Return the user's configuration, checked against the names of actions, themes and options. Raises UserError, which names the
-    file, the entry and the nearest valid name.
+    """Return the user's configuration, or the defaults if there is no file. actions, themes, options: the valid names. Raises
+    UserError, which names the file, the entry and the nearest valid name.
     """
     path = config_path()
     try:

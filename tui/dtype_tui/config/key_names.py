@@ -14,7 +14,7 @@ _KEY_CAPS = {"enter": "Enter", "backspace": "Backspace", "pageup": "PgUp", "page
 
 
 def with_ids(bindings: Iterable[Binding]) -> list[BindingType]:
-    """Return the bindings, each with the `name_of` its action as its id, which the configuration file uses."""
+    """Return the bindings with ids, which the configuration file uses. A binding without an id gets the `name_of` its action."""
     return [dataclasses.replace(binding, id=binding.id or name_of(binding.action)) for binding in bindings]
 
 
@@ -38,6 +38,6 @@ def keys_of(binding: Binding, chosen: Mapping[str, str]) -> str:
 
 
 def on_keyboard(key: str) -> str:
-    """Return the label on the keyboard of a key that Textual names: `Ctrl+r` for `ctrl+r`, `/` for `slash`."""
+    """Return the label on the keyboard for Textual's name of a key: `Ctrl+r` for `ctrl+r`, `/` for `slash`."""
     parts = [_KEY_CAPS.get(part) or format_key(part) for part in key.strip().split("+")]
     return "+".join(part[0].upper() + part[1:] if len(part) > 1 and part.isalpha() else part for part in parts)

@@ -10,17 +10,17 @@ from textual.binding import Binding
 
 
 class Question(msgspec.Struct, frozen=True):
-    """A job of the engine, as the app shows it. Most answer a question of the user, which has a key or a `:` command."""
+    """A job of the engine, as the app shows it. Most jobs answer a question that the user asks with a key or a `:` command."""
 
     job: str
     """The name of the job, or of a command of the engine. A question without a key is asked by the `:` command of this name."""
     running: str
     waiting: str
     again: str
-    """What to tell the user after the job was stopped."""
+    """What the user is told after the job was stopped, such as "f traces them again"."""
     key: str = ""
     meaning: str = ""
-    """What the key or the `:` command does, for the palette. "" for a job without a key and without a command of the table."""
+    """What the key or the `:` command does, for the palette. "" for a job that is not in the palette."""
     group: Literal["Look", "Measure", ""] = ""
     """The title of the group of keys in the help to which the key belongs."""
     help: str = ""
@@ -75,7 +75,7 @@ QUESTIONS = [
 
 
 def bindings_in(group: str) -> list[Binding]:
-    """Return the key bindings of the questions in one group of the help."""
+    """Return the key bindings of the questions in a group of the help, such as "Measure"."""
     return [Binding(row.key, row.action, row.meaning) for row in QUESTIONS if row.key and row.group == group]
 
 

@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 _WITHOUT = ("-h", "--help", "--version", "--in-process", "--engine-command")
-"""Options that need no engine process on this machine."""
+"""Options with which no engine process on this machine is needed."""
 _COMPLETION = "_DTYPE_TUI_COMPLETE"
-"""Set by the shell when it asks for completions."""
+"""An environment variable that the shell sets when it asks for completions."""
 _process: subprocess.Popen[bytes] | None = None
 
 
 def start_early(arguments: Sequence[str]) -> None:
-    """Start the engine if the command line probably opens a model here. If unused, it exits with this process, which closes its
-    input.
+    """Start the engine's process if the command line probably opens a model on this machine. If the engine is not used, it ends
+    when this process ends, because that closes the engine's input.
     """
     global _process
     if _COMPLETION in os.environ or arguments[:1] == ["serve"]:
@@ -34,7 +34,7 @@ def start_early(arguments: Sequence[str]) -> None:
 
 
 def take() -> subprocess.Popen[bytes] | None:
-    """Return the engine process that `start_early` started, to the first caller only; otherwise None."""
+    """Return the process that `start_early` started, or None if it started none or an earlier call has returned it."""
     global _process
     process, _process = _process, None
     return process

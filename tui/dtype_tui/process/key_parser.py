@@ -17,26 +17,26 @@ _WORD_KEYS = ("\x1bb", "\x1bf")
 _PASTE, _PASTE_END = "\x1b[200~", "\x1b[201~"
 """What terminals send before and after a paste."""
 MOST_PASTED = 4 << 20
-"""Maximum number of characters of a paste, whose end may never come."""
+"""Maximum number of characters that are kept of a paste, because its end may never arrive."""
 
 
 class KeyParser(XTermParser):
     """Parses Escape and a character that arrive together: as Alt with the character if it is a letter, otherwise as two keys.
 
-    Textual's own parser waits 0.1 s for more bytes. If an arrow key or a reply of the terminal arrives meanwhile, it turns Escape
-    and the character into text (`^q`). It also turns Escape and a digit into a special character, such as `¡`.
+    Textual's own parser waits 0.1 s for more bytes. If an arrow key or a reply of the terminal arrives meanwhile, that parser turns
+    Escape and the character into text (`^q`). It also turns Escape and a digit into a special character, such as `¡`.
 
-    All of a paste becomes its text, of which Textual's parser would turn escape sequences, and what follows unknown ones, into
-    keys.
+    A paste becomes a single `Paste` with its whole text. Textual's parser would turn escape sequences in a paste, and the text
+    after unknown ones, into keys.
     """
 
     def __init__(self, debug: bool = False) -> None:
         super().__init__(debug)
         self._pasted: str | None = None
-        """While a paste is arriving, the part that has arrived."""
+        """The part of a paste that has arrived, or None if no paste is arriving."""
         self._begun = ""
-        """The end of the input if it may begin a paste or a key, such as Escape and `[20`, until the next characters decide. Only
-        Escape is passed on at once, because Textual's parser reports the key if nothing follows.
+        """The last characters of the input, such as Escape and `[20`, if they may begin a paste, until the next characters decide.
+        Only Escape has been passed to Textual's parser, which reports the key Escape if nothing follows.
         """
 
     def feed(self, data: str) -> Iterable[Message]:

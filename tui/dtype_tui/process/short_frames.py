@@ -1,5 +1,5 @@
-"""Draws on the terminal in fewer bytes, for slow connections: without cells that it shows already, and without the parts of a style
-that stay. Textual writes a changed line from the left edge of its widget on, with complete styles.
+"""Draws on the terminal in fewer bytes, for slow connections: only cells that have changed, and only the parts of a style that
+change. Textual writes a changed line from the left edge of its widget on, with complete styles.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from textual.driver import Driver
 _MODE = r"\x1b\[\?(?:25|2026)[hl]"
 _MOVE = r"\x1b\[(\d+);(\d+)H"
 _PIECE = re.compile(rf"({_MODE})|\n?{_MOVE}|\x1b\[([\d;]*)m|([^\x00-\x1f\x7f-\x9f]++)")
-"""A mode that changes no cell, a move of the cursor, the style of the text after it, or text (ECMA-48: DECSET, CUP, SGR)."""
+"""Matches a mode that changes no cell, a move of the cursor, a style for further text, or text (ECMA-48: DECSET, CUP, SGR)."""
 _FRAME = re.compile(rf"(?:{_MODE})*(?:{_MOVE}(?:{_PIECE.pattern})*)?")
 _AMBIGUOUS = "▲▼○●←↑→↓…–·×±≈≤≥Δ"
 """Characters that are one cell wide, but two on terminals set up for East Asian fonts (Unicode's East Asian Width "A")."""
 _NARROW = re.compile(rf"[ -~\u2500-\u259f▸▾✓✗{_AMBIGUOUS}\u2800-\u28ff]*")
-"""Characters that are one cell wide, as far as the app draws them often."""
+"""Matches characters that are one cell wide and that the app draws often."""
 _TO_AMBIGUOUS = re.compile(rf"[^{_AMBIGUOUS}]*[{_AMBIGUOUS}]|[^{_AMBIGUOUS}]+")
 
 
@@ -40,7 +40,7 @@ _UNSEEN_ON_BLANKS = {"1", "2", "3"}
 
 
 def with_short_frames(driver: type[Driver]) -> type[Driver]:
-    """Return a driver for one terminal that draws what `driver` draws, in fewer bytes."""
+    """Return a subclass of `driver` that draws the same in fewer bytes. All its instances must draw on the same terminal."""
     cells = ShownCells()
 
     class ShortFrames(driver):  # type: ignore[misc, valid-type]
@@ -58,11 +58,12 @@ class ShownCells:
         """(character, style) by row and column, counted from 1."""
 
     def shortened(self, data: str) -> str:
-        """Return text with control sequences that looks the same on the terminal as `data`, which begins and ends in the terminal's
-        own style.
+        """Return text with control sequences, usually shorter, that looks the same on the terminal as `data`. Both begin and end in
+        the terminal's own style.
 
-        Unless it is text with moves and styles alone, it is returned as it is, and no cell is known any more. A frame that begins
-        every row from the first on may follow a change of the terminal's size, or repair the screen, so it is written in full.
+        If `data` has other control sequences than modes, moves and styles, it is returned unchanged, and all cells count as
+        unknown. A frame that writes every row from the first on may follow a change of the terminal's size, or repair the screen,
+        so all its cells are written.
         """
         pieces = _PIECE.findall(data) if _FRAME.fullmatch(data) else []
         begun = {int(row) for _, row, column, _, _ in pieces if column == "1"}
@@ -87,9 +88,9 @@ class ShownCells:
         return pen.end()
 
     def _draw(self, pen: _Pen, row: int, column: int, text: str, style: _Style, combines: bool) -> int:
-        """Draw those cells of a text that have changed. From a character of unknown width on, and from the one before, with which
-        it may combine, draw everything. combines: whether such a character follows the text. Returns the column after it, or 0 if
-        unknown.
+        """Draw the cells of a text that have changed. If a character has an unknown width, draw all from the character before it
+        on, because the two may combine. combines: whether a character of unknown width follows the text. Returns the column after
+        the text, or 0 if it is unknown.
         """
         cells, blank = self._rows.setdefault(row, {}), _on_blank(style)
         known = _narrow(text) if column else 0
@@ -117,7 +118,7 @@ class ShownCells:
 
 
 class _Pen:
-    """Writes text with control sequences, without those that change nothing."""
+    """Writes text and control sequences to `written`, except control sequences that change nothing."""
 
     def __init__(self) -> None:
         self.written: list[str] = []
@@ -136,11 +137,11 @@ class _Pen:
         self._place, self._adrift = (row, column), False
 
     def may_cover(self, row: int, column: int) -> bool:
-        """Return whether the character that was just written may cover this cell, too."""
+        """Return whether the character that was written last may be two cells wide and cover this cell, too."""
         return self._adrift and self._place == (row, column)
 
     def write(self, text: str, style: _Style, exact: bool = False) -> None:
-        """Write text at the cursor. Unless `exact`, blanks stay in the current style if they look the same there."""
+        """Write text at the cursor. Unless `exact`, blanks are written in the current style if they look the same in it."""
         if style != self._style and (exact or text.strip(" ") or _on_blank(style) != _on_blank(self._style)):
             self.written.append(_between(self._style, style))
             self._style = style
@@ -160,7 +161,7 @@ class _Pen:
 
 
 def _before_unknown(pieces: list[tuple[str, ...]]) -> set[int]:
-    """Return the indices of the texts that a text beginning with a character of unknown width follows directly."""
+    """Return the indices of the texts in `pieces` that a character of unknown width follows directly."""
     found: set[int] = set()
     before = -1  # the index of the text before, or -1 after a move
     for place, (mode, _, _, style, text) in enumerate(pieces):
@@ -174,7 +175,7 @@ def _before_unknown(pieces: list[tuple[str, ...]]) -> set[int]:
 
 
 def _narrow(text: str) -> int:
-    """Return how many of the first characters are surely one cell wide, and combine with no other."""
+    """Return how many characters at the beginning are surely one cell wide and do not combine with the next character."""
     match = _NARROW.match(text)
     end = match.end() if match is not None else 0
     return end if end == len(text) else max(0, end - 1)
@@ -182,7 +183,7 @@ def _narrow(text: str) -> int:
 
 @lru_cache(4096)
 def _on_blank(style: _Style) -> _Style:
-    """Return what can be seen of a style on a blank."""
+    """Return the parts of a style that can be seen on a blank."""
     return _Style(background=style.background) if style.attributes <= _UNSEEN_ON_BLANKS else style
 
 

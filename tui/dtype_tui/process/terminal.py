@@ -25,11 +25,11 @@ _RESTORES = b"".join(
         b"\x1b[?1004l",  # reports of the focus off
     )
 )
-"""What undoes Textual's application mode, as its `LinuxDriver.stop_application_mode` writes it."""
+"""The control sequences that undo Textual's application mode, like those of its `LinuxDriver.stop_application_mode`."""
 
 
 def terminal_settings() -> list[Any] | None:
-    """Return the terminal's attributes (`termios.tcgetattr`), or None if standard error is none."""
+    """Return the terminal's attributes (`termios.tcgetattr`), or None if standard error is not a terminal."""
     with suppress(termios.error, OSError, ValueError):
         if sys.__stderr__ is not None:
             return termios.tcgetattr(sys.__stderr__.fileno())
@@ -37,7 +37,7 @@ def terminal_settings() -> list[Any] | None:
 
 
 def restore_at_once(settings: list[Any] | None) -> None:
-    """Restore the terminal, and discard what it has not taken yet. settings: those from before the app started."""
+    """Restore the terminal, and drop output that it has not taken yet. settings: the `terminal_settings` from before the app."""
     with suppress(termios.error, OSError, ValueError):  # the terminal is gone
         assert sys.__stderr__ is not None  # to which Textual writes
         number = sys.__stderr__.fileno()

@@ -1,4 +1,4 @@
-"""Uses private names of Textual. No other file of the app does, except where a class overrides one. Tested with Textual 8.2."""
+"""Uses private names of Textual. No other file of the app does, except to override methods. Tested with Textual 8.2."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["XTermParser", "active_message_pump"]
 
 
 def use_parser(parser: type[XTermParser]) -> None:
-    """Make Textual's terminal driver parse keys by `parser`, which it looks up by name when its reader thread starts."""
+    """Make Textual's terminal driver parse keys with `parser`. To be called before the driver starts."""
     linux_driver.XTermParser = parser  # type: ignore[attr-defined]
 
 
@@ -30,7 +30,7 @@ def expects_more(parser: XTermParser) -> bool:
 
 
 def add_filters(app: App[Any], *filters: LineFilter) -> None:
-    """Change every line that an app draws by filters."""
+    """Make an app pass every line that it draws through these filters, after the filters that it has already."""
     app._filters += filters
 
 
@@ -43,12 +43,12 @@ def forget_message(app: App[Any], message: Notification) -> None:
 
 
 def forget_drawings() -> None:
-    """Clear the cache of the drawings of up to 1,024 widgets, also closed ones: tens of MiB after some hundred windows."""
+    """Clear Textual's cache of the drawings of up to 1,024 widgets, some of them closed: tens of MiB after some hundred windows."""
     StylesCache.get_inner_outer.cache_clear()
 
 
 async def run_bound(app: App[Any], key: Key, priority: bool = False) -> bool:
-    """Run the action to which a key is bound, if any. priority: only bindings that come before the focused widget."""
+    """Run the action to which a key is bound. Returns False if no binding handled it. Only bindings with this `priority` count."""
     return await app._check_bindings(key.key, priority=priority)
 
 
@@ -61,7 +61,7 @@ def paste_into(field: Input, paste: Paste) -> None:
 
 
 def choose_in(palette: CommandPalette, event: Input.Submitted) -> None:
-    """Run the command that is selected in a palette, or select the first one."""
+    """Run the command that is selected in a palette. If none is selected, select the first, and run it if it is the only one."""
     palette._select_or_command(event)
 
 

@@ -57,14 +57,14 @@ class Axes:
     linear: bool = False
 
     def level(self, y: float) -> float | None:
-        """Return the position of `y` between `low` and `high`, or None if it is drawn as zero."""
+        """Return `y` in the units of `low` and `high` (its logarithm on a logarithmic axis), or None if it is drawn as zero."""
         if self.linear:
             return y
         return None if y <= 0 or math.log10(y) < self.low - 1e-9 else math.log10(y)
 
 
 def axes_around(points: Sequence[tuple[float, float]]) -> Axes:
-    """Return a linear and a logarithmic axis for all finite points. A y below a millionth of the largest is drawn as zero."""
+    """Return axes for all finite points: x linear, y logarithmic. A y of up to a millionth of the largest is drawn as zero."""
     finite = [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
     left, right = _sides(finite)
     most = max((y for _, y in finite), default=0.0)
@@ -104,7 +104,7 @@ def plot(
     notes: Sequence[Note] = (),
 ) -> Text:
     """Return the plot as `height` lines of `width` cells. vertical: the x at which to draw a vertical line. names: (x, name) in
-    order of x, to write below the axis instead of numbers. unit: that of y, written after the uppermost label.
+    order of x, to write below the axis instead of numbers. unit: the unit of y, written after the uppermost label.
     """
     labels = _y_labels(axes, max(1, height - 2 - axes.zero))
     if unit and labels:
@@ -191,7 +191,7 @@ class _Grid:
         self._styles[cell] = style
 
     def write(self, note: Note) -> None:
-        """Write a note inside the plot, near its point. Of the places where it covers the fewest dots, it takes the nearest."""
+        """Write a note inside the plot: at the place nearest to its point among those where it covers the fewest dots and marks."""
         down = self._down(note.y)
         width = len(note.text)
         if down is None or width > self._columns:
@@ -241,8 +241,8 @@ def _y_labels(axes: Axes, rows: int) -> dict[int, str]:
 
 
 def _round_figures(axes: Axes, rows: int) -> dict[int, str]:
-    """Return labels of a linear axis, by row: at most every third, multiples of 1, 2 or 5 times a power of ten or else its two
-    ends.
+    """Return the labels of a linear vertical axis by row, in at most every third row: multiples of 1, 2 or 5 times a power of ten
+    or, if fewer than two of these fit, the two ends of the axis.
     """
     span = axes.high - axes.low
     least = span / max(1, rows // 3)
@@ -257,7 +257,7 @@ def _round_figures(axes: Axes, rows: int) -> dict[int, str]:
 
 
 def _names_below(axes: Axes, columns: int, names: Sequence[tuple[float, str]]) -> str:
-    """Return the line of names below the axis, `columns` wide. Each starts at its x, and none touches the previous one."""
+    """Return the line of names below the axis, `columns` wide. Each name starts at its x; names without room are left out."""
     line = ""
     for x, name in names:
         start = min(round((x - axes.left) / (axes.right - axes.left) * (columns - 1)), columns - len(name))

@@ -29,7 +29,7 @@ def truncate(text: str, width: int) -> str:
 
 
 def wrap_dotted(name: str, width: int) -> str:
-    """Return a module's name wrapped to lines of `width` cells. Lines break only before dots, so a long part may exceed it."""
+    """Return a module's name wrapped to lines of `width` cells. Lines break only before dots, so a line may be longer."""
     lines = [""]
     for part in re.split(r"(?=\.)", name):
         if lines[-1] and len(lines[-1]) + len(part) > width:
@@ -39,7 +39,7 @@ def wrap_dotted(name: str, width: int) -> str:
 
 
 def drift_text(drift: ModuleDrift | None) -> str:
-    """Return a module's SQNR in dB without the unit, such as "41.3", or a word of at most seven cells, such as "inf/nan"."""
+    """Return a module's SQNR in dB without the unit, such as "41.3", a word of up to seven cells ("inf/nan"), or "" for None."""
     if drift is None:
         return ""
     if drift.nonfinite or (drift.sqnr_db is not None and math.isnan(drift.sqnr_db)):
@@ -52,8 +52,8 @@ def drift_text(drift: ModuleDrift | None) -> str:
 
 
 def drift_share(sqnr_db: float, scale: tuple[float, float]) -> float:
-    """Return the filled share of a module's bar, from 0 (least drift) to 1 (most), for an SQNR in dB, or NaN if the output is not
-    finite. scale: the SQNRs at which the bar is full and at which it is empty, such as (20.0, 60.0).
+    """Return the filled share of a module's bar, from 0 (least drift) to 1 (most). sqnr_db: NaN if the output is not finite, which
+    fills the bar. scale: the SQNRs at which the bar is full and at which it is empty, such as (20.0, 60.0).
     """
     worst, best = scale
     return 1.0 if math.isnan(sqnr_db) else max(0.0, min(1.0, (best - sqnr_db) / (best - worst)))
@@ -74,7 +74,7 @@ def bar(share: float, width: int) -> str:
 
 def meter(share: float, width: int, colour_name: str) -> list[tuple[str, str]]:
     """Return a low bar of `width` cells, filled in steps of half a cell, as pairs (text, style). Its empty part is a line at the
-    bottom, so that it can be read without colors. share: the filled part, from 0 to 1; above 0, at least half a cell is filled.
+    bottom, readable without colors. share: the filled part, from 0 to 1; above 0, at least half a cell is filled.
     """
     halves = min(2 * width, max(round(2 * width * share), 1 if share > 0 else 0))
     filled = "▄" * (halves // 2) + "▖" * (halves % 2)

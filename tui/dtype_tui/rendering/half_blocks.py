@@ -10,7 +10,7 @@ from dtype_engine.results.pictures import Picture
 
 
 def half_blocks(picture: Picture, columns: int, lines: int) -> Text:
-    """Return a picture as text, as large as fits into `columns` x `lines` cells."""
+    """Return a picture as text, as large as fits into `columns` x `lines` cells without distortion."""
     from PIL import Image  # imported here, because few models make pictures
 
     share = min(columns / picture.width, 2 * lines / picture.height)

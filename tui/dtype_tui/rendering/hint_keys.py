@@ -1,5 +1,5 @@
-"""The hints in the engine's messages, such as `{hint:no-sound}`: texts that name a key, as those of the command line name an
-option.
+"""The app's words for the hints in the engine's messages, such as `{hint:no-sound}`. They name keys; the words of the command line
+name options.
 """
 
 from __future__ import annotations
@@ -24,5 +24,5 @@ IN_THE_APP: Mapping[HintName, str] = {
 
 
 def with_keys(sentence: str) -> str:
-    """Return a message of the engine with hints that name keys."""
+    """Return a message of the engine with each hint, such as `{hint:no-sound}`, replaced by words that name a key."""
     return fill_hints(sentence, IN_THE_APP)

@@ -18,7 +18,7 @@ _MOST_SENTENCES = 3
 
 def loss_marks(losses: Sequence[ValueLoss]) -> Mapping[str, str]:
     """Return marks such as `⚠ 64 inf 12 zero`, by node name: for each tensor in which casts make values infinite or zero or clip
-    them, and for each module above it. Values that only became zero by rounding have none.
+    them, and for each module above it. Tensors in which values only became zero by rounding have no mark.
     """
     sums: dict[str, list[int]] = {}
     for loss in severe(losses):
@@ -41,8 +41,8 @@ def loss_rows(
 ) -> list[tuple[str, str]]:
     """Return rows (label, text) of the Drift pane about values that casts make infinite or zero or clip.
 
-    lost: the tensors with such values, or None if they are unknown, for this `reason`. remedy: rules that prevent it, if they are
-    known. remedy_next: whether the next press of the key for remedies applies them.
+    lost: the tensors with such values, or None if these are unknown. reason: why they are unknown. remedy: rules that keep the
+    values, if known. remedy_next: whether the next press of the key for remedies applies these rules.
     """
     if lost is None:
         return [("values", printable(reason, 300))] if reason else []

@@ -2,8 +2,8 @@
 
 Three groups share no color: a hue for each family of dtypes, a ramp from green to red for how bad a drift is, and an accent for
 titles, keys and the edge of the cursor. Drawing code uses the names of the terminal's 16 colors. The app shows each name in the
-table's color for a dark or a light theme; a theme of the terminal's own colors (`ansi-dark`, `ansi-light`) leaves them. A color
-never carries information alone: it accompanies a word, a number or the length of a bar.
+table's color for a dark or a light theme; with `ansi-dark` and `ansi-light`, the terminal's own colors are used. A color never
+carries information alone: it accompanies a word, a number or the length of a bar.
 
 "bright_yellow" stands for the orange of the ramp, because "bright_red" would look like its red.
 """
@@ -99,7 +99,7 @@ def cursor_variables(dark: bool) -> dict[str, str]:
 
 
 def colour(dtype: str) -> str:
-    """Return the name of the color of a dtype's family. A block format, such as MXFP4, has that of its elements."""
+    """Return the name of the color of a dtype's family. A block format, such as MXFP4, has the color of its elements' family."""
     row = dtypes.BY_NAME.get(dtype)
     if dtype in _HUES or row is None:
         return _HUES.get(dtype, "bright_white")
@@ -121,7 +121,7 @@ def ramp(word: Word) -> str:
 
 
 def sqnr_colour(sqnr_db: float, limits: Iterable[tuple[float, Word]]) -> str:
-    """Return the name of the color for an SQNR in dB or NaN. limits: the least SQNR of each rating, the best first."""
+    """Return the name of the color for an SQNR in dB or NaN. limits: the minimum SQNR of each rating, the best first."""
     return ramp(next((word for least, word in limits if sqnr_db >= least), "broken"))
 
 

@@ -11,7 +11,7 @@ from dtype_engine.core.text import is_printable
 
 
 class PrintableLines(LineFilter):
-    """Replaces each character that is not printable by as many question marks as it is wide, which is mostly none."""
+    """Replaces each unprintable character by one question mark for each cell of its width, which is mostly zero."""
 
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
         if all(is_printable(segment.text) for segment in segments):

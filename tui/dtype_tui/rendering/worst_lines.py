@@ -25,7 +25,7 @@ _TRACK = 4
 
 
 def shortened_uniquely(name: str, width: int, others: Collection[str]) -> str | None:
-    """Return the end of a name in `width` cells, as in `…10.mlp.down_proj`, or None if another name in `others` ends so, too."""
+    """Return the end of a name in `width` cells, as in `…10.mlp.down_proj`, or None if it is empty or not unique in `others`."""
     if len(name) <= width:
         return name
     end = name
@@ -48,8 +48,8 @@ def worst_lines(
     If a shortened name could mean several modules, the bars are left out, so that more of each name fits. If it is still ambiguous,
     the full name follows on further lines.
 
-    scale: the SQNRs in dB at which a bar is full and at which it is empty. limits: the minimum SQNR of each rating, such as (40.0,
-    "small").
+    others: the names of all modules. scale: the SQNRs in dB at which a bar is full and at which it is empty. limits: the minimum
+    SQNR of each rating, such as (40.0, "small").
     """
     numbers = ["not finite" if drift.nonfinite else decibels(drift.sqnr_db).removesuffix(" dB") for drift in worst]
     widest = max(map(len, numbers), default=0)

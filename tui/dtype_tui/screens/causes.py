@@ -39,7 +39,7 @@ _STOPPED = "Stopped: close this and press d to go on."
 
 class CausesScreen(ChoiceScreen[str]):
     """Plots the SQNR of every module's output, under the whole recipe and with only the module itself cast. Lists the causes of the
-    drift as they are found. The window's result is a cause to go to.
+    drift as they are found. The window's result is the name of a module for the tree to go to.
     """
 
     HEADING = "Drift over depth"
@@ -70,11 +70,11 @@ class CausesScreen(ChoiceScreen[str]):
         self._controller = controller
         self._experiment = controller.experiment
         self._ended = ""
-        """Why no causes are being measured, or "" if they are, or are known."""
+        """Why the measurement of causes ended early, or "" if it did not."""
         self._before: tuple[Recipe, Results] | None = None
         """The recipe and the results from before the user changed the recipe here, shown until the new causes are known."""
         self._chosen: str | None = None
-        """The module under the cursor, or None while the cursor, not moved yet, stays at the top."""
+        """The module under the cursor, or None until the user moves the cursor, which stays at the top until then."""
         self._drawn: tuple[AttributionReport, Recipe] | None = None
 
     def compose(self) -> ComposeResult:
@@ -224,7 +224,7 @@ class CausesScreen(ChoiceScreen[str]):
         self._change(self._controller.undo)
 
     def _change(self, change: Callable[[], None]) -> None:
-        """Change the recipe by calling `change`, and measure its causes unless they are known."""
+        """Change the recipe by calling `change`, and measure the causes of the new recipe's drift unless they are known."""
         experiment = self._experiment
         recipe, results = experiment.recipe, self._results
         change()
@@ -270,5 +270,5 @@ class CausesScreen(ChoiceScreen[str]):
 
 
 def _plot_y(sqnr_db: float | None) -> float:
-    """Return an SQNR as the y of a point. The plot omits points that are NaN or infinite, as for a module without drift."""
+    """Return an SQNR as the y of a point, NaN for None. The plot omits NaN and infinity, which is the SQNR without drift."""
     return math.nan if sqnr_db is None else sqnr_db

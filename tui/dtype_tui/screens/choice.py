@@ -51,7 +51,7 @@ class ChoiceScreen(ModalScreen[Result]):
 
     @property
     def lines(self) -> Static:
-        """The widget that shows the lines, as opposed to those that a subclass adds."""
+        """The widget that shows the lines. A subclass may add other widgets."""
         return self.query_one("VerticalScroll > Static", Static)
 
     def draw(self) -> Text | Table:
@@ -72,7 +72,7 @@ class ChoiceScreen(ModalScreen[Result]):
         self.lines.update(Text("\n").join(drawn))
 
     def marker(self, index: int) -> tuple[str, str]:
-        """Return (text, style) of the beginning of a line: the edge of the cursor if it is the chosen one, otherwise blanks."""
+        """Return (text, style) of the beginning of a line: the edge of the cursor if the line is chosen, else blanks."""
         return f"{EDGE} " if index == self.index else "  ", ""
 
     def action_move(self, step: int) -> None:

@@ -36,16 +36,16 @@ class Side:
     recipe: Recipe
     entry: MeasuredRecipe | None
     modules: Mapping[str, ModuleDrift] | None
-    """The drift of the modules by name, or None if it is not stored any more."""
+    """The drift of each module by name, or None if the app no longer keeps it."""
 
 
 def side_of(experiment: Experiment, entry: MeasuredRecipe, title: str) -> Side:
-    """Return a measured recipe as `comparison_screen` shows it. title: its short name for headings."""
+    """Return a measured recipe as one side of a comparison. title: the recipe's short name for headings."""
     return Side(title, entry.recipe, entry, experiment.module_log.of(entry))
 
 
 def side_of_recipe(experiment: Experiment, recipe: Recipe, title: str) -> Side:
-    """Return a recipe as `comparison_screen` shows it, with its measurement on the current inputs and settings, if any."""
+    """Return a recipe as one side of a comparison, with its measurement on the current inputs and settings, if any."""
     now = experiment.settings, experiment.model.inputs
     for entry in experiment.measured:
         if entry.recipe == recipe and (entry.settings, entry.inputs) == now:

@@ -53,7 +53,7 @@ def details_screen(experiment: Experiment, node: str) -> Overlay:
 
 
 def _module_rows(experiment: Experiment, node: str, modules: tuple[Module, ...]) -> Iterator[Row]:
-    """Yield what is known about a module, or about folded modules, without their drift."""
+    """Yield rows with everything but the drift of a module or of folded modules."""
     stored = experiment.tree.totals().of(modules)
     planned = experiment.totals.of(modules)
     if len(modules) > 1:

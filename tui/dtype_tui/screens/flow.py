@@ -15,7 +15,7 @@ from dtype_tui.screens.overlay import Answer, Overlay
 MOST_ROWS = 200
 """Maximum number of casts that are shown. Drawing a thousand takes two seconds, in which no key is handled."""
 _NAME_WIDTH = 26
-"""Minimum width in cells of module names, for which operation names are truncated."""
+"""Minimum width in cells of the column of module names. If less is left, names of operations are truncated."""
 
 
 def flow_screen(answer: Answer[None, tuple[ImplicitCastStats, ...]]) -> Overlay:

@@ -25,7 +25,7 @@ from dtype_tui.widgets.line_input import LineInput
 MOST_TOKENS = 4096
 MOST_TEXTS = 100
 _MOST_CHARACTERS = 100_000
-"""Maximum number of characters of a text, of which a line break counts as 80. One of 4,096 tokens has about half."""
+"""Maximum number of characters shown of a text; a line break counts as 80. A text of 4,096 tokens has about half as many."""
 _MOST_OF_A_PIECE = 1000
 
 
@@ -33,8 +33,8 @@ class GenerationScreen(ModalScreen[None]):
     """Asks for a prompt and a length, and shows the texts of the reference and the candidate as they are generated. The first token
     that differs is in brackets.
 
-    wanted: the last request, whose texts are generated at once if `texts` has none. start: called with a request; returns whether
-    the engine works on it. stop: called if the window is closed while texts are generated.
+    wanted: the last request, or None. texts: its texts; if empty, they are generated at once. start: called with a new request;
+    returns whether the engine works on it. stop: called if the window is closed while texts are generated.
     """
 
     DEFAULT_CSS = """
@@ -144,7 +144,9 @@ class GenerationScreen(ModalScreen[None]):
 
 
 def _written(text: Generation, written: Written) -> Text:
-    """Return the end of the prompt, dim, and one model's continuation of it. The first token that differs is in brackets."""
+    """Return the end of the prompt, dimmed, and `written`, the continuation by one of the two models. The first token that differs
+    is in brackets.
+    """
     shown = Text(_safe_lines("…" + text.prompt[-60:] if len(text.prompt) > 60 else text.prompt), style="dim")
     parts_at = text.same_tokens if text.differs else None
     room = _MOST_CHARACTERS

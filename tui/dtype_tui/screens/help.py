@@ -47,14 +47,15 @@ from dtype_tui.widgets.tree_rows import Row
 Section = tuple[str, list[tuple[str, str]]]
 _NARROWEST = 35
 _KEYS_WIDTH = 8
-"""Width in cells for the main screen's keys. Longer ones shift their description to the right."""
+"""Width in cells of the column of the main screen's keys. Longer keys shift their description to the right."""
 _WINDOWS_KEYS_WIDTH = 20
-"""Width in cells for the keys of windows, which are listed in a single column."""
+"""Width in cells of the column of keys of windows. They are listed below each other."""
 
 
 class HelpScreen(ModalScreen[None]):
-    """node: the name of the node under the cursor. node_keys: (binding id, description) of its keys. chosen: the user's own keys,
-    by binding id. words: (title, text) of explanations. hidden: the ids of bindings to leave out.
+    """Shows keys and explanations. node: the name of the node under the cursor. node_keys: (binding id, description) of the node's
+    keys. chosen: the user's own keys, by binding id. words: (title, text) of explanations. hidden: the ids of bindings to leave
+    out.
     """
 
     DEFAULT_CSS = """
@@ -136,7 +137,7 @@ class HelpScreen(ModalScreen[None]):
         self.set_focus(field)
 
     def _close_search(self) -> None:
-        """Hide the search line. What it found stays on the page."""
+        """Hide the search line. The page still shows what was found."""
         self.query_one(LineInput).remove_class("open")
         self.query_one(VerticalScroll).focus()
 
@@ -153,7 +154,7 @@ def sections(
     chosen: Mapping[str, str], words: Iterable[tuple[str, str]], hidden: Set[str] = frozenset()
 ) -> tuple[list[Section], list[tuple[str, str]]]:
     """Return the sections of the help (title of a screen or prompt, its keys with descriptions), and the explanations of terms:
-    `words`, and those of two windows. Descriptions begin in lower case. If any bindings are hidden, the save window is left out.
+    `words` and the texts of two windows. Descriptions begin in lower case. If any bindings are hidden, the save window is left out.
     """
     places: tuple[tuple[str, Iterable[BindingType]], ...] = (
         ("Casting and measuring", KEYS),
@@ -205,7 +206,7 @@ def keys_for_node(experiment: Experiment, row: Row) -> list[tuple[str, str]]:
 
 
 def node_lines(node: str, node_keys: Sequence[tuple[str, str]], chosen: Mapping[str, str], width: int) -> Text:
-    """Return a line with the keys for dtypes, then the other keys for the node under the cursor."""
+    """Return the lines about the node under the cursor: its name, the keys for dtypes, and the node's other keys."""
     names = [dtypes.short_name(dtype) if dtype != dtypes.STORED else "as stored" for dtype in DIGITS]
     text = Text()
     text.append(f"Here: {printable(node, 500)}\n", style="bold")
@@ -236,7 +237,9 @@ def _groups(chosen: Mapping[str, str], hidden: Set[str]) -> list[Section]:
 def _block(
     title: str, rows: Iterable[tuple[str, str]], widest: int = _KEYS_WIDTH, width: int | None = None
 ) -> list[Text]:
-    """Return the lines of a heading and of its rows (keys, description). widest: of the keys. width: None does not wrap."""
+    """Return the lines of a heading and of its rows (keys, description). widest: the maximum width in cells of the column of keys.
+    width: that of a line in cells; None does not wrap descriptions.
+    """
     listed = list(rows)
     keys_width = min(widest, max(len(keys) for keys, _ in listed))
     lines = [Text(title, style="bold")]
@@ -253,7 +256,7 @@ def _row(keys: str, words: str, column: int, width: int) -> list[Text]:
 
 
 def _keys(names: Sequence[str], chosen: Mapping[str, str]) -> str:
-    """Return the keys of several bindings, given their ids: each one's first key, then each one's second. Ctrl+r is `^r`."""
+    """Return the keys of the bindings with these ids: the first key of each, then the second of each. Ctrl+r becomes `^r`."""
     bindings = [binding for binding in (*KEYS, *ModuleTree.BINDINGS) if isinstance(binding, Binding)]
     keys = [keys_of(binding, chosen).split(",") for name in names for binding in bindings if binding.id == name]
     ordered = [key for row in zip_longest(*keys) for key in row if key is not None]
@@ -261,7 +264,7 @@ def _keys(names: Sequence[str], chosen: Mapping[str, str]) -> str:
 
 
 def search(places: Iterable[Section], explained: Iterable[tuple[str, str]], wanted: str, width: int) -> Text:
-    """Return the keys whose label, section or description contains `wanted`, and the sentences of explanations that do."""
+    """Return the keys and the sentences of explanations that contain `wanted` in their text or title. Case is ignored."""
     wanted = wanted.strip().lower()
     page = Text()
     for title, rows in places:

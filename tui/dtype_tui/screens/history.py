@@ -28,14 +28,14 @@ from dtype_tui.state.measurement_log import MeasuredRecipe, mark, metric_names, 
 
 _RULES = "rules"
 _RULES_WIDTH = 22
-"""Minimum width in cells of the column of rules, for which other columns are left out."""
+"""Minimum width in cells of the column of rules. Other columns are left out to make room for it."""
 _OMITTED: tuple[About, ...] = ("predictions", "values", "distribution")
-"""What the figures are about that a narrow window omits, in order."""
+"""The groups of figures that a narrow window omits, in this order."""
 _PADDING = 2
 
 
 class MeasurementsScreen(ModalScreen[MeasuredRecipe]):
-    """Lists the measured recipes. The window's result is the one to return to."""
+    """Lists the measured recipes. The window's result is the recipe to go back to."""
 
     DEFAULT_CSS = """
     MeasurementsScreen { align: center middle; }
@@ -80,7 +80,7 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe]):
         self._fill(len(self._experiment.measured) - 1)
 
     def show_figures(self) -> None:
-        """Add recipes that were measured since. The cursor stays on its recipe."""
+        """Add recipes that were measured since the last call. The cursor stays on its recipe."""
         if self._seen != self._entries:
             at = self._entries[self._at].key if self._at < len(self._entries) else None
             keys = [entry.key for entry in self._entries]
@@ -110,7 +110,7 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe]):
 
     @property
     def _width(self) -> int:
-        """The total width of the columns, estimated before the layout is known, for keys that are pressed meanwhile."""
+        """The total width of the columns in cells. Before the layout is known, it is estimated, because keys may need it."""
         table = self.query_one(DataTable)
         return (table.size.width or min(116, self.app.size.width * 96 // 100) - 4) - 1  # a scrollbar may come
 
@@ -133,7 +133,7 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe]):
         }
 
     def _meaning(self, entry: MeasuredRecipe) -> Meaning:
-        """Return a rating of a measurement's drift, with regard to the noise floor if that was measured on the same inputs."""
+        """Return a rating of a measurement's drift. It considers the noise floor if the inputs are the current ones."""
         return meaning(entry.output, self._experiment.floor if entry.inputs == self._experiment.model.inputs else None)
 
     @property
@@ -231,8 +231,8 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe]):
 def fitting(rows: Sequence[Mapping[str, Text]], width: int) -> dict[str, int]:
     """Return the columns that fit into `width` cells, and their widths. rows: the cells of the table, by column name.
 
-    The column of rules gets all remaining cells. If they are too few, columns are left out: empty ones, then figures in the order
-    of `_OMITTED`, the bytes, and the user's metrics.
+    The column of rules gets all remaining cells. If these are too few, other columns are left out: empty columns, then figures in
+    the order of `_OMITTED`, the bytes, and the user's metrics.
     """
     widths = {name: max(len(name), *(row[name].cell_len for row in rows)) for name in rows[0]}
     wanted = min(widths.pop(_RULES), _RULES_WIDTH) + _PADDING

@@ -104,7 +104,7 @@ class InputsScreen(ModalScreen[None]):
 
 
 def inputs_table(summary: InputsSummary, compared: int | None = None) -> Table:
-    """Return a table of the inputs. compared: the positions of the output at which the models were compared."""
+    """Return a table of the inputs. compared: the number of positions at which outputs were compared."""
     head = PlainTable.labelled()
     for index, part in enumerate(summary.made_of):
         head.add_row("made of" if index == 0 else "", Text(printable(part, 300)))

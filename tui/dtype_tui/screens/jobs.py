@@ -13,7 +13,7 @@ from dtype_tui.state.controller import Controller
 
 
 class JobsScreen(ChoiceScreen[None]):
-    """Lists the jobs in their order."""
+    """Lists the running job, then the waiting jobs in the order in which they will run."""
 
     HEADING = "Jobs of the engine"
     KEYS = "↑↓ choose  x stops it  Esc closes"

@@ -20,14 +20,16 @@ LETTERS = "asdfghjklqwertyuiopzxcvbnm"
 
 
 def labels(count: int) -> list[str]:
-    """Return `count` labels, such as ["a", "s", "ma"]. None is the beginning of another. As many as possible have one letter."""
+    """Return `count` labels, such as ["a", "s", "ma"]. No label begins with another. As many as possible have one letter."""
     pairs = max(0, -(-(count - len(LETTERS)) // (len(LETTERS) - 1)))
     singles = len(LETTERS) - pairs
     return [*LETTERS[:singles], *map("".join, product(LETTERS[singles:], LETTERS))][:count]
 
 
 class JumpScreen(ModalScreen[int]):
-    """Shows a label at each place, in cells of the screen below. The window's result is the index of the one that is typed."""
+    """Shows a label at each of `places`, in cells from the screen's upper left corner. The window's result is the index of the
+    place whose label is typed.
+    """
 
     DEFAULT_CSS = """
     JumpScreen, JumpScreen:ansi { background: transparent; }
@@ -55,7 +57,9 @@ class JumpScreen(ModalScreen[int]):
             self.dismiss()  # after a resize, the labels would be in the wrong places
 
     def _go(self, typed: str) -> None:
-        """Go to the place with the typed label. If the letters begin several, show only those; if they begin none, show all."""
+        """Go to the place with the typed label. If labels begin with the typed letters, show only these labels; otherwise, clear
+        the line and show all.
+        """
         if typed in self._statics:
             self.dismiss(list(self._statics).index(typed))
             return

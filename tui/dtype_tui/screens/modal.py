@@ -1,7 +1,7 @@
 """The base class of windows over the main screen, which makes sure that a window closes only once.
 
-Textual's own `dismiss` removes the topmost screen, whichever it is called on. Two keys or clicks that close a window and arrive
-together would also remove the screen below it, possibly the app's last one.
+Textual's own `dismiss` removes the topmost screen, no matter on which screen it is called. Two keys or clicks that close a window
+and arrive together would also remove the screen below it, possibly the app's last one.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ Result = TypeVar("Result")
 
 
 def is_from_closed_window(error: Exception, app: App[Any]) -> bool:
-    """Return whether an error only means that a widget was not found in a window that is closed or not yet built, as when keys open
-    and close windows in quick succession, or that the app is ending.
+    """Return whether an error can be ignored: either the app is ending, or a widget was not found in a window that is closed or not
+    yet built, as when keys open and close windows in quick succession.
     """
     if is_ending(app) and isinstance(error, (NoMatches, ScreenStackError)):
         return True
@@ -49,8 +49,8 @@ def is_from_closed_window(error: Exception, app: App[Any]) -> bool:
 
 
 def nodes_in_traceback(error: Exception) -> list[DOMNode]:
-    """Return the widgets whose methods appear in an error's traceback, the outermost first. Textual's active message pump does not
-    show the window if the error was raised in a task of the app.
+    """Return the widgets whose methods appear in an error's traceback, the outermost first. If the error was raised in a task of
+    the app, Textual's active message pump does not tell which window is affected.
     """
     owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
     return [node for node in owners if isinstance(node, DOMNode) and not isinstance(node, App)]
@@ -66,10 +66,11 @@ def _close_once(
 
 
 def _draw_over(window: Screen[Any]) -> RenderableType | None:
-    """Return what to draw behind a window: the screen below it, tinted by the window's background, or None if it is not open.
+    """Return what to draw behind a window: the screen below it, tinted by the window's background, or None if the window is not
+    open.
 
-    Textual finds the screen below in a list that changes while other windows are drawn. If windows open and close meanwhile, each
-    of two could be drawn over the other, in an endless recursion.
+    Textual finds the screen below in a list that changes while other windows are drawn. If windows open and close meanwhile, two
+    could each be drawn over the other, in an endless recursion.
     """
     stack = window.app.screen_stack
     place = stack.index(window) if window in stack else 0
@@ -115,7 +116,7 @@ class CommandPalette(_CommandPalette):
 
     @on(Input.Submitted)
     async def choose_once_searched(self, event: Input.Submitted) -> None:
-        """Make Enter wait for the search for the whole text. Textual would choose from the results of some keys earlier."""
+        """Make Enter wait until the whole text has been searched for. Textual would choose a result for an earlier text."""
         event.prevent_default()
         event.stop()
         for search in [worker for worker in self.workers if worker.node is self]:

@@ -35,15 +35,15 @@ from dtype_tui.state.scan import Point, figure
 from dtype_tui.widgets.line_input import LineInput
 
 _RESTS_S = 0.05
-"""Seconds that the cursor must rest on a point before the app computes its rules."""
+"""Seconds that the cursor must rest on a point before the app computes the point's rules."""
 _MOST_ZOOM = 64
 _AROUND = 2
-"""Number of points on either side of the cursor that are measured together with the one under it."""
+"""Number of points on either side of the cursor that are measured together with the point under it."""
 _UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 
 
 class OptimiseScreen(ModalScreen[None]):
-    """Shows the Pareto front, along which the cursor moves. Enter applies and measures the recipe under it."""
+    """Shows the Pareto front, along which the cursor moves. Enter applies and measures the recipe under the cursor."""
 
     DEFAULT_CSS = """
     OptimiseScreen { background: $background; }
@@ -67,14 +67,14 @@ class OptimiseScreen(ModalScreen[None]):
         self.front: ParetoFront | None = None
         self.index = 0
         self.within: Solution | None = None
-        """The best solution for the user's budget, if the cursor is on it. Its size may lie between those of two drawn points."""
+        """The best solution for the user's budget, if the cursor is on it. Its size may lie between two drawn points."""
         self._rules: tuple[Solution, Recipe] | None = None
         """The plan for which a recipe was computed last, and this recipe."""
         self._measured_caches: dict[Recipe, int] = {}
         self._timer: Timer | None = None
         self._seen = -1
         self.zoom = 1
-        """The width of the whole front divided by that of its visible part."""
+        """The width of the whole front divided by the width of its visible part."""
 
     def compose(self) -> ComposeResult:
         yield Static(id="front-title", markup=False)
@@ -97,8 +97,8 @@ class OptimiseScreen(ModalScreen[None]):
             self._make(self.view.limits)
 
     def _make(self, limits: SearchConstraints) -> bool:
-        """Compute the front under the user's requirements. Returns False if no plan meets them. The cursor moves to the largest
-        plan that has no more bytes than the one that was under it.
+        """Compute the front under the user's requirements. Returns False if no plan meets them. The cursor moves to the best plan
+        for the budget or else to the largest plan that has at most as many bytes as the plan that was under the cursor.
         """
         self._seen = self.view.version
         before, self.view.limits = self.view.limits, limits
@@ -148,7 +148,7 @@ class OptimiseScreen(ModalScreen[None]):
         return self._rules[1] if self._rules is not None and self._rules[0] == self.solution else None
 
     def _find_rules(self) -> None:
-        """Compute the recipe under the cursor when that rests, in a thread, because this takes long for a large model."""
+        """Compute the recipe under the cursor when the cursor rests. A thread does it, because it takes long for a large model."""
         if self._timer is not None:
             self._timer.stop()
         solution = self.solution
@@ -228,14 +228,14 @@ class OptimiseScreen(ModalScreen[None]):
         return next(pair for pair in _UNITS if stored >= pair[0] or pair[0] == 1)
 
     def _in_view(self, x: float, points: Sequence[tuple[float, float]]) -> bool:
-        """Return whether the point at `x` is visible around the one under the cursor. points: in the units of the plot."""
+        """Return whether `x` is within the zoomed range around the cursor. points: those of the front, in the plot's units."""
         if self.zoom == 1:
             return True
         width = (points[-1][0] - points[0][0]) / self.zoom
         return abs(x - points[self.index][0]) <= width / 2
 
     def _measured(self) -> list[tuple[int, float]]:
-        """Return (bytes, drift) of each recipe measured on the current inputs and settings. The drift is what the scan predicts."""
+        """Return (bytes, drift) of each recipe measured on the current inputs and settings. The drift is in the scan's unit."""
         experiment = self.experiment
         distribution = self.view.report is not None and self.view.report.unit != SQUARED
         now = experiment.model.inputs, experiment.settings

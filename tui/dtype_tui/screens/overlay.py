@@ -22,11 +22,11 @@ Result = TypeVar("Result")
 
 
 class Answer(msgspec.Struct, Generic[Parameters, Result], frozen=True):
-    """The result of a job for the current recipe, of which a function makes a window."""
+    """The result of a job for the current recipe, with all that a function needs to make a window for it."""
 
     result: Result
     parameters: Parameters
-    """What the job was asked with; None for a job without parameters."""
+    """The parameters of the job, or None if it has none."""
     experiment: Experiment
     width: int
     """The width of the screen in cells."""

@@ -25,7 +25,7 @@ _WORDS = 3
 
 
 class PicturesScreen(ModalScreen[None]):
-    """Shows the pictures of the last complete measurement. experiment: its results have pictures."""
+    """Shows the pictures of the last complete measurement. experiment: its results must have pictures."""
 
     DEFAULT_CSS = """
     PicturesScreen { align: center middle; }

@@ -68,7 +68,7 @@ class PresetsScreen(ChoiceScreen[Recipe]):
         return text
 
     def _footer(self) -> str:
-        """Return how many bytes the model takes as stored, and into how many it is to fit."""
+        """Return sentences with the stored bytes of the model, and with the bytes into which it must fit, if known."""
         experiment, room = self._experiment, human_bytes(self._experiment.room or 0)
         sentences = [f"Stored: {human_bytes(experiment.tree.stored_bytes)}."]
         if experiment.served.budget:

@@ -52,11 +52,11 @@ KINDS: tuple[tuple[str, str], ...] = (
     *((target, TOOLS[target]) for target in TARGET_SUFFIXES),
 )
 WRITTEN_THERE = ("checkpoint", "report")
-"""The kinds of file that an engine on another machine writes there."""
+"""The kinds of file that an engine on another machine writes on that machine."""
 
 
 class SaveScreen(ChoiceScreen[SaveRequest]):
-    """The window in which the user chooses a kind of file and types its path. The result is the request to save it."""
+    """The window in which the user chooses a kind of file and types its path. Its result is the request to write the file."""
 
     HEADING = "Save"
     KEYS = "↑↓ choose  Enter writes  Esc closes"
@@ -121,7 +121,7 @@ class SaveScreen(ChoiceScreen[SaveRequest]):
         return "new folder" if self._kind == "checkpoint" else "new file"
 
     def _free_name(self) -> str:
-        """Return the name of a file that does not exist in the working directory yet."""
+        """Return a file name that is not taken in the working directory. For a file on another machine, this is not checked."""
         ending = {"checkpoint": "-cast", "recipe": ".recipe.yaml", "report": "-report.html"}
         end = ending.get(self._kind) or f".{self._kind}{TARGET_SUFFIXES[self._kind]}"
         word, dot, suffix = end.partition(".")
@@ -197,7 +197,7 @@ class SaveScreen(ChoiceScreen[SaveRequest]):
         self.query_one(LineInput).put(self._free_name(), select=True)
 
     def _path_typed(self, line: str) -> None:
-        """Show what holds for the typed path. A warning about another one is taken back."""
+        """Show what will be written to the typed path, and withdraw a warning about another path."""
         if any(path not in (None, line.strip()) for path in (self._warned, self._checking)):
             self._warned = self._checking = None
         self.redraw()
@@ -224,7 +224,7 @@ class SaveScreen(ChoiceScreen[SaveRequest]):
             self._write_to(typed, Path(typed).expanduser(), taken)
 
     def _write_to(self, typed: str, path: Path, taken: bool) -> None:
-        """Close the window with the request to write. If the path is taken, warn first; pressing Enter again replaces it."""
+        """Close the window with the request to write. If the path is taken, only warn at first; a second Enter replaces it."""
         if taken and self._warned != typed:
             self._warned = typed
             self.redraw()

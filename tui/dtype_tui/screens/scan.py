@@ -250,8 +250,8 @@ def _score(score: WeightScore, wide: bool) -> str:
 
 
 def short_kinds(kinds: tuple[str, ...], width: int) -> list[str]:
-    """Return a different heading of at most `width` cells for each kind of module: the last part of its name, such as `q`, or the
-    end of the whole name if kinds share the last part.
+    """Return a unique heading of at most `width` cells for each kind of module: the last part of the kind's name, such as `q`, or
+    the end of the whole name if several kinds have the same last part.
     """
     last = [kind.removesuffix("_proj").rpartition(".")[2] for kind in kinds]
     heads = [
@@ -267,14 +267,14 @@ def short_kinds(kinds: tuple[str, ...], width: int) -> list[str]:
 
 
 def _share(score: float, most: float) -> float:
-    """Return a score on a logarithmic scale: 1 for the highest, `most`, and 0 for a hundredth of it or less."""
+    """Return a score on a logarithmic scale: 1 for `most`, the highest score, and 0 for at most a hundredth of that."""
     if math.isinf(score):
         return 1.0
     return max(0.0, 1 + math.log10(score / most) / 2) if score > 0 and most > 0 else 0.0
 
 
 def _shade(score: float, most: float) -> str:
-    """Return a character for a score in the map, the denser the closer it is to `most`."""
+    """Return a character for a score in the map. The closer the score is to `most`, the denser is the character."""
     if math.isinf(score):
         return "!"
     return _SHADES[0] if score <= 0 else _SHADES[1 + min(4, int(_share(score, most) * 4.999))]

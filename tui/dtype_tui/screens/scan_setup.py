@@ -21,7 +21,7 @@ PRESET = FAMILIES[TRANSFORMERS].dtypes
 
 
 class ScanSetup(ChoiceScreen[tuple[str, ...]]):
-    """The window in which the user chooses the dtypes of a scan, which are its result."""
+    """The window in which the user chooses the dtypes of a scan. Its result is the tuple of these dtypes."""
 
     HEADING = "Scan: how much does every weight matter?"
     KEYS = "↑↓ Space choose  Enter scans  Esc closes"

@@ -53,7 +53,7 @@ CHOICES: tuple[tuple[str, str, tuple[tuple[object, str], ...], str], ...] = (
 
 
 class SettingsScreen(ChoiceScreen[RunSettings]):
-    """The window in which the user changes settings, which are its result."""
+    """The window in which the user changes settings. Its result is the changed settings."""
 
     HEADING = "Settings of a run"
     KEYS = "↑↓ ←→ choose  Enter applies  Esc closes"
@@ -89,7 +89,7 @@ class SettingsScreen(ChoiceScreen[RunSettings]):
         return text
 
     def _choices(self, index: int) -> tuple[tuple[object, str], ...]:
-        """Return a setting's possible values, with the current one even if only the command line can choose it."""
+        """Return (value, label) of each choice of a setting, also of a current value that only the command line can set."""
         field, _, choices, _ = CHOICES[index]
         value = getattr(self._settings, field)
         return choices if value in [each for each, _ in choices] else (*choices, (value, str(value)))

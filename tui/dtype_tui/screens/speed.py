@@ -12,7 +12,7 @@ from dtype_tui.screens.overlay import Answer, Overlay
 
 
 def speed_screen(answer: Answer[None, SpeedReport]) -> Overlay:
-    """Return a window with the times of forward passes, in relation to the first row, the reference."""
+    """Return a window with the times of forward passes. The last column compares each row with the first, the reference."""
     report = answer.result
     grid = PlainTable.grid(padding=(0, 2))
     grid.add_column(no_wrap=True)

@@ -17,11 +17,11 @@ from dtype_tui.screens.overlay import Answer, Overlay
 from dtype_tui.screens.scan_setup import SCANNED
 
 CAST_TO = ("float32", *(dtype for dtype in SCANNED if dtype != "int8@tensor"))
-"""The dtypes of which the window shows the error of a cast."""
+"""The dtypes for which the window shows the error of a cast."""
 
 
 def weight_screen(answer: Answer[InspectTensor, WeightStats]) -> Overlay:
-    """Return a window with the error of casting a tensor to each dtype, and its exponents beside each dtype's range."""
+    """Return a window with the error of casting a tensor to each dtype, and a histogram of the tensor's exponents."""
     experiment, name, stats = answer.experiment, answer.parameters.tensor, answer.result
     table = PlainTable.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
@@ -55,7 +55,7 @@ _HISTOGRAM_DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 
 
 def exponent_histogram(stats: WeightStats) -> Text:
-    """Return a histogram of absolute values between powers of two, with the `range_mark` of each dtype."""
+    """Return a histogram of absolute values: for each range of exponents, a bar and the `range_mark` of some dtypes."""
     counts = dict(stats.exponents.counts)
     text = Text()
     if not counts:

@@ -10,7 +10,9 @@ CacheNodes = dict[str, tuple[KVCacheTensor, ...]]
 
 
 def add_cache_nodes(tree: Tree) -> CacheNodes:
-    """Add the nodes of KV caches to a tree that lacks them, as modules without weights."""
+    """Add the nodes of KV caches to a tree that lacks them, as modules without weights. Returns the cache tensors at or below each
+    added node.
+    """
     found: CacheNodes = {}
     for tensor in tree.kv_cache.tensors:
         attention = tree.modules.get(tensor.module)

@@ -84,7 +84,7 @@ def all_commands(actions: Iterable[tuple[str, str]]) -> dict[str, Command]:
 
 
 def parse(line: str, commands: dict[str, Command]) -> tuple[Command, tuple[str, ...]]:
-    """Return the command of a line and its arguments. The last one is the rest of the line, with spaces. Raises UserError."""
+    """Return the command of a line and its arguments. The last argument may contain spaces. Raises UserError."""
     name, _, rest = line.strip().removeprefix(":").strip().partition(" ")
     command = commands.get(name)
     if command is None:

@@ -246,7 +246,9 @@ class Controller:
         self.engine.request(command(self._told))
 
     def add_rule(self, rule: Rule) -> None:
-        """Add a rule, unless it matches nothing. Warn if the rule casts a module that the model declares to need float32."""
+        """Add a rule, or tell the user why it is refused. Warn if the rule casts a module that the model declares to need
+        float32.
+        """
         experiment = self.experiment
         if (refusal := experiment.refusal(rule)) is not None:
             self.notify(refusal, "warning")

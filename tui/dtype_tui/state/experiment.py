@@ -248,7 +248,9 @@ class Experiment:
         return self._follow(self.history.redo())
 
     def _follow(self, changed: bool) -> bool:
-        """Plan again if enabled rules have changed. changed: whether any rules, even disabled ones, have. Returns it."""
+        """Plan again if enabled rules have changed. changed: whether any rules have changed, even disabled ones; it is also
+        returned.
+        """
         if self.recipe != self.plan.recipe:
             self._replan(self.plan)
         return changed

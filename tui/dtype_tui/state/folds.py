@@ -55,7 +55,7 @@ class Folds:
         return known
 
     def around(self, module: Module) -> Members | None:
-        """Return the modules that are folded into one row with `module`, or None if it is not folded."""
+        """Return the modules that are folded into one row with `module`, `module` included, or None if `module` is not folded."""
         parent = self._tree.modules[module.name.rpartition(".")[0]]
         folds = (members for members in self.below(parent) if len(members) > 1)
         return next((members for members in folds if any(each is module for each in members)), None)

@@ -56,7 +56,9 @@ class MeasuredRecipe(msgspec.Struct, frozen=True):
         return next((change for change in self.metrics if change.name == name), None)
 
     def height(self, axis: str, distribution: bool) -> float | None:
-        """Return the value for the vertical axis of a plot: the metric `axis` or, if `axis` is "", `drift`. None if unknown."""
+        """Return the value for the vertical axis of a plot: the user's metric `axis` or, if `axis` is "", `drift`. None if
+        unknown.
+        """
         if not axis:
             return self.drift(distribution)
         change = self.metric(axis)
@@ -131,7 +133,8 @@ def remember(history: tuple[MeasuredRecipe, ...], new: MeasuredRecipe) -> tuple[
     """Return the history with a measurement added.
 
     The new measurement replaces an earlier one with the same key, unless the earlier one covers more inputs. It keeps the earlier
-    pin and, if it has no time, the earlier time. Above `MOST_MEASURED`, the oldest that is not pinned is dropped.
+    one's pin and, if it has no time of its own, the earlier one's time. If the history exceeds `MOST_MEASURED`, the oldest
+    measurement that is not pinned is dropped.
     """
     for index, earlier in enumerate(history):
         if earlier.key == new.key:
@@ -147,7 +150,7 @@ def remember(history: tuple[MeasuredRecipe, ...], new: MeasuredRecipe) -> tuple[
 
 
 def without_figures(history: Iterable[MeasuredRecipe], settings: RunSettings, inputs: str) -> list[Recipe]:
-    """Return the recipes that were never measured with these settings on all of these inputs, each once."""
+    """Return each recipe of the history that was never measured with these settings on all of these inputs."""
     entries = tuple(history)
     known = {
         entry.recipe for entry in entries if (entry.settings, entry.inputs) == (settings, inputs) and not entry.in_part

@@ -72,7 +72,7 @@ def effects_on(tree: Tree, plan: Plan, node: str) -> list[RuleEffect]:
 
 
 def cast_nodes(tree: Tree, plan: Plan) -> list[str]:
-    """Return the topmost nodes at or below which the plan gives every castable tensor another dtype than it is stored in."""
+    """Return the topmost modules and tensors of which the plan casts every castable tensor to another dtype than the stored one."""
     castable, changed = [0], [0]
     for tensor in tree.order:
         castable.append(castable[-1] + tensor.castable)

@@ -84,7 +84,7 @@ class Results(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def loss_remedy_next(self) -> bool:
-        """Whether the key for remedies applies `loss_remedy` next. Rules that make the output finite come before it."""
+        """Whether the key for remedies applies `loss_remedy` next. Rules that make the output finite are applied first."""
         return self.nonfinite is None or not self.nonfinite.remedy
 
 

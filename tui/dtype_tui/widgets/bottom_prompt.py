@@ -43,7 +43,7 @@ class BottomPrompt(Vertical):
 
     @dataclass
     class Previewed(Message):
-        """Posted when the text has changed. preview: what the rule in the line would do, or None if there is none."""
+        """Posted when the text has changed. preview: what the rule in the line would do, or None if the line has no rule."""
 
         preview: Preview | None
 

@@ -44,7 +44,7 @@ class CommandLine(BottomPrompt):
         self._completion = -1
         """Index of the completion that the line shows, or -1 if it shows none."""
         self._completing = False
-        """Whether a completion and not the user is changing the text."""
+        """Whether the text is being changed by a completion or the history, not by the user."""
 
     def open(self) -> None:
         self._history_index = len(self.history)

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 class _Part(msgspec.Struct, frozen=True):
     text: Text
     importance: int
-    """If not all parts of the line fit, those with the lowest numbers are shown."""
+    """If not all parts of the line fit, those with the highest numbers are left out."""
     gap: int = 2
     """The number of blanks before this part of the line."""
 
 
 def header_line(experiment: Experiment, width: int) -> Text:
-    """Return the line of `width` cells: the model, the bytes and a rating of the drift. The last two are left out last."""
+    """Return the line of `width` cells: the model, the bytes and a rating of the drift. Less important parts are left out first."""
     left, right = _about_model(experiment, width), [*_about_bytes(experiment, width), *_about_drift(experiment)]
     shown: list[_Part] = []
     used = 3  # the blanks at both ends, and one between left and right

@@ -23,7 +23,7 @@ class Line(Widget):
         self._painted = Strip([])
 
     def show(self, text: Text) -> None:
-        """Show another text, followed by blanks, or cut off at the end of the widget."""
+        """Show another text, filled up with blanks or cut off to the widget's width."""
         if text == self.text:
             return
         self.text = text

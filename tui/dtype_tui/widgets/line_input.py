@@ -20,7 +20,7 @@ class LineInput(Input):
     """Textual's input line, which calls functions instead of posting messages: a message would be handled only after the next key,
     if several keys arrive together.
 
-    entered: called with the text when Enter is pressed. typed: called with the text after each change of it.
+    entered: called with the text when Enter is pressed. typed: called with the text whenever it has changed.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -51,7 +51,7 @@ class LineInput(Input):
             await done
 
     def _on_paste(self, event: Paste) -> None:
-        """Insert the first line that is not blank, up to `MOST_PASTED` characters, with control characters escaped."""
+        """Insert the first pasted line that is not blank: up to `MOST_PASTED` characters, with control characters escaped."""
         event.stop()
         event.prevent_default()  # otherwise Textual's own method would also handle the message
         lines = [line for line in event.text.splitlines() if line.strip()]

@@ -47,7 +47,7 @@ class MessageLine(Static):
         self._set_shown(said is not None)
 
     def _fitted(self, words: str, width: int) -> str:
-        """Return the message, wrapped to `width` cells and truncated to `_MOST_LINES` lines, and set the widget's height to it."""
+        """Return the message in at most `_MOST_LINES` lines of `width` cells, and set the widget's height to fit."""
         lines = textwrap.wrap(words, width, break_on_hyphens=False)
         if len(lines) > _MOST_LINES:
             lines[_MOST_LINES - 1] = lines[_MOST_LINES - 1][: width - len(_MORE)] + _MORE

@@ -106,12 +106,12 @@ class ModuleTree(ScrollView, can_focus=True):
         self._match_set: frozenset[str] = frozenset()
         self._painted: dict[int, Strip] = {}
         self._needed = (0, 0)
-        """What `needed_width` returns for the rows."""
+        """The result of `needed_width` for the rows."""
         self._opened = first_opened(experiment.tree)
         self._unfolded: set[str] = set()
         """The names of modules that are alike, but have a row each, because the user has opened their fold."""
         self._report: DriftReport | None = None
-        """The last complete measurement, whose SQNRs decide which modules are folded, so that no row comes or goes meanwhile."""
+        """The complete measurement whose SQNRs decide which modules are folded. Rows stay while another measurement runs."""
         self._folds: Folds
         self._folds_made_for: tuple[Plan, DriftReport | None] | None = None
         self.rebuild()
@@ -140,7 +140,7 @@ class ModuleTree(ScrollView, can_focus=True):
 
     @property
     def _is_remeasured(self) -> bool:
-        """Whether a complete measurement has arrived by whose SQNRs modules are not folded yet."""
+        """Whether a complete measurement has arrived that does not yet decide which modules are folded."""
         report = self.experiment.results.report
         return report is not None and report is not self._report
 
@@ -270,7 +270,7 @@ class ModuleTree(ScrollView, can_focus=True):
         self.move_to(next((index for index, each in enumerate(self.rows) if each.name == row.name), self.cursor))
 
     def go_to(self, name: str) -> bool:
-        """Put the cursor on the row with this name, and open all rows above it. Returns False if no node has this name."""
+        """Open all rows above a node, clear the filter, and put the cursor on the node. Returns False if there is no such node."""
         tree, members = self.experiment.tree, fold_members(self.experiment.tree, name)
         if not members and name not in tree.modules and tree.canonical(name) is None:
             return False
@@ -351,7 +351,7 @@ class ModuleTree(ScrollView, can_focus=True):
         self.move_to(next((p for p in reversed(range(self.cursor)) if self.rows[p].depth < depth), 0))
 
     def action_next_cast(self, step: int) -> None:
-        """Go to the next (step > 0) or previous node whose castable tensors are all cast. After the last comes the first."""
+        """Go to the next (step > 0) or previous node whose castable tensors are all cast. After the last node, go to the first."""
         nodes = cast_nodes(self.experiment.tree, self.experiment.plan)
         if not nodes:
             return
@@ -467,7 +467,7 @@ class ModuleTree(ScrollView, can_focus=True):
         return Style(color=colours.color, bgcolor=colours.bgcolor)
 
     def notify_style_update(self) -> None:
-        """Take over the colors of a new theme."""
+        """Use the colors of a new theme. Textual calls this when styles have changed."""
         self.__dict__.pop("_base", None)
         super().notify_style_update()
 

@@ -52,7 +52,7 @@ class CastPrompt(BottomPrompt):
         self._timer: Timer | None = None
         self._completions: list[str] = []
         self._completion = ""
-        """The text of the line after the last completion. If it is still the same, a further Tab shows the next completion."""
+        """The text of the line after the last completion. If the line still has this text, Tab shows the next completion."""
 
     def compose(self) -> ComposeResult:
         yield Static(Text(" cast PATTERN=DTYPE  Tab widens  Enter casts  Esc closes", style="dim"))
@@ -95,7 +95,7 @@ class CastPrompt(BottomPrompt):
         self.field.put(self._rule_text)
 
     def _complete(self, step: int) -> bool:
-        """Complete the dtype's name after `=`, or show the next (step > 0) or previous completion. False: there is none."""
+        """Complete the dtype's name after `=`, or show the next (step > 0) or previous one. Returns False if there is none."""
         pattern, equals, begun = self.field.value.rpartition("=")
         if self.field.value == self._completion and len(self._completions) > 1:
             index = (self._completions.index(begun) + step) % len(self._completions)

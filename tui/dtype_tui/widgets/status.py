@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dtype_engine.results.drift import PartialDrift
 
 _DTYPES = ("", "dtype")
-"""The pair for the keys 1 to 8, which have a binding each."""
+"""The pair for the keys 1 to 8. It has no binding id, because each of these keys has its own binding."""
 _ALWAYS = (("help", "help"), ("quit", "quit"))
 _CAST = (_DTYPES, ("cast", "cast"), ("undo", "undo"))
 _USUAL = (
@@ -31,8 +31,8 @@ _USUAL = (
 
 
 def next_keys(experiment: Experiment, filtered: bool, working: Activity, ended: bool) -> list[tuple[str, str]]:
-    """Return pairs (id of the binding, meaning) of keys, those that the user probably needs next first. ended: whether the engine
-    has ended.
+    """Return pairs (binding id, meaning) of keys, first the keys that the user probably needs next. filtered: whether the tree has
+    a filter. working: the engine's jobs. ended: whether the engine has ended.
     """
     results, busy = experiment.results, working.busy
     if filtered:
@@ -100,8 +100,8 @@ def status_line(
     """Return the status line: what the engine is doing, its progress, the bytes that it has read if the model runs from the disk,
     the waiting jobs, and what Esc does; then, if there is room, the keys for jobs, messages and history.
 
-    doing: what the engine is doing, or "" if idle; the share (0 to 1) of it that is done; and what Esc does now. idle: the words to
-    show while the engine is idle. chosen: the user's own keys, by binding id.
+    doing: what the engine is doing, or "" if idle; the share (0 to 1) of it that is done; and what Esc does now. working: the
+    engine's jobs. idle: the words to show while the engine is idle. chosen: the user's own keys, by binding id.
     """
     activity, share, stops = doing
     line = Text(" ", no_wrap=True, overflow="ellipsis")
@@ -137,9 +137,7 @@ def status_line(
 
 
 def _so_far(partial: PartialDrift, width: int) -> str:
-    """Return the drift that a running measurement has found until now, only the number of sequences, or "", as fits into `width`
-    cells.
-    """
+    """Return the drift so far of a running measurement. If it does not fit into `width` cells, return how many sequences or ""."""
     from dtype_engine.reports.text_drift import extent_text, partial_text  # imported late, for a faster first paint
 
     whole = partial_text(partial)

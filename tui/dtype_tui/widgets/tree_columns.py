@@ -17,7 +17,7 @@ EDGE = 2
 _WIDE = 92
 """Minimum width in cells of the tree for a column of parameter counts and a wide dtype column."""
 _STEP = 6
-"""The width of the name column is a multiple of this number of cells, so that columns rarely move when a node opens."""
+"""The width for names is rounded up to a multiple of this number of cells, so that columns rarely move."""
 _LEAST_NAME = 24
 _LEAST_ABOUT = len("failed here")
 _MOST_TRACK, _MOST_SHARE = 14, 8
@@ -56,18 +56,20 @@ _LESS: tuple[Callable[[Columns], Columns], ...] = (
     lambda columns: replace(columns, track=0),
     lambda columns: replace(columns, heat=0),
 )
-"""Each leaves out or narrows one more column. They are applied in this order until the names have room."""
+"""Functions that leave out or narrow one more column each, applied in this order until the names have enough room."""
 _STILL_LESS: tuple[Callable[[Columns], Columns], ...] = (
     lambda columns: replace(columns, dtype=min(columns.dtype, 11)),
     lambda columns: replace(columns, drift=0) if columns.scan or columns.change else columns,
     lambda columns: replace(columns, scan=0),
     lambda columns: replace(columns, drift=0, change=0),
 )
-"""The same, after those of `_LESS`, until all names fit, or until the column of names has two fifths of the line."""
+"""Further such functions, applied after `_LESS` until all names fit or the column of names has two fifths of the line."""
 
 
 def needed_width(rows: Iterable[Row], title: str) -> tuple[int, int]:
-    """Return the widths in cells of the widest name with its indent, alone and with the text after it. title: the root's name."""
+    """Return two widths in cells: of the widest name with its indent, and of the widest name with its indent and the text after it,
+    rounded up. title: the root's name.
+    """
     label, whole = _LEAST_NAME, 0
     for row in rows:
         name = EDGE + 2 * row.depth + 2 + len(row.label or title) + 1

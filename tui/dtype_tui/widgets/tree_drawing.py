@@ -66,7 +66,7 @@ class _Line:
                 self.add(text, _style(name))
 
     def fill(self, width: int) -> None:
-        """Add blanks up to a total width, in the style of the text before, since every change of style costs bytes."""
+        """Add blanks until the line has `width` cells, in the style of the text before, since changes of style cost bytes."""
         if width > self.width:
             before = self.segments[-1].style if self.segments else None
             plain = before is None or before.bgcolor is not None or before.underline
@@ -136,8 +136,8 @@ def _add_name(line: _Line, experiment: Experiment, row: Row, end: int, state: Ro
 
 
 def _loss_mark(experiment: Experiment, row: Row) -> str:
-    """Return the mark of a node in which casts make values infinite or zero or clip them, or for folded modules how many of them
-    have one, as in "⚠ in 3 of 8". Returns "" if there are no such values.
+    """Return the mark of a node in which casts make values infinite or zero or clip them, such as "⚠ 64 inf". For folded modules,
+    return how many of them have a mark, such as "⚠ in 3 of 8". Returns "" if there are no such values.
     """
     marks = [mark for node in row.nodes if (mark := experiment.results.losses.marks.get(node))]
     return f"⚠ in {len(marks)} of {len(row.members)}" if marks and row.members else "".join(marks)
@@ -169,7 +169,7 @@ def _name(experiment: Experiment, row: Row, width: int, state: RowState) -> tupl
 
 
 def _cache_words(cache: Sequence[KVCacheTensor], node: Module) -> str:
-    """Return the size of a single KV cache tensor for one token, such as `[2 heads × 64]`, or ""."""
+    """Return the size for one token of a node's only KV cache tensor, such as `[2 × 64]` for two heads, or ""."""
     if len(cache) != 1 or node.children:
         return ""
     tensor = cache[0]
@@ -191,8 +191,8 @@ def _class_words(row: Row) -> str:
 
 
 def _add_dtype(line: _Line, experiment: Experiment, row: Row, end: int) -> None:
-    """Add the dtype column: a module's dtypes, or a tensor's cast, such as `f32→bf16`. The tensor's dtype in a reference checkpoint
-    comes first. The names of layers with which a weight shares its scale follow.
+    """Add the dtype column: a module's dtypes, or a tensor's cast, such as `f32→bf16`. If the tensor has another dtype in the
+    reference checkpoint, this dtype comes first. The layers with which a weight shares its scale come last.
     """
     if cache := experiment.served.caches.get(row.name):
         _add_mix(line, experiment.cache_totals(cache), end)
@@ -218,7 +218,7 @@ def _add_dtype(line: _Line, experiment: Experiment, row: Row, end: int) -> None:
 
 
 def _add_mix(line: _Line, totals: Totals, end: int) -> None:
-    """Add the badge of a module's only dtype, or a bar with a section for each dtype and the name of the largest."""
+    """Add the badge of a module's only dtype, or a bar of all its dtypes and the name of the one with the most bytes."""
     shares = totals.mix()
     if len(shares) == 1:
         _add_pill(line, shares[0][0], end)
@@ -265,7 +265,7 @@ def _add_size(line: _Line, experiment: Experiment, row: Row, columns: Columns) -
 
 
 def _drift(experiment: Experiment, row: Row) -> ModuleDrift | None:
-    """Return the drift that a row shows, or None if it is unknown. For a tensor, it is that from the reference checkpoint."""
+    """Return the drift that a row shows, or None if it is unknown. For a tensor: from its values in the reference checkpoint."""
     if row.tensor is not None:
         return experiment.results.weights.get(row.tensor.name)
     report = experiment.results.report
@@ -282,7 +282,7 @@ def _drift_of_modules(row: Row, output: OutputDrift | None, modules: Mapping[str
 
 
 def _add_drift(line: _Line, experiment: Experiment, row: Row, columns: Columns) -> None:
-    """Add a module's SQNR and a bar, which is longer for more drift, compared with the model's other modules."""
+    """Add a module's SQNR, and a bar that is longer the more the module drifts. The bar's range is `Results.sqnr_range`."""
     if not columns.drift:
         return
     drift = _drift(experiment, row)

@@ -34,12 +34,12 @@ class Row(msgspec.Struct, frozen=True):
     depth: int
     """The level of the row in the tree: 0 for the root."""
     module: Module
-    """The module of the row: for a tensor, the one that holds it; for folded modules, the first of them."""
+    """The module of the row: for a tensor, the module that holds it; for folded modules, the first."""
     tensor: TensorInfo | None = None
     members: Members = ()
     """The modules that are folded into this row, if any."""
     matches: int = 0
-    """How many names match the filter at or below the modules that are folded into this row, if the row is closed."""
+    """If this is a closed row of folded modules: how many nodes match the filter among them and below them."""
 
     @property
     def label(self) -> str:
@@ -70,13 +70,13 @@ class Row(msgspec.Struct, frozen=True):
 
     @property
     def alias(self) -> bool:
-        """Whether the row is a tensor that is tied to another one, whose name is the canonical one."""
+        """Whether the row is a tied tensor under another name than its canonical name."""
         return self.tensor is not None and self.tensor.name != self.name
 
 
 def first_opened(tree: Tree) -> set[str]:
-    """Return the names of the nodes that are open at the start: from the root down to the first node with several children, and its
-    children, if they are at most 12 and have at most 64 children each.
+    """Return the names of the nodes that are open at the start: the nodes from the root down to the first one with tensors or
+    several children and, if that has at most 12 children, those of its children that have 1 to 64 children.
     """
     node = tree.root
     opened = {""}
@@ -89,8 +89,7 @@ def first_opened(tree: Tree) -> set[str]:
 
 
 ChildrenOf = Callable[[Module], Iterable[Members]]
-"""Returns the children of a module in the order of their rows. Those that are folded into one row are one tuple, others one each.
-"""
+"""Returns the rows of a module's children, in order: each a tuple of one module, or of the modules folded into the row."""
 
 
 def open_rows(tree: Tree, children_of: ChildrenOf, is_open: Callable[[Row], bool]) -> list[Row]:
@@ -163,7 +162,7 @@ def ordered(experiment: Experiment, groups: list[Members], order: str) -> list[M
 
 
 def worst_drift(drift: Mapping[str, ModuleDrift], modules: Members) -> ModuleDrift | None:
-    """Return the drift of the worst of these modules, or None if none of them is measured. drift: by module name."""
+    """Return the drift of the module that drifts most, or None if none is measured. drift: by module name."""
     if len(modules) == 1:
         return drift.get(modules[0].name)
     return min((drift[module.name] for module in modules if module.name in drift), key=_drift_key, default=None)

@@ -42,8 +42,8 @@ def adapter_findings(adapter: Checkpoint, base: Checkpoint | None) -> Iterator[F
 def _problem(
     module: str, of_embedding: bool, pair: Mapping[str, CheckpointTensor], base: Checkpoint | None
 ) -> str | None:
-    """Return the problem of a module's LoRA matrices, in words that follow a name, or None. pair: the matrices by side, "A" and
-    "B".
+    """Return what is wrong with a module's LoRA matrices, as in `has no lora_A beside it`, or None. of_embedding: whether the
+    module is an embedding, whose size is not compared. pair: the matrices by letter, "A" and "B".
     """
     if len(pair) < 2:
         return f"has no lora_{'B' if 'A' in pair else 'A'} beside it"

@@ -52,8 +52,8 @@ def check(
     progress: Progress = ignore,
 ) -> CheckReport:
     """Check a checkpoint for errors, and return a report of the findings. title, against_title: the names of `checkpoint` and
-    `against` in the report. against: the source, which should have the same tensors. values: whether to check the values of all
-    tensors, too. Raises UserError if a file can't be read, or if `values` is set and the values are not on this machine.
+    `against` in the report. against: the source, which should have the same tensors, or None. values: whether to check the values
+    of all tensors, too. Raises UserError if a file can't be read, or if `values` is set and the values are not on this machine.
     """
     started = time.perf_counter()
     if values:
@@ -106,8 +106,8 @@ def check(
 
 
 def architecture_findings(coverage: Coverage, model: str, checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Yield a finding for each tensor that is only in the architecture (class `model`) or only in the files, or that differs in
-    shape or dtype.
+    """Yield a finding for each tensor that is only in the architecture or only in the files, or that differs in shape or dtype.
+    model: the architecture's class.
     """
     files = {name: tensor.file.name for name, tensor in checkpoint.weights.items()}
     for each in coverage.misshapen:
@@ -123,8 +123,8 @@ def architecture_findings(coverage: Coverage, model: str, checkpoint: Checkpoint
 
 
 def _undecoded(checkpoint: Checkpoint, parts: Mapping[str, str], reported: set[str]) -> Iterator[str]:
-    """Yield a sentence for the user if tensors of quantized weights can't be decoded. parts: maps the name of each such tensor to
-    why it is not cast. reported: names of modules that already have a finding, and are skipped.
+    """Yield one sentence for the user if tensors of quantized weights can't be decoded. parts: maps the name of each tensor of a
+    quantized weight to why the tensor is not cast. reported: names of modules that already have a finding, and are skipped.
     """
     left = [
         name
@@ -158,7 +158,7 @@ def _unchecked(checkpoint: Checkpoint, values: bool, against: Checkpoint | None)
 
 
 def _of_sets(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Yield a finding for each further set of weights that has the file format of the set that is read."""
+    """Yield a finding for each set of weights that is not read although it has the same file format as the set that is read."""
     first = checkpoint.read_by
     if first is None or first.variant is not None:
         return
@@ -284,7 +284,9 @@ def _sibling_findings(checkpoint: Checkpoint, weights: list[PackedWeight], broke
 
 
 def _dtype_findings(plain: Mapping[str, CheckpointTensor], config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield a finding if no weight has the declared dtype, and for 16-bit tensors that the architecture keeps in float32."""
+    """Yield a finding if no tensor has the dtype that `config` declares, and one for each 16-bit tensor that the architecture keeps
+    in float32. plain: the tensors that are not quantized.
+    """
     key = "dtype" if "dtype" in config else "torch_dtype"
     declared = str(config.get(key) or "").removeprefix("torch.")
     stored = Counter(tensor.dtype for tensor in plain.values())
@@ -359,7 +361,9 @@ def _value_findings(checkpoint: Checkpoint, weights: Collection[str], progress: 
 def _source_findings(
     checkpoint: Checkpoint, weights: list[PackedWeight], parts: set[str], against: Checkpoint
 ) -> Iterator[Finding]:
-    """Yield a finding for each tensor that is only in the checkpoint or only in its source `against`, or whose shapes differ."""
+    """Yield a finding for each tensor that is only in the checkpoint or only in its source `against`, or whose shapes differ.
+    parts: the names of all tensors of `weights`.
+    """
     of_weights = {weight.name for weight in weights} | _own(checkpoint).keys()
     source_weights = packed_weights(against.foreign)
     theirs = names_of_parts(source_weights, against.foreign)

@@ -76,7 +76,7 @@ def count_scales(tensor: CheckpointTensor, exponents: bool) -> ScaleCounts | Non
 
 
 def integer_range(tensor: CheckpointTensor) -> tuple[int, int] | None:
-    """Return the smallest and the largest value of a tensor of integers. None if it is empty, or can't be read as integers."""
+    """Return the smallest and the largest value of an int32 or int64 tensor. None for an empty tensor or another dtype."""
     import numpy as np
 
     where = tensor.bytes

@@ -80,7 +80,9 @@ def _padded_size(sizes: set[int], columns: int, places: int) -> int | None:
 def _layout(
     codes: CheckpointTensor, scale: CheckpointTensor, zero: CheckpointTensor, sizes: set[int]
 ) -> tuple[dict[str, Any], int, int, int] | None:
-    """Return (settings, rows, columns, columns of a group) of a weight, or None if the shapes fit no layout of AWQ."""
+    """Return (settings, rows, columns, columns of a group) of a weight, or None if the shapes fit no layout of AWQ. sizes: the
+    declared group sizes.
+    """
     (columns, words), (groups, rows) = codes.shape, scale.shape
     if rows == 8 * words and zero.shape == (groups, words):
         size = group_size(sizes, columns, groups)

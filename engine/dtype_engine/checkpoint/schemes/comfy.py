@@ -103,7 +103,9 @@ def _mark(name: str) -> str:
 
 
 def _layers(metadata: Mapping[str, str]) -> Mapping[str, Any]:
-    """Return the descriptions of layers in the metadata, by module. {} for ModelOpt's files, where they mean another order."""
+    """Return the descriptions of layers in the metadata, by module. {} for ModelOpt's files, in which the same descriptions mean
+    another order of the scales.
+    """
     layers = _object(metadata.get(_IN_METADATA, "")).get("layers") if "quantization_config" not in metadata else None
     return layers if isinstance(layers, Mapping) else {}
 

@@ -203,7 +203,9 @@ def _group_indices(index: CheckpointTensor, columns: int) -> set[int]:
 
 
 def _input_format(weight: CodedWeight, settings: Config) -> str:
-    """Return what `Scheme.input_format` does. A group of `config_groups` that names the module precedes groups with classes."""
+    """Return the format to which runtimes round the layer's inputs, or "" (see `Scheme.input_format`). It is the format of the
+    group in `config_groups` that names the module or, if no group does, of the first group with a format.
+    """
     module, of_class = weight.name.rpartition(".")[0], ""
     for targets, arguments in config_groups(settings, "input_activations"):
         form = _of_arguments(arguments) if targets else ""
@@ -259,7 +261,7 @@ def _packed_scale_shapes(weight: PackedWeight, tensors: Tensors, config: Config)
 
 
 def _integers(config: Config) -> Iterator[tuple[int, int | None]]:
-    """Yield the (bits per value, declared group size) with which integer weights are packed, according to the configuration."""
+    """Yield (bits per value, declared group size or None) for each way in which `config` says that integer weights are packed."""
     for _, weights in config_groups(declared(config), "weights"):
         bits, columns = weights.get("num_bits"), weights.get("group_size")
         if weights.get("type", "int") == "int" and isinstance(bits, int) and 0 < bits <= 8:

@@ -8,8 +8,8 @@ from typing import Any
 
 
 def declared(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the quantization settings in the content of config.json. Models that also take images have them under `text_config`,
-    and old files of compressed-tensors call them `compression_config`.
+    """Return the quantization settings in the content of config.json, or {}. Models that also take images have them under
+    `text_config`, and old files of compressed-tensors call them `compression_config`.
     """
     for place in (config, mapping(config.get("text_config"))):
         for key in ("quantization_config", "compression_config"):
@@ -37,7 +37,9 @@ def sizes(value: object) -> tuple[int, int] | None:
 
 
 def matches(pattern: object, module: str) -> bool:
-    """Return whether a module matches a pattern, in which `*` is any text, or its beginning a regular expression after `re:`."""
+    """Return whether a module's name matches a pattern: a name in which `*` stands for any text, or `re:` and a regular expression
+    for the beginning of the name.
+    """
     if not isinstance(pattern, str):
         return False
     if not pattern.startswith("re:"):
@@ -72,7 +74,9 @@ def declared_numbers(settings: Mapping[str, Any], key: str) -> set[int]:
 
 
 def group_size(sizes: Iterable[int], columns: int, groups: int) -> int | None:
-    """Return the first of the sizes (-1: a whole row) that splits a row into `groups` groups (the last may be smaller), or None."""
+    """Return the first of the group sizes (-1: a whole row) that splits `columns` columns into `groups` groups, or None. The last
+    group may be smaller.
+    """
     for each in sorted(sizes):
         wide = columns if each == -1 else each
         if min(columns, wide) > 0 and -(-columns // wide) == groups:

@@ -36,7 +36,9 @@ def _read(tensors: Tensors, config: Config, metadata: Metadata) -> Weights:
 
 
 def block_of(settings: Mapping[str, Any]) -> tuple[int, int] | str | None:
-    """Return the (rows, columns) of a block, "channel" or "tensor" for one scale per row or tensor, None if none is declared."""
+    """Return the (rows, columns) of a block, "channel" or "tensor" for one scale per row or tensor. None for other methods, or if
+    the declared size is invalid.
+    """
     method, block = settings.get("quant_method"), settings.get("weight_block_size")
     if method not in ("fp8", "fbgemm_fp8"):
         return None
@@ -44,7 +46,7 @@ def block_of(settings: Mapping[str, Any]) -> tuple[int, int] | str | None:
 
 
 def input_format(weight: CodedWeight, settings: Mapping[str, Any]) -> str:
-    """Return what `Scheme.input_format` does."""
+    """Return the format to which runtimes round the layer's inputs, or "" (see `Scheme.input_format`)."""
     if "e4m3" not in weight.format:
         return ""
     if quant_method(settings) == "fbgemm_fp8":

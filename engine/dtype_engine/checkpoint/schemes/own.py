@@ -48,7 +48,9 @@ def read(path: Path, tensors: Mapping[str, CheckpointTensor], metadata: Mapping[
 def _read_weight(
     name: str, dtype: str, tensors: Mapping[str, CheckpointTensor], packed_shape: str | None
 ) -> CodedWeight | None:
-    """Return a weight, or None if one of its tensors is missing or does not fit. packed_shape: of the weight before packing."""
+    """Return a weight, or None if one of its tensors is missing or does not fit. packed_shape: the shape of
+    the weight before packing, such as "16,128".
+    """
     row = dtypes.BY_NAME.get(dtype)
     if row is None or dtype not in dtypes.STORAGE_DTYPES:
         return None
@@ -78,7 +80,7 @@ def _read_shape(text: str | None) -> tuple[int, ...]:
 
 
 def codes_names(name: str, dtype: str) -> tuple[str, str]:
-    """Return (the name of a weight's codes if other programs can read them, their name if only this program can)."""
+    """Return two names for the codes of a weight: (if other programs can read the codes, if only this program can)."""
     blocks = dtypes.BY_NAME[dtype].blocks
     packed = "_packed" if blocks is not None and blocks.packing != "none" else ""
     return name + packed, name + OWN_SUFFIX + packed

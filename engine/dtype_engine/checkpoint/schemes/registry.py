@@ -31,7 +31,7 @@ def schemes() -> tuple[Scheme, ...]:
 
 @cache
 def layouts() -> tuple[Layout, ...]:
-    """Return the layouts of all schemes in the order in which they are tried: first those whose weights have a mark."""
+    """Return the layouts of all schemes in the order in which they are tried: first the layouts that have a `mark`."""
     found = (layout for scheme in schemes() for layout in scheme.layouts)
     return tuple(sorted(found, key=lambda layout: not layout.mark))
 
@@ -52,7 +52,7 @@ def read_coded(
 def _with_beside(
     weights: dict[str, CodedWeight], tensors: Mapping[str, CheckpointTensor], ends: tuple[str, ...]
 ) -> dict[str, CodedWeight]:
-    """Return the weights with further tensors of their modules in `beside`: those whose names end in one of `ends`."""
+    """Return the weights, with `beside` extended by the other tensors of their modules whose names end in one of `ends`."""
     beside: dict[str, tuple[CheckpointTensor, ...]] = {}
     for name, tensor in tensors.items():
         if name.endswith(ends):

@@ -116,6 +116,8 @@ def describe(
 
 
 def with_beside(weight: CodedWeight | None, *tensors: CheckpointTensor | None) -> CodedWeight | None:
-    """Return a weight with further tensors that do not change its values, such as scales of inputs. None among them is skipped."""
+    """Return a weight with further tensors that do not change its values, such as scales of inputs. Arguments that are None are
+    left out.
+    """
     more = tuple(tensor for tensor in tensors if tensor is not None)
     return replace(weight, beside=(*weight.beside, *more)) if weight is not None and more else weight

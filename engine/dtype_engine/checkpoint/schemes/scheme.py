@@ -110,7 +110,9 @@ class CodedWeight(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def input_scale(self) -> CheckpointTensor | None:
-        """The scale of all inputs of the layer (for NVFP4, of their blocks' scales), or None if it is not on this machine."""
+        """The single scale of all inputs of the layer (for NVFP4, of the scales of their blocks). None if there is none, or its
+        value is not on this machine.
+        """
         ends = self.scheme.of_inputs
         return next((part for part in self.beside if part.name.endswith(ends) and not part.absent), None)
 

@@ -107,7 +107,7 @@ class Target(ABC):
 
     @abstractmethod
     def match(self, context: Context, pattern: str) -> Match:
-        """Return the tensors that the tool would match. Raises PatternError for an invalid regular expression."""
+        """Return the tensors that `pattern` would match in the tool. Raises PatternError for an invalid regular expression."""
 
     def convert(self, context: Context) -> Conversion:
         """Return the context's plan in the format of the tool, with a list of tensors for which it can't express the plan."""
@@ -253,7 +253,9 @@ class Quantizer(Target):
 
 
 def _common_dtype(tensors: Sequence[TensorInfo], planned: Mapping[str, str]) -> str:
-    """Return the compute dtype of most elements of these tensors under the plan or, if no tensor has a compute dtype, as stored."""
+    """Return the compute dtype that most elements of these tensors have under the plan. If no tensor has a compute dtype there, the
+    stored dtypes are counted, and if these are no compute dtypes either, it is float32.
+    """
     for dtype_by_name in (planned, {tensor.name: tensor.dtype for tensor in tensors}):
         elements = dict.fromkeys(dtypes.COMPUTE_DTYPES, 0)
         for tensor in tensors:

@@ -83,7 +83,9 @@ def _cast_dtype(context: Context, tensor: str) -> str:
 
 
 def _best_pair(context: Context, leaves: Mapping[str, list[str]]) -> tuple[str, str]:
-    """Return (dtype to store weights in, dtype to compute in) with which the fewest elements deviate from their planned dtype."""
+    """Return (dtype to store weights in, dtype to compute in) with which the fewest elements deviate from their planned dtype.
+    leaves: from `_leaves`.
+    """
     present = {_cast_dtype(context, tensor.name) for tensor in context.in_scope() if tensor.persistent}
     bases = [dtype for dtype in dtypes.COMPUTE_DTYPES if dtype in present] or ["float32"]
     storages = [dtype for dtype in _STORED_IN if dtype in present] or bases
@@ -100,7 +102,9 @@ def _best_pair(context: Context, leaves: Mapping[str, list[str]]) -> tuple[str, 
 
 
 def _to_cast(context: Context, leaves: Mapping[str, list[str]], storage: str, base: str) -> set[str]:
-    """Return the modules to cast to `storage`: those in which the plan has more elements in `storage` than in `base`."""
+    """Return the modules of `leaves` to cast to `storage`: those in which the plan has more elements in `storage` than in
+    `base`.
+    """
     if storage == base:
         return set()
     cast: set[str] = set()
@@ -117,7 +121,9 @@ def _to_cast(context: Context, leaves: Mapping[str, list[str]], storage: str, ba
 def _outcome(
     context: Context, leaves: Mapping[str, list[str]], cast: set[str], storage: str, base: str
 ) -> dict[str, str]:
-    """Return each tensor's dtype if diffusers stores the modules `cast` in `storage` and the rest in `base`."""
+    """Return each tensor's dtype if diffusers stores the modules `cast` of `leaves` in `storage` and all other tensors in
+    `base`.
+    """
     outcome = {tensor.name: base if tensor.persistent else tensor.dtype for tensor in context.in_scope()}
     for leaf in cast:
         outcome.update(dict.fromkeys(leaves[leaf], storage))

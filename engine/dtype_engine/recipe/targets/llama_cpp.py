@@ -110,7 +110,9 @@ def _sources(context: Context, losses: UnsupportedList) -> dict[str, list[Tensor
 
 
 def _type_of(context: Context, infos: list[TensorInfo], losses: UnsupportedList) -> str:
-    """Return the llama.cpp type of a GGUF tensor, and add to `losses` its tensors whose dtype or scales differ from the plan."""
+    """Return the llama.cpp type of the GGUF tensor that holds the tensors `infos`, and add to `losses` those whose dtype or scales
+    then differ from the plan.
+    """
     types = {_TYPES.get(context.plan.dtypes[info.name]) for info in infos}
     type_ = types.pop() if len(types) == 1 else None
     odd = infos[0].shape[-1] % _BLOCK != 0
@@ -143,7 +145,9 @@ def _quantisable(name: str, infos: list[TensorInfo]) -> bool:
 
 
 def gguf_tensors(context: Context) -> dict[str, tuple[str, ...]]:
-    """Return the GGUF names of each tensor that rules can change, or (). Raises UserError for an unknown architecture."""
+    """Return the GGUF names of each tensor that rules can change, () if GGUF lacks it. Raises UserError for an unknown
+    architecture.
+    """
     blocks = 1 + max(
         (int(part) for name in context.tree.modules for part in name.split(".") if is_number(part)), default=0
     )
@@ -152,7 +156,7 @@ def gguf_tensors(context: Context) -> dict[str, tuple[str, ...]]:
 
 
 def name_map(title: str, model_type: str | None, blocks: int) -> Callable[[str], str | None]:
-    """Return a function that takes a module's name in transformers and returns its name in GGUF, both without `.weight`.
+    """Return a function that takes a module's name in transformers and returns its name in GGUF or None, both without `.weight`.
 
     title: the model's name, for errors. blocks: the number of its layers. Raises UserError for an unknown architecture.
     """
@@ -172,7 +176,7 @@ def name_map(title: str, model_type: str | None, blocks: int) -> Callable[[str],
 
 def _names(tensor: TensorInfo, lookup: Callable[[str], str | None]) -> tuple[str, ...]:
     """Return the names of the GGUF tensors that hold a tensor's values: two names if transformers packs a gate and an up projection
-    into the tensor. GGUF packs a layer's experts into one tensor, so all experts have the same name.
+    into the tensor. lookup: from `name_map`. GGUF packs a layer's experts into one tensor, so all experts have the same name.
     """
     module, _, local = tensor.name.rpartition(".")
     keys: tuple[str, ...]

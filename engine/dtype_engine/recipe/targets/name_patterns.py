@@ -57,7 +57,9 @@ def _merged(unmerged: list[Product], index: int, numbers: bool) -> list[Product]
 
 
 def _widened(product: Product, others: list[list[str]]) -> Product:
-    """Return `product` with each list of numbers replaced by "any number", unless it would then match one of the names `others`."""
+    """Return `product` with each list of numbers replaced by "any number", unless it would then match a name in `others`, which are
+    split at dots.
+    """
     for index, choice in enumerate(product):
         if choice is not None and len(choice) > 1 and all(is_number(text) for text in choice):
             wider = (*product[:index], None, *product[index + 1 :])

@@ -90,9 +90,9 @@ def architecture(transformers: ModuleType, checkpoint: Checkpoint, options: Mode
 
 
 def make(chosen: Architecture, checkpoint: Checkpoint) -> tuple[nn.Module, Mapping[str, Placement]]:
-    """Construct the model of an architecture on the meta device. Returns the module, and where each tensor of the checkpoint is
-    loaded in it. Raises NoForward if the module can't be constructed, and Misfit if the checkpoint's tensors are not the module's.
-    Shapes are not compared (see `shapes.py`).
+    """Construct the model of an architecture (`chosen`) on the meta device. Returns the module, and where each tensor of the
+    checkpoint is loaded in it. Raises NoForward if the module can't be constructed, and Misfit if the checkpoint's tensors are not
+    the module's. Shapes are not compared (see `shapes.py`).
     """
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     auto = getattr(chosen.model_class, "from_config", None)
@@ -115,7 +115,9 @@ def without_quantization(config: Any) -> Any:
 
 
 def reasons(folder: Path) -> AbstractContextManager[None]:
-    """Return a context manager that converts any exception of transformers or torch to ImpossibleConfig with one sentence."""
+    """Return a context manager that converts any exception of transformers or torch to ImpossibleConfig. Its message names
+    `folder`.
+    """
     return failures_as(ImpossibleConfig, f"{folder}: transformers can't make this model of its config.json", reason)
 
 
@@ -166,7 +168,7 @@ def _model_class(
 
 def _auto_class(transformers: ModuleType, auto_map: Any, named: tuple[str, ...]) -> str:
     """Return the name of the auto class with which to load model code that comes with the checkpoint: preferably the key of
-    `auto_map` whose class is in `named`, the `architectures` of `config.json`.
+    `auto_map` whose class is in `named` (the `architectures` of `config.json`).
     """
     keys = auto_map if isinstance(auto_map, dict) else {}
     models = [key for key in keys if key.startswith("AutoModel") and hasattr(transformers, key)]
@@ -186,7 +188,9 @@ def _named(config: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]
 
 
 def _backbone(transformers: ModuleType, model_type: str, named: tuple[str, ...]) -> str:
-    """Return the notice that a model is opened without its head, because its `config.json` names no class of transformers."""
+    """Return the notice that a model is opened without its head, because no class that its `config.json` names (`named`) is one of
+    transformers. model_type: the entry of `config.json`.
+    """
     from transformers.models.auto import modeling_auto
 
     with_head = next(

@@ -132,8 +132,8 @@ def _read_component(diffusers: Any, folder: Path, name: str, named: list[Any]) -
 
 
 def _refuse_long_prompts(folder: Path, name: str, part: Any, most: int) -> None:
-    """Raise NoForward if a component of a pipeline is a tokenizer that names a length of over `most` tokens, to which every prompt
-    would be padded. A tokenizer that names no length has 1e30.
+    """Raise NoForward if a component (`part`) of a pipeline is a tokenizer that names a length of over `most` tokens, to which
+    every prompt would be padded. The length 1e30, which stands for none, is allowed.
     """
     length = getattr(part, "model_max_length", 0)
     if isinstance(length, (int, float)) and most < length < _NO_LENGTH:

@@ -142,8 +142,8 @@ def _from_checkpoint(
 
 
 def blocks(live: LiveModel, most: int) -> dict[str, tuple[ByteRange, ...]]:
-    """Return the blocks of a model that is larger than memory (see `blocks_of`). If another checkpoint serves as the reference
-    model, its files may be the ones that are larger than memory.
+    """Return the blocks of a model that is larger than memory (see `blocks_of`). most: the maximum number of bytes of a block in
+    float32. If another checkpoint is the reference model, its files may be what is larger than memory.
     """
     in_files = {key: weight.stored.in_files or weight.reference.in_files for key, weight in live.by_id.items()}
     return blocks_of(live.module, {key: tensors for key, tensors in in_files.items() if tensors}, most)
@@ -173,7 +173,7 @@ def load_module(
 
 
 def _why_not_loaded(checkpoint: Checkpoint, memory: MemoryBudget) -> str:
-    """Return why no module can be loaded from a checkpoint, as a clause with its punctuation, or "" if it can be loaded."""
+    """Return why no module can be loaded from a checkpoint with this much memory, as words that continue a sentence, or ""."""
     if memory.limited and (checkpoint.form == "diffusers" or is_diffusers(checkpoint.config)):
         return (
             ": it is larger than the memory to use, and models of diffusers can't be run in parts. Planning, patterns, weights and "

@@ -26,8 +26,8 @@ class Pair:
     """`reference` and `candidate` are the weight's names in the two checkpoints, keys of `Checkpoint.weights`."""
     reference_part: tuple[int | None, int] | None = None
     candidate_part: tuple[int | None, int] | None = None
-    """The position of the reference's weight in the candidate's, as in `Placement.place`, if the reference has only a part of it,
-    such as one expert. `reference_part` is the reverse.
+    """If the reference has only a part of the candidate's weight, such as one expert: the position of this part, as in
+    `Placement.place`. `reference_part` is the reverse.
     """
 
 

@@ -172,7 +172,9 @@ def _configuration(model: LiveModel) -> Any:
 
 
 def _entries(settings: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted name, value) for each entry of a configuration, or a nested one, that can change results."""
+    """Yield (dotted name, value) for each entry of a configuration, or a nested one, that can change results. Names begin with
+    `prefix`.
+    """
     for name, value in settings.items() if isinstance(settings, Mapping) else ():
         if name in _WITHOUT_EFFECT or name.startswith("_"):
             continue

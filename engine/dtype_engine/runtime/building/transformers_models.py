@@ -90,7 +90,7 @@ def _placed(
 ) -> tuple[Any, list[str], list[str]]:
     """Return (the module with a placeholder for each weight in `sources` and with the checkpoint's other tensors, the names of
     tensors that the checkpoint lacks and transformers initialized, the names of tensors that transformers did not use). made: the
-    module on the meta device.
+    module on the meta device. over_memory: whether the model is larger than memory.
     """
     state = {
         # What the system reads around a small tensor would leave a small memory before it is used, and be read again.
@@ -139,8 +139,8 @@ def _of_unused(unexpected: list[str], class_name: str) -> tuple[str, ...]:
 
 def _restore_stored(module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> None:
     """If loading changed the dtype of a tensor of a module, replace the tensor's data by the stored data, memory-mapped from the
-    file. A tensor that was packed from several is cast back to their dtype instead, which is exact, because loading only widened
-    it.
+    file. A tensor that was packed from several parts is cast back to the parts' dtype instead, which is exact, because loading only
+    widened it.
     """
     tensors = dict((*module.named_parameters(), *module.named_buffers()))
     wanted = stored_dtypes(checkpoint, placements)

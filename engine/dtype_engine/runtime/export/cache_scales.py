@@ -24,9 +24,9 @@ _STRATEGIES = {"float8_e4m3fn@tensor": "tensor", "fp8@head": "attn_head"}
 
 
 def cache_scheme(tree: Tree, caches: Mapping[str, str]) -> dict[str, Any] | None:
-    """Return compressed-tensors' `kv_cache_scheme` for the formats of a model's KV caches, or None if no such scheme expresses
-    these formats. A scheme can only say that the keys and values of all layers are in fp8 with calibrated scales, one for each
-    tensor or one for each head. caches: the formats by the names of the cache tensors.
+    """Return compressed-tensors' `kv_cache_scheme` for the formats of a model's KV caches, or None if no such scheme can describe
+    these formats: it can only say that the keys and values of all layers are in fp8 with calibrated scales, one for each tensor or
+    one for each head. caches: the formats by the names of the cache tensors.
     """
     forms = {caches.get(tensor.name) for tensor in tree.kv_cache.tensors if tensor.castable}
     parts = {tensor.part for tensor in tree.kv_cache.tensors if tensor.castable}
@@ -43,12 +43,12 @@ def with_cache_scales(
     amax: Mapping[str, torch.Tensor],
     file_name: Callable[[str], str] = str,
 ) -> Contents:
-    """Return the contents of an export with the scales of KV caches added. If compressed-tensors can't express the formats, there
-    is no `config.json`, or it describes weights that another program quantized, add a notice instead, which says how the user
-    requests these formats from a runtime.
+    """Return the contents of an export with the scales of KV caches added. A notice is added instead if compressed-tensors can't
+    express the formats, if there is no `config.json`, or if `config.json` describes weights that another program quantized. The
+    notice says how to request these formats from a runtime.
 
     caches: the formats by the names of the cache tensors. amax: the calibrated largest |value| of each head, float32 [heads], by
-    the name of the cache tensor. file_name: returns the name of a module in the files.
+    the name of the cache tensor. file_name: converts the name of a module to its name in the files.
     """
     scheme = cache_scheme(tree, caches)
     before = (contents.config or {}).get("quantization_config")

@@ -33,7 +33,7 @@ class SharedScale:
     _amax: float | None = None
 
     def amax(self) -> float:
-        """Return the largest finite |value| of all tensors. Only the first call, in any thread, reads them."""
+        """Return the largest finite |value| of all tensors. The tensors are read only by the first call, in whatever thread."""
         with self._lock:
             if self._amax is None:
                 self._amax = max(finite_amax(Pieces(source)) for source in self.sources)
@@ -89,7 +89,7 @@ class ExportTensor:
     input_scale: InputScale | None = None
     """The scale for quantizing this layer's inputs, if the format stores one."""
     packed_into: str = ""
-    """The name of the live model's weight into which loading packs this weight and others; "" if it is not packed."""
+    """The name of the live model's weight into which loading packs this weight together with others; "" if it is not packed."""
 
     coded: CodedWeight | None = None
     """How another program, for example GPTQ, quantized the weight in the source; None if none did."""
@@ -145,7 +145,7 @@ class Contents:
     identities: tuple[FileIdentity, ...] = ()
     """The size, modification time and inode of each of `files`, recorded before the file was read. They reveal later changes."""
     tied: Mapping[str, str] = field(default_factory=dict)
-    """Maps each omitted name of a tied weight to the only name under which the weight is written."""
+    """Maps each omitted name of a tied weight to the name under which the weight is written."""
     settings: RunSettings = field(default_factory=RunSettings)
     """The settings with which the model under the recipe runs. If they quantize activations, `config.json` says so."""
     coverage: Coverage | None = None
@@ -153,7 +153,7 @@ class Contents:
     incomplete: tuple[str, ...] = ()
     """Sentences for the user that name the tensors which the source lacks."""
     otherwise: tuple[str, ...] = ()
-    """Sentences for the user, without their final dot, about tensors that loaders give another dtype than the measured one."""
+    """Sentences for the user, without their final dot, about tensors that loaders give another dtype than was measured."""
     has_cache_formats: bool = False
     """Whether the recipe gives KV caches a format."""
     cache_scheme: dict[str, Any] | None = None

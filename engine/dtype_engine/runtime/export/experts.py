@@ -34,13 +34,15 @@ def all_experts(layer: str) -> str:
 
 
 def experts(items: Sequence[ExportTensor]) -> list[ExportTensor]:
-    """Return the weights of experts in a layout that other programs read. transformers packs them; others load each by itself."""
+    """Return those of `items` that are weights of experts in a layout that other programs read. transformers packs such weights
+    when it loads them; other programs load each separately.
+    """
     return [item for item in items if item.packed_into and item.portable]
 
 
 def misread(items: Sequence[ExportTensor]) -> str | None:
-    """Return what `from_pretrained` of transformers does wrong if it loads the experts among `items`, such as "it raises an error
-    when it packs experts in mxfp8". Returns None if it loads them correctly, or if they are not in a compressed-tensors layout.
+    """Return what goes wrong when `from_pretrained` of transformers loads the experts among `items`, such as "it raises an error
+    when it packs experts in mxfp8". Returns None if they are loaded correctly, or are not in a compressed-tensors layout.
     """
     packed = [item for item in items if item.packed_into and item.name.endswith(".weight")]
     of_layers: dict[str, set[str]] = {}

@@ -51,10 +51,10 @@ def export(
 
     max_shard_size: the maximum size of each weights file in a folder, in bytes or as in "5GB". on_bytes: called with the number of
     bytes written and the total. force: whether to replace an existing export, once everything is written; the source is never
-    replaced. lost: the weights in which a cast makes values infinite or zero; if None, they are found while writing. incomplete:
-    whether to export a source that lacks tensors of its model, or has some in other shapes. Raises Cancelled, and UserError if the
-    source is incomplete and `incomplete` is False, the disk has too little space, the target exists, or the target can't hold a
-    dtype. After an error, nothing is left on the disk.
+    replaced. lost: the weights in which a cast makes values infinite or zero, or saturates them; if None, they are found while
+    writing. incomplete: whether to export a source that lacks tensors of its model, or has some in other shapes. Raises Cancelled,
+    and UserError if the source is incomplete and `incomplete` is False, the disk has too little space, the target exists, or the
+    target can't hold a dtype. After an error, nothing is left on the disk.
     """
     if is_one_file(target):
         whole = partial(export, contents, max_shard_size=contents.nbytes + 1, cancelled=cancelled, lost=lost)
@@ -131,8 +131,9 @@ def _write_other_files(
 def _write_weights(
     stage: Path, contents: Contents, files: Mapping[Part, Files], progress: Progress, counting: bool
 ) -> tuple[ValueLoss, ...]:
-    """Write the weights files of all parts into the folder `stage`, and the index of each part that has several. If `counting`,
-    return the weights in which a cast makes values infinite or zero, in the order of `contents`, and otherwise ().
+    """Write the weights files of all parts into the folder `stage`, and the index of each part that has several. Returns, if
+    `counting`, the weights in which a cast makes values infinite or zero, or saturates them, in the order of `contents`, and
+    otherwise ().
     """
     counted: list[ValueLoss] = []
     for part, by_file in files.items():
@@ -186,10 +187,8 @@ def _index(files: Files) -> str:
 
 def shards(contents: Contents, max_shard_size: int | str) -> dict[Part, Files]:
     """Distribute the weights to files of limited size, as huggingface_hub splits a state dict. Returns the weights of each file, by
-    part and file name. A weight and its scales stay together. In the result, the names of the weights lack the prefix of their
-    part, such as `unet.`.
-
-    max_shard_size: the maximum size of a file, in bytes or as in "5GB". Raises UserError if it can't be parsed.
+    part and file name, without the prefix of the part (such as `unet.`) in their names. A weight and its scales are in the same
+    file. max_shard_size: the maximum size of a file, in bytes or as in "5GB". Raises UserError if it can't be parsed.
     """
     by_part: dict[Part, dict[str, ExportTensor]] = {part: {} for part in contents.layout.parts}
     for item in contents.items:

@@ -168,7 +168,7 @@ class _FolderCopy:
         return any(_is_weight(path) for path in self._walk(self.source / name, f"{name}/", lambda name: True))
 
     def without_weights(self, component: Component, with_config: bool) -> None:
-        """Collect the files of a component that hold no weights. with_config: whether to collect its `config.json`, too."""
+        """Collect those files of a component that hold no weights. with_config: whether to collect its `config.json`, too."""
         written = {file.name for file in component.files}
         self.other_weights += [
             f"{component.name}/{entry.name}"

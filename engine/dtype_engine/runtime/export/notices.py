@@ -56,7 +56,9 @@ def unwritten_notice(tree: Tree, planned: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def kept_wide_notice(tree: Tree, items: Sequence[ExportTensor], infos: Mapping[str, TensorInfo]) -> tuple[str, ...]:
-    """Return a notice about 16-bit tensors that transformers widens to float32, because the model's code requires it."""
+    """Return a notice about 16-bit tensors that transformers widens to float32, because the model's code requires it. infos: the
+    model's tensors by their names in the files.
+    """
     wide = widest(item.dtype for item in items)
     computed = [item.name for item in items if item.dtype in COMPUTE_DTYPES and item.name in infos]
     names = [name for name in computed if loaded_dtype(tree, infos[name], wide) != wide]
@@ -85,7 +87,7 @@ def tied_notice(tied: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def split_notice(items: Sequence[ExportTensor]) -> tuple[str, ...]:
-    """Return a notice if vLLM and SGLang will refuse weights that they fuse, such as query and key, in different formats."""
+    """Return a notice if vLLM and SGLang will refuse several formats for weights that they fuse, such as query and key."""
     planned = {item.name: item.dtype for item in items}
     groups = split_groups(planned)
     if not groups:

@@ -36,8 +36,8 @@ def export_file(
     only weights file of this folder is then renamed to `target`. For a PyTorch file, the weights are instead mapped and written
     once more, so they need not fit in memory, but the disk must have space for them twice.
 
-    Raises Cancelled, and UserError if one file can't hold the export or can't be written. After an error, nothing is left on the
-    disk.
+    force: whether to replace an existing file. on_bytes: called with the number of bytes written and the total. Raises Cancelled,
+    and UserError if one file can't hold the export or can't be written. After an error, nothing is left on the disk.
     """
     started = time.perf_counter()
     target = check_export(target, force, contents.files)

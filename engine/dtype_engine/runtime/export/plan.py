@@ -44,11 +44,12 @@ _NONE: Mapping[str, float] = {}
 
 
 def of_checkpoint(checkpoint: Checkpoint, title: str, recipe: Recipe, options: Options | None = None) -> Contents:
-    """Return the planned contents of an export of a checkpoint under a recipe and the settings in `options`. Only file headers
-    are read. If the architecture is known, the model is built without data to find module classes and tied weights.
+    """Return the planned contents of an export of a checkpoint under a recipe and the settings in `options`. Only file headers are
+    read. If the architecture is known, the model is built without data to find module classes and tied weights. title: the name of
+    the model, for reports and errors.
 
-    Raises UserError for a rule that matches nothing, for a weight that can't be stored in its planned dtype, and if the weights
-    are not on this machine.
+    Raises UserError for a rule that matches nothing, for a weight that can't be stored in its planned dtype, and if the weights are
+    not on this machine.
     """
     checkpoint.need_values()
     if checkpoint.lost:
@@ -114,7 +115,8 @@ def of_live(
 def _with_coverage(contents: Contents, checkpoint: Checkpoint, coverage: Coverage | None, class_name: str) -> Contents:
     """Return `contents` with its `coverage`, and with sentences on what the checkpoint lacks: tensors that its index lists, tensors
     that a quantized weight needs, or tensors of the model. Any other problem of the index becomes a notice. coverage: how many of
-    the model's tensors the checkpoint has; if None, the result gets the coverage of the index.
+    the model's tensors the checkpoint has; if None, the result gets the coverage of the index. class_name: the model class, for the
+    sentences.
     """
     index, prefix = checkpoint.index, foreign_prefix(checkpoint.weights, checkpoint.config)
     incomplete = (
@@ -216,7 +218,9 @@ def _planned_in_files(
     placements: Mapping[str, Placement],
     planned: Mapping[str, str],
 ) -> dict[str, str]:
-    """Return the planned dtype of each weight by its name in the files. planned: the dtypes by the tensors' names in the model."""
+    """Return the planned dtype of each weight by its name in the files. infos: the model's tensor for each tensor of the files.
+    placements: where each tensor of the files is loaded. planned: the dtypes by the tensors' names in the model.
+    """
     found = {}
     for name in checkpoint.weights:
         found[name] = stored = checkpoint.dtype(name)

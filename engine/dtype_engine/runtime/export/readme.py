@@ -32,7 +32,7 @@ def by_dtype(contents: Contents) -> dict[str, ExportedDtype]:
 
 
 def readme(contents: Contents, name: str, sums: Mapping[str, ExportedDtype], lost: Sequence[ValueLoss] = ()) -> str:
-    """Return the README's text. name: the export folder's name. lost: weights in which a cast makes values infinite or zero."""
+    """Return the README's text. name: the export folder's name. sums: the result of `by_dtype`. lost: weights with lost values."""
     losses = [f"- {code_span(line)}" for line in loss_sentences(lost, most=40)]
     rows = [f"| {dtype} | {row.tensors} | {human_bytes(row.nbytes)} |" for dtype, row in sums.items()]
     lines = [

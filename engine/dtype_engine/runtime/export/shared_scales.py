@@ -37,8 +37,9 @@ def with_packed_scales(
     items: list[ExportTensor], infos: Mapping[str, TensorInfo], placements: Mapping[str, Placement]
 ) -> list[ExportTensor]:
     """Return the weights to export, with `packed_into` set for each weight that loading packs with others into one weight. If a
-    scale of the packed weight covers several of its parts, these get a common scale. Raises UserError if the packed weight can't
-    have the same scales as its parts, for example because a block would extend over two parts.
+    scale of the packed weight covers several of its parts, these parts get a common scale. infos, placements: the model's tensor
+    for each tensor of the files, and where the tensor is loaded in it. Raises UserError if the packed weight can't have the same
+    scales as its parts, for example because a block would extend over two parts.
     """
     into = {name: placement.name for name, placement in placements.items() if placement.part}
     items = [dataclasses.replace(item, packed_into=into[item.name]) if item.name in into else item for item in items]

@@ -103,8 +103,8 @@ def _give_name(stage: Path, target: Path, force: bool) -> None:
 
 def copy_sidecars(source: Path, stage: Path, of_quantiser: bool = False) -> tuple[str, ...]:
     """Copy the tokenizer and processor files of the checkpoint folder `source` to `stage` and, if `of_quantiser`, the settings
-    files of the program that quantized the checkpoint. Returns notices of files that were not copied. Only regular files with known
-    names are copied. Links that lead out of the folder are not followed, except links within the Hugging Face cache.
+    files of the program that quantized the checkpoint. Returns notices about files that were not copied. Only regular files with
+    known names are copied. Links that lead out of the folder are not followed, except links within the Hugging Face cache.
     """
     notices = []
     for entry in sorted(source.iterdir()):

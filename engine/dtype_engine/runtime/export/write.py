@@ -108,8 +108,9 @@ def write_file(
 ) -> None:
     """Write a safetensors file with the weights `items`. Several threads each write one weight at a time.
 
-    lost: a list to which an entry is added for each weight whose cast makes values infinite or zero, in any order. If None, such
-    values are not counted. Raises Cancelled, UserError and OSError.
+    metadata: the header's entry `__metadata__`. lost: a list to which an entry is added for each weight whose cast makes values
+    infinite or zero, or saturates them, in any order. If None, such values are not counted. Raises Cancelled, UserError and
+    OSError.
     """
     head, starts = header([entry for item in items for entry in item.entries], metadata)
     threads = min(_MOST_THREADS, torch.get_num_threads())
@@ -144,8 +145,8 @@ class _Target:
 
 
 def _write_item(out: _Target, starts: Mapping[str, int], lost: list[ValueLoss] | None, item: ExportTensor) -> None:
-    """Write the tensors that store a weight. starts: the file offset of each tensor, by name. If the cast makes values infinite or
-    zero, append their counts to `lost`.
+    """Write the tensors that store a weight. starts: the file offset of each tensor, by name. lost: gets an entry if the cast makes
+    values infinite or zero, or saturates them; if None, they are not counted.
     """
     offsets = [starts[entry.name] for entry in item.entries]
     if item.input_scale is not None:
@@ -169,8 +170,8 @@ def _write_item(out: _Target, starts: Mapping[str, int], lost: list[ValueLoss] |
 def _write_tensor(
     values: torch.Tensor | Pieces, dtype: torch.dtype, out: _Target, at: int, counter: LossCounter | None
 ) -> None:
-    """Cast `values` to `dtype` and write them from the file offset `at` on, a block at a time. Casts are elementwise, so the
-    block size does not change the result. counter: counts the values that the cast makes infinite or zero.
+    """Cast `values` to `dtype` and write them from the file offset `at` on, a block at a time. Casts are elementwise, so the block
+    size does not change the result. counter: counts the values that the cast makes infinite or zero; None to count nothing.
     """
     if isinstance(values, torch.Tensor) and values.dtype == dtype:
         _write_bytes(values, out, at)
@@ -204,7 +205,7 @@ def _write_codes(
     out: _Target,
     counter: LossCounter | None,
 ) -> None:
-    """Quantize a tensor to a format without blocks, and write its codes, one byte each, and its scales, at the two `offsets`."""
+    """Quantize a tensor to a format without blocks, and write its codes, one byte each, and its scales at the file `offsets`."""
 
     def write(start: int, codes: torch.Tensor) -> None:
         if counter is not None:
@@ -252,7 +253,7 @@ def _copy(source: ByteRange, out: _Target, at: int) -> None:
 
 
 def copy_file(source: Path, target: Path, progress: Progress) -> None:
-    """Copy a whole file. Raises UserError if it can't be read, OSError if the copy can't be written, and Cancelled."""
+    """Copy the file `source` to `target`. Raises UserError if it can't be read, OSError if it can't be written, and Cancelled."""
     whole = ByteRange(source, 0, source.stat().st_size)
     with open(target, "wb", buffering=0) as out:
         _copy(whole, _Target(out.fileno(), progress), 0)

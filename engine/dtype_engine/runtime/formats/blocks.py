@@ -138,7 +138,7 @@ class BlockWork:
 
 
 def _drop_nan(values: torch.Tensor) -> None:
-    """Replace each NaN by 0 in place. Nothing is done if the sum of all values is not NaN, which saves time."""
+    """Replace each NaN by 0 in place. To save time, the values are searched only if their sum is NaN."""
     if bool(torch.isnan(values.sum())):
         values.nan_to_num_(0.0)
 

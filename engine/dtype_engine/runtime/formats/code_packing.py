@@ -55,7 +55,7 @@ def pack(codes: torch.Tensor, element: DType, packing: Packing) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, width: int, element: DType, packing: Packing) -> torch.Tensor:
-    """Return the codes that `pack` has packed: [rows, width], float8_e4m3fn or int8."""
+    """Return the codes that `pack` has packed with the same `packing`: [rows, width], float8_e4m3fn or int8."""
     if packing == "none":
         return packed
     return unpack_words(packed, width, element.bits) if packing == "words" else unpack_nibbles(packed, width)
@@ -82,13 +82,13 @@ def unpack_nibbles(packed: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def _unpack_pairs(packed: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
-    """Return both codes of each byte, uint8 [rows, 2 * bytes], from a table of `_pairs`, which is faster than bit operations."""
+    """Return both codes of each byte of `packed`, uint8 [rows, 2 * bytes]. pairs: a table made by `_pairs`."""
     found = copied_to(pairs, packed.device).index_select(0, packed.reshape(-1).to(torch.int32))
     return found.view(torch.uint8).view(len(packed), 2 * packed.shape[1])
 
 
 def pack_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Pack int8 codes [rows, width] of `bits` bits, plus 2^(bits-1) so that none is negative, into int32 [rows, words]."""
+    """Pack int8 codes [rows, width] of `bits` bits into int32 [rows, words], after adding 2^(bits-1) to make them nonnegative."""
     per_word = 32 // bits
     rows, width = codes.shape
     unsigned = codes.new_zeros((rows, -(-width // per_word) * per_word), dtype=torch.int32)

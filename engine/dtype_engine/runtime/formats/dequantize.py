@@ -117,7 +117,9 @@ def dequantize_blocks(
 def dequantized_rows(
     table: torch.Tensor, scale: torch.Tensor, storage: str, ids: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return the rows `ids` of an embedding table [rows, width] in the format `storage`: [*ids.shape, width] in `dtype`."""
+    """Return the rows `ids` of an embedding table [rows, width], dequantized to `dtype`: [*ids.shape, width]. table: its codes.
+    scale: as for `dequantize`. storage: the name of the table's format.
+    """
     index = ids.reshape(-1)
     rows = table.view(torch.uint8).index_select(0, index).view(table.dtype)
     blocks = dtypes.BY_NAME[storage].blocks

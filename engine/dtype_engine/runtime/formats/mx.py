@@ -30,7 +30,7 @@ _LARGEST = 254
 
 
 def scales(amax: torch.Tensor, element: DType, rule: ScaleRule) -> Scales:
-    """Return the scales of blocks whose largest |value| is `amax` (float32, finite). The stored ones are uint8."""
+    """Return the scales of blocks whose largest |value| is `amax` (float32, finite), chosen by `rule`. They are stored in uint8."""
     highest = _exponent(element)
     bits = amax.contiguous().view(torch.int32) + _carry(element, rule)
     exponents = (bits >> _MANTISSA).sub_(highest).clamp_(0, _LARGEST - highest)

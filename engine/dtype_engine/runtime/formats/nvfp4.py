@@ -31,7 +31,7 @@ def tensor_scale(amax: torch.Tensor) -> torch.Tensor:
 
 
 def scales(amax: torch.Tensor, of_tensor: torch.Tensor) -> Scales:
-    """Return the scales of blocks whose largest |value| is `amax` (float32). They are stored in float8_e4m3fn."""
+    """Return the scales (float8_e4m3fn) of blocks whose largest |value| is `amax` (float32). of_tensor: the scale of the tensor."""
     wide = (divide(amax, _ELEMENT) * of_tensor).clamp_(max=_SCALE).to(torch.float8_e4m3fn).to(torch.float32)
     wide = torch.where(wide == 0, _FOR_ZERO, wide)
     return Scales(wide / of_tensor, wide.to(torch.float8_e4m3fn))

@@ -22,10 +22,11 @@ def quantize_chunks(
     on_chunk: Callable[[BlockWork, Chunk], None],
     amax: float | None = None,
 ) -> torch.Tensor | None:
-    """Quantize a weight in a block format some rows at a time. Returns the scale of the whole tensor, if the format has one.
+    """Quantize a weight in a block format some rows at a time. Returns the scale of the whole tensor, or None if the format has
+    none.
 
-    on_chunk: called with each chunk, in several threads and in no particular order. amax: the |value| for the tensor scale, if
-    several tensors share one; by default, the largest finite |value| of this tensor.
+    on_chunk: called with each chunk, in several threads and in no particular order. amax: the largest |value| of all tensors that
+    share the tensor scale; by default, the largest finite |value| of this tensor.
     """
     element = dtypes.BY_NAME[dtype] if isinstance(dtype, str) else dtype
     assert element.blocks is not None
@@ -49,9 +50,9 @@ def quantize_chunks(
 
 
 def quantize_blocks(tensor: torch.Tensor, dtype: str, amax: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a weight's codes in a block format, float8_e4m3fn or int8 in the weight's shape and without zero points, and the scale
-    of each block, float32 [blocks down, blocks across]. amax: the |value| for the tensor scale; by default, the largest finite
-    |value|.
+    """Return (a weight's codes in a block format, the scale of each block). The codes are float8_e4m3fn or int8, in the weight's
+    shape and without zero points; the scales are float32 [blocks down, blocks across]. amax: the |value| from which the tensor
+    scale is computed; by default, the largest finite |value|.
     """
     element = dtypes.BY_NAME[dtype]
     assert element.blocks is not None
@@ -70,9 +71,7 @@ def quantize_blocks(tensor: torch.Tensor, dtype: str, amax: float | None = None)
 
 
 def rounded(tensor: torch.Tensor, element: DType, amax: float | None = None) -> torch.Tensor:
-    """Return a weight's values after quantizing and dequantizing, in the weight's own dtype. amax: the |value| for the tensor
-    scale; by default, the largest finite |value|.
-    """
+    """Return a weight's values after quantizing and dequantizing, in the weight's own dtype. amax: as for `quantize_blocks`."""
     assert element.blocks is not None
     count, height, width = matrices(tensor.shape, element.blocks.columns)
     values = torch.empty((count * height, width), dtype=tensor.dtype, device=tensor.device)

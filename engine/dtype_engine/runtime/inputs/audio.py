@@ -97,8 +97,8 @@ def sound_inputs(model: LiveModel, options: InputOptions) -> Inputs:
 
 
 def _decoders(model: LiveModel, options: InputOptions) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
-    """Return (the decoder's arguments for each of the user's texts or, without texts, one with random tokens; phrases that say
-    how they were created). Raises UserError for texts that the model can't use.
+    """Return (the decoder's arguments for each of the user's texts, or once with random tokens if there are no texts; phrases that
+    say how they were created). Raises UserError for texts that the model can't use.
     """
     if not (options.prompts or options.texts):
         row, how = decoder_start(model)
@@ -152,7 +152,7 @@ def resampled(wave: Wave, own_rate: int, rate: int) -> Wave:
 
 
 def synthetic_tone(rate: int) -> Wave:
-    """Return a chord (220, 550 and 1320 Hz) whose volume swells five times, with a little noise, the same in every run."""
+    """Return a chord (220, 550 and 1320 Hz) at `rate` hertz whose volume swells five times, the same in every run."""
     time = torch.arange(int(TONE_SECONDS * rate), dtype=torch.float64) / rate
     chord = sum(torch.sin(2 * math.pi * hertz * time) / number for number, hertz in enumerate((220, 550, 1320), 1))
     noise = torch.randn(len(time), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -169,7 +169,9 @@ def synthetic_spectrogram(shape: tuple[int, int]) -> torch.Tensor:
 
 
 def _spectrogram_shape(config: Any, argument: str) -> tuple[int, int] | None:
-    """Return the numbers of mel bins and frames, in the model's order, or None if the configuration does not specify them."""
+    """Return the numbers of mel bins and frames, in the model's order, or None if the configuration does not specify them.
+    argument: the name of the model's audio argument.
+    """
     bins = getattr(config, "num_mel_bins", None)
     if argument == "input_features":
         if bins and getattr(config, "max_source_positions", None) and not hasattr(config, "input_feat_per_channel"):

@@ -85,7 +85,7 @@ class Batch:
         return dataclasses.replace(self, args=args, kwargs=kwargs)
 
     def with_labels(self, names: Collection[str]) -> Batch:
-        """Return this batch with the keyword arguments `names` turned into labels."""
+        """Return this batch with the keyword arguments `names` as labels, which metrics receive and the model does not."""
         labels = {name: value for name, value in self.kwargs.items() if name in names}
         kwargs = {name: value for name, value in self.kwargs.items() if name not in names}
         return dataclasses.replace(self, kwargs=kwargs, labels=self.labels | labels)

@@ -133,7 +133,9 @@ def _parts(tokenizer: Any) -> dict[str, Any]:
 
 
 def _may_expand(parts: dict[str, Any]) -> bool:
-    """Return whether a tokenizer's steps may expand a text or need much time, as do several `ByteLevel`: each can double a text."""
+    """Return whether a tokenizer's steps may make a text much longer or need much time. Several steps of one type may do so, too:
+    each `ByteLevel` can double a text.
+    """
     settings = json.dumps([parts["normalizer"], parts["pre_tokenizer"]])
     types = [name for name in re.findall(r'"type": "(\w+)"', settings) if name != "Sequence"]
     return len(settings) > _LONGEST_SETTINGS or len(types) > len(set(types)) or not _EXPANDING.isdisjoint(types)

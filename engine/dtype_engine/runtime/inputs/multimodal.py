@@ -150,7 +150,7 @@ def _vision_language_inputs(
 
 
 def processor_template(model: LiveModel) -> str | None:
-    """Return the chat template of the processor of a vision language model, if it has one."""
+    """Return the chat template of the processor of a vision language model, or None if it has none."""
     template = getattr(processor_of(model), "chat_template", None) if image_token(model) is not None else None
     return template.get("default") if isinstance(template, dict) else template
 
@@ -187,8 +187,9 @@ def _image_mark(model: LiveModel, processor: Any) -> str:
 def _by_hand(
     model: LiveModel, picture: Picture, text: str, given: bool, token: int, limits: InputLimits
 ) -> tuple[dict[str, Any], str]:
-    """Build the arguments for a picture and a prompt without the model's processor. Returns (the arguments, a phrase which says
-    how the prompt was created). The token ids have one image token (`token`) for each feature vector of the picture.
+    """Build the arguments for a picture and a prompt (`text`) without the model's processor. Returns (the arguments, a phrase that
+    says how the prompt was created). given: whether the user provided the prompt. The token ids have one image token (`token`) for
+    each feature vector of the picture.
     """
     config = model.module.config
     names = parameters(model.module)

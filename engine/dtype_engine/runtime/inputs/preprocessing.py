@@ -135,7 +135,7 @@ def text_config(config: Any) -> Any:
 
 
 def accepted(model: LiveModel, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the outputs of a processor that the forward pass accepts as arguments. A list of tensors is stacked."""
+    """Return those outputs of a processor (`kwargs`) that the forward pass accepts as arguments. A list of tensors is stacked."""
     names = parameters(model.module)
     taken = {key: value for key, value in kwargs.items() if key in names}
     return {

@@ -51,7 +51,7 @@ def tensor_inputs(model: LiveModel, path: Path, labelled: bool = False) -> Input
 
 
 def read_tensors(path: Path) -> Any:
-    """Return a file's tensors: a dictionary by name, a tuple, a tensor, or a list of these. Raises UserError if unreadable."""
+    """Return a file's tensors: a dictionary by name, a tuple, a tensor, or a list of these. Raises UserError for a bad file."""
     suffix = path.suffix.lower()
     if suffix == ".safetensors":
         from safetensors.torch import load_file
@@ -94,7 +94,9 @@ def _npz(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _check_array(path: Path, name: str, file: IO[bytes], nbytes: int) -> None:
-    """Raise UserError unless an array in an .npz file has as many bytes as its header implies, which numpy would allocate."""
+    """Raise UserError unless `file`, an entry of `nbytes` bytes in an .npz file, holds exactly the array of numbers that its header
+    describes.
+    """
     from numpy.lib import format as npy
 
     what = f"{path}: {printable(name, 200)}"

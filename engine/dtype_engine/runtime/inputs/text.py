@@ -219,7 +219,8 @@ def _conversation(sample: TextSample) -> Conversation:
 
 def refuse_long(samples: Sequence[TextSample], texts: Sequence[str], limits: InputLimits) -> None:
     """Raise UserError for a text that would be over the limit on tokens if each token had `CHARACTERS_PER_TOKEN` characters, and
-    for a text with half of a surrogate pair, which `\\ud800` in JSON makes.
+    for a text with half of a surrogate pair, which `\\ud800` in JSON makes. texts: the texts of `samples`, with the chat template
+    applied.
     """
     for sample, text in zip(samples, texts, strict=True):
         if any("\ud800" <= character <= "\udfff" for character in text):
@@ -231,8 +232,8 @@ def refuse_long(samples: Sequence[TextSample], texts: Sequence[str], limits: Inp
 
 
 def prompt_texts(options: InputOptions, default: Iterable[str]) -> tuple[list[str], bool]:
-    """Return (the texts to combine with pictures or audio, whether the user provided them). Raises UserError for a conversation
-    (`messages`), which can't be combined with pictures or audio.
+    """Return (the texts to combine with pictures or audio, whether the user provided them). default: the texts to use if the user
+    has provided none. Raises UserError for a conversation (`messages`), which can't be combined with pictures or audio.
     """
     texts = []
     for sample in text_samples(options):
@@ -280,8 +281,8 @@ def without_cache(model: LiveModel, inputs: Inputs) -> Inputs:
 
 
 def with_next_tokens(model: LiveModel, inputs: Inputs) -> Inputs:
-    """Return the user's tensors with `Batch.next_tokens` set if the model is a causal language model. The tokens come from the
-    batch's labels or, if it has none, from its token ids. Padding (attention mask 0) has no next token.
+    """Return the user's tensors (`inputs`) with `Batch.next_tokens` set if the model is a causal language model. The tokens come
+    from the batch's labels or, if it has none, from its token ids. Padding (attention mask 0) has no next token.
     """
     return dataclasses.replace(inputs, batches=tuple(_with_targets(model, batch) for batch in inputs.batches))
 

@@ -68,7 +68,7 @@ def unknown_arguments(model: LiveModel, batch: Batch) -> tuple[list[str], list[s
 
 
 def with_labels(model: LiveModel, inputs: Inputs) -> Inputs:
-    """Turn arguments that the forward pass does not take into labels for the user's metrics."""
+    """Return `inputs`, in which the arguments that the forward pass does not take became labels for the user's metrics."""
     batches = tuple(batch.with_labels(unknown_arguments(model, batch)[0]) for batch in inputs.batches)
     return dataclasses.replace(inputs, batches=batches)
 
@@ -131,7 +131,9 @@ def id_count(model: LiveModel, name: str) -> int | None:
 
 
 def _check_pixels(model: LiveModel, value: torch.Tensor, where: str) -> None:
-    """Raise UserError if `pixel_values` has the wrong dimensions or channels for a model with a convolution over pictures."""
+    """Raise UserError if `pixel_values` (`value`) has the wrong dimensions or channels for a model with a convolution over
+    pictures. where: the words with which the error begins.
+    """
     vision = getattr(model.module.config, "vision_config", None) or model.module.config
     wanted = getattr(vision, "num_channels", None)
     if not isinstance(wanted, int):

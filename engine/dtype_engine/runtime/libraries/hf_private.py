@@ -166,6 +166,7 @@ def _renamed(
 ) -> tuple[dict[str, tuple[str, str | None]], list[Any]]:
     """Return (where transformers loads tensors of the files, all converters that pack or transpose tensors for the model). The
     first maps a name in the files to (the name after loading, the name pattern of the converter that processes the tensor or None).
+    live: the tensors of the module, keyed by name.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -221,7 +222,7 @@ def implementation(config: Any, of: str) -> str | None:
 
 
 def set_implementation(config: Any, of: str, name: str | None) -> None:
-    """Select a kernel, as `implementation` returns it, in a configuration, but not in nested ones. None selects the default."""
+    """Select a kernel for `of` ("attn" or "experts") in a configuration, but not in nested ones. None selects the default."""
     setattr(config, f"_{of}_implementation_internal", name)
 
 

@@ -41,11 +41,11 @@ def no_stderr() -> Iterator[None]:
 
 @contextmanager
 def without_panic_message(drop: bool = False) -> Iterator[None]:
-    """Hold back what is written to standard error during the `with` block. It is discarded if the block raises, or if `drop` is
-    True. Otherwise it is written when the block ends. Only one thread at a time can be in such a block.
+    """Hold back what is written to standard error during the `with` block, also directly to its file descriptor: libraries in Rust
+    write a message when they panic, and libtiff and mpg123 write warnings about damaged files.
 
-    This includes writes to the file descriptor itself: libraries in Rust write a message when they panic, and libtiff and mpg123
-    write warnings about damaged files.
+    What was written is discarded if the block raises, or if `drop` is True. Otherwise it is written when the block ends. Only one
+    thread at a time can be in such a block.
     """
     with _STDERR, contextlib.ExitStack() as stack:
         try:

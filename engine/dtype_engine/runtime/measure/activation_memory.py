@@ -45,7 +45,9 @@ _MODULE = "dtype_engine.module:"
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the live bytes of the storages that operations create, and their peak. known: tensors whose storages do not count."""
+    """Counts the live bytes of the storages that operations create, and their peak. known: tensors that exist before the
+    operations. Their storages do not count.
+    """
 
     def __init__(self, known: Iterable[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -74,12 +76,12 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._now -= self._counted.pop(key, 0)
 
     def enter(self, module: str) -> None:
-        """Note that a module begins to run."""
+        """Note that the module named `module` begins to run."""
         self.running = module
 
 
 def _safe_softmax(scores: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Compute what `SAFE_SOFTMAX` does by separate operations, as its kernel does, so that their results count until the end."""
+    """Return the result of `SAFE_SOFTMAX`, computed by separate operations, as its kernel does, so that `LiveBytes` sees them."""
     found = torch.softmax(scores, dim, dtype)
     masked = scores.isneginf()
     return found.masked_fill_(masked.all(dim, keepdim=True), 0.0)
@@ -87,7 +89,7 @@ def _safe_softmax(scores: torch.Tensor, dim: int, dtype: torch.dtype | None = No
 
 @contextmanager
 def _naming_modules(module: nn.Module, on_module: Callable[[str], None]) -> Iterator[None]:
-    """While the block runs, call `on_module` with the name of each submodule of `module` that begins to run."""
+    """In the `with` block, call `on_module` with the name of each submodule of `module` that begins to run."""
     with ExitStack() as hooks:
         for name, child in module.named_modules():
             hooks.enter_context(child.register_forward_pre_hook(lambda *_, name=name: on_module(name)))
@@ -96,23 +98,24 @@ def _naming_modules(module: nn.Module, on_module: Callable[[str], None]) -> Iter
 
 def measured(module: nn.Module, context: int, batch: int) -> ActivationMemory:
     """Run the model, as it is cast now, over `batch` sequences of `context` random tokens, and return the peak of the memory that
-    the pass needs. Raises NoForward if it is not known which inputs have this size, or if the pass fails.
+    the pass needs. Raises NoForward if the pass fails, or if it is not known how to make inputs of this size for the model.
     """
     return _pass(module, _inputs(module, context, batch), context, batch, estimated=False)[0]
 
 
 class ActivationEstimator:
-    """Estimates the peak of the memory of forward passes of any size, without computing anything or taking that memory. It is an
+    """Estimates the peak of the memory of forward passes of any size, without computing values or allocating this memory. It is an
     upper bound: a real pass may leave out work that depends on values, such as applying a mask that masks nothing.
 
-    module: a model without data, on the meta device, which this object changes. dtype: the dtype in which the passes compute.
+    module: a model without data, on the meta device, whose parameters and buffers this object replaces. dtype: the dtype in which
+    the passes compute.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
         self._module = module.eval()
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._width = 1
-        """The size of an element in the dtype of the passes, divided by its size in the dtype of the fake tensors."""
+        """The size of an element in the dtype of the passes, divided by the size of an element in the dtype of the fake tensors."""
         self._make_tensors(dtype)
         self._dtype = dtype
 
@@ -128,7 +131,7 @@ class ActivationEstimator:
 
     def estimate(self, context: int, batch: int) -> ActivationMemory:
         """Return an upper bound for a pass over `batch` sequences of `context` tokens. Raises NoForward if the operations of a pass
-        depend on values, which are unknown without running it, or if it is not known which inputs have this size.
+        depend on values, which are unknown without running it, or if it is not known how to make inputs of this size for the model.
         """
         if context > _LOOPED[-1] and self._loops:
             known = {length: self.estimate(length, batch) for length in _LOOPED}
@@ -177,8 +180,8 @@ def estimator_of(checkpoint: Checkpoint, options: ModelOptions, dtype: str) -> A
 def _pass(
     module: nn.Module, inputs: Mapping[str, Any], context: int, batch: int, estimated: bool
 ) -> tuple[ActivationMemory, int]:
-    """Run a pass, or follow it without data if `estimated`. Returns (the memory that it needs, the number of its operations, which
-    is 0 if only the profiler follows them).
+    """Run a pass, or follow it without data if `estimated`. Returns (the memory that the pass needs, the number of its operations).
+    The number is 0 if torch's profiler measured the pass, which does not count operations.
     """
     operations = 0
     known = [*module.parameters(), *module.buffers(), *filter(torch.is_tensor, inputs.values())]

@@ -93,7 +93,7 @@ class _Base:
     output: torch.Tensor
     """The main output."""
     modules: dict[tuple[str, int], torch.Tensor]
-    """The outputs of modules by (module, number of its call), with which those of later passes are compared."""
+    """The outputs of modules by (module, number of its call), for comparison with the outputs of later passes."""
     cache: OutputCache | None
     """The outputs of modules that later passes may reuse."""
     uses: Mapping[str, int]
@@ -119,7 +119,7 @@ class Attribution:
     behavior: ModelBehavior = field(default_factory=ModelBehavior)
     """Facts about the model that were observed during its passes, such as which modules have side effects."""
     known: dict[Part, PartDrift] = field(default_factory=dict)
-    """The measurements of a cancelled `report` of the same casts, settings and inputs, which the next `report` does not repeat."""
+    """The measurements of an earlier, cancelled `report` of the same casts, settings and inputs. The next one reuses them."""
     _bases: list[_Base] = field(default_factory=list)
     _passes: int = 0
     _done: int = 0
@@ -131,12 +131,13 @@ class Attribution:
         elsewhere: MeasureParts | None = None,
         on_causes: OnCauses = ignore,
     ) -> AttributionReport:
-        """Measure every module or subtree, and return a report. elsewhere: measures them in other processes.
+        """Measure every module or subtree, and return a report. elsewhere: measures them in other processes; if None, they are
+        measured in this process.
 
         `on_progress(done, total)` is called with the numbers of finished and of all measurements, and `on_causes` after each
         measurement with the contributions found so far. Once a subtree is split, its measured children replace it in these
-        contributions. Raises NoForward, KernelError and Cancelled, and UserError under `torch.autocast`, whose casts belong to no
-        weight.
+        contributions. Raises NoForward, KernelError and Cancelled, and UserError under `torch.autocast`, because its casts belong
+        to no weight.
         """
         if self.settings.autocast is not None:
             raise UserError(f"causes can only be found in the weights' dtypes: {hint('no-autocast')}")
@@ -188,7 +189,7 @@ class Attribution:
 
     @property
     def _drifting(self) -> frozenset[int]:
-        """The `id`s of the weights whose casts change results: the weight or the activations that it multiplies are rounded."""
+        """The `id`s of the weights whose casts change results: the weight, or the activations multiplied by it, are rounded."""
         rounds = self.settings.quantize_activations == "weights"
         return frozenset(
             key
@@ -227,8 +228,9 @@ class Attribution:
         return _Base(batch, output, kept, ran.cache, uses, masks)
 
     def _contributions(self, run: MeasureParts, whole: float, on_part: _OnPart) -> list[Contribution]:
-        """Return the contribution of each module. If there are too many modules, return those of subtrees instead; subtrees that
-        drift most are split.
+        """Return the contribution of each module. If there are more than `MOST_PASSES` modules, return those of subtrees instead,
+        and split the subtrees that drift most. run: measures parts. whole: the drift of all casts together. on_part: called after
+        each measurement.
         """
         modules = list(dict.fromkeys(name for base in self._bases for name in base.uses))
         if len(modules) <= MOST_PASSES:
@@ -261,8 +263,8 @@ class Attribution:
         total: int,
         others: Sequence[Contribution] = (),
     ) -> list[Contribution]:
-        """Measure `parts`, and return their contributions. total: the number of all measurements, for `on_part`. others: the
-        contributions measured earlier, for `on_part`.
+        """Measure `parts`, and return their contributions. run: measures parts. whole: the drift of all casts together. total: the
+        number of all measurements, for `on_part`. others: the contributions measured earlier, for `on_part`.
         """
         found: dict[int, Contribution] = {}
 
@@ -293,8 +295,8 @@ class Attribution:
         return PartDrift(drift, local)
 
     def _alone(self, runner: ForwardRunner, part: Part | None = None) -> tuple[str, float, float | None]:
-        """Run the model with cast weights only in the modules of `part`, or in all modules if `part` is None. Returns the unit of
-        the drift, the drift of the main output, and the SQNR in dB of the part's own output, if it is a single module.
+        """Run the model with cast weights only in the modules of `part`, or in all modules if `part` is None. Returns (the unit of
+        the drift, the drift of the main output, the SQNR in dB of the part's own output, or None if the part is no single module).
         """
         comparison: OutputMetrics | None = None
         inside: Callable[[str], bool] = (lambda name: True) if part is None else frozenset(part.modules).__contains__
@@ -349,8 +351,8 @@ class _LocalError(ModuleObserver):
 
 
 def _children_of(name: str, modules: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Return (name of the child, its modules) for each child of the subtree `name`. A subtree with one child has the children of
-    this child.
+    """Return (name of the child, its modules) for each child of the subtree `name`. If there is only one child, return this child's
+    children instead. modules: the names of the modules in the subtree.
     """
     parts: dict[str, list[str]] = {}
     for module in modules:

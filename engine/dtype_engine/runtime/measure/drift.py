@@ -49,14 +49,14 @@ MOST_KEPT = 2 << 30
 """Limit on the bytes of outputs kept between measurements: some hundred tokens of a model with 1 B parameters."""
 
 MOST_UNSAVED = 8
-"""The maximum number of sequences that run side by side if the measurement is saved. An interrupt loses their results."""
+"""The maximum number of sequences side by side if the measurement is saved. An interrupt loses the results of these."""
 _BYTES_SIDE_BY_SIDE = 12
 """How many bytes each element of an output needs while sequences run side by side: float32 outputs, and temporary tensors."""
 _WITH_FAST_PATH = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
 
 
 def budget_for(model: LiveModel, asked: int | None = None) -> int:
-    """Return how many bytes of outputs to keep: `asked`, or a quarter of the free memory, at most `MOST_KEPT`."""
+    """Return how many bytes of outputs to keep: `asked` or, if that is None, a quarter of the free memory, at most `MOST_KEPT`."""
     return min(MOST_KEPT, model.cache_budget) if asked is None else asked
 
 
@@ -88,7 +88,7 @@ class DriftMeter:
         self._modules = sum(1 for _ in self.model.module.modules()) - 1
         self._routing = Routing.of(self.model)
         self._working = cache_budget(self.model.device)
-        """Maximum number of bytes of the reference's outputs to hold during a comparison, even if they are not kept."""
+        """Maximum number of bytes of the reference's outputs to hold during a comparison, even if `budget` is smaller."""
 
     def measure(
         self,
@@ -98,8 +98,9 @@ class DriftMeter:
     ) -> RunningTotals:
         """Measure until all inputs have been run, or until the metrics are as precise as the listener requires. Returns the totals.
 
-        cancelled: ignored if a listener is given. begun: the totals of an earlier measurement that was interrupted; only the
-        sequences that these totals lack are run, and are added to them. Raises NoForward, KernelError, Cancelled.
+        listener: receives the progress; if None, nothing is reported. cancelled: ignored if a listener is given, which has its own.
+        begun: the totals of an earlier measurement that was interrupted; only the sequences that these totals lack are run, and are
+        added to them. Raises NoForward, KernelError, Cancelled.
         """
         listener = MeasurementListener(cancelled=cancelled) if listener is None else listener
         totals = begun
@@ -124,7 +125,9 @@ class DriftMeter:
     def report(
         self, totals: RunningTotals, recipe: Recipe, memory: MemoryStats, lost: tuple[ValueLoss, ...] | None
     ) -> DriftReport:
-        """Return a report of a measurement. lost: the values that casts made infinite or zero, or None if they were not counted."""
+        """Return a report of a measurement. totals: its results. recipe: the rules of the candidate. lost: for each weight, how
+        many values its cast makes infinite or zero, or saturates; None if they were not counted.
+        """
         model, output = self.model, totals.output
         selections = make_plan(model.tree, recipe).selections
         # Whether runtimes would quantize activations in the format that a rule gives to weights.
@@ -168,8 +171,8 @@ class DriftMeter:
     def readings(
         self, listener: MeasurementListener, begun: RunningTotals | None = None
     ) -> Generator[RunningTotals, None, None]:
-        """Run the inputs one sequence at a time. After each sequence, yield the totals over all sequences run until then. begun:
-        the totals of an interrupted measurement, to continue. Raises what `measure` raises.
+        """Run the inputs one sequence at a time. After each sequence, yield the totals over all sequences run until then. listener:
+        receives the progress. begun: the totals of an interrupted measurement, to continue. Raises what `measure` raises.
         """
         batches, totals = self.inputs.batches, begun
         progress = MeasurementProgress(listener.on_progress, batches, self._calls, self._modules)
@@ -238,7 +241,7 @@ class DriftMeter:
         totals: RunningTotals | None,
         listener: MeasurementListener,
     ) -> None:
-        """Tell the progress over which sequences reference and candidate still have to run: those of `group` and all later ones."""
+        """Tell `progress` which sequences the reference and the candidate still have to run: `group` and all later ones."""
         every = (listener.all_modules or never)()
         steps = {step.number: step.compares_modules for step in group}
         added = () if totals is None else totals.numbers
@@ -255,7 +258,9 @@ class DriftMeter:
         listener: MeasurementListener,
         kept: KeptPositions | None,
     ) -> ModuleComparer | None:
-        """Return the observer of the candidate's pass, or None if modules are not compared in this step's sequence."""
+        """Return the observer of the candidate's pass, or None if modules are not compared in this step's sequence. kept: the
+        positions to compare. totals, listener: for reports of the drift of modules while the pass runs.
+        """
         if not step.compares_modules or reference.modules is None:
             return None
 
@@ -290,8 +295,8 @@ class DriftMeter:
     def _reference(
         self, runner: ForwardRunner, step: Step, progress: MeasurementProgress, sharing: int
     ) -> ReferenceRecord:
-        """Return the reference's outputs for a step's sequence. If they are not kept, run the reference, and keep them if they fit.
-        sharing: the number of sequences that run side by side and keep module outputs. The memory is divided among them.
+        """Return the reference's outputs for a step's sequence. If they are not kept, run the reference, and keep its outputs if
+        they fit. sharing: the number of sequences that run side by side and keep module outputs. The memory is divided among them.
         """
         if self._has_record(step.number, step.compares_modules):
             return self._records[step.number]
@@ -321,7 +326,7 @@ class DriftMeter:
 
 
 def _comparable_output(ran: PassResult[Any], reference: ReferenceRecord) -> torch.Tensor:
-    """Return the main output of a candidate's pass. Raises NoForward unless it has the name and shape of the reference's."""
+    """Return the main output of a candidate's pass. Raises NoForward if its name or shape is not that of the reference's output."""
     name, output = main_output(ran.output)
     if name != reference.output_name or output.shape != reference.output.shape:
         raise NoForward(
@@ -347,8 +352,8 @@ def _fast_path_notices(module: nn.Module) -> tuple[str, ...]:
 
 
 def _window_notices(model: LiveModel, inputs: Inputs, compared: Collection[int]) -> tuple[str, ...]:
-    """Return a notice if KIVI, which keeps a window of the newest tokens unrounded, rounds nothing, because all inputs are shorter
-    than the window, or all inputs over which modules were compared (with the indexes `compared`).
+    """Return a notice if KIVI, which keeps the newest tokens (a window) unrounded, rounds nothing because all inputs are shorter
+    than the window, or all inputs over which modules were compared. compared: the indexes of these inputs.
     """
     kivi = sorted({name for name in model.cache_formats.values() if KV_FORMATS[name].scales == "kivi"})
     ids = (batch.kwargs.get("input_ids") for batch in inputs.batches)
@@ -364,7 +369,9 @@ def _window_notices(model: LiveModel, inputs: Inputs, compared: Collection[int])
 
 
 def _quantized_notices(tree: Tree, matched: Collection[str]) -> tuple[str, ...]:
-    """Return a notice if rules match weights that stay as stored, because another program has quantized them."""
+    """Return a notice if rules match weights that stay as stored because another program has quantized them. matched: the names of
+    the tensors that rules match but can't cast.
+    """
     left = [
         tensor
         for name, tensor in tree.tensors.items()

@@ -111,7 +111,9 @@ def _write(
     on_tokens: Callable[[int], None],
     on_text: Callable[[Callable[[], Written]], None],
 ) -> Written:
-    """Generate a continuation of `prompt`. After each token, `on_tokens` gets the number of tokens, `on_text` the text so far."""
+    """Generate a continuation of `prompt` in a reference or candidate run. After each token, `on_tokens` is called with the number
+    of tokens, and `on_text` with a function that returns the text so far.
+    """
     from transformers import StoppingCriteria, StoppingCriteriaList
 
     began: list[int] = []
@@ -151,7 +153,9 @@ def _written(tokenizer: Any, tokens: torch.Tensor, seconds: float) -> Written:
 
 
 def _greedy(model: LiveModel, tokens: int) -> dict[str, Any]:
-    """Return arguments for `generate` with the model's own settings, except that decoding is greedy (no sampling, no beams)."""
+    """Return arguments for `generate` with the model's own settings, except that decoding is greedy (no sampling, no beams).
+    tokens: how many to generate at most.
+    """
     own = getattr(model.module, "generation_config", None)
     if own is None or _own_generate(model.module):
         return {"max_new_tokens": tokens, "do_sample": False, "num_beams": 1}
@@ -171,8 +175,8 @@ def _greedy(model: LiveModel, tokens: int) -> dict[str, Any]:
 
 
 def pieces(tokenizer: Any, ids: list[int]) -> tuple[str, ...]:
-    """Return the text that each token adds or, without a tokenizer, its id. A token that ends inside a multi-byte character adds
-    nothing; the token that completes the character adds all of it.
+    """Return the text that each token adds or, without a tokenizer, the token's id. A token that ends inside a multi-byte character
+    adds nothing; the token that completes the character adds all of it.
     """
     if tokenizer is None:
         return tuple(f" {token}" for token in ids)

@@ -33,7 +33,7 @@ def implicit_casts(runner: ForwardRunner, batch: Batch) -> tuple[ImplicitCastSta
 
 
 class _AutocastCastRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the casts of `torch.autocast`, which are made inside torch's operations, where a pass's mode does not see them."""
+    """Records the casts of `torch.autocast`, which happen inside torch's operations, where a pass's mode can't see them."""
 
     def __init__(self, mode: WeightMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -52,10 +52,9 @@ class _AutocastCastRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def aggregate(casts: Iterable[ImplicitCast]) -> tuple[ImplicitCastStats, ...]:
-    """Combine casts with the same module, operation and dtypes into one entry. Casts to float64 come first, then those with the
-    most elements; entries with equally many keep the order of the pass.
-
-    Casts to float64 are rarely intended: a single float64 input or weight silently widens all later operations.
+    """Combine casts with the same module, operation and dtypes into one entry. Casts to float64 come first, because they are rarely
+    intended: a single float64 input or weight silently widens all later operations. Then come the casts with the most elements;
+    entries with equally many keep the order of the pass.
     """
     elements, counts = Counter[tuple[str, str, str, str, bool]](), Counter[tuple[str, str, str, str, bool]]()
     for cast in casts:

@@ -59,7 +59,9 @@ def lm_eval_function(task: str) -> Callable[[LiveModel, Inputs], Mapping[str, Ex
 
 
 def _by_metric(tasks: Mapping[str, Any], samples: Mapping[str, list[dict[str, Any]]]) -> Iterator[tuple[str, Examples]]:
-    """Yield (name of the metric, its values for all examples). samples: what lm-eval logged for the examples, by task name."""
+    """Yield (name of the metric, its values for all examples). tasks: the tasks of lm-eval, by name. samples: what lm-eval logged
+    for the examples, by task name.
+    """
     for name, logged in samples.items():
         aggregations = tasks[name].aggregation()
         ordered = sorted(logged, key=lambda sample: sample["doc_id"])

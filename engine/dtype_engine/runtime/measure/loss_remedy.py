@@ -22,14 +22,14 @@ from dtype_engine.runtime.measure.drift import DriftMeter
 from dtype_engine.runtime.measure.listener import MeasurementListener
 
 Count = Callable[[str, str], ValueLoss | None]
-"""A function `count(name, dtype)` that returns how many values of a tensor a cast loses, or None if the cast only rounds values."""
+"""A function `count(name, dtype)` that returns how many values of a tensor are lost in a cast, or None if they are only rounded."""
 
 
 def untried_remedy(tree: Tree, plan: Plan, losses: Sequence[ValueLoss], count: Count, reason: str) -> LossRemedy | None:
-    """Return rules that keep the values which casts make infinite or zero, or None if casts only round values. reason: a sentence
-    which says why the drift under these rules is not measured.
+    """Return rules that keep the values that casts make infinite or zero, or saturate. Returns None if casts only round values.
 
-    losses: for each weight, the values that its cast under `plan` makes infinite or zero. count: finds what another cast loses.
+    losses: the counts of such values under `plan`, for each weight that has some. count: counts the values that a cast to another
+    dtype would lose. reason: a sentence that says why the drift under the rules is not measured.
     """
     wanted = {
         loss.tensor: holding_dtype(tree.tensors[loss.tensor], loss.dtype, count)
@@ -48,11 +48,12 @@ def tried_remedy(
     on_trial: Callable[[int, int], None] = ignore,
     cancelled: IsCancelled = never,
 ) -> LossRemedy | None:
-    """Return rules that keep the values which casts make infinite or zero (`report.lost`), with the drift under these rules over
-    the same sequences, or None if casts only round values. If the nearest dtypes that hold the values do not reduce the drift, the
-    stored dtypes are tried, too, and the better rules are returned.
+    """Return rules that keep the values that casts make infinite or zero, or saturate (`report.lost`), with the drift under these
+    rules over the same sequences. Returns None if casts only round values. If the nearest dtypes that hold the values do not reduce
+    the drift, the stored dtypes are tried, too, and the better rules are returned.
 
-    The model stays cast as in the last trial. `on_trial(done, total)` is called before each trial. Raises Cancelled.
+    plan, report: the current dtypes, and the drift measured with them. count: counts the values that a cast to another dtype would
+    lose. The model stays cast as in the last trial. `on_trial(done, total)` is called before each trial. Raises Cancelled.
     """
     first = untried_remedy(tree, plan, report.lost or (), count, "")
     if first is None:
@@ -72,8 +73,8 @@ def tried_remedy(
 
 
 def holding_dtype(tensor: TensorInfo, dtype: str, count: Count) -> str:
-    """Return the nearest dtype to which a cast only rounds a tensor's values. A cast to `dtype` makes some of them infinite or
-    zero. Returns `STORED` if there is no such dtype with fewer bits than the stored one.
+    """Return the dtype nearest to `dtype` in which a cast only rounds the tensor's values. A cast to `dtype` itself loses some of
+    them. Returns `STORED` if no such dtype has fewer bits than the stored one. count: counts the values that a cast loses.
     """
     nearest = []
     if dtypes.BY_NAME[dtype].per_tensor:

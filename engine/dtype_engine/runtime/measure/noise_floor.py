@@ -34,7 +34,7 @@ ENOUGH_POSITIONS = 256
 """The noise floor is measured over as many batches as it needs to compare this many output rows, such as tokens."""
 _SAME_ROWS = 1e-2
 _MORE_THAN_ROUNDING = 1e-3
-"""A relative difference of a row (60 dB) that is larger than those that the order of float32 sums makes in most rows."""
+"""A relative difference (60 dB) that most rows do not reach if float32 numbers are only added in another order."""
 _RUNS = 4
 """How many runs the progress counts for each batch: the reference, another attention, and two for a batch of two."""
 
@@ -50,8 +50,9 @@ def measure_noise_floor(
     """Return the noise floor: the largest differences between the reference run and two variants of it, one with a different
     attention implementation and one with each input twice in a batch. Variants that the model does not support are skipped.
 
-    behavior: what earlier passes have shown about the model. `on_progress(done, total)` is called with the numbers of finished runs
-    and of all runs, each on one input; `total` is an estimate. Raises NoForward if the reference run fails.
+    behavior: what earlier passes have shown about the model. classes_dim: as in `RunSettings`. `on_progress(done, total)` is called
+    with the numbers of finished runs and of all runs, each on one input; `total` is an estimate. Raises NoForward if the reference
+    run fails.
     """
     comparisons: dict[str, OutputMetrics] = {}
     positions = 0
@@ -96,15 +97,16 @@ def _worst(drifts: dict[str, OutputDrift], positions: int) -> NoiseFloor:
 def _variants(
     runner: ForwardRunner, batch: Batch, reference: torch.Tensor
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Rerun the reference in variants. Yields (a variant's name, its main output or None if it fails)."""
+    """Run variants of the reference. Yields (name, main output or None if it fails). reference: the reference run's main output."""
     with other_attention(runner.model.module) as attention:
         yield f"{attention} attention", _attempt(runner, batch, reference, 1) if attention else None
     yield "batch of two", _attempt(runner, Batch(_twice(batch.args), _twice(batch.kwargs)), reference, 2)
 
 
 def _attempt(runner: ForwardRunner, batch: Batch, reference: torch.Tensor, times: int) -> torch.Tensor | None:
-    """Run the reference on a batch in which each input occurs `times` times. Returns the main output for the first copy, or None if
-    the run fails or the copies have different outputs. reference: the main output for the inputs without repetition.
+    """Run the reference on `batch`, in which each input occurs `times` times. Returns the main output for the first copy, or None
+    if the run fails, if the copies have different outputs, or if most rows differ from `reference` by more than rounding.
+    reference: the main output for the inputs without repetition.
     """
     try:
         output = main_output(runner.reference(runner.reference_call(batch)).output)[1]

@@ -68,11 +68,11 @@ class _OpObserver(TorchFunctionMode):
         self.largest: dict[tuple[str, str], float] = {}
         """The largest finite |value| of the results, by (module, operation)."""
         self.reached: dict[str, float] = {}
-        """By weight name, the largest finite |value| of the other arguments and the results of the weight's operations."""
+        """By weight name, the largest finite |value| of results and other arguments of the operations that use the weight."""
         self._vanished: dict[str, float] = {}
 
     def observing(self, mode: WeightMode) -> _OpObserver:
-        """Return this observer as the context of a pass under `mode`, for `PassOptions.around`."""
+        """Observe a pass under `mode`. Returns this observer, which is the context that `PassOptions.around` has to return."""
         self.observed = mode
         return self
 
@@ -156,8 +156,8 @@ def diagnose_nonfinite(
     """Find the operation that causes non-finite values in a model measured under `recipe`, and rules that avoid them.
 
     modules, output: the results of that measurement, with modules in the order of the pass. If the output is finite but modules are
-    not, the rules make every module finite. `on_trial(done, total)` is called before each trial of rules. The model stays cast as
-    in the last trial. Raises NoForward, KernelError, Cancelled.
+    not, the rules make every module finite. `on_trial(done, total)` is called before each trial, with the numbers of tried and of
+    all sets of rules. The model stays cast as in the last trial. Raises NoForward, KernelError, Cancelled.
     """
     reference_bad = bool(output.nonfinite_reference and not output.nonfinite)
     modules = list(modules)
@@ -245,7 +245,9 @@ class _Origin:
 
 
 def _find_origin(runner: ForwardRunner, inputs: Inputs, first: str, reference_bad: bool) -> _Origin:
-    """Find where non-finite values arise. first: the first module in whose output the measurement found such values, or ""."""
+    """Find where non-finite values arise. first: the first module in whose output the measurement found such values, or "".
+    reference_bad: whether to search in the reference run, because only the reference has such values in its main output.
+    """
     for batch in inputs.batches:
         plain = _OpObserver(runner.model.by_id)
         came_out = _FinishedModules(plain)
@@ -283,8 +285,8 @@ def _find_origin(runner: ForwardRunner, inputs: Inputs, first: str, reference_ba
 def _finite_output_under(
     meter: DriftMeter, tree: Tree, recipe: Recipe, what: Literal["output", "modules"], cancelled: IsCancelled
 ) -> OutputDrift | None:
-    """Return the drift under a recipe, or None if the model can't run, or if the main output or, with "modules", any output is not
-    finite.
+    """Return the drift under a recipe, or None if the model can't run, or if its values are not finite: those of the main output
+    or, if `what` is "modules", of any output.
     """
     plan = make_plan(tree, recipe)
     meter.model.apply(plan.dtypes, cancelled=cancelled, caches=plan.caches)
@@ -322,7 +324,7 @@ def _largest(tensor: torch.Tensor) -> float:
 
 
 def _constant(args: Arguments, kwargs: dict[str, Any]) -> bool:
-    """Return whether an argument of a torch call is infinity or NaN, so that the model's code intends non-finite values."""
+    """Return whether an argument of a torch call is infinity or NaN. The model's code then intends non-finite values."""
     return any(isinstance(value, float) and not math.isfinite(value) for value in (*args, *kwargs.values()))
 
 
@@ -339,7 +341,7 @@ def _numbers(func: Any, args: Arguments, kwargs: Mapping[str, Any]) -> Iterator[
 
 def _masks(result: torch.Tensor, smallest_given: float) -> bool:
     """Return whether the non-finite values of a result are an attention mask, which is no error: all are -infinity, and the
-    smallest number among the arguments was already close to the dtype's lowest value.
+    smallest number among the arguments (`smallest_given`) was already close to the dtype's lowest value.
     """
     lowest = torch.finfo(result.dtype).min
     odd = result[~torch.isfinite(result)]

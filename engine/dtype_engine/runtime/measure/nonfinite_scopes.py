@@ -14,7 +14,7 @@ from dtype_engine.recipe import Recipe, Rule, make_plan
 from dtype_engine.recipe.minimize import minimize
 
 Scope = tuple[Rule, ...]
-"""A set of rules that are tried together as one remedy against non-finite values."""
+"""A set of rules that are tried together as a remedy against non-finite values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +76,17 @@ def _in_bfloat16(tree: Tree, recipe: Recipe, names: list[str]) -> Scope:
 
 
 def _beyond(names: list[str], limit: float, reached: Magnitudes) -> list[str]:
-    """Return the weights near which the reference run has values beyond `limit`: in their operations, or in code around them."""
+    """Return those of the weights `names` for which the reference run has values beyond `limit` in the weight's operations, or in
+    the own code of a module that contains the weight.
+    """
     modules = tuple(f"{module}." for module, largest in reached.modules.items() if module and largest > limit)
     return [name for name in names if reached.weights.get(name, 0.0) > limit or name.startswith(modules)]
 
 
 def _around(tree: Tree, module: str) -> Iterator[str]:
-    """Yield patterns for a module and those above it, and after a numbered layer one for this layer and all later ones."""
+    """Yield a pattern for a module and for each module above it. After a numbered layer, also yield one for this layer and all
+    later ones.
+    """
     name = module
     while name:
         yield name

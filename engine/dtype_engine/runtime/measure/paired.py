@@ -15,7 +15,7 @@ from dtype_engine.results.metrics import MetricChange
 
 Aggregate = Callable[[list[Any]], float]
 DRAWS = 200
-"""How many resamples of the examples estimate the error of a metric that is not a mean, with a standard error of 5 %."""
+"""The number of resamples of the examples from which the error of a metric that is not a mean is estimated, to about 5 %."""
 
 
 @dataclass(slots=True)
@@ -43,8 +43,8 @@ def compare(name: str, reference: Examples, candidate: Examples) -> MetricChange
     """Return the metric `name` in the reference run and in the candidate run, with the paired standard error of the difference.
 
     For a mean over n examples, the error is s / √n, where s is the standard deviation of the examples' differences. For every other
-    metric, it is the standard deviation of the difference over `DRAWS` resamples of the examples, each the same in both runs
-    (Efron's bootstrap). Raises UserError if there are no examples, or not equally many in both runs.
+    metric, it is the standard deviation of the difference over `DRAWS` resamples of the examples (Efron's bootstrap), which are the
+    same for both runs. Raises UserError if there are no examples, or not equally many in both runs.
     """
     count = len(reference.values)
     if not count or count != len(candidate.values):

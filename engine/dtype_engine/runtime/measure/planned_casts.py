@@ -64,11 +64,12 @@ def losses_in_files(
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     cancelled: IsCancelled = never,
 ) -> tuple[ValueLoss, ...]:
-    """Count the values that casts make infinite or zero, or that saturate. The result has an entry for each of `casts_in_files`
-    with such values, in the order of the tree. Tensors are read from the files one at a time.
+    """Count the values that casts make infinite or zero, or saturate. Returns an entry for each of `casts_in_files` that has such
+    values, in the order of the tree. Tensors are read from the files one at a time.
 
-    counted: a cache of earlier results, to which new results are added. `on_progress(done, total)` is called with the numbers of
-    finished tensors and of all tensors. Raises UserError if a file can't be read, and Cancelled.
+    planned: the dtype of each tensor, by name. counted: a cache of earlier results, to which new results are added.
+    `on_progress(done, total)` is called with the numbers of finished tensors and of all tensors. Raises UserError if a file can't
+    be read, and Cancelled.
     """
     counted = {} if counted is None else counted
     casts = casts_in_files(checkpoint, tree.tensors.values(), planned)

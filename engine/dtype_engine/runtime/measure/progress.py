@@ -20,8 +20,8 @@ class MeasurementProgress:
     """Reports how many input elements a measurement has finished, counted over all passes. The finished fraction of a running pass
     is estimated from its module calls.
 
-    calls: the number of module calls in a pass, by whether it observes all modules, which is updated after each pass. modules: the
-    number of the model's modules, which serves as an estimate before the first pass.
+    calls: the number of module calls in a pass, by whether the pass observes all modules. This object updates it after each pass.
+    modules: the number of the model's modules, which serves as an estimate before the first pass.
     """
 
     def __init__(self, on_progress: OnProgress, batches: Sequence[Batch], calls: dict[bool, int], modules: int) -> None:
@@ -37,8 +37,8 @@ class MeasurementProgress:
 
     def expect(self, numbers: Sequence[int], with_reference: Collection[int], rest: float) -> None:
         """Set what is still to be run. numbers: the indexes of the remaining sequences, the next one first. with_reference: those
-        over which the reference also has to run. rest: the estimated fraction of the sequences that the requested precision needs.
-        While it is below 1, the reported total may fall, but it does not rise.
+        over which the reference also has to run. rest: the estimated fraction of these sequences that the requested precision
+        needs. While `rest` is below 1, the reported total may fall, but it does not rise.
         """
         self._end_passes()
         left = [self._sizes[number] * (2 if number in with_reference else 1) for number in numbers]
@@ -102,7 +102,7 @@ class _PassProgress(ModuleObserver):
 
 
 def part_of(on_progress: OnProgress, what: str, before: int, total: int) -> Callable[[int], None]:
-    """Return a callback `on_done(done)` for one stage of a job, which calls `on_progress(what, done, total)` with the amounts of
-    work in the whole job. before: the amount in earlier stages.
+    """Return a callback `on_done(done)` for one stage of a job, which calls `on_progress(what, before + done, total)`. what: the
+    name of the stage. before: the amount of work in earlier stages. total: the amount of work in the whole job.
     """
     return lambda done: on_progress(what, before + done, total)

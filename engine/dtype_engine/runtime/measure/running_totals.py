@@ -149,11 +149,11 @@ class RunningTotals:
             self._kl_means.append(float(positions.kl.mean()))
 
     def has(self, number: int, with_modules: bool) -> bool:
-        """Return whether the results of a sequence were added. with_modules: whether results of its modules must be there, too."""
+        """Return whether the results of a sequence were added. with_modules: whether those of its modules are needed, too."""
         return number in self.numbers and (not with_modules or number in self._modules)
 
     def saved(self) -> SavedTotals:
-        """Return the results until now as plain data, from which `restored` makes equal totals."""
+        """Return the results so far as plain data. `restored` makes equal totals from them."""
         sequences = []
         for number in self.numbers:
             one, modules = self._comparison.sequences[number], self._modules.get(number)
@@ -208,7 +208,9 @@ class RunningTotals:
         return tuple(self._module(name, self._modules) for name in names if name not in self._left_out)
 
     def modules_with(self, number: int, modules: Mapping[str, ModuleSums]) -> tuple[ModuleDrift, ...]:
-        """Return the drifts of `modules` over all sequences. modules: the results of the sequence `number`, which still runs."""
+        """Return the drift of each module in `modules`, over the sequences added so far and the sequence `number`, which is still
+        running. modules: the results of this sequence, by module name.
+        """
         sequences = {**self._modules, number: modules}
         return tuple(self._module(name, sequences) for name in modules)
 
@@ -236,7 +238,7 @@ class RunningTotals:
 
     @property
     def extent(self) -> Extent:
-        """How many sequences were compared, and an estimate of how far each metric is from its value over all sequences."""
+        """How many sequences were compared, and an estimate of each metric's distance from its value over all sequences."""
         sequences = [self._comparison.sequences[number] for number in self.numbers]
         errors = (None, None) if self._routed and len(sequences) < self._total else self._errors(sequences)
         return Extent(

@@ -56,8 +56,8 @@ def relative_error(weights: Sequence[float], means: Sequence[float], total: int,
 
 def log_normal_error(variance: float) -> float:
     """Return the relative standard error of a positive, skewed estimate from its relative variance: half the distance from 1 to the
-    upper limit of the log-normal 95 % interval around 1, for a small variance its square root. (Burnham et al., "Design and
-    Analysis Methods for Fish Survival Experiments", 1987, 2.I.1.)
+    upper limit of the log-normal 95 % interval around 1. For a small variance, this is the variance's square root. (Burnham et al.,
+    "Design and Analysis Methods for Fish Survival Experiments", 1987, 2.I.1.)
     """
     return math.expm1(2 * math.sqrt(math.log1p(variance))) / 2
 
@@ -69,7 +69,9 @@ def _student_factor(freedom: int) -> float:
 
 
 def batch_means_error(values: torch.Tensor) -> float:
-    """Return the standard error of the mean of correlated values [positions], from means of blocks, or 0.0 without two blocks."""
+    """Return the standard error of the mean of correlated values [positions], computed from the means of blocks of positions.
+    Returns 0.0 if there are fewer than two blocks.
+    """
     blocks = len(values) // _BLOCK
     if blocks < 2:
         return 0.0

@@ -19,7 +19,7 @@ _KIND = "dtype-engine weights"
 """The value of the entry `kind`, which marks a file as a saved comparison."""
 _LARGEST = 1 << 30
 _EVERY = 300
-"""The minimum time, in tenths of a second, between two writes, each of which replaces the whole file."""
+"""The minimum time between two writes, in tenths of a second. Each write replaces the whole file."""
 
 
 class _File(msgspec.Struct):
@@ -30,8 +30,8 @@ class _File(msgspec.Struct):
 
 
 class SavedDifferences:
-    """The differences between the weights of two checkpoints that are known so far, saved in the file `path`, from which those of
-    earlier runs are read. Raises UserError if the file is not a saved comparison, or if it compares other checkpoint files.
+    """The known differences between the weights of two checkpoints, which are saved in the file `path`. If the file exists, its
+    differences are read first. Raises UserError if the file is not a saved comparison, or compares other checkpoint files.
     """
 
     def __init__(self, path: Path, reference: Checkpoint, candidate: Checkpoint) -> None:

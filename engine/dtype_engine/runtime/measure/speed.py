@@ -32,9 +32,9 @@ finished.
 def measure_speed(
     runner: ForwardRunner, inputs: Inputs, plan: Plan, on_passes: OnPasses, repeats: int = REPEATS
 ) -> SpeedReport:
-    """Return the times of forward passes over all inputs for each variant of the model: in float32, as stored, and as cast. After
-    one warm-up pass there are `repeats` timed passes, or at least 3 if passes take long. A notice names each variant that does not
-    fit into memory.
+    """Return the times of forward passes over all inputs for each variant of the model: in float32, as stored (unless this is one
+    of the others), and as cast. After one warm-up pass there are `repeats` timed passes, or fewer, but at least 3, if they take
+    long. KV caches are not rounded. A notice names each variant that does not fit into memory.
 
     For the float32 variant, the model is really cast to float32, as a user would run it. (Measurements of drift instead widen each
     weight when it is used.) Afterwards, the model is cast according to `plan`. `runner` must have been created with `watch=False`.
@@ -75,7 +75,9 @@ def measure_speed(
 def _timed(
     runner: ForwardRunner, inputs: Inputs, label: str, mix: str, on_passes: Callable[[int], None], repeats: int
 ) -> SpeedRow:
-    """Time passes over all inputs with the model as currently cast to `mix`. on_passes: called with the number of passes begun."""
+    """Time passes over all inputs with the model as currently cast. label, mix: the name and the dtypes of this variant, for the
+    result. on_passes: called with the number of passes begun.
+    """
     candidate = label == "candidate"  # the run settings apply to it alone
     timed, make_call = runner, runner.candidate_call
     if not candidate:

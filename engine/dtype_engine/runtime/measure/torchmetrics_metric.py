@@ -24,8 +24,9 @@ def per_example(metric: Any) -> tuple[Callable[[Any, dict[str, Any]], list[Any]]
     """Split a torchmetrics metric into two functions. The first returns the metric's state after each example by itself, given the
     model's output and its inputs. The second computes the metric from these states.
 
-    The metric is updated with the main output and the labels among the inputs. If both have positions, the classes are moved to the
-    second dimension, where torchmetrics expects them. The first function raises UserError for inputs without labels.
+    The metric is updated with the main output and the labels among the inputs. If the output and the labels have positions, the
+    output's classes are moved to its second dimension, where torchmetrics expects them. The first function raises UserError for
+    inputs without labels.
     """
 
     def states(output: Any, inputs: dict[str, Any]) -> list[Any]:

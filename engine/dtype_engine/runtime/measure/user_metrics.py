@@ -53,8 +53,8 @@ class ModelMetric:
 
 
 def load_metrics(texts: Sequence[str]) -> tuple[OutputMetric | ModelMetric, ...]:
-    """Return the metrics that `Options.metrics` names, such as `metrics.py:accuracy`. This runs the user's Python files. Raises
-    UserError for a metric that does not exist, and if two have the same name.
+    """Return the metrics that `texts` name, as in `Options.metrics`, such as `metrics.py:accuracy`. This runs the user's Python
+    files. Raises UserError for a metric that does not exist, and if two have the same name.
     """
     metrics = tuple(map(_load, texts))
     for name, count in Counter(metric.name for metric in metrics).items():
@@ -115,8 +115,8 @@ class MetricMeter:
     ) -> tuple[MetricChange, ...]:
         """Return the value of each metric in the reference run and with the model as it is currently cast.
 
-        on_progress: called like that of a `MeasurementListener`, but with numbers of examples instead of elements. Raises UserError
-        if a metric fails or does not return numbers, and NoForward, KernelError, Cancelled.
+        `on_progress(what, done, total)` is called with the run and the metrics, such as "candidate, accuracy", and with numbers of
+        batches. Raises UserError if a metric fails or does not return numbers, and NoForward, KernelError, Cancelled.
         """
         with ForwardRunner(self.model, settings, cancelled, watch=False, behavior=self.behavior) as runner:
             if self._reference is None:
@@ -130,7 +130,7 @@ class MetricMeter:
         return tuple(changes)
 
     def _run(self, runner: ForwardRunner, side: str, on_progress: OnProgress) -> dict[str, Examples]:
-        """Return the metrics' values for all examples in one run, "reference" or "candidate", by metric name."""
+        """Return the metrics' values for all examples in one run, by metric name. side: "reference" or "candidate"."""
         run, call_of = runner.reference, runner.reference_call
         if side == "candidate":
             run, call_of = runner.candidate, runner.candidate_call
@@ -156,7 +156,7 @@ def _guarded(metric: ModelMetric, model: LiveModel, data: Inputs) -> Mapping[str
 
 
 def _for_users(value: Any) -> Any:
-    """Move the tensors in a value to the CPU, and widen floats to float32 or float64, which NumPy knows, too."""
+    """Return a value with its tensors on the CPU, and with floats widened to float32 or float64, which NumPy knows, too."""
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
         wide = tensor.float() if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor

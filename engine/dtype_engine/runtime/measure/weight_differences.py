@@ -56,7 +56,7 @@ class TwoCheckpoints:
         self.reference = reference
         self.candidate = candidate
         self.pairing: Pairing = pair_weights(reference, candidate, options)
-        """Which weight of one checkpoint belongs to which of the other, and which weights only one of the checkpoints has."""
+        """The pairs of the same weight in both checkpoints, and the weights that only one of the checkpoints has."""
         self._heads = _heads((reference.config, candidate.config))
         self._watch = Watch((*reference.identities, *candidate.identities))
 
@@ -112,7 +112,8 @@ class TwoCheckpoints:
 
     def _in_another_order(self, left: _Rows, right: _Rows, sums: ElementSums) -> tuple[ElementSums, str]:
         """If the candidate has the reference's rows in a different order, return the errors summed over matching rows, and a phrase
-        that says how the candidate orders them. Otherwise, return `sums`, which compares them in their stored order, and "".
+        that says how the candidate orders them. Otherwise, return `sums` and "". left, right: the rows of the reference's and of
+        the candidate's weight. sums: their errors in the stored order.
         """
         for heads in self._heads:
             if left.count % (2 * heads) == 0 and left.count > 2 * heads:
@@ -150,7 +151,7 @@ class TwoCheckpoints:
 
 def _stored(checkpoint: Checkpoint, name: str) -> tuple[object, list[ByteRange]] | None:
     """Return how a checkpoint stores a weight (for example its format and shape), and the byte ranges of its tensors in the files.
-    Weights that are stored alike with equal bytes have equal values. Returns None if a tensor's bytes are not contiguous in a file.
+    Two weights with equal formats and equal bytes have equal values. Returns None if a tensor's bytes are not contiguous in a file.
     """
     coded = checkpoint.coded.get(name)
     if coded is not None:
@@ -189,9 +190,9 @@ def _heads(configs: Sequence[Mapping[str, Any] | None]) -> list[int]:
 
 
 def _sums(left: _Rows, right: _Rows, heads: int | None = None) -> ElementSums:
-    """Compare two weights element by element. heads: if given, the rows of `right` are in llama.cpp's order of the rows of queries
-    and keys, in which row i of the first half of each head is followed by row i of the second half, and are first put into the
-    order of `left`. (`LlamaModel.permute` of convert_hf_to_gguf.py.)
+    """Compare two weights element by element. heads: the number of attention heads if the rows of `right` are in llama.cpp's order,
+    which is undone first; otherwise None. In llama.cpp's order, row i of the first half of each head is followed by row i of the
+    second half. (`LlamaModel.permute` of convert_hf_to_gguf.py.)
     """
     unit = max(left.unit, right.unit, left.count // heads if heads else 1)
     step = max(1, _VALUES_AT_ONCE // max(1, left.columns) // unit) * unit

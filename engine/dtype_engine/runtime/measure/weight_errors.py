@@ -30,7 +30,8 @@ def round_trips(
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Iterator[WeightError]:
     """Yield the round-trip error (of casting and casting back) of every weight that a plan casts. identities: the identities of the
-    files from which the weights are read. Raises UserError if a file can't be read or has changed since it was opened.
+    files from which the weights are read. `on_progress(done, total)` is called with numbers of weights. Raises UserError if a file
+    can't be read or has changed since it was opened.
     """
     watch = Watch(identities)
     for done, cast in enumerate(casts):
@@ -52,9 +53,9 @@ def skipped(tree: Tree) -> list[SkippedTensor]:
 def inspect_weight(
     of: Checkpoint | LiveModel, name: str, targets: tuple[str, ...], cancelled: IsCancelled = never
 ) -> WeightStats:
-    """Return the histogram of exponents of a tensor of a checkpoint or of an open model, and the round-trip error of casting it to
-    each dtype of `targets`. The stored values are read from the checkpoint if it has the tensor in one piece. Raises UserError,
-    Cancelled.
+    """Return the histogram of exponents of a tensor of a checkpoint or of an open model (`of`), and the round-trip error of casting
+    the tensor to each dtype of `targets`. The stored values are read from the checkpoint if it has the tensor in one piece. Raises
+    UserError, Cancelled.
     """
     if isinstance(of, LiveModel):
         stats = _inspected(of, name, targets, cancelled)
@@ -78,8 +79,8 @@ def _inspected(model: LiveModel, name: str, targets: tuple[str, ...], cancelled:
 
 
 def reference_differences(model: LiveModel, cancelled: IsCancelled = never) -> Iterator[ModuleDrift]:
-    """Yield the difference of each weight of a model, as it is currently cast, from the same weight of a different checkpoint that
-    is the reference, or nothing if the model itself is the reference. Raises Cancelled, between two weights.
+    """Yield, for each weight of a model as it is currently cast, how it differs from the same weight of the other checkpoint that
+    is the reference. Yields nothing if the model is its own reference. Raises Cancelled, between two weights.
     """
     for weight in model.weights.values():
         if cancelled():

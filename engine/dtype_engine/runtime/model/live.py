@@ -149,7 +149,7 @@ class Weight:
         return part[None]
 
     def _scale_amax(self, dtype: str) -> float | None:
-        """Return the largest |value|, from which `dtype` computes a scale of the whole tensor, or None if it has no such scale."""
+        """Return the largest |value| of the weights that share a scale of the whole tensor in `dtype`, or None if it has none."""
         row = dtypes.BY_NAME[dtype]
         if not row.per_tensor and (row.blocks is None or not row.blocks.tensor_scale):
             return None

@@ -154,7 +154,7 @@ def same_values(checkpoint: Checkpoint, one: str, other: str) -> bool:
 
 def without_quantised(infos: list[TensorInfo], headers: Mapping[str, TensorInfo]) -> list[TensorInfo]:
     """Return the descriptions of a module's tensors (`infos`) without those that the files store as codes and scales under other
-    names, in the same module or in the same group of experts.
+    names, in the same module or in the same group of experts. headers: descriptions of all tensors of the files, keyed by name.
     """
     parts = {name.rpartition(".")[0] for name, header in headers.items() if header.uncastable_reason}
     of_experts = {_EXPERTS.sub("", module) for module in parts if _EXPERTS.search(module)}

@@ -69,8 +69,8 @@ class ActivationRounding:
         self._made: MutableMapping[torch.Tensor, InputFormat] = WeakIdKeyDictionary()
 
     def formats(self, tensors: list[torch.Tensor], stored: Mapping[int, InputFormat]) -> dict[int, InputFormat]:
-        """Return the formats of those `tensors` that are quantized weights or were computed from one, keyed by `id`. stored: the
-        formats of the quantized weights, keyed by `id`.
+        """Return the formats of those `tensors` that are quantized weights or were computed from one, keyed by the tensor's `id`.
+        stored: the formats of the quantized weights, keyed by `id`.
         """
         return {
             id(tensor): form
@@ -92,7 +92,9 @@ class ActivationRounding:
     def wanted(
         self, name: str, args: Arguments, kwargs: Mapping[str, Any], formats: Mapping[int, InputFormat]
     ) -> Rounds | None:
-        """Return which operand of a torch call has to be rounded, and how, or None. Weights are not yet replaced by values."""
+        """Return which operand of a torch call has to be rounded, and how, or None. args, kwargs: the arguments, in which weights
+        are not yet replaced by their values. formats: as returned by `formats`.
+        """
         if name == "einsum":
             return _of_einsum(args, formats)
         if name not in _PRODUCTS:
@@ -114,7 +116,7 @@ class ActivationRounding:
         rounds: Rounds,
         dtype: torch.dtype | None = None,
     ) -> tuple[Arguments, dict[str, Any], torch.Tensor]:
-        """Round one operand, after a cast to `dtype` if it is given. Returns the new arguments, and the operand before rounding."""
+        """Round the operand in `rounds`, after a cast to `dtype` if given. Returns (args, kwargs, operand before rounding)."""
         operand = (rounds.operand + 1, "", 0) if name == "einsum" else _PRODUCTS[name][rounds.operand]
         before: torch.Tensor = _operand(args, kwargs, operand)
         values = before.movedim(rounds.dim, -1).to(dtype or before.dtype)
@@ -141,7 +143,9 @@ def _operand(args: Arguments, kwargs: Mapping[str, Any], operand: _Operand) -> A
 
 
 def _of_einsum(args: Arguments, formats: Mapping[int, InputFormat]) -> Rounds | None:
-    """Return how to round an operand of an einsum, or None unless it has two operands and sums over one letter that both have."""
+    """Return how to round an operand of an einsum, or None unless it has two operands and sums over one letter that both have.
+    formats: the formats of quantized weights among the operands, keyed by `id`.
+    """
     if len(args) != 3 or not isinstance(args[0], str) or "." in args[0] or "->" not in args[0]:
         return None
     inputs, output = args[0].replace(" ", "").split("->")

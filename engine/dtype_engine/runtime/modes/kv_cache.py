@@ -36,13 +36,13 @@ class CacheWatcher:
     """
 
     def written(self, module: str, part: int, states: torch.Tensor, finished: int) -> torch.Tensor:
-        """Return what to store instead of the keys or values `states` of new tokens: [batch, heads, tokens, width]. finished: how
-        many module calls have ended.
+        """Return what to store instead of the keys or values `states` of new tokens: [batch, heads, tokens, width]. part: 0 for
+        keys, 1 for values. finished: how many module calls have ended.
         """
         return states
 
     def read(self, module: str, part: int, states: torch.Tensor) -> torch.Tensor:
-        """Return the tensor that attention uses instead of `states`, the cached keys or values of all tokens until now."""
+        """Return the tensor that attention uses instead of `states`, the cached keys (`part` 0) or values (1) of all tokens."""
         return states
 
 
@@ -104,8 +104,8 @@ _watching: ContextVar[tuple[CacheWatcher, WeightMode] | None] = ContextVar("_wat
 
 @contextmanager
 def watching_caches(watcher: CacheWatcher, mode: WeightMode) -> Iterator[None]:
-    """Let a watcher intercept the KV caches that the current thread writes and reads during the `with` block, inside a block of
-    `watched_caches`. mode: the mode of the forward pass, which knows the running module.
+    """Let `watcher` intercept the KV caches that the current thread writes and reads during the `with` block, which must be inside
+    a block of `watched_caches`. mode: the mode of the forward pass, which knows the running module.
     """
     before = _watching.set((watcher, mode))
     try:
@@ -115,9 +115,7 @@ def watching_caches(watcher: CacheWatcher, mode: WeightMode) -> Iterator[None]:
 
 
 def watched_caches() -> AbstractContextManager[None]:
-    """Return a context in which the watcher of a thread, if it has one, intercepts what the thread writes to and reads from KV
-    caches.
-    """
+    """Return a context in which the watcher that `watching_caches` has set intercepts what its thread writes and reads."""
     return cache_updates_by(_update)
 
 

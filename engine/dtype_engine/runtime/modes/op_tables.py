@@ -57,7 +57,9 @@ class CallSite(Protocol):
 
 
 def call_torch(func: Callable[..., Any], name: str, args: Arguments, kwargs: dict[str, Any], site: CallSite) -> Any:
-    """Call a torch function and return its result. Raises KernelError, with the operation and the dtype, if torch has no kernel."""
+    """Call a torch function (`name`) and return its result. site: where it is called, for the error. Raises KernelError, with the
+    operation and the dtype, if torch has no kernel.
+    """
     try:
         return func(*args, **kwargs)
     except RuntimeError as error:

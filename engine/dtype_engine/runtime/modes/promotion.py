@@ -33,9 +33,9 @@ _KEEP_DTYPES = frozenset({"to", "type", "type_as", "view_as", "expand_as", "resh
 """Operations without promotion: they use their second tensor only for its dtype or shape, or they return a dtype."""
 _NO_CONTEXT = nullcontext()
 _accepted: set[Any] = set()
-"""The calls with several dtypes that torch accepts: the function, autocast's dtype, the device type, a `_form` of the arguments."""
+"""The calls with several dtypes that torch accepts: (function, autocast's dtype, device type, `_form` of the arguments)."""
 _refused: set[Any] = set()
-"""The calls, in the form of those in `_accepted`, that torch refuses with several dtypes and runs with one."""
+"""The calls that torch refuses with several dtypes and runs with one dtype, described as in `_accepted`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ def call_mixed(func: Any, name: str, args: Arguments, kwargs: dict[str, Any], si
 def cast_of(
     tensor: torch.Tensor, target: torch.dtype, operation: str, site: CallSite, torch_raises: bool
 ) -> ImplicitCast:
-    """Describe the cast of `tensor` to `target` in an operation."""
+    """Describe the cast of `tensor` to `target` in an operation. torch_raises: whether plain torch refuses to run without it."""
     source = dtype_name(tensor.dtype)
     return ImplicitCast(site.module, operation, source, dtype_name(target), tensor.numel(), torch_raises)
 
@@ -153,7 +153,7 @@ def _common_dtype(
 def _note_promotions(
     name: str, floats: Sequence[torch.Tensor], args: Arguments, kwargs: dict[str, Any], result: Any, site: MixedCallSite
 ) -> None:
-    """Record the casts that torch made: to the dtype in which it computed, or to the dtype of the tensor to which it wrote."""
+    """Record the casts of `floats` that torch made in a call: to the dtype in which it computed, or to that of its destination."""
     assert site.record is not None
     destination = _destination(name, args, kwargs)
     sized = [tensor for tensor in floats if tensor.ndim]

@@ -494,7 +494,7 @@ class WeightMode(TorchFunctionMode):
                 self.old_values[id(shared)] = shared.data, shared.data.clone()
 
     def _set_data(self, key: int, value: torch.Tensor) -> None:
-        """Replace a weight by `value` for the rest of the forward pass, because the model's code has assigned to its `data`."""
+        """Replace the weight with the `id` `key` by `value` for the rest of the pass: the model's code has assigned to `data`."""
         if id(value) in self.replaced:
             value = self._value(id(value))
         value = value.detach()

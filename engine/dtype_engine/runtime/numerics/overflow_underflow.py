@@ -133,7 +133,7 @@ def _listed(loss: ValueLoss) -> ValueLoss | None:
 
 
 def _rows(original: torch.Tensor | Values, dtype: str) -> Rows:
-    """Return a view of a tensor as a matrix [rows, width]. Each block of it or, without blocks, each row has a scale in `dtype`."""
+    """Return a view of a tensor as a matrix [rows, width]. In `dtype`, each block of the matrix has a scale, or else each row."""
     blocks = dtypes.BY_NAME[dtype].blocks
     if blocks is None:
         return as_rows(original)
@@ -167,7 +167,7 @@ def _count_cast(before: torch.Tensor, after: torch.Tensor) -> _Counts:
 
 
 def _count_codes(before: torch.Tensor, codes: torch.Tensor, width: int, dtype: str) -> _Counts:
-    """Return the counts for some rows of `width` values that are quantized to `dtype`. No value can become infinite."""
+    """Return the counts for some rows of `width` values (`before`) that were quantized to `codes`. No value can become infinite."""
     zeros = count_zeros(codes)
     vanished = zeros - count_zeros(before) if zeros else 0
     channels = saturated = nonfinite = 0

@@ -71,8 +71,8 @@ _BEST_DB = 200.0
 
 
 def _reported(sqnr: float, sums: _Sums) -> float | None:
-    """Return a tensor's SQNR in dB, or None if it would make the cast look better than it is, because some stored values are not
-    finite, or tiny values that became zero cause nearly all of the error.
+    """Return the SQNR of a cast in dB, or None if this number would be misleadingly good, because some stored values are not
+    finite, or because nearly all of the error comes from tiny values that became zero.
     """
     flattering = sums.nonfinite or (sums.underflowed and sqnr > _BEST_DB)
     return None if flattering and sqnr > -math.inf else sqnr

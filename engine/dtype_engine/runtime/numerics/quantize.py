@@ -56,8 +56,8 @@ def cast_or_quantize(
 
 
 def values_in(tensor: torch.Tensor, dtype: str, compute: torch.dtype, amax: float | None = None) -> torch.Tensor:
-    """Return a copy of `tensor` cast to `dtype` and, with scales, dequantized to `compute`. amax: the |value| for the tensor scale;
-    by default, the largest finite |value|.
+    """Return a copy of `tensor` cast to `dtype` and, with scales, dequantized to `compute`. amax: the |value| from which the tensor
+    scale is computed; by default, the largest finite |value|.
     """
     data, scale = cast_or_quantize(tensor, dtype, amax)
     if scale is not None:
@@ -75,7 +75,7 @@ def quantize_in_blocks(
 
     on_block: called as `on_block(start, codes)` in several threads and in no particular order. `codes` holds the codes of some
     rows, flat, in a buffer that is reused, and `start` is the index of the first code in the flattened tensor. amax: the |value|
-    from which one scale for all channels is computed.
+    from which one scale for all channels is computed; by default, the values determine the scales.
     """
     rows = as_rows(tensor)
     top = dtypes.BY_NAME[dtype].max

@@ -54,7 +54,7 @@ class ModuleCalls:
         self._undo: list[Callable[[], None]] = []
 
     def intercept(self, reports: bool) -> None:
-        """Check for cancellation before each submodule call from now on, and report the calls to the current pass if `reports`."""
+        """From now on, check for cancellation before each submodule call, and, if `reports`, report the calls to `under_way`."""
         made = self._reporting if reports else self._stopping
         self._undo = [call_instead(module, made(name)) for name, module in self._modules.items()]
 
@@ -109,7 +109,7 @@ class ModuleCalls:
         return call
 
     def _arguments_of(self, run: ForwardPass, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Return the positional arguments for a module, changed by the mode for an RNN. Record the masks of torch's attention."""
+        """Return the positional arguments for a call, which the mode may cast for an RNN. Record the masks of torch's attention."""
         if isinstance(module, nn.RNNBase):
             with WithoutModes():
                 return run.mode.arguments_of(module, args)

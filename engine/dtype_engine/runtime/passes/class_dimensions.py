@@ -53,8 +53,8 @@ _NOT_EXCLUSIVE = ("regression", "multi_label_classification")
 
 def classes_dimension(module: nn.Module, name: str, output: torch.Tensor, setting: ClassesDim = "auto") -> int | None:
     """Return the dimension (from 0) of the main output that holds class or token logits, or None if there is none. name: the
-    output's name, such as "logits". Raises UserError if `setting` names a dimension that the output does not have, or one with
-    fewer than two values.
+    output's name, such as "logits". setting: "auto" to decide by the model's class and the name, or the user's choice. Raises
+    UserError if `setting` names a dimension that the output does not have, or one with fewer than two values.
     """
     if setting == "none":
         return None

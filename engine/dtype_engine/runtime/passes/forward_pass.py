@@ -80,8 +80,8 @@ class ForwardPass:
         self.mode.module = name
 
     def is_elsewhere(self, name: str, module: nn.Module) -> bool:
-        """Return whether a module is called in another thread than the forward pass, where the pass's mode intercepts nothing. If
-        the module has weights, the reason is kept in `refused`, and the other thread ends.
+        """Return whether a module is called in a different thread from that of the forward pass. The pass's mode intercepts nothing
+        in that thread. If the module has weights, store the reason in `refused` instead, and end that thread.
         """
         if threading.get_ident() == self._thread:
             return False

@@ -46,7 +46,9 @@ class AttendedPositions:
         *_: object,
         **__: object,
     ) -> None:
-        """Add a call with the arguments of `forward`. A boolean mask is True at padding, and a mask of floats -inf."""
+        """Add a call of `attention` with the arguments of its `forward`, if it is self-attention. A boolean mask is True at
+        padding, and a mask of floats is -inf there.
+        """
         if query is not key or query.ndim != 3 or is_wrapped(query):
             return
         if key_padding_mask is None:
@@ -62,7 +64,7 @@ class AttendedPositions:
 
 @dataclass(frozen=True, slots=True)
 class KeptPositions:
-    """Masks of the positions of a batch to compare, bool [batch, positions], on the model's device. At least one is present."""
+    """Masks of the positions of a batch to compare, bool [batch, positions], on the model's device. At least one is not None."""
 
     encoder: torch.Tensor | None
     """The mask of the encoder's positions in an encoder-decoder model, and of all positions in other models."""
@@ -115,8 +117,8 @@ class KeptPositions:
         return mask.reshape(-1) if len(output) == mask.numel() else None
 
     def of_cache(self, of_decoder: bool, states: torch.Tensor) -> torch.Tensor | None:
-        """Return the mask [batch, tokens] for what is written into a KV cache, [batch, heads, tokens, width], or None if all tokens
-        count. of_decoder: whether they are tokens of the decoder of an encoder-decoder model, and not of its encoder.
+        """Return the mask [batch, tokens] for what is written into a KV cache (`states`, [batch, heads, tokens, width]), or None if
+        all tokens count. of_decoder: whether they are tokens of the decoder of an encoder-decoder model, and not of its encoder.
         """
         mask = self.decoder if self.has_decoder and of_decoder else self.encoder
         return mask if mask is not None and (len(states), states.shape[-2]) == mask.shape else None

@@ -36,7 +36,7 @@ class PassOptions:
     prefix: int = 0
     """For `ForwardRunner.partial`: how many calls at the start of the earlier pass have outputs that can't have changed."""
     around: Callable[[WeightMode], AbstractContextManager[object]] | None = None
-    """Returns, given the mode of the forward pass, a context that is entered before this mode."""
+    """A function that gets the mode of the forward pass, and returns a context manager that is entered before this mode."""
     caches: CacheWatcher | None = None
     """Receives all keys and values that the pass writes into KV caches, for example to calibrate scales. The pass itself then
     rounds no cache. If None, a pass with cast weights rounds its caches as the recipe says.
@@ -59,7 +59,7 @@ class PassResult(Generic[Output]):
     spans: list[int]
     """For each call in `finished`, how many calls had ended when it began. Incomplete if some modules are unwatched."""
     first_use: dict[str, int]
-    """How many module calls had ended before a weight was first used, keyed by the name of the weight."""
+    """How many module calls had ended before a weight was first used, keyed by the weight's name."""
     attended: AttendedPositions
     """The padding masks that the model passed to torch's attention modules (`nn.MultiheadAttention`)."""
     added: bool

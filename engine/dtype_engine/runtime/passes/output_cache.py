@@ -34,7 +34,7 @@ class ModuleCall:
     """How many other calls had ended when this call ended."""
     output: Any
     observed: Any
-    """What the observer returned for this call."""
+    """What the observer returned when it received the output of this call."""
     versions: tuple[tuple[torch.Tensor, int], ...]
 
     @property
@@ -79,12 +79,10 @@ def _can_be_reused(tensor: torch.Tensor, weights: Container[int]) -> bool:
 class OutputCache:
     """The module outputs of one forward pass: records of its calls, in the order in which they ended.
 
-    dtypes: the dtype of each weight, keyed by name. only: names of the modules whose outputs are kept; if None, those of all
-    modules. names: the called module's name for each call, in order. first_use: how many calls had ended before a weight's first
-    use, keyed by its name.
-
-    At most `budget` bytes of outputs are kept (`nbytes`, with each storage counted once). If a pass exceeds it, the cache becomes
-    empty.
+    dtypes: the dtype of each weight in this pass, keyed by name. only: names of the modules whose outputs are kept; if None, those
+    of all modules. names: the called module's name for each call, in order. first_use: how many calls had ended before a weight's
+    first use, keyed by the weight's name. At most `budget` bytes of outputs are kept (`nbytes`, with each storage counted once). If
+    a pass exceeds this limit, the cache becomes empty.
     """
 
     dtypes: Mapping[str, str]
@@ -100,8 +98,8 @@ class OutputCache:
         self, module: str, call: int, span: tuple[int, int], output: Any, observed: Any, weights: Container[int] = ()
     ) -> None:
         """Record an ended module call. call: its number among the calls of the module. span: how many calls had ended when this
-        call began, and when it ended. observed: what the observer returned for it. weights: the `id`s of the model's weights. A
-        call whose output is not kept can only be skipped together with a call that contains it.
+        call began, and when this call ended. observed: what the observer returned for the output. weights: the `id`s of the model's
+        weights. A call whose output is not kept can only be skipped together with a call that contains it.
         """
         if self.budget >= 0:
             kept = self.only is None or module in self.only

@@ -104,7 +104,7 @@ class ForwardRunner:
         return [work() for work in works] if self.behavior.stateful else results
 
     def _suspended(self) -> Callable[[], None]:
-        """Return a function that resumes the currently running pass after other passes have run."""
+        """Save what other passes change about the running pass, such as random states. Returns a function that restores it."""
         run, states = self._calls.under_way, random_states(self.model.device)
 
         def resume() -> None:
@@ -175,7 +175,9 @@ class ForwardRunner:
     def partial_amax(
         self, batches: Iterable[Batch], drifting: frozenset[int], inside: Callable[[str], bool]
     ) -> dict[str, torch.Tensor] | None:
-        """Return `PassOptions.amax` for `partial` runs over all batches, or None if they use no calibrated scales."""
+        """Return `PassOptions.amax` for `partial` runs over all batches, or None if they round caches with no calibrated scales.
+        drifting, inside: as for `partial`.
+        """
         rounded = (form for name, form in self.model.cache_formats.items() if inside(name))
         if not any(KV_FORMATS[form].calibrated for form in rounded):
             return None
@@ -211,7 +213,9 @@ class ForwardRunner:
         call_of: Callable[[Batch], Callable[[], Any]],
         run: Callable[[Callable[[], Any], PassOptions], object],
     ) -> dict[str, torch.Tensor]:
-        """Return the largest |value| of each head in the unrounded KV caches of runs over all batches. Padding does not count."""
+        """Return the largest |value| of each head in the unrounded KV caches of runs over all batches. Padding does not count.
+        call_of: returns the function that calls the model on a batch. run: does a run with this function.
+        """
         of_decoder = {tensor.name: tensor.source == "decoder" for tensor in self.model.tree.kv_cache.tensors}
 
         def observe(batch: Batch) -> dict[str, torch.Tensor]:
@@ -437,9 +441,9 @@ def _where(inside: list[str]) -> str:
 
 
 def _unseen_casts(model: LiveModel, used: Collection[str], called: Collection[str]) -> frozenset[str]:
-    """Return the names of the cast weights that a forward pass did not use in an intercepted call. called: the names of the
-    submodules that the pass called. Raises NoForward if the model has functions of TorchScript, and a called module has an unseen
-    weight.
+    """Return the names of the cast weights that a forward pass did not use in an intercepted call. used: the names of the weights
+    that it used in such calls. called: the names of the submodules that it called. Raises NoForward if the model has functions of
+    TorchScript, and a called module has an unseen weight.
     """
     unseen = frozenset(name for name, weight in model.weights.items() if weight.cast and name not in used)
     owned = [name for name in sorted(unseen) if "." not in name or name.rpartition(".")[0] in called]

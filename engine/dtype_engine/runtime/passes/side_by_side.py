@@ -26,13 +26,13 @@ _ALWAYS = Fixed("always", True)
 
 
 class NotIndependent(Cancelled):
-    """Raised if a forward pass changes the model's state, so passes that run side by side would see each other's changes."""
+    """Raised if a forward pass changes the model's state. Other passes that run side by side would see these changes."""
 
 
 class SideBySide:
-    """Runs several forward passes that take turns: before each block, the running pass stops and another one is resumed.
+    """Runs several forward passes that take turns: before each block, the running pass stops and another pass is resumed.
 
-    suspend: called when a pass stops before a block. It returns a function, which is called when this pass is resumed.
+    suspend: called when a pass stops before a block. Returns a function that is called when this pass is resumed.
 
     Attributes:
         changed: returns whether the running pass has changed the model's state.

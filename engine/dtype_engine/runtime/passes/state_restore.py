@@ -39,7 +39,7 @@ _WITH_TENSORS = ("_parameters", "_buffers", "_modules")
 
 @contextmanager
 def stored_values(model: LiveModel) -> Iterator[None]:
-    """Let the parameters of `model` hold their stored values in the `with` block. On the CPU, this copies no data."""
+    """Let the parameters of `model` hold their stored values in the `with` block. On the CPU, no data is copied."""
     changed = [weight for weight in model.weights.values() if weight.differs]
     try:
         for weight in changed:
@@ -134,7 +134,7 @@ class SavedState:
                 self._add(value, _DEPTH)
 
     def _add_shared(self, kinds: Collection[type]) -> None:
-        """Save the attributes of classes and their bases, and the global variables of the Python modules that define them."""
+        """Save the attributes of the classes `kinds` and their bases, and the global variables of the modules that define them."""
         own = {base for kind in kinds for base in kind.__mro__ if base.__module__.partition(".")[0] not in _NOT_OWN}
         names = {base.__module__ for base in own}
         holders: list[type | ModuleType] = [*own, *(sys.modules[name] for name in names if name in sys.modules)]
@@ -303,7 +303,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _has_same(container: Any, had: Any) -> bool:
-    """Return whether a container holds the same objects as its copy. `==` on tensors is elementwise, so identity is compared."""
+    """Return whether a container has the same objects as its copy `had`. `==` on tensors is elementwise, so identity counts."""
     if isinstance(container, set):
         return bool(container == had)
     same = len(container) == len(had) and all(map(is_, container, had))

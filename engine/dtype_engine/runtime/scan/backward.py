@@ -43,7 +43,7 @@ class BackwardPasses:
     _column: int = 0
     """The number of the running backward pass."""
     _last: bool = False
-    """Whether the gradients that are held are measured in this backward pass."""
+    """Whether the gradients received so far are multiplied by local errors, and freed, in the running backward pass."""
     _final: bool = False
     _measured: int = 0
     _to_measure: int = 0
@@ -51,8 +51,9 @@ class BackwardPasses:
     """Whether a backward pass of the scan is running. In those of the model itself, the hooks only add to `differentiated`."""
 
     def run(self, main: torch.Tensor, probes: OutputProbes, calls: list[TopKCall], seed: int) -> GradientSums:
-        """Run all backward passes through `operations`: first those that start at the margins of routers (`calls`), then those
-        that start at the main output. Returns the sums of gradients times local errors. Raises NoForward, KernelError, Cancelled.
+        """Run all backward passes through `operations`: first those that start at the margins of routers (`calls`), then those that
+        start at the main output (`main`), from `probes`. Returns the sums of gradients times local errors. seed: for the random
+        signs with which the margins' gradients are drawn. Raises NoForward, KernelError, Cancelled.
         """
         self._sums = sums = GradientSums(probes.count, len(calls), self.file)
         signs = torch.Generator().manual_seed(seed)
@@ -89,7 +90,7 @@ class BackwardPasses:
             self._measure(operation)
 
     def enter_block(self, name: str) -> None:
-        """Must be called before weights of another block, `name`, of a model larger than memory are read."""
+        """Begin to use the weights of another block (`name`) of a model larger than memory. Must be called before they are read."""
         memory = self.runner.model.memory
         if self.file is not None and memory.limited and memory.inside != name:
             self.file.end_block()  # other sequences may run before this one goes on

@@ -32,7 +32,9 @@ class CacheWrite:
         return (self.name,)
 
     def errors(self, names: Sequence[str], amax: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Return one tensor [formats, elements] in a list: by how much each format, such as `kv:fp8`, changes what was written."""
+        """Return a list with one tensor [formats, elements]: by how much rounding to each format in `names`, such as `kv:fp8`,
+        changes what was written. amax: the calibrated largest |value| of each head, by the name of the cache tensor.
+        """
         states = self.outputs[0]
         forms = (name.removeprefix(SCANNED) for name in names)
         rows = [round_cache(states, form, self.keys, amax.get(self.name)) - states for form in forms]

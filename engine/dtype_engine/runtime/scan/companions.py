@@ -23,7 +23,9 @@ from dtype_engine.runtime.modes.weight_mode import WeightMode
 
 
 def companions_of(operation: Sequence[str], weights: Mapping[str, Weight]) -> tuple[str, tuple[str, ...]]:
-    """Return (the smallest weight of an operation, the last one if several are equal; the other weights that can be cast)."""
+    """Return (the smallest weight of an operation, the last one if several are equally small; the other weights that can be cast).
+    operation: the names of the operation's weights.
+    """
     smallest = min(reversed(operation), key=lambda name: weights[name].info.numel)
     return smallest, tuple(name for name in operation if name != smallest and weights[name].info.castable)
 
@@ -41,7 +43,8 @@ def added_drift(drift_of: Callable[[tuple[str, ...]], float], name: str, compani
 class CompanionsMode(TorchFunctionMode):
     """Observes which weights are used together in one operation, and stores the companions of each smallest weight in `found`.
 
-    mode: the WeightMode that runs the pass. It must be entered after this mode, so that this mode sees the pass's operations.
+    mode: the WeightMode that runs the pass. It must be entered after the CompanionsMode, which then sees the operations of the
+    pass.
     """
 
     def __init__(self, found: dict[str, tuple[str, ...]], mode: WeightMode) -> None:
@@ -60,7 +63,7 @@ class CompanionsMode(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _weight_of(self, tensor: torch.Tensor) -> Weight | None:
-        """Return the weight that a tensor is, of which it is a view, or whose values it holds in this pass, or None."""
+        """Return a weight if the tensor is this weight, a view of it, or its replacement in this pass, otherwise None."""
         base = base_of(tensor)
         owner = tensor if base is None else base
         return self.mode.weights.get(self.mode.standing_for.get(owner, id(owner)))

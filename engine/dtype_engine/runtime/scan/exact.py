@@ -69,7 +69,7 @@ class ExactScan(SavableScan):
             else "float32"
             for name, weight in self.model.weights.items()
         }
-        """For each weight, a dtype that causes no drift from the reference."""
+        """For each weight, a dtype in which it causes no drift from the reference."""
         self._companions: dict[str, tuple[str, ...]] = {}
         self._meter: DriftMeter | None = None
         if self.save is not None and self.save.exists():
@@ -113,7 +113,7 @@ class ExactScan(SavableScan):
         return self.report()
 
     def measure(self, key: Key, cancelled: IsCancelled = never) -> MeasuredWeight:
-        """Measure the drift with one weight cast to one dtype. Raises NoForward, KernelError, Cancelled."""
+        """Measure the drift with one weight cast to one dtype (`key`). Raises NoForward, KernelError, Cancelled."""
         started = time.perf_counter()
         meter = self._started(cancelled)
         name, dtype = key

@@ -42,12 +42,15 @@ class GradientSums:
 
     @property
     def waiting(self) -> set[int]:
-        """The `id`s of the operations that have sums of squared gradients which are not in `squares` yet."""
+        """The `id`s of the operations with sums of squared gradients that are still to be added to `squares`."""
         return {key for key, _ in self._partial}
 
     def gradients(self, given: list[tuple[int, torch.Tensor]], key: tuple[int, int], final: bool) -> Gradients | None:
-        """Return the gradients with respect to one output, or None if there are none. given: pairs (number of the backward pass,
-        gradient [E]). key: the `id` of the operation and the index of its output. final: whether this is the last probe.
+        """Add the squares of the probes' gradients to their sum over backward passes. Returns the gradients in `given`, the squares
+        of those from `topk` calls and, if `final`, this sum; None if there are none.
+
+        given: the gradients with respect to one output, as pairs (number of the backward pass, gradient [E]). key: the `id` of the
+        operation and the index of its output. final: whether this is the last probe.
         """
         squares = [(1 + column - self.probes, each.square()) for column, each in given if column >= self.probes]
         # Squares are added one by one, because torch takes ten times as long to sum over a first dimension of four.
@@ -65,7 +68,7 @@ class GradientSums:
         return Gradients(list(given), squares) if given or squares else None
 
     def add(self, weight: str, errors: torch.Tensor, gradients: Gradients) -> None:
-        """Add the products of the gradients with respect to one output and its local errors [D, E], which are overwritten."""
+        """Add the products of local errors [D, E] and the gradients of one output to the sums of `weight`. Overwrites `errors`."""
         if weight not in self.products:
             shape = len(errors), self.probes + self.samples
             self.products[weight] = torch.zeros(shape, dtype=torch.float64)

@@ -48,8 +48,8 @@ class GraphMemory:
 
     model: LiveModel
     rereads: bool
-    """Whether the autograd graph holds no weights that a reference run widens or decodes, because these copies would take too much
-    memory. The backward passes then make them again. Always True for a model that is larger than memory.
+    """Whether the autograd graph leaves out the copies of weights that a reference run widens or decodes, because they would take
+    too much memory. The backward passes then make these copies again. Always True for a model that is larger than memory.
     """
     enter_block: Callable[[str], None]
     """Called before a backward pass reads weights of another block of a model that is larger than memory."""
@@ -67,13 +67,13 @@ class GraphMemory:
         return "" if not self.model.memory.limited else self.model.memory.inside
 
     def saving(self) -> AbstractContextManager[object]:
-        """Return a context manager for the forward pass, which makes a graph without weights remember which weights it needs."""
+        """Return a context manager for the forward pass. If `rereads`, the graph then records which weights it needs."""
         return saved_tensors_hooks(self._remembered, self._read_again) if self.rereads else nullcontext()
 
     @contextmanager
     def using(self, views: Iterable[tuple[torch.Tensor, WeightView]]) -> Iterator[None]:
-        """Return a context manager for one operation. views: pairs (values of a weight that the operation uses, their
-        `WeightView`).
+        """Return a context manager for one operation, in which `view_of` knows `views`: pairs (values of a weight that the
+        operation uses, their `WeightView`).
         """
         self._views = {tensor.untyped_storage().data_ptr(): view for tensor, view in views}
         try:
@@ -82,12 +82,12 @@ class GraphMemory:
             self._views = {}  # a pass that waits for others must not keep a weight in memory
 
     def view_of(self, tensor: torch.Tensor) -> WeightView | None:
-        """Return the `WeightView` of the values, used by the running operation, with which a tensor shares memory, or None."""
+        """Return the `WeightView` of the weight with which a tensor shares memory, if the running operation uses it, or None."""
         return self._views.get(tensor.untyped_storage().data_ptr()) if self._views else None
 
     def keep(self, tensor: torch.Tensor, kept: dict[int, KeptTensor]) -> torch.Tensor:
-        """Return an activation or, if it is written to the file, a tensor without memory that takes its place. `kept` gets an entry
-        with the activation, keyed by the `id` of this tensor.
+        """Return `tensor` or, if it is to be written to the file, a placeholder without memory. `kept` then gets an entry with the
+        kept activation, keyed by the `id` of the placeholder.
         """
         if self.file is None or not is_keepable(tensor):
             return tensor

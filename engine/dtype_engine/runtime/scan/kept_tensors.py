@@ -40,7 +40,7 @@ class KeptTensor:
 
     @staticmethod
     def of(tensor: torch.Tensor, block: str = "") -> KeptTensor:
-        """Return a record of a tensor that stays in memory until `ActivationFile` writes it."""
+        """Return a record of a tensor that stays in memory until `ActivationFile` writes it. block: the running block's name."""
         if not is_wrapped(tensor):
             with torch.no_grad():
                 tensor = tensor.detach()  # a tensor with a graph would keep this graph in memory for ever
@@ -48,7 +48,7 @@ class KeptTensor:
 
     @property
     def changed(self) -> bool:
-        """Whether the model has changed the tensor since it was kept, and before it was written to the file."""
+        """Whether the model changed the tensor's values after the tensor was kept and before it was written to the file."""
         return self.overwritten or (self.tensor is not None and version_of(self.tensor) != self.version)
 
 
@@ -88,7 +88,7 @@ class ActivationFile:
         self._waiting: list[KeptTensor] = []
         self._waiting_bytes = 0
         self._read: dict[int, torch.Tensor] = {}
-        """What the block whose gradients are computed has read: the bytes of tensors' memory, by their offset in the file."""
+        """The bytes that `load` has read back for the current block's backward pass, by their offset in the file."""
         self._read_bytes = 0
         self._reading = ""
         try:
@@ -148,8 +148,9 @@ class ActivationFile:
         )
 
     def load(self, kept: KeptTensor) -> torch.Tensor:
-        """Return a tensor with the values that it had when it was kept. What one block reads stays in memory until `end_block`.
-        Raises RuntimeError if the model had changed the values before they were written.
+        """Return a tensor with the values that it had when it was kept. What is read from the file stays in memory until
+        `end_block`, or until another block's tensor is loaded. Raises RuntimeError if the model had changed the values before they
+        were written.
         """
         if kept.place is None or kept.overwritten:
             return value_of(kept)
@@ -167,19 +168,19 @@ class ActivationFile:
         return made.set_(memory.untyped_storage(), place.offset, place.shape, place.strides)
 
     def take(self, kept: KeptTensor) -> torch.Tensor:
-        """Return the vector that was given to `put`. The caller may change it."""
+        """Return the vector for which `put` returned the record `kept`. The caller may change the vector."""
         assert kept.place is not None
         return self._bytes_at(kept.place).view(kept.place.dtype).to(kept.place.device)
 
     def end_block(self) -> None:
-        """Release what has been read for the gradients of a block."""
+        """Free the tensors that `load` has read back from the file for one block's backward pass. They stay in the file."""
         if self._read:
             self._read.clear()
             self._read_bytes = 0
             trim_heap()
 
     def clear(self) -> None:
-        """Remove everything from the file. What was kept must no longer be loaded."""
+        """Remove everything from the file. Tensors that were kept can no longer be loaded."""
         self._waiting, self._waiting_bytes, self.nbytes = [], 0, 0
         self.end_block()
         self._file.truncate(0)
@@ -255,9 +256,7 @@ def _no_room(error: OSError) -> UserError:
 
 
 def _span(tensor: torch.Tensor | None) -> tuple[int, int]:
-    """Return which bytes of its memory a tensor takes: the first, rounded down to a multiple of `_ALIGNED`, and the one after the
-    last.
-    """
+    """Return the range (start, end) of bytes that a tensor takes in its memory. The start is a multiple of `_ALIGNED`."""
     assert tensor is not None
     start = int(tensor.storage_offset())
     last = start + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -64,7 +64,7 @@ class LocalErrors:
         self._cast: OrderedDict[tuple[str, str, int | None], torch.Tensor] = OrderedDict()
         self._held = 0
         self._decoded: tuple[WeightSource, slice | None, torch.Tensor] | None = None
-        """The values that the last cast of the running operation decoded, for its next casts: (source, rows, values)."""
+        """What the last cast in the running operation decoded, for its next casts of the same weight: (source, rows, values)."""
 
     def of(self, operation: WeightOp, weight: str, names: Sequence[str]) -> list[torch.Tensor]:
         """Rerun an operation with `weight` in each of the dtypes `names`. Returns, for each output, the local errors [dtypes,
@@ -136,8 +136,9 @@ class LocalErrors:
         return values.view(rows.shape)
 
     def _amax(self, name: str, dtype: str, in_parts: bool) -> float | None:
-        """Return the largest |value|, among this weight and those that runtimes fuse with it, from which the scale of the whole
-        tensor is computed. Returns None if the format has no such scale, or if the cast of the whole weight finds the value itself.
+        """Return the |value| from which the scale of the whole tensor is computed: the largest of this weight and of those that
+        runtimes fuse with it. Returns None if the format has no such scale, or if casting the whole weight finds the value anyway.
+        in_parts: whether only some rows are cast, which may lack the largest value.
         """
         row = dtypes.BY_NAME[dtype]
         alone = in_parts and (row.per_tensor or (row.blocks is not None and row.blocks.tensor_scale))
@@ -145,7 +146,9 @@ class LocalErrors:
         return max((weight.amax for weight in weights), default=None)
 
     def cast(self, name: str, dtype: str, rows: slice | None = None) -> torch.Tensor:
-        """Return a weight's values after a cast, dequantized. rows: indexes of the first dimension that cut no block; None: all."""
+        """Return a weight's values after a cast, dequantized. rows: a slice of the first dimension that splits no block, or None
+        for all.
+        """
         dtype = self._computed_in(name, dtype)
         blocks = dtypes.BY_NAME[dtype].blocks
         shape = self.weights[name].stored.shape
@@ -167,8 +170,8 @@ class LocalErrors:
 
 
 def _pieces(operation: WeightOp) -> Iterable[slice | None]:
-    """Yield, for each rerun of an operation, the rows of its weights to use: None for all. A linear operation has several pieces if
-    its weight is large, so that no copy of the whole weight is needed.
+    """Yield, for each rerun of an operation, the rows of its weights to use, or None for all rows. A linear operation with a large
+    weight is rerun once for each of several pieces, so that no copy of the whole weight is needed.
     """
     given = [tensor for tensor in operation.args if isinstance(tensor, torch.Tensor)]
     count, width = given[1].shape if operation.name == "linear" and len(given) > 1 else (0, 0)

@@ -32,7 +32,7 @@ from dtype_engine.runtime.scan.weight_ops import ValueRead
 MOST_PASSES = 128
 """Maximum number of passes over a sequence that measure single weights, each in one dtype."""
 _MOST_READ = 2
-"""At most this many weights are measured because their output dtype is read: those whose output dtype is read first."""
+"""At most this many weights are measured because the model's code reads the dtype of their operations' outputs: the first ones."""
 _NOISE = 4.0
 """A drift is attributed to casts only if it is more than this many times as large as the drift of a pass without casts."""
 
@@ -109,7 +109,8 @@ def measure_unfollowed(
 
     drift: casts weights (a mapping from names to dtypes), runs a pass, and returns its drift. costly: the dtypes of each weight
     whose cast changes values. unfollowed: the weights that the model is known to use in a way that gradients do not follow.
-    followed: the weights with an estimate that is not 0. Raises UserError if more than `MOST_PASSES` passes are needed.
+    followed: the weights with an estimate that is not 0. errors: knows the weights' sizes, and how many bytes may be cast at once.
+    Raises UserError if more than `MOST_PASSES` passes are needed.
     """
     found = [name for name in costly if name in unfollowed]
     unknown = [name for name in costly if costly[name] and name not in unfollowed and name not in followed]
@@ -142,8 +143,9 @@ def _bits(dtype: str) -> int:
 def weights_to_measure(
     read: Iterable[str], wanted: Mapping[str, Sequence[str]], sequence: int, sequences: int
 ) -> list[Key]:
-    """Return the (weight, dtype) pairs to measure in the sequence with the index `sequence`. read: the weights whose output dtype
-    the model's code read, in the order of the pass. wanted: the dtypes in which each weight is scored.
+    """Return the (weight, dtype) pairs to measure in the sequence with the index `sequence`, of `sequences` in all. read: the
+    weights of operations for which the model's code read the dtype of an output, in the order of the pass. wanted: the dtypes in
+    which each weight is scored.
 
     If there are few sequences, each measures all pairs. If there are many, each measures at most one pair: for n pairs, sequences 0
     to n - 1 measure one each, sequence n measures none, and so on, so that the average is below one pass per sequence.
@@ -158,7 +160,7 @@ def weights_to_measure(
 
 def read_otherwise(reads: Sequence[ValueRead], costly: Mapping[str, Sequence[str]], errors: LocalErrors) -> set[str]:
     """Return the weights for which a value that the model's code has read (`reads`) would differ after a cast to one of the dtypes
-    in `costly`.
+    in `costly`. errors: casts the weights.
     """
     found: set[str] = set()
     for read in reads:

@@ -41,9 +41,9 @@ from dtype_engine.runtime.scan.weight_ops import ValueRead, WeightOp, WeightOrig
 from dtype_engine.runtime.scan.weight_origins import WeightOrigins
 
 _COPIES_VALUES = frozenset({"numpy", "__array__", "__dlpack__", "__deepcopy__", "__reduce_ex__"})
-"""Methods that torch refuses for a tensor with an autograd graph, as it refuses `out`. Activations have a graph only in a scan."""
+"""Methods that torch refuses for a tensor with an autograd graph, which activations have only in a scan. It also refuses `out=`."""
 _NO_VALUES = (str, torch.dtype, torch.Size, torch.device, type(None))
-"""Types of results that say nothing about a weight's values, so that the weight is not `unfollowed`."""
+"""Types of results that say nothing about a weight's values. An operation that returns one does not make a weight `unfollowed`."""
 
 
 class WeightOpRecorder(ReferenceMode):
@@ -77,7 +77,7 @@ class WeightOpRecorder(ReferenceMode):
         self._own_dtypes_read: set[str] = set()
         """The weights whose `dtype` the model's code has read since the last recorded operation."""
         self._given: MutableMapping[torch.Tensor, WeightOp] = WeakIdKeyDictionary()
-        """Maps each output that the model's code now has to its operation."""
+        """Maps each output that the model's code still holds to the operation that returned it."""
         self._topk_count = 0
         self._start = torch.zeros((), device=model.device, requires_grad=True)
 
@@ -100,13 +100,13 @@ class WeightOpRecorder(ReferenceMode):
         return sum({storage.data_ptr(): storage.nbytes() for storage in held}.values())
 
     def forget(self) -> None:
-        """Release everything that was recorded. Otherwise, an autograd graph whose backward passes have not all run keeps it."""
+        """Free everything that was recorded, which an autograd graph otherwise keeps if some backward passes have not run."""
         self.release()
         for each in (self.operations, self.topk_calls, self.answers):
             each.clear()
 
     def release(self) -> None:
-        """Release the tensors that are needed only during the forward pass."""
+        """Free the tensors that only the forward pass needs."""
         self._given.clear()
         self.origins.release()
 
@@ -167,9 +167,7 @@ class WeightOpRecorder(ReferenceMode):
     def _views(
         self, tensors: list[torch.Tensor], values: Mapping[int, torch.Tensor]
     ) -> list[tuple[torch.Tensor, WeightView]]:
-        """Return pairs (values of a weight with which a call computes, their `WeightView`), without values that the model has
-        written.
-        """
+        """Return pairs (values of a weight with which a call computes, their `WeightView`), without weights that were written."""
         read = [(value, WeightView(key, None, value.dtype, version_of(value))) for key, value in values.items()]
         seen = self.origins.views
         read += [(tensor, seen[id(tensor)]) for tensor in tensors if id(tensor) in seen]
@@ -222,7 +220,7 @@ class WeightOpRecorder(ReferenceMode):
         self.unfollowed.update(weight for operation in self.operations for weight in operation.weights)
 
     def _is_hidden(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor shares the memory of a weight that is not followed (see `_hide`)."""
+        """Return whether a tensor shares the memory of a weight that is no longer followed (see `_hide`)."""
         base = base_of(tensor)
         key = self.standing_for.get(tensor if base is None else base)
         return key in self.origins.hidden or self._is_restored(tensor)
@@ -235,7 +233,7 @@ class WeightOpRecorder(ReferenceMode):
         return bool(keys & self.origins.hidden) and id(tensor) not in self.written
 
     def _hide(self, keys: set[int]) -> None:
-        """Stop following these weights, because the pass has changed their memory in an unknown way."""
+        """Stop following the weights with the `id`s `keys`, because the pass has changed their memory in an unknown way."""
         self.unfollowed |= self.origins.hide(keys)
 
     def read_property(self, func: Any, args: Arguments) -> Any:
@@ -259,7 +257,9 @@ class WeightOpRecorder(ReferenceMode):
         return answer
 
     def _weighted(self, call: WeightOp, given: Arguments, compute: Callable[[], Any]) -> Any:
-        """Run a call that uses weights, and record it. given: its positional arguments with values in place of weights."""
+        """Run a call that uses weights (by `compute`), and record it. given: its positional arguments with values in place of
+        weights.
+        """
         in_place = _writes_first(call.name, call.args)
         written = id(call.args[0]) if in_place else None
         if in_place and written not in call.sources:
@@ -287,7 +287,7 @@ class WeightOpRecorder(ReferenceMode):
         return _swapped(output, new)
 
     def _note_read(self, call: WeightOp, answer: object) -> None:
-        """Note that a call has given the model's code values of weights, or a result computed from these values."""
+        """Note that a call has given the model's code values of weights, or a result (`answer`) computed from these values."""
         if isinstance(answer, (bool, int)) and len(tensors_in(call.args, call.kwargs)) == len(call.sources) == 1:
             self.answers.append(ValueRead(call.func, call.args, call.kwargs, next(iter(call.sources.items())), answer))
         else:
@@ -356,7 +356,9 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _swapped(value: Any, new: Mapping[int, torch.Tensor]) -> Any:
-    """Return the output of a torch call with the tensors in `new` replaced. torch's named tuples become plain tuples."""
+    """Return the output of a torch call with some tensors replaced. new: the replacements, by the `id` of the old tensor. torch's
+    named tuples become plain tuples.
+    """
     if not new:
         return value
     if isinstance(value, torch.Tensor):

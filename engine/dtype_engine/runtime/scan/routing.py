@@ -71,7 +71,9 @@ class TopKSample:
 
 
 def sample_calls(calls: Sequence[TopKCall], sequence: int, sequences: int) -> list[TopKCall]:
-    """Return the calls that the sequence with this index samples. Different sequences choose different calls, to cover all."""
+    """Return those of `calls` that the sequence with the index `sequence` samples, of `sequences` in all. Different sequences
+    choose different calls, to cover all.
+    """
     count = len(calls)
     if not count:
         return []

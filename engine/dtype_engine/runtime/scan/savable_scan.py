@@ -56,7 +56,7 @@ class SavableScan(ABC):
         """Return all results in the form in which they are saved."""
 
     def write(self, path: Path) -> None:
-        """Save all results. Raises UserError if the file can't be written."""
+        """Save all results in the file `path`. Raises UserError if it can't be written or holds a different scan."""
         self._seen = scan_file.write_joined(path, self.saved(), self._seen)
 
     def save_if_wanted(self) -> None:
@@ -72,7 +72,9 @@ class SavableScan(ABC):
             self.on_unsaved(str(error))
 
     def report_of(self, draws: int, sequences: int, scores: Mapping[Key, tuple[float, float | None]]) -> ScanReport:
-        """Return the report. draws: 0 for an exact scan. scores: (score, standard error) by (weight, dtype)."""
+        """Return the report of some finished `sequences`. draws: the number of backward passes per sequence, or 0 for an exact
+        scan. scores: (score, standard error) by (weight, dtype).
+        """
         return ScanReport(
             model=self.model.title,
             device=str(self.model.device),

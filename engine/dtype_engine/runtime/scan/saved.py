@@ -49,7 +49,7 @@ class Fingerprint:
 
     @classmethod
     def of(cls, model: LiveModel, inputs: Inputs, dtypes: Sequence[str], settings: RunSettings) -> Fingerprint:
-        """Compute the hashes of a scan. They cover all inputs, and the name, the shape and some values of each weight."""
+        """Compute the hashes of a scan to `dtypes`. They cover all inputs, and name, shape and some values of each weight."""
         weights, calls = hashlib.sha256(), hashlib.sha256()
         if model.reference == STORED:
             weights.update(STORED.encode())
@@ -92,7 +92,7 @@ def _digest(value: Any, into: Any) -> None:
 
 @dataclass(frozen=True)
 class SavedScan:
-    """The content of a saved scan: its results, and the model, inputs, dtypes and settings for which they are valid."""
+    """The content of a saved scan: its results, and the model, inputs, dtypes and settings for which the results are valid."""
 
     fingerprint: Fingerprint
     draws: int

@@ -72,8 +72,8 @@ class Scan(SavableScan):
             self.keep_in(self.save)
 
     def keep_in(self, path: Path, on_unsaved: Callable[[str], None] | None = None) -> None:
-        """Continue from the results in a file, if it exists, and save the results in it from now on. Raises UserError, with
-        nothing changed, if the file holds a different scan.
+        """Continue from the results in the file `path`, if it exists, and save the results in it from now on. on_unsaved: as in
+        `SavableScan`. Raises UserError, with nothing changed, if the file holds a different scan.
         """
         if path.exists():
             saved = scan_file.read(path, self.fingerprint, self.draws)
@@ -104,9 +104,9 @@ class Scan(SavableScan):
     def run(
         self, on_progress: OnStep = ignore, on_estimate: OnEstimate = ignore, cancelled: IsCancelled = never
     ) -> ScanReport:
-        """Scan the remaining sequences of this process. `on_progress("scan", done, total)` is called with the numbers of
-        finished operations and of all operations. Raises NoForward, KernelError and Cancelled; the next `run` scans what is
-        left.
+        """Scan the remaining sequences of this process, and return the report of all finished ones. `on_progress("scan", done,
+        total)` is called with the numbers of finished operations and of all operations, and `on_estimate(report)` with intermediate
+        reports. Raises NoForward, KernelError and Cancelled; the next `run` scans what is left.
         """
         report: ScanReport | None = None
         count = len(self.shard.of(range(self.parts)))

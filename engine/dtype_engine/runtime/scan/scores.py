@@ -72,8 +72,8 @@ def combine_scores(
     num_probes: int,
     free: Callable[[str, str], bool],
 ) -> Scores:
-    """Return (score, standard error) by (weight, dtype). num_probes: backward passes per sequence. free(weight, dtype): whether
-    the cast rounds nothing; the score is then 0.
+    """Return (score, standard error) by (weight, dtype), from the finished sequences (`done`). wanted: the dtypes of each weight.
+    num_probes: backward passes per sequence. free(weight, dtype): whether the cast rounds nothing; the score is then 0.
     """
     normalizers = [sequence.normalizer for sequence in done]
     normalizer, count = sum(normalizers), len(done)
@@ -135,8 +135,8 @@ def _shrink_to_mean(
 ) -> dict[Key, tuple[float, float]]:
     """Return two factors for each score that changes: one for the score, and one for its variance.
 
-    A score's factor shrinks the ratio of `sums` to `independent` (see `SequenceScores`) towards the mean ratio of its weight.
-    variance: the relative variance of the samples.
+    A score's factor shrinks the ratio of `sums` to `independent` (see `SequenceScores`), over the sequences `done`, towards the
+    mean ratio of its weight. wanted: the dtypes of each weight. variance: the relative variance of the samples.
     """
     groups: list[dict[Key, float]] = []
     for name, targets in wanted.items():

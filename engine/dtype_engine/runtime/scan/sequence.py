@@ -64,7 +64,9 @@ class SequenceScan:
     _recorder: WeightOpRecorder | None = None
 
     def run(self, batch: Batch, index: int, sequences: int) -> SequenceScores:
-        """Return the estimated drift of each cast. index: the sequence's index. Raises NoForward, KernelError, Cancelled."""
+        """Return the estimated drift of each cast. index: the index of this sequence among the inputs. sequences: the number of all
+        sequences. Raises NoForward, KernelError, Cancelled.
+        """
         try:
             return self._run(batch, index, sequences)
         finally:

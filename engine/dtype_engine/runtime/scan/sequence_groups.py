@@ -70,12 +70,12 @@ class SequenceGroups:
         return self._bytes_per_element * self._longest(index)
 
     def note(self, index: int, graph_bytes: int, elements: int) -> None:
-        """Remember about how many bytes the autograd graph of a sequence took, and how many elements its main output had."""
+        """Remember the approximate size in bytes of a sequence's autograd graph, and how many elements its main output had."""
         self._bytes_per_element = graph_bytes / max(1, self._longest(index))
         self._outputs_per_element = elements / max(1, self._longest(index))
 
     def _bytes_beside_file(self, index: int) -> float:
-        """Return about how many bytes of memory a sequence takes whose activations are in a file: two blocks and the output."""
+        """Return about how many bytes of memory a sequence takes if its activations are in a file: two blocks and the output."""
         per_element = self._outputs_per_element
         if per_element is None:
             per_element = max(weight.info.shape[0] for weight in self.model.weights.values() if weight.info.shape)
@@ -88,7 +88,7 @@ class SequenceGroups:
 
 
 def _first_of(indexes: list[int], nbytes: Callable[[int], float], room: float) -> list[int]:
-    """Return the first sequences, as many as take at most `room` bytes together, but at least one."""
+    """Return as many of the first `indexes` as take at most `room` bytes together, at least one. nbytes: the bytes of an index."""
     taken, total = list[int](), 0.0
     for index in indexes:
         total += nbytes(index)

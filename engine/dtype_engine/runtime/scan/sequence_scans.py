@@ -81,8 +81,9 @@ class SequenceScans:
         on_measured: Callable[[int, int, int], None],
         cancelled: IsCancelled,
     ) -> list[ScannedSequence]:
-        """Scan the sequences with these indexes side by side. `on_measured(index, done, total)` is called with the numbers of
-        finished operations and of all operations of a sequence. Raises NoForward, KernelError and Cancelled.
+        """Scan the sequences with these indexes side by side. in_file: whether to write their activations to a file until the
+        backward passes. backward_passes: the number for each sequence. `on_measured(index, done, total)` is called with the numbers
+        of finished operations and of all operations of a sequence. Raises NoForward, KernelError and Cancelled.
         """
         caches, settings = self.cached, self.settings.of_weights()
         with ForwardRunner(self.model, settings, cancelled, watch=bool(caches), behavior=self.behavior) as runner:

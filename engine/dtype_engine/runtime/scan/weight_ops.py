@@ -97,7 +97,7 @@ class WeightOp:
 
     @property
     def held_activations(self) -> list[torch.Tensor]:
-        """The arguments that do not come from a weight, and the outputs, without those that are kept for a file."""
+        """The outputs, and the arguments that do not come from a weight, without those whose activations go to a file."""
         return [tensor for tensor in self._held() if id(tensor) not in self.kept and not is_wrapped(tensor)]
 
 
@@ -113,7 +113,7 @@ class ValueRead:
     answer: bool | int
 
     def differs(self, value: torch.Tensor) -> bool:
-        """Return whether the model's code would have got a different answer if the weight had the values `value`."""
+        """Return whether the call would give the model's code a different answer if the weight had the values `value`."""
         key, origin = self.source
         args, kwargs = replace_tensors(self.args, self.kwargs, {key: origin.remake(value)})
         return bool(self.func(*args, **kwargs) != self.answer)

@@ -25,7 +25,7 @@ class WeightOrigins:
         self.hidden: set[int] = set()
         """The `id`s of the weights to which the pass has written in a way that can't be repeated on other values."""
         self.views: dict[int, WeightView] = {}
-        """If the graph holds no weights: the views of weights' values that the model's code now has, by their `id`."""
+        """If the graph holds no weights: the views of weights' values that the model's code still holds, by their `id`."""
         self._made: dict[int, tuple[torch.Tensor | None, WeightOrigin]] = {}
         """How tensors were computed from weights, by the tensors' `id`: (the tensor, or None if it is in `views`; its origin)."""
         self._by_location = {_location(weight.tensor): key for key, weight in weights.items() if key not in replaced}
@@ -69,7 +69,7 @@ class WeightOrigins:
         weakref.finalize(tensor, forget).atexit = False
 
     def note_part(self, key: int, index: int, part: torch.Tensor) -> None:
-        """Remember that `part` has the values of the weight whose tensor has the `id` `key` at one index of its first dimension."""
+        """Remember that `part` has the values of a weight at one index of its first dimension. key: the weight's `id`."""
         weight = self.weights[key]
         count = weight.stored.shape[0]
 
@@ -87,12 +87,16 @@ class WeightOrigins:
         self._made[key] = self.weights[key].tensor, WeightOrigin(weight, remake, itself=False, written=True)
 
     def forget(self, key: int, tensor: torch.Tensor) -> None:
-        """Remember that the argument `key`, with the values of `tensor`, is no longer a function of one weight."""
+        """Remember that a tensor is no longer a function of one weight. key: the `id` of the tensor. tensor: itself, or the values
+        with which the operation computed in its place.
+        """
         self._made.pop(key, None)
         self._by_location.pop(_location(tensor), None)
 
     def hide(self, keys: Iterable[int]) -> set[str]:
-        """Stop following these weights, because the pass has changed their memory in an unknown way. Returns their names."""
+        """Stop following some weights, because the pass has changed their memory in an unknown way. Returns their names. keys: the
+        `id`s of tensors. Tensors that are no weights are ignored.
+        """
         found = self.weights.keys() & keys
         names = {self.weights[key].info.name for key in found}
         if names:

@@ -35,8 +35,8 @@ def measured_activations(model: LiveModel, casting: Casting, context: int, batch
 def estimated_activations(
     model: LiveModel, plan: Plan, options: ModelOptions, contexts: Sequence[int], batch: int, cancelled: IsCancelled
 ) -> tuple[ActivationMemory, ...]:
-    """Estimate the activations of passes over `batch` prompts, for each length in `contexts`, without running the model. Raises
-    NoForward and Cancelled.
+    """Estimate the activations of passes over `batch` prompts, for each length in `contexts`, without running the model. The passes
+    compute in the dtype that most weights have under `plan`. Raises NoForward, also for a model that is Python code, and Cancelled.
     """
     checkpoint = model.checkpoint
     if checkpoint is None:

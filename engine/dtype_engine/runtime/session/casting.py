@@ -23,8 +23,11 @@ class Casting:
         """The dtype of every tensor under the current recipe."""
 
     def use(self, recipe: Recipe, on_progress: OnProgress | None = None, cancelled: IsCancelled = never) -> None:
-        """Apply a recipe without adding a step that `undo` can revert. Raises Cancelled; TooSlow, before anything is changed, if a
-        pattern takes too long to match; and UserError, after restoring the previous casts, if the device lacks a dtype or memory.
+        """Apply a recipe and cast the model, without adding a step that `undo` can revert.
+
+        on_progress: called with the numbers of cast weights and of those to cast. Raises Cancelled; TooSlow, before anything is
+        changed, if a pattern takes too long to match; and UserError, after restoring the previous casts, if the device lacks a
+        dtype or memory.
         """
         before, plan = self.plan, self._planned(recipe)
         self.plan = plan
@@ -36,7 +39,7 @@ class Casting:
             raise
 
     def push(self, recipe: Recipe, on_progress: OnProgress | None = None, cancelled: IsCancelled = never) -> None:
-        """Apply a recipe as a step that `undo` can revert. Raises what `use` raises."""
+        """Apply a recipe and cast the model, as a step that `undo` can revert. Raises what `use` raises."""
         self._planned(recipe)
         pushed = self._history.push(recipe)
         try:
@@ -47,8 +50,8 @@ class Casting:
             raise
 
     def add(self, rule: Rule) -> None:
-        """Add a rule to the current recipe and cast the model, as a step that `undo` can revert. Raises UserError also if the rule
-        matches nothing.
+        """Add a rule to the current recipe and cast the model, as a step that `undo` can revert. Raises what `use` raises, and
+        UserError if the rule matches nothing.
         """
         recipe = self.plan.recipe.then(rule)
         plan = self._planned(recipe)
@@ -57,7 +60,7 @@ class Casting:
         self.push(recipe)
 
     def undo(self) -> bool:
-        """Restore the previous recipe. Returns False if there is none."""
+        """Apply the previous recipe. Returns False if there is none."""
         moved = self._history.undo()
         self.use(self._history.current)
         return moved

@@ -31,8 +31,9 @@ _NOT_RECORDED = ("return_dict", "generator")
 
 
 def inputs_of(model: LiveModel, options: Options) -> Inputs:
-    """Return the inputs that `make_inputs` creates or, for a component without default inputs, what one run of the pipeline passes
-    to it. Raises NoForward if there are no inputs, and UserError if the user's inputs do not fit the model.
+    """Return the inputs that `make_inputs` creates. For a component without default inputs, return the arguments that one run of
+    its pipeline passes to the component. Raises NoForward if there are no inputs, and UserError if the user's inputs do not fit the
+    model.
     """
     try:
         return make_inputs(model, options)

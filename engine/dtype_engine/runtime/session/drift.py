@@ -26,7 +26,7 @@ from dtype_engine.runtime.session.process_memory import memory_stats, reset_peak
 
 @dataclass
 class DriftMeasurements:
-    """Measures drift on the same inputs. Module outputs and the user's metrics are kept for later measurements."""
+    """Measures the drift of one model, always on the same inputs. Keeps module outputs and metrics for later measurements."""
 
     model: LiveModel
     options: Options
@@ -48,8 +48,11 @@ class DriftMeasurements:
         listener: MeasurementListener,
         save: Path | None,
     ) -> DriftReport:
-        """Measure the drift of the model, which is cast as in `plan`, the changes of the user's metrics, and the values that the
-        casts lose, as `Session.drift` does. need_inputs: returns the inputs, or raises NoForward.
+        """Measure, for `Session.drift`, the drift of the model, the changes of the user's metrics, and the values that the casts
+        lose.
+
+        need_inputs: returns the inputs, or raises NoForward. plan: the dtypes to which the model is cast. save: as for
+        `Session.drift`.
         """
         metrics = self._metric_meter(need_inputs)  # what is wrong with a metric is said before the model runs
         if self.meter is None:

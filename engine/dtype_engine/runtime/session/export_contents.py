@@ -28,7 +28,9 @@ def contents_of(
     behavior: ModelBehavior,
     cancelled: IsCancelled,
 ) -> Contents:
-    """Return the tensors that an export of `model` under `plan` writes. Raises what `Session.export` raises."""
+    """Return the contents of an export of `model` under `plan`. If the export stores scales of activations or KV caches, the model
+    is run on the inputs that `need_inputs` returns. Raises what `Session.export` raises.
+    """
     from dtype_engine.runtime.export import of_live
     from dtype_engine.runtime.export.cache_scales import cache_scheme, module_in_files, with_cache_scales
     from dtype_engine.runtime.export.input_scales import needs_calibration

@@ -22,7 +22,7 @@ from dtype_engine.runtime.session.session import Session
 
 
 def threads_each(threads: int | None, processes: int) -> int:
-    """Return how many threads each of several processes gets if they share `threads`, by default torch's number."""
+    """Return how many threads each of several processes gets if they share `threads` or, if that is None, torch's threads."""
     return max(1, (threads or torch.get_num_threads()) // processes)
 
 
@@ -41,8 +41,9 @@ def open_session(
 ) -> Session:
     """Open a model as `dtype_engine.open` does.
 
-    on_step: called with a description of each step, such as "importing transformers". refused: called with the reason if the inputs
-    in `options` do not fit; the session then opens with default inputs. If `refused` is None, the error is raised.
+    inputs: the user's values, as for `from_values`; if None, `options` name the inputs. on_step: called with a description of each
+    step, such as "importing transformers". refused: called with the reason if the inputs in `options` do not fit; the session then
+    opens with default inputs. If `refused` is None, the error is raised.
     """
     options = options or Options()
     use_threads(options.threads)

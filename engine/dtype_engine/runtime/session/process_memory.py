@@ -40,7 +40,7 @@ class ProcessMemory:
 
 
 def process_memory(files: Iterable[Path] = ()) -> ProcessMemory:
-    """Return the current and peak resident memory of this process. files: the checkpoint's files, for `mapped`."""
+    """Return the current and peak resident memory of this process. files: the checkpoint's files, counted in `mapped`."""
     if not sys.platform.startswith("linux"):
         memory = psutil.Process().memory_info()
         return ProcessMemory(memory.rss, None, None, None)
@@ -66,8 +66,8 @@ def memory_stats(
 ) -> MemoryStats:
     """Return the current number of bytes of a model's weights under a plan, of this process, and of the model's device.
 
-    kept_outputs: the bytes of kept module outputs and their limit, or None. limits: the most bytes that weights may take on a
-    device, keyed by the device's name.
+    kept_outputs: (bytes of kept module outputs, the limit for them), or None if nothing was measured. limits: the maximum number of
+    bytes that weights may take on a device, keyed by the device's name.
     """
     process = process_memory(model.files)
     kept, budget = kept_outputs or (None, None)

@@ -40,11 +40,12 @@ class SavedDrift(msgspec.Struct):
 def saving(
     path: Path, fingerprint: Fingerprint, meter: DriftMeter, listener: MeasurementListener
 ) -> Iterator[tuple[MeasurementListener, RunningTotals | None]]:
-    """Save a measurement to the file `path` every few seconds while the `with` block measures, and when the block ends for any
-    reason. Yields (a listener that does what `listener` does and also saves, the totals in the file or None if the file does not
-    exist).
+    """Save a measurement to the file `path` every few seconds while the `with` block measures with `meter`, and when the block ends
+    for any reason. Yields (a listener that does what `listener` does and also saves, the totals in the file or None if the file
+    does not exist).
 
-    Raises UserError if the file can't be written or is that of another measurement, or if the model makes pictures.
+    fingerprint: identifies the measurement. Raises UserError if the file can't be written or is that of another measurement, or if
+    the model makes pictures.
     """
     path = check_target(path, replace=True)  # before hours of measuring
     if picture_range(meter.model.module) is not None:
@@ -71,7 +72,7 @@ def saving(
 
 
 def write(path: Path, fingerprint: Fingerprint, totals: SavedTotals) -> None:
-    """Replace the file of a saved measurement atomically. Raises UserError if it can't be written."""
+    """Replace the file `path` of the measurement `fingerprint` atomically by the results `totals`. Raises UserError on failure."""
     # The json module is used because msgspec's JSON can't represent infinity.
     write_text_atomic(path, json.dumps(as_plain(SavedDrift(fingerprint, totals, _VERSION))), replace=True)
 

@@ -17,7 +17,7 @@ _SIDES = ("reference", "candidate")
 
 
 def check_pictures(session: Session, folder: Path, force: bool) -> None:
-    """Raise UserError if the model produces no pictures, or if a file exists that `save_pictures` would write."""
+    """Raise UserError if the model makes no pictures or, unless `force`, if a file exists that `save_pictures` would write."""
     if picture_range(session.model.module) is None:
         raise UserError(f"{session.model.title} makes no pictures to save")
     for number in range(1, len(session.need_inputs().batches) + 1):

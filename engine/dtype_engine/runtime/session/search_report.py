@@ -23,8 +23,9 @@ def search_report(
 ) -> SearchReport:
     """Return the report of a search on `front` that found `solution`.
 
-    unit: the unit of predicted and measured drifts. plan: the plan of the solution's recipe, to which `drift` and `lost` belong.
-    context: the tokens in each sequence of the KV caches that the solution's bytes include, or None if they include none.
+    unit: the unit of predicted and measured drifts. plan: the plan of the solution's recipe. drift, lost: the measured drift (None
+    if it was not measured) and the lost values under this plan. context: the number of tokens for which the solution's bytes
+    include KV caches, or None if they include no caches.
     """
     return SearchReport(
         model=model.title,

@@ -191,7 +191,7 @@ class Session:
 
         Raises:
             PatternError: The pattern is invalid, or takes too long to match.
-            UserError: The dtype is unknown, or the pattern matches nothing.
+            UserError: The dtype is unknown, the pattern matches nothing, or the device lacks the dtype or memory.
 
         Example:
             >>> plan = session.cast("*.mlp", "bfloat16")
@@ -204,8 +204,10 @@ class Session:
     @reading_weights
     def apply(self, recipe: Recipe, on_progress: OnCast | None = None, cancelled: IsCancelled = never) -> None:
         """Replace the recipe, as a step that `undo` can revert. The last rule that matches a tensor decides its dtype. Rules that
-        match nothing have no effect; `plan.unmatched` lists them. Raises TooSlow, before anything is changed, if a pattern takes
-        too long to match. After Cancelled, the next call that applies a recipe completes the cast.
+        match nothing have no effect; `plan.unmatched` lists them. `on_progress` is called with the numbers of cast weights and of
+        weights to cast. Raises TooSlow, before anything is changed, if a pattern takes too long to match, and UserError if the
+        device lacks a dtype or memory; the previous recipe then stays. After Cancelled, the next call that applies a recipe
+        completes the cast.
 
         >>> session.apply(de.Recipe.of([de.Rule.parse("*=float16"), de.Rule.parse("*norm*=float32")]))
         >>> len(session.recipe)
@@ -318,8 +320,8 @@ class Session:
         and times in seconds.
 
         With the run setting `quantize_activations="weights"` (`RunSettings`), the checkpoint requests quantized activations for the
-        formats in which runtimes support them. For NVFP4, the model first runs on the inputs, because the checkpoint stores scales
-        of activations.
+        formats in which runtimes support them. If the checkpoint stores scales of activations, as for NVFP4, or of KV caches, the
+        model first runs on the inputs to find them.
 
         Args:
             folder: A new folder or, if the name ends in `.safetensors`, `.pth`, `.pt`, `.bin` or `.ckpt`, a new file that holds the
@@ -332,7 +334,7 @@ class Session:
 
         Raises:
             UserError: The folder can't be written or is not empty, the disk is too full, or the checkpoint lacks tensors.
-            NoForward: The export needs activation scales, but the model can't be run.
+            NoForward: The export needs scales of activations or KV caches, but the model can't be run.
 
         Example:
             >>> report = session.export(folder / "export")
@@ -347,8 +349,9 @@ class Session:
 
     @reading_weights
     def export_contents(self, cancelled: IsCancelled = never) -> Contents:
-        """Return the plan of an export: name, dtype and size of every tensor that `export` will write. Their values are not
-        computed, but the model runs if a format needs activation scales. Raises what `export` raises.
+        """Return the plan of an export: name, dtype and size of every tensor that `export` will write. The tensors' values are not
+        computed, but the model runs if the export stores scales of activations or KV caches. Raises NoForward and UserError as
+        `export` does.
 
         >>> session.export_contents().nbytes == session.plan.planned_bytes
         True
@@ -396,8 +399,11 @@ class Session:
         self, on_progress: OnParts = ignore, cancelled: IsCancelled = never, on_causes: OnCauses = ignore
     ) -> AttributionReport:
         """Attribute the drift of the current recipe to modules. For each module, the model runs with this module as the recipe
-        casts it and all other modules as in the reference run. Returns the drift that each module causes, largest first, and the
-        sum. Raises UserError under `torch.autocast`. `on_causes` is called after each run with the contributions found so far.
+        casts it and all other modules as in the reference run. In a model with very many modules, some are measured together, as a
+        subtree. Returns the drift that each module causes, largest first, and the sum. Raises UserError under `torch.autocast`.
+
+        `on_progress` is called with the numbers of finished and of all measurements, and `on_causes` after each measurement with
+        the contributions found so far.
 
         >>> _ = session.cast("*.layers.0.mlp", "int8")
         >>> [part.name.split(".")[-2] for part in session.causes().causes]
@@ -421,6 +427,7 @@ class Session:
     def floor(self, on_progress: OnParts = ignore, cancelled: IsCancelled = never) -> NoiseFloor:
         """Measure the noise floor: the drift between two reference runs that add the same numbers in a different order. Returns the
         worst value of each metric among all orders that were tried. The floor is measured only once for the current inputs.
+        `on_progress` is called with the number of finished runs and an estimate of the number of all runs.
 
         >>> session.floor() is session.floor()
         True
@@ -436,9 +443,9 @@ class Session:
     def nonfinite(
         self, report: DriftReport, on_trial: OnParts = ignore, cancelled: IsCancelled = never
     ) -> NonFiniteDiagnosis | None:
-        """Find the module in which values first become infinite or NaN, and rules that prevent this. Returns None if all values are
-        finite. `report` is a measurement of the current recipe. `on_trial` is called with the number of sets of rules already tried
-        and the number of all sets.
+        """Find the module in which values first become infinite or NaN, and rules that prevent this. `report` is this session's
+        measurement of the current recipe. Returns None if the report has no such values. `on_trial` is called with the number of
+        sets of rules already tried and the number of all sets.
 
         >>> session.nonfinite(session.drift()) is None
         True
@@ -454,13 +461,13 @@ class Session:
     def loss_remedy(
         self, report: DriftReport | None, on_trial: OnParts = ignore, cancelled: IsCancelled = never
     ) -> LossRemedy | None:
-        """Find rules that preserve the values that the current recipe makes infinite or zero. Returns None if values are only
-        rounded.
+        """Find rules that preserve the values that the current recipe makes infinite or zero, or saturates. Returns None if values
+        are only rounded.
 
         Args:
             report: A measurement of the current recipe, for comparison with the drift under the new rules. If None, the rules are
                 returned without a measurement.
-            on_trial: Called with the number of rules already tried and the number of all rules.
+            on_trial: Called with the number of sets of rules already tried and the number of all sets.
 
         Example:
             >>> session.loss_remedy(None) is None
@@ -480,7 +487,7 @@ class Session:
     @reading_weights
     def weight_differences(self, cancelled: IsCancelled = never) -> tuple[ModuleDrift, ...]:
         """Compare each weight, as it is currently cast, with the same weight of the checkpoint that `Options.reference` names.
-        Returns an entry for each weight, in the model's order, or none if `Options.reference` names no checkpoint.
+        Returns the SQNR and other figures of each weight, in the model's order, or () if `Options.reference` names no checkpoint.
 
         >>> session.weight_differences()
         ()
@@ -508,15 +515,15 @@ class Session:
         prompt: str | None = None,
         on_text: OnText = ignore,
     ) -> tuple[Generation, ...]:
-        """Continue every input in a reference run and in a candidate run, by greedy decoding. Returns both texts for each input.
-        Raises NoForward also for a model that can't generate.
+        """Continue the user's prompts, or else the first input, in a reference run and in a candidate run, by greedy decoding.
+        Returns both texts for each prompt. Raises NoForward also for a model that can't generate.
 
         Args:
-            tokens: The maximum number of tokens to generate for each input.
+            tokens: The maximum number of tokens to generate for each prompt in each run.
             on_tokens: Called with the run ("reference" or "candidate"), the number of generated tokens, and the total maximum.
             cancelled: Called after every token.
             prompt: A text to continue instead of the inputs' texts. Pictures and sounds among the inputs stay.
-            on_text: Called after every token with a function that returns the texts generated until now.
+            on_text: Called after every token with a function that returns the texts of the current prompt until now.
 
         Example:
             >>> session.generate(2)[0].differs  # nothing is cast
@@ -547,7 +554,7 @@ class Session:
         self, contexts: Sequence[int], batch: int = 1, cancelled: IsCancelled = never
     ) -> tuple[ActivationMemory, ...]:
         """Return an upper estimate of what `activation_memory` measures for each of several context lengths, without running the
-        model. Raises NoForward if the operations of a forward pass depend on values.
+        model. Raises NoForward if the operations of a forward pass depend on values, or if the model is Python code.
 
         >>> [peak.context for peak in session.estimated_activations([64, 128])]
         [64, 128]
@@ -558,10 +565,10 @@ class Session:
     def speed(
         self, on_passes: OnPasses = ignore, cancelled: IsCancelled = never, repeats: int = REPEATS
     ) -> SpeedReport:
-        """Time whole forward passes of the reference, of the model with its stored weights, and of the model with its cast weights.
-        Returns the seconds per pass: the median, fastest and slowest of each variant. `on_passes` is called with the variant that
-        is being timed, the number of finished passes, and the number of all passes. `repeats` passes are timed for each variant,
-        after one warm-up pass.
+        """Time forward passes over all inputs with the weights in float32, as stored (unless this is one of the others) and as
+        cast. Returns the seconds per pass: the median, fastest and slowest of each variant. `on_passes` is called with the variant
+        that is being timed, the number of finished passes, and the number of all passes. After one warm-up pass, `repeats` passes
+        of each variant are timed, or fewer, but at least 3, if passes take long.
 
         >>> [row.what for row in session.speed(repeats=3).rows]
         ['reference', 'candidate']
@@ -607,8 +614,8 @@ class Session:
             return self.scanned
 
     def scan_task(self, dtypes: Sequence[str], draws: int | None, exact: bool, save: Path | None) -> ScanTask:
-        """Return the scan that `scan` runs, as an object that can be run in parts. Equal arguments return the same object. Raises
-        what `scan` raises.
+        """Return the scan that `scan` runs with these arguments, as an object that can be run in parts. At least one dtype is
+        needed. Equal arguments return the same object. Raises NoForward and UserError as `scan` does.
 
         >>> session.scan_task(["bfloat16"], None, False, None).pending()
         [0]
@@ -633,7 +640,7 @@ class Session:
             max_drift: The maximum predicted drift, in the unit of the scan. The result is the recipe with the fewest bytes.
             constraints: As for `front`. With a context length, the bytes include the KV caches, whose formats are then chosen among
                 those that were scanned.
-            measure: Whether to also apply the recipe and measure its drift.
+            measure: Whether to also apply the recipe, which then stays, and measure its drift.
 
         Example:
             >>> _ = session.scan(["bfloat16"], draws=1)
@@ -654,8 +661,9 @@ class Session:
 
     @reading_weights
     def use_inputs(self, options: Options, cancelled: IsCancelled = never) -> None:
-        """Run the model on the inputs in `options` from now on; its other fields are not used. To check the inputs, a reference run
-        over one batch is done first. If the user supplied tensors, the run covers one batch of each shape.
+        """Run the model on the inputs in `options` from now on. `options` replaces the session's options, but not its settings, and
+        the last scan is discarded. To check the inputs, a reference run over one batch is done first. If the user supplied tensors,
+        the run covers one batch of each shape.
 
         Raises UserError if the inputs can't be created, do not fit the model, or make the run fail. After an error or a
         cancelled run, nothing is changed.
@@ -683,7 +691,7 @@ class Session:
     @property
     def kept_outputs(self) -> tuple[int, int] | None:
         """The number of bytes of the module outputs that are kept for later measurements, and the limit for this number. None
-        before the first measurement.
+        before the first measurement on the current inputs.
 
         >>> de.open().kept_outputs  # nothing is measured
         """

@@ -29,9 +29,9 @@ class ExportedValues:
 
 
 def read_export(folder: Path, copied: frozenset[str] = frozenset()) -> ExportedValues:
-    """Open all weights files of an exported checkpoint, except those that were copied from the source. copied: their paths relative
-    to `folder`. In a pipeline, the name of a tensor begins with the name of its component, such as "unet.". Raises UserError if
-    there are no weights files, or if safetensors can't read one of them.
+    """Open all weights files of an exported checkpoint, except those that were copied from the source. copied: the paths of copied
+    files, relative to `folder`. In a pipeline, the name of a tensor begins with the name of its component, such as "unet.". Raises
+    UserError if there are no weights files, or if safetensors can't read one of them.
     """
     exported = ExportedValues()
     held: dict[str, str] = {}

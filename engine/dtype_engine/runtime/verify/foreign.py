@@ -134,7 +134,7 @@ def compare_foreign(
 
 
 def _nothing_in_common(titles: str, theirs: _Side, ours: _Side, mapped: bool) -> UserError:
-    """Return the error for two checkpoints without a common name. mapped: False if only one of them has llama.cpp's names."""
+    """Return the error for two checkpoints (`titles`) without a common name. mapped: False if only one has llama.cpp's names."""
     why = (
         ", so there is nothing to compare"
         if mapped
@@ -200,7 +200,7 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def _compare(name: str, found: str, theirs: _Side, ours: _Side) -> ComparedTensor:
     """Count the elements of a tensor that differ from the source's values cast to the tensor's dtype, some at a time, and find the
-    largest difference. name, found: its names in the checkpoint and in the source.
+    largest difference. name, theirs: the tensor's name in the checkpoint, and the checkpoint. found, ours: the same for the source.
     """
     (dtype, _), (source_dtype, _) = theirs.stored[name], ours.stored[found]
     before, after = ours.read(found).reshape(-1), theirs.read(name).reshape(-1)

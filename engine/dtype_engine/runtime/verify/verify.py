@@ -105,8 +105,8 @@ class OpenExport:
         return None
 
     def _scale_problem(self, entry: TensorEntry, item: ExportTensor) -> str | None:
-        """Return what is wrong with the scale of a layer's inputs (`entry`), or None. If the weight is exported as stored and the
-        source has an input scale, both must be equal. Otherwise it must be finite and positive.
+        """Return what is wrong with the exported scale of a layer's inputs (`entry`), or None. If the weight is exported as stored
+        and the source has an input scale, both scales must be equal. Otherwise, the exported one must be finite and positive.
         """
         scale = self.exported.read[entry.name]()
         if item.dtype == item.stored and entry.name in self.source.names:
@@ -216,8 +216,9 @@ def compare(
     cancelled: IsCancelled = never,
     elsewhere: CompareItems | None = None,
 ) -> tuple[TensorDifference, ...]:
-    """Return the differences between an export and `contents`, of which only names, dtypes and shapes are used. Values are computed
-    from the source without the code of the exporter, with `Tensor.to` or, for formats with scales, by their formula.
+    """Return the differences between the export in `folder` and `contents`, of which only names, dtypes and shapes are used. The
+    expected values are computed from the source without the code of the exporter, with `Tensor.to` or, for formats with scales, by
+    their formula.
 
     on_bytes: called with the number of bytes compared until now and the number of all bytes. elsewhere: compares the tensors in
     other processes. Raises UserError if a file can't be read, and Cancelled.
@@ -327,8 +328,8 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _values_differ(entry: TensorEntry, expected: torch.Tensor, stored: torch.Tensor, cast: bool) -> str | None:
-    """Return how many elements of two tensors differ, as a sentence, or None. cast: whether the tensor was cast, so that all bit
-    patterns of NaN count as equal.
+    """Return how many elements of two tensors differ, as a sentence, or None. expected, stored: the tensor computed from the
+    source, and the exported one. cast: whether the tensor was cast, so that all bit patterns of NaN count as equal.
     """
     if expected.numel() != stored.numel() or expected.dtype != stored.dtype:
         return f"{entry.name} has {expected.numel()} values in the source"
@@ -347,7 +348,7 @@ def _calibrated(contents: Contents) -> tuple[str, ...]:
 
 
 def _not_compared(folder: Path, contents: Contents) -> tuple[str, ...]:
-    """Return a notice with the files that were not compared, because they are no weights and no copies from the source, or ()."""
+    """Return a notice with the files that were not compared, because they are neither weights nor copies from the source, or ()."""
     known = {"README.md", "recipe.yaml", *(path for _, path in contents.layout.copied)}
     others = sorted(
         printable(str(entry.relative_to(folder)))
@@ -369,10 +370,9 @@ def drift_of_export(
     options: ModelOptions,
     cancelled: IsCancelled = never,
 ) -> OutputDrift:
-    """Measure the drift of the model that is loaded from an export, with the model of which the export was made as the reference.
-
-    session: the open source of the export. source: what the session was opened from. Raises UserError if the two models do not have
-    the same weights, or if the model can't be run.
+    """Measure the drift of the model that is loaded from an export (`exported`), with the model of which the export was made as the
+    reference. session: the open source of the export. source: what the session was opened from. Raises UserError if the two models
+    do not have the same weights, or if the model can't be run.
     """
     model, inputs = session.model, session.inputs
     if model.checkpoint is not None:

@@ -24,7 +24,8 @@ How = Literal["mapped", "copied"]
 
 def source_of(checkpoint: Checkpoint, name: str, how: How = "mapped") -> WeightSource:
     """Return the source of a weight of a checkpoint. Its values have the stored dtype, or float32 for a weight that is stored as
-    codes. Nothing is read before the values are asked for. name: a key in `checkpoint.weights`.
+    codes. Nothing is read until the values are needed. name: a key in `checkpoint.weights`. how: how to read plain values (see
+    `How`).
     """
     if name in checkpoint.coded:
         return CodedSource(checkpoint.coded[name])

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class CopiesAhead:
-    """Reads values to an accelerator with streams (`device.has_streams`) ahead of their use. Each block has reads of its own."""
+    """Reads values to an accelerator with streams (`device.has_streams`) ahead of their use. The reads are grouped by block."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -31,8 +31,8 @@ class CopiesAhead:
         self._copies[block] = {key: self._thread.submit(self._copy, read) for key, read in reads.items()}
 
     def take(self, block: str, key: Any, read: Callable[[], T]) -> T:
-        """Return the result of `read`, ready for use by the current stream. If this read was begun for `block` under `key`, the
-        device waits for its copy. Otherwise, or if the copy failed, for example for lack of memory, `read` is called now.
+        """Return the result of `read`, ready for use by the current stream. If `start` has begun this read for `block` under `key`,
+        the device waits for the copy. Otherwise, or if the copy failed, for example for lack of memory, `read` is called now.
         """
         begun = self._copies.get(block, {}).pop(key, None)
         if begun is None or begun.exception() is not None:
@@ -47,7 +47,7 @@ class CopiesAhead:
         return made  # type: ignore[no-any-return]
 
     def keep(self, block: str = "") -> None:
-        """Forget all reads but those of `block`."""
+        """Forget the reads that were begun, except those of `block`."""
         for name in self._copies.keys() - {block}:
             for begun in self._copies.pop(name).values():
                 begun.cancel()

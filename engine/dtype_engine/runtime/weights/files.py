@@ -20,10 +20,9 @@ from dtype_engine.runtime.formats.dequantize import torch_dtype
 
 
 def read_mapped(stored: CheckpointTensor, alone: bool = False) -> torch.Tensor:
-    """Memory-map a stored tensor, in its own dtype and shape. Writes to the tensor do not change the file.
-
-    alone: whether to ask the system not to read what lies around the tensor in the file as well, which may be several MiB. Raises
-    UserError if the file can't be read, or if the tensor's bytes are not contiguous in it.
+    """Memory-map a stored tensor, in its own dtype and shape. Writes to the tensor do not change the file. alone: whether to ask
+    the system to read only the tensor's own bytes. By default, it may also read several MiB around them. Raises UserError if the
+    file can't be read, or if the tensor's bytes are not contiguous in it.
     """
     byte_range = stored.bytes
     if byte_range is None:

@@ -65,7 +65,7 @@ class Rows:
 
 
 def as_matrix(source: WeightSource) -> tuple[Rows, int]:
-    """Return (a weight as a matrix [all other dimensions, the last dimension], the number of rows that are always read together). A
+    """Return (a weight as a matrix whose columns are its last dimension, the number of rows that are always read together). A
     vector is one row.
     """
     columns = source.shape[-1] if source.shape else 1

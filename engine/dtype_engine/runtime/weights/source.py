@@ -87,5 +87,5 @@ class WeightSource(ABC):
 
 
 def placeholder(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a tensor of this shape with the memory of one element. It is NaN, so that using it by mistake becomes visible."""
+    """Return a tensor of this shape with the memory of one element, which is NaN, so that using it by mistake becomes visible."""
     return torch.full((1,), torch.nan, device=device).to(dtype).expand(shape)

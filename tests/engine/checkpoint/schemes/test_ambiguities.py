@@ -22,26 +22,26 @@ from dtype_engine.runtime.weights.coded import CodedSource
 
 
 def assert_unread(checkpoint: Checkpoint) -> None:
-    """No weight is read, and every tensor has a reason why it can't be cast."""
+    """Assert that no weight is decoded and that every tensor has a reason why it can't be cast."""
     assert not checkpoint.coded
     assert all(tensor.uncastable_reason for tensor in checkpoint.tree().tensors.values())
 
 
 def values_of(case: Case, folder: Path) -> np.ndarray[Any, Any]:
-    """The values of a case's only weight, as they are read."""
+    """Return the decoded values of the only weight of a case."""
     (weight,) = open_checkpoint(case.save(folder)).coded.values()
     return CodedSource(weight).read().numpy()
 
 
 def _other_group(case: Case, targets: list[str], **settings: Any) -> dict[str, Any]:
-    """The group of a case's configuration with other settings, and for other modules."""
+    """Return the config group of a case with other settings and other target modules."""
     (own,) = case.config["quantization_config"]["config_groups"].values()
     return {**own, "targets": targets, "weights": {**own["weights"], **settings}}
 
 
 @pytest.mark.parametrize("targets", [["re:y"], ["Embedding"], ["model.layers.0.y"]])
 @pytest.mark.parametrize("name", ["ct int4 with zero points", "ct int4 in groups"])
-def test_zero_points_tell_which_of_several_groups_a_module_is_in(name: str, targets: list[str], tmp_path: Path) -> None:
+def test_zero_points_select_the_config_group_of_a_module(name: str, targets: list[str], tmp_path: Path) -> None:
     case = CASES[name]()
     symmetric = _other_group(case, ["Linear"])["weights"]["symmetric"]
     case.config = ct(_other_group(case, targets, symmetric=not symmetric), _other_group(case, ["Linear"]))
@@ -103,7 +103,7 @@ def test_torchao_input_factors_scale_the_columns(tmp_path: Path) -> None:
     made.check(tmp_path, "torchao:int4@g32")
 
 
-def test_torchao_weight_with_one_input_factor_is_not_decoded(tmp_path: Path) -> None:
+def test_torchao_weight_with_a_scalar_input_factor_is_not_decoded(tmp_path: Path) -> None:
     made = torchao_blocks()
     made.tensors["m._weight_act_pre_scale"] = torch.tensor(2.0)
     assert not made.open(tmp_path).coded
@@ -113,7 +113,7 @@ def test_torchao_weight_with_one_input_factor_is_not_decoded(tmp_path: Path) -> 
     "settings", [{"bits": [4]}, {"group_size": [32]}, {"bits": {"a": 4}}, {"dynamic": {"m": {"bits": [4]}}}]
 )
 @pytest.mark.parametrize("made", [gptq, awq])
-def test_lists_instead_of_numbers_in_settings_are_ignored(
+def test_gptq_and_awq_weights_with_non_numeric_bits_are_not_decoded(
     made: Callable[[], Case], settings: dict[str, Any], tmp_path: Path
 ) -> None:
     changed = made()
@@ -139,7 +139,9 @@ def test_control_characters_in_quant_method_are_escaped(tmp_path: Path) -> None:
         assert tensor.uncastable_reason.isprintable()
 
 
-def test_unread_layer_descriptions_are_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_parses_the_descriptions_of_undecoded_comfy_layers_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     case = CASES["comfy fp8 in metadata"]()
     case.tensors |= {f"{place}.{name}": tensor.clone() for place in range(50) for name, tensor in case.tensors.items()}
     layers = {f"{place}.x": {"format": "asym_w4a8_int8"} for place in range(50)}
@@ -152,7 +154,7 @@ def test_unread_layer_descriptions_are_parsed_once(tmp_path: Path, monkeypatch: 
     assert len(parsed) <= 1
 
 
-def test_unquantized_vision_tower_is_read_as_plain(tmp_path: Path) -> None:
+def test_unquantized_vision_tower_beside_fp8_layers_is_read_as_plain_weights(tmp_path: Path) -> None:
     case = CASES["fp8 with one scale"]()
     prefix = "model.language_model.layers.0.mlp.up_proj"
     case.tensors = {f"{prefix}.{name.removeprefix('x.')}": tensor for name, tensor in case.tensors.items()}
@@ -227,7 +229,7 @@ UNREAD: dict[str, dict[str, torch.Tensor]] = {
     },
     "sparse": {"m.compressed": torch.ones(8, 4), "m.bitmask": torch.ones(8, 1, dtype=torch.uint8)},
 }
-"""Tensors of weights that are not read, most of them floats."""
+"""Tensors of weights that are not decoded, most of them floats."""
 
 
 @pytest.mark.parametrize("method", ["fp8", "fbgemm_fp8", "modelopt", "compressed-tensors", None])
@@ -245,7 +247,7 @@ def test_floats_of_undecoded_weights_are_not_plain_values(name: str, method: str
     assert report.findings or "can't be decoded here" in " ".join(report.unchecked)
 
 
-def test_float8_without_scales_is_plain(tmp_path: Path) -> None:
+def test_float8_weight_without_scales_can_be_cast(tmp_path: Path) -> None:
     tensors = {"m.weight": _fp8(8, 8), "m.bias": torch.ones(8), "m.input_scale": torch.ones(1)}
     tree = open_checkpoint(Case(tensors, {}, "", {}).save(tmp_path)).tree()
     assert tree.tensors["m.weight"].uncastable_reason is None

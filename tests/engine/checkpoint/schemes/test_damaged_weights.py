@@ -19,13 +19,13 @@ OPTIONAL = ("input_scale", "pre_quant_scale", "scale_input", "comfy_quant", "sca
 
 
 def _with_twin(case: Case) -> dict[str, torch.Tensor]:
-    """Return the tensors of a case, and each under a second name, so that the checkpoint has a sound weight of the same kind."""
+    """Return the tensors of a case, each also under a second name, so that the checkpoint has an intact weight of the same kind."""
     twins = {f"twin.{name}": tensor.clone() for name, tensor in case.tensors.items() if name != "scaled_fp8"}
     return {**case.tensors, **twins}
 
 
 def _damages(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-    """Yield (what was done, the tensors after it) for each required tensor: it is removed, or its first extent is changed."""
+    """Yield (description, damaged tensors) for each required tensor, once without it and once with a wrong first dimension."""
     for name, tensor in tensors.items():
         if name.endswith(OPTIONAL) or name.startswith("twin."):
             continue
@@ -61,7 +61,7 @@ def test_weight_with_an_impossible_column_order_is_not_decoded(index: list[int],
     assert not checkpoint.coded
 
 
-def test_missing_column_order_means_identity(tmp_path: Path) -> None:
+def test_g_idx_of_minus_one_means_no_column_order(tmp_path: Path) -> None:
     case = CASES["ct int4 in groups"]()
     case.tensors["x.weight_g_idx"] = torch.full((160,), -1, dtype=torch.int32)
     (weight,) = open_checkpoint(case.save(tmp_path)).coded.values()
@@ -70,7 +70,7 @@ def test_missing_column_order_means_identity(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("targets", [["Linear"], ["x"], ["re:.*x"], ["re:("], []])
-def test_group_applies_to_the_modules_that_it_targets(targets: list[str], tmp_path: Path) -> None:
+def test_config_group_applies_to_the_modules_that_it_targets(targets: list[str], tmp_path: Path) -> None:
     case = CASES["ct fp8 by rows"]()
     other = {
         "targets": ["re:y"],
@@ -104,7 +104,7 @@ def test_group_applies_to_the_modules_that_it_targets(targets: list[str], tmp_pa
         {},
     ],
 )
-def test_useless_quantization_config_decodes_no_weight(declared: object, tmp_path: Path) -> None:
+def test_weights_with_an_unusable_quantization_config_are_not_decoded(declared: object, tmp_path: Path) -> None:
     for name in ("ct int4 in groups", "ct nvfp4", "modelopt int4"):
         (folder := tmp_path / name).mkdir()
         case = CASES[name]()

@@ -78,7 +78,7 @@ def _forget() -> None:
 
 @pytest.fixture
 def folders(make_llama: Callable[..., Path]) -> tuple[Path, Path]:
-    """A model with a weight in the scheme, and the same model with the values of this weight."""
+    """Return the folders of a model with a weight in the new scheme and of the same model with the decoded weight."""
     coded, decoded = make_llama("coded", initializer_range=0.3), make_llama("decoded", initializer_range=0.3)
     tensors = load_file(coded / "model.safetensors")
     values = tensors[WEIGHT]
@@ -100,7 +100,9 @@ def _said(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
-def test_inspect_shows_the_weight_as_one_tensor(folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_shows_a_weight_of_a_new_scheme_as_one_tensor(
+    folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     coded, decoded = (_said(capsys, "inspect", str(folder)) for folder in folders)
     assert coded["parameters"] == decoded["parameters"]
     assert "toy:int8@channel" in json.dumps(coded)
@@ -119,7 +121,7 @@ def test_inspect_shows_the_weight_as_one_tensor(folders: tuple[Path, Path], caps
         (lambda parts: parts.pop(f"{MODULE}.toy_levels"), "orphan-part", "toy_step"),
     ],
 )
-def test_check_finds_what_is_wrong_with_its_parts(
+def test_check_finds_damaged_parts_of_a_new_scheme(
     change: Callable[[dict[str, torch.Tensor]], Any],
     kind: str,
     name: str,
@@ -135,7 +137,7 @@ def test_check_finds_what_is_wrong_with_its_parts(
     assert (kind, f"{MODULE}.{name}") in {(finding["kind"], finding["tensor"]) for finding in findings}
 
 
-def test_a_weight_without_one_of_its_parts_is_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:
+def test_drift_refuses_a_weight_of_a_new_scheme_with_a_missing_part(folders: tuple[Path, Path], tmp_path: Path) -> None:
     coded, _ = folders
     parts = load_file(coded / "model.safetensors")
     del parts[f"{MODULE}.toy_sign"]
@@ -144,7 +146,9 @@ def test_a_weight_without_one_of_its_parts_is_refused(folders: tuple[Path, Path]
         de.open(str(coded), inputs=IDS).drift()
 
 
-def test_of_a_hub_its_small_tensors_and_settings_are_fetched(folders: tuple[Path, Path], tmp_path: Path) -> None:
+def test_small_tensors_and_settings_of_a_new_scheme_are_fetched_from_a_hub(
+    folders: tuple[Path, Path], tmp_path: Path
+) -> None:
     coded, _ = folders
     (coded / "toy_settings.json").write_text('{"quant_method": "toy"}')
     with hub_of(tmp_path / "cache", org__name=coded) as hub:
@@ -158,7 +162,7 @@ def test_of_a_hub_its_small_tensors_and_settings_are_fetched(folders: tuple[Path
 
 
 @pytest.mark.parametrize("over_memory", [False, True])
-def test_drift_computes_with_its_values(over_memory: bool, folders: tuple[Path, Path]) -> None:
+def test_drift_uses_the_decoded_weights_of_a_new_scheme(over_memory: bool, folders: tuple[Path, Path]) -> None:
     limits: dict[str, Any] = {"over_memory": True, "max_memory": {"cpu": 1 << 19}} if over_memory else {}
     coded, decoded = (de.open(str(folder), options=de.Options(**limits), inputs=IDS) for folder in folders)
     for session in (coded, decoded):
@@ -168,14 +172,14 @@ def test_drift_computes_with_its_values(over_memory: bool, folders: tuple[Path, 
     assert found.max_abs > 0
 
 
-def test_another_checkpoint_is_measured_against_it(folders: tuple[Path, Path]) -> None:
+def test_checkpoint_of_a_new_scheme_has_no_drift_from_its_decoded_copy(folders: tuple[Path, Path]) -> None:
     coded, decoded = folders
     for model, reference in ((coded, decoded), (decoded, coded)):
         session = de.open(str(model), options=de.Options(reference=str(reference)), inputs=IDS)
         assert session.drift().output.max_abs == 0
 
 
-def test_an_export_copies_it_or_writes_its_values(folders: tuple[Path, Path], tmp_path: Path) -> None:
+def test_export_copies_or_casts_weights_of_a_new_scheme(folders: tuple[Path, Path], tmp_path: Path) -> None:
     session = de.open(str(folders[0]), inputs=IDS)
     parts, values = (load_file(folder / "model.safetensors") for folder in folders)
     for rule, expected in (((), parts), ((de.Rule(WEIGHT, "bfloat16"),), {WEIGHT: values[WEIGHT].bfloat16()})):

@@ -1,4 +1,4 @@
-"""A weight whose tensors are not all there, or contradict each other or what is declared of them, is not read as one."""
+"""Weights with missing tensors, or with tensors that contradict each other or their declaration, are not decoded."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ Change = Callable[[Case], Any]
 
 
 def without(name: str) -> Change:
-    """Leave out a tensor."""
+    """Return a change that removes the tensor."""
     return lambda made: made.tensors.pop(name)
 
 
 def shorter(name: str) -> Change:
-    """Leave out the last row of a tensor."""
+    """Return a change that removes the last row of the tensor."""
     return lambda made: made.tensors.update({name: made.tensors[name][:-1]})
 
 
 def other(name: str, tensor: torch.Tensor) -> Change:
-    """Put another tensor in the place of a tensor, or a tensor more."""
+    """Return a change that replaces the tensor, or adds it if there is none of this name."""
     return lambda made: made.tensors.update({name: tensor})
 
 
 def declared(key: str = "quantization_config", **settings: Any) -> Change:
-    """Declare something else in config.json."""
+    """Return a change of the entry in config.json."""
     return lambda made: made.config[key].update(settings)
 
 
 def described(name: str, **settings: Any) -> Change:
-    """Describe the weight otherwise in a tensor with JSON."""
+    """Return a change of the JSON in the tensor that describes the weight."""
 
     def change(made: Case) -> None:
         found = json.loads(bytes(made.tensors[name].tolist()))
@@ -63,7 +63,7 @@ def described(name: str, **settings: Any) -> Change:
 
 
 def attributes(**settings: Any) -> Change:
-    """Describe the weight otherwise in the metadata of the header."""
+    """Return a change of the description in the metadata of the header."""
 
     def change(made: Case) -> None:
         found = json.loads(made.metadata["m.weight"])
@@ -73,7 +73,7 @@ def attributes(**settings: Any) -> Change:
 
 
 def undeclared(made: Case) -> None:
-    """Leave out what config.json and the metadata declare."""
+    """Remove what config.json and the metadata declare."""
     made.config.clear()
     made.metadata.clear()
 
@@ -176,7 +176,7 @@ def test_check_finds_a_wrong_group_size(tmp_path: Path, settings: dict[str, Any]
 
 
 @pytest.mark.parametrize(("made", "name"), [(bnb_4bit, STATE), (hqq, "m.packing")])
-def test_a_description_that_is_too_large_is_refused_by_name(
+def test_weight_with_an_oversized_quantization_state_is_refused(
     tmp_path: Path, made: Callable[[], Case], name: str
 ) -> None:
     changed = made()

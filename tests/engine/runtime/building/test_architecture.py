@@ -1,4 +1,4 @@
-"""What a checkpoint's `config.json` can make of it: the right class, one line where it is wrong, and nothing from elsewhere."""
+"""Models made from config.json have the right class, errors in it are one line, and nothing is downloaded because of it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Make = Callable[..., Path]
 
 
 def changed(folder: Path, **values: Any) -> Path:
-    """The folder, its config.json with other values; None takes one out."""
+    """Change values in config.json of the folder, which is returned. None removes an entry."""
     file = folder / "config.json"
     config = json.loads(file.read_text()) | values
     file.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
@@ -38,7 +38,7 @@ def notices(folder: Path, **options: Any) -> tuple[type, tuple[str, ...]]:
     return type(session.model.module), session.drift().notices
 
 
-def test_config_without_an_architecture_says_what_was_opened(make_llama: Make) -> None:
+def test_config_without_architectures_opens_the_bare_model_with_a_notice(make_llama: Make) -> None:
     folder = make_llama(tie_word_embeddings=False)
     assert notices(folder) == (transformers.LlamaForCausalLM, ())
     for wrong in (None, 5, {"LlamaForCausalLM": 1}, ["Trainer"], ["pipeline", "torch"]):
@@ -51,13 +51,13 @@ def test_config_without_an_architecture_says_what_was_opened(make_llama: Make) -
     assert any("is no list of names" in line for line in notices(changed(folder, architectures={"a": 1}))[1])
 
 
-def test_architecture_given_as_text_is_accepted(make_llama: Make) -> None:
+def test_architectures_given_as_a_string_is_accepted_with_a_notice(make_llama: Make) -> None:
     module, said = notices(changed(make_llama(), architectures="LlamaForCausalLM"))
     assert module is transformers.LlamaForCausalLM
     assert said == ("architectures in config.json is no list: taken as the name LlamaForCausalLM",)
 
 
-def test_architecture_option_is_opened(make_llama: Make) -> None:
+def test_architecture_option_chooses_the_model_class(make_llama: Make) -> None:
     folder = changed(make_llama(tie_word_embeddings=False), architectures=None)
     module, said = notices(folder, architecture="LlamaForCausalLM")
     assert (module, said) == (transformers.LlamaForCausalLM, ())
@@ -69,7 +69,7 @@ def test_architecture_option_is_opened(make_llama: Make) -> None:
     assert type(built[0]) is transformers.LlamaForCausalLM
 
 
-def test_part_of_a_composite_model_is_opened_by_its_class(tmp_path: Path) -> None:
+def test_architecture_option_opens_a_part_of_a_composite_model(tmp_path: Path) -> None:
     checkpoint_folders.save("clip", tmp_path / "clip")
     session = de.open(str(tmp_path / "clip"), options=de.Options(architecture="CLIPTextModel"))
     assert type(session.model.module) is transformers.CLIPTextModel
@@ -81,7 +81,7 @@ def test_part_of_a_composite_model_is_opened_by_its_class(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "name", ["LlamaForCausalLm", "Nope", "Trainer", "LlamaConfig", "torch", "PreTrainedModel", "a b", ""]
 )
-def test_architecture_that_is_not_a_model_is_refused(
+def test_architecture_option_that_is_not_a_model_class_is_refused(
     make_llama: Make, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = make_llama()
@@ -95,7 +95,7 @@ def test_architecture_that_is_not_a_model_is_refused(
         assert said.endswith("did you mean LlamaForCausalLM?")
 
 
-def test_class_of_another_model_is_refused(make_llama: Make) -> None:
+def test_architecture_option_whose_class_does_not_fit_the_weights_is_refused(make_llama: Make) -> None:
     with pytest.raises(NoForward, match="not the weights of a GPT2LMHeadModel"):
         de.open(str(make_llama()), options=de.Options(architecture="GPT2LMHeadModel"))
 
@@ -129,7 +129,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_wrong_config_is_one_line(
+def test_invalid_config_is_reported_in_one_line(
     make_llama: Make, tmp_path: Path, what: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     values, expected = WRONG[what]
@@ -147,14 +147,16 @@ def test_wrong_config_is_one_line(
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_large_numbers_of_real_models_are_accepted(make_llama: Make) -> None:
+def test_config_with_large_numbers_of_real_models_is_accepted(make_llama: Make) -> None:
     folder = changed(make_llama(), max_position_embeddings=10_485_760, sliding_window=1_048_576, bos_token_id=1)
     assert de.open(str(folder)).drift().output.elements > 0
 
 
 @pytest.fixture
 def reached(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was asked of the network, or of the loader of kernels, by a transformers that finds the package for them installed."""
+    """Return a list of accesses to the network and of kernels that transformers tries to load, as if the kernels package were
+    installed.
+    """
     from transformers import modeling_utils
     from transformers.integrations import hub_kernels
 
@@ -207,7 +209,7 @@ def test_kernels_named_by_parts_of_a_composite_model_are_not_downloaded(tmp_path
     assert all(any(name in line for line in said) for name in ("evil/text", "evil/pictures"))
 
 
-def test_backbone_on_a_hub_is_not_downloaded(make_llama: Make, reached: list[str]) -> None:
+def test_backbone_named_by_a_config_is_not_downloaded(make_llama: Make, reached: list[str]) -> None:
     folder = changed(
         make_llama(), model_type="detr", architectures=["DetrModel"], backbone="evil/backbone", use_timm_backbone=False,
         backbone_config=None,
@@ -218,7 +220,7 @@ def test_backbone_on_a_hub_is_not_downloaded(make_llama: Make, reached: list[str
     assert reached == []
 
 
-def test_weights_named_by_a_config_are_loaded(make_llama: Make) -> None:
+def test_weight_file_named_by_a_config_is_loaded(make_llama: Make) -> None:
     one, norm = make_llama("one"), "model.norm.weight"
     weights = load_file(one / "model.safetensors")
     save_file(weights | {norm: torch.full_like(weights[norm], 3.0)}, one / "named.safetensors", {"format": "pt"})
@@ -232,7 +234,7 @@ def test_weights_named_by_a_config_are_loaded(make_llama: Make) -> None:
             de.open(str(changed(one, transformers_weights=named)))
 
 
-def test_users_hub_setting_is_restored(make_llama: Make) -> None:
+def test_hub_offline_setting_is_restored_after_opening(make_llama: Make) -> None:
     from huggingface_hub import constants
 
     before = constants.HF_HUB_OFFLINE

@@ -1,4 +1,4 @@
-"""Models that bring their own code: it runs without a question, and buffers that no file holds are what the constructor makes."""
+"""Models with remote code run without a prompt, and buffers that are in no file have the values that the constructor sets."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ X = torch.randn(4, 8, generator=torch.Generator().manual_seed(28))
 
 
 def custom(folder: Path, name: str, more: str = "", auto: str = "AutoModel") -> Path:
-    """A folder with its own code; transformers imports it by its class, so each test has one of its own."""
+    """Write a folder with remote code. transformers imports the code by its class name, so each test needs its own class name."""
     folder.mkdir()
     (folder / "code.py").write_text(CODE.format(name=name, more=more))
     save_file({"linear.weight": WEIGHT, "linear.bias": torch.zeros(8)}, folder / "model.safetensors", {"format": "pt"})
@@ -63,7 +63,7 @@ def custom(folder: Path, name: str, more: str = "", auto: str = "AutoModel") -> 
 
 
 def expected(dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The output with the linear layer in a dtype, whose result torch promotes as it meets the buffers."""
+    """Return the output with the linear layer in a dtype; torch promotes its result when the buffers are added."""
     values = torch.nn.functional.linear(X.to(dtype), WEIGHT.to(dtype)) * (torch.arange(8).float() + 0.5)
     return (values + torch.linspace(0, 1, 8)).flip(1)
 
@@ -84,7 +84,7 @@ def no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def dirty_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `from_pretrained` allocates is not zero by chance."""
+    """Fill the memory that `from_pretrained` allocates, so that it is not zero by chance."""
     empty_like = torch.empty_like
 
     def dirty(tensor: torch.Tensor, **rest: Any) -> torch.Tensor:
@@ -95,7 +95,7 @@ def dirty_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("auto", ["AutoModel", "AutoModelForSequenceClassification"])
-def test_constructor_fills_buffers_that_loading_leaves_empty(auto: str, tmp_path: Path) -> None:
+def test_buffers_missing_in_the_files_are_filled_by_the_constructor(auto: str, tmp_path: Path) -> None:
     name = f"Toy{auto}"
     session, notices = opened(custom(tmp_path / "toy", name, auto=auto))
     torch.testing.assert_close(session.model.module(X), expected())
@@ -108,7 +108,7 @@ def test_constructor_fills_buffers_that_loading_leaves_empty(auto: str, tmp_path
     assert session.drift().output.mean_abs == pytest.approx(mean, rel=1e-6)
 
 
-def test_buffers_filled_by_loading_stay(tmp_path: Path) -> None:
+def test_buffers_filled_while_loading_are_not_replaced_by_the_constructor(tmp_path: Path) -> None:
     folder = custom(tmp_path / "toy", "Filled")
     code = (folder / "code.py").read_text()
     filled = """
@@ -146,7 +146,9 @@ def test_buffers_that_no_constructor_fills_are_reported(more: str, said: str, tm
     assert said.format(name) in notices
 
 
-def test_trusted_code_runs_without_a_question(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_remote_code_runs_only_with_trust_remote_code_and_without_a_prompt(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = custom(tmp_path / "toy", "Commanded")
     given = ["--inputs", str(tmp_path / "x.safetensors"), "--cast", "linear=bf16"]
     assert run(cli, "dtype-engine", ["drift", str(folder), *given, "--trust-remote-code"]) == 0

@@ -1,4 +1,4 @@
-"""Models of diffusers: what is measured is what plain diffusers gives with the same tensors cast by hand."""
+"""Drift of diffusers models equals that of plain diffusers with the same tensors cast by hand."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def in_diffusers(folder: Path, calls: list[dict[str, Any]], dtype: torch.dtype) -> torch.Tensor:
-    """What diffusers itself gives when all tensors of the file and all inputs are of this dtype."""
+    """Return the output of diffusers with all tensors of the file and all inputs in this dtype."""
     import diffusers
 
     def moved(value: Any) -> Any:
@@ -49,7 +49,7 @@ def in_diffusers(folder: Path, calls: list[dict[str, Any]], dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize(("family", "component"), COMPONENTS)
-def test_component_equals_what_diffusers_runs(pipelines: Path, family: str, component: str) -> None:
+def test_drift_of_a_component_equals_that_of_plain_diffusers(pipelines: Path, family: str, component: str) -> None:
     folder = save_pipeline(family, pipelines) / component
     session = de.open(str(folder), options=de.Options(settings=de.RunSettings(float_inputs="model")))
     session.cast("*", "bfloat16")
@@ -65,7 +65,7 @@ def test_component_equals_what_diffusers_runs(pipelines: Path, family: str, comp
     assert len(report.modules) > 30
 
 
-def test_stored_dtypes_are_kept_and_mapped(pipelines: Path, tmp_path: Path) -> None:
+def test_mixed_dtypes_of_a_diffusers_model_are_kept_and_exported(pipelines: Path, tmp_path: Path) -> None:
     import diffusers
 
     unet = diffusers.UNet2DConditionModel.from_pretrained(save_pipeline("sdxl", pipelines) / "unet")
@@ -84,7 +84,7 @@ def test_stored_dtypes_are_kept_and_mapped(pipelines: Path, tmp_path: Path) -> N
     assert (held.conv_out.weight.dtype, held.conv_in.weight.dtype) == (torch.float16, torch.float32)
 
 
-def test_float16_vae_overflow_is_named_and_fixed(pipelines: Path, tmp_path: Path) -> None:
+def test_overflow_in_a_float16_vae_is_located_and_remedied(pipelines: Path, tmp_path: Path) -> None:
     """A residual block whose output exceeds the largest float16, as that of SDXL's VAE does."""
     import diffusers
 
@@ -106,7 +106,9 @@ def test_float16_vae_overflow_is_named_and_fixed(pipelines: Path, tmp_path: Path
     assert session.plan.planned_bytes < before * 1.5, "far less than the whole VAE in float32"
 
 
-def test_component_option_and_its_errors(pipelines: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_component_option_opens_a_component_or_is_refused_with_the_reason(
+    pipelines: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = save_pipeline("sdxl", pipelines)
     assert run(cli, "dtype-engine", ["drift", str(folder), "--component", "vae", "--cast", "*=bf16", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -130,7 +132,7 @@ def test_component_option_and_its_errors(pipelines: Path, tmp_path: Path, capsys
 
 
 def what_the_pipeline_passes(family: str, component: str, prompt: dict[str, Any]) -> list[dict[str, Any]]:
-    """What a run of 2 steps of diffusers itself passes to a component, by name."""
+    """Return the arguments by name that a pipeline of diffusers passes to a component in a run of 2 steps."""
     torch.manual_seed(0)
     pipeline = FAMILIES[family]()
     pipeline.set_progress_bar_config(disable=True)
@@ -155,7 +157,7 @@ def what_the_pipeline_passes(family: str, component: str, prompt: dict[str, Any]
 
 
 @pytest.mark.parametrize(("family", "component"), [("sdxl", "vae"), ("sdxl", "unet"), ("wan", "transformer")])
-def test_unknown_class_runs_on_the_inputs_of_its_pipeline(
+def test_model_of_unknown_class_runs_on_the_inputs_of_its_pipeline(
     pipelines: Path, family: str, component: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dtype_engine.runtime.inputs.diffusers_inputs._MAKERS", {})
@@ -181,7 +183,7 @@ def test_unknown_class_runs_on_the_inputs_of_its_pipeline(
     assert report.output.rel_l2 == pytest.approx(((candidate - reference).norm() / reference.norm()).item(), abs=1e-6)
 
 
-def test_component_of_an_unconditional_or_broken_pipeline(tmp_path: Path) -> None:
+def test_component_runs_by_an_unconditional_pipeline_and_not_by_a_broken_one(tmp_path: Path) -> None:
     import diffusers
 
     torch.manual_seed(0)

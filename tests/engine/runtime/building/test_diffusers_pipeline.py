@@ -1,4 +1,4 @@
-"""Whole pipelines of diffusers: what is measured is what plain diffusers makes with the same tensors cast by hand."""
+"""Drift of whole diffusers pipelines equals that of plain diffusers with the same tensors cast by hand."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def opened(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> de.
 
 
 def in_diffusers(family: str, session: de.Session, dtypes: dict[str, torch.dtype]) -> torch.Tensor:
-    """The pictures of diffusers itself, with the tensors of these components in these dtypes."""
+    """Return the pictures of plain diffusers with the tensors of the given components cast to the given dtypes."""
     torch.manual_seed(0)
     pipeline = FAMILIES[family]()
     pipeline.set_progress_bar_config(disable=True)
@@ -53,7 +53,9 @@ def in_diffusers(family: str, session: de.Session, dtypes: dict[str, torch.dtype
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_pipeline_equals_what_diffusers_runs(pipelines: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drift_of_a_pipeline_equals_that_of_plain_diffusers(
+    pipelines: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     session = opened(save_pipeline(family, pipelines), monkeypatch)
     parts = {name for name in session.tree.modules if name and "." not in name}
     reference, candidate = (
@@ -74,7 +76,7 @@ def test_pipeline_equals_what_diffusers_runs(pipelines: Path, family: str, monke
     assert report.coverage.found == report.coverage.expected
 
 
-def test_vae_converted_by_the_pipeline_is_noted_and_restored(pipelines: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vae_upcast_by_the_pipeline_is_noted_and_restored(pipelines: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     session = opened(save_pipeline("sdxl", pipelines), monkeypatch)
     session.cast("vae", "float16")
     session.cast("vae.encoder", "bfloat16")
@@ -87,7 +89,9 @@ def test_vae_converted_by_the_pipeline_is_noted_and_restored(pipelines: Path, mo
     assert session.drift().output.mean_abs == pytest.approx((candidate - reference).abs().mean().item(), abs=1e-6)
 
 
-def test_vae_behind_a_black_picture_is_named_and_fixed(pipelines: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float16_vae_that_makes_a_black_picture_is_located_and_remedied(
+    pipelines: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
     pipeline = FAMILIES["sd15"]()
     with torch.no_grad():
@@ -124,7 +128,9 @@ def test_exported_pipeline_opens_as_a_pipeline(
     assert wanted.max_abs > 0
 
 
-def test_pipeline_prompts_and_refused_inputs(pipelines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pipeline_runs_on_prompts_and_refuses_other_inputs(
+    pipelines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = save_pipeline("sd15", pipelines)
     session = opened(folder, monkeypatch, prompts=("a cat", "a dog"))
     assert session.need_inputs().description == "2 prompts, 2 steps, 32 x 32 pixels"
@@ -153,7 +159,7 @@ def test_pipeline_prompts_and_refused_inputs(pipelines: Path, tmp_path: Path, mo
             de.open(str(copied))
 
 
-def test_pictures_of_both_sides_are_saved(
+def test_pictures_of_reference_and_candidate_are_saved(
     pipelines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from PIL import Image

@@ -52,7 +52,7 @@ def assert_figures(session: de.Session, reference: torch.Tensor, candidate: torc
 
 
 def rewritten(source: Path, folder: Path, change: Callable[[str, torch.Tensor], tuple[str, torch.Tensor]]) -> Path:
-    """A copy of a checkpoint with other names or values."""
+    """Write a copy of a checkpoint with other names or values."""
     folder.mkdir()
     tensors = dict(change(name, tensor) for name, tensor in load_file(source / "model.safetensors").items())
     config = json.loads((source / "config.json").read_text())
@@ -65,7 +65,7 @@ def rewritten(source: Path, folder: Path, change: Callable[[str, torch.Tensor], 
 
 
 def tuned(source: Path, folder: Path, part: str = "", dtype: torch.dtype = torch.float32, size: float = 0.02) -> Path:
-    """A fine-tune: noise is added to the weights whose names have `part`."""
+    """Write a fine-tuned copy: noise is added to the weights whose names contain `part`."""
     generator = torch.Generator().manual_seed(1)
 
     def change(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
@@ -75,15 +75,15 @@ def tuned(source: Path, folder: Path, part: str = "", dtype: torch.dtype = torch
     return rewritten(source, folder, change)
 
 
-def test_drift_from_a_bfloat16_copy(make_llama: Make, tmp_path: Path) -> None:
+def test_drift_from_a_bfloat16_copy_equals_that_of_transformers(make_llama: Make, tmp_path: Path) -> None:
     a = make_llama()
     b = rewritten(a, tmp_path / "b", lambda name, tensor: (name, tensor.bfloat16()))
     assert_figures(opened(a, b), plain(a), plain(b))
     assert_figures(opened(b, a), plain(b, "float32"), plain(a))
 
 
-def test_fine_tuned_model_without_the_prefix_is_matched(make_llama: Make, tmp_path: Path) -> None:
-    """transformers gives the prefix back."""
+def test_reference_checkpoint_without_the_name_prefix_is_matched(make_llama: Make, tmp_path: Path) -> None:
+    """transformers adds the prefix when it loads the checkpoint."""
     a = make_llama(dtype="bfloat16")
     b = tuned(a, tmp_path / "b")
     short = rewritten(b, tmp_path / "short", lambda name, tensor: (name.removeprefix("model."), tensor))
@@ -91,7 +91,7 @@ def test_fine_tuned_model_without_the_prefix_is_matched(make_llama: Make, tmp_pa
     assert_figures(opened(short, a), plain(b), plain(a))
 
 
-def test_own_float8_export_as_candidate_and_as_reference(make_llama: Make, tmp_path: Path) -> None:
+def test_own_float8_export_can_be_candidate_or_reference(make_llama: Make, tmp_path: Path) -> None:
     a = make_llama()
     session = de.open(str(a))
     session.cast("*.{mlp,self_attn}", "fp8")
@@ -109,15 +109,15 @@ def test_own_float8_export_as_candidate_and_as_reference(make_llama: Make, tmp_p
     assert_figures(opened(tmp_path / "b", a), plain(values), plain(a))
 
 
-def test_foreign_float8_blocks_as_candidate(make_llama: Make, tmp_path: Path) -> None:
+def test_checkpoint_in_fp8_blocks_of_another_program_can_be_the_candidate(make_llama: Make, tmp_path: Path) -> None:
     a = make_llama(dtype="bfloat16")
     values = store_in_fp8(b := make_llama("b", dtype="bfloat16"))
     decoded = rewritten(a, tmp_path / "values", lambda name, tensor: (name, values[name].bfloat16()))
     assert_figures(opened(a, b), plain(a, "float32"), plain(decoded))
 
 
-def test_drift_from_a_gguf_copy(make_llama: Make, tmp_path: Path) -> None:
-    """In Q8_0, with the rows of queries and keys as llama.cpp has them. Its header has the settings in float32."""
+def test_drift_from_a_gguf_copy_equals_that_of_transformers(make_llama: Make, tmp_path: Path) -> None:
+    """The copy is in Q8_0, with the rows of queries and keys in the order of llama.cpp. Its header stores settings in float32."""
     a = make_llama(num_attention_heads=4, num_key_value_heads=2)
     names, kind = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2), gguf.GGMLQuantizationType.Q8_0
     rounded, written = {}, dict[str, Any]()
@@ -141,7 +141,7 @@ def test_drift_from_a_gguf_copy(make_llama: Make, tmp_path: Path) -> None:
     assert_figures(opened(a, tmp_path / "b.gguf"), plain(a), plain(b))
 
 
-def test_drift_between_two_mixtures_of_experts(tmp_path: Path) -> None:
+def test_drift_between_two_moe_models_equals_that_of_transformers(tmp_path: Path) -> None:
     config = transformers.Qwen3MoeConfig(
         vocab_size=64, hidden_size=16, intermediate_size=24, moe_intermediate_size=12, num_hidden_layers=1,
         num_attention_heads=2, num_key_value_heads=1, head_dim=8, num_experts=3, num_experts_per_tok=2,
@@ -152,7 +152,7 @@ def test_drift_between_two_mixtures_of_experts(tmp_path: Path) -> None:
     assert_figures(opened(tmp_path / "a", b), plain(tmp_path / "a"), plain(b))
 
 
-def test_rules_apply_to_the_candidate(make_llama: Make, tmp_path: Path) -> None:
+def test_rules_cast_the_candidate_and_not_the_reference_checkpoint(make_llama: Make, tmp_path: Path) -> None:
     a = make_llama()
     b = tuned(a, tmp_path / "b", dtype=torch.bfloat16)
     session = opened(a, b)
@@ -164,7 +164,7 @@ def test_rules_apply_to_the_candidate(make_llama: Make, tmp_path: Path) -> None:
     assert_figures(session, plain(a), plain(b))
 
 
-def test_single_changed_weight_is_the_only_cause(make_llama: Make, tmp_path: Path) -> None:
+def test_only_changed_weight_is_the_only_cause_of_drift(make_llama: Make, tmp_path: Path) -> None:
     a = make_llama()
     b = tuned(a, tmp_path / "b", "layers.1.mlp.down_proj")
     session = opened(a, b)
@@ -177,7 +177,7 @@ def test_single_changed_weight_is_the_only_cause(make_llama: Make, tmp_path: Pat
 
 
 def test_scan_scores_each_weight_of_the_candidate_alone(make_llama: Make, tmp_path: Path) -> None:
-    """The truth: transformers runs the reference with one weight of the candidate in it."""
+    """The expected score comes from transformers, running the reference with one weight of the candidate."""
     a = make_llama(num_hidden_layers=1, tie_word_embeddings=False)
     b = tuned(a, tmp_path / "b", size=0.001)
     session = opened(a, b)
@@ -195,7 +195,7 @@ def test_scan_scores_each_weight_of_the_candidate_alone(make_llama: Make, tmp_pa
         session.scan(["bfloat16"], exact=True)
 
 
-def test_both_checkpoints_continue_a_prompt(make_llama: Make, tmp_path: Path) -> None:
+def test_generation_compares_text_of_both_checkpoints(make_llama: Make, tmp_path: Path) -> None:
     a = make_llama()
     b = tuned(a, tmp_path / "b")
     for folder in (a, b):
@@ -209,7 +209,9 @@ def test_both_checkpoints_continue_a_prompt(make_llama: Make, tmp_path: Path) ->
         assert list(written.ids) == expected.tolist()
 
 
-def test_command_names_both_checkpoints(make_llama: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_with_against_name_the_reference_checkpoint(
+    make_llama: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     a = make_llama()
     b = tuned(a, tmp_path / "twin")
     for folder in (a, b):
@@ -274,7 +276,7 @@ ROPE = {"rope_theta": 1e4, "original_max_position_embeddings": 16}
         ),
     ],
 )
-def test_each_checkpoint_keeps_its_own_settings(make_llama: Make, settings: dict[str, Any], said: str) -> None:
+def test_each_checkpoint_is_run_with_its_own_config(make_llama: Make, settings: dict[str, Any], said: str) -> None:
     a = make_llama()
     b = make_llama("b", **settings)
     for name in load_file(a / "model.safetensors"):
@@ -291,7 +293,7 @@ def test_each_checkpoint_keeps_its_own_settings(make_llama: Make, settings: dict
     assert session.causes().whole == pytest.approx(kl(plain(a), plain(b)), rel=1e-5)
 
 
-def test_settings_held_only_by_the_configuration_are_used(tmp_path: Path) -> None:
+def test_config_values_that_no_module_copies_differ_between_checkpoints(tmp_path: Path) -> None:
     """Granite divides the logits by `config.logits_scaling`, which no module copies. Its modules copy the other multipliers."""
     settings = {
         "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -306,7 +308,7 @@ def test_settings_held_only_by_the_configuration_are_used(tmp_path: Path) -> Non
     assert session.causes().whole == pytest.approx(kl(plain(a), plain(b)), rel=1e-5)
 
 
-def test_tied_and_untied_weights_are_matched(make_llama: Make, tmp_path: Path) -> None:
+def test_tied_weight_of_the_reference_is_matched_with_untied_weights(make_llama: Make, tmp_path: Path) -> None:
     """A tied weight is the reference of both weights that are not tied; two weights are no reference of one."""
     a, b = make_llama(), make_llama("untied", tie_word_embeddings=False)
     assert_figures(opened(a, b), plain(a), plain(b))
@@ -314,7 +316,7 @@ def test_tied_and_untied_weights_are_matched(make_llama: Make, tmp_path: Path) -
         opened(b, a)
 
 
-def test_other_unsupported_references_are_refused(
+def test_reference_that_is_not_a_comparable_model_is_refused(
     make_llama: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     a = make_llama()
@@ -330,7 +332,7 @@ def test_other_unsupported_references_are_refused(
     assert "leave it out, or leave out --against" in capsys.readouterr().err
 
 
-def test_changed_reference_file_is_noticed(make_llama: Make, tmp_path: Path) -> None:
+def test_reference_file_that_changed_after_opening_is_refused(make_llama: Make, tmp_path: Path) -> None:
     a = make_llama()
     session = opened(a, tuned(a, tmp_path / "b"))
     (a / "model.safetensors").touch()
@@ -338,14 +340,14 @@ def test_changed_reference_file_is_noticed(make_llama: Make, tmp_path: Path) -> 
         session.drift()
 
 
-def test_worker_finds_the_reference_from_any_folder(make_llama: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_path_of_the_reference_is_made_absolute_for_workers(make_llama: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     a = make_llama()
     monkeypatch.chdir(a.parent)
     assert portable(de.Options(reference=a.name), 1).reference == str(a)
     assert portable(de.Options(reference="stored"), 1).reference == "stored"
 
 
-def test_reference_notices_are_shown(make_llama: Make) -> None:
+def test_notices_about_the_reference_checkpoint_are_shown(make_llama: Make) -> None:
     a, b = make_llama(), make_llama("other")
     change_tensors(a, lambda tensors: tensors.update({"extra.weight": torch.ones(2)}))
     notices = opened(a, b).drift().notices

@@ -1,4 +1,4 @@
-"""The shapes of a checkpoint's tensors and those that its configuration makes: check and export name all that differ."""
+"""Checkpoints whose tensors have other shapes than their configuration: check and export name all of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Config = dict[str, Any]
 
 
 def differing(folder: Path) -> dict[str, tuple[list[int], list[int]]]:
-    """The tensors whose shapes differ, by name: (shape in the files, shape in the module). Plain safetensors and transformers."""
+    """Return the tensors whose shapes differ, by name: (shape in the files, shape in the module that transformers makes)."""
     config = transformers.AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
         wanted = getattr(transformers, config.architectures[0])(config).state_dict()
@@ -52,7 +52,7 @@ def saved(name: str, folder: Path) -> Path:
 
 
 def change(folder: Path, tensors: dict[str, torch.Tensor | None] | None = None, **entries: Any) -> None:
-    """Change tensors (None removes one) and entries of config.json."""
+    """Change tensors (None removes a tensor) and entries of config.json."""
     held = load_file(folder / "model.safetensors") | (tensors or {})
     kept = {name: value.contiguous() for name, value in held.items() if value is not None}
     save_file(kept, folder / "model.safetensors", {"format": "pt"})
@@ -92,7 +92,7 @@ def test_check_names_every_tensor_of_the_wrong_shape(
         assert found[tensor].startswith(f"is {stored} in the files, and {made} in the ")
 
 
-def test_wrong_shape_hides_no_other_finding(
+def test_check_reports_other_findings_beside_a_wrong_shape(
     make_llama: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = make_llama(tie_word_embeddings=False)
@@ -119,7 +119,7 @@ def test_wrong_shape_hides_no_other_finding(
 
 
 @pytest.mark.parametrize("biased", [0, 1])
-def test_bias_of_another_length_is_named(
+def test_check_names_a_bias_of_the_wrong_length(
     biased: int, make_llama: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = make_llama(attention_bias=True)
@@ -128,7 +128,7 @@ def test_bias_of_another_length_is_named(
     assert of_kind(checked(folder, capsys)[1], "tensor-shape").keys() == differing(folder).keys() == {bias}
 
 
-def test_tied_head_of_another_size_is_named_and_stays_separate(
+def test_check_names_a_tied_head_whose_shape_differs_from_the_embedding(
     make_llama: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = make_llama(tie_word_embeddings=True)
@@ -142,7 +142,7 @@ def test_tied_head_of_another_size_is_named_and_stays_separate(
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
-def test_experts_of_another_number_or_size_are_named(
+def test_check_names_experts_of_the_wrong_number_or_size(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = saved(name, tmp_path / "model")
@@ -168,7 +168,7 @@ def test_experts_of_another_number_or_size_are_named(
     assert of_kind(checked(folder, capsys)[1], "tensor-shape"), "an expert that lacks a matrix"
 
 
-def test_config_that_makes_no_model_is_a_finding(
+def test_check_reports_a_config_from_which_no_model_can_be_made(
     make_llama: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = make_llama()
@@ -189,7 +189,7 @@ def test_config_that_makes_no_model_is_a_finding(
 
 
 @pytest.mark.parametrize("architecture", ["NothingForCausalLM", None])
-def test_unknown_architecture_is_unchecked_with_the_reason(
+def test_check_says_that_shapes_of_an_unknown_architecture_are_unchecked(
     architecture: str | None, make_llama: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = make_llama()
@@ -203,7 +203,7 @@ def test_unknown_architecture_is_unchecked_with_the_reason(
     assert (status, report["findings"]) == (0, [])
 
 
-def test_quantized_weight_of_another_shape_is_named(
+def test_check_names_quantized_weights_of_the_wrong_shape(
     make_llama: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = make_llama(intermediate_size=64, tie_word_embeddings=False)

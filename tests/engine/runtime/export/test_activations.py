@@ -63,7 +63,7 @@ def groups_of(folder: Path) -> dict[str, Any]:
 
 
 def by_transformers(folder: Path) -> nn.Module:
-    """The export as transformers and compressed-tensors load it, in float32, decompressed."""
+    """Return the export as transformers and compressed-tensors load it, decompressed to float32."""
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -90,10 +90,10 @@ def _as_vllms_int8(layer: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[to
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e4m3fn@tensor", "int8", *list(PRESETS)[2:7]])
-def test_transformers_computes_what_was_measured(
+def test_transformers_computes_the_measured_output_of_quantized_activations(
     dtype: str, make_llama: Callable[..., Path], ids: Path, tmp_path: Path
 ) -> None:
-    """Its forward, with its quantizer before every layer, on weights and scales that it read from the files."""
+    """Weights, scales and the quantizer before each layer are those that transformers makes from the files."""
     source, out = make_llama(dtype="float32", **WIDE), tmp_path / "out"
     session = opened(source, ids, dtype)
     measured = candidate_output(session)
@@ -145,8 +145,8 @@ def test_declared_scheme_is_valid_for_compressed_tensors(
     assert "quantize_activations: weights" in (tmp_path / "both" / "recipe.yaml").read_text()
 
 
-def test_nvfp4_input_scale_is_shared_by_fused_siblings(make_llama: Callable[..., Path], tmp_path: Path) -> None:
-    """Seen by hooks of plain torch on two sequences; a layer's amax is of the model as it is cast."""
+def test_nvfp4_input_scale_is_shared_by_fused_layers(make_llama: Callable[..., Path], tmp_path: Path) -> None:
+    """The largest inputs are those that hooks see in plain torch for two sequences."""
     source = make_llama(dtype="float32", **WIDE)
     given = [{"input_ids": torch.arange(2, 2 + length)[None]} for length in (5, 9)]
     session = de.open(str(source), options=OPTIONS, inputs=given)
@@ -171,7 +171,9 @@ def test_nvfp4_input_scale_is_shared_by_fused_siblings(make_llama: Callable[...,
     assert len({float(written[f"{layer}.{part}_proj.input_global_scale"]) for part in "qkv"}) == 1
 
 
-def test_nvfp4_export_without_inputs_is_refused(make_llama: Callable[..., Path], ids: Path, tmp_path: Path) -> None:
+def test_nvfp4_export_with_activations_requires_calibration_inputs(
+    make_llama: Callable[..., Path], ids: Path, tmp_path: Path
+) -> None:
     source, out = make_llama(dtype="bfloat16", **WIDE), tmp_path / "out"
     recipe = Recipe((Rule.parse("*_proj=nvfp4"),))
     with pytest.raises(UserError, match="comes from calibration inputs"):
@@ -193,10 +195,10 @@ def test_nvfp4_export_without_inputs_is_refused(make_llama: Callable[..., Path],
     assert difference.name == "model.layers.1.mlp.up_proj.weight"
 
 
-def test_export_of_an_export_declares_the_same_activations(
+def test_export_of_an_export_keeps_quantized_activations(
     make_llama: Callable[..., Path], ids: Path, tmp_path: Path
 ) -> None:
-    """Read as weights, without a stray tensor for the scale; kept with it where the weight is kept."""
+    """The scale tensors of an export are not taken for weights, and a second export has them again."""
     source, one, two = make_llama(dtype="bfloat16", **WIDE), tmp_path / "one", tmp_path / "two"
     session = opened(source, ids, "nvfp4")
     session.cast("*.mlp", "mxfp8")
@@ -215,7 +217,9 @@ def test_export_of_an_export_declares_the_same_activations(
     assert torch.equal(before[name], after[name])
 
 
-def test_differences_of_other_programs_are_noted(make_llama: Callable[..., Path], ids: Path, tmp_path: Path) -> None:
+def test_export_notes_activations_that_other_programs_quantize_differently(
+    make_llama: Callable[..., Path], ids: Path, tmp_path: Path
+) -> None:
     source = make_llama(dtype="bfloat16", **WIDE)
     session = opened(source, ids, "mxfp4:floor")
     session.cast("*.mlp", "int4@g128")

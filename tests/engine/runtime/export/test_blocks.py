@@ -46,7 +46,7 @@ def recipe(*casts: str) -> Recipe:
 
 @pytest.fixture
 def tensors(tmp_path: Path) -> Path:
-    """Weights of all kinds of shapes, of which some no block divides."""
+    """Return weights of many shapes. Some are not divisible by any block."""
     generator = torch.Generator().manual_seed(0)
     shapes = {"a.weight": (130, 200), "b.weight": (64, 256), "c.bias": (9,), "d.experts": (3, 40, 64), "e": (5, 33)}
     source = tmp_path / "source"
@@ -59,7 +59,7 @@ def tensors(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("dtype", [name for name in dtypes.BLOCK_FORMATS if not name.startswith("mxfp6")])
 def test_block_format_export_is_verified_opened_and_exported_again(dtype: str, tensors: Path, tmp_path: Path) -> None:
-    """Each step by code of its own: verify works codes and scales out again, without those that wrote them."""
+    """Each step has its own code: verify computes codes and scales without the code that export uses."""
     one, two = tmp_path / "one", tmp_path / "two"
     report = export_checkpoint(open_checkpoint(tensors), "source", recipe(f"*={dtype}"), one)
     assert verify(one, locate(str(tensors))).differences == ()
@@ -97,7 +97,9 @@ def test_verify_finds_one_wrong_code_or_scale(tensors: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("dtype", LAYOUTS)
-def test_transformers_loads_the_measured_values(dtype: str, make_llama: Callable[..., Path], tmp_path: Path) -> None:
+def test_transformers_loads_block_format_exports_with_the_measured_output(
+    dtype: str, make_llama: Callable[..., Path], tmp_path: Path
+) -> None:
     pytest.importorskip("compressed_tensors", "0.20")
     import transformers
 
@@ -131,7 +133,7 @@ def test_transformers_loads_the_measured_values(dtype: str, make_llama: Callable
     assert 0 < buffers < 1000
 
 
-def test_deepseek_layout_is_named_as_transformers_reads_it(make_llama: Callable[..., Path], tmp_path: Path) -> None:
+def test_fp8_128x128_ue8m0_export_has_the_deepseek_layout(make_llama: Callable[..., Path], tmp_path: Path) -> None:
     source, out = make_llama(dtype="bfloat16", **WIDE), tmp_path / "out"
     export_checkpoint(open_checkpoint(source), "source", recipe("*.mlp=fp8@128x128:ue8m0"), out)
     described: dict[str, Any] = json.loads((out / "config.json").read_text())["quantization_config"]
@@ -146,7 +148,7 @@ def test_deepseek_layout_is_named_as_transformers_reads_it(make_llama: Callable[
         assert opened.get_slice(f"{name}_scale_inv").get_shape() == [2, 1]
 
 
-def test_unstorable_format_is_refused_in_one_sentence(make_llama: Callable[..., Path], tmp_path: Path) -> None:
+def test_export_refuses_formats_without_a_checkpoint_layout(make_llama: Callable[..., Path], tmp_path: Path) -> None:
     source = open_checkpoint(make_llama(dtype="bfloat16", **WIDE))
     with pytest.raises(UserError, match="no layout of a checkpoint has it"):
         export_checkpoint(source, "source", recipe("*.mlp=mxfp6_e2m3"), tmp_path / "out")
@@ -155,8 +157,8 @@ def test_unstorable_format_is_refused_in_one_sentence(make_llama: Callable[..., 
     assert not (tmp_path / "out").exists()
 
 
-def test_codes_belong_to_exactly_one_weight(tensors: Path, tmp_path: Path) -> None:
-    """A name may end as the codes of another weight do, so that both would be read of one tensor."""
+def test_tensor_declared_as_codes_of_two_weights_is_refused(tensors: Path, tmp_path: Path) -> None:
+    """A weight's name may end like that of another one's codes; one tensor would then be read for both."""
     out = tmp_path / "out"
     file, written, metadata = written_as(tensors, "*=int8", out)
     codes = next(name for name in written if name.endswith("_quantized"))
@@ -170,7 +172,7 @@ def test_codes_belong_to_exactly_one_weight(tensors: Path, tmp_path: Path) -> No
         open_checkpoint(out).tree()
 
 
-def test_shape_that_contradicts_the_codes_is_refused(tensors: Path, tmp_path: Path) -> None:
+def test_shape_in_metadata_that_contradicts_the_codes_is_refused(tensors: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     file, written, metadata = written_as(tensors, "*=mxfp4", out)
     for shape in ("64,254", "64", "", "-1,256", "999999999999999,999999999999999", "0,0", "1,2,3,x"):

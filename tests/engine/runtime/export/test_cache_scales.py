@@ -24,8 +24,10 @@ FORMS = pytest.mark.parametrize(("form", "shape"), [("fp8@tensor", (1,)), ("fp8@
 
 
 @FORMS
-def test_cache_scales_are_the_largest_written_values(form: str, shape: tuple[int, ...], tmp_path: Path) -> None:
-    """As a cache of transformers that only looks sees them."""
+def test_exported_kv_cache_scales_come_from_the_largest_cached_values(
+    form: str, shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    """The cached values are those of a plain cache of transformers."""
     session = de.open(options=de.Options(prompts=(PROMPT,)))
     model: Any = session.model.module
     cache = transformers.DynamicCache(config=model.config)
@@ -43,7 +45,7 @@ def test_cache_scales_are_the_largest_written_values(form: str, shape: tuple[int
 
 
 @FORMS
-def test_compressed_tensors_rounds_caches_alike(form: str, shape: tuple[int, ...], tmp_path: Path) -> None:
+def test_compressed_tensors_rounds_kv_caches_as_measured(form: str, shape: tuple[int, ...], tmp_path: Path) -> None:
     lifecycle = pytest.importorskip("compressed_tensors.quantization.lifecycle.initialize")
     from transformers import AutoModelForCausalLM
 
@@ -72,7 +74,7 @@ def test_compressed_tensors_rounds_caches_alike(form: str, shape: tuple[int, ...
     assert again.drift().output.kl_mean == pytest.approx(drift, abs=1e-9)
 
 
-def test_inexpressible_cache_formats_give_a_notice(tmp_path: Path) -> None:
+def test_export_notes_kv_cache_formats_that_config_cannot_express(tmp_path: Path) -> None:
     session = de.open(options=de.Options(prompts=(PROMPT,)))
     session.cast("*.kv_cache", "fp8")
     session.cast("*.0.*.kv_cache", "bf16")

@@ -1,4 +1,4 @@
-"""Exports of weights that other programs quantized: as they are, or as the values that their codes stand for."""
+"""Exports of weights that other programs quantized: unchanged, or dequantized."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MADE: dict[str, Callable[[], Case]] = {
 
 
 @pytest.mark.parametrize("form", MADE)
-def test_export_without_rules_copies_each_tensor_once(form: str, tmp_path: Path) -> None:
+def test_export_without_rules_copies_weights_of_other_quantizers_unchanged(form: str, tmp_path: Path) -> None:
     made = MADE[form]()
     source = made.open(tmp_path / "source")
     export_checkpoint(source, "source", Recipe(()), out := tmp_path / "out")
@@ -53,7 +53,7 @@ def test_export_without_rules_copies_each_tensor_once(form: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("form", MADE)
-def test_cast_of_codes_equals_the_decoded_values(form: str, tmp_path: Path) -> None:
+def test_export_to_float32_writes_the_decoded_values(form: str, tmp_path: Path) -> None:
     made = MADE[form]()
     source = made.open(tmp_path / "source")
     export_checkpoint(source, "source", Recipe((Rule.parse("*=f32"),)), out := tmp_path / "out")

@@ -39,11 +39,11 @@ FORMATS = (
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 LOADED = {"float8_e4m3fn": 0.0, "float8_e4m3fn@tensor": 0.0, "mxfp4": 0.0, "int4@g128": 2**-8, "int8@g128": 2**-8}
-"""Formats in which transformers reads packed experts, and how far values are rounded then."""
+"""The formats in which transformers reads packed experts, with the relative rounding that this may add."""
 
 
 def in_turn(formats: Iterable[str], first: int = 0) -> pytest.MarkDecorator:
-    """Each format with one kind of model: the two kinds take turns, so that forms of one format meet both."""
+    """Pair each format with one of the two kinds of models in turn, so that related formats are tested with both."""
     kinds = list(EXPERTS)
     pairs = [(kinds[(first + FORMATS.index(dtype)) % 2], dtype) for dtype in formats]
     return pytest.mark.parametrize(("source", "dtype"), pairs, indirect=["source"])
@@ -137,9 +137,7 @@ def plain(state: dict[str, torch.Tensor], source: Path, folder: Path) -> nn.Modu
 
 
 @in_turn(FORMATS)
-def test_decoded_export_of_experts_computes_the_measured_output(
-    dtype: str, source: tuple[str, Path], tmp_path: Path
-) -> None:
+def test_exported_experts_compute_the_measured_output(dtype: str, source: tuple[str, Path], tmp_path: Path) -> None:
     _, folder = source
     out = tmp_path / "out"
     session = opened(folder)
@@ -173,7 +171,7 @@ def test_decoded_export_of_experts_computes_the_measured_output(
 
 
 @in_turn(FORMATS, 1)
-def test_every_expert_is_a_target_with_its_tensors(dtype: str, source: tuple[str, Path], tmp_path: Path) -> None:
+def test_exported_config_targets_every_expert(dtype: str, source: tuple[str, Path], tmp_path: Path) -> None:
     kind, folder = source
     out = tmp_path / "out"
     contents = export_checkpoint(open_checkpoint(folder), "moe", Recipe((Rule("*.experts", dtype),)), out)
@@ -195,7 +193,7 @@ def test_every_expert_is_a_target_with_its_tensors(dtype: str, source: tuple[str
     assert contents.notices == () or "transformers 5 does not read them" in contents.notices[0]
 
 
-def test_nvfp4_experts_share_a_scale_and_fp8_experts_do_not(source: tuple[str, Path], tmp_path: Path) -> None:
+def test_nvfp4_gate_and_up_of_an_expert_share_a_scale_and_fp8_do_not(source: tuple[str, Path], tmp_path: Path) -> None:
     kind, folder = source
     recipe = Recipe((Rule("*.experts.gate_up_proj", "nvfp4"), Rule("*.experts.down_proj", "float8_e4m3fn")))
     export_checkpoint(open_checkpoint(folder), "moe", recipe, tmp_path / "out")
@@ -229,7 +227,9 @@ def test_verify_finds_one_changed_byte_of_an_expert(dtype: str, source: tuple[st
 
 
 @in_turn(LOADED)
-def test_transformers_packs_experts_of_some_formats(dtype: str, source: tuple[str, Path], tmp_path: Path) -> None:
+def test_transformers_loads_exported_experts_of_supported_formats(
+    dtype: str, source: tuple[str, Path], tmp_path: Path
+) -> None:
     pytest.importorskip("compressed_tensors", "0.20")
     import transformers
 
@@ -248,7 +248,9 @@ def test_transformers_packs_experts_of_some_formats(dtype: str, source: tuple[st
 
 
 @in_turn(name for name in FORMATS if name not in (*LOADED, "mxfp4:rceil", "int4@g32"))
-def test_formats_that_transformers_cannot_pack_are_noted(dtype: str, source: tuple[str, Path], tmp_path: Path) -> None:
+def test_export_notes_expert_formats_that_transformers_cannot_load(
+    dtype: str, source: tuple[str, Path], tmp_path: Path
+) -> None:
     pytest.importorskip("compressed_tensors", "0.20")
     import transformers
 
@@ -277,7 +279,7 @@ def test_formats_that_transformers_cannot_pack_are_noted(dtype: str, source: tup
 
 
 @pytest.mark.parametrize("dtype", ["int4@g32", "float8_e4m3fn", "nvfp4"])
-def test_foreign_experts_are_decoded_in_float32(dtype: str, tmp_path: Path) -> None:
+def test_compressed_tensors_experts_are_decoded_in_float32(dtype: str, tmp_path: Path) -> None:
     """Without its own metadata an export is any checkpoint of compressed-tensors."""
     folder, out = saved("qwen", tmp_path / "source", width=32, count=11), tmp_path / "out"
     export_checkpoint(open_checkpoint(folder), "moe", Recipe((Rule("*.experts", dtype),)), out)
@@ -297,7 +299,7 @@ def test_foreign_experts_are_decoded_in_float32(dtype: str, tmp_path: Path) -> N
         assert torch.equal(weight.tensor, expected.half())
 
 
-def test_blocks_across_packed_parts_are_refused(tmp_path: Path) -> None:
+def test_export_refuses_blocks_that_span_two_packed_weights(tmp_path: Path) -> None:
     source = open_checkpoint(saved("qwen", tmp_path / "source", width=192, count=3))
     for dtype in ("fp8@128x128", "fp8@128x128:ue8m0"):
         recipe = Recipe((Rule("*.experts.gate_up_proj", dtype),))
@@ -312,7 +314,7 @@ def test_blocks_across_packed_parts_are_refused(tmp_path: Path) -> None:
     assert torch.equal(candidate_output(opened(out)), candidate_output(session))
 
 
-def test_rows_shorter_than_a_block_are_refused(tmp_path: Path) -> None:
+def test_export_refuses_experts_with_rows_shorter_than_a_block(tmp_path: Path) -> None:
     source = open_checkpoint(saved("mixtral", tmp_path / "source", width=64, count=3))
     recipe = Recipe((Rule("*.experts.down_proj", "int4@g128"),))
     with pytest.raises(UserError, match="rows have 64 values, fewer than a block"):
@@ -320,7 +322,9 @@ def test_rows_shorter_than_a_block_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_parts_transposed_while_packing_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_export_refuses_experts_that_are_transposed_while_packing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from transformers import conversion_mapping
     from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose, WeightConverter
 
@@ -336,7 +340,7 @@ def test_parts_transposed_while_packing_are_refused(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("dtype", ["mxfp8", "fp8@128x128:ue8m0"])
-def test_uncast_experts_are_ignored_by_name(dtype: str, source: tuple[str, Path], tmp_path: Path) -> None:
+def test_exported_config_lists_uncast_experts_as_ignored(dtype: str, source: tuple[str, Path], tmp_path: Path) -> None:
     kind, folder = source
     recipe = Recipe((Rule("*.q_proj", dtype), Rule("*.k_proj", dtype), Rule("*.v_proj", dtype)))
     export_checkpoint(open_checkpoint(folder), "moe", recipe, tmp_path / "out")
@@ -348,7 +352,7 @@ def test_uncast_experts_are_ignored_by_name(dtype: str, source: tuple[str, Path]
         assert layer in config["modules_to_not_convert"]
 
 
-def test_projections_in_two_formats_are_listed_individually(source: tuple[str, Path], tmp_path: Path) -> None:
+def test_expert_projections_in_two_formats_are_separate_config_groups(source: tuple[str, Path], tmp_path: Path) -> None:
     kind, folder = source
     recipe = Recipe((Rule("*.experts.gate_up_proj", "nvfp4"), Rule("*.experts.down_proj", "mxfp8")))
     report = export_checkpoint(open_checkpoint(folder), "moe", recipe, tmp_path / "out")
@@ -359,7 +363,9 @@ def test_projections_in_two_formats_are_listed_individually(source: tuple[str, P
     assert verify(tmp_path / "out", locate(str(folder))).same
 
 
-def test_activations_are_declared_if_no_file_scale_is_needed(source: tuple[str, Path], tmp_path: Path) -> None:
+def test_quantized_activations_of_experts_are_declared_only_without_stored_scales(
+    source: tuple[str, Path], tmp_path: Path
+) -> None:
     _, folder = source
     session = opened(folder, de.RunSettings(quantize_activations="weights"))
     session.cast("*.experts", "mxfp4")

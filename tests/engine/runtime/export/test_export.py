@@ -100,7 +100,7 @@ def test_export_keeps_the_dtypes_of_a_mixed_source(make_llama: Any, tmp_path: Pa
         assert same_bits(parameter.data, after[name]), name
 
 
-def test_scaled_linears_are_stored_like_compressed_tensors(make_llama: Any, tmp_path: Path) -> None:
+def test_export_stores_scaled_linear_weights_as_compressed_tensors(make_llama: Any, tmp_path: Path) -> None:
     source = make_llama(dtype="bfloat16", tie_word_embeddings=False)
     out = tmp_path / "out"
     report = export(source, out, "*.mlp=fp8", "*.o_proj=int8@tensor")
@@ -129,7 +129,7 @@ def test_scaled_linears_are_stored_like_compressed_tensors(make_llama: Any, tmp_
 
 
 @pytest.mark.parametrize("base", ["float32", "bfloat16"])
-def test_transformers_reads_scaled_weights_with_compressed_tensors(make_llama: Any, tmp_path: Path, base: str) -> None:
+def test_transformers_loads_exported_scaled_weights(make_llama: Any, tmp_path: Path, base: str) -> None:
     pytest.importorskip("compressed_tensors")
     import transformers
 
@@ -151,7 +151,7 @@ def test_transformers_reads_scaled_weights_with_compressed_tensors(make_llama: A
         assert same_bits(read, files[name].to(tensor.dtype) * files[f"{name}_scale"].to(tensor.dtype)), name
 
 
-def test_scaled_weights_that_others_cannot_read_have_own_names(make_llama: Any, tmp_path: Path) -> None:
+def test_scaled_weights_that_only_dtype_engine_reads_have_other_names(make_llama: Any, tmp_path: Path) -> None:
     source = make_llama(dtype="bfloat16")
     out = tmp_path / "out"
     report = export(source, out, "model.embed_tokens=fp8", "*.o_proj=e5m2", "*norm*=int8")
@@ -166,7 +166,7 @@ def test_scaled_weights_that_others_cannot_read_have_own_names(make_llama: Any, 
     assert session.tree.tensors["model.norm.weight"].dtype == "int8"
 
 
-def test_opened_export_runs_like_its_session(make_llama: Any, tmp_path: Path) -> None:
+def test_opened_export_has_the_candidate_weights_of_its_session(make_llama: Any, tmp_path: Path) -> None:
     source = make_llama(dtype="bfloat16")
     session = de.open(str(source))
     for cast in ("*.mlp=fp8", "*.o_proj=int8@tensor", "*norm*=float32", "model.embed_tokens=fp8", "*.q_proj=e5m2"):
@@ -199,7 +199,7 @@ def test_export_of_an_export_keeps_scaled_weights(make_llama: Any, tmp_path: Pat
     assert len(groups["group_0"]["targets"]) == 6
 
 
-def test_load_pretrained_gives_scaled_weights_in_the_configured_dtype(make_llama: Any, tmp_path: Path) -> None:
+def test_load_pretrained_dequantizes_scaled_weights_to_the_config_dtype(make_llama: Any, tmp_path: Path) -> None:
     source = make_llama(dtype="bfloat16")
     export(source, tmp_path / "out", "*.mlp=fp8", "*.v_proj=e5m2@tensor")
     model = de.load_pretrained(tmp_path / "out")
@@ -230,7 +230,7 @@ PATTERNS = st.sampled_from(
 
 @pytest.fixture(scope="module")
 def sources() -> Any:
-    """Two small checkpoints, made once: tied in bfloat16, untied with several dtypes in two shards."""
+    """Make two small checkpoints: one tied in bfloat16, and one untied with several dtypes in two shards."""
     import transformers
 
     folder = Path(tempfile.mkdtemp())
@@ -279,7 +279,7 @@ def test_export_equals_the_plan_for_any_recipe(sources: Path, rules: Any, tied: 
     shutil.rmtree(target.parent)
 
 
-def test_other_files_are_copied_and_links_outside_are_not(make_llama: Any, tmp_path: Path) -> None:
+def test_export_copies_other_files_but_no_symlinks_out_of_the_folder(make_llama: Any, tmp_path: Path) -> None:
     source = make_llama()
     (tmp_path / "secret").write_text("not yours")
     (source / "tokenizer.json").write_text("{}")
@@ -296,7 +296,7 @@ def test_other_files_are_copied_and_links_outside_are_not(make_llama: Any, tmp_p
     assert not any(entry.is_symlink() for entry in (tmp_path / "out").iterdir())
 
 
-def test_export_of_a_linked_hub_snapshot(make_llama: Any, tmp_path: Path) -> None:
+def test_export_of_a_hub_snapshot_copies_files_behind_symlinks(make_llama: Any, tmp_path: Path) -> None:
     source = make_llama()
     (source / "tokenizer.json").write_text("{}")
     blobs = tmp_path / "models--a--b" / "blobs"
@@ -313,7 +313,7 @@ def test_export_of_a_linked_hub_snapshot(make_llama: Any, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("at", [0, 1, 5, 1_000_000])
-def test_a_cancelled_export_leaves_nothing(make_llama: Any, tmp_path: Path, at: int) -> None:
+def test_cancelled_export_leaves_no_files(make_llama: Any, tmp_path: Path, at: int) -> None:
     source = make_llama()
     place = tmp_path / "place"
     place.mkdir()
@@ -343,7 +343,7 @@ def test_export_progress_counts_every_byte_once(make_llama: Any, tmp_path: Path)
     assert told == sorted(told)
 
 
-def test_nonempty_folder_is_never_overwritten(make_llama: Any, tmp_path: Path) -> None:
+def test_export_does_not_overwrite_a_nonempty_folder(make_llama: Any, tmp_path: Path) -> None:
     source = make_llama()
     before = {entry.name: entry.read_bytes() for entry in source.iterdir()}
     with pytest.raises(UserError, match="is not empty"):
@@ -384,8 +384,9 @@ def wait(tensor, dtype, out, *more):
 write._write_tensor = wait
 sys.exit(run(cli, "dtype-engine", sys.argv[2:]))
 """
-"""An export that gets no further than its first megabyte, in the middle of the file of weights. Before its arguments: the signal
-that its thread which writes is sent there, 0 for none."""
+"""A program that exports as its later arguments say, and halts when it writes the first tensor. Its first argument is the signal
+that the writing thread is sent there, or 0.
+"""
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals are POSIX's")
@@ -410,7 +411,7 @@ def test_killed_export_leaves_no_target_folder(make_llama: Any, tmp_path: Path, 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals are POSIX's")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_to_another_thread_ends_an_export(make_llama: Any, tmp_path: Path, number: int) -> None:
-    """One that the system gives to another thread, as one that comes just before the main thread waits, wakes nobody."""
+    """A signal that the system delivers to another thread, or just before the main thread waits, wakes no thread."""
     place = tmp_path / "place"
     place.mkdir()
     done = preloaded.run(
@@ -420,7 +421,7 @@ def test_signal_to_another_thread_ends_an_export(make_llama: Any, tmp_path: Path
     assert list(place.iterdir()) == []
 
 
-def test_a_live_module_without_a_checkpoint_is_exported_and_loaded_back(tmp_path: Path) -> None:
+def test_module_without_a_checkpoint_is_exported_and_loaded_back(tmp_path: Path) -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -472,7 +473,7 @@ def test_python_model_is_exported_from_the_command_line(tmp_path: Path, capsys: 
     assert not (out / "config.json").exists()
 
 
-def test_packed_experts_are_exported_in_the_dtype_of_the_pack(tmp_path: Path) -> None:
+def test_packed_experts_are_exported_in_their_planned_dtype(tmp_path: Path) -> None:
     before = stored(saved("mixtral", tmp_path / "moe", width=24, count=3))
     session = de.open(str(tmp_path / "moe"))
     session.cast("*.experts.down_proj", "float16")
@@ -493,7 +494,7 @@ def test_export_rule_without_matches_is_refused(make_llama: Any, tmp_path: Path)
     assert not (tmp_path / "out").exists()
 
 
-def test_inconsistent_scales_in_files_are_refused(make_llama: Any, tmp_path: Path) -> None:
+def test_scales_that_do_not_fit_their_weight_are_refused(make_llama: Any, tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     export(make_llama(tie_word_embeddings=False), tmp_path / "out", "lm_head=fp8")
@@ -516,7 +517,7 @@ def test_tensors_in_written_files_are_aligned(make_llama: Any, tmp_path: Path) -
         assert starts[entry.name] % torch_dtype(entry.dtype).itemsize == 0
 
 
-def test_export_memory_is_that_of_one_block(tmp_path: Path) -> None:
+def test_export_memory_does_not_grow_with_tensor_size(tmp_path: Path) -> None:
     """Anonymous memory while 128 MiB are cast and 64 copied, in a process of its own, so that nothing else counts: pieces, of which
     the C library keeps what was freed, however large a tensor is. One tensor as a whole would be too much.
     """
@@ -526,7 +527,9 @@ def test_export_memory_is_that_of_one_block(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rules", [("*.mlp=bfloat16",), ("*=bfloat16", "*norm=float32", "lm_head=float16")])
-def test_mixed_export_runs_as_measured(make_llama: Any, tmp_path: Path, rules: tuple[str, ...]) -> None:
+def test_load_pretrained_of_a_mixed_export_gives_the_measured_drift(
+    make_llama: Any, tmp_path: Path, rules: tuple[str, ...]
+) -> None:
     import transformers
 
     source = make_llama(dtype="float32")

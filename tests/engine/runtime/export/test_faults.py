@@ -1,4 +1,4 @@
-"""Whatever ends an export, at whatever moment: the source is untouched, and under the final name is all of it or nothing."""
+"""However an export ends: the source is unchanged, and the target is complete or absent."""
 
 from __future__ import annotations
 
@@ -71,13 +71,15 @@ def is_whole(source: Path, out: Path) -> bool:
 
 
 def pieces(parent: Path) -> list[Path]:
-    """Unfinished exports, but for those that were killed before they had begun: empty folders."""
+    """Return the unfinished exports. Empty folders, left by exports that were killed before they wrote anything, do not count."""
     return [folder for folder in parent.glob(".out.partial-*") if os.listdir(folder)]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are killed as POSIX has it")
 @pytest.mark.parametrize("replacing", [False, True], ids=["a new folder", "with --force"])
-def test_kill_9_during_export_leaves_old_or_new_folder(source: Path, tmp_path: Path, replacing: bool) -> None:
+def test_sigkill_during_export_leaves_the_old_or_the_new_folder_complete(
+    source: Path, tmp_path: Path, replacing: bool
+) -> None:
     before = contents_of(source)
     out = tmp_path / "out"
     if replacing:
@@ -116,7 +118,7 @@ def test_kill_9_during_export_leaves_old_or_new_folder(source: Path, tmp_path: P
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 10 MiB, where the tests may mount one."""
+    """A disk of 10 MiB. Skips the test if no disk can be mounted."""
     parent = tmp_path / "disk"
     parent.mkdir()
     done = subprocess.run(
@@ -129,7 +131,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_disk_filled_during_export_is_reported(source: Path, small_disk: Path) -> None:
-    """There is room when the export begins; halfway somebody else takes it."""
+    """The disk has enough room when the export begins. Halfway, another file fills it."""
     before = contents_of(source)
     greedy = small_disk / "somebody else's"
 
@@ -157,7 +159,7 @@ def test_disk_filled_during_export_is_reported(source: Path, small_disk: Path) -
 @pytest.mark.skipif(sys.platform == "win32", reason="limits are POSIX's")
 @pytest.mark.parametrize("most", [4096, 1 << 18, 9 << 18])
 def test_file_size_limit_during_export_is_reported(source: Path, tmp_path: Path, most: int) -> None:
-    """What always can be tried: a limit on the size of files makes writing fail in the middle, as a full disk does."""
+    """Unlike a full disk, this needs no special rights: with a limit on file sizes, writing fails in the middle."""
     (tmp_path / "place").mkdir()
     limited = (
         f"import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, ({most}, {most})); "
@@ -175,7 +177,9 @@ def export(source: Path, target: Path, **rest: Any) -> Any:
     return export_checkpoint(open_checkpoint(source), "source", RECIPE, target, **rest)
 
 
-def test_force_replaces_only_exports(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_force_replaces_exports_and_no_other_folders(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "out"
     export(source, out)
     (out / "of the user").write_text("x")
@@ -223,8 +227,8 @@ def test_force_never_replaces_the_source(source: Path, tmp_path: Path) -> None:
     assert contents_of(source) == before
 
 
-def test_replaced_folder_gets_its_name_back_after_a_kill(source: Path, tmp_path: Path) -> None:
-    """The process was killed between the two renames: the folder's name is free, and what had it waits beside it."""
+def test_export_killed_between_two_renames_restores_the_replaced_folder(source: Path, tmp_path: Path) -> None:
+    """After the first rename, nothing has the folder's name, and the replaced folder lies beside it under another name."""
     out = tmp_path / "out"
     aside = sibling(out, REPLACED)
     aside.mkdir()
@@ -236,7 +240,7 @@ def test_replaced_folder_gets_its_name_back_after_a_kill(source: Path, tmp_path:
     assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
 
 
-def test_only_remains_of_dead_processes_are_removed(source: Path, tmp_path: Path) -> None:
+def test_export_removes_only_partial_folders_of_dead_processes(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
 
     def left(folder: Path) -> Path:
@@ -283,7 +287,9 @@ README = "# out\n\n`m`, cast by the rules in `recipe.yaml` and written by dtype-
         {"recipe.yaml": "flour: 500 g\n", "README.md": README},
     ],
 )  # fmt: skip
-def test_force_keeps_folders_without_an_export_mark(source: Path, tmp_path: Path, files: dict[str, str]) -> None:
+def test_force_does_not_replace_folders_that_are_no_exports(
+    source: Path, tmp_path: Path, files: dict[str, str]
+) -> None:
     docs = tmp_path / "docs"
     docs.mkdir()
     for name, text in files.items():
@@ -294,7 +300,7 @@ def test_force_keeps_folders_without_an_export_mark(source: Path, tmp_path: Path
 
 
 def test_force_replaces_exports_of_version_0_1_0(source: Path, tmp_path: Path) -> None:
-    """Its README and recipe, word for word as 0.1.0 wrote them."""
+    """The README and the recipe are copies of those that version 0.1.0 wrote."""
     out = tmp_path / "old"
     out.mkdir()
     (out / "model.safetensors").write_bytes(b"")
@@ -336,7 +342,7 @@ def cut_short(file: Path) -> None:
     ],
 )
 def test_source_that_changes_during_export_is_refused(form: str, change: Any, tmp_path: Path) -> None:
-    """Whatever was written by then is of two files. Nothing is left of it."""
+    """What was written by then mixes two versions of the file. It is removed."""
     (tmp_path / "place").mkdir()
     (tmp_path / "in").mkdir()
     file = tmp_path / "in" / {"safetensors": "model.safetensors", "pickle": "net.pth", "gguf": "x.gguf"}[form]
@@ -378,10 +384,10 @@ def test_source_that_changes_during_export_is_refused(form: str, change: Any, tm
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_signal_after_creating_the_folder_leaves_none(
+def test_signal_right_after_creating_a_folder_leaves_no_folder(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: bool
 ) -> None:
-    """Over nothing, and over an export that is replaced, for which two folders are made: at each of them."""
+    """A new export makes one folder, and one that replaces another makes two. The signal comes after each."""
     out, mkdir = tmp_path / "out", os.mkdir
     if again:
         export(source, out)
@@ -405,7 +411,7 @@ def test_signal_after_creating_the_folder_leaves_none(
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are killed as POSIX has it")
-def test_killed_pickle_export_leaves_no_target(source: Path, tmp_path: Path) -> None:
+def test_killed_pickle_export_leaves_no_incomplete_target(source: Path, tmp_path: Path) -> None:
     """30 moments; hang-up, interrupt and a plain kill clear up after themselves, kill -9 leaves that to the next export."""
     folder, parent = tmp_path / "pickled", tmp_path / "place"
     folder.mkdir()

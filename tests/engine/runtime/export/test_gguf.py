@@ -56,7 +56,9 @@ def write(path: Path, blocks: dict[str, tuple[Kind, np.ndarray[Any, Any]]], **se
     return path
 
 
-def test_gguf_blocks_are_dequantized_and_cast(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_weight_errors_of_gguf_blocks_are_those_of_dequantized_values(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     made = {f"blk.{n}.{kind.name.lower()}.weight": (kind, blocks_of(kind)) for n, kind in enumerate(DEQUANTIZED)}
     path = write(tmp_path / "x.gguf", made)
     wanted = {name: torch.from_numpy(gguf.quants.dequantize(raw, kind)) for name, (kind, raw) in made.items()}
@@ -89,7 +91,7 @@ def test_gguf_blocks_are_dequantized_and_cast(tmp_path: Path, capsys: pytest.Cap
     assert [error.stored for error in reading.errors] == ["gguf:q8_0", "gguf:q8_0"]
 
 
-def test_gguf_blocks_are_cast_to_scaled_formats(tmp_path: Path) -> None:
+def test_gguf_blocks_are_exported_in_formats_with_scales(tmp_path: Path) -> None:
     raw = blocks_of(Kind.Q8_0)
     path = write(tmp_path / "x.gguf", {"blk.0.weight": (Kind.Q8_0, raw)})
     assert engine("export", path, "--cast", "blk=int8", "-o", tmp_path / "out") == 0
@@ -101,7 +103,7 @@ def test_gguf_blocks_are_cast_to_scaled_formats(tmp_path: Path) -> None:
     assert engine("verify", tmp_path / "out", "--against", path) == 0
 
 
-def test_gguf_blocks_without_a_rule_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_refuses_gguf_blocks_that_no_rule_casts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path / "x.gguf", {"blk.0.weight": (Kind.Q4_K, blocks_of(Kind.Q4_K))})
     sentence = "x.gguf: blk.0.weight is stored as gguf:q4_k, which safetensors can't hold; give it a dtype to be dequantized to"
     for arguments in ((), ("--cast", "output_norm=bf16")):
@@ -116,7 +118,7 @@ def test_gguf_blocks_without_a_rule_are_refused(tmp_path: Path, capsys: pytest.C
     assert [entry.name for entry in tmp_path.iterdir()] == ["x.gguf"]
 
 
-def test_gguf_blocks_without_a_decoder_are_shown_and_refused(
+def test_gguf_blocks_without_a_decoder_are_inspected_but_not_exported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     raw = blocks_of(Kind.Q8_K)
@@ -132,7 +134,7 @@ def test_gguf_blocks_without_a_decoder_are_shown_and_refused(
         inspect_weight(open_checkpoint(path), "blk.0.weight", ("float16",))
 
 
-def test_big_endian_gguf_is_shown_and_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_big_endian_gguf_is_inspected_but_not_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path / "x.gguf", {}, endianess=gguf.GGUFEndian.BIG)
     assert engine("inspect", path) == 0
     assert engine("export", path, "--cast", "*=bf16", "-o", tmp_path / "out") == 2
@@ -150,7 +152,7 @@ def test_big_endian_gguf_is_shown_and_refused(tmp_path: Path, capsys: pytest.Cap
     ],
 )
 @pytest.mark.filterwarnings("error")
-def test_overlapping_gguf_tensors_are_refused(tmp_path: Path, offset: int, says: str) -> None:
+def test_gguf_tensors_that_overlap_or_exceed_the_file_are_refused(tmp_path: Path, offset: int, says: str) -> None:
     path = write(tmp_path / "x.gguf", {"blk.0.weight": (Kind.Q8_0, blocks_of(Kind.Q8_0))})
     whole = path.read_bytes()
     # After a tensor's name: the number of dimensions, two extents, its type, and where it begins.

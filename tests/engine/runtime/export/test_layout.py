@@ -130,7 +130,7 @@ def test_pipeline_is_exported_with_all_folders(
     assert engine("verify", out, "--against", pipeline) == 0
 
 
-def test_sharded_component_gets_the_index_of_its_library(pipeline: Path, tmp_path: Path) -> None:
+def test_sharded_component_gets_an_index_named_as_in_its_library(pipeline: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert engine("export", pipeline, "--cast", "unet.mid=f16", "--max-shard-size", "2KB", "-o", out) == 0
     for folder, stem in (("unet", "diffusion_pytorch_model"), ("text_encoder", "model")):
@@ -164,7 +164,7 @@ def test_verify_finds_missing_and_changed_files_of_a_pipeline(
     assert "scheduler/scheduler_config.json is not the file of the source" in said
 
 
-def test_exported_pipeline_opens_in_this_program(pipeline: Path, tmp_path: Path) -> None:
+def test_exported_pipeline_can_be_opened_and_measured_again(pipeline: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert engine("export", pipeline, "--cast", "*=bf16", "--cast", "*.conv_in=f16", "-o", out) == 0
     session = de.open(str(out / "text_encoder"))
@@ -190,7 +190,7 @@ def test_exported_pipeline_opens_in_this_program(pipeline: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("target", ["fp8", "int8", "e5m2@tensor"])
-def test_scaled_formats_are_refused_for_loaders_without_them(
+def test_scaled_formats_are_refused_for_diffusers_and_peft(
     pipeline: Path, adapter: Path, tmp_path: Path, target: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for source, loader in ((pipeline, "diffusers"), (adapter, "PEFT"), (pipeline / "unet", "diffusers")):
@@ -202,7 +202,7 @@ def test_scaled_formats_are_refused_for_loaders_without_them(
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_variant_is_exported_without_its_suffix(
+def test_fp16_variant_is_exported_without_its_file_suffix(
     tmp_path: Path, sharded: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, out = tmp_path / "variant", tmp_path / "out"
@@ -220,7 +220,7 @@ def test_variant_is_exported_without_its_suffix(
     assert de.open(str(folder / "text_encoder")).drift().output.elements > 0
 
 
-def test_other_copies_of_the_weights_are_left_out_and_noted(
+def test_export_omits_and_notes_other_copies_of_the_weights(
     pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small_clip().half().save_pretrained(pipeline / "text_encoder", variant="fp16")
@@ -233,7 +233,7 @@ def test_other_copies_of_the_weights_are_left_out_and_noted(
     assert not (tmp_path / "out" / "text_encoder" / "pytorch_model.bin").exists()
 
 
-def test_component_links_outside_are_not_followed(
+def test_pipeline_export_skips_symlinks_out_of_a_component_folder(
     pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "secret.txt").write_text("secret")
@@ -246,7 +246,7 @@ def test_component_links_outside_are_not_followed(
     assert files_in(tmp_path / "out" / "scheduler") == {"scheduler_config.json"}
 
 
-def test_a_cancelled_export_of_a_pipeline_leaves_nothing(pipeline: Path, tmp_path: Path) -> None:
+def test_cancelled_export_of_a_pipeline_leaves_no_files(pipeline: Path, tmp_path: Path) -> None:
     from dtype_engine.core.errors import Cancelled
     from dtype_engine.recipe import Recipe, Rule
 
@@ -261,7 +261,7 @@ def test_a_cancelled_export_of_a_pipeline_leaves_nothing(pipeline: Path, tmp_pat
         assert sorted(path.name for path in tmp_path.iterdir()) == ["pipeline", "whole"]
 
 
-def test_standalone_diffusers_model_keeps_its_names(pipeline: Path, tmp_path: Path) -> None:
+def test_exported_diffusers_model_keeps_its_file_names(pipeline: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     # With diffusers, the architecture is known, and the fixture has a few of its tensors only.
     assert engine("export", pipeline / "unet", "--cast", "*=bf16", "-o", out, "--incomplete") == 0
@@ -310,7 +310,7 @@ def real_pipeline() -> Any:
     )  # fmt: skip
 
 
-def test_mixed_component_runs_in_diffusers_as_documented(real_pipeline: Any, tmp_path: Path) -> None:
+def test_exported_mixed_unet_runs_in_diffusers_as_the_readme_says(real_pipeline: Any, tmp_path: Path) -> None:
     import diffusers
 
     source, out = tmp_path / "source", tmp_path / "out"

@@ -1,4 +1,4 @@
-"""Exports to one file: torch and safetensors read from it what `Tensor.to` makes of the source, and nothing else is left behind."""
+"""Exports to one file: torch and safetensors read exactly what `Tensor.to` makes of the source, and no other file is left."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def source(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["cast.pth", "cast.pt", "cast.bin", "cast.ckpt", "cast.safetensors"])
-def test_other_loaders_read_the_cast_values(tmp_path: Path, name: str) -> None:
+def test_torch_and_safetensors_read_the_cast_values_from_one_file(tmp_path: Path, name: str) -> None:
     before = torch.load(source(tmp_path))["state_dict"]
     checkpoint = open_checkpoint(tmp_path / "net.pth")
     report = export_checkpoint(checkpoint, "net", RULES, tmp_path / name)
@@ -52,7 +52,7 @@ def test_other_loaders_read_the_cast_values(tmp_path: Path, name: str) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["net.pth", name])
 
 
-def test_pickled_module_runs_from_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_state_dict_exported_to_one_file_loads_and_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     torch.save(net.state_dict(), tmp_path / "net.pth")
@@ -64,7 +64,7 @@ def test_pickled_module_runs_from_one_file(tmp_path: Path, capsys: pytest.Captur
     assert engine("verify", target, "--against", tmp_path / "net.pth") == 0
 
 
-def test_existing_file_is_replaced_only_with_force_and_never_the_source(
+def test_one_file_export_replaces_files_only_with_force_and_never_the_source(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     net, target = source(tmp_path), tmp_path / "out.pth"
@@ -92,7 +92,7 @@ def test_one_file_export_refuses_scaled_formats(tmp_path: Path, make_llama: Make
     assert not (tmp_path / name).exists()
 
 
-def test_one_file_export_points_to_a_folder_for_more_than_weights(tmp_path: Path, make_llama: Make) -> None:
+def test_one_file_export_notes_that_config_and_tokenizer_need_a_folder(tmp_path: Path, make_llama: Make) -> None:
     folder, rules = make_llama(), Recipe((Rule("*", "bfloat16"),))
     target = tmp_path / "x.safetensors"
     report = export_checkpoint(open_checkpoint(folder), "llama", rules, target, max_shard_size=1000)
@@ -100,7 +100,7 @@ def test_one_file_export_points_to_a_folder_for_more_than_weights(tmp_path: Path
     assert len(load_file(target)) == len(load_file(folder / "model.safetensors"))
 
 
-def test_session_exports_one_file_as_measured(tmp_path: Path) -> None:
+def test_session_exports_one_file_with_the_planned_dtypes(tmp_path: Path) -> None:
     session = de.open("demo")
     session.cast("*.mlp", "float16")
     session.export(tmp_path / "demo.pt")
@@ -110,8 +110,8 @@ def test_session_exports_one_file_as_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("after", [0.3, 0.8])
-def test_cancelled_one_file_export_leaves_nothing(tmp_path: Path, after: float) -> None:
-    """0.3: while the weights are cast; 0.8: while the PyTorch file is written."""
+def test_cancelled_one_file_export_leaves_no_file(tmp_path: Path, after: float) -> None:
+    """At a share of 0.3, the weights are being cast; at 0.8, the PyTorch file is being written."""
     checkpoint, share = open_checkpoint(source(tmp_path)), [0.0]
 
     def on_bytes(done: int, total: int) -> None:
@@ -124,13 +124,13 @@ def test_cancelled_one_file_export_leaves_nothing(tmp_path: Path, after: float) 
     assert [path.name for path in tmp_path.iterdir()] == ["net.pth"]
 
 
-def test_one_file_export_refuses_cache_formats(tmp_path: Path, make_llama: Make) -> None:
+def test_one_file_export_refuses_kv_cache_formats(tmp_path: Path, make_llama: Make) -> None:
     rules = Recipe((Rule("*", "bfloat16"), Rule("*.kv_cache", "fp8")))
     with pytest.raises(UserError, match="the formats of KV caches need the files of a folder; name a folder instead"):
         export_checkpoint(open_checkpoint(make_llama()), "llama", rules, tmp_path / "x.pth")
 
 
-def test_disk_too_full_for_both_files_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_file_export_reports_too_little_disk_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = open_checkpoint(source(tmp_path))
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=500))

@@ -25,7 +25,7 @@ Make = Callable[..., Path]
 
 
 NEW = ("fixed.fp8", "fixed.fp4")
-"""What torch itself can't read back from a file in its old form."""
+"""Tensors that torch itself can't read back from a file of the old format."""
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -69,7 +69,7 @@ FORMS: dict[str, Callable[[dict[str, torch.Tensor], Path], None]] = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_pickle_export_is_the_cast_of_what_torch_loads(
+def test_exported_pickle_has_the_cast_values_of_torch_load(
     form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "net.pth"
@@ -102,7 +102,7 @@ def test_pickle_export_is_the_cast_of_what_torch_loads(
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_folder_with_pickled_weights_is_exported_and_loaded_back(
+def test_folder_with_pickled_weights_is_exported_and_loaded_by_transformers(
     make_llama: Make, tmp_path: Path, sharded: bool
 ) -> None:
     """Through the command line and a live session, loaded back by transformers."""
@@ -134,10 +134,10 @@ def test_folder_with_pickled_weights_is_exported_and_loaded_back(
             assert torch.equal(tensor, wanted[name].bfloat16().float() if ".mlp." in name else wanted[name]), name
 
 
-def test_verify_reads_pickles_independently_of_the_exporter(
+def test_verify_finds_errors_of_the_pickle_reader_that_export_uses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What the exporter's own reader gets wrong is found, whatever the source's form."""
+    """Verify reads the source with code of its own."""
     from dtype_engine.runtime.export import plan as contents
 
     torch.save({"a": torch.randn(4, 4), "b": torch.randn(3)}, tmp_path / "net.pth")
@@ -157,7 +157,7 @@ def shorter(name: str, data: bytes) -> bytes:
     return data[:-8] if "/data/" in name else data
 
 
-def test_a_storage_shorter_than_its_tensor_is_refused(tmp_path: Path) -> None:
+def test_pickle_storage_shorter_than_its_tensor_is_refused(tmp_path: Path) -> None:
     for deflate in (True, False):
         path = tmp_path / "short.pth"
         torch.save({"weight": torch.randn(30)}, path)
@@ -190,7 +190,9 @@ def test_overlapping_or_missing_pickle_records_are_refused(tmp_path: Path) -> No
         open_checkpoint(path)
 
 
-def test_archive_larger_than_the_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pickle_archive_that_inflates_beyond_free_memory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import psutil
 
     path = tmp_path / "bomb.pth"
@@ -226,7 +228,7 @@ ODD: dict[str, tuple[Callable[[], torch.Tensor], int, str]] = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ODD)
-def test_tensors_that_safetensors_cannot_store_are_shown_and_refused(
+def test_tensors_that_safetensors_cannot_store_are_inspected_but_not_exported(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make, nbytes, reason = ODD[kind]
@@ -250,7 +252,7 @@ def test_tensors_that_safetensors_cannot_store_are_shown_and_refused(
 
 
 def torch_loads(path: Path) -> bool:
-    """Whether torch itself loads the file without running code of it."""
+    """Return whether torch.load reads the file without running its code."""
     try:
         torch.load(path, weights_only=True)
     except pickle.UnpicklingError:
@@ -258,7 +260,7 @@ def torch_loads(path: Path) -> bool:
     return True
 
 
-def test_pickle_keys_with_the_same_text_are_refused(tmp_path: Path) -> None:
+def test_pickle_with_keys_1_and_text_1_is_refused_as_ambiguous(tmp_path: Path) -> None:
     torch.save({1: torch.zeros(2), "1": torch.ones(2)}, tmp_path / "x.pth")
     with pytest.raises(UserError, match="two tensors whose names are both written '1'"):
         open_checkpoint(tmp_path / "x.pth")
@@ -274,7 +276,9 @@ class Tied(nn.Module):
         self.head.weight = self.embed.weight
 
 
-def test_tied_weight_is_counted_and_written_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tied_weight_of_a_pickle_is_counted_and_exported_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     net = Tied()
     torch.save(net.state_dict(), tmp_path / "net.pth")
     assert engine("inspect", tmp_path / "net.pth", "--cast", "head=bf16", "--json") == 0
@@ -324,7 +328,7 @@ def test_shared_storage_of_untied_weights_is_written_for_each_name(make_llama: M
     assert engine("verify", tmp_path / "out", "--against", folder) == 0
 
 
-def test_tied_file_weight_is_one_tensor_of_the_users_module(tmp_path: Path) -> None:
+def test_weights_tied_in_a_pickle_are_one_tensor_in_a_module_of_user_code(tmp_path: Path) -> None:
     """`--weights` with a pickle, which has both names, and with an export of it, which has one."""
     code = tmp_path / "net.py"
     code.write_text(
@@ -347,7 +351,9 @@ def test_tied_file_weight_is_one_tensor_of_the_users_module(tmp_path: Path) -> N
     assert "has different values for them" in model.notices[0]
 
 
-def test_export_notes_what_it_leaves_unchanged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_of_a_pickle_notes_other_entries_and_uncast_tensors(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     state = {"weight": torch.zeros(2), "steps": torch.tensor(3), "wave": torch.zeros(2, dtype=torch.complex64)}
     torch.save({"model": state, "optimizer": {"state": {0: {"exp_avg": torch.zeros(2)}}}}, tmp_path / "x.pth")
     assert engine("export", tmp_path / "x.pth", "--cast", "*=bf16", "-o", tmp_path / "out", "--json") == 0
@@ -358,7 +364,7 @@ def test_export_notes_what_it_leaves_unchanged(tmp_path: Path, capsys: pytest.Ca
     ]
 
 
-def test_compressed_archive_is_not_run_with_wrong_values(make_llama: Make) -> None:
+def test_compressed_pickle_archive_is_read_but_not_run(make_llama: Make) -> None:
     """transformers maps every archive: what it would compute is not of these weights."""
     folder = make_llama("packed")
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
@@ -371,7 +377,7 @@ def test_compressed_archive_is_not_run_with_wrong_values(make_llama: Make) -> No
 
 @pytest.mark.parametrize("zipped", [True, False])
 @pytest.mark.parametrize("share", [0.5, 0.99])
-def test_truncated_pickle_archive_is_reported_as_cut(zipped: bool, share: float, tmp_path: Path) -> None:
+def test_truncated_pickle_archive_is_refused_as_cut_short(zipped: bool, share: float, tmp_path: Path) -> None:
     path = tmp_path / "half.pt"
     torch.save({"x": torch.randn(64, 64)}, path, _use_new_zipfile_serialization=zipped)
     whole = path.read_bytes()
@@ -383,7 +389,7 @@ def test_truncated_pickle_archive_is_reported_as_cut(zipped: bool, share: float,
 
 @pytest.mark.parametrize("trust", [False, True])
 @pytest.mark.parametrize("kept", [2, 14, 40, 200])
-def test_file_ending_inside_its_pickle_is_reported_as_cut(kept: int, trust: bool, tmp_path: Path) -> None:
+def test_file_that_ends_inside_its_pickle_is_refused_as_cut_short(kept: int, trust: bool, tmp_path: Path) -> None:
     """After 14 bytes the first pickle of torch's old format, its magic number, is nearly over; a bare one is a pickle alone."""
     torch.save({"x": torch.randn(64, 64)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     (tmp_path / "bare.pt").write_bytes(pickle.dumps({"x": list(range(500))}))

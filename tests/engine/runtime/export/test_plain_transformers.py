@@ -160,7 +160,7 @@ def allowed_difference(model: str, measured: float) -> float:
 
 
 @pytest.mark.parametrize(("model", "scope", "dtype"), rows() if os.environ.get("DTYPE_TUI_WIDE") else CHOSEN)
-def test_plain_transformers_loads_the_measured_model_or_raises(
+def test_transformers_loads_an_export_with_the_measured_drift_or_raises(
     model: str, scope: str, dtype: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     pytest.importorskip("compressed_tensors", "0.20")

@@ -32,7 +32,7 @@ READ = [name for name in dtypes.BY_NAME if name in dtypes.STORAGE_DTYPES and lay
 
 
 def exported(source: Path, out: Path, *casts: str) -> str:
-    """Write an export; its README."""
+    """Write an export. Returns its README."""
     export_checkpoint(open_checkpoint(source), "model", Recipe(tuple(map(Rule.parse, casts))), out)
     return (out / "README.md").read_text()
 
@@ -47,7 +47,7 @@ def loaded(out: Path, dequantize: bool) -> nn.Module:
 
 @torch.no_grad()
 def outcome(out: Path, dequantize: bool, wide: str) -> set[Outcome]:
-    """What loading really gives: every outcome whose words hold."""
+    """Load the export with transformers. Returns all outcomes that describe the result."""
     try:
         theirs = loaded(out, dequantize)
     except RuntimeError:
@@ -81,7 +81,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("dtype", "wide"), CASES)
-def test_linear_layers_load_as_the_readme_table_says(
+def test_exported_linear_layers_load_as_the_readme_says(
     dtype: str, wide: str, make_llama: Callable[..., Path], tmp_path: Path
 ) -> None:
     pytest.importorskip("compressed_tensors", "0.20")
@@ -109,7 +109,7 @@ MIXED = [
 
 
 @pytest.mark.parametrize(("casts", "wide", "plain", "dequantized"), MIXED)
-def test_formats_in_one_export_load_as_the_readme_table_says(
+def test_several_formats_in_one_export_load_as_the_readme_says(
     casts: str, wide: str, plain: Outcome, dequantized: Outcome, make_llama: Callable[..., Path], tmp_path: Path
 ) -> None:
     """With `dequantize=True` transformers decodes all linear layers by the scheme of one of them, mostly without an error."""
@@ -127,7 +127,7 @@ def test_formats_in_one_export_load_as_the_readme_table_says(
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "mxfp4", "int4@g32"])
 @pytest.mark.parametrize("wide", ["float32", "bfloat16"])
-def test_experts_load_as_the_readme_table_says(dtype: str, wide: str, tmp_path: Path) -> None:
+def test_exported_experts_load_as_the_readme_says(dtype: str, wide: str, tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors", "0.20")
     import transformers
 
@@ -156,7 +156,9 @@ def test_experts_load_as_the_readme_table_says(dtype: str, wide: str, tmp_path: 
             assert not torch.equal(theirs(IDS).logits, ours(IDS).logits)
 
 
-def test_deepseek_layout_loads_the_same_values(make_llama: Callable[..., Path], tmp_path: Path) -> None:
+def test_transformers_loads_the_deepseek_layout_with_the_exported_values(
+    make_llama: Callable[..., Path], tmp_path: Path
+) -> None:
     pytest.importorskip("compressed_tensors", "0.20")
     pytest.importorskip("accelerate")
     if torch.cuda.is_available():
@@ -168,7 +170,7 @@ def test_deepseek_layout_loads_the_same_values(make_llama: Callable[..., Path], 
         assert outcome(out, False, wide) == {Outcome.SAME}
 
 
-def test_every_readable_format_has_loader_facts() -> None:
+def test_loader_facts_exist_for_every_format_that_transformers_reads() -> None:
     for dtype in READ:
         for expert in (False, True):
             assert isinstance(loader_facts(dtype, expert).outcome("float32", True), Outcome)
@@ -193,7 +195,7 @@ def test_exports_without_scales_load_as_the_readme_says(
 
 
 @torch.no_grad()
-def test_readme_names_modules_that_transformers_keeps_in_float32(tmp_path: Path) -> None:
+def test_readme_of_an_export_counts_tensors_that_transformers_keeps_in_float32(tmp_path: Path) -> None:
     import transformers
 
     config = transformers.T5Config(vocab_size=32, d_model=16, d_ff=32, num_layers=1, num_heads=2, d_kv=8)
@@ -219,7 +221,9 @@ NORM = "model.norm.weight"
 
 
 @torch.no_grad()
-def test_transformers_refuses_scales_in_our_own_layout(make_llama: Callable[..., Path], tmp_path: Path) -> None:
+def test_transformers_refuses_exports_with_scales_that_only_dtype_engine_reads(
+    make_llama: Callable[..., Path], tmp_path: Path
+) -> None:
     import transformers
 
     out = tmp_path / "out"
@@ -237,7 +241,7 @@ def test_transformers_refuses_scales_in_our_own_layout(make_llama: Callable[...,
     assert not torch.equal(theirs(IDS).logits, de.load_pretrained(out)(IDS).logits)
 
 
-def test_transformers_loads_nothing_without_a_config(tmp_path: Path) -> None:
+def test_transformers_refuses_an_export_without_a_config(tmp_path: Path) -> None:
     save_file({"x.weight": torch.ones(4, 4)}, tmp_path / "x.safetensors", {"format": "pt"})
     readme = exported(tmp_path / "x.safetensors", tmp_path / "out", "*=f16")
     assert "There is no `config.json`, so `from_pretrained` of transformers can't load it" in readme
@@ -248,7 +252,7 @@ def test_transformers_loads_nothing_without_a_config(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("dtype", "package"), [("float8_e4m3fn", "compressed_tensors"), ("fp8@128x128:ue8m0", "accelerate")]
 )
-def test_package_that_the_readme_names_is_required(
+def test_loading_an_export_requires_the_package_that_the_readme_names(
     dtype: str, package: str, make_llama: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = {"accelerate": "finegrained_fp8", "compressed_tensors": "compressed_tensors"}[package]
@@ -263,7 +267,7 @@ def test_package_that_the_readme_names_is_required(
 
 
 @torch.no_grad()
-def test_transformers_quantizes_activations_unless_it_dequantizes(
+def test_transformers_quantizes_activations_of_an_export_unless_it_dequantizes(
     make_llama: Callable[..., Path], tmp_path: Path
 ) -> None:
     pytest.importorskip("compressed_tensors", "0.20")
@@ -280,7 +284,9 @@ def test_transformers_quantizes_activations_unless_it_dequantizes(
 
 
 @torch.no_grad()
-def test_weights_quantized_before_load_as_before(make_llama: Callable[..., Path], tmp_path: Path) -> None:
+def test_already_quantized_weights_load_from_an_export_as_from_the_source(
+    make_llama: Callable[..., Path], tmp_path: Path
+) -> None:
     """An export of this program without the metadata is a checkpoint of compressed-tensors like any other."""
     pytest.importorskip("compressed_tensors", "0.20")
     before, out = tmp_path / "before", tmp_path / "out"
@@ -293,7 +299,7 @@ def test_weights_quantized_before_load_as_before(make_llama: Callable[..., Path]
     assert torch.equal(de.load_pretrained(out)(IDS).logits, expected)
 
 
-def test_our_loaders_give_the_dtypes_that_the_readme_says(make_llama: Callable[..., Path], tmp_path: Path) -> None:
+def test_load_pretrained_gives_the_dtypes_that_the_readme_says(make_llama: Callable[..., Path], tmp_path: Path) -> None:
     out = tmp_path / "out"
     readme = exported(make_llama(dtype="bfloat16", **WIDE), out, "*norm=f32", "*.mlp=fp8", "*.o_proj=f16")
     assert "every weight in the dtype of the table, except those with scales (float8_e4m3fn)" in readme
@@ -330,7 +336,7 @@ def rendered(markdown: str) -> Iterator[str]:
     return iter(tags.found)
 
 
-def test_model_names_are_escaped_in_markdown(tmp_path: Path) -> None:
+def test_model_and_tensor_names_are_escaped_in_the_readme_of_an_export(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
     save_file({f"{HOSTILE}.weight": torch.full((4, 4), 1e30)}, source / "model.safetensors", {"format": "pt"})
@@ -358,7 +364,7 @@ def test_model_names_are_escaped_in_markdown(tmp_path: Path) -> None:
     assert not {"script", "a", "img", "em"} & set(rendered((other / "README.md").read_text()))
 
 
-def test_base_model_of_an_adapter_is_escaped_in_markdown(tmp_path: Path) -> None:
+def test_base_model_of_an_adapter_is_escaped_in_the_readme_of_an_export(tmp_path: Path) -> None:
     source = tmp_path / "adapter"
     source.mkdir()
     save_file({"base_model.model.q.lora_A.weight": torch.ones(2, 4)}, source / "adapter_model.safetensors")
@@ -371,7 +377,7 @@ def test_base_model_of_an_adapter_is_escaped_in_markdown(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", [HOSTILE, "```", "`", "A`B", "Net\n```\n<script>", "N" * 200])
-def test_class_names_and_quantization_methods_are_escaped_in_markdown(name: str, tmp_path: Path) -> None:
+def test_class_names_and_quantization_methods_are_escaped_in_the_readme(name: str, tmp_path: Path) -> None:
     component, quantised = tmp_path / "component", tmp_path / "quantized"
     component.mkdir()
     save_file({"b.weight": torch.ones(4, 4)}, component / "diffusion_pytorch_model.safetensors")
@@ -394,7 +400,7 @@ def test_class_names_and_quantization_methods_are_escaped_in_markdown(name: str,
         assert not {"script", "a", "img", "em"} & set(rendered(text)), text
 
 
-def test_notes_do_not_call_quantized_weights_float32(tmp_path: Path) -> None:
+def test_readme_of_a_gptq_export_does_not_call_its_weights_float32(tmp_path: Path) -> None:
     quantization = {"quant_method": "gptq", "bits": 4}
     config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "quantization_config": quantization}
     (tmp_path / "config.json").write_text(json.dumps(config))

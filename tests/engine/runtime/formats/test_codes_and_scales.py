@@ -46,7 +46,7 @@ KINDS = pytest.mark.parametrize("kind", WEIGHTS)
 
 
 def ours(weight: torch.Tensor, dtype: str) -> dict[str, torch.Tensor]:
-    """What an export would write, by suffix."""
+    """Return the tensors that an export writes for a weight, by suffix."""
     element = dtypes.BY_NAME[dtype]
     assert element.blocks is not None
     codes: dict[int, torch.Tensor] = {}
@@ -92,7 +92,7 @@ COMPRESSED_TENSORS = {
 
 
 def padded(weight: torch.Tensor, dtype: str) -> torch.Tensor:
-    """A matrix with zeros below and beside it, so that whole blocks fill it."""
+    """Return the matrix with zeros added at the bottom and the right, so that its blocks are whole."""
     blocks = dtypes.BY_NAME[dtype].blocks
     assert blocks is not None
     down, across = (-size % block for size, block in zip(weight.shape, (blocks.rows, blocks.columns), strict=True))
@@ -157,7 +157,7 @@ def test_partial_block_codes_equal_those_of_compressed_tensors(dtype: str, shape
 
 @pytest.mark.parametrize("dtype", COMPRESSED_TENSORS)
 def test_stacked_matrices_are_quantized_independently(dtype: str) -> None:
-    """[3, 70, 200] are three matrices, of which no block reaches into the next; they share what is of the whole tensor."""
+    """[3, 70, 200] are three matrices. No block contains values of two of them, but they share the scale of the tensor."""
     weight = torch.randn(3, 70, 200, generator=torch.Generator().manual_seed(3))
     weight[:, 0, 0] = 9.0  # the largest of each, for the scale of the tensor
     found, each = ours(weight, dtype), [by_compressed_tensors(matrix, dtype) for matrix in weight]
@@ -171,7 +171,7 @@ def test_stacked_matrices_are_quantized_independently(dtype: str) -> None:
 @KINDS
 @pytest.mark.parametrize("rule", ["floor", "rceil", "even"])
 @pytest.mark.parametrize("element", ["mxfp8", "mxfp4"])
-def test_other_mx_scale_rules_equal_those_of_torchao(element: str, rule: str, kind: str) -> None:
+def test_mx_codes_for_other_scale_rules_equal_those_of_torchao(element: str, rule: str, kind: str) -> None:
     mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
     target = torch.float8_e4m3fn if element == "mxfp8" else torch.float4_e2m1fn_x2
     scale, codes = mx.to_mx(WEIGHTS[kind], target, 32, mx.ScaleCalculationMode(rule))
@@ -195,8 +195,8 @@ def test_partial_mx_blocks_equal_those_of_torchao(element: str, rule: str) -> No
 
 
 @pytest.mark.parametrize("kind", [kind for kind in WEIGHTS if kind != "zero"])
-def test_nvfp4_equals_that_of_torchao(kind: str) -> None:
-    """But for tensors whose largest |value| is 0 or subnormal: its scale of the tensor is 0 then, and ours is 1."""
+def test_nvfp4_codes_and_scales_equal_those_of_torchao(kind: str) -> None:
+    """Excepted are tensors whose largest |value| is 0 or subnormal: torchao's tensor scale is 0 then, and ours is 1."""
     nvfp4 = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor")
     weight = WEIGHTS[kind]
     of_tensor = nvfp4.per_tensor_amax_to_scale(weight.abs().max())
@@ -210,7 +210,7 @@ def test_nvfp4_equals_that_of_torchao(kind: str) -> None:
 @pytest.mark.parametrize("kind", [kind for kind in WEIGHTS if kind != "zero"])
 @pytest.mark.parametrize("dtype", ["int4@g128", "int4@g32", "int4@g128a", "int8@g128"])
 def test_grouped_integers_equal_those_of_torchao(dtype: str, kind: str) -> None:
-    """It multiplies by the scale's reciprocal where we divide, so of values half-way between two codes it may take the other."""
+    """torchao multiplies by the scale's reciprocal where we divide, so values half-way between two codes may differ."""
     primitives = pytest.importorskip("torchao.quantization.quant_primitives")
     from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 
@@ -231,8 +231,8 @@ def test_grouped_integers_equal_those_of_torchao(dtype: str, kind: str) -> None:
 
 
 @KINDS
-def test_floor_rule_equals_that_of_llama_cpp(kind: str) -> None:
-    """Its layout is another, so values are compared. Of two that are equally near it takes either, as its table has them."""
+def test_mxfp4_floor_values_equal_those_of_llama_cpp(kind: str) -> None:
+    """llama.cpp has another layout, so values are compared. Of two equally near values it may take the other."""
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize, quantize
 
@@ -310,7 +310,7 @@ def test_mx_equals_its_definition_in_ml_dtypes(name: str, kind: str) -> None:
 
 
 @KINDS
-def test_nvfp4_equals_its_definition_in_ml_dtypes(kind: str) -> None:
+def test_nvfp4_codes_and_scales_equal_their_definition_in_ml_dtypes(kind: str) -> None:
     """Each step of numpy in float32: 2688 / amax of the tensor, amax / 6 of a block by that in e4m3, elements in e2m1."""
     ml_dtypes = pytest.importorskip("ml_dtypes")
     blocks = WEIGHTS[kind].numpy().reshape(-1, 16)

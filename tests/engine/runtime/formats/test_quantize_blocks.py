@@ -58,7 +58,7 @@ def test_block_values_equal_code_times_scale(dtype: str, shape: tuple[int, ...])
 
 
 @FORMATS
-def test_block_chunks_make_no_difference(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_quantization_does_not_depend_on_chunk_size(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = normal(300, 70)
     codes, scale = cast_or_quantize(weight, dtype)
     whole = round_trip("w", weight, dtype)
@@ -79,7 +79,7 @@ _FLOATS = st.floats(-(2.0**60), 2.0**60, width=32)
 
 @given(arrays("float32", (3, 40), elements=_FLOATS), st.sampled_from(MX))
 @settings(max_examples=60)
-def test_representable_values_stay_unchanged(weight: object, dtype: str) -> None:
+def test_block_quantization_of_representable_values_changes_nothing(weight: object, dtype: str) -> None:
     """Powers of two as scales round nothing, so what came back once comes back the same; but for blocks that the rule would
     scale otherwise, now that their largest value was rounded.
     """
@@ -91,7 +91,7 @@ def test_representable_values_stay_unchanged(weight: object, dtype: str) -> None
 
 @given(arrays("float32", (3, 40), elements=_FLOATS), st.sampled_from(dtypes.BLOCK_FORMATS))
 @settings(max_examples=60)
-def test_block_errors_are_within_half_a_step(weight: object, dtype: str) -> None:
+def test_block_quantization_errors_are_at_most_half_a_step(weight: object, dtype: str) -> None:
     tensor = torch.from_numpy(weight)
     row = dtypes.BY_NAME[dtype]
     back = values_in(tensor, dtype, torch.float32)
@@ -132,7 +132,7 @@ def test_block_round_trip_errors_equal_those_in_float64(dtype: str, stored: torc
 
 
 @FORMATS
-def test_block_rounding_alone_is_not_reported_as_loss(dtype: str) -> None:
+def test_block_rounding_is_not_counted_as_loss_and_zeroed_values_are(dtype: str) -> None:
     tensor = normal(256, 256, size=1.0)
     assert count_losses("w", tensor, dtype) is None
     tensor[:, ::2] *= 1e-20
@@ -145,7 +145,7 @@ def test_block_rounding_alone_is_not_reported_as_loss(dtype: str) -> None:
 
 
 @FORMATS
-def test_empty_tensor_loses_nothing(dtype: str) -> None:
+def test_casting_an_empty_tensor_to_a_block_format_loses_nothing(dtype: str) -> None:
     assert count_losses("w", torch.zeros(4, 0), dtype) is None
 
 

@@ -27,7 +27,7 @@ def work(numbers: Iterable[int]) -> tuple[int, int, list[int]]:
     return threading.get_ident(), torch.get_num_threads(), list(numbers)
 
 
-def test_every_block_is_processed_once_by_reused_threads() -> None:
+def test_parallel_map_processes_every_block_once_in_reused_threads() -> None:
     together = threading.Barrier(3)  # a thread that is done early could take a second share
 
     def work_together(numbers: Iterable[int]) -> tuple[int, int, list[int]]:
@@ -45,14 +45,14 @@ def test_every_block_is_processed_once_by_reused_threads() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 7])
-def test_few_blocks_run_in_the_calling_thread(count: int) -> None:
+def test_parallel_map_runs_few_blocks_in_the_calling_thread(count: int) -> None:
     found = parallel_map(work, count)
     assert [numbers for _, _, numbers in found] == ([list(range(count))] if count else [])
     assert {thread for thread, _, _ in found} <= {threading.get_ident()}
 
 
 @pytest.mark.parametrize("failing", [0, 2])
-def test_error_is_raised_after_all_threads_stop(failing: int) -> None:
+def test_parallel_map_raises_an_error_after_all_threads_have_ended(failing: int) -> None:
     ended: list[int] = []
 
     def fails(numbers: Iterable[int]) -> None:
@@ -68,7 +68,7 @@ def test_error_is_raised_after_all_threads_stop(failing: int) -> None:
     assert torch.get_num_threads() == 3
 
 
-def test_cancelled_work_stops_before_the_next_block() -> None:
+def test_cancelled_parallel_map_stops_before_the_next_block() -> None:
     done: list[int] = []
 
     def note(numbers: Iterable[int]) -> None:
@@ -85,7 +85,7 @@ def test_cancelled_work_stops_before_the_next_block() -> None:
     assert sorted(done) == list(range(12))
 
 
-def test_nested_blocks_run_in_one_thread() -> None:
+def test_nested_parallel_map_runs_in_one_thread() -> None:
     nested = parallel_map(lambda numbers: parallel_map(work, 12), 12)
     assert [[numbers for _, _, numbers in each] for each in nested] == [[list(range(12))]] * 3
 
@@ -105,5 +105,5 @@ raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
-def test_threads_work_after_a_fork() -> None:
+def test_parallel_map_works_after_a_fork() -> None:
     assert preloaded.run(_FORKS).returncode == 0

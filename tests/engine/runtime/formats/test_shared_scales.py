@@ -41,7 +41,7 @@ def global_scale(tensors: dict[str, torch.Tensor], *layers: str) -> float:
     return float(generate_gparam(min(weight.min() for weight in weights), max(weight.max() for weight in weights)))
 
 
-def test_export_has_the_shared_scales_of_llm_compressor(llama: Path, tmp_path: Path) -> None:
+def test_nvfp4_export_has_the_shared_scales_of_llm_compressor(llama: Path, tmp_path: Path) -> None:
     session = de.open(str(llama))
     session.cast("*_proj", "nvfp4")
     session.export(tmp_path / "out")
@@ -63,8 +63,8 @@ def test_export_has_the_shared_scales_of_llm_compressor(llama: Path, tmp_path: P
         assert torch.equal(candidate_value(live, torch.float32), candidate_value(written, torch.float32))
 
 
-def test_verify_knows_which_weights_share_a_scale(llama: Path, tmp_path: Path) -> None:
-    """Written with a scale of its own, as if nothing were fused, an export is found to be another."""
+def test_verify_finds_an_nvfp4_scale_that_should_be_shared(llama: Path, tmp_path: Path) -> None:
+    """In the changed export, one layer has a scale of its own, as if layers were not fused."""
     out = tmp_path / "out"
     session = de.open(str(llama))
     session.cast("*_proj", "nvfp4")
@@ -79,7 +79,7 @@ def test_verify_knows_which_weights_share_a_scale(llama: Path, tmp_path: Path) -
     assert difference.name == f"{ATTENTION}.v_proj.weight"
 
 
-def test_cast_changes_siblings_only_if_they_share_a_scale(llama: Path) -> None:
+def test_cast_changes_fused_weights_only_if_they_share_a_scale(llama: Path) -> None:
     session = de.open(str(llama))
     q, k, v = (session.model.weights[f"{ATTENTION}.{name}_proj.weight"] for name in "qkv")
 
@@ -102,7 +102,7 @@ def test_cast_changes_siblings_only_if_they_share_a_scale(llama: Path) -> None:
     assert torch.equal(values(v), alone)
 
 
-def test_outputs_of_changed_siblings_are_not_reused(llama: Path) -> None:
+def test_outputs_of_weights_whose_shared_scale_changed_are_not_reused(llama: Path) -> None:
     """v is used after q: a cast of v changes q's values, so what q gave before must run again."""
     session = de.open(str(llama))
     session.cast("*.q_proj", "nvfp4")
@@ -115,7 +115,7 @@ def test_outputs_of_changed_siblings_are_not_reused(llama: Path) -> None:
     assert fresh.drift().output == reused
 
 
-def test_export_notes_formats_that_fused_kernels_reject(llama: Path, tmp_path: Path) -> None:
+def test_export_notes_fused_weights_in_different_formats(llama: Path, tmp_path: Path) -> None:
     session = de.open(str(llama))
     session.cast("*.q_proj", "nvfp4")
     notices = session.export(tmp_path / "out").notices
@@ -129,7 +129,7 @@ def test_export_notes_formats_that_fused_kernels_reject(llama: Path, tmp_path: P
 
 
 def test_scan_scores_a_weight_with_the_scale_of_its_group(llama: Path) -> None:
-    """Each alone, with the values that it has where q, k and v all are in the format: put into a plain module by hand."""
+    """Each weight is tested alone in a plain module, with the values that it has if q, k and v all are in the format."""
     session = de.open(str(llama), inputs={"input_ids": torch.arange(2, 14)[None]})
     exact = session.scan(["nvfp4"], exact=True).scores()
     estimate = session.scan(["nvfp4"], draws=200).scores()

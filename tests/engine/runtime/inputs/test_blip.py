@@ -44,7 +44,7 @@ SETTINGS = pytest.mark.parametrize(
 
 
 @SETTINGS
-def test_logit_drift_equals_that_of_plain_transformers(
+def test_logit_drift_of_blip_equals_that_of_plain_transformers(
     folder: Path, picture: Path, candidate: str, autocast: Any
 ) -> None:
     options = de.Options(images=(picture,), prompts=(PROMPT,), settings=de.RunSettings(autocast=autocast))
@@ -70,7 +70,7 @@ def test_logit_drift_equals_that_of_plain_transformers(
     assert report.output.kl_mean == pytest.approx(kl.sum(-1).mean().item(), rel=1e-6)
 
 
-def test_inputs_summary_says_whose_text_it_is(folder: Path, picture: Path) -> None:
+def test_description_of_inputs_says_that_text_or_pictures_are_the_users(folder: Path, picture: Path) -> None:
     session = de.open(str(folder), options=de.Options(images=(picture,), prompts=(PROMPT,)))
     assert session.drift().inputs.endswith(", and your text")
     session.use_inputs(de.Options(prompts=(PROMPT, "two")))
@@ -78,7 +78,7 @@ def test_inputs_summary_says_whose_text_it_is(folder: Path, picture: Path) -> No
 
 
 @SETTINGS
-def test_generated_captions_equal_those_of_plain_transformers(
+def test_captions_generated_by_blip_equal_those_of_plain_transformers(
     folder: Path, picture: Path, candidate: str, autocast: Any
 ) -> None:
     options = de.Options(images=(picture,), prompts=(PROMPT,), settings=de.RunSettings(autocast=autocast))
@@ -115,7 +115,9 @@ def test_reported_memory_is_the_footprint_of_the_cast_model(folder: Path, pictur
     assert memory.stored_bytes == 2 * memory.planned_bytes
 
 
-def test_command_prints_what_it_ran_on(folder: Path, picture: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_drift_json_describes_the_picture_and_text_it_was_measured_on(
+    folder: Path, picture: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = ["drift", str(folder), "--image", str(picture), "--prompt", PROMPT, "--cast", "*=bf16", "--json"]
     assert run(cli, "dtype-engine", [*arguments, "--generate", "4"]) == 0
     found = json.loads(capsys.readouterr().out)

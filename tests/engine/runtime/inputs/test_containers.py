@@ -100,14 +100,14 @@ def test_batch_moves_and_copies_nested_tensors(name: str) -> None:
     assert float(next(tensor for _, tensor in batch.named_tensors()).abs().sum()) > 0
 
 
-def test_container_without_tensors_is_kept_as_the_same_object() -> None:
+def test_argument_without_tensors_keeps_its_type_and_value() -> None:
     size, settings = torch.Size([1, 2]), {"a": [1]}
     batch = Batch((size, settings, Frozen(1))).on(torch.device("cpu"), torch.float64)
     assert batch.args == (size, settings, Frozen(1))
     assert type(batch.args[0]) is torch.Size
 
 
-def test_single_packed_sequence_or_dataclass_is_one_argument() -> None:
+def test_packed_sequence_or_dataclass_as_input_is_one_argument() -> None:
     packed = pack_padded_sequence(X, LENGTHS, batch_first=True)
     for value in (packed, Frozen(X)):
         (batch,) = from_values(value, "example_inputs()").batches

@@ -70,7 +70,7 @@ def kwargs_of(session: de.Session, index: int = 0) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", MODALITIES)
-def test_every_folder_has_default_inputs_and_runs(name: str, saved: Callable[..., Path]) -> None:
+def test_every_saved_model_runs_on_default_inputs(name: str, saved: Callable[..., Path]) -> None:
     session = opened(saved(name), sequences=2)
     reading = session.inputs_reading
     assert reading is not None, session.no_forward
@@ -84,7 +84,7 @@ def test_every_folder_has_default_inputs_and_runs(name: str, saved: Callable[...
 
 
 @pytest.mark.parametrize("name", MODALITIES)
-def test_folder_without_a_processor_has_inputs_from_its_config(name: str, saved: Callable[..., Path]) -> None:
+def test_inputs_of_a_model_without_a_processor_are_made_from_its_config(name: str, saved: Callable[..., Path]) -> None:
     session = opened(saved(name, processed=False), sequences=2)
     reading = session.inputs_reading
     assert reading is not None, session.no_forward
@@ -94,7 +94,9 @@ def test_folder_without_a_processor_has_inputs_from_its_config(name: str, saved:
 
 
 @pytest.mark.parametrize("name", ["vit", "blip"])
-def test_text_options_are_noted_as_unused_beside_a_picture(name: str, saved: Callable[..., Path]) -> None:
+def test_chat_and_sequences_options_are_noted_as_unused_by_models_with_pictures(
+    name: str, saved: Callable[..., Path]
+) -> None:
     reading = opened(saved(name), chat=True, sequences=2).inputs_reading
     assert reading is not None
     assert reading.made_of[-1] == "--chat and --sequences not used: they are for models of text alone"
@@ -124,7 +126,7 @@ def test_llava_prompt_is_built_like_its_processor_does(saved: Callable[..., Path
     assert len(session.generate(3)[0].candidate.ids) >= 1
 
 
-def test_number_of_image_tokens_equals_that_of_the_features(saved: Callable[..., Path], picture: Path) -> None:
+def test_number_of_image_tokens_equals_the_number_of_image_features(saved: Callable[..., Path], picture: Path) -> None:
     found = kwargs_of(opened(saved("qwen2_5_vl"), images=(picture,)))
     grid = found["image_grid_thw"]
     assert (found["input_ids"] == checkpoint_folders.IMAGE_TOKEN).sum() == int(grid.prod()) // 4, (
@@ -169,7 +171,7 @@ def test_sound_file_is_resampled_for_the_feature_extractor(saved: Callable[..., 
     assert float(values.var()) == pytest.approx(1, abs=1e-3)
 
 
-def test_resampling_removes_frequencies_above_half_the_rate(tmp_path: Path) -> None:
+def test_audio_resampling_removes_frequencies_above_half_the_target_rate(tmp_path: Path) -> None:
     path = tmp_path / "high.wav"
     with wave.open(str(path), "wb") as file:
         file.setnchannels(1)
@@ -181,7 +183,7 @@ def test_resampling_removes_frequencies_above_half_the_rate(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("own_rate", "rate"), [(44_100, 16_000), (48_000, 16_000), (8_000, 16_000), (11_025, 24_000)])
-def test_resampling_is_more_accurate_than_scipy(own_rate: int, rate: int) -> None:
+def test_audio_resampling_is_more_accurate_than_scipy(own_rate: int, rate: int) -> None:
     def tones(hertz: int) -> np.ndarray:
         time = np.arange(hertz) / hertz
         return 0.4 * np.sin(2 * np.pi * 440 * time) + 0.3 * np.sin(2 * np.pi * 2500 * time)
@@ -197,7 +199,7 @@ def test_resampling_is_more_accurate_than_scipy(own_rate: int, rate: int) -> Non
 
 
 @pytest.mark.parametrize("samples", [1, 2, 3, 7])
-def test_resampling_a_few_samples_keeps_the_length(samples: int) -> None:
+def test_audio_resampling_of_a_few_samples_gives_the_expected_length(samples: int) -> None:
     for own_rate in (8_000, 44_100, 48_000, 192_000, 10**9):
         found = resampled(np.ones(samples, "float32"), own_rate, 16_000)
         assert len(found) == math.ceil(samples * 16_000 / own_rate) > 0
@@ -223,7 +225,7 @@ def test_sequences_longer_than_the_model_allows_are_refused() -> None:
         de.open(options=de.Options(sequence_length=99_999))
 
 
-def test_positions_before_the_padding_token_are_not_counted(tmp_path: Path) -> None:
+def test_length_limit_of_roberta_excludes_positions_up_to_the_padding_token(tmp_path: Path) -> None:
     config = transformers.RobertaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
         max_position_embeddings=34, pad_token_id=1,
@@ -236,7 +238,7 @@ def test_positions_before_the_padding_token_are_not_counted(tmp_path: Path) -> N
         opened(tmp_path, sequence_length=33)
 
 
-def test_arguments_of_a_custom_module_keep_their_meaning() -> None:
+def test_input_names_are_checked_against_the_forward_pass_of_the_module() -> None:
     class Own(torch.nn.Module):
         def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
             return input_ids * 2
@@ -247,7 +249,7 @@ def test_arguments_of_a_custom_module_keep_their_meaning() -> None:
         check_fits(model, Batch(kwargs={"ids": torch.ones(3)}), "here")
 
 
-def test_tokenizer_of_another_model_is_named(tmp_path: Path) -> None:
+def test_token_id_beyond_the_vocabulary_of_the_model_is_refused(tmp_path: Path) -> None:
     folder = checkpoint_folders.save("llama", tmp_path / "llama", processed=False)
     words = dict.fromkeys(["[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]", "horse"]) | {"zebra": None}
     vocabulary = {word: 99 if word == "zebra" else place for place, word in enumerate(words)}
@@ -257,7 +259,7 @@ def test_tokenizer_of_another_model_is_named(tmp_path: Path) -> None:
         opened(folder, prompts=("horse", "horse zebra")).drift()
 
 
-def test_jsonl_may_have_text_prompts_and_conversations(saved: Callable[..., Path], tmp_path: Path) -> None:
+def test_texts_prompts_and_conversations_are_read_from_jsonl(saved: Callable[..., Path], tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
     path.write_text("\n".join(map(json.dumps, ({"text": "one two"}, {"prompt": "three"}, {"messages": talk}, "four"))))
@@ -287,14 +289,14 @@ def test_jsonl_may_have_text_prompts_and_conversations(saved: Callable[..., Path
         ("17", "line 2: needs a text"),
     ],
 )
-def test_invalid_jsonl_line_is_named(line: str, said: str, tmp_path: Path) -> None:
+def test_invalid_jsonl_line_is_refused_with_its_number(line: str, said: str, tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     path.write_text('{"text": "fine"}\n' + line)
     with pytest.raises(de.UserError, match=said):
         list(read_jsonl(path, de.InputLimits()))
 
 
-def test_tensor_files_of_every_kind_give_the_same_calls(saved: Callable[..., Path], tmp_path: Path) -> None:
+def test_tensor_files_of_every_kind_give_the_same_inputs(saved: Callable[..., Path], tmp_path: Path) -> None:
     first, second = architectures.tokens(5).cpu(), architectures.tokens(9).cpu()
     save_file({"0.input_ids": first.int(), "1.input_ids": second.int()}, tmp_path / "calls.safetensors")
     np.savez(tmp_path / "calls.npz", **{"0.input_ids": first.numpy(), "1.input_ids": second.numpy()})
@@ -360,7 +362,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("name", "tensors", "said"), WRONG)
-def test_unsuitable_tensors_are_refused_in_one_sentence(
+def test_tensors_that_do_not_fit_the_model_are_refused_in_one_sentence(
     name: str, tensors: dict[str, Any], said: str, saved: Callable[..., Path], tmp_path: Path
 ) -> None:
     save_file({key: value.contiguous() for key, value in tensors.items()}, tmp_path / "wrong.safetensors")
@@ -368,7 +370,7 @@ def test_unsuitable_tensors_are_refused_in_one_sentence(
         opened(saved(name), tensors=tmp_path / "wrong.safetensors")
 
 
-def test_positional_tensors_that_do_not_bind_are_refused(tmp_path: Path) -> None:
+def test_too_many_positional_tensors_are_refused(tmp_path: Path) -> None:
     torch.save((architectures.tokens(), architectures.tokens(), architectures.tokens()), tmp_path / "three.pt")
     with pytest.raises(de.UserError, match=r"three\.pt does not fit the forward pass of TinyNet: too many positional"):
         de.open(f"{TINYNET}:TinyNet", options=de.Options(tensors=tmp_path / "three.pt"))
@@ -434,7 +436,7 @@ def test_inputs_of_the_wrong_kind_are_refused_in_one_sentence(saved: Callable[..
         (["--sequence-length", "99999"], "sequences of 99999 tokens are too long"),
     ],
 )
-def test_invalid_input_options_are_one_line_and_status_2(
+def test_invalid_input_options_exit_with_one_line_and_status_2(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(cli, "dtype-engine", ["drift", *arguments]) == 2
@@ -443,7 +445,7 @@ def test_invalid_input_options_are_one_line_and_status_2(
     assert "\n" not in error
 
 
-def test_typed_line_is_a_prompt_or_files(tmp_path: Path) -> None:
+def test_line_typed_as_inputs_is_parsed_as_a_prompt_or_files(tmp_path: Path) -> None:
     picture, text = checkpoint_folders.write_picture(tmp_path / "my picture.png"), tmp_path / "notes.txt"
     text.write_text("words")
     save_file({"x": torch.zeros(1)}, tmp_path / "x.safetensors")
@@ -465,7 +467,7 @@ def test_typed_line_is_a_prompt_or_files(tmp_path: Path) -> None:
             parse_inputs_line(de.Options(), line)
 
 
-def test_open_session_runs_on_other_inputs(saved: Callable[..., Path], tmp_path: Path, picture: Path) -> None:
+def test_open_session_can_switch_to_other_inputs(saved: Callable[..., Path], tmp_path: Path, picture: Path) -> None:
     session = opened(saved("vit"))
     first = session.drift()
     with pytest.raises(de.UserError, match="accepts pictures and no text"):

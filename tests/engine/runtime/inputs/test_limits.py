@@ -53,7 +53,7 @@ def edited(saved: Callable[[str], Path], tmp_path: Path) -> Callable[..., Path]:
 
 
 def no_forward(folder: Path, **options: Any) -> str:
-    """Why the model of a folder can't be run; the model itself opens."""
+    """Open the model of a folder, which can't be run. Returns the reason."""
     said = de.open(str(folder), options=de.Options(**options)).no_forward
     assert said is not None
     assert "\n" not in said
@@ -78,7 +78,7 @@ def test_number_of_patches_is_limited(edited: Callable[..., Path]) -> None:
 
 
 def test_picture_size_in_config_is_limited(edited: Callable[..., Path], saved: Callable[[str], Path]) -> None:
-    """Of a model whose weights do not depend on the size of its pictures, and whose folder has no processor."""
+    """The weights of this model do not depend on the picture size, and its folder has no processor."""
     said = no_forward(edited("swin", {"config.json": {"image_size": 8000}}))
     assert "a picture of 8000 x 8000, the size in config.json, asks for 192,000,000 values" in said
     options = de.Options(limits=de.InputLimits(values=3071))
@@ -96,7 +96,7 @@ def test_picture_size_in_config_is_limited(edited: Callable[..., Path], saved: C
      ("whisper", {"feature_size": 10**7}, "n_fft times feature_size"),
      ("whisper", {"hop_length": 1, "chunk_length": 100}, "asks for 640,000,000 values")],
 )  # fmt: skip
-def test_feature_extractor_size_is_limited(
+def test_audio_feature_extractor_settings_are_limited(
     edited: Callable[..., Path], model: str, changes: dict[str, Any], says: str
 ) -> None:
     assert says in no_forward(edited(model, {PREPROCESSOR: changes}))
@@ -190,7 +190,7 @@ def chat_folder(folder: Path, template: str) -> Path:
      ("{% for i in range(30000) %}{{ 'a' * 99 }}{% endfor %}", "has 2,970,000 bytes, more than the limit of 1,048,576"),
      ("{{ raise_exception('no\nway') }}", "prompt 1: the chat template of llama refuses this conversation: no way")],
 )  # fmt: skip
-def test_chat_template_is_stopped_at_its_limits(
+def test_chat_template_is_limited_in_time_and_text_size(
     edited: Callable[..., Path], template: str, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = chat_folder(edited("llama"), template)
@@ -203,7 +203,7 @@ def test_chat_template_is_stopped_at_its_limits(
     de.open(str(folder), options=de.Options(prompts=("x",)))  # unasked, the template does not run
 
 
-def test_template_text_equals_that_of_transformers(edited: Callable[..., Path], tmp_path: Path) -> None:
+def test_text_from_the_chat_template_equals_that_of_transformers(edited: Callable[..., Path], tmp_path: Path) -> None:
     template = (
         CHAT
         + "{{ cls_token }}{% generation %}{{ {'a': 'ü'} | tojson }}{% endgeneration %}{{ messages[0].keys() | list }}"
@@ -275,7 +275,7 @@ def test_slow_tokenizer_is_tried_in_a_separate_process(edited: Callable[..., Pat
 
 
 def test_tokenizer_has_one_time_limit_for_all_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of many texts could take nearly as long otherwise."""
+    """With a limit for each text, many texts could take that long each."""
     allowed: list[int] = []
     monkeypatch.setattr(limited_child, "limit_seconds", allowed.append)
     monkeypatch.setattr(limited_child, "limit_memory", lambda more: None)
@@ -285,7 +285,9 @@ def test_tokenizer_has_one_time_limit_for_all_texts(monkeypatch: pytest.MonkeyPa
     assert allowed == [5, 10]
 
 
-def test_ordinary_tokenizers_start_no_process(saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ordinary_tokenizers_run_without_a_separate_process(
+    saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def started(*_: object, **__: object) -> None:
         raise AssertionError
 
@@ -294,7 +296,7 @@ def test_ordinary_tokenizers_start_no_process(saved: Callable[[str], Path], monk
         assert de.open(str(saved(name))).inputs is not None
 
 
-def test_tokenizer_is_tried_once_for_the_same_texts(
+def test_slow_tokenizer_is_tried_only_once_for_the_same_texts(
     edited: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = {"tokenizer_class": "PreTrainedTokenizerFast"}
@@ -308,7 +310,7 @@ def test_tokenizer_is_tried_once_for_the_same_texts(
 
 
 @pytest.mark.parametrize("given", ["pixels", "pixels=", "pixels=-1", "colours=3", "pixels=1e9", "template_bytes=1"])
-def test_invalid_limit_is_one_line(given: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_input_limit_option_is_refused_in_one_line(given: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(cli, "dtype-engine", ["drift", "demo", "--input-limit", given]) == 2
     said = capsys.readouterr().err
     assert "give KIND=NUMBER, where KIND is pixels, seconds, values, tokens, template-seconds or template-bytes" in said

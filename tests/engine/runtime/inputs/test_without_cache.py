@@ -19,7 +19,7 @@ from dtype_engine import Recipe, Rule
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "t5", "qwen3_next", "mamba"])
-def test_figures_equal_those_of_plain_torch_with_its_cache(name: str) -> None:
+def test_drift_without_kv_cache_equals_that_of_plain_torch_with_cache(name: str) -> None:
     module, inputs = architectures.make(name)
     inputs = {key: value for key, value in inputs.items() if key != "use_cache"}
     other = copy.deepcopy(module)
@@ -35,7 +35,7 @@ def test_figures_equal_those_of_plain_torch_with_its_cache(name: str) -> None:
     assert any("use_cache" in line for line in session.inputs_reading.made_of)
 
 
-def test_late_cast_reuses_earlier_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cast_of_a_late_layer_reuses_outputs_of_earlier_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     module, _ = architectures.make("llama")
     session = de.open(module, inputs={"input_ids": architectures.tokens()})
     session.drift()
@@ -53,15 +53,15 @@ def test_late_cast_reuses_earlier_layers(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("told", [True, False])
-def test_cache_arguments_of_the_user_are_kept(told: bool) -> None:
+def test_use_cache_argument_of_the_user_is_kept(told: bool) -> None:
     session = de.open(architectures.make("llama")[0], inputs={"input_ids": architectures.tokens(), "use_cache": told})
     assert session.inputs is not None
     assert session.inputs.batches[0].kwargs["use_cache"] is told
     assert not any("use_cache" in line for line in session.inputs.made_of)
 
 
-def test_cache_given_by_the_user_is_used() -> None:
-    """Under the name that the installed transformers has for it."""
+def test_use_cache_is_not_disabled_if_the_user_gives_a_kv_cache() -> None:
+    """The argument has the name that the installed transformers gives it."""
     module, _ = architectures.make("llama")
     cache = {cache_argument(module): DynamicCache(config=module.config)}
     session = de.open(module, inputs={"input_ids": architectures.tokens(), **cache})

@@ -42,21 +42,21 @@ CONFIG = transformers.LlamaConfig(
     ],
     ids=lambda value: value if isinstance(value, str) and " " not in value else "",
 )
-def test_installed_transformers_has_the_private_name(holder: object, name: str, without_it: str) -> None:
+def test_installed_transformers_has_every_private_name_that_is_used(holder: object, name: str, without_it: str) -> None:
     assert hasattr(holder, name), (
         f"transformers {transformers.__version__} has {name} no more, which hf_private.py takes from it: {without_it}"
     )
 
 
 class Islands(nn.Module):
-    """Says what is to be kept in float32 in all three ways."""
+    """Declares modules to be kept in float32 in all three ways that transformers has."""
 
     _keep_in_fp32_modules = ("wo",)
     _keep_in_fp32_modules_strict = ("norm",)
     _skip_layerwise_casting_patterns = ("pos.*embed",)
 
 
-def test_float32_modules_of_a_class_are_found() -> None:
+def test_patterns_of_modules_kept_in_float32_are_read_from_the_class() -> None:
     patterns = {attribute: pattern for pattern, attribute in hf_private.float32_patterns(Islands())}
     assert re.search(patterns["_keep_in_fp32_modules"], "layer.0.wo")
     assert not re.search(patterns["_keep_in_fp32_modules"], "layer.0.wonder")
@@ -65,7 +65,7 @@ def test_float32_modules_of_a_class_are_found() -> None:
     assert hf_private.float32_patterns(nn.Linear(1, 1)) == []
 
 
-def test_class_loads_each_tensor_in_its_own_dtype() -> None:
+def test_dtype_plan_gives_each_tensor_its_own_dtype() -> None:
     class Model(nn.Module):
         def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
             return {}
@@ -82,7 +82,7 @@ def test_class_loads_each_tensor_in_its_own_dtype() -> None:
     assert hf_private.with_dtypes(nn.Linear, stored) is nn.Linear, "without the name: the class itself"
 
 
-def test_names_are_kept_without_the_renaming_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensor_names_are_unchanged_without_the_conversion_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("conversion_mapping", "core_model_loading"):
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, f"transformers.{name}", None)
@@ -103,7 +103,7 @@ def test_attention_implementation_is_replaced_temporarily(gone: str | None, monk
 
 
 @pytest.mark.parametrize("of", ["attn", "experts"])
-def test_kernel_in_one_configuration_is_named(of: str) -> None:
+def test_attention_or_expert_implementation_in_a_config_can_be_read_and_set(of: str) -> None:
     config = transformers.LlamaConfig.from_dict(CONFIG.to_dict())
     hf_private.set_implementation(config, of, "eager")
     assert hf_private.implementation(config, of) == "eager"

@@ -113,7 +113,7 @@ def cache_bytes(module: nn.Module, device: str) -> int:
     ("name", "dtype"),
     [*((name, "float32") for name in MODELS), *((name, "bfloat16") for name in ("latents", "pictures"))],
 )
-def test_activation_peak_equals_that_of_the_allocator(name: str, dtype: str, device: str) -> None:
+def test_measured_activation_peak_equals_that_of_the_allocator(name: str, dtype: str, device: str) -> None:
     """Also in bfloat16, where kernels on a CPU take workspace."""
     module = make(name).to(device, getattr(torch, dtype))
     found = measured(module, CONTEXT, BATCH)
@@ -135,7 +135,7 @@ def test_activation_estimate_is_a_close_upper_bound(name: str) -> None:
     assert found.estimated
 
 
-def test_token_loop_is_extrapolated_from_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_activation_estimate_of_a_loop_over_tokens_is_extrapolated(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the estimate for millions of tokens takes no longer than that for some hundred."""
     monkeypatch.setattr(activation_memory, "_LOOPED", (16, 32, 64))  # shorter than in use, for time
     settings = transformers.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, state_size=8)
@@ -145,7 +145,7 @@ def test_token_loop_is_extrapolated_from_few_tokens(monkeypatch: pytest.MonkeyPa
     assert (found.context, found.batch) == (7_000_000, BATCH)
 
 
-def test_memory_freed_but_not_allocated_by_the_pass_is_not_counted() -> None:
+def test_memory_allocated_before_the_pass_is_not_counted_as_activations() -> None:
     module = make("llama")
     before = measured(module, CONTEXT, BATCH).nbytes
     ballast = [torch.zeros(1 << 20)]
@@ -153,13 +153,13 @@ def test_memory_freed_but_not_allocated_by_the_pass_is_not_counted() -> None:
     assert measured(module, CONTEXT, BATCH).nbytes == before
 
 
-def test_estimate_for_a_huge_context_uses_no_memory() -> None:
+def test_activation_estimate_works_for_a_million_tokens() -> None:
     estimator = ActivationEstimator(without_data(make("llama")), torch.bfloat16)
     small, large = estimator.estimate(1000, 1), estimator.estimate(1_000_000, 8)
     assert large.nbytes > 7000 * small.nbytes
     assert large.nbytes > 1 << 32
 
 
-def test_module_without_known_input_sizes_is_refused() -> None:
+def test_activation_memory_needs_a_module_with_known_input_sizes() -> None:
     with pytest.raises(NoForward, match="nothing says how large the inputs 'input_ids' of Linear are"):
         measured(nn.Linear(2, 2), 8, 1)

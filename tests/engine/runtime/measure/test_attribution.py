@@ -27,7 +27,7 @@ def kl_alone(session: Any, module: str, dtype: str) -> float:
 
 
 def text(tmp_path: Path) -> de.Options:
-    """One sequence of text, fewer positions than causes look at, so that both see the same."""
+    """Return options with one text that is shorter than what causes measure, so that both use the same positions."""
     file = tmp_path / "text.txt"
     file.write_text("def add(first, second):\n    return first + second\n" * 4)
     return de.Options(texts=(file,))
@@ -79,7 +79,7 @@ def test_local_error_is_measured_on_reference_inputs() -> None:
     assert found.local_sqnr_db == pytest.approx(expected, rel=1e-5)
 
 
-def test_planted_bad_layer_is_named_as_cause(make_llama: Callable[..., Path]) -> None:
+def test_layer_with_a_planted_error_is_named_as_the_cause_of_drift(make_llama: Callable[..., Path]) -> None:
     session = de.open(str(make_llama(num_hidden_layers=4)))
     session.cast("*", "bfloat16")
     bad = "model.layers.2.mlp.down_proj"
@@ -91,7 +91,7 @@ def test_planted_bad_layer_is_named_as_cause(make_llama: Callable[..., Path]) ->
     assert (report.causes[1].share or 0) < 0.05
 
 
-def test_causes_need_no_second_copy_of_a_bfloat16_checkpoint(
+def test_causes_of_a_bfloat16_checkpoint_are_found_without_a_float32_copy(
     monkeypatch: pytest.MonkeyPatch, make_llama: Callable[..., Path]
 ) -> None:
     monkeypatch.setattr(causes, "ENOUGH_POSITIONS", 10**6)  # all of the inputs, as the measurement
@@ -108,7 +108,7 @@ def test_no_drift_has_no_causes(make_llama: Callable[..., Path]) -> None:
 
 
 @pytest.mark.parametrize("name", ["torch_lstm", "torch_attention", "mixtral", "resnet", "t5", "whisper", "mamba"])
-def test_causes_of_other_architectures(name: str) -> None:
+def test_causes_of_drift_are_found_in_every_test_architecture(name: str) -> None:
     module, inputs = architectures.make(name)
     session = de.open(module, inputs=inputs)
     session.cast("*", "bfloat16")
@@ -118,7 +118,9 @@ def test_causes_of_other_architectures(name: str) -> None:
     assert all(math.isfinite(cause.drift) and cause.drift >= 0 for cause in report.causes)
 
 
-def test_worst_module_is_found_by_subtrees(monkeypatch: pytest.MonkeyPatch, make_llama: Callable[..., Path]) -> None:
+def test_worst_module_is_found_by_splitting_subtrees_in_few_passes(
+    monkeypatch: pytest.MonkeyPatch, make_llama: Callable[..., Path]
+) -> None:
     session = de.open(str(make_llama(num_hidden_layers=6)))
     session.cast("*", "bfloat16")
     session.model.weights["model.layers.4.mlp.up_proj.weight"].tensor.data.mul_(1.5)
@@ -132,7 +134,7 @@ def test_worst_module_is_found_by_subtrees(monkeypatch: pytest.MonkeyPatch, make
 
 
 @pytest.mark.parametrize("most", [160, 24])
-def test_intermediate_causes_equal_the_final_ones(
+def test_intermediate_causes_are_sorted_and_count_no_module_twice(
     most: int, monkeypatch: pytest.MonkeyPatch, make_llama: Callable[..., Path]
 ) -> None:
     monkeypatch.setattr(causes, "MOST_PASSES", most)
@@ -156,7 +158,7 @@ def test_intermediate_causes_equal_the_final_ones(
             assert sum(cause.modules for cause in so_far.causes) <= 57
 
 
-def test_causes_can_be_cancelled_and_refuse_autocast(make_llama: Callable[..., Path]) -> None:
+def test_search_for_causes_can_be_cancelled_and_is_refused_with_autocast(make_llama: Callable[..., Path]) -> None:
     session = de.open(str(make_llama()))
     session.cast("*", "bfloat16")
     told: list[tuple[int, int]] = []
@@ -195,7 +197,7 @@ def with_router_bias() -> tuple[Any, dict[str, torch.Tensor]]:
     return module, {"input_ids": torch.randint(0, 64, (2, 24))}
 
 
-def test_router_bias_is_the_cause_and_float32_fixes_it() -> None:
+def test_router_bias_is_the_only_cause_and_casting_it_to_float32_removes_the_drift() -> None:
     module, inputs = with_router_bias()
     narrow, _ = with_router_bias()
     bias = narrow.model.layers[1].mlp.gate.e_score_correction_bias
@@ -211,7 +213,7 @@ def test_router_bias_is_the_cause_and_float32_fixes_it() -> None:
     assert session.drift().output.kl_mean == 0
 
 
-def test_fp8_router_is_a_cause_with_its_own_drift() -> None:
+def test_drift_of_an_fp8_router_as_a_cause_equals_that_of_the_router_alone() -> None:
     module, inputs = with_router_bias()
     narrow, _ = with_router_bias()
     gate = narrow.model.layers[1].mlp.gate
@@ -277,7 +279,7 @@ USES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("use", USES)
-def test_weight_is_a_cause_for_every_kind_of_use(use: str) -> None:
+def test_drift_caused_by_a_weight_is_found_for_every_way_to_use_it(use: str) -> None:
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
     session = de.open(Uses(USES[use]), inputs=(x,))
     session.cast("inner", "bfloat16")
@@ -291,7 +293,7 @@ def test_weight_is_a_cause_for_every_kind_of_use(use: str) -> None:
     assert cause.drift == pytest.approx(float(difference.square().sum() / reference.square().sum()), rel=1e-6)
 
 
-def test_cancelled_attribution_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_for_causes_resumes_after_a_cancellation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(causes, "MOST_PASSES", 30)  # subtrees, of which some are split
     session, fresh = de.open(options=text(tmp_path)), de.open(options=text(tmp_path))
     for each in (session, fresh):

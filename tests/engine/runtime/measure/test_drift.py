@@ -33,7 +33,9 @@ ALL = MeasurementListener(all_modules=lambda: True)
 @pytest.mark.parametrize(
     ("dtype", "mean", "largest"), [("float16", 2.0458e-04, 2.2590e-04), ("bfloat16", 9.9789e-04, 1.6907e-03)]
 )
-def test_figures_equal_the_golden_ones_of_the_tutorials(tinynet: Any, dtype: str, mean: float, largest: float) -> None:
+def test_drift_figures_equal_plain_torch_and_are_close_to_the_tutorials(
+    tinynet: Any, dtype: str, mean: float, largest: float
+) -> None:
     """With one dtype everywhere the candidate is plain torch's `module.to(dtype)`, whose last bits are the processor's."""
     reference, candidate = copy.deepcopy(tinynet.model.module), copy.deepcopy(tinynet.model.module)
     (ids,) = tinynet.inputs.batches[0].args
@@ -57,7 +59,7 @@ def test_float32_cast_of_a_float32_model_does_not_drift(make_llama: Callable[...
     assert all(module.sqnr_db == math.inf for module in report.modules)
 
 
-def test_budget_for_reference_outputs_changes_no_figure(make_llama: Callable[..., Path]) -> None:
+def test_memory_budget_for_kept_outputs_does_not_change_the_drift(make_llama: Callable[..., Path]) -> None:
     folder = str(make_llama())
     reports, sessions = [], []
     for budget in (10**9, 100_000):
@@ -90,7 +92,7 @@ def test_kept_outputs_stay_within_their_budget() -> None:
         assert max(kept) <= budget
 
 
-def test_modules_too_large_for_memory_are_named_as_not_compared(
+def test_modules_too_large_for_memory_are_noted_as_not_compared(
     make_llama: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = de.open(str(make_llama()))
@@ -103,8 +105,8 @@ def test_modules_too_large_for_memory_are_named_as_not_compared(
     assert "do not fit" in " ".join(measured.notices(measured.output))
 
 
-def test_every_partial_result_equals_a_measurement_of_its_sequences() -> None:
-    """The shortest is run first; the figures are those of a measurement that has these sequences in their order."""
+def test_intermediate_drift_equals_a_measurement_of_the_sequences_done() -> None:
+    """The shortest sequence runs first. The figures are always those of a measurement of the sequences so far, in input order."""
     ids = [architectures.tokens(length) for length in (9, 12, 6, 11, 10)]
 
     def meter(numbers: Sequence[int]) -> DriftMeter:
@@ -129,7 +131,7 @@ def test_every_partial_result_equals_a_measurement_of_its_sequences() -> None:
     assert whole.measure().output == totals.output  # what is kept changes nothing
 
 
-def test_sum_over_sequences_does_not_depend_on_their_order() -> None:
+def test_drift_over_sequences_equals_that_of_plain_torch_in_input_order() -> None:
     """Every figure of the output by plain torch, in the order of the inputs."""
     module, _ = architectures.make("llama")
     ids = [architectures.tokens(length) for length in (9, 6, 12)]
@@ -160,7 +162,7 @@ def test_measurement_stops_at_the_required_precision(make_llama: Callable[..., P
     assert in_full.output.positions == 92
 
 
-def test_progress_counts_towards_the_precision() -> None:
+def test_progress_total_is_reduced_if_the_precision_is_reached_early() -> None:
     inputs = [{"input_ids": architectures.tokens(8 + number % 5)} for number in range(60)]
     session = de.open(architectures.make("llama")[0], inputs=inputs)
     session.cast("*", "int8")
@@ -189,7 +191,7 @@ def test_progress_counts_towards_the_precision() -> None:
 
 @pytest.mark.parametrize("error", [0.01, 0.1, 1.0])
 @pytest.mark.parametrize("precision", [0.02, 0.2])
-def test_remaining_sequences_reach_the_precision(error: float, precision: float) -> None:
+def test_estimated_number_of_remaining_sequences_reaches_the_precision(error: float, precision: float) -> None:
     extent = Extent(done=10, total=1000, positions=0, kl_error=error)
     enough = 10 + round(990 * extent.rest_for(precision))
     after = error * math.sqrt((1 / enough - 1 / 1000) / (1 / 10 - 1 / 1000))
@@ -198,7 +200,7 @@ def test_remaining_sequences_reach_the_precision(error: float, precision: float)
     assert extent.rest_for(None) == replace(extent, kl_error=None, rel_l2_error=None).rest_for(0.1) == 1
 
 
-def test_no_error_is_given_for_mixtures_of_experts() -> None:
+def test_sampling_error_is_unknown_for_mixtures_of_experts() -> None:
     module, _ = architectures.make("mixtral")
     inputs = [{"input_ids": architectures.tokens(length)} for length in (6, 8, 10)]
     session = de.open(module, inputs=inputs, options=de.Options(precision=0.9))
@@ -209,7 +211,7 @@ def test_no_error_is_given_for_mixtures_of_experts() -> None:
     assert report.sequences.whole
 
 
-def test_measurement_may_be_left_after_its_first_result() -> None:
+def test_drift_measurement_can_be_closed_after_its_first_result() -> None:
     module, _ = architectures.make("llama")
     session = de.open(module, inputs=[{"input_ids": architectures.tokens(length)} for length in (9, 12)])
     session.cast("*.mlp", "int8")
@@ -221,7 +223,7 @@ def test_measurement_may_be_left_after_its_first_result() -> None:
     assert meter.measure().output == session.drift().output
 
 
-def test_measurement_stops_within_one_module_call(make_llama: Callable[..., Path]) -> None:
+def test_cancelled_drift_measurement_stops_within_one_module_call(make_llama: Callable[..., Path]) -> None:
     session = de.open(str(make_llama()))
     session.cast("*", "bfloat16")
     wanted = session.drift().output
@@ -238,7 +240,7 @@ def test_measurement_stops_within_one_module_call(make_llama: Callable[..., Path
     assert session.drift().output == wanted
 
 
-def test_planted_nan_is_counted_where_it_arises() -> None:
+def test_planted_nan_is_counted_in_the_module_where_it_arises() -> None:
     module, inputs = architectures.make("gpt2")
     session = de.open(module, inputs=inputs)
     session.drift()
@@ -250,7 +252,7 @@ def test_planted_nan_is_counted_where_it_arises() -> None:
     assert first.name == "transformer.h.1.mlp.c_fc"
 
 
-def test_no_finite_value_on_either_side_gives_no_result() -> None:
+def test_module_without_finite_values_on_either_side_has_no_sqnr() -> None:
     module, inputs = architectures.make("gpt2")
     module.transformer.h[1].mlp.c_fc.bias.data.fill_(math.nan)
     readings = {reading.name: reading for reading in de.open(module, inputs=inputs).drift().modules}
@@ -273,7 +275,7 @@ def test_partly_nonfinite_reference_is_reported() -> None:
 
 
 @pytest.mark.parametrize("name", architectures.ZOO)
-def test_reference_equals_the_plain_float_model(name: str) -> None:
+def test_reference_of_a_bfloat16_model_equals_the_plain_float32_model(name: str) -> None:
     module, inputs = architectures.make(name)
     module.to(torch.bfloat16)
     plain, _ = architectures.make(name)
@@ -294,7 +296,7 @@ def test_reference_equals_the_plain_float_model(name: str) -> None:
     assert error < 1e-6
 
 
-def test_session_continues_after_a_rule_without_matches(tinynet: Any) -> None:
+def test_session_measures_drift_after_a_rule_without_matches(tinynet: Any) -> None:
     with pytest.raises(de.UserError, match="matches nothing"):
         tinynet.cast("linear_9", "float16")
     assert tinynet.recipe == Recipe()
@@ -303,8 +305,8 @@ def test_session_continues_after_a_rule_without_matches(tinynet: Any) -> None:
     assert tinynet.drift().output.max_abs > 0
 
 
-def test_restarted_pass_reports_nothing_of_its_first_try(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plain torch refuses in the middle of the model, and the pass under the rules tells of modules at once."""
+def test_modules_are_reported_although_a_pass_is_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain torch raises in the middle of the model. The pass is then run again with casts, and reports its modules at once."""
 
     class Stubborn(nn.Module):
         """Its own code asks for float32 inside, so that everything in bfloat16 needs the rules."""
@@ -332,7 +334,7 @@ def test_restarted_pass_reports_nothing_of_its_first_try(monkeypatch: pytest.Mon
 
 
 def test_slow_modules_are_reported_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are told once in ten times the interval, however few calls there are in that."""
+    """Modules are reported after ten times the interval, even if only one call has ended in that time."""
 
     class Slow(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -349,7 +351,7 @@ def test_slow_modules_are_reported_one_by_one(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_progress_is_reported_for_short_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Observers of a pass tell nothing within a tenth of a second, and many passes take less."""
+    """The observers of a pass report nothing in its first tenth of a second, and many passes are shorter."""
     session = de.open(architectures.make("llama")[0], inputs=[{"input_ids": architectures.tokens(9)}] * 40)
     told: list[tuple[int, int]] = []
     monkeypatch.setattr(throttle, "INTERVAL_S", 0.005)

@@ -34,7 +34,7 @@ def test_generation_equals_that_of_plain_transformers() -> None:
         assert written.text == tokenizer.decode(expected)
 
 
-def test_mixed_dtypes_generate_and_continue_whole_prompts() -> None:
+def test_models_in_mixed_dtypes_continue_whole_prompts() -> None:
     prompt = "def read(path):\n" * 20
     session = de.open(None, options=de.Options(prompts=(prompt, "import os")))
     session.cast("*.mlp", "float16")
@@ -47,7 +47,7 @@ def test_mixed_dtypes_generate_and_continue_whole_prompts() -> None:
     assert [done for _, done, _ in told] == sorted(done for _, done, _ in told)
 
 
-def test_custom_prompt_is_continued_token_by_token() -> None:
+def test_prompt_is_continued_token_by_token_as_by_transformers() -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from dtype_engine.checkpoint.source import DEMO
@@ -73,7 +73,7 @@ def test_custom_prompt_is_continued_token_by_token() -> None:
 
 
 @pytest.mark.parametrize("name", ["blip", "t5", "mamba", "qwen3_moe", "llama"])
-def test_models_of_every_kind_generate(name: str) -> None:
+def test_every_test_architecture_that_can_generate_generates_text(name: str) -> None:
     module, inputs = architectures.make(name)
     session = de.open(module, inputs=inputs)
     exact = session.generate(4)[0]
@@ -84,7 +84,7 @@ def test_models_of_every_kind_generate(name: str) -> None:
     assert text.reference.ids == exact.reference.ids
 
 
-def test_captioner_describes_the_synthetic_picture(tmp_path: Path) -> None:
+def test_caption_of_the_synthetic_picture_equals_that_of_transformers(tmp_path: Path) -> None:
     module, _ = architectures.make("blip")
     module.save_pretrained(tmp_path / "blip")
     session = de.open(str(tmp_path / "blip"))
@@ -97,12 +97,12 @@ def test_captioner_describes_the_synthetic_picture(tmp_path: Path) -> None:
     assert list(text.reference.ids) == expected[-len(text.reference.ids) :]
 
 
-def test_model_that_cannot_generate_says_so(tinynet: Any) -> None:
+def test_generation_is_refused_for_a_model_that_cannot_generate(tinynet: Any) -> None:
     with pytest.raises(NoForward, match="TinyNet does not generate text"):
         tinynet.generate(4)
 
 
-def test_generation_stops_within_one_token(make_llama: Callable[..., Path]) -> None:
+def test_cancelled_generation_stops_within_one_token(make_llama: Callable[..., Path]) -> None:
     session = de.open(str(make_llama()))
     written: list[int] = []
     with pytest.raises(Cancelled):
@@ -111,7 +111,7 @@ def test_generation_stops_within_one_token(make_llama: Callable[..., Path]) -> N
     assert session.drift().output.max_abs == 0
 
 
-def test_first_different_token_is_found() -> None:
+def test_number_of_equal_tokens_before_the_first_difference_is_found() -> None:
     def written(*ids: int) -> Written:
         return Written(ids, tuple(map(str, ids)), 1.0)
 
@@ -121,7 +121,7 @@ def test_first_different_token_is_found() -> None:
     assert not Generation("", written(1, 2), written(1, 2)).differs
 
 
-def test_incomplete_characters_wait_for_the_next_token() -> None:
+def test_tokens_with_incomplete_utf_8_characters_are_decoded_with_the_next_ones() -> None:
     class Bytes:
         def decode(self, ids: list[int], **rest: Any) -> str:
             return bytes(ids).decode("utf-8", errors="replace")

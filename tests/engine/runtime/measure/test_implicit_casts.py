@@ -22,7 +22,7 @@ class Net(nn.Module):
         return self.second(hidden) + self.second(hidden) * x.sum()
 
 
-def test_every_implicit_cast_has_its_place_and_size() -> None:
+def test_implicit_casts_are_listed_with_module_operation_and_size() -> None:
     session = de.open(Net(), inputs=(torch.ones(5, 4),))
     assert session.flow() == ()
     session.cast("second", "float64")
@@ -40,7 +40,7 @@ def test_casts_to_float64_come_first() -> None:
     assert {(cast.module, cast.target) for cast in session.flow()} == {("second", "float64"), ("first", "bfloat16")}
 
 
-def test_alike_layers_are_listed_in_the_order_of_the_pass() -> None:
+def test_implicit_casts_of_alike_layers_are_listed_in_execution_order() -> None:
     layers = nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(12)))
     session = de.open(layers, inputs=(torch.ones(5, 3),))
     session.cast("{0,2,4,6,8,10}", "bfloat16")

@@ -54,7 +54,7 @@ def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(tmp_path / "task.yaml")
 
 
-def test_lm_eval_results_are_reported_for_both_sides(task: str) -> None:
+def test_lm_eval_scores_of_reference_and_candidate_equal_those_of_lm_eval(task: str) -> None:
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
@@ -79,7 +79,9 @@ def test_lm_eval_results_are_reported_for_both_sides(task: str) -> None:
     assert all(change.error is not None and change.error < 0.1 for change in changes.values())
 
 
-def test_lm_eval_limits_and_errors(task: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missed_lm_eval_limit_exits_with_1_and_a_missing_task_is_refused(
+    task: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = ["drift", "--prompt", "import os", "--json", "--eval"]
     assert run(cli, "dtype-engine", [*arguments, f"lm-eval:{task}", "--min", "which_line/acc=+0.1%"]) == 1
     out, err = capsys.readouterr()

@@ -49,7 +49,7 @@ def test_noise_floor_equals_reordered_reference_runs() -> None:
     assert session.model.module.config._attn_implementation == "sdpa"
 
 
-def test_noise_floor_is_measured_once_and_hides_smaller_drifts() -> None:
+def test_noise_floor_is_measured_once_and_covers_smaller_drifts() -> None:
     session = de.open()
     floor = session.floor()
     assert session.floor() is floor
@@ -64,7 +64,7 @@ def test_noise_floor_is_measured_once_and_hides_smaller_drifts() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "t5", "vit", "whisper", "mamba", "torch_lstm", "clip"])
-def test_models_with_fewer_reorderings_have_fewer_runs(name: str) -> None:
+def test_noise_floor_uses_only_reorderings_that_the_model_supports(name: str) -> None:
     module, inputs = architectures.make(name)
     session = de.open(module, inputs=inputs)
     before = session.drift().output
@@ -74,7 +74,7 @@ def test_models_with_fewer_reorderings_have_fewer_runs(name: str) -> None:
     assert session.drift().output == before  # nothing of the other ways is left
 
 
-def test_time_first_model_is_not_run_as_a_batch_of_two() -> None:
+def test_noise_floor_does_not_batch_a_model_whose_first_dimension_is_time() -> None:
     class Sums(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -120,7 +120,7 @@ class Whole(nn.Module):
 
 
 @pytest.mark.parametrize(("way", "ways"), [("norm", ()), ("sum", ()), ("rows", ("batch of two",))])
-def test_batch_of_two_is_skipped_if_examples_affect_each_other(way: str, ways: tuple[str, ...]) -> None:
+def test_noise_floor_does_not_batch_examples_that_affect_each_other(way: str, ways: tuple[str, ...]) -> None:
     torch.manual_seed(0)
     session = de.open(Whole(way), inputs=(torch.randn(16, 8),))
     session.cast("*", "float16")
@@ -128,7 +128,7 @@ def test_batch_of_two_is_skipped_if_examples_affect_each_other(way: str, ways: t
     assert not session.floor().covers(session.drift().output)
 
 
-def test_limits_are_met_or_missed() -> None:
+def test_drift_limits_are_met_or_missed() -> None:
     max_kl, min_sqnr = Limit("max_kl", "kl_mean", 1e-3), Limit("min_sqnr", "sqnr_db", 30.0)
     limits = max_kl, min_sqnr, Limit("min_top1", "top1_agreement", 0.99)
     found = verdicts(limits, output(kl_mean=1e-3, top1_agreement=0.98))

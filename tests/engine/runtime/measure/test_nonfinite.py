@@ -19,7 +19,7 @@ MLP = "model.layers.1.mlp"
 
 
 def planted(plant: Callable[[nn.Module], None], dtype: str = "float16", **settings: Any) -> tuple[Any, Any]:
-    """A session on a small Llama with something planted in it, all of it cast, and what is found."""
+    """Change a small Llama by `plant` and cast all of it. Returns the session and the diagnosis."""
     module, inputs = architectures.make("llama")
     with torch.no_grad():
         plant(module)
@@ -27,7 +27,7 @@ def planted(plant: Callable[[nn.Module], None], dtype: str = "float16", **settin
 
 
 def diagnosed(module: nn.Module, inputs: Any, dtype: str = "float16", **settings: Any) -> tuple[Any, Any]:
-    """A session on a module, all of it cast, and what is found."""
+    """Cast all of a module. Returns the session and the diagnosis."""
     session = de.open(module, inputs=inputs)
     session.settings = de.RunSettings(**settings)
     session.cast("*", dtype)
@@ -77,7 +77,7 @@ def test_activations_beyond_float16_in_one_module_are_diagnosed() -> None:
     assert mended(session, found)
 
 
-def test_large_activations_need_all_later_layers_in_a_wider_dtype() -> None:
+def test_remedy_makes_the_output_finite_if_large_activations_reach_later_layers() -> None:
     def plant(module: Any) -> None:
         module.model.layers[0].mlp.down_proj.weight.mul_(2e6)
 
@@ -163,7 +163,7 @@ def test_overflow_hidden_by_clamping_is_diagnosed_and_fixed() -> None:
     assert not session.loss_remedy(report)
 
 
-def test_vanishing_epsilon_is_named() -> None:
+def test_epsilon_that_becomes_zero_in_float16_is_diagnosed() -> None:
     """A row of zeros over the epsilon is 0; in float16 the epsilon is 0, and the row NaN."""
 
     class Net(nn.Module):
@@ -195,7 +195,7 @@ class Attends(nn.Module):
         self.query, self.value = nn.Linear(8, 8), nn.Linear(8, 8)
 
 
-def test_mask_beyond_the_dtype_is_named() -> None:
+def test_mask_value_beyond_the_range_of_float16_is_diagnosed() -> None:
     class Net(Attends):
         def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
             scores = self.query(x) @ x.transpose(-1, -2)
@@ -212,7 +212,7 @@ def test_mask_beyond_the_dtype_is_named() -> None:
     assert mended(session, found)
 
 
-def test_mask_of_minus_infinity_is_not_blamed() -> None:
+def test_mask_of_minus_infinity_is_not_diagnosed_as_the_cause() -> None:
     class Masked(Attends):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             scores = self.query(x) @ x.transpose(-1, -2)
@@ -249,7 +249,7 @@ def test_reference_that_overflows_float32_is_diagnosed() -> None:
     assert found.module.startswith("model.layers.0.mlp")
 
 
-def test_autocast_overflow_is_diagnosed_whatever_the_rules() -> None:
+def test_overflow_by_autocast_is_diagnosed_as_no_matter_of_rules() -> None:
     def plant(module: Any) -> None:
         module.model.layers[1].mlp.up_proj.weight.mul_(1e7)
 
@@ -258,7 +258,7 @@ def test_autocast_overflow_is_diagnosed_whatever_the_rules() -> None:
     assert "turn it off" in found.reason
 
 
-def test_finite_output_has_no_diagnosis() -> None:
+def test_finite_output_has_no_overflow_diagnosis() -> None:
     _, found = planted(lambda module: None)
     assert found is None
 
@@ -277,7 +277,7 @@ class Squares(nn.Module):
         return self.b(y * y)
 
 
-def test_operation_of_the_models_code_is_not_attributed_to_a_module() -> None:
+def test_overflow_in_code_of_the_model_itself_is_not_attributed_to_a_submodule() -> None:
     torch.manual_seed(0)
     _, found = diagnosed(Squares(), torch.linspace(-1, 1, 32).reshape(4, 8))
     assert (found.module, found.operation, found.first_module) == ("", "mul", "b")
@@ -325,8 +325,8 @@ class Residual(nn.Module):
         return self.head(x)
 
 
-def test_remedy_keeps_the_users_rules() -> None:
-    """The blocks that the large values reach are cast, but no block before them, and no weight that has another dtype anyway."""
+def test_remedy_casts_only_the_blocks_that_overflow_reaches() -> None:
+    """The remedy leaves out the blocks before the overflow, and weights to which rules gave other dtypes."""
     x = torch.randn(6, 16, generator=torch.Generator().manual_seed(1))
     session = de.open(Residual(), inputs=(x,))
     session.cast("*", "float16")

@@ -13,7 +13,7 @@ from dtype_engine.runtime.measure.paired import DRAWS, Examples, compare
 MILLION = 1_000_000
 
 
-def test_error_of_a_mean_equals_that_of_a_million_resamples() -> None:
+def test_paired_error_of_a_mean_equals_that_of_a_million_resamples() -> None:
     """Each example is right or wrong on both sides; the candidate turns some right ones wrong and fewer wrong ones right."""
     rng = np.random.default_rng(0)
     chances = {(1, 1): 0.80, (1, 0): 0.05, (0, 1): 0.02, (0, 0): 0.13}
@@ -33,7 +33,7 @@ def test_error_of_a_mean_equals_that_of_a_million_resamples() -> None:
     assert truth < alone / 1.8  # pairing is what makes so small a change visible
 
 
-def test_error_of_a_corpus_figure_equals_that_of_a_million_resamples() -> None:
+def test_paired_error_of_a_word_error_rate_equals_that_of_a_million_resamples() -> None:
     """The word error rate of a corpus is a ratio of sums, so no mean of examples."""
     rng = np.random.default_rng(1)
     words = rng.integers(5, 20, 25)
@@ -53,7 +53,7 @@ def test_error_of_a_corpus_figure_equals_that_of_a_million_resamples() -> None:
     assert compare("wer", *states) == found
 
 
-def test_unpaired_examples_are_refused_and_one_example_has_no_error() -> None:
+def test_paired_comparison_refuses_unequal_numbers_of_examples() -> None:
     with pytest.raises(UserError, match="2 examples on the reference and 1 on the candidate"):
         compare("accuracy", Examples([1, 0]), Examples([1]))
     with pytest.raises(UserError, match="0 examples"):

@@ -25,14 +25,16 @@ from dtype_engine.runtime.measure.plan import MeasurementPlan, compared_sequence
         ([1, 500, 20, 500], {0, 2}),
     ],
 )
-def test_first_sequence_and_a_sixth_of_the_rest_are_compared(sizes: list[int], expected: set[int]) -> None:
+def test_modules_are_compared_in_the_first_and_a_sixth_of_the_other_sequences(
+    sizes: list[int], expected: set[int]
+) -> None:
     assert compared_sequences(range(len(sizes)), sizes) == expected
     turned = [len(sizes) - 1 - number for number in range(len(sizes))]
     assert compared_sequences(turned, sizes[::-1]) == {turned[number] for number in expected}
 
 
-def test_outline_has_large_calls_only() -> None:
-    """Twelve blocks of five calls each, in a body, after an embedding and before a head."""
+def test_outline_of_module_calls_has_only_calls_with_large_spans() -> None:
+    """The model has an embedding, a body of twelve blocks with five calls each, and a head."""
     finished, spans = ["embed"], [0]
     for block in range(12):
         began = len(finished)
@@ -47,7 +49,7 @@ def test_outline_has_large_calls_only() -> None:
     assert outline(finished, spans[:-1]) == set(finished)  # of calls whose spans are not known nothing is left out
 
 
-def test_head_called_more_than_once_is_kept() -> None:
+def test_output_of_a_head_is_kept_only_if_it_is_called_more_than_once() -> None:
     plan = MeasurementPlan([Batch((torch.ones(2),))])
     plan.add_calls(["head", "body", "head"], [0, 1, 2], ["head"])
     assert plan.cached == {"head", "body"}
@@ -65,7 +67,7 @@ class Counting(nn.Linear):
         return super().forward(x)
 
 
-def test_uncompared_sequences_are_reused_like_others() -> None:
+def test_sequences_without_module_comparison_reuse_earlier_outputs() -> None:
     torch.manual_seed(0)
     module = nn.Sequential(*(nn.Sequential(Counting(8, 8), nn.ReLU(), Counting(8, 8)) for _ in range(20)))
     session = de.open(module, inputs=[{"input": torch.randn(2, 8)} for _ in range(4)])

@@ -10,16 +10,16 @@ import torch
 from dtype_engine.runtime.measure.sampling_error import batch_means_error, relative_error
 
 
-def test_error_is_zero_once_all_sequences_were_run() -> None:
+def test_sampling_error_is_zero_after_all_sequences() -> None:
     assert relative_error([5, 7], [1.0, 3.0], 2) == 0.0
 
 
-def test_error_of_zero_drift_is_unknown() -> None:
+def test_sampling_error_of_zero_or_infinite_drift_is_unknown() -> None:
     assert relative_error([5, 7], [0.0, 0.0], 9) is None
     assert relative_error([5], [math.inf], 9) is None
 
 
-def test_one_sequence_uses_an_assumed_spread() -> None:
+def test_sampling_error_after_one_sequence_uses_an_assumed_spread() -> None:
     student = scipy.stats.t.ppf(0.975, 3) / scipy.stats.norm.ppf(0.975)
     for within, error in ((0.0, 0.3), (0.8, math.hypot(0.3, 0.8 / 2.0))):
         # Half of a log-normal interval, as of scipy.
@@ -28,7 +28,7 @@ def test_one_sequence_uses_an_assumed_spread() -> None:
         assert relative_error([10], [2.0], 4, within=within) == pytest.approx((upper - 1) / 2, rel=0.08)
 
 
-def test_error_of_many_sequences_is_their_own_spread() -> None:
+def test_sampling_error_of_many_sequences_is_the_standard_error() -> None:
     """With equal weights this is the textbook's finite population: s sqrt((1 - n/N) / n)."""
     values = torch.rand(400, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 1
     expected = float(values.std()) * math.sqrt((1 - 400 / 1000) / 400) / float(values.mean())
@@ -37,7 +37,7 @@ def test_error_of_many_sequences_is_their_own_spread() -> None:
 
 @pytest.mark.parametrize(("spread", "done"), [(0.1, 1), (0.1, 6), (0.3, 1), (0.3, 3), (0.3, 6), (0.3, 12)])
 def test_true_drift_lies_within_two_errors(spread: float, done: int) -> None:
-    """Populations of 24 sequences whose means are log-normal with this spread, and of unequal lengths."""
+    """Each population has 24 sequences of unequal lengths, whose means are log-normal with this spread."""
     generator = torch.Generator().manual_seed(1)
     hits = 0
     for _ in range(400):
@@ -53,7 +53,7 @@ def test_true_drift_lies_within_two_errors(spread: float, done: int) -> None:
 
 @pytest.mark.parametrize("spread", [0.1, 0.3, 0.6])
 @pytest.mark.parametrize("precision", [0.05, 0.2])
-def test_measurement_stopped_at_a_precision_has_it(spread: float, precision: float) -> None:
+def test_drift_measured_to_a_precision_lies_within_twice_the_precision(spread: float, precision: float) -> None:
     """In 19 of 20 populations of 60 sequences, the drift is within twice the precision of that of all sequences."""
     generator = torch.Generator().manual_seed(3)
     hits = 0
@@ -65,7 +65,7 @@ def test_measurement_stopped_at_a_precision_has_it(spread: float, precision: flo
     assert hits / 200 >= 0.94
 
 
-def test_correlated_neighbors_increase_the_error() -> None:
+def test_sampling_error_accounts_for_correlated_neighbors() -> None:
     """An autoregression x' = r x + e has (1 + r) / (1 - r) times the variance of the mean that independent values would have."""
     generator = torch.Generator().manual_seed(2)
     correlation, count = 0.5, 20_000

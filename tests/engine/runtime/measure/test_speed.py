@@ -12,7 +12,7 @@ from dtype_engine.core.errors import Cancelled
 from dtype_engine.runtime.measure import speed
 
 
-def test_speed_rows_are_reference_stored_and_candidate(make_llama: Callable[..., Path]) -> None:
+def test_speed_is_measured_for_reference_stored_and_candidate_weights(make_llama: Callable[..., Path]) -> None:
     session = de.open(str(make_llama(dtype="bfloat16")))
     session.cast("*.mlp", "float16")
     planned = dict(session.plan.dtypes)
@@ -31,12 +31,12 @@ def test_speed_rows_are_reference_stored_and_candidate(make_llama: Callable[...,
     assert {name: weight.dtype for name, weight in session.model.weights.items()} == planned
 
 
-def test_identical_variants_are_timed_once(make_llama: Callable[..., Path]) -> None:
+def test_speed_of_stored_weights_equal_to_the_reference_is_measured_once(make_llama: Callable[..., Path]) -> None:
     session = de.open(str(make_llama(dtype="float32")))
     assert [row.what for row in session.speed(repeats=3).rows] == ["reference", "candidate"]
 
 
-def test_cancelled_timing_leaves_the_casts(make_llama: Callable[..., Path]) -> None:
+def test_cancelled_speed_measurement_keeps_the_casts(make_llama: Callable[..., Path]) -> None:
     session = de.open(str(make_llama(dtype="float32")))
     session.cast("*", "bfloat16")
     seen: list[Any] = []
@@ -45,7 +45,7 @@ def test_cancelled_timing_leaves_the_casts(make_llama: Callable[..., Path]) -> N
     assert {weight.dtype for weight in session.model.weights.values() if weight.info.persistent} == {"bfloat16"}
 
 
-def test_variant_too_large_for_memory_is_left_out_and_noted(
+def test_speed_of_a_reference_too_large_for_memory_is_not_measured_but_noted(
     make_llama: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = de.open(str(make_llama(dtype="bfloat16")))
@@ -55,6 +55,6 @@ def test_variant_too_large_for_memory_is_left_out_and_noted(
     assert "reference: not timed" in report.notices[0]
 
 
-def test_inputs_without_tokens_have_no_tokens_per_second() -> None:
+def test_speed_of_inputs_without_tokens_has_no_tokens_per_second() -> None:
     session = de.open(torch.nn.Linear(3, 2), inputs=(torch.randn(4, 3),))
     assert all(row.tokens_per_second is None for row in session.speed(repeats=3).rows)

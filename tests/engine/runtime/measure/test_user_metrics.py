@@ -171,7 +171,7 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def measured(model: str, data: str, *metrics: str, file: str = "metrics.py") -> dict[str, MetricChange]:
-    """The metrics of a model in bfloat16, whose floating-point inputs are cast as well."""
+    """Return the metrics of a model in bfloat16. Its floating-point inputs are cast, too."""
     settings = de.RunSettings(float_inputs="model")
     options = de.Options(metrics=tuple(f"{file}:{name}" for name in metrics), tensors=Path(data), settings=settings)
     session = de.open(f"models.py:{model}", options=options)
@@ -182,7 +182,7 @@ def measured(model: str, data: str, *metrics: str, file: str = "metrics.py") -> 
 
 
 def in_torch(model: str, data: str, argument: str) -> list[tuple[torch.Tensor, np.ndarray]]:
-    """(what plain torch gives for all calls, the labels), in float32 and with all cast to bfloat16."""
+    """Return (the outputs of plain torch over all calls, the labels) in float32, and the same in bfloat16."""
     space: dict[str, Any] = {}
     exec(MODELS, space)
     with np.load(data) as arrays, torch.no_grad():
@@ -195,7 +195,7 @@ def in_torch(model: str, data: str, argument: str) -> list[tuple[torch.Tensor, n
         ]
 
 
-def test_metric_of_a_digit_classifier(lab: Path) -> None:
+def test_user_metric_of_a_digit_classifier_equals_that_of_plain_torch(lab: Path) -> None:
     changes = measured("Digits", "digits.npz", "accuracy", "margin", "of_the_model", "of_the_model_alone")
     sides = in_torch("Digits", "digits.npz", "pixels")
     right = [(output.numpy().argmax(-1) == labels).astype(float) for output, labels in sides]
@@ -212,7 +212,7 @@ def test_metric_of_a_digit_classifier(lab: Path) -> None:
     assert (changes["of_the_model_alone"].examples, changes["of_the_model_alone"].error) == (1, None)
 
 
-def test_metric_of_a_tagger(lab: Path) -> None:
+def test_user_metric_of_a_tagger_equals_that_of_plain_torch(lab: Path) -> None:
     found = measured("Tagger", "words.npz", "macro_f1")["macro_f1"]
     expected = []
     for output, labels in in_torch("Tagger", "words.npz", "ids"):
@@ -226,7 +226,7 @@ def test_metric_of_a_tagger(lab: Path) -> None:
     assert 0 < found.changed < found.examples == 30
 
 
-def test_metric_of_speech_by_characters(lab: Path) -> None:
+def test_character_error_rate_as_a_user_metric_equals_that_of_plain_torch(lab: Path) -> None:
     found = measured("Speech", "speech.npz", "character_errors")["character_errors"]
     expected = []
     for output, labels in in_torch("Speech", "speech.npz", "samples"):
@@ -246,7 +246,7 @@ def test_metric_of_speech_by_characters(lab: Path) -> None:
     assert 0 < found.reference < 0.5
 
 
-def test_metric_gets_the_labels_of_texts(lab: Path) -> None:
+def test_user_metric_gets_the_labels_of_a_jsonl_file(lab: Path) -> None:
     texts = ["a b c", "b a", "c c c c", "a"]
     Path("texts.jsonl").write_text("\n".join(json.dumps({"text": text, "label": at}) for at, text in enumerate(texts)))
     Path("seen.py").write_text(
@@ -274,7 +274,7 @@ def test_metric_gets_the_labels_of_texts(lab: Path) -> None:
         (["digits.npz"], "is no metric: write file.py:function"),
     ],
 )
-def test_invalid_metric_is_one_sentence(lab: Path, metrics: list[str], reason: str) -> None:
+def test_invalid_user_metric_is_refused_in_one_sentence(lab: Path, metrics: list[str], reason: str) -> None:
     session = de.open("models.py:Digits", options=de.Options(metrics=tuple(metrics), tensors=Path("digits.npz")))
     with pytest.raises(UserError, match=re.escape(reason)):
         session.drift()
@@ -286,7 +286,7 @@ def drift(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str
     return status, out, err
 
 
-def test_metric_limits_on_the_command_line(lab: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_limits_on_user_metrics_decide_the_exit_status(lab: Path, capsys: pytest.CaptureFixture[str]) -> None:
     metric = ("--metric", "metrics.py:accuracy", "--cast", "*=fp8e5")
     status, out, err = drift(
         capsys, *metric, "--min", "accuracy=-20%", "--max", "accuracy=1", "--min", "accuracy=99.9%"
@@ -310,7 +310,7 @@ def test_metric_limits_on_the_command_line(lab: Path, capsys: pytest.CaptureFixt
         assert reason in err
 
 
-def test_metric_code_runs_only_if_its_option_names_it(lab: Path) -> None:
+def test_code_of_a_user_metric_runs_only_if_the_option_names_it(lab: Path) -> None:
     """Neither a recipe nor the inputs name one, and opening a model with one runs nothing of it."""
     Path("marks.py").write_text("open('ran', 'w').close()\ndef accuracy(output, inputs):\n    return 0.0")
     session = de.open(
@@ -324,7 +324,9 @@ def test_metric_code_runs_only_if_its_option_names_it(lab: Path) -> None:
         read_recipe_file(Path("recipe.yaml"))
 
 
-def test_search_takes_the_smallest_recipe_that_keeps_the_metric(lab: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_search_chooses_the_smallest_recipe_within_the_metric_limit(
+    lab: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = [
         "search",
         "models.py:Digits",
@@ -374,7 +376,7 @@ def test_torchmetrics_objects_are_metrics(lab: Path) -> None:
             assert change.resampled
 
 
-def test_invalid_metric_results_name_the_failing_line(lab: Path) -> None:
+def test_error_in_a_user_metric_is_reported_with_its_line(lab: Path) -> None:
     Path("wrong.py").write_text(
         "def nothing(output, inputs):\n    return None\n\n\ndef parts(output, inputs):\n    return [('a', 1)] * 100\n\n\n"
         "def divides(output, inputs):\n    return [1.0] * 100\n\n\nparts.aggregate = lambda values: None\n"

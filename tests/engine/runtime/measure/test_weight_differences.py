@@ -45,7 +45,7 @@ def compared(reference: Path, candidate: Path) -> dict[str, WeightDifference]:
 
 
 def expected(reference: npt.ArrayLike, candidate: npt.ArrayLike) -> tuple[float, float, float]:
-    """SQNR, largest and mean |Δ|."""
+    """Return the SQNR, the largest |Δ| and the mean |Δ|."""
     r, c = np.asarray(reference, np.float64), np.asarray(candidate, np.float64)
     noise = ((c - r) ** 2).sum()
     sqnr = 10 * math.log10((r**2).sum() / noise) if noise else math.inf
@@ -57,7 +57,7 @@ def assert_figures(found: WeightDifference, reference: npt.ArrayLike, candidate:
     assert figures == pytest.approx(expected(reference, candidate), rel=1e-9)
 
 
-def test_differences_to_a_bfloat16_copy(make_llama: Make, tmp_path: Path) -> None:
+def test_weight_differences_to_a_bfloat16_copy_equal_those_of_numpy(make_llama: Make, tmp_path: Path) -> None:
     source = make_llama()
     tensors = load_file(source / "model.safetensors")
     twin = write(tmp_path / "twin", {name: tensor.bfloat16() for name, tensor in tensors.items()})
@@ -72,7 +72,7 @@ def test_differences_to_a_bfloat16_copy(make_llama: Make, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("format", ["fp8", "fp8@tensor", "int8", "fp8@128x128", "mxfp4", "nvfp4", "int4@g128"])
-def test_differences_to_our_own_export(
+def test_weight_differences_to_a_quantized_export_equal_those_of_numpy(
     make_llama: Make, tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Values are those of the exported checkpoint as a whole; they are read here in pieces of a few rows."""
@@ -89,7 +89,7 @@ def test_differences_to_our_own_export(
         assert found[name].equal == (".mlp." not in name)
 
 
-def test_differences_to_foreign_float8_blocks(tmp_path: Path) -> None:
+def test_weight_differences_to_fp8_blocks_of_another_program_equal_those_of_numpy(tmp_path: Path) -> None:
     torch.manual_seed(1)
     weight = torch.randn(200, 150)
     scale = torch.rand(2, 2) + 0.5
@@ -103,8 +103,8 @@ def test_differences_to_foreign_float8_blocks(tmp_path: Path) -> None:
     assert found.candidate == "fp8:e4m3@128x128"
 
 
-def test_names_are_mapped_like_in_transformers(make_llama: Make, tmp_path: Path) -> None:
-    """A base model without the prefix of the head."""
+def test_weights_of_a_base_model_are_matched_without_the_name_prefix(make_llama: Make, tmp_path: Path) -> None:
+    """The base model's names lack the prefix "model."."""
     source = make_llama()
     transformers.LlamaModel.from_pretrained(source).half().save_pretrained(tmp_path / "base")
     assert "layers.0.mlp.up_proj.weight" in load_file(tmp_path / "base" / "model.safetensors")
@@ -115,7 +115,7 @@ def test_names_are_mapped_like_in_transformers(make_llama: Make, tmp_path: Path)
         assert_figures(difference, tensors[f"model.{name}"], tensors[f"model.{name}"].half().float())
 
 
-def test_file_without_a_config_gets_the_architecture_of_the_other(make_llama: Make, tmp_path: Path) -> None:
+def test_weights_of_a_file_without_a_config_are_matched_by_the_other_config(make_llama: Make, tmp_path: Path) -> None:
     source = make_llama()
     tensors = load_file(source / "model.safetensors")
     short = {name.removeprefix("model."): tensor.half() for name, tensor in tensors.items()}
@@ -167,7 +167,7 @@ def as_llama_cpp(name: str, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 @pytest.mark.parametrize("kind", ["F16", "Q4_0"])
-def test_gguf_names_and_row_order_are_mapped(make_llama: Make, tmp_path: Path, kind: str) -> None:
+def test_weights_of_a_gguf_are_matched_by_name_and_row_order(make_llama: Make, tmp_path: Path, kind: str) -> None:
     source = make_llama(num_attention_heads=4, num_key_value_heads=2)
     writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
     writer.add_block_count(2)
@@ -201,7 +201,9 @@ def test_gguf_names_and_row_order_are_mapped(make_llama: Make, tmp_path: Path, k
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_row_order_of_llama_cpp_is_undone_and_named(make_llama: Make, tmp_path: Path, dtype: torch.dtype) -> None:
+def test_weight_comparison_reports_and_undoes_the_row_order_of_llama_cpp(
+    make_llama: Make, tmp_path: Path, dtype: torch.dtype
+) -> None:
     """Converters of GGUF files have left it in safetensors."""
     source = make_llama(num_attention_heads=4, num_key_value_heads=2)
     tensors = load_file(source / "model.safetensors")
@@ -213,7 +215,7 @@ def test_row_order_of_llama_cpp_is_undone_and_named(make_llama: Make, tmp_path: 
         assert_figures(each, tensors[name], tensors[name].to(dtype).float())
 
 
-def test_other_row_orders_are_recognized(tmp_path: Path) -> None:
+def test_weight_comparison_recognizes_permuted_rows(tmp_path: Path) -> None:
     torch.manual_seed(0)
     weight, order = torch.randn(50, 20), torch.randperm(50)
     left, right = write(tmp_path / "a", {"x": weight}), write(tmp_path / "b", {"x": weight[order].double()})
@@ -226,7 +228,7 @@ def test_other_row_orders_are_recognized(tmp_path: Path) -> None:
     assert_figures(found, weight, changed)
 
 
-def test_nonfinite_values_are_compared(tmp_path: Path) -> None:
+def test_weight_comparison_handles_nonfinite_values(tmp_path: Path) -> None:
     values = torch.tensor([[1.0, math.nan], [math.inf, 2.0]])
     left = write(
         tmp_path / "a", {"same": values, "lost": torch.ones(2, 2), "none": torch.empty(0, 4), "one": torch.ones(())}
@@ -287,7 +289,7 @@ def test_weights_against_refuses_invalid_arguments(
         assert words in capsys.readouterr().err
 
 
-def test_interrupted_comparison_continues(
+def test_interrupted_weight_comparison_is_continued(
     pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left, right = map(str, pair)

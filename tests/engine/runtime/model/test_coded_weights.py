@@ -81,7 +81,7 @@ def quantised(make: Make, folder: Path) -> dict[str, torch.Tensor]:
 
 
 def plain(folder: Path, values: dict[str, torch.Tensor], where: Path) -> tuple[transformers.PreTrainedModel, ...]:
-    """The model in float32, and in bfloat16, as plain transformers loads these values."""
+    """Return the model in float32 and in bfloat16, as plain transformers loads these values."""
     config = json.loads((folder / "config.json").read_text())
     del config["quantization_config"]
     where.mkdir()
@@ -102,7 +102,7 @@ def _session(folder: Path, tmp_path: Path) -> tuple[de.Session, torch.Tensor]:
 
 
 @pytest.mark.parametrize("make", MODELS)
-def test_cast_starts_from_the_decoded_values(make: Make, tmp_path: Path) -> None:
+def test_cast_of_fp8_blocks_starts_from_the_decoded_values(make: Make, tmp_path: Path) -> None:
     values = quantised(make, folder := tmp_path / "fp8")
     wide, narrow = plain(folder, values, tmp_path / "plain")
     session, ids = _session(folder, tmp_path)
@@ -118,7 +118,7 @@ def test_cast_starts_from_the_decoded_values(make: Make, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("make", MODELS)
-def test_model_takes_the_memory_of_the_packed_weights(make: Make, tmp_path: Path) -> None:
+def test_model_with_packed_weights_takes_only_their_packed_memory(make: Make, tmp_path: Path) -> None:
     quantised(make, folder := tmp_path / "fp8")
     session, _ = _session(folder, tmp_path)
     model = session.model
@@ -182,7 +182,7 @@ def _wide() -> transformers.PreTrainedModel:
 
 
 def test_pass_holds_at_most_two_decoded_layers(tmp_path: Path) -> None:
-    """Beside the packed tensors, and the activations and kept outputs of two tokens, which take less than half a layer here."""
+    """Not counted are the packed tensors, and half a layer for the activations and kept outputs of two tokens."""
     values = quantised(_wide, folder := tmp_path / "fp8")
     decoded = [weight.nbytes for name, weight in values.items() if name.endswith("_proj.weight")]
     packed = sum(tensor.nbytes for tensor in load_file(folder / "model.safetensors").values())
@@ -192,7 +192,7 @@ def test_pass_holds_at_most_two_decoded_layers(tmp_path: Path) -> None:
     assert packed < peak.most < packed + 2.5 * max(decoded) < sum(decoded)
 
 
-def test_tree_shows_weights_instead_of_parts(tmp_path: Path) -> None:
+def test_tree_shows_decoded_weights_without_their_scales(tmp_path: Path) -> None:
     values = quantised(_qwen3_moe, folder := tmp_path / "fp8")
     session, _ = _session(folder, tmp_path)
     for tree in (session.model.tree, session.model.checkpoint.tree() if session.model.checkpoint else None):
@@ -211,7 +211,7 @@ def _export(folder: Path, out: Path, *rules: str) -> None:
 
 
 @pytest.mark.parametrize("make", MODELS)
-def test_export_without_rules_equals_the_source(make: Make, tmp_path: Path) -> None:
+def test_export_of_fp8_blocks_without_rules_equals_the_source(make: Make, tmp_path: Path) -> None:
     quantised(make, folder := tmp_path / "fp8")
     _export(folder, tmp_path / "out")
     before, after = (load_file(each / "model.safetensors") for each in (folder, tmp_path / "out"))
@@ -228,13 +228,13 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("make", MODELS)
 @pytest.mark.parametrize("rules", [("*=bf16",), ("*.experts=bf16", "*.0.mlp.up_proj=nvfp4")])
-def test_export_has_decoded_values_and_no_quantization_config(
+def test_cast_fp8_blocks_are_exported_without_quantization_config(
     make: Make,
     rules: tuple[str, ...],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Where the scheme's settings can't list the weights with a rule, those without one are decoded, too, and a note says so."""
+    """If the scheme's settings can't list the weights that are cast, the other weights are decoded, too, and a note says so."""
     values = quantised(make, folder := tmp_path / "fp8")
     if rules[0] != "*=bf16":
         rules = rules[:1] if make is _qwen3_moe else rules[1:]
@@ -255,7 +255,7 @@ def test_export_has_decoded_values_and_no_quantization_config(
         assert all(map(torch.equal, loaded.parameters(), narrow.parameters()))
 
 
-def test_plain_layers_are_listed_beside_packed_ones(tmp_path: Path) -> None:
+def test_exported_config_lists_cast_layers_beside_packed_ones_as_unquantized(tmp_path: Path) -> None:
     values = quantised(_llama, folder := tmp_path / "fp8")
     _export(folder, out := tmp_path / "out", "*down_proj=bf16")
     before, after = (load_file(each / "model.safetensors") for each in (folder, out))
@@ -272,7 +272,7 @@ def test_plain_layers_are_listed_beside_packed_ones(tmp_path: Path) -> None:
     assert drifts[0] == pytest.approx(drifts[1], rel=0.2)  # the references differ by the cast
 
 
-def test_block_format_cast_uses_the_decoded_values(tmp_path: Path) -> None:
+def test_cast_from_fp8_blocks_to_nvfp4_uses_the_decoded_values(tmp_path: Path) -> None:
     values = quantised(_llama, folder := tmp_path / "fp8")
     plain(folder, values, tmp_path / "plain")
     for source, out in ((folder, tmp_path / "of codes"), (tmp_path / "plain", tmp_path / "of values")):
@@ -283,7 +283,7 @@ def test_block_format_cast_uses_the_decoded_values(tmp_path: Path) -> None:
         assert _same(one[name], tensor), name
 
 
-def test_large_weight_is_decoded_in_pieces(tmp_path: Path) -> None:
+def test_export_decodes_a_large_weight_in_chunks(tmp_path: Path) -> None:
     """The memory of an export grows by less than the weight, which has 128 MiB when it is decoded."""
     rows, columns = 8192, 4096
     codes = torch.randint(0, 120, (rows, columns), dtype=torch.uint8).view(torch.float8_e4m3fn)

@@ -62,7 +62,9 @@ def quantized(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Pat
     return tmp_path / "codes", tmp_path / "plain"
 
 
-def test_weights_have_the_values_of_the_codes(quantized: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_bitsandbytes_codes_stored_as_bfloat16_are_opened_with_their_values(
+    quantized: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     codes, plain = quantized
     options = Options(device="cpu", reference=str(plain))
     session = de.open(str(codes), options=options, inputs={"input_ids": torch.arange(1, 17)[None]})
@@ -76,7 +78,9 @@ def test_weights_have_the_values_of_the_codes(quantized: tuple[Path, Path], caps
         assert torch.equal(found[name], right.to(found[name].dtype)), name
 
 
-def test_export_has_the_values_of_the_codes(quantized: tuple[Path, Path], tmp_path: Path) -> None:
+def test_bitsandbytes_codes_stored_as_bfloat16_are_exported_with_their_values(
+    quantized: tuple[Path, Path], tmp_path: Path
+) -> None:
     codes, plain = quantized
     assert run(cli, "dtype-engine", ["export", str(codes), "--cast", "*=f32", "-o", str(tmp_path / "out")]) == 0
     found = load_file(tmp_path / "out" / "model.safetensors")
@@ -89,7 +93,9 @@ def test_export_has_the_values_of_the_codes(quantized: tuple[Path, Path], tmp_pa
     assert all(torch.equal(copied[name].view(torch.uint8), source[name].view(torch.uint8)) for name in source)
 
 
-def test_codes_without_scales_are_found(quantized: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_finds_bitsandbytes_codes_without_scales(
+    quantized: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     codes, _ = quantized
     name = "model.layers.0.mlp.down_proj.weight"
     change_tensors(codes, lambda tensors: tensors.pop(f"{name}.absmax"))
@@ -99,7 +105,9 @@ def test_codes_without_scales_are_found(quantized: tuple[Path, Path], capsys: py
         de.open(str(codes), options=Options(device="cpu"))
 
 
-def test_codes_with_too_few_scales_are_found(quantized: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_finds_bitsandbytes_codes_with_too_few_scales(
+    quantized: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     codes, _ = quantized
     name = "model.layers.0.mlp.down_proj.weight.absmax"
     change_tensors(codes, lambda tensors: tensors.update({name: tensors[name][:-1].clone()}))

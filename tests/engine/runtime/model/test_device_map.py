@@ -43,12 +43,14 @@ def placed(*devices: torch.device) -> dict[str, torch.device]:
         ({FIRST: 4_799, CPU: 9_999}, placed(FIRST, CPU, CPU, CPU, CPU)),
     ],
 )
-def test_devices_are_filled_in_order(budgets: dict[torch.device, int], expected: dict[str, torch.device]) -> None:
+def test_automatic_device_map_fills_devices_in_order(
+    budgets: dict[torch.device, int], expected: dict[str, torch.device]
+) -> None:
     """A layer stays whole, and a shared weight counts once."""
     assert automatic(Layered(), budgets) == expected
 
 
-def test_module_that_fits_nowhere_is_named_with_the_budgets() -> None:
+def test_automatic_device_map_names_a_module_that_fits_on_no_device() -> None:
     with pytest.raises(
         de.UserError, match=r"^layers\.1: its 800 B do not fit into what is left of cuda:0 4\.\d+ KiB, cpu 800 B$"
     ):
@@ -73,7 +75,7 @@ def test_invalid_device_map_is_refused_in_one_sentence(text: str, words: str, tm
         places_of(Layered(), FIRST, de.Options(device_map=str(file)))
 
 
-def test_model_without_a_part_that_fits_an_accelerator_is_reported() -> None:
+def test_automatic_device_map_is_refused_if_no_part_fits_an_accelerator() -> None:
     root = nn.Sequential(Layered())
     root.register_buffer("steps", torch.zeros(3))  # so it is not divided
     with pytest.raises(de.UserError, match=r"no part of the model .* fits on cuda:0, cuda:1; give a file"):
@@ -90,7 +92,7 @@ class Head(nn.Module):
         self.bias = self.decoder.bias
 
 
-def test_tensors_used_together_are_on_one_device() -> None:
+def test_device_map_keeps_tied_and_directly_used_tensors_on_one_device() -> None:
     embed = nn.Embedding(100, 10)
     model = nn.ModuleDict({"embed": embed, "head": Head(embed)})
     meta = torch.device("meta")
@@ -102,7 +104,7 @@ def test_tensors_used_together_are_on_one_device() -> None:
     assert model["head"].decoder.weight is model["embed"].weight
 
 
-def test_map_to_one_device_changes_no_figure(make_llama: Callable[..., Path]) -> None:
+def test_device_map_to_one_device_does_not_change_the_drift(make_llama: Callable[..., Path]) -> None:
     found = []
     for wanted in ("", "auto"):
         options = de.Options(device="cpu", device_map=wanted, sequences=1, sequence_length=16)
@@ -113,6 +115,6 @@ def test_map_to_one_device_changes_no_figure(make_llama: Callable[..., Path]) ->
     assert found[0] == found[1]
 
 
-def test_missing_map_file_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_device_map_file_is_refused_in_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(cli, "dtype-engine", ["drift", "--device", "cpu", "--device-map", "none.json"]) == 2
     assert "can't read the device map none.json: No such file" in capsys.readouterr().err

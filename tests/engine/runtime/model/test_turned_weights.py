@@ -42,7 +42,7 @@ def model() -> nn.Module:
 
 
 def turned(model: nn.Module, folder: Path, *names: str) -> Path:
-    """The model's checkpoint with some weights turned."""
+    """Write the model's checkpoint with the last two dimensions of some weights swapped."""
     model.save_pretrained(folder)  # type: ignore[operator]
     return change_tensors(
         folder, lambda tensors: tensors.update({name: tensors[name].transpose(-2, -1) for name in names})
@@ -57,7 +57,7 @@ def source(model: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return turned(model, tmp_path_factory.mktemp("turned") / "model", DOWN)
 
 
-def test_transposed_experts_compute_what_transformers_does(model: nn.Module, source: Path) -> None:
+def test_experts_transposed_while_loading_give_the_logits_of_transformers(model: nn.Module, source: Path) -> None:
     session = de.open(str(source), inputs=[{"input_ids": IDS}])
     assert load_file(source / "model.safetensors")[DOWN].shape == (4, 96, 128)
     live = dict(session.model.module.named_parameters())
@@ -66,7 +66,7 @@ def test_transposed_experts_compute_what_transformers_does(model: nn.Module, sou
         assert torch.equal(session.model.module(input_ids=IDS).logits, model(input_ids=IDS).logits)
 
 
-def test_transposed_experts_are_exported_and_read_back(source: Path, tmp_path: Path) -> None:
+def test_experts_transposed_while_loading_are_exported_and_loaded_back(source: Path, tmp_path: Path) -> None:
     session = de.open(str(source), inputs=[{"input_ids": IDS}])
     session.cast("*.experts", "bfloat16")
     session.export(tmp_path / "out")
@@ -78,13 +78,13 @@ def test_transposed_experts_are_exported_and_read_back(source: Path, tmp_path: P
         assert torch.equal(back[name], parameter), name
 
 
-def test_transposed_experts_refuse_scaled_formats(source: Path, tmp_path: Path) -> None:
+def test_export_refuses_scaled_formats_for_experts_transposed_while_loading(source: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"is \[4, 96, 128\] in the checkpoint and \[4, 128, 96\] in the model"):
         export_checkpoint(open_checkpoint(source), "moe", Recipe((Rule("*.experts", "mxfp4"),)), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_unsupported_transposition_is_refused(model: nn.Module, tmp_path: Path) -> None:
+def test_transposed_weights_other_than_experts_are_refused(model: nn.Module, tmp_path: Path) -> None:
     folder = turned(model, tmp_path / "model", QUERIES)
     with pytest.raises(NoForward, match="these are not one model"):
         de.open(str(folder), inputs=[{"input_ids": IDS}])

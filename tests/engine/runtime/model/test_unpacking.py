@@ -53,7 +53,7 @@ def by_hand(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", ["int4@g32", "int8", "float8_e4m3fn", "nvfp4"])
-def test_reference_has_the_values_of_codes_and_scales(
+def test_reference_of_compressed_tensors_weights_has_their_decoded_values(
     dtype: str, make_llama: Callable[..., Path], tmp_path: Path
 ) -> None:
     source = make_llama(dtype="bfloat16", tie_word_embeddings=False, intermediate_size=64)

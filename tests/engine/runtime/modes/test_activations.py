@@ -76,7 +76,7 @@ def test_activations_are_rounded_like_compressed_tensors(dtype: str) -> None:
     assert torch.equal(quantize_activations(values, dtype), theirs(values, dtype))
 
 
-def test_int8_rounding_equals_the_kernel_of_vllm() -> None:
+def test_int8_rounding_of_activations_is_within_half_a_step_as_in_vllm() -> None:
     """`dynamic_scaled_int8_quant`: scale = amax / 127 of a token in float32, to the nearest integer, half to even."""
     values = inputs()
     found = quantize_activations(values, "int8")
@@ -87,7 +87,7 @@ def test_int8_rounding_equals_the_kernel_of_vllm() -> None:
         assert float((token.double() - rounded.double()).abs().max()) <= 0.5001 * scale
 
 
-def test_short_blocks_zeros_and_nonfinite_values_are_rounded() -> None:
+def test_activations_with_short_blocks_zeros_or_nonfinite_values_are_rounded() -> None:
     values = inputs(3, 40)
     values[0, 0] = 0.0
     values[1, 1, 7] = math.nan
@@ -120,7 +120,7 @@ def candidate(session: de.Session) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", THEIRS)
-def test_model_equals_that_of_compressed_tensors(dtype: str) -> None:
+def test_logits_with_quantized_activations_equal_those_of_compressed_tensors(dtype: str) -> None:
     """Its own module forward, with its quantizer before every linear layer, on the weights that we dequantize."""
     module, given = llama()
     other = copy.deepcopy(module)
@@ -145,7 +145,7 @@ def test_model_equals_that_of_compressed_tensors(dtype: str) -> None:
 
 
 def weight_values(weight: Weight, dtype: str) -> torch.Tensor:
-    """As it is cast: siblings that are fused share a scale."""
+    """Return the values of a weight as it is cast. The scale of fused siblings is shared."""
     if weight.scale is None:
         return weight.tensor.float()
     return dequantize(weight.tensor, weight.scale, torch.float32, dtypes.BY_NAME[dtype].blocks)
@@ -156,7 +156,7 @@ def _set_global_scale(layer: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["int4@g128", "int4@g128a", "int8@g128", "bfloat16"])
-def test_weight_only_formats_keep_wide_activations(dtype: str) -> None:
+def test_activations_of_weight_only_formats_are_not_quantized(dtype: str) -> None:
     module, given = llama()
     session = de.open(module, inputs=given)
     session.cast("*_proj", dtype)
@@ -166,7 +166,7 @@ def test_weight_only_formats_keep_wide_activations(dtype: str) -> None:
     assert not session.drift().weights_only
 
 
-def test_report_says_which_activations_were_quantized() -> None:
+def test_drift_report_says_whether_activations_were_quantized() -> None:
     module, given = llama()
     session = de.open(module, inputs=given)
     session.cast("*_proj", "nvfp4")
@@ -179,7 +179,7 @@ def test_report_says_which_activations_were_quantized() -> None:
     assert both.output.kl_mean > alone.output.kl_mean  # type: ignore[operator]
 
 
-def test_flow_lists_rounded_activations() -> None:
+def test_flow_lists_quantized_activations() -> None:
     module, given = llama()
     session = de.open(module, inputs=given)
     session.cast("*.mlp", "nvfp4")
@@ -191,8 +191,8 @@ def test_flow_lists_rounded_activations() -> None:
 
 
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
-def test_packed_experts_are_rounded_for_every_kind_of_call(implementation: str) -> None:
-    """Per token, all ways compute the same; without following a weight to its parts, none would be rounded."""
+def test_activations_of_packed_experts_are_quantized_in_every_implementation(implementation: str) -> None:
+    """With scales per token, all implementations agree. They round activations because the parts of a weight are tracked."""
     module, given = architectures.make("qwen3_moe")
     module.set_experts_implementation(implementation)  # type: ignore[operator]
     session = de.open(module, inputs=given)
@@ -236,7 +236,7 @@ class Ways(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", ["int8", "mxfp4"])
-def test_every_kind_of_product_is_rounded(dtype: str) -> None:
+def test_activations_of_every_kind_of_matrix_product_are_quantized(dtype: str) -> None:
     x = inputs(3, 32)[0]
     session = de.open(Ways(), inputs=(x,))
     session.cast("*", dtype)
@@ -247,7 +247,7 @@ def test_every_kind_of_product_is_rounded(dtype: str) -> None:
         assert torch.allclose(found.double(), expected, atol=1e-4, rtol=1e-5)
 
 
-def test_unrounded_operations_are_named() -> None:
+def test_operations_whose_inputs_are_not_quantized_are_noted() -> None:
     module, given = architectures.make("torch_convolutional")
     session = de.open(module, inputs=given)
     session.cast("*", "int8")
@@ -257,7 +257,7 @@ def test_unrounded_operations_are_named() -> None:
     assert not any("not quantized" in notice for notice in session.drift().notices)
 
 
-def test_autocast_inputs_are_rounded() -> None:
+def test_activations_are_quantized_under_autocast() -> None:
     module, given = llama()
     session = de.open(module, inputs=given)
     session.cast("*_proj", "float8_e4m3fn")
@@ -267,8 +267,8 @@ def test_autocast_inputs_are_rounded() -> None:
     assert any(row.target == "float8_e4m3fn" and row.source == "float32" for row in session.flow())
 
 
-def test_scan_and_causes_include_rounded_activations() -> None:
-    """One layer: what a scan estimates is the drift itself, activations rounded or not."""
+def test_scan_and_causes_include_quantized_activations() -> None:
+    """The model has one layer, so that a score is the drift, with and without quantized activations."""
     layer = nn.Linear(64, 8, bias=False)
     torch.manual_seed(0)
     nn.init.normal_(layer.weight)

@@ -20,7 +20,7 @@ from dtype_engine.runtime.passes.model_behavior import ModelBehavior
 IDS = torch.arange(48).reshape(2, 24) * 7 % 63 + 1
 LARGEST = 448
 Amax = dict[tuple[int, int], torch.Tensor]
-"""The largest |value| of each head by (layer, 0 for keys and 1 for values)."""
+"""The largest |value| of each head, by (layer, 0 for keys or 1 for values)."""
 
 
 class PlainCache(transformers.DynamicCache):  # type: ignore[misc]
@@ -106,7 +106,9 @@ def opened(twins: tuple[Path, Path]) -> de.Session:
 
 
 @pytest.mark.parametrize("form", ["fp8@tensor", "fp8@head"])
-def test_drift_from_another_checkpoint_uses_the_candidates_cache_scales(twins: tuple[Path, Path], form: str) -> None:
+def test_drift_from_another_checkpoint_uses_kv_cache_scales_of_the_candidate(
+    twins: tuple[Path, Path], form: str
+) -> None:
     one, other = map(loaded, twins)
     by_head = form == "fp8@head"
     reference = logits(one, PlainCache())
@@ -118,7 +120,7 @@ def test_drift_from_another_checkpoint_uses_the_candidates_cache_scales(twins: t
     assert of_the_reference > 10 * expected
 
 
-def test_export_has_cache_scales_of_the_exported_model(twins: tuple[Path, Path], tmp_path: Path) -> None:
+def test_exported_kv_cache_scales_are_those_of_the_exported_model(twins: tuple[Path, Path], tmp_path: Path) -> None:
     session = opened(twins)
     session.cast("*.kv_cache", "fp8@tensor")
     session.export(tmp_path / "export")
@@ -129,7 +131,9 @@ def test_export_has_cache_scales_of_the_exported_model(twins: tuple[Path, Path],
         assert float(tensors[name]) == pytest.approx(float(amax.max()) / LARGEST, rel=1e-5)
 
 
-def test_cache_scales_follow_rules_and_inputs(twins: tuple[Path, Path], tmp_path: Path) -> None:
+def test_kv_cache_scales_are_calibrated_again_for_new_rules_and_inputs(
+    twins: tuple[Path, Path], tmp_path: Path
+) -> None:
     folder, others = twins[0], IDS.flip(1)[:, :9]
     save_file({"input_ids": others.contiguous()}, tmp_path / "others.safetensors")
     session = de.open(str(folder), inputs={"input_ids": IDS})
@@ -154,10 +158,10 @@ def test_cache_scales_follow_rules_and_inputs(twins: tuple[Path, Path], tmp_path
     assert calibrated(narrow)[0, 1].max() != calibrated(loaded(folder))[0, 1].max()
 
 
-def test_causes_with_another_checkpoint_use_the_references_cache_scales(
+def test_causes_with_another_checkpoint_use_kv_cache_scales_of_the_reference(
     twins: tuple[Path, Path],
 ) -> None:
-    """A cause is the drift of the reference in which one part alone is the candidate's."""
+    """A cause is the drift of the reference after one of its parts was replaced by the candidate's."""
     one = loaded(twins[0])
     session = opened(twins)
     session.cast("*.kv_cache", "fp8@tensor")
@@ -169,7 +173,7 @@ def test_causes_with_another_checkpoint_use_the_references_cache_scales(
             assert causes[f"model.layers.{layer}.self_attn.kv_cache.{letter}"] == pytest.approx(expected, rel=1e-3)
 
 
-def test_scan_with_another_checkpoint_uses_its_cache_scales(twins: tuple[Path, Path]) -> None:
+def test_scan_with_another_checkpoint_uses_kv_cache_scales_of_the_candidate(twins: tuple[Path, Path]) -> None:
     """The twins differ by powers of two, so that the candidate's cache with the candidate's scales has the same errors."""
     one, other = map(loaded, twins)
     session = opened(twins)
@@ -183,7 +187,7 @@ def test_scan_with_another_checkpoint_uses_its_cache_scales(twins: tuple[Path, P
 
 
 def with_large_padding() -> tuple[Any, torch.Tensor]:
-    """A model in which token 0, which stands for padding, has large keys and values; and a mask that leaves it out."""
+    """Return a model in which token 0, the padding, has large keys and values, and a mask that excludes padding."""
     model = llama()
     table = model.model.embed_tokens.weight
     table[:, 3] = 0
@@ -197,7 +201,7 @@ def with_large_padding() -> tuple[Any, torch.Tensor]:
 
 
 @pytest.mark.parametrize("form", ["fp8@tensor", "fp8@head"])
-def test_padding_does_not_affect_cache_scales(form: str) -> None:
+def test_padding_does_not_affect_kv_cache_scales(form: str) -> None:
     model, mask = with_large_padding()
     ids, by_head, kept = IDS * mask, form == "fp8@head", mask.bool()
     reference = logits(model, PlainCache(), ids, attention_mask=mask)[kept]
@@ -213,7 +217,7 @@ def test_padding_does_not_affect_cache_scales(form: str) -> None:
     assert expected(None) != pytest.approx(expected(kept), rel=0.05)
 
 
-def test_encoder_and_decoder_padding_does_not_affect_cache_scales() -> None:
+def test_encoder_and_decoder_padding_does_not_affect_kv_cache_scales() -> None:
     torch.manual_seed(0)
     config = transformers.T5Config(
         vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0,
@@ -248,8 +252,8 @@ def test_encoder_and_decoder_padding_does_not_affect_cache_scales() -> None:
         assert other != pytest.approx(right, rel=1e-3)
 
 
-def test_padding_does_not_affect_input_ranges() -> None:
-    """From these, NVFP4's static scales of activations are computed."""
+def test_padding_does_not_affect_calibrated_ranges_of_activations() -> None:
+    """NVFP4's static input scales are computed from these ranges."""
     model, mask = with_large_padding()
     session = de.open(model, inputs={"input_ids": IDS * mask, "attention_mask": mask})
     names = ["model.layers.0.self_attn.v_proj.weight", "lm_head.weight"]

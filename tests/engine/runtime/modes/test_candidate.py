@@ -58,7 +58,7 @@ def floats_as(inputs: Any, dtype: torch.dtype) -> Any:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", architectures.ZOO)
-def test_one_dtype_everywhere_equals_plain_torch_bit_for_bit(
+def test_casting_all_weights_to_one_dtype_equals_plain_torch_bitwise(
     name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     by_hand, inputs = architectures.make(name)
@@ -91,7 +91,7 @@ def under_the_mode(model: nn.Module, run: Any, **dtypes: str) -> tuple[torch.Ten
         return run(model), casts
 
 
-def test_mixed_arguments_get_the_widest_weight_dtype() -> None:
+def test_operation_on_mixed_dtypes_runs_in_the_widest_weight_dtype() -> None:
     x = torch.randn(2, 3, dtype=torch.float64)
     out, casts = under_the_mode(nn.Linear(3, 3), lambda m: m(x), weight="bfloat16", bias="bfloat16")
     assert out.dtype == torch.bfloat16
@@ -105,7 +105,7 @@ def test_mixed_arguments_get_the_widest_weight_dtype() -> None:
     assert out.dtype == torch.float16, "a view of a weight is a weight"
 
 
-def test_without_a_weight_the_wider_float_dtype_wins() -> None:
+def test_operation_without_weights_runs_in_the_wider_dtype() -> None:
     a, b = torch.randn(2, 2).half(), torch.randn(2, 2)
     out, _ = under_the_mode(nn.Identity(), lambda m: a @ b)
     assert torch.equal(out, a.float() @ b)
@@ -115,7 +115,7 @@ def test_without_a_weight_the_wider_float_dtype_wins() -> None:
     assert out.dtype == torch.float16, "a 0-d tensor has no say, as in torch"
 
 
-def test_in_place_operation_keeps_its_destination() -> None:
+def test_in_place_operation_keeps_the_dtype_of_its_destination() -> None:
     target, source = torch.zeros(3).bfloat16(), torch.ones(3)
 
     def write(_: nn.Module) -> torch.Tensor:
@@ -148,7 +148,7 @@ class Scales(nn.Module):
         return x * self.scale
 
 
-def test_promotion_by_torch_is_left_alone() -> None:
+def test_type_promotion_of_torch_is_kept() -> None:
     x = torch.randn(2, 3)
     model = Scales()
     out, casts = under_the_mode(model, lambda m: m(x), scale="bfloat16")
@@ -162,7 +162,7 @@ def test_promotion_by_torch_is_left_alone() -> None:
     assert [(cast.source, cast.target) for cast in casts] == [("float16", "float32")]
 
 
-def test_norm_in_two_dtypes_lists_no_cast() -> None:
+def test_normalization_that_torch_runs_in_two_dtypes_lists_no_cast() -> None:
     x = torch.randn(2, 3).bfloat16()
     model = nn.LayerNorm(3)
     out, casts = under_the_mode(model, lambda m: m(x))
@@ -170,7 +170,7 @@ def test_norm_in_two_dtypes_lists_no_cast() -> None:
     assert casts == []
 
 
-def test_other_failures_are_raised_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_operations_that_promotion_cannot_fix_are_raised_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(promotion, "_refused", set())
     given, source = torch.zeros(3).bfloat16(), torch.ones(2)
 
@@ -186,7 +186,7 @@ def test_other_failures_are_raised_unchanged(monkeypatch: pytest.MonkeyPatch) ->
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_refused_call_draws_its_random_numbers_once() -> None:
+def test_call_repeated_in_another_dtype_draws_its_random_numbers_once() -> None:
     q, k = torch.randn(1, 4, 8), torch.randn(1, 4, 8).double()
 
     def attend(_: nn.Module) -> torch.Tensor:
@@ -200,7 +200,7 @@ def test_refused_call_draws_its_random_numbers_once() -> None:
     assert casts[0].torch_raises
 
 
-def test_refused_dtypes_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dtypes_that_torch_refuses_are_tried_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
     class Asks(promotion._BeforeCall):
@@ -217,8 +217,8 @@ def test_refused_dtypes_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == ["linear", "add"]
 
 
-def test_refused_dtypes_depend_on_the_memory_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A linear layer in bfloat16 takes a float32 bias where its input is not contiguous, and refuses it elsewhere."""
+def test_dtypes_that_torch_refuses_are_remembered_by_memory_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A linear layer in bfloat16 accepts a float32 bias if its input is not contiguous, and refuses it otherwise."""
     contiguous, turned = torch.randn(2, 4, 3).bfloat16(), torch.randn(2, 3, 4).bfloat16().transpose(1, 2)
     for order in ((contiguous, turned), (turned, contiguous)):
         monkeypatch.setattr(promotion, "_refused", set())
@@ -244,7 +244,7 @@ def test_fast_path_of_torch_encoders_is_avoided_and_noted() -> None:
     assert notice.startswith("torch's fast path of TransformerEncoder is off for reference and candidate")
 
 
-def test_explicit_casts_of_the_model_are_left_alone() -> None:
+def test_explicit_casts_in_model_code_are_kept() -> None:
     out, casts = under_the_mode(nn.Linear(3, 3), lambda m: m.weight.double(), weight="bfloat16")
     assert out.dtype == torch.float64
     assert casts == []
@@ -303,7 +303,7 @@ def test_missing_kernel_messages_of_torch_are_recognized(name: str, function: An
         session.drift()
 
 
-def test_reference_makes_no_second_set_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reference_widens_at_most_two_weights_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The widened weights live one at a time: the largest number alive at once is counted by a hook on allocation."""
     model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(8))).bfloat16()
     live = LiveModel.wrap(model, "test", torch.device("cpu"))
@@ -328,7 +328,7 @@ def test_reference_makes_no_second_set_of_weights(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("dtype", dtypes.STORAGE_DTYPES)
 @pytest.mark.parametrize("ids", [[[1, 5, 1], [0, 99, 7]], [[3]], [[]]])
-def test_only_looked_up_rows_of_a_table_are_dequantized(
+def test_only_looked_up_rows_of_an_embedding_are_dequantized(
     dtype: str, ids: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken = torch.tensor(ids, dtype=torch.long)
@@ -349,7 +349,7 @@ def test_only_looked_up_rows_of_a_table_are_dequantized(
     assert brought == [taken.numel()]
 
 
-def test_only_looked_up_rows_of_an_embedding_are_widened() -> None:
+def test_reference_looks_up_embedding_rows_in_float32() -> None:
     model = nn.Embedding(100, 4).bfloat16()
     live = LiveModel.wrap(model, "test", torch.device("cpu"))
     ids = torch.tensor([1, 5])

@@ -152,7 +152,7 @@ def int8(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", [Mapped, AsksForType, *WRITING, *WITH_HIDDEN_WEIGHTS])
-def test_hidden_calls_compute_what_plain_torch_does(kind: type[nn.Module]) -> None:
+def test_drift_through_calls_hidden_from_torch_function_equals_plain_torch(kind: type[nn.Module]) -> None:
     x = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
 
     def made(cast: str = "float32") -> nn.Module:
@@ -179,7 +179,7 @@ def test_hidden_calls_compute_what_plain_torch_does(kind: type[nn.Module]) -> No
 
 
 @pytest.mark.parametrize("kind", [*WITH_HIDDEN_WEIGHTS, *WRITING])
-def test_reference_of_hidden_weights_is_in_float32(kind: type[nn.Module]) -> None:
+def test_reference_of_weights_in_hidden_calls_is_in_float32(kind: type[nn.Module]) -> None:
     x = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
 
     def made(dtype: torch.dtype) -> nn.Module:
@@ -206,7 +206,7 @@ class Differentiates(nn.Module):
         return x * gradient
 
 
-def test_weight_in_the_models_own_gradient_is_refused_by_name() -> None:
+def test_cast_weight_of_which_the_model_takes_a_gradient_is_refused_by_name() -> None:
     session = de.open(Differentiates(), inputs=(torch.randn(5, 8),))
     assert session.drift().output.max_abs == 0
     session.cast("gate", "fp8")
@@ -251,7 +251,7 @@ class InAThread(InAPool):
     "ignore::pytest.PytestUnhandledThreadExceptionWarning"
 )  # Python itself is silent about SystemExit
 @pytest.mark.parametrize("kind", [InAPool, InAPoolOfItsOwn, InAThread])
-def test_weight_used_in_another_thread_is_refused_by_name(
+def test_cast_weight_used_in_another_thread_is_refused_by_name(
     kind: type[nn.Module], capfd: pytest.CaptureFixture[str]
 ) -> None:
     session = de.open(kind(), inputs=(torch.randn(5, 8),))
@@ -286,7 +286,7 @@ class WorksInAThread(InAPool):
         return self.one(x) + self.two(half.result())
 
 
-def test_threads_without_weights_are_allowed() -> None:
+def test_threads_that_use_no_cast_weights_are_allowed() -> None:
     session = de.open(WorksInAThread(), inputs=(torch.randn(5, 8),))
     session.cast("*.weight", "int8")
     assert 20 < session.drift().output.sqnr_db < 80
@@ -305,7 +305,7 @@ class MixedInside(nn.Module):
         return torch.vmap(lambda weight: functional.linear(x, weight, self.linear.bias))(self.many).sum(0)
 
 
-def test_refused_dtypes_are_tried_again_inside_a_transform() -> None:
+def test_dtypes_that_torch_refuses_are_tried_again_inside_vmap() -> None:
     x = torch.randn(5, 8)
 
     class Plain(MixedInside):
@@ -375,7 +375,7 @@ def test_input_is_cast_to_the_dtype_of_a_weight_inside_vmap() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
-def test_weight_that_only_torchscript_uses_is_refused_by_name() -> None:
+def test_int8_weight_that_only_torchscript_uses_is_refused_by_name() -> None:
     session = de.open(Scripted(), inputs=(torch.randn(5, 8),))
     assert session.drift().output.max_abs == 0
     session.cast("bias", "int8")
@@ -386,7 +386,7 @@ def test_weight_that_only_torchscript_uses_is_refused_by_name() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
-def test_estimated_scan_sees_what_torchscript_runs() -> None:
+def test_estimated_scan_scores_a_weight_that_torchscript_uses() -> None:
     torch.manual_seed(0)
     x = torch.randn(5, 8)
     session = de.open(Scripted(), inputs=(x,))

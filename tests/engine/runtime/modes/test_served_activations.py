@@ -58,7 +58,7 @@ def _made(scheme: str, folder: Path, arguments: dict[str, Any] | None) -> forms.
 
 
 @pytest.mark.parametrize("scheme", CASES)
-def test_inputs_are_rounded_as_the_config_declares(scheme: str, tmp_path: Path) -> None:
+def test_inputs_of_quantized_layers_are_rounded_as_the_config_declares(scheme: str, tmp_path: Path) -> None:
     arguments, rounded = CASES[scheme]
     made = _made(scheme, tmp_path, arguments)
     drifts = []
@@ -89,6 +89,6 @@ def test_inputs_are_rounded_as_the_config_declares(scheme: str, tmp_path: Path) 
         ("modelopt fp8 by rows", "float8_e4m3fn"), ("ct int8", ""), ("gptq", ""),
     ],
 )  # fmt: skip
-def test_input_format_is_the_declared_one(scheme: str, form: str, tmp_path: Path) -> None:
+def test_format_of_quantized_inputs_is_read_from_the_config(scheme: str, form: str, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(forms.CASES[scheme]().save(tmp_path))
     assert {input_format(weight, checkpoint.config) for weight in checkpoint.coded.values()} == {form}

@@ -88,7 +88,7 @@ def _by_hand(folder: Path, weights: dict[str, torch.Tensor], rounds: Callable[[s
 
 
 @pytest.mark.parametrize("scheme", CONFIGS)
-def test_static_scale_of_all_inputs_is_used(scheme: str, make_llama: Make, tmp_path: Path) -> None:
+def test_stored_static_scale_is_used_to_quantize_inputs(scheme: str, make_llama: Make, tmp_path: Path) -> None:
     plain = make_llama(tie_word_embeddings=False)
     rounds = _int8 if "int8" in scheme else _fp8
     stored, decoded, scales = {}, dict[str, torch.Tensor](), dict[str, float]()
@@ -120,7 +120,7 @@ def test_static_scale_of_all_inputs_is_used(scheme: str, make_llama: Make, tmp_p
     assert float((_logits(session) - wide).abs().max()) < 1e-4
 
 
-def test_static_scale_of_nvfp4_is_used(make_llama: Make, tmp_path: Path) -> None:
+def test_stored_static_scale_is_used_to_quantize_inputs_to_nvfp4(make_llama: Make, tmp_path: Path) -> None:
     """compressed-tensors stores the reciprocal. The scale is for half of the largest input, so that others saturate."""
     plain = make_llama(tie_word_embeddings=False)
     session = de.open(str(plain), options=de.Options(settings=ROUNDED), inputs={"input_ids": IDS})
@@ -143,7 +143,7 @@ def test_static_scale_of_nvfp4_is_used(make_llama: Make, tmp_path: Path) -> None
     assert float((_logits(found) - expected).abs().max()) < 1e-4
 
 
-def test_invalid_static_scale_is_refused(make_llama: Make, tmp_path: Path) -> None:
+def test_invalid_stored_scale_of_inputs_is_refused(make_llama: Make, tmp_path: Path) -> None:
     plain = make_llama(num_hidden_layers=1)
     stored = load_file(plain / "model.safetensors")
     for name in [name for name in stored if "q_proj" in name]:

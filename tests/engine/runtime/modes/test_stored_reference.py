@@ -23,7 +23,7 @@ def opened(folder: Path) -> de.Session:
     return de.open(str(folder), options=de.Options(reference="stored"), inputs={"input_ids": IDS})
 
 
-def test_uncast_model_does_not_drift_from_stored(make_llama: Make, tmp_path: Path) -> None:
+def test_uncast_model_does_not_drift_from_the_model_as_stored(make_llama: Make, tmp_path: Path) -> None:
     for folder in (make_llama(dtype="bfloat16"), make_llama("mixed", dtypes={"mlp": "bfloat16", "norm": "float16"})):
         report = opened(folder).drift()
         assert report.output.max_abs == 0.0
@@ -34,7 +34,7 @@ def test_uncast_model_does_not_drift_from_stored(make_llama: Make, tmp_path: Pat
     assert opened(tmp_path / "fp8").drift().output.max_abs == 0.0
 
 
-def test_drift_from_the_stored_model_equals_plain_torch(make_llama: Make) -> None:
+def test_drift_from_the_model_as_stored_equals_plain_torch(make_llama: Make) -> None:
     folder = make_llama(dtype="bfloat16")
     session = opened(folder)
     session.cast("*", "float32")
@@ -48,7 +48,7 @@ def test_drift_from_the_stored_model_equals_plain_torch(make_llama: Make) -> Non
     assert output.mean_abs == pytest.approx(float(delta.mean()), rel=1e-6)
 
 
-def test_causes_cast_one_module_in_the_stored_model(make_llama: Make) -> None:
+def test_causes_with_stored_reference_cast_one_module_of_the_stored_model(make_llama: Make) -> None:
     session = opened(make_llama(dtype="bfloat16"))
     session.cast("*.layers.0.mlp.up_proj", "fp8")
     report = session.causes()
@@ -56,7 +56,7 @@ def test_causes_cast_one_module_in_the_stored_model(make_llama: Make) -> None:
     assert report.causes[0].drift == report.whole == session.drift().output.kl_mean > 0
 
 
-def test_exact_scan_starts_from_the_stored_model(make_llama: Make) -> None:
+def test_exact_scan_with_stored_reference_scores_casts_of_the_stored_model(make_llama: Make) -> None:
     session = opened(make_llama(dtype="bfloat16", num_hidden_layers=1))
     scan = session.scan(["fp8"], exact=True)
     assert scan.reference == "as stored (bfloat16)"
@@ -68,13 +68,13 @@ def test_exact_scan_starts_from_the_stored_model(make_llama: Make) -> None:
         session.scan(["fp8"])
 
 
-def test_scans_of_two_references_are_not_mixed(make_llama: Make, tmp_path: Path) -> None:
+def test_saved_scan_of_another_reference_is_refused(make_llama: Make, tmp_path: Path) -> None:
     folder, saved = make_llama(dtype="bfloat16", num_hidden_layers=1), tmp_path / "scan.json"
     opened(folder).scan(["fp8"], exact=True, save=saved)
     with pytest.raises(de.UserError, match="was made with another model"):
         de.open(str(folder), inputs={"input_ids": IDS}).scan(["fp8"], exact=True, save=saved)
 
 
-def test_command_names_the_reference(make_llama: Make, capsys: pytest.CaptureFixture[str]) -> None:
+def test_drift_command_names_the_stored_reference(make_llama: Make, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(cli, "dtype-engine", ["drift", "--reference", "stored", "--prompt", "a b c", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["reference"] == "as stored (float32)"

@@ -46,7 +46,7 @@ def test_llama_cpp_statistics_equal_those_of_an_independent_script(text: Path, d
     assert 1 - found["cosine"] == pytest.approx(spatial.distance.cosine(r.ravel(), (r + delta).ravel()), rel=1e-4)
 
 
-def test_distribution_figures_on_fixed_tensors() -> None:
+def test_kl_statistics_of_fixed_tensors_equal_those_of_an_independent_script() -> None:
     generator = torch.Generator().manual_seed(5)
     reference = torch.randn(3, 90, 17, generator=generator) * 2
     candidate = reference + 0.3 * torch.randn(3, 90, 17, generator=generator)
@@ -60,7 +60,7 @@ def test_distribution_figures_on_fixed_tensors() -> None:
         assert getattr(found, name) == pytest.approx(value, rel=1e-9), name
 
 
-def test_one_position_has_no_errors_or_percentiles() -> None:
+def test_single_position_has_no_standard_errors_and_no_percentiles() -> None:
     comparison = OutputMetrics(-1)
     comparison.add(torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[1.0, 2.5, 3.0]]), torch.tensor([1]))
     found = comparison.result()
@@ -75,7 +75,7 @@ def test_one_position_has_no_errors_or_percentiles() -> None:
             assert getattr(found, name) is None, name
 
 
-def test_identical_outputs_have_no_spread() -> None:
+def test_identical_outputs_have_zero_standard_errors() -> None:
     logits = torch.randn(120, 9, generator=torch.Generator().manual_seed(1))
     comparison = OutputMetrics(-1)
     comparison.add(logits, logits.clone(), torch.arange(120) % 9)
@@ -86,7 +86,7 @@ def test_identical_outputs_have_no_spread() -> None:
     assert found.perplexity_difference_se == pytest.approx(0, abs=1e-6)
 
 
-def test_nonfinite_reference_is_counted_and_masks_are_not() -> None:
+def test_nan_and_infinity_in_the_reference_are_counted_but_not_masks() -> None:
     logits = torch.randn(4, 9, generator=torch.Generator().manual_seed(1))
     logits[0, 0], logits[1, 1], logits[2, 2] = math.nan, math.inf, -math.inf
     comparison = OutputMetrics(-1)
@@ -97,7 +97,7 @@ def test_nonfinite_reference_is_counted_and_masks_are_not() -> None:
 
 @pytest.mark.parametrize("width", [9, 5000])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_nonfinite_reference_does_not_count_as_agreement(width: int, value: float) -> None:
+def test_positions_with_a_nonfinite_reference_do_not_count_as_agreement(width: int, value: float) -> None:
     generator = torch.Generator().manual_seed(1)
     reference = torch.randn(120, width, generator=generator)
     candidate = reference + 0.01 * torch.randn(120, width, generator=generator)
@@ -131,7 +131,7 @@ def test_metrics_need_little_memory_beyond_the_logits() -> None:
     assert float(done.stdout) < 50
 
 
-def test_nonfinite_outputs_do_not_agree() -> None:
+def test_outputs_that_are_nan_on_both_sides_do_not_count_as_equal() -> None:
     logits = torch.full((2, 3), math.nan)
     comparison = OutputMetrics(None)
     comparison.add(logits, logits.clone())

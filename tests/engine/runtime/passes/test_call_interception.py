@@ -1,4 +1,4 @@
-"""How a pass is told of the calls of modules."""
+"""How a pass learns of the calls of modules."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def run(
     watched: frozenset[str] | None = None,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> tuple[list[tuple[str, int, float]], list[str], list[int]]:
-    """The outputs that are observed, the modules that finished, and how many had when each began."""
+    """Run the model. Returns the observed outputs, the finished modules, and how many had finished when each call began."""
     calls, seen = ModuleCalls(model, cancelled), Seen()
     mode = WeightMode({}, torch.device("cpu"))
     under_way = ForwardPass(mode, seen, OutputCache({}, 0), {}, None, {}, watched)
@@ -85,23 +85,23 @@ def run(
 
 
 def test_calls_are_reported_in_the_order_of_completion() -> None:
-    """`forward` called by itself is no call of a module: hooks do not see it, either."""
+    """A direct call of `forward` does not count as a call of the module, as for hooks."""
     assert run(Model()) == (OUTPUTS, [name for name, *_ in OUTPUTS], [0, 1, 2, 0])
 
 
-def test_unwatched_modules_are_only_counted() -> None:
+def test_outputs_of_unwatched_modules_are_not_reported() -> None:
     outputs, finished, _ = run(Model(), watched=frozenset({"parent.two"}))
     assert outputs == [OUTPUTS[1]]
     assert finished == [name for name, *_ in OUTPUTS]
 
 
-def test_output_changed_by_another_hook_is_reported() -> None:
+def test_module_output_is_reported_as_changed_by_another_hook() -> None:
     model = Model()
     model.parent.two.register_forward_hook(lambda module, args, output: output * 10)
     assert run(model)[0][1] == ("parent.two", 0, 50.0)
 
 
-def test_modules_are_restored_after_the_pass() -> None:
+def test_modules_are_unchanged_after_an_intercepted_pass() -> None:
     model = Model()
     before = [dict(vars(module)) for module in model.modules()]
     run(model)
@@ -137,7 +137,7 @@ def test_copied_module_runs_its_own_forward(kind: type[Adds]) -> None:
 
 
 @pytest.mark.parametrize("forward", [staticmethod(lambda x: x + 100.0), torch.exp])
-def test_forward_without_self_is_called(forward: Any) -> None:
+def test_forward_that_is_no_method_is_called(forward: Any) -> None:
     model = Model()
     model.parent.one = type("Function", (nn.Module,), {"forward": forward})()
     assert run(model)[0][0] == ("parent.one", 0, float(model.parent.one(torch.zeros(()))))
@@ -169,7 +169,7 @@ def test_compiled_module_stays_compiled() -> None:
     assert model.parent.one._compiled_call_impl is ends
 
 
-def test_two_observers_may_watch_the_same_modules() -> None:
+def test_two_observers_can_intercept_the_same_modules() -> None:
     model = Model()
     other = ModuleCalls(model, lambda: False)
     other.intercept(reports=True)
@@ -192,7 +192,7 @@ def test_pass_is_cancelled_between_two_modules() -> None:
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-def test_module_that_does_not_fit_in_memory_is_named(mixed: bool) -> None:
+def test_out_of_memory_error_names_the_module(mixed: bool) -> None:
     """In a plain pass, and in one under a mode."""
 
     class Full(nn.Linear):

@@ -100,7 +100,7 @@ def test_segmentation_has_a_distribution_at_every_pixel() -> None:
     assert causes.unit == NATS_PER_PIXEL
 
 
-def test_scan_of_a_segmentation_model_measures_the_drift() -> None:
+def test_scan_scores_of_a_segmentation_model_equal_its_drift() -> None:
     model, given = segformer()
     session = de.open(model, inputs=given)
     name = "decode_head.classifier.weight"
@@ -130,7 +130,7 @@ def test_scan_of_a_segmentation_model_measures_the_drift() -> None:
     ],
     ids=["classes", "one label", "labels", "regression", "pixels", "masks"],
 )
-def test_class_and_config_say_whether_an_output_is_a_distribution(made: Any, unit: str) -> None:
+def test_kl_is_measured_if_class_and_config_say_that_outputs_are_logits(made: Any, unit: str) -> None:
     model, given = made()
     session = de.open(model, inputs=given)
     session.cast("*", "bfloat16")

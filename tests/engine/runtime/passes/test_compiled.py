@@ -59,7 +59,9 @@ def drift(module: nn.Module, pattern: str) -> DriftReport:
 
 @pytest.mark.parametrize("pattern", ["*", "*blocks.1.*"])
 @pytest.mark.parametrize(("made", "where"), [(child, "blocks.1"), (in_place, "blocks.1"), (whole, "the model")])
-def test_compiled_functions_run_as_written(made: Callable[[], nn.Module], where: str, pattern: str) -> None:
+def test_drift_of_a_model_with_compiled_parts_equals_that_without(
+    made: Callable[[], nn.Module], where: str, pattern: str
+) -> None:
     plain, compiled = drift(Net(), pattern), drift(made(), pattern)
     assert compiled.output == plain.output
     assert 0 < plain.output.rel_l2 < 0.1

@@ -51,7 +51,7 @@ def cast(model: Any, dtype: torch.dtype) -> Any:
 
 
 def outputs_of(model: Any, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Of every module that returns a tensor, and the logits as ""."""
+    """Return the output of every module that returns a tensor. The key of the logits is ""."""
     found: dict[str, torch.Tensor] = {}
 
     def keep(name: str) -> Any:
@@ -111,7 +111,7 @@ def test_padding_is_excluded_from_every_figure(side: str) -> None:
     check_modules(report, reference, candidate, dict.fromkeys(names, kept))
 
 
-def test_both_scans_exclude_padding() -> None:
+def test_estimated_and_exact_scans_exclude_padding() -> None:
     session = de.open(gemma(1), inputs=padded("right"))
     estimated = session.scan(["float8_e4m3fn"], draws=32).scores()
     exact = session.scan(["float8_e4m3fn"], exact=True).scores()
@@ -120,8 +120,8 @@ def test_both_scans_exclude_padding() -> None:
         assert estimated[key] == pytest.approx(exact[key], rel=0.5), name
 
 
-def test_tokens_at_padding_change_nothing(tmp_path: Path) -> None:
-    """The floor, causes and a file of tensors go the same way."""
+def test_token_ids_at_padded_positions_do_not_affect_any_figure(tmp_path: Path) -> None:
+    """Compared are the drift, the first cause, and the positions of the floor."""
     given = padded("right")
     other = {**given, "input_ids": torch.where(given["attention_mask"] == 0, 77, given["input_ids"])}
     found = []
@@ -152,7 +152,7 @@ def t5() -> Any:
     return T5ForConditionalGeneration(config).eval()
 
 
-def test_decoder_has_its_own_kept_positions() -> None:
+def test_decoder_positions_are_kept_by_the_decoder_mask() -> None:
     """Both parts have six positions here: the mask of one is not that of the other."""
     draw = torch.Generator().manual_seed(4)
     ids, labels = (torch.randint(2, 64, (2, 6), generator=draw) for _ in range(2))
@@ -177,7 +177,7 @@ def test_decoder_has_its_own_kept_positions() -> None:
     check_modules(report, reference, candidate, kept)
 
 
-def test_distribution_over_positions_gives_padding_no_probability() -> None:
+def test_padded_positions_are_left_out_of_distributions_over_positions() -> None:
     from transformers import BertConfig, BertForQuestionAnswering
 
     torch.manual_seed(3)
@@ -201,7 +201,7 @@ def test_distribution_over_positions_gives_padding_no_probability() -> None:
 
 
 class Tagger(nn.Module):
-    """Its mask is known in its forward alone: it gives it to torch's attention."""
+    """Makes its mask in its forward, and gives it to torch's attention."""
 
     def __init__(self, batch_first: bool = True, transposes: bool = False) -> None:
         super().__init__()
@@ -233,7 +233,7 @@ class AddsMinusInfinity(Tagger):
 
 
 class TwoMasks(Tagger):
-    """Its layers do not agree about which positions are padding."""
+    """Gives the mask to one of its two layers only."""
 
     def forward(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
         first, second = self.enc.layers
@@ -259,7 +259,7 @@ def padded_ids() -> torch.Tensor:
     ],
     ids=["batch first", "transposes", "time first", "-inf", "no mask", "two masks", "no padding"],
 )
-def test_positions_masked_in_attention_do_not_count(
+def test_positions_masked_only_inside_attention_are_left_out(
     make: Callable[[], Tagger], ids: torch.Tensor, counted: int
 ) -> None:
     model, rounded = make().eval(), make().eval()
@@ -297,7 +297,7 @@ class Named(nn.Module):
         return ids
 
 
-def test_masks_that_keep_everything_are_ignored() -> None:
+def test_masks_without_padding_are_ignored() -> None:
     ids, full = torch.zeros(2, 4), torch.ones(2, 4)
     device = torch.device("cpu")
     for mask in (None, full, full.bool(), torch.zeros(2, 4), torch.full((2, 4), -1e9), torch.ones(2, 1, 4, 4)):

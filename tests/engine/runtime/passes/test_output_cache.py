@@ -1,4 +1,4 @@
-"""What stands in for an unchanged prefix is, bit for bit, what running it would have given."""
+"""Outputs that are reused for an unchanged prefix are those, bit for bit, that running it would give."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def meter(session: Any) -> DriftMeter:
 
 
 def in_full(meter: DriftMeter) -> RunningTotals:
-    """Measure without reuse of what the candidate's last pass returned."""
+    """Measure without reusing outputs of the candidate's last pass."""
     meter._caches.clear()
     return meter.measure()
 
@@ -76,7 +76,9 @@ def steps(session: Any, uniform: bool) -> list[Recipe]:
 
 
 @pytest.mark.parametrize(("place", "name"), list(enumerate(architectures.ZOO)), ids=architectures.ZOO)
-def test_reuse_gives_the_figures_of_a_full_measurement(place: int, name: str, compared: list[torch.Tensor]) -> None:
+def test_drift_with_reused_outputs_equals_a_full_measurement(
+    place: int, name: str, compared: list[torch.Tensor]
+) -> None:
     """Architectures of a family follow each other, and have uniform recipes and others in turn."""
     module, inputs = architectures.make(name)
     session = de.open(module, inputs=inputs)
@@ -98,7 +100,7 @@ class Counting(nn.Linear):
         return super().forward(x)
 
 
-def test_only_modules_after_the_change_run() -> None:
+def test_only_modules_after_the_changed_one_are_run_again() -> None:
     torch.manual_seed(0)
     module = nn.Sequential(*(nn.Sequential(Counting(8, 8), nn.ReLU()) for _ in range(10)))
     session = de.open(module, inputs=(torch.randn(2, 8),))
@@ -140,7 +142,7 @@ def routed() -> Any:
     return de.open(Routed(), inputs=inputs)
 
 
-def test_other_tokens_may_call_other_modules() -> None:
+def test_outputs_are_reused_if_changed_routing_calls_other_modules() -> None:
     session = routed()
     quick, full = meter(session), meter(session)
     for pattern in ("layers.2", "layers.1", "layers.0", "experts.3", "experts.1", "late", "layers.2"):
@@ -150,7 +152,7 @@ def test_other_tokens_may_call_other_modules() -> None:
     assert with_stand_ins.seconds.reused
 
 
-def test_earlier_calls_are_reused_on_another_route() -> None:
+def test_calls_of_earlier_passes_are_reused_after_the_routing_changes() -> None:
     session = routed()
     session.drift()
     session.cast("layers.0", "bfloat16")
@@ -159,7 +161,7 @@ def test_earlier_calls_are_reused_on_another_route() -> None:
     assert Counting.runs == 0
 
 
-def test_causes_with_changed_routes() -> None:
+def test_causes_are_right_if_casts_change_the_routing() -> None:
     session = routed()
     session.cast("*", "bfloat16")
     found = {cause.name: cause.drift for cause in session.causes().causes}
@@ -271,7 +273,7 @@ class AsksForSize(Reads):
 
 @pytest.mark.parametrize("model", [OtherOrder, Again, TiedOtherOrder, Gated, Peeks, Reads, AsksForSize])
 @pytest.mark.parametrize(("stored", "signs"), [(torch.float32, (1, -1)), (torch.float16, (-1, 1))])
-def test_first_use_of_a_cast_weight_is_counted_in_each_pass(
+def test_reused_outputs_are_right_if_the_first_use_of_a_weight_varies(
     model: type[nn.Module], stored: torch.dtype, signs: tuple[int, int]
 ) -> None:
     chance = torch.Generator().manual_seed(1)
@@ -285,7 +287,7 @@ def test_first_use_of_a_cast_weight_is_counted_in_each_pass(
             check_reuse(quick, full, names[:count])
 
 
-def test_pass_on_another_route_than_the_reference_is_reused() -> None:
+def test_candidate_pass_with_another_routing_than_the_reference_is_reused() -> None:
     session = de.open(Gated(), inputs=(torch.rand(2, 8),))
     session.cast("gate", "bfloat16")
     session.drift()
@@ -372,7 +374,7 @@ def test_overwritten_output_is_not_reused() -> None:
     assert quick == meter(session).measure().output
 
 
-def test_modules_are_restored_after_a_reusing_pass() -> None:
+def test_modules_are_unchanged_after_a_pass_with_reused_outputs() -> None:
     module, inputs = architectures.make("llama")
     session = de.open(module, inputs=inputs)
     session.drift()
@@ -401,7 +403,7 @@ class Listened(nn.Module):
         return self.last(x + self.given[0].sum(0))
 
 
-def test_hooks_of_the_model_are_called_once_in_every_pass() -> None:
+def test_hooks_of_the_model_are_called_in_passes_with_reused_outputs() -> None:
     session = de.open(Listened(), inputs=[{"x": torch.randn(rows, 8)} for rows in (2, 3)])
     quick, full = meter(session), meter(session)
     for name in ("first", "last", "first", "block"):
@@ -410,7 +412,7 @@ def test_hooks_of_the_model_are_called_once_in_every_pass() -> None:
             check_reuse(quick, full, rules)
 
 
-def test_modules_with_foreign_hooks_are_run_again() -> None:
+def test_modules_with_hooks_of_the_model_are_run_again() -> None:
     # A vision tower whose hidden states transformers collects with hooks on its layers.
     module, inputs = architectures.make("llava")
     session = de.open(module, inputs=inputs)
@@ -428,8 +430,8 @@ def test_modules_with_foreign_hooks_are_run_again() -> None:
         assert fresh.drift().output == found
 
 
-def test_cache_keeps_the_outputs_of_selected_modules_only() -> None:
-    """Of the others it has that they ran and what was observed, which is given to the observer again."""
+def test_output_cache_keeps_only_outputs_of_selected_modules() -> None:
+    """For other modules, the cache keeps that they ran and what was observed. Observers get this again."""
     module = nn.Sequential(nn.Sequential(Counting(8, 8), nn.ReLU()), Counting(8, 8), nn.Linear(8, 8))
     session = de.open(module, inputs=(torch.randn(2, 8),))
     (batch,) = session.need_inputs().batches

@@ -228,7 +228,7 @@ class TakesGradients(Layers):
 
 
 class WithoutCounting(Layers):
-    """Nobody counts what is written to tensors that are made in `torch.inference_mode`."""
+    """Runs in `torch.inference_mode`, in which torch does not count writes to tensors."""
 
     @torch.inference_mode()
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -236,7 +236,7 @@ class WithoutCounting(Layers):
 
 
 class PartlyWithoutCounting(Layers):
-    """So many calls in it that outputs are compared while it runs, and after it."""
+    """Has so many calls that outputs are compared within and after the part that runs in inference mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -308,7 +308,7 @@ CASES = [
 """The dtypes take turns: what a model does besides its output does not depend on the dtype of its weights."""
 
 
-def test_module_that_caught_an_error_is_reused() -> None:
+def test_outputs_of_a_module_that_caught_an_error_are_reused() -> None:
     session = opened(stored_in(CatchesAnError, "float32"))
     figures(session)
     session.cast("head", "bfloat16")
@@ -316,7 +316,9 @@ def test_module_that_caught_an_error_is_reused() -> None:
 
 
 @pytest.mark.parametrize(("make", "stored"), CASES)
-def test_repeated_measurement_of_a_stateful_model_is_the_same(make: Callable[[], nn.Module], stored: str) -> None:
+def test_repeated_drift_of_a_stateful_model_equals_that_of_a_new_session(
+    make: Callable[[], nn.Module], stored: str
+) -> None:
     module = stored_in(make, stored)
     session = opened(module)
     figures(session)
@@ -334,7 +336,7 @@ def test_repeated_measurement_of_a_stateful_model_is_the_same(make: Callable[[],
 
 
 @pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
-def test_causes_of_a_stateful_model_equal_single_recipes(make: Callable[[], nn.Module]) -> None:
+def test_causes_of_a_stateful_model_equal_those_of_single_casts(make: Callable[[], nn.Module]) -> None:
     module = stored_in(make, "float32")
     session = opened(module)
     session.cast("head", "bfloat16")
@@ -621,7 +623,7 @@ class KeepsInAGlobal(Layers):
         return self.head(self.two(x) @ _KEPT["turned"])
 
 
-def test_cached_global_values_are_made_in_each_pass() -> None:
+def test_tensors_that_a_model_caches_in_globals_are_recomputed_in_each_pass() -> None:
     given = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(0))
     module, by_hand = KeepsInAGlobal().requires_grad_(False), KeepsInAGlobal().requires_grad_(False)
     expected = by_hand(given).double()
@@ -658,7 +660,7 @@ MAKE_KEEPERS: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize("make", MAKE_KEEPERS.values(), ids=MAKE_KEEPERS)
-def test_pass_leaves_no_state_to_the_next(make: Callable[[], nn.Module]) -> None:
+def test_state_of_a_model_does_not_carry_over_to_the_next_pass(make: Callable[[], nn.Module]) -> None:
     session = opened(stored_in(make, "float32"))
     before = figures(session)
     assert session.drift().output.sqnr_db == math.inf
@@ -674,7 +676,7 @@ class WritesToItsInput(Layers):
         return self.head(self.two(self.one(x)))
 
 
-def test_writes_to_inputs_stay_within_the_pass() -> None:
+def test_inputs_that_a_model_overwrites_are_unchanged_after_the_pass() -> None:
     given = [torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(rows)) for rows in (2, 5)]
     before = deepcopy(given)
     module = stored_in(WritesToItsInput, "float32")
@@ -698,7 +700,7 @@ def test_writes_to_inputs_stay_within_the_pass() -> None:
 
 
 @pytest.mark.parametrize("kind", [list, tuple, dict])
-def test_tensor_given_twice_stays_one_tensor(kind: Any) -> None:
+def test_tensor_passed_as_two_arguments_stays_one_tensor(kind: Any) -> None:
     x = torch.ones(2)
     given = {"a": x, "b": x} if kind is dict else kind((x, x))
     taken: list[Any] = []
@@ -719,7 +721,7 @@ def test_random_numbers_are_the_same_in_reference_and_candidate() -> None:
 
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16"])
-def test_written_buffer_is_restored_after_each_pass(stored: str) -> None:
+def test_buffer_that_a_model_overwrites_is_restored_after_each_pass(stored: str) -> None:
     session = opened(stored_in(WritesItsBuffer, stored))
     before = session.model.module.mean.clone()
     assert session.drift().notices == ()

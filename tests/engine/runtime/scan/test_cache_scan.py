@@ -43,14 +43,14 @@ def scanned(session: de.Session) -> de.ScanReport:
     return session.scan(("float32", *FORMATS))
 
 
-def test_scan_ranks_keys_with_outliers_first(scanned: de.ScanReport) -> None:
+def test_scan_of_kv_caches_ranks_keys_with_outliers_first(scanned: de.ScanReport) -> None:
     for form in ("kv:float8_e4m3fn", "kv:int8@token"):
         scores = {weight.name: weight.score for weight in scanned.weights if weight.dtype == form}
         assert len(scores) == 12
         assert set(sorted(scores, key=lambda name: -scores[name])[:2]) == set(OUTLIERS), form
 
 
-def test_estimates_rank_caches_like_measurements(session: de.Session, scanned: de.ScanReport) -> None:
+def test_estimated_scores_of_kv_caches_rank_like_exact_ones(session: de.Session, scanned: de.ScanReport) -> None:
     exact = session.scan(FORMATS, exact=True)
     correlation, ratio, count = compared(scanned, exact)
     assert count == 48
@@ -65,7 +65,9 @@ def test_estimates_rank_caches_like_measurements(session: de.Session, scanned: d
     session.scanned = scanned
 
 
-def test_search_keeps_outliers_wide_and_beats_one_format_for_all(session: de.Session, scanned: de.ScanReport) -> None:
+def test_search_of_kv_cache_formats_beats_fp8_for_all_at_equal_size(
+    session: de.Session, scanned: de.ScanReport
+) -> None:
     caches = session.tree.kv_cache.tensors
     uniform = sum(cache_tensor_bytes(tensor, "float8_e4m3fn", CONTEXT, 1) for tensor in caches)
     session.use_recipe(de.Recipe.of([de.Rule.parse("*.kv_cache=fp8")]))
@@ -82,7 +84,7 @@ def test_search_keeps_outliers_wide_and_beats_one_format_for_all(session: de.Ses
     assert session.predict().value == pytest.approx(report.predicted)
 
 
-def test_weights_and_caches_under_one_budget_are_optimal() -> None:
+def test_search_of_weights_and_kv_caches_under_one_budget_is_optimal() -> None:
     """Against all combinations of the dtypes of a tiny model's linear layers and the formats of its caches."""
     module, inputs = architectures.make("llama")
     session = de.open(module, inputs=inputs)

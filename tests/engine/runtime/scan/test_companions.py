@@ -60,7 +60,7 @@ def plain_kl(module: nn.Module, batches: list[dict[str, Any]], cast: list[str]) 
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_exactly_cast_norms_score_their_effect_on_activations(exact: bool) -> None:
+def test_scan_scores_a_lossless_cast_of_norms_by_its_effect_on_activations(exact: bool) -> None:
     module, batches = model_and_batches("vit")
     session = de.open(module, inputs=batches)
     scores = session.scan(
@@ -77,7 +77,7 @@ def test_exactly_cast_norms_score_their_effect_on_activations(exact: bool) -> No
     assert session.predict(Recipe((Rule("type:LayerNorm", "bfloat16"),))).value == pytest.approx(together, rel=0.5)
 
 
-def test_norms_promoted_by_torch_cost_nothing() -> None:
+def test_scan_scores_norms_that_torch_promotes_with_zero() -> None:
     module, batches = model_and_batches("llama")
     session = de.open(module, inputs=batches)
     names = [name for name, _ in module.named_parameters() if "norm" in name]
@@ -87,7 +87,7 @@ def test_norms_promoted_by_torch_cost_nothing() -> None:
     assert plain_kl(module, batches, names) == 0.0
 
 
-def test_norms_that_cast_activations_to_their_dtype_have_a_cost() -> None:
+def test_scan_scores_norms_that_cast_activations_to_their_dtype() -> None:
     """The norms of T5 read the dtype of their weight and compute in it."""
     torch.manual_seed(0)
     module, inputs = architectures.make("t5")
@@ -98,7 +98,7 @@ def test_norms_that_cast_activations_to_their_dtype_have_a_cost() -> None:
         assert truth / 3 < scores[name, "bfloat16"] < truth * 3
 
 
-def test_measured_drift_of_a_search_is_near_the_prediction() -> None:
+def test_measured_drift_of_a_searched_recipe_is_near_the_prediction() -> None:
     module, batches = model_and_batches("vit")
     session = de.open(module, inputs=batches)
     session.scan(["bfloat16", "float16"])

@@ -32,7 +32,7 @@ def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.float8_e5m2]
 )
-def test_each_dtype_is_written_and_read_back(dtype: torch.dtype) -> None:
+def test_activation_file_keeps_tensors_of_every_dtype(dtype: torch.dtype) -> None:
     given = drawn(64, 128, dtype=dtype)
     with closing(ActivationFile()) as file:
         kept = file.keep(given, "a")
@@ -44,7 +44,7 @@ def test_each_dtype_is_written_and_read_back(dtype: torch.dtype) -> None:
         assert torch.equal(found.view(torch.uint8), given.view(torch.uint8))
 
 
-def test_views_are_written_once_and_keep_their_strides() -> None:
+def test_activation_file_stores_views_once_and_keeps_their_strides() -> None:
     given = drawn(64, 128)
     views = [given, given.t(), given[3:50, ::2], given[:, None].expand(64, 5, 128), given.view(torch.int32), given[-1]]
     with closing(ActivationFile()) as file:
@@ -58,7 +58,7 @@ def test_views_are_written_once_and_keep_their_strides() -> None:
         assert kept[-1].tensor is not None  # a row of 512 bytes is not worth a read
 
 
-def test_tensors_of_a_block_stay_in_memory_until_the_next_block() -> None:
+def test_activations_of_a_block_stay_in_memory_until_the_next_block() -> None:
     with closing(ActivationFile()) as file:
         first = [file.keep(drawn(64, 128), "a") for _ in range(3)]
         assert file.nbytes == 0
@@ -69,7 +69,7 @@ def test_tensors_of_a_block_stay_in_memory_until_the_next_block() -> None:
         assert torch.equal(file.load(second), file.load(first[0]))
 
 
-def test_tensors_changed_before_writing_are_refused() -> None:
+def test_activations_overwritten_before_they_are_stored_are_refused() -> None:
     with closing(ActivationFile()) as file:
         early, late, unwritten = drawn(64, 128), drawn(64, 128), drawn(2)
         kept_early, kept_late = file.keep(early, "a"), file.keep(late, "a")
@@ -86,7 +86,7 @@ def test_tensors_changed_before_writing_are_refused() -> None:
             file.load(kept)
 
 
-def test_small_views_of_a_large_tensor_are_written_alone() -> None:
+def test_activation_file_stores_small_views_without_their_large_tensor() -> None:
     large = drawn(1024, 1024)
     with closing(ActivationFile()) as file:
         parts = [large[:2], large[900:902], large[1:2, 7:].bfloat16(), large[5:9].view(torch.int64)[:, 3:]]
@@ -97,7 +97,7 @@ def test_small_views_of_a_large_tensor_are_written_alone() -> None:
         assert [file.load(each).stride() for each in kept] == [part.stride() for part in parts]
 
 
-def test_waiting_and_read_tensors_stay_within_the_limit() -> None:
+def test_activation_file_holds_tensors_in_memory_up_to_its_limit() -> None:
     with closing(ActivationFile(1 << 20)) as file:
         kept = [file.keep(drawn(64, 1024), "a") for _ in range(16)]
         assert sum(each.tensor is not None for each in kept) <= 5
@@ -106,13 +106,13 @@ def test_waiting_and_read_tensors_stay_within_the_limit() -> None:
         assert sum(each.nbytes for each in file._read.values()) <= 1 << 20
 
 
-def test_sparse_tensor_stays_in_memory() -> None:
+def test_sparse_activations_stay_in_memory() -> None:
     with closing(ActivationFile()) as file:
         sparse = drawn(64, 128).to_sparse()
         assert file.load(file.keep(sparse, "a")).to_dense().equal(drawn(64, 128))
 
 
-def test_vector_replaces_another_in_the_file() -> None:
+def test_activation_file_can_replace_a_vector() -> None:
     with closing(ActivationFile()) as file:
         kept = file.put(drawn(4096))
         other = file.put(drawn(4096) + 2)
@@ -122,7 +122,7 @@ def test_vector_replaces_another_in_the_file() -> None:
         assert torch.equal(file.take(other), drawn(4096) + 2)
 
 
-def test_activation_file_is_in_tmpdir_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_activation_file_is_in_tmpdir_and_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_tensors.tempfile, "tempdir", None)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     with closing(ActivationFile()) as file:
@@ -132,7 +132,7 @@ def test_activation_file_is_in_tmpdir_and_leaves_nothing(tmp_path: Path, monkeyp
     assert not list(tmp_path.iterdir())
 
 
-def test_full_disk_is_one_sentence_and_the_scan_can_continue(
+def test_scan_that_fills_the_disk_fails_in_one_sentence_and_can_be_repeated(
     make_llama: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_llama(dtype="bfloat16", **SIZES)
@@ -152,7 +152,7 @@ def test_full_disk_is_one_sentence_and_the_scan_can_continue(
 @pytest.mark.parametrize(
     "name", ["llama", "bart", "gemma3", "deberta", "swin", "whisper", "blip", "mixtral", "qwen3_next", "mamba2"]
 )
-def test_scores_do_not_depend_on_where_activations_are(
+def test_scan_scores_do_not_depend_on_the_memory_for_activations(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module_sources, "SMALLEST", 1)  # otherwise these weights stay in memory
@@ -208,7 +208,7 @@ def test_activation_file_is_used_if_fewer_bytes_are_read(
     assert groups.next([0, 1, 2, 3], 1) == ([0], True)
 
 
-def test_accelerator_activations_are_written_to_the_file(
+def test_activations_on_an_accelerator_are_stored_in_the_file(
     make_llama: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if DEVICE == "cpu":
@@ -234,7 +234,7 @@ def test_accelerator_activations_are_written_to_the_file(
 
 @pytest.mark.parametrize("stop", [False, True])
 @pytest.mark.parametrize("name", ["mixtral", "llama"])
-def test_scan_leaves_nothing_in_memory(name: str, stop: bool) -> None:
+def test_scan_frees_all_kept_activations(name: str, stop: bool) -> None:
     module, inputs = architectures.make(name)
     session = de.open(module.bfloat16(), inputs=inputs)
     asked = 0
@@ -268,7 +268,7 @@ class Overwrites(nn.Module):
 
 
 @pytest.mark.parametrize("budget", [1, 1 << 30])
-def test_overwritten_activation_is_never_used_silently(budget: int) -> None:
+def test_scan_refuses_a_model_that_overwrites_an_activation(budget: int) -> None:
     if DEVICE == "fake":
         pytest.skip(
             "a backward pass that raises an error aborts the process: torch's device guard in Python can't raise it"

@@ -264,7 +264,7 @@ def writes_a_part_afterwards(own: Uses, x: torch.Tensor) -> torch.Tensor:
     return before @ own.weight
 
 
-def test_write_to_weight_rows_that_a_gradient_needs_is_refused() -> None:
+def test_scan_refuses_a_write_to_weight_rows_that_a_gradient_needs() -> None:
     session = de.open(Uses(writes_a_part_afterwards), inputs=(INPUTS,))
     with pytest.raises(de.NoForward, match=r"modified by an inplace operation.*scan --exact"):
         session.scan(["int8"], draws=4)
@@ -272,7 +272,7 @@ def test_write_to_weight_rows_that_a_gradient_needs_is_refused() -> None:
     assert scores["weight", "int8"] == pytest.approx(by_hand(writes_a_part_afterwards, "weight"), rel=1e-4)
 
 
-def test_many_weights_without_a_gradient_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scan_refuses_too_many_weights_without_gradient_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     session = de.open(Uses(reads), inputs=(INPUTS,))
     monkeypatch.setattr(measured_weights, "MOST_PASSES", 1)
     with pytest.raises(de.UserError, match=r"such as [\w.]+, act on the output without a gradient.*scan --exact"):
@@ -292,7 +292,7 @@ class ChecksValues(Uses):
         return self.inner(x) * int((self.weight > self.weight.max() * 0.9995).sum())
 
 
-def test_unchanged_checks_of_values_cost_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scan_adds_no_pass_for_checks_of_weights_that_casts_do_not_change(monkeypatch: pytest.MonkeyPatch) -> None:
     session = de.open(ChecksValues(), inputs=(INPUTS,))
     monkeypatch.setattr(measured_weights, "MOST_PASSES", 3)
     scores = session.scan(["int8"], draws=200).scores()
@@ -312,7 +312,7 @@ def checks_and_uses(own: Uses, x: torch.Tensor) -> torch.Tensor:
     return (own.inner(x) + x @ own.weight) * largest
 
 
-def test_weight_whose_check_a_cast_changes_is_measured() -> None:
+def test_scan_measures_a_weight_whose_check_by_the_model_a_cast_changes() -> None:
     model = Uses(checks_and_uses)
     weight = model.weight.data
     row, column = divmod(int(weight.argmax()), 8)
@@ -324,7 +324,7 @@ def test_weight_whose_check_a_cast_changes_is_measured() -> None:
     assert scores["weight", "int8"] == pytest.approx(exact["weight", "int8"], rel=1e-6)
 
 
-def test_unused_weights_cost_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scan_needs_one_pass_for_all_unused_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     session = de.open(Uses(fills), inputs=(INPUTS,))
     casts: list[dict[str, str]] = []
     made = measured_weights.CastWeightsMode.__init__
@@ -354,8 +354,8 @@ class Unused(nn.Module):
 
 
 @pytest.mark.parametrize("budget", [1 << 20, 512])
-def test_relevant_weights_are_found_among_many_irrelevant_ones(budget: int) -> None:
-    """Also where the memory holds one cast weight only."""
+def test_scan_finds_weights_with_effect_among_many_without(budget: int) -> None:
+    """In one case, the memory has room for one cast weight only."""
     session = de.open(Unused(), inputs=(INPUTS,))
     scan = Scan(session.model, session.inputs, ("int8",), draws=200, budget=budget).run().scores()
     exact = session.scan(["int8"], exact=True).scores()
@@ -367,7 +367,7 @@ def test_relevant_weights_are_found_among_many_irrelevant_ones(budget: int) -> N
 
 
 @pytest.mark.parametrize("name", ["torch_lstm", "torch_gru"])
-def test_recurrent_layer_behind_a_narrow_embedding_is_scanned(name: str) -> None:
+def test_scan_scores_an_embedding_in_front_of_a_recurrent_layer(name: str) -> None:
     module, inputs = architectures.make(name)
     session = de.open(module, inputs=inputs)
     table = next(name for name, tensor in session.tree.tensors.items() if "embed" in name)
@@ -375,8 +375,8 @@ def test_recurrent_layer_behind_a_narrow_embedding_is_scanned(name: str) -> None
     assert scan[table, "bfloat16"] == pytest.approx(exact[table, "bfloat16"], rel=1e-3)
 
 
-def test_foreign_format_is_tried_in_the_narrowest_other_dtype() -> None:
-    """The stored format is among the dtypes, since it may round to 16 bits. It has no number of bits here."""
+def test_weight_without_gradient_is_tried_in_the_narrowest_dtype() -> None:
+    """The stored format is among the dtypes, since a weight may round to 16 bits. The format's number of bits is unknown here."""
     tried: list[Any] = []
     weight = SimpleNamespace(info=SimpleNamespace(numel=1))
     errors: Any = SimpleNamespace(budget=100, weights={"w": weight})

@@ -20,7 +20,7 @@ from dtype_engine.runtime.scan.routing import SwapTopKMode, TopKSample, reroutin
 from dtype_engine.runtime.scan.scan import Scan
 
 
-def test_expected_flips_equal_those_of_random_errors() -> None:
+def test_expected_rerouting_of_tokens_equals_that_of_simulated_errors() -> None:
     """An independent hand: draw the change of each margin and count those that go under zero."""
     chooser = random.Random(0)
     margins = [chooser.uniform(0, 0.2) for _ in range(400)]
@@ -35,7 +35,7 @@ def test_expected_flips_equal_those_of_random_errors() -> None:
     assert variance == pytest.approx(2 * flips * 0.25, rel=0.02)
 
 
-def test_improbable_flips_still_count_as_possible() -> None:
+def test_improbable_rerouting_still_has_variance() -> None:
     key = ("w", "int8")
     sample = TopKSample(0, 1.0, [0.1, math.inf], 0.5, {key: 0.01}, {key: 0.01})
     drift, variance = rerouting_drift([sample])[key]
@@ -57,7 +57,7 @@ class Routed(nn.Module):
         return {"logits": self.head(x + value * self.experts[index.squeeze(-1)])}
 
 
-def test_routers_error_equals_that_of_its_rerouted_tokens() -> None:
+def test_scan_score_of_a_router_includes_rerouted_tokens() -> None:
     torch.manual_seed(0)
     session = de.open(Routed(), inputs=[torch.randn(1, 400, 8) for _ in range(6)])
     kinds = ["float8_e4m3fn", "float8_e5m2", "int8"]
@@ -69,7 +69,7 @@ def test_routers_error_equals_that_of_its_rerouted_tokens() -> None:
         assert smooth < exact["router.weight", kind] / 5  # what the estimate was without them
 
 
-def test_swap_takes_the_next_best_expert_for_selected_tokens_only() -> None:
+def test_swap_of_top_k_takes_the_next_best_expert_for_selected_tokens_only() -> None:
     torch.manual_seed(0)
     module, x = Routed(), torch.randn(1, 6, 8)
     rows = torch.tensor([False, True, False, False, True, False])
@@ -83,7 +83,7 @@ def test_swap_takes_the_next_best_expert_for_selected_tokens_only() -> None:
     torch.testing.assert_close(after, torch.where(rows[None, :, None], other, before))
 
 
-def test_scan_of_a_mixture_of_experts_over_many_tokens() -> None:
+def test_scan_of_a_mixture_of_experts_agrees_with_exact_scores() -> None:
     module, _ = architectures.make("mixtral")
     ids = torch.randint(3, 64, (4, 1, 144), generator=torch.Generator().manual_seed(0))
     session = de.open(module, inputs=[{"input_ids": each} for each in ids])
@@ -94,7 +94,7 @@ def test_scan_of_a_mixture_of_experts_over_many_tokens() -> None:
     assert 0.7 <= ratio <= 1.4
 
 
-def test_mixture_of_experts_with_clear_routing_scans_like_any_model() -> None:
+def test_scan_of_a_mixture_of_experts_with_clear_routing_is_accurate() -> None:
     module, ids, margin = architectures.decided("mixtral", 4, 64)
     assert margin > 0.05
     session = de.open(module, inputs=[{"input_ids": row[None]} for row in ids])
@@ -106,14 +106,14 @@ def test_mixture_of_experts_with_clear_routing_scans_like_any_model() -> None:
 
 
 def alone(session: de.Session, weight: str, dtype: str) -> float:
-    """The drift where this weight alone is in this dtype."""
+    """Return the drift if only this weight is in this dtype."""
     session.apply(de.Recipe((de.Rule(weight, dtype),)))
     kl = session.drift().output.kl_mean
     assert kl is not None
     return kl
 
 
-def test_weight_whose_dtype_the_code_reads_is_measured() -> None:
+def test_scan_measures_a_weight_whose_dtype_the_model_code_reads() -> None:
     """A Llama's rotary cosines are in the dtype of the embedding's output: a third of its drift in bfloat16."""
     module, _ = architectures.make("llama")
     session = de.open(module, inputs=[{"input_ids": architectures.tokens(length)} for length in (9, 12)])
@@ -124,7 +124,7 @@ def test_weight_whose_dtype_the_code_reads_is_measured() -> None:
         assert scan[weight, kind] == pytest.approx(alone(session, weight, kind), rel=1e-3)
 
 
-def test_many_sequences_take_turns_in_measuring() -> None:
+def test_scan_divides_measured_weights_among_many_sequences() -> None:
     module, _ = architectures.make("llama")
     ids = torch.randint(3, 64, (8, 1, 32), generator=torch.Generator().manual_seed(0))
     session = de.open(module, inputs=[{"input_ids": each} for each in ids])
@@ -138,13 +138,13 @@ def test_many_sequences_take_turns_in_measuring() -> None:
 
 
 def narrowed(session: Any, weight: str) -> CastWeightsMode:
-    """The reference with this weight in bfloat16."""
+    """Return a mode that runs the reference with this weight in bfloat16."""
     model, cpu = session.model, torch.device("cpu")
     errors = LocalErrors(model.weights, torch.float32, budget=1 << 20)
     return CastWeightsMode(model.by_id, cpu, {weight: "bfloat16"}, errors)
 
 
-def test_single_cast_equals_the_candidate() -> None:
+def test_cast_of_a_single_weight_in_a_scan_equals_the_candidate() -> None:
     module, inputs = architectures.make("llama")
     session: Any = de.open(module, inputs=inputs)
     weight = next(name for name in session.tree.tensors if name.endswith("up_proj.weight"))
@@ -157,7 +157,7 @@ def test_single_cast_equals_the_candidate() -> None:
     assert float((ours.double() - reference.double()).abs().max()) == pytest.approx(drift.max_abs, rel=1e-6)
 
 
-def test_one_of_two_cast_weights_computes_in_the_larger_dtype() -> None:
+def test_operation_with_one_of_two_weights_cast_runs_in_the_wider_dtype() -> None:
     """A LayerNorm whose bias alone is in bfloat16 computes in float32: next to nothing drifts."""
     module, inputs = architectures.make("bert")
     session = de.open(module, inputs=inputs)

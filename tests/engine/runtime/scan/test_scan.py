@@ -42,7 +42,7 @@ NARROW = ("float8_e4m3fn", "float8_e5m2", "int8")
     ("name", "unit", "kinds"),
     [("llama", NATS, DEFAULT_DTYPES), ("vit", NATS_PER_EXAMPLE, NARROW), ("bert", NATS, DEFAULT_DTYPES)],
 )
-def test_scan_agrees_with_measuring_each_weight_alone(name: str, unit: str, kinds: Sequence[str]) -> None:
+def test_estimated_scores_agree_with_exact_ones(name: str, unit: str, kinds: Sequence[str]) -> None:
     session = opened(name)
     scan = session.scan(kinds, draws=64)
     rank, ratio, count = compared(scan, session.scan(kinds, exact=True))
@@ -52,7 +52,7 @@ def test_scan_agrees_with_measuring_each_weight_alone(name: str, unit: str, kind
     assert 0.8 <= ratio <= 1.25
 
 
-def test_output_without_a_distribution_gives_the_relative_squared_error() -> None:
+def test_scan_of_outputs_without_probabilities_scores_the_relative_squared_error() -> None:
     session = opened("torch_encoder")
     scan, exact = session.scan(draws=96), session.scan(exact=True)
     rank, ratio, _ = compared(scan, exact)
@@ -61,7 +61,7 @@ def test_output_without_a_distribution_gives_the_relative_squared_error() -> Non
     assert 0.8 <= ratio <= 1.25
 
 
-def test_few_classes_are_exact_with_few_backward_passes() -> None:
+def test_scan_of_a_model_with_few_classes_is_exact_with_few_backward_passes() -> None:
     torch.manual_seed(0)
     session = de.open(
         nn.Sequential(nn.Linear(8, 16, bias=False), nn.Linear(16, 3, bias=False), Classes()), inputs=torch.randn(1, 8)
@@ -79,7 +79,7 @@ class Classes(nn.Module):
         return {"logits": logits}
 
 
-def test_both_uses_of_a_tied_embedding_count() -> None:
+def test_scan_scores_both_uses_of_a_tied_embedding() -> None:
     session = opened("llama")
     weight = "model.embed_tokens.weight"
     assert session.tree.tensors[weight].aliases
@@ -101,7 +101,7 @@ class Twice(nn.Module):
         return x @ self.weight.t() - x @ self.weight.T[:, :] + x
 
 
-def test_uses_of_one_weight_are_summed_before_squaring() -> None:
+def test_scan_sums_the_uses_of_a_weight_before_squaring() -> None:
     torch.manual_seed(0)
     session = de.open(Twice(), inputs=torch.randn(4, 6))
     (score,) = [entry.score for entry in session.scan(["int8"], draws=8).weights if entry.dtype == "int8"]
@@ -145,7 +145,7 @@ class Divides(nn.Module):
         return self.second(torch.tanh(self.first(x)))
 
 
-def test_weight_divided_by_the_model_is_scanned_after_the_division() -> None:
+def test_scan_scores_weights_that_the_model_divides() -> None:
     torch.manual_seed(0)
     session = de.open(Divides(), inputs=(torch.randn(5, 8),))
     scan, exact = (session.scan(["bfloat16", "int8"], **how).scores() for how in ({"draws": 400}, {"exact": True}))
@@ -156,7 +156,7 @@ def test_weight_divided_by_the_model_is_scanned_after_the_division() -> None:
             assert scan[key] == pytest.approx(score, rel=0.2, abs=1e-12), key
 
 
-def test_every_kind_of_weight_use_is_recorded() -> None:
+def test_scan_scores_every_kind_of_use_of_a_weight() -> None:
     torch.manual_seed(0)
     session = de.open(Odd(), inputs=[torch.randn(3, 8), torch.randn(5, 8)])
     kinds = ["bfloat16", "float8_e4m3fn", "int8"]
@@ -171,7 +171,7 @@ def test_every_kind_of_weight_use_is_recorded() -> None:
     assert found["unused", "int8"] == 0.0
 
 
-def test_standard_error_shrinks_with_every_sequence() -> None:
+def test_standard_error_of_a_scan_shrinks_with_the_sequences() -> None:
     module = architectures.make("llama")[0]
     ids = [torch.randint(3, 64, (1, 10), generator=torch.Generator().manual_seed(seed)) for seed in range(24)]
     session = de.open(module, inputs=[{"input_ids": each} for each in ids])
@@ -186,7 +186,7 @@ def test_standard_error_shrinks_with_every_sequence() -> None:
     assert [done for done, _ in progress] == sorted(done for done, _ in progress)
 
 
-def test_lossless_dtypes_cost_nothing_and_narrow_stored_ones_do(make_llama: Any) -> None:
+def test_scan_scores_lossless_casts_with_zero(make_llama: Any) -> None:
     session = de.open(str(make_llama(dtype="bfloat16")))
     scan, exact = session.scan(["float32", "int8"], draws=48), session.scan(["float32", "int8"], exact=True)
     scores = scan.scores()
@@ -207,7 +207,7 @@ def test_scan_ignores_and_keeps_the_current_recipe() -> None:
     assert {weight.dtype for weight in session.model.weights.values() if weight.info.persistent} == {"float8_e4m3fn"}
 
 
-def test_overflowing_casts_have_infinite_scores() -> None:
+def test_scan_scores_overflowing_casts_with_infinity() -> None:
     module = nn.Linear(4, 4)
     module.weight.data.fill_(1e6)
     session = de.open(module, inputs=torch.randn(2, 4))
@@ -220,7 +220,7 @@ def sequences() -> Any:
     return de.open(module, inputs=[{"input_ids": architectures.tokens(length)} for length in (6, 7, 8)])
 
 
-def test_cancelled_scan_resumes(tmp_path: Path) -> None:
+def test_cancelled_scan_resumes_with_the_sequences_done(tmp_path: Path) -> None:
     whole = sequences().scan(["int8"], draws=4).scores()
     session, done = sequences(), []
     file = tmp_path / "scan.json"
@@ -235,7 +235,7 @@ def test_cancelled_scan_resumes(tmp_path: Path) -> None:
     assert not other  # all of it was in the file
 
 
-def test_paused_scan_waits_and_loses_nothing() -> None:
+def test_paused_scan_waits_and_gives_the_same_scores() -> None:
     whole = opened("llama").scan(["int8"], draws=4).scores()
     token, one, found = CancelToken(), opened("llama"), []
     seen = threading.Event()
@@ -301,7 +301,7 @@ def test_failed_save_leaves_the_file_unchanged(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_concurrent_scans_into_one_file_lose_nothing(exact: bool, tmp_path: Path) -> None:
+def test_concurrent_scans_into_one_file_keep_the_results_of_both(exact: bool, tmp_path: Path) -> None:
     file = tmp_path / "scan.json"
     draws = None if exact else 2
     first, second = (sequences().scan_task(["int8"], draws, exact, file) for _ in range(2))
@@ -314,7 +314,7 @@ def test_concurrent_scans_into_one_file_lose_nothing(exact: bool, tmp_path: Path
 
 
 @pytest.mark.parametrize("what", ["model", "inputs", "dtypes", "number of draws"])
-def test_saved_scan_of_something_else_is_refused(what: str, tmp_path: Path) -> None:
+def test_saved_scan_of_another_model_inputs_dtypes_or_draws_is_refused(what: str, tmp_path: Path) -> None:
     file = tmp_path / "scan.json"
     sequences().scan(["int8"], draws=2, save=file)
     session, kinds, draws = sequences(), ["int8"], 2
@@ -338,7 +338,7 @@ def test_file_that_is_not_a_scan_is_refused(text: str, tmp_path: Path) -> None:
         sequences().scan(["int8"], draws=2, save=file)
 
 
-def test_saved_scan_round_trips(tmp_path: Path) -> None:
+def test_saved_scan_is_unchanged_by_reading_and_writing(tmp_path: Path) -> None:
     """saved/scan.json was written by hand: infinity, and figures that are missing, are in it."""
     old, new = Path(__file__).parent / "saved" / "scan.json", tmp_path / "scan.json"
     fingerprint = saved.Fingerprint("m" * 8, "i" * 8, ("bfloat16", "float8_e4m3fn"), "defaults")
@@ -379,7 +379,7 @@ def test_damaged_scan_is_refused_with_the_bad_entry(change: dict[str, Any], says
         saved.read(file, saved.Fingerprint("", "", (), ""), None)
 
 
-def test_prediction_is_the_sum_of_single_scores() -> None:
+def test_predicted_drift_is_the_sum_of_the_scores() -> None:
     session = opened("llama")
     with pytest.raises(de.UserError, match="nothing was scanned"):
         session.predict()
@@ -396,7 +396,7 @@ def test_prediction_is_the_sum_of_single_scores() -> None:
         session.predict(Recipe((Rule("*", "float16"),)))
 
 
-def test_sixteen_bit_products_equal_those_of_torch() -> None:
+def test_products_in_16_bits_summed_in_float32_equal_those_of_torch() -> None:
     from dtype_engine.runtime.scan.local_errors import summed_in_float32
 
     torch.manual_seed(0)
@@ -410,7 +410,7 @@ def test_sixteen_bit_products_equal_those_of_torch() -> None:
             assert (own != ours).float().mean() < 0.01  # they may round a tie differently
 
 
-def test_bias_beside_a_scaled_weight_is_scanned(tmp_path: Path) -> None:
+def test_scan_scores_a_bias_beside_a_quantized_weight(tmp_path: Path) -> None:
     """The operation runs again with the weight's values, not with the codes that the file has for them."""
     import transformers
 

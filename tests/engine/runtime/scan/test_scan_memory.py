@@ -23,14 +23,14 @@ def scores(session: Any, budget: int) -> dict[tuple[str, str], float]:
 
 
 @pytest.mark.parametrize("name", ["llama", "bert", "t5", "mixtral", "torch_convolutional", "vit", "whisper", "mamba"])
-def test_scores_do_not_depend_on_what_the_graph_holds(name: str) -> None:
+def test_scan_scores_do_not_depend_on_weights_kept_in_the_autograd_graph(name: str) -> None:
     module, inputs = architectures.make(name)
     session = de.open(module.bfloat16(), inputs=inputs)
     assert copied_bytes(session.model) > 1
     assert scores(session, 1) == scores(session, 1 << 30)
 
 
-def test_views_of_weights_are_made_again_for_the_backward_pass() -> None:
+def test_scan_scores_with_views_of_weights_do_not_depend_on_graph_memory() -> None:
     torch.manual_seed(0)
     session = de.open(Odd().half(), inputs=[torch.randn(3, 8), torch.randn(5, 8)])
     assert scores(session, 1) == scores(session, 1 << 30)
@@ -72,7 +72,7 @@ def gradient_of_its_own(own: Uses, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     "use", [transposed_after_a_write, clamped, standardized, written_view, written_alias, gradient_of_its_own]
 )
-def test_backward_pass_sees_weights_as_the_model_changed_them(use: Use, dtype: torch.dtype) -> None:
+def test_backward_pass_of_a_scan_uses_weights_as_the_model_changed_them(use: Use, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     session = de.open(Uses(use).to(dtype), inputs=[torch.randn(3, 8)])
     small, large = (
@@ -85,7 +85,7 @@ def test_backward_pass_sees_weights_as_the_model_changed_them(use: Use, dtype: t
             assert small[key] == pytest.approx(exact, rel=0.02)
 
 
-def test_lookup_of_one_row_is_scanned() -> None:
+def test_scan_scores_an_embedding_of_which_one_row_is_looked_up() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 4))
     session = de.open(net.half(), inputs=(torch.tensor(3),))

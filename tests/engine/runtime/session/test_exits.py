@@ -53,7 +53,7 @@ def written(folder: Path, place: str, statement: str) -> str:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_exit_in_user_code_is_not_a_met_limit(tmp_path: Path, place: str) -> None:
+def test_sys_exit_in_model_code_exits_with_status_2(tmp_path: Path, place: str) -> None:
     statement, said = PLACES[place]
     done = preloaded.run(preloaded.COMMAND, "drift", written(tmp_path, place, statement), "--max-kl", "0.001")
     assert (done.returncode, done.stdout) == (2, "")
@@ -62,7 +62,7 @@ def test_exit_in_user_code_is_not_a_met_limit(tmp_path: Path, place: str) -> Non
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_library_raises_an_error_for_exits_in_user_code(tmp_path: Path, place: str) -> None:
+def test_sys_exit_in_model_code_raises_a_user_error(tmp_path: Path, place: str) -> None:
     statement, said = PLACES[place]
     model = written(tmp_path, place, statement)
     with pytest.raises(de.UserError) as caught:
@@ -70,7 +70,7 @@ def test_library_raises_an_error_for_exits_in_user_code(tmp_path: Path, place: s
     assert said in str(caught.value)
 
 
-def test_module_of_a_package_exits_like_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sys_exit_while_importing_a_module_raises_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "leaving_package.py").write_text("raise SystemExit(1)")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(de.UserError, match="leaving_package: importing it failed"):
@@ -93,17 +93,17 @@ class _Backwards(nn.Linear):
         return out
 
 
-def test_exit_in_a_backward_pass_ends_the_scan_in_one_sentence() -> None:
+def test_sys_exit_in_a_backward_pass_is_reported_by_the_scan() -> None:
     with pytest.raises(de.NoForward, match="backward pass failed: the code called"):
         de.open(_Backwards(4, 4), inputs=torch.ones(1, 4)).scan()
 
 
-def test_interrupt_stays_an_interrupt(tmp_path: Path) -> None:
+def test_interrupt_in_model_code_stays_a_keyboard_interrupt(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         de.open(written(tmp_path, "forward", "raise KeyboardInterrupt")).drift()
 
 
-def test_app_names_the_module_that_exits(tmp_path: Path) -> None:
+def test_app_names_the_module_that_calls_sys_exit(tmp_path: Path) -> None:
     with RecordedWorker(written(tmp_path, "forward", "sys.exit(0)"), Options(device="cpu")) as recorded:
         failed = recorded.wait_for(events.Failed)
         assert "failed in leaving: ExitCalled" in failed.message
@@ -114,7 +114,7 @@ def leave(*arguments: object, **named: object) -> None:
     raise SystemExit(0)
 
 
-def test_engine_thread_survives_an_exit_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_thread_survives_sys_exit_in_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Session, "speed", leave)
     with RecordedWorker() as recorded:
         recorded.wait_for(events.Idle)
@@ -125,7 +125,7 @@ def test_engine_thread_survives_an_exit_anywhere(monkeypatch: pytest.MonkeyPatch
             recorded.wait_for(events.Idle, since=start, seconds=60)
 
 
-def test_model_that_exits_while_opening_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sys_exit_while_opening_a_model_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_opening, "_opened", leave)
     with RecordedWorker() as recorded:
         assert "the code called sys.exit(0)" in recorded.wait_for(events.OpenFailed, seconds=60).message

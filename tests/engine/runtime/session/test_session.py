@@ -19,7 +19,7 @@ from dtype_engine.core.system_memory import trim_heap
 from dtype_engine.runtime.session.process_memory import process_memory
 
 
-def test_public_api_accepts_short_names(tinynet: Any) -> None:
+def test_session_accepts_short_dtype_names(tinynet: Any) -> None:
     tinynet.cast("*.bias", "bf16")
     tinynet.cast("head", "half")
     assert tinynet.recipe == Recipe((Rule("*.bias", "bfloat16"), Rule("head", "float16")))
@@ -53,7 +53,7 @@ def test_cast_accepts_torch_dtypes(tinynet: Any) -> None:
         [torch.tensor([[1]]), (torch.tensor([[0]]),)],
     ],
 )
-def test_live_modules_take_inputs_as_dict_tuple_tensor_or_list(inputs: Any) -> None:
+def test_session_accepts_inputs_as_dict_tuple_tensor_or_list(inputs: Any) -> None:
     module = de.open(f"{TINYNET}:TinyNet").model.module
     session = de.open(module, inputs=inputs)
     session.cast("*", "bfloat16")
@@ -68,7 +68,7 @@ def test_module_without_inputs_can_be_cast_but_not_run() -> None:
         session.drift()
 
 
-def test_mixed_checkpoint_keeps_every_stored_dtype(make_llama: Callable[..., Path]) -> None:
+def test_session_keeps_every_stored_dtype_of_a_mixed_checkpoint(make_llama: Callable[..., Path]) -> None:
     folder = make_llama(dtype="bfloat16", dtypes={"norm": "float32", "layers.1.mlp": "float16"})
     session = de.open(str(folder))
     stored = {name: tensor.dtype for name, tensor in session.tree.tensors.items() if tensor.persistent}
@@ -80,7 +80,7 @@ def test_mixed_checkpoint_keeps_every_stored_dtype(make_llama: Callable[..., Pat
     assert stored == {name: tensor.dtype for name, tensor in checkpoint.tensors.items()}
 
 
-def test_tied_names_are_one_tensor(make_llama: Callable[..., Path]) -> None:
+def test_tied_weight_is_one_tensor_with_two_names(make_llama: Callable[..., Path]) -> None:
     session = de.open(str(make_llama()))
     tied = session.tree.canonical("lm_head.weight")
     assert tied is not None
@@ -90,7 +90,7 @@ def test_tied_names_are_one_tensor(make_llama: Callable[..., Path]) -> None:
     assert session.memory().resident_bytes == session.tree.stored_bytes - tied.nbytes // 2 + 2 * 32
 
 
-def test_missing_weights_are_random_only_on_request(make_llama: Callable[..., Path]) -> None:
+def test_missing_weights_are_random_only_with_the_option(make_llama: Callable[..., Path]) -> None:
     folder = change_tensors(make_llama(), lambda tensors: tensors.pop("model.norm.weight"))
     with pytest.raises(
         de.NoForward, match=r"19 of 20 tensors found: 1 weight would be made at random, first model\.norm\.weight"
@@ -123,7 +123,7 @@ def test_demo_takes_exactly_half_in_bfloat16() -> None:
     assert report.output.perplexity_reference < 30, "the demo model was really trained"
 
 
-def test_cache_recipe_reports_its_memory() -> None:
+def test_session_reports_the_memory_of_kv_cache_rules() -> None:
     session = de.open()
     assert session.memory().cache_planned_bytes is None, "no rule names them"
     session.cast("*.kv_cache.k", "fp8")
@@ -154,7 +154,7 @@ def test_perplexity_equals_the_loss_of_transformers() -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="only Linux has it")
-def test_mapped_bytes_equal_those_of_the_kernel() -> None:
+def test_mapped_bytes_equal_those_in_smaps() -> None:
     session = de.open()
     session.drift()
     lines = Path("/proc/self/smaps").read_text().splitlines()

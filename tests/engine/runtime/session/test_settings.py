@@ -52,7 +52,9 @@ def test_mixed_dtypes_run_under_autocast(name: str) -> None:
 
 
 @pytest.mark.parametrize("rule", ["*=float16", "*.mlp=float16"])
-def test_figures_within_a_pass_are_computed_outside_autocast(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drift_under_autocast_does_not_depend_on_how_often_it_is_reported(
+    rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On the CPU autocast refuses to join tensors in float16; what is told between two modules is what is told at the end."""
     found = []
     for every in (3, math.inf):
@@ -68,7 +70,7 @@ def test_figures_within_a_pass_are_computed_outside_autocast(rule: str, monkeypa
     assert found[0].modules == found[1].modules
 
 
-def test_changed_settings_run_everything_again() -> None:
+def test_changed_run_settings_invalidate_kept_outputs() -> None:
     session = de.open()
     session.drift()
     session.settings = RunSettings(autocast="bfloat16")
@@ -93,7 +95,7 @@ class Asked(nn.Module):
         return self.layer(x)
 
 
-def test_float_inputs_follow_the_model_on_request() -> None:
+def test_float_inputs_are_cast_to_the_model_dtype_only_if_set() -> None:
     module = Asked()
     module.seen.clear()
     session = de.open(module, inputs=(torch.randn(3, 2),))

@@ -24,7 +24,7 @@ Parts = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 @pytest.fixture
 def verified(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
-    """Runs `verify OTHER --against SOURCE --json`; the object, whose `same` is what the exit status says."""
+    """Return a function that runs `verify OTHER --against SOURCE --json`, checks the exit status and returns the JSON object."""
 
     def verify(other: Path, source: Path | str, *more: str) -> dict[str, Any]:
         capsys.readouterr()
@@ -55,7 +55,7 @@ def pack(folder: Path, parts: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_model_saved_by_transformers_is_an_exact_cast(
+def test_verify_finds_a_model_cast_by_transformers_to_be_an_exact_cast(
     dtype: torch.dtype, make_llama: Callable[..., Path], tmp_path: Path, verified: Callable[..., dict[str, Any]]
 ) -> None:
     source = make_llama()
@@ -71,7 +71,7 @@ def test_model_saved_by_transformers_is_an_exact_cast(
         assert tensor["max_abs"] == float((before.to(dtype).double() - before.double()).abs().max())
 
 
-def test_value_that_is_not_a_cast_is_named_with_its_distance(
+def test_verify_names_values_that_are_no_exact_casts_with_their_difference(
     make_llama: Callable[..., Path], tmp_path: Path, verified: Callable[..., dict[str, Any]], capsys: Any
 ) -> None:
     source = make_llama()
@@ -105,7 +105,7 @@ def test_value_that_is_not_a_cast_is_named_with_its_distance(
     assert lines[-1] == "not all are exact casts: 5 differ"
 
 
-def test_undecoded_weights_are_named(
+def test_verify_names_packed_weights_that_it_cannot_compare(
     make_llama: Callable[..., Path], tmp_path: Path, verified: Callable[..., dict[str, Any]]
 ) -> None:
     source, other = make_llama(), make_llama("other")
@@ -183,7 +183,7 @@ SCALED: dict[str, tuple[Callable[[torch.Tensor], Parts], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("form", SCALED)
-def test_eight_bit_codes_of_other_programs_are_decoded(
+def test_verify_decodes_8_bit_codes_of_other_programs(
     form: str, make_llama: Callable[..., Path], verified: Callable[..., dict[str, Any]]
 ) -> None:
     make, declared = SCALED[form]
@@ -200,7 +200,7 @@ def test_eight_bit_codes_of_other_programs_are_decoded(
     assert 0 < decoded["max_abs"] < float(weight.abs().max()) / 2
 
 
-def test_tensor_core_scale_order_is_not_decoded(
+def test_verify_does_not_decode_scales_in_tensor_core_order(
     make_llama: Callable[..., Path], verified: Callable[..., dict[str, Any]]
 ) -> None:
     source, other = make_llama(), make_llama("other")
@@ -209,7 +209,7 @@ def test_tensor_core_scale_order_is_not_decoded(
     assert [each["name"] for each in verified(other, source)["uncompared"]] == [f"{UP}.weight"]
 
 
-def test_tied_weight_may_be_stored_once_or_twice(
+def test_verify_accepts_a_tied_weight_stored_once_or_twice(
     make_llama: Callable[..., Path], verified: Callable[..., dict[str, Any]]
 ) -> None:
     once, twice = make_llama(), make_llama("twice")
@@ -223,7 +223,7 @@ def test_tied_weight_may_be_stored_once_or_twice(
     assert found["differences"] == [{"name": "lm_head.weight", "what": "is in the source alone"}]
 
 
-def test_gguf_blocks_are_decoded(tmp_path: Path, verified: Callable[..., dict[str, Any]]) -> None:
+def test_verify_decodes_gguf_blocks(tmp_path: Path, verified: Callable[..., dict[str, Any]]) -> None:
     import gguf
 
     values = np.random.default_rng(0).normal(size=(16, 64)).astype(np.float32)
@@ -241,7 +241,9 @@ def test_gguf_blocks_are_decoded(tmp_path: Path, verified: Callable[..., dict[st
     assert verified(tmp_path / "q8_0.gguf", tmp_path / "q8_0.gguf")["same"]
 
 
-def test_pickle_is_compared_with_a_python_module(tmp_path: Path, verified: Callable[..., dict[str, Any]]) -> None:
+def test_verify_compares_a_pickle_with_a_module_of_user_code(
+    tmp_path: Path, verified: Callable[..., dict[str, Any]]
+) -> None:
     from tests.engine.models.tinynet import TinyNet
 
     state = {name: tensor.half() for name, tensor in TinyNet().state_dict().items()}
@@ -251,7 +253,9 @@ def test_pickle_is_compared_with_a_python_module(tmp_path: Path, verified: Calla
     assert {(tensor["source_dtype"], tensor["dtype"]) for tensor in found["tensors"]} == {("float32", "float16")}
 
 
-def test_invalid_arguments_are_one_line(make_llama: Callable[..., Path], tmp_path: Path, capsys: Any) -> None:
+def test_verify_refuses_invalid_arguments_in_one_line(
+    make_llama: Callable[..., Path], tmp_path: Path, capsys: Any
+) -> None:
     source = make_llama()
     save_file({"x.weight": torch.ones(2)}, tmp_path / "x.safetensors")
     (tmp_path / "cut.safetensors").write_bytes(b"\x00")
@@ -271,7 +275,9 @@ def test_invalid_arguments_are_one_line(make_llama: Callable[..., Path], tmp_pat
         assert error.count("\n") == 1
 
 
-def test_llama_cpp_names_are_not_mapped_yet(make_llama: Callable[..., Path], tmp_path: Path, capsys: Any) -> None:
+def test_verify_refuses_to_compare_gguf_names_with_names_of_transformers(
+    make_llama: Callable[..., Path], tmp_path: Path, capsys: Any
+) -> None:
     named = str(write_gguf(tmp_path / "x.gguf", {"token_embd.weight": np.ones((4, 32), np.float32)}))
     source = str(make_llama())
     capsys.readouterr()

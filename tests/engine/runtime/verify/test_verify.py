@@ -32,7 +32,7 @@ def exported(make_llama: Any, tmp_path: Path) -> tuple[Path, Path]:
 
 
 def change(folder: Path, name: str, make: Any) -> None:
-    """Write one tensor of an export anew; None leaves it out."""
+    """Replace one tensor of an export by what `make` returns. If it returns None, the tensor is left out."""
     file = folder / "model.safetensors"
     with safe_open(file, framework="pt") as opened:
         metadata = opened.metadata()
@@ -43,7 +43,7 @@ def change(folder: Path, name: str, make: Any) -> None:
     save_file(tensors, file, metadata)
 
 
-def test_export_matches_its_recipe_and_drift(exported: tuple[Path, Path]) -> None:
+def test_verify_confirms_the_recipe_and_drift_of_an_export(exported: tuple[Path, Path]) -> None:
     source, out = exported
     report = verify(out, locate(str(source)), drift=True)
     assert report.same
@@ -75,7 +75,7 @@ def bit_flipped(tensor: torch.Tensor) -> torch.Tensor:
         ("model.embed_tokens.weight", lambda tensor: None, "is missing"),
     ],
 )
-def test_one_changed_tensor_is_named(
+def test_verify_names_a_single_changed_tensor(
     exported: tuple[Path, Path], name: str, make: Any, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, out = exported
@@ -88,7 +88,7 @@ def test_one_changed_tensor_is_named(
     assert report["same"] is False
 
 
-def test_another_source_or_recipe_is_detected(
+def test_verify_finds_that_an_export_has_another_source_or_recipe(
     exported: tuple[Path, Path], make_llama: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, out = exported
@@ -101,14 +101,14 @@ def test_another_source_or_recipe_is_detected(
     assert "is float16 [32, 32] and should be bfloat16" in capsys.readouterr().out
 
 
-def test_extra_tensor_is_a_difference(exported: tuple[Path, Path]) -> None:
+def test_verify_reports_an_extra_tensor(exported: tuple[Path, Path]) -> None:
     source, out = exported
     change(out, "extra.weight", lambda _: torch.zeros(2))
     report = verify(out, locate(str(source)))
     assert [(found.name, found.what) for found in report.differences] == [("extra.weight", "is not in the source")]
 
 
-def test_second_set_of_weights_is_a_difference(exported: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_reports_a_tensor_in_two_files(exported: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     """Loaders differ in which of the two they read."""
     source, out = exported
     shutil.copy(out / "model.safetensors", out / "model-00001-of-00001.safetensors")
@@ -116,7 +116,7 @@ def test_second_set_of_weights_is_a_difference(exported: tuple[Path, Path], caps
     assert "is in model-00001-of-00001.safetensors and again in model.safetensors" in capsys.readouterr().out
 
 
-def test_export_of_a_python_model_is_verified_with_its_drift(
+def test_verify_checks_an_export_of_user_code_with_its_drift(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, out = f"{TINYNET}:TinyNet", tmp_path / "out"
@@ -128,15 +128,15 @@ def test_export_of_a_python_model_is_verified_with_its_drift(
     assert run(cli, "dtype-engine", ["verify", str(out), "--against", model]) == 1
 
 
-def test_folder_that_is_not_an_export_is_one_sentence(
-    make_llama: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_refuses_a_missing_folder(make_llama: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = make_llama()
     assert run(cli, "dtype-engine", ["verify", str(tmp_path / "none"), "--against", str(source)]) == 2
     assert "there is no folder" in capsys.readouterr().err
 
 
-def test_verify_accepts_the_options_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_measures_drift_with_the_given_prompts_and_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The drift is of the prompts and the settings given, as `drift` measures it."""
     run_so = ["--prompt", "def f(x):", "--prompt", "import os", "--float-inputs", "model", "--compute", "bf16"]
     demo = str(DEMO)

@@ -12,7 +12,7 @@ from dtype_engine.runtime.weights.coded import CodedSource
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_single_rows_equal_those_of_the_whole_weight(name: str, tmp_path: Path) -> None:
+def test_decoded_rows_equal_those_of_the_whole_weight(name: str, tmp_path: Path) -> None:
     for weight in CASES[name]().open(tmp_path / "model").coded.values():
         for turned in (False, True):
             values = CodedSource(weight, torch.bfloat16, turned=turned)

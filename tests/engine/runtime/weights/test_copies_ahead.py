@@ -55,7 +55,7 @@ def in_memory_and_not(folder: Path, part: float, made: list[fake_streams.Stream]
 
 
 @pytest.mark.parametrize(("stored", "part"), [("bfloat16", 0.25), ("codes", 0.9)])
-def test_copying_weights_ahead_changes_no_figure(
+def test_copying_weights_ahead_to_the_accelerator_does_not_change_the_drift(
     stored: str, part: float, make_llama: Callable[..., Path], tmp_path: Path, streams: list[fake_streams.Stream]
 ) -> None:
     folder = make_llama(dtype="bfloat16", **SIZES)
@@ -72,10 +72,10 @@ def test_copying_weights_ahead_changes_no_figure(
     assert fake_accelerator.device.lent >= 3 * 4 * 7
 
 
-def test_missing_wait_for_a_copy_changes_figures(
+def test_missing_wait_for_a_copy_to_the_accelerator_changes_the_drift(
     make_llama: Callable[..., Path], streams: list[fake_streams.Stream], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which shows that the test above would find it."""
+    """Without the wait, the test above would fail."""
     monkeypatch.setattr(fake_streams.Stream, "waits", False)
     inside, over = in_memory_and_not(make_llama(dtype="bfloat16", **SIZES), 0.25, streams)
     assert over != inside
@@ -86,7 +86,7 @@ def ahead(streams: list[fake_streams.Stream]) -> CopiesAhead:
     return CopiesAhead(torch.device("fake:0"))
 
 
-def test_copy_that_was_not_begun_or_failed_is_read_on_use(ahead: CopiesAhead) -> None:
+def test_weight_whose_copy_was_not_started_or_failed_is_read_on_use(ahead: CopiesAhead) -> None:
     calls: list[str] = []
 
     def fails_at_first() -> str:
@@ -101,7 +101,7 @@ def test_copy_that_was_not_begun_or_failed_is_read_on_use(ahead: CopiesAhead) ->
     assert calls == ["read", "read"]
 
 
-def test_copy_is_used_once_and_copies_of_other_blocks_are_dropped(ahead: CopiesAhead) -> None:
+def test_copy_of_a_weight_is_used_once_and_copies_of_other_blocks_are_dropped(ahead: CopiesAhead) -> None:
     def read() -> tuple[torch.Tensor, None]:
         return torch.ones(4).pin_memory().to("fake:0", non_blocking=True), None
 

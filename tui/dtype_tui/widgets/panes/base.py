@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 _PLAIN = Style()
 _EDGE = 2
-"""Width in cells of one side of the frame, with the blank next to the text. Also the number of lines of both edges."""
+"""Width in cells of one side of the frame, with the blank next to the text. Also the number of lines of the two other edges."""
 
 
 class Pane(Widget, can_focus=True):
     """A frame with a title and, inside it, lines about the experiment, which a subclass draws. If panes are shown one at a time
     below a line of tabs, they have no frame.
 
-    Only changed lines are painted again. The height of a pane does not depend on its lines: if there are more than fit, the lower
-    edge says how many, and keys and the mouse wheel scroll.
+    Only changed lines are painted again. The height of a pane does not depend on its lines: if more lines exist than fit, the lower
+    edge says how many follow, and keys and the mouse wheel scroll.
     """
 
     TITLE: ClassVar[str]
@@ -62,7 +62,7 @@ class Pane(Widget, can_focus=True):
         self.corner_text = Text()
         self._painted: list[Strip] = []
         self._painted_look: tuple[object, ...] = ()
-        """All on which `_painted` depends. If it is unchanged, no line has to be made again."""
+        """Everything that `_painted` depends on. If this is unchanged, no line has to be drawn again."""
 
     def draw(self, activity: str, node: str) -> RenderableType:
         """Return what the pane shows. activity: what the engine is doing, or "". node: the name of the node under the cursor."""

@@ -26,8 +26,8 @@ _LOWER_SHARE = 0.12
 
 
 class DepthPane(Pane):
-    """Plots the SQNR of the layers in order of depth, colored by how bad it is, and marks the worst module. A dim line shows the
-    baseline recipe or, if there is none, the recipe before the current one.
+    """Plots the SQNR of the layers in order of depth, in colors for its rating, and marks the module that drifts most. A dim line
+    shows the baseline recipe or, if there is none, the recipe before the current one.
     """
 
     TITLE = "Drift over depth"
@@ -93,7 +93,9 @@ class DepthPane(Pane):
         return {drift.name: drift for drift in before.modules} if before is not None else {}
 
     def _worst_note(self, names: Sequence[str], whole: Sequence[tuple[float, float]]) -> Sequence[Note]:
-        """Return a note about the module that drifts most, if any, in the plotted layer that contains it and at its own SQNR."""
+        """Return a note about the module that drifts most, if any. It is placed at the layer that contains the module, and at the
+        module's own SQNR. names, whole: the layers in the plot and their points.
+        """
         worst = self.experiment.results.worst_modules(1)
         if not worst or worst[0].nonfinite:
             return ()

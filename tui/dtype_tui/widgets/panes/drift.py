@@ -41,7 +41,7 @@ _GAP = 2
 _SECOND_LABEL = len("max |Δ| ")
 _MOST_WORST = 3
 _TALL = 16
-"""From this number of lines on, the pane shows twice as many of the worst modules."""
+"""Minimum number of lines of the pane for showing twice as many of the worst modules."""
 _MOST_METRICS = 3
 """Number of the user's metrics that are shown; the details of the model list all."""
 _BETWEEN = 3
@@ -51,7 +51,8 @@ _BETWEEN = 3
 class DriftPane(Pane):
     """Shows how far the model's output under the current recipe is from that of the reference.
 
-    While a new recipe is cast and measured, the metrics of the previous one stay, dimmed. The new ones are compared with them.
+    While a new recipe is cast and measured, the metrics of the previous recipe stay, dimmed. The new metrics are compared with
+    these.
     """
 
     TITLE = "Drift"
@@ -72,7 +73,7 @@ class DriftPane(Pane):
     )
 
     def corner(self, activity: str) -> Text:
-        """Return how many inputs the metrics cover or, if they are those of the previous recipe, what the engine is doing."""
+        """Return how many inputs the metrics cover or, before the current recipe has metrics, what the engine is doing."""
         results = self.experiment.results
         if results.failure or self.experiment.model.no_forward:
             return Text()
@@ -157,8 +158,8 @@ class DriftPane(Pane):
         return worst_lines(worst, self._width, others, results.sqnr_range, results.sqnr_limits)
 
     def _alerts(self) -> Iterator[Text]:
-        """Yield lines about what the user has to see first: weight values that casts make infinite or zero, which are known before
-        the drift is, outputs that are not finite, and limits that the user set.
+        """Yield the lines that the user has to see first: weight values that casts make infinite or zero or clip, outputs that are
+        not finite, and whether the user's limits are met.
         """
         results = self.experiment.results
         losses = results.losses
@@ -181,8 +182,8 @@ class DriftPane(Pane):
     def _figures(
         self, output: OutputDrift, extent: Extent, modules: Iterable[ModuleDrift], compares: bool = True
     ) -> list[list[Text]]:
-        """Return blocks of lines with the metrics of the output: first the most important one and its rating, then the others.
-        compares: whether to compare them with those of the previous recipe.
+        """Return blocks of lines with the metrics of the output: first the most important metric and the rating of the drift, then
+        the other metrics. compares: whether to show the change from the previous recipe.
         """
         before = self._comparable() if compares else None
         head = [_main_line(output, extent, before)]
@@ -198,7 +199,7 @@ class DriftPane(Pane):
         return [head, _other_figures(output, extent, self._width)]
 
     def _comparable(self) -> OutputDrift | None:
-        """Return the drift of the output under the previous recipe, or None if there is none or it is the same recipe."""
+        """Return the drift of the output under the previous recipe, or None if there is no other recipe before."""
         before, report = self.experiment.before, self.experiment.results.report
         if before is None:
             return None
@@ -233,7 +234,7 @@ def rows_table(rows: Sequence[tuple[str, Text | str]]) -> Table:
 
 
 def _joined(blocks: Sequence[list[Text]], columns: int, lines: int) -> Text:
-    """Return blocks of lines as one text. Blank lines separate them, from the top, while it has at most `lines` lines."""
+    """Return blocks of lines as one text. From the top, blocks are separated by blank lines, as far as `lines` has room."""
     filled = [block for block in blocks if block]
     room = lines - sum(-(-max(1, line.cell_len) // columns) for block in filled for line in block)
     joined = Text()
@@ -248,7 +249,7 @@ def _dimmed(line: Text) -> Text:
 
 
 def _main_line(output: OutputDrift, extent: Extent, before: OutputDrift | None) -> Text:
-    """Return the line with the mean KL or, without one, the SQNR, next to that of the previous recipe (`before`)."""
+    """Return the line with the mean KL or, if there is none, the SQNR. before: the drift of the recipe to compare with."""
     row, label, after = FIGURES["sqnr_db"], "SQNR ", sqnr_error(output, extent)
     form: Callable[[float], str] = decibels
     if has_kl(output):
@@ -263,7 +264,7 @@ def _main_line(output: OutputDrift, extent: Extent, before: OutputDrift | None) 
 
 
 def _change(before: str | None, now: str, worsened: bool) -> Text:
-    """Return a figure beside its earlier value, if that is another, and a mark for worse or better: `2.20e-5 → 2.61e-5 ▲`."""
+    """Return a figure, and the change from its earlier value if there is one: `2.20e-5 → 2.61e-5 ▲` if it has worsened."""
     if before is None or before == now:
         return Text(now, "bold")
     mark, colour = ("▲", ramp("broken")) if worsened else ("▼", ramp("exact"))
@@ -304,7 +305,7 @@ def _figure(cell: Cell, width: int) -> Text:
 
 
 def _nonfinite_lines(diagnosis: NonFiniteDiagnosis) -> Iterator[Text]:
-    """Yield lines with the operation that produces infinite or NaN values, and the rule that prevents them."""
+    """Yield lines with the operation that produces infinite or NaN values, and the rules that prevent these values."""
     yield Text.assemble(("not finite ", "bold red"), first_sentence(diagnosis))
     if values := value_sentence(diagnosis):
         yield Text.assemble(("because ", "dim"), values)

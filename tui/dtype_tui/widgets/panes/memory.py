@@ -45,7 +45,7 @@ class MemoryPane(Pane):
     )
 
     def corner(self, activity: str) -> Text:
-        """Return the change from the stored bytes, and the planned bytes of the baseline recipe."""
+        """Return the change from the stored to the planned bytes, and the planned bytes of the baseline recipe, if any."""
         plan, base = self.experiment.plan, self.experiment.baseline
         if self.experiment.model.partial:
             return Text()
@@ -88,7 +88,7 @@ class MemoryPane(Pane):
         return Text("\n").join(lines)
 
     def _by_kind(self) -> list[Text]:
-        """Return an empty line, and one for each kind of layer, such as attention, with its planned bytes and share."""
+        """Return an empty line, then a line for each kind of layer, such as attention, with its planned bytes and share."""
         whole, lines = max(1, self.experiment.plan.planned_bytes), [Text()]
         for kind, totals in totals_by_kind(self.experiment.tree, self.experiment.plan.dtypes).items():
             share = totals.total_bytes / whole
@@ -97,9 +97,7 @@ class MemoryPane(Pane):
         return lines
 
     def _by_dtype(self) -> list[Text]:
-        """Return a bar of the planned bytes, as a part of the stored ones, with a section for each dtype, and its legend in one
-        line.
-        """
+        """Return two lines: a bar with a section for each dtype, whose empty part stands for the bytes saved, and its legend."""
         shares = self.experiment.totals[""].mix()
         plan, width = self.experiment.plan, self.columns
         whole = max(plan.stored_bytes, plan.planned_bytes)

@@ -120,7 +120,7 @@ class RecipePane(Pane):
         return Text("\n").join([*lines, *below])
 
     def _rules(self, room: int) -> list[Text]:
-        """Return the lines of those rules that fit into `room` lines. The one under the cursor is among them."""
+        """Return the lines of those rules that fit into `room` lines. The rule under the cursor is among them."""
         rows, indices = self.experiment.rules.rows, self.experiment.rules.indices
         plan = self.experiment.plan
         self._top = max(0, min(self._top, len(rows) - room))
@@ -149,7 +149,7 @@ class RecipePane(Pane):
 
     def _row(self, row: ListedRule, at: int | None, count: str, widths: tuple[int, int, int]) -> Text:
         """Return the line of a rule. at: the rule's index in the recipe, or None if it is disabled. count: the number of tensors
-        that it matches. widths: those of the columns of numbers, badges and counts, in cells.
+        that it matches. widths: in cells, of the columns of numbers, badges and counts.
         """
         badge, style = pill(row.rule.dtype)
         saved = self._saved_by(at) if self.columns >= _WITH_BYTES else None

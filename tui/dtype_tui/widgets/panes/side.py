@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from dtype_tui.widgets.panes.recipe import RecipePane
 
 _MOST_LINES, _MOST_TALL_LINES = (15, 8), (20, 14)
-"""Maximum numbers of lines of (the Drift pane, the Memory pane), the second if the panes have at least `_TALL` lines in all."""
+"""Maximum lines of (the Drift pane, the Memory pane). `_MOST_TALL_LINES` is for panes of at least `_TALL` lines in all."""
 _TALL = 44
-"""From this number of lines on, there is room for twice as many of the worst modules, and for the bytes by kind of layer."""
+"""Minimum lines of all panes together for twice as many of the worst modules, and for the bytes by kind of layer."""
 
 
 class SidePanes(Vertical):
@@ -53,7 +53,7 @@ class SidePanes(Vertical):
         yield MessageLine(in_place=True)
 
     def make_panes(self) -> None:
-        """Import the modules of the panes and make the panes, after the first paint, which shows none."""
+        """Import the modules of the panes and make the panes. This is done after the first paint, which shows no panes."""
         from dtype_tui.widgets.panes.drift import DriftPane
         from dtype_tui.widgets.panes.memory import MemoryPane
         from dtype_tui.widgets.panes.recipe import RecipePane
@@ -118,7 +118,7 @@ class SidePanes(Vertical):
         return self.panes[following] if following < len(self.panes) else None
 
     def keep_free(self, lines: int) -> None:
-        """Show messages this many lines above the end of the panes, where a prompt covers these lines."""
+        """Show messages above the last lines of the panes. lines: how many of them a prompt covers."""
         self.query_one(MessageLine).styles.margin = (0, 0, lines, 0)
 
     def zoom(self, zoomed: bool) -> None:

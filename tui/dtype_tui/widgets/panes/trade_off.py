@@ -11,7 +11,7 @@ from dtype_tui.widgets.panes.base import Pane
 
 
 class TradeOffPane(Pane):
-    """Plots the drift of the measured recipes, if they are several, against their bytes, and marks the current recipe."""
+    """Plots the drift of the measured recipes against their bytes, if there are at least two, and marks the current recipe."""
 
     TITLE = "Bytes and drift"
     CORNER = "H history"

@@ -74,7 +74,7 @@ def _decode_matrix(settings: Settings, parts: Parts, first: int, last: int, colu
 
 
 def _write_words(codes: torch.Tensor, out: torch.Tensor, settings: Settings) -> None:
-    """Unpack integers of `bits` bits to `out`. Each is stored plus 2^(bits-1), the first in the lowest bits of an int32 word."""
+    """Unpack integers of `bits` bits from `codes` to `out`. Each is stored plus 2^(bits-1), the first in an int32's low bits."""
     unpack(codes, settings["bits"], out, settings["dense"])
     out.sub_(1 << (settings["bits"] - 1))
 
@@ -86,7 +86,7 @@ def _write_six_bits(codes: torch.Tensor, out: torch.Tensor, settings: Settings) 
 
 
 def _write_row_pairs(codes: torch.Tensor, out: torch.Tensor, settings: Settings) -> None:
-    """Unpack int4 values in two's complement. A byte holds a value of row 2r in its low bits, and one of row 2r + 1 above."""
+    """Unpack int4 values in two's complement to `out`. A byte holds a value of row 2r in its low bits, and of row 2r + 1 above."""
     rows, signed = out.view(len(codes), 2, -1), codes.view(torch.int8)
     rows[:, 0] = (signed << 4) >> 4
     rows[:, 1] = signed >> 4
@@ -136,7 +136,9 @@ def _by_block(
 
 
 def _scales(settings: Settings, parts: Parts, rows: range, columns: int) -> torch.Tensor:
-    """Return the scales of some rows of the weight: float32 [rows, blocks], or [1, blocks] if all rows have the same scales."""
+    """Return the scales of some rows of the weight: float32 [rows, blocks], or [1, blocks] if all rows have the same scales.
+    columns: the number of columns of the weight.
+    """
     height, width = settings["block"]
     stored, blocks = parts["scale"], -(-columns // width)
     if settings.get("swizzled"):
@@ -172,7 +174,7 @@ def _rows_of_tiles(scale: torch.Tensor, rows: range, blocks: int) -> torch.Tenso
 
 
 def _zeros(settings: Settings, zero: torch.Tensor, rows: range) -> torch.Tensor:
-    """Return the zero points of the given rows: float32 [rows, blocks], or [1, blocks] if all rows have the same ones."""
+    """Return the zero points (`zero`) of the given rows: float32 [rows, blocks], or [1, blocks] if all rows have the same ones."""
     if settings.get("code") == "row words":
         out = torch.empty((len(rows), zero.shape[1]), dtype=torch.float32)
         _write_row_words(zero[rows.start // 8 : rows.stop // 8], out, settings)

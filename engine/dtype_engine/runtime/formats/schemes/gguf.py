@@ -18,8 +18,8 @@ _VALUES_AT_ONCE = 1 << 20
 
 
 def decode(weight: CodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
-    """Return the values of a GGUF weight from `first` up to `last` along its first dimension, in transformers' order of rows. The
-    codes of F32, F16 and BF16 are the values.
+    """Return the values of a GGUF weight from `first` up to `last` along its first dimension, in transformers' order of rows, plus
+    the setting `offset` if there is one. F32, F16 and BF16 are only widened.
     """
     packed, heads = weight.parts[CODES].packed, weight.settings.get("heads")
     if packed and len(weight.shape) == 1:  # a vector is one row of blocks

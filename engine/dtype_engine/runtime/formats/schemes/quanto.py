@@ -22,7 +22,9 @@ def _decode_bytes(weight: CodedWeight, parts: Parts, first: int, last: int) -> t
 
 
 def _decode_bits(weight: CodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
-    """If shifts are floating-point numbers, a value is code * scale - shift. If they are integers, it is (code - shift) * scale."""
+    """Return the rows from `first` up to `last` of packed codes. A value is code * scale - shift if shifts are floating-point
+    numbers, and (code - shift) * scale if they are integers.
+    """
     bits, codes = weight.settings["bits"], parts[CODES]
     scale, shift = (parts[role].reshape(weight.shape[0], -1) for role in ("scale", "shift"))
     each = scale.shape[1]

@@ -12,8 +12,8 @@ _SIGNED = pairs(torch.arange(16, dtype=torch.float32).add_(8).remainder_(16).sub
 
 
 def decode(weight: CodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
-    """Return the values of a torchao weight from `first` up to `last` along its first dimension. If offsets are added to values, a
-    byte holds two codes in two's complement, the first in low bits.
+    """Return the values of a torchao weight from `first` up to `last` along its first dimension. If the weight has offsets, which
+    are added to the values, a byte holds two codes in two's complement, the first in low bits.
     """
     if "offset" not in parts:
         return block_scaled.decode(weight, parts, first, last)

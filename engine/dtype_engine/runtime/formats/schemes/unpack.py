@@ -89,7 +89,9 @@ def look_up(codes: torch.Tensor, table: torch.Tensor, out: torch.Tensor) -> None
 
 
 def pairs(values: torch.Tensor, high_first: bool = False) -> torch.Tensor:
-    """Return a table for `look_up` of bytes with two 4-bit codes: float32 [256, 2]. values: the values of the 16 codes."""
+    """Return a table for `look_up` of bytes with two 4-bit codes: float32 [256, 2]. values: the values of the 16 codes. high_first:
+    whether a byte's high bits hold the first code.
+    """
     table = torch.stack((values.repeat(16), values.repeat_interleave(16)), 1)
     return table.flip(1).contiguous() if high_first else table
 

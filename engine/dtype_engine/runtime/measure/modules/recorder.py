@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class SeenOutput(Generic[T]):
-    """A module's output with a result computed from it. The result is used again if the next module returns the same output: a
+    """A module's output with a result computed from it. The result is used again if the next module returns the same output, as a
     parent often returns its last child's output, or a view of all of it. This object keeps the output alive, so that its memory is
     not used for another tensor.
     """

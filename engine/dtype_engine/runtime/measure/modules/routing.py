@@ -18,9 +18,9 @@ from dtype_engine.runtime.model.live import LiveModel
 
 _ROUTER = re.compile(r"(^|[._])(gate|router|wg)$")
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "top_k_experts")
-"""Keys in the configurations of models whose value is the number of experts per token."""
+"""Keys in the configurations of models. The value of each is the number of experts per token."""
 _BIASED = ("n_group", "e_score_correction_bias", "use_expert_bias", "moe_router_enable_expert_bias")
-"""Keys in the configurations of models for settings that affect which experts a router chooses, beside the scores."""
+"""Keys in the configurations of models for settings, other than the scores, that affect which experts a router chooses."""
 
 
 @dataclass(frozen=True, slots=True)

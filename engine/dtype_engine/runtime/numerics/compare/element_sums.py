@@ -135,7 +135,7 @@ def sums_of_small(r: torch.Tensor, delta: torch.Tensor) -> ElementSums | None:
 
 
 def sums_of_any(r: torch.Tensor, c: torch.Tensor) -> ElementSums:
-    """Return the sums over some float64 elements of the outputs, which may differ by any amount, and may be infinite or NaN."""
+    """Return the sums over some float64 elements r and c of the outputs, which may differ by any amount, be infinite or NaN."""
     r, c = r.view(-1), c.view(-1)
     finite = torch.isfinite(r) & torch.isfinite(c)
     same = (r == c) | (torch.isnan(r) & torch.isnan(c))

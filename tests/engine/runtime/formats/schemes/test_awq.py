@@ -14,13 +14,13 @@ def test_each_awq_layout_is_decoded(tmp_path: Path, layout: str, size: int) -> N
     awq(layout, size).check(tmp_path, f"awq:int4@g{size}")
 
 
-def test_autoround_gemm_layout_is_decoded(tmp_path: Path) -> None:
+def test_autoround_weights_in_awq_gemm_layout_are_decoded(tmp_path: Path) -> None:
     made = awq()
     made.config["quantization_config"] |= {"quant_method": "auto-round", "packing_format": "auto_round:auto_awq"}
     made.check(tmp_path, "auto-round:int4@g32")
 
 
-def test_llm_awq_name_of_the_offsets_is_accepted(tmp_path: Path) -> None:
+def test_llm_awq_tensor_name_scaled_zeros_is_accepted(tmp_path: Path) -> None:
     made = awq("gemv_fast")
     made.tensors["m.scaled_zeros"] = made.tensors.pop("m.qzeros")
     made.check(tmp_path, "awq:int4@g32")

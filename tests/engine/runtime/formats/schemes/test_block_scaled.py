@@ -15,7 +15,7 @@ from dtype_engine.runtime.weights.coded import CodedSource
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_block_scaled_values_equal_code_times_scale(case: str, tmp_path: Path) -> None:
+def test_block_scaled_weights_are_decoded_as_code_times_scale(case: str, tmp_path: Path) -> None:
     made = CASES[case]()
     checkpoint = open_checkpoint(made.save(tmp_path))
     assert checkpoint.coded.keys() == made.right.keys()
@@ -31,7 +31,9 @@ def test_block_scaled_values_equal_code_times_scale(case: str, tmp_path: Path) -
     assert sorted(parts) == sorted(name for name in made.tensors)
 
 
-def test_rows_decoded_in_pieces_equal_the_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_rows_decoded_in_chunks_equal_those_of_the_whole_weight(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr("dtype_engine.runtime.formats.schemes.unpack.CHUNK", 400)
     for case in ("ct fp8 in blocks", "ct int4 with zero points", "modelopt int4", "comfy nvfp4", "quark int4"):
         (folder := tmp_path / case).mkdir()
@@ -41,7 +43,7 @@ def test_rows_decoded_in_pieces_equal_the_whole(monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
-def test_every_one_byte_code_has_the_value_of_torch(dtype: torch.dtype) -> None:
+def test_every_8_bit_float_code_has_the_value_of_torch(dtype: torch.dtype) -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(16, 16).view(dtype)
     out = torch.empty(16, 16)
     write_plain(codes, out)
@@ -49,7 +51,7 @@ def test_every_one_byte_code_has_the_value_of_torch(dtype: torch.dtype) -> None:
     assert torch.equal(torch.signbit(out)[~out.isnan()], torch.signbit(codes.to(torch.float32))[~out.isnan()])
 
 
-def test_every_exponent_is_the_power_of_two_of_torch() -> None:
+def test_every_e8m0_scale_has_the_value_of_torch() -> None:
     codes = torch.arange(256, dtype=torch.uint8)
     right = codes.view(torch.float8_e8m0fnu).to(torch.float32)
     torch.testing.assert_close(scale_values(codes), right, rtol=0, atol=0, equal_nan=True)

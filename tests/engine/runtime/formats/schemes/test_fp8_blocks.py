@@ -20,7 +20,7 @@ def test_fp8_block_values_equal_code_times_block_scale(tmp_path: Path, shape: tu
     fp8_blocks(shape).check(tmp_path, "fp8:e4m3@128x128")
 
 
-def test_stacked_experts_with_partial_blocks_are_decoded(tmp_path: Path) -> None:
+def test_stacked_fp8_experts_with_partial_blocks_are_decoded(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     codes = random.integers(0, 120, (3, 130, 140), dtype=np.uint8)
     scales = random.uniform(0.5, 2, (3, 2, 2)).astype(np.float32)
@@ -32,6 +32,6 @@ def test_stacked_experts_with_partial_blocks_are_decoded(tmp_path: Path) -> None
     np.testing.assert_array_equal(CodedSource(weight).rows(1, 2).numpy(), right[1:2])
 
 
-def test_scales_that_do_not_cover_all_blocks_are_not_decoded(tmp_path: Path) -> None:
+def test_fp8_weight_with_too_few_block_scales_is_not_decoded(tmp_path: Path) -> None:
     tensors = {"x.weight": torch.zeros(576, 128).to(torch.float8_e4m3fn), "x.weight_scale_inv": torch.ones(4, 1)}
     assert not Case(tensors, {}, config=_CONFIG).open(tmp_path).coded

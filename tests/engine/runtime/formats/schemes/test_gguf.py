@@ -82,7 +82,7 @@ def _picked(ours: dict[str, torch.Tensor], name: str) -> torch.Tensor:
     return torch.stack(experts)
 
 
-def test_rows_decoded_alone_equal_those_of_the_whole(tmp_path: Path) -> None:
+def test_some_rows_of_a_gguf_weight_equal_those_of_the_whole_weight(tmp_path: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**_SIZES))
     path = tmp_path / "model.gguf"
     _write(path, "llama", model, "Q8_0")
@@ -90,7 +90,7 @@ def test_rows_decoded_alone_equal_those_of_the_whole(tmp_path: Path) -> None:
     assert torch.equal(CodedSource(weight).rows(5, 23), CodedSource(weight).read()[5:23])
 
 
-def test_unknown_gguf_architecture_keeps_its_names(tmp_path: Path) -> None:
+def test_tensors_of_an_unknown_gguf_architecture_keep_their_names(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     with gguf_file(path, "rwkv7") as writer:
         writer.add_tensor("blk.0.time_mix_key.weight", np.zeros((32, 32), np.float32))
@@ -114,7 +114,7 @@ def test_gguf_vector_is_decoded_as_one_row(architecture: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("heads", [[2, 2], False, 3])
-def test_head_counts_that_contradict_the_weights_are_refused(
+def test_gguf_with_head_counts_that_contradict_its_weights_has_no_config(
     heads: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add = {list: "add_array", bool: "add_bool", int: "add_uint32"}[type(heads)]

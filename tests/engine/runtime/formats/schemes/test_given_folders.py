@@ -69,7 +69,7 @@ def _found(values: Mapping[str, np.ndarray], name: str) -> np.ndarray | None:
 
 @pytest.mark.skipif(not _FOLDERS, reason="DTYPE_TUI_QUANTISED names no folder of quantized checkpoints")
 @pytest.mark.parametrize("folder", _FOLDERS)
-def test_decoded_values_of_real_checkpoints_equal_the_references(folder: str) -> None:
+def test_decoded_weights_of_given_checkpoints_equal_their_reference_values(folder: str) -> None:
     path = _GIVEN / folder
     single = path / "model.safetensors"
     checkpoint = open_checkpoint(

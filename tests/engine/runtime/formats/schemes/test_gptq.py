@@ -14,25 +14,25 @@ from dtype_engine.runtime.weights.coded import CodedSource
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("form", ["gptq", "gptq_v2"])
-def test_codes_of_every_width_with_both_zero_point_versions(tmp_path: Path, bits: int, form: str) -> None:
+def test_gptq_codes_of_every_width_and_zero_point_version_are_decoded(tmp_path: Path, bits: int, form: str) -> None:
     gptq(bits, form).check(tmp_path, f"gptq:int{bits}@g32")
 
 
 @pytest.mark.parametrize(("size", "order"), [(32, "regular"), (32, "shuffled"), (-1, "none"), (64, "none")])
-def test_columns_are_in_groups_of_any_order_and_size(tmp_path: Path, size: int, order: str) -> None:
+def test_gptq_groups_of_any_order_and_size_are_decoded(tmp_path: Path, size: int, order: str) -> None:
     """-1 is a group for each row. The last of the groups of 64 is smaller."""
     made = gptq(size=size, order=order)
     made.check(tmp_path, made.format)
 
 
 @pytest.mark.parametrize("packing", ["auto_round:auto_gptq", "auto_round"])
-def test_autoround_zero_points_with_and_without_offset(tmp_path: Path, packing: str) -> None:
+def test_autoround_zero_points_are_decoded_with_and_without_offset(tmp_path: Path, packing: str) -> None:
     made = gptq(form="gptq" if packing == "auto_round:auto_gptq" else "gptq_v2")
     made.config["quantization_config"] |= {"quant_method": "intel/auto-round", "packing_format": packing}
     made.check(tmp_path, "auto-round:int4@g32")
 
 
-def test_module_may_have_its_own_bits_and_group_size(tmp_path: Path) -> None:
+def test_gptq_module_with_its_own_bits_and_group_size_is_decoded(tmp_path: Path) -> None:
     made = gptq(8)
     made.config["quantization_config"] |= {
         "bits": 4, "group_size": 128, "dynamic": {"+:m": {"bits": 8, "group_size": 32}},
@@ -41,7 +41,7 @@ def test_module_may_have_its_own_bits_and_group_size(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("group", [3, -1])
-def test_group_index_out_of_range_is_refused_by_name(tmp_path: Path, group: int) -> None:
+def test_gptq_group_index_out_of_range_is_refused_by_name(tmp_path: Path, group: int) -> None:
     made = gptq(order="regular")
     made.tensors["m.g_idx"][5] = torch.tensor(group)
     with pytest.raises(UserError, match=r"m\.g_idx names groups"):

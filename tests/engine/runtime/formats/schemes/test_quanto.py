@@ -11,19 +11,19 @@ from tests.helpers.quantized.quantizers import quanto, quanto_bits
 
 @pytest.mark.parametrize("codes", ["int8", "e4m3"])
 @pytest.mark.parametrize("shape", [(24, 40), (24, 3, 2, 2)])
-def test_channel_scales_are_decoded(tmp_path: Path, codes: str, shape: tuple[int, ...]) -> None:
+def test_quanto_8_bit_codes_with_channel_scales_are_decoded(tmp_path: Path, codes: str, shape: tuple[int, ...]) -> None:
     quanto(codes, shape).check(tmp_path, f"quanto:{codes}@channel")
 
 
 @pytest.mark.parametrize("bits", [4, 2])
 @pytest.mark.parametrize("shape", [(24, 256), (25, 192), (24, 160), (26, 96), (27, 416)])
-def test_packed_bits_are_decoded(tmp_path: Path, bits: int, shape: tuple[int, int]) -> None:
+def test_quanto_2_and_4_bit_codes_are_decoded(tmp_path: Path, bits: int, shape: tuple[int, int]) -> None:
     """The groups have 128, 96, 32, 96 and 32 values. Some matrices have an odd number of groups."""
     case = quanto_bits(bits, shape)
     case.check(tmp_path, case.format)
 
 
-def test_integer_shifts_are_subtracted_from_the_codes(tmp_path: Path) -> None:
+def test_quanto_integer_zero_points_are_subtracted_from_the_codes(tmp_path: Path) -> None:
     quanto_bits(whole=True).check(tmp_path, "quanto:int4@g96")
 
 
@@ -36,7 +36,9 @@ def test_integer_shifts_are_subtracted_from_the_codes(tmp_path: Path) -> None:
         ("proj", {}),  # the bias says it
     ],
 )
-def test_shape_of_packed_weights_is_found(tmp_path: Path, module: str, config: dict[str, object]) -> None:
+def test_shape_of_packed_quanto_weights_comes_from_config_or_bias(
+    tmp_path: Path, module: str, config: dict[str, object]
+) -> None:
     case = quanto_bits()
     case.tensors = {name.replace("up_proj", module): each for name, each in case.tensors.items()}
     (right,) = case.right.values()
@@ -47,7 +49,7 @@ def test_shape_of_packed_weights_is_found(tmp_path: Path, module: str, config: d
     case.check(tmp_path, "quanto:int4@g96")
 
 
-def test_unknown_shape_is_not_guessed(tmp_path: Path) -> None:
+def test_packed_quanto_weight_of_unknown_shape_is_not_decoded(tmp_path: Path) -> None:
     case = quanto_bits()
     case.config = {}
     assert not case.open(tmp_path).coded

@@ -25,7 +25,7 @@ MADE: list[tuple[Callable[[], Case], str]] = [
 
 
 @pytest.mark.parametrize(("made", "form"), MADE)
-def test_pieces_make_up_the_whole_weight(
+def test_weight_decoded_in_chunks_equals_the_whole_weight(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: Callable[[], Case], form: str
 ) -> None:
     monkeypatch.setattr(unpack, "CHUNK", 1)  # the smallest pieces, of 32 rows
@@ -57,7 +57,7 @@ def test_decoded_values_are_float32_for_any_default_dtype(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 6, 7, 8])
-def test_row_of_one_packed_word_is_decoded(bits: int) -> None:
+def test_rows_of_a_single_packed_word_are_unpacked(bits: int) -> None:
     words = torch.tensor([[-2, 77, 1 << 30]], dtype=torch.int32)
     count = 32 // bits
     out = torch.empty(3, count)

@@ -54,7 +54,7 @@ def convolutions() -> nn.Module:
 
 
 def inputs_of(name: str) -> list[Given]:
-    """Seven of one size: modules are compared in the first that is run, and in one of four that follow it."""
+    """Return seven inputs of one size. Modules are compared in the first one that runs, and in one of the last four."""
     draw = torch.Generator().manual_seed(3)
     if name == "llama":
         return [{"input_ids": torch.randint(3, architectures.VOCABULARY, (1, 40), generator=draw)} for _ in range(7)]
@@ -63,13 +63,13 @@ def inputs_of(name: str) -> list[Given]:
 
 
 def compared(inputs: Sequence[Given], session: de.Session, every: bool) -> list[Given]:
-    """Those in which modules are compared, in their order."""
+    """Return the inputs in which modules are compared, in input order."""
     order = running_order(session.need_inputs().batches)
     return [inputs[number] for number in sorted(order if every else (order[0], order[6]))]
 
 
 def cast_copy(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy with all weights in this dtype; a recipe leaves buffers that are not saved, as rotary frequencies."""
+    """Return a copy with all saved tensors in this dtype. Buffers that are not saved, such as rotary frequencies, stay."""
     module = copy.deepcopy(module)
     saved = module.state_dict()
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
@@ -184,7 +184,7 @@ def test_modules_that_return_tuples_are_compared(tmp_path: Path) -> None:
 
 
 def test_modules_are_compared_on_all_sequences_on_request() -> None:
-    """Asked for in the middle, sequences that were run without are run again."""
+    """If the request comes during the measurement, sequences that ran without comparisons run again."""
     inputs = inputs_of("llama")
     session = de.open(architectures.make("llama")[0], inputs=inputs)
     session.cast("*", "bfloat16")
@@ -204,7 +204,7 @@ def test_modules_are_compared_on_all_sequences_on_request() -> None:
     assert session.drift().modules == some.modules  # another time in some, and the same ones
 
 
-def test_first_sequence_has_module_figures() -> None:
+def test_measurement_that_ends_after_one_sequence_has_module_figures() -> None:
     """A measurement that ends early has figures of modules too."""
     session = de.open(architectures.make("llama")[0], inputs=inputs_of("llama"))
     session.cast("*", "bfloat16")
@@ -215,7 +215,7 @@ def test_first_sequence_has_module_figures() -> None:
 
 @pytest.mark.parametrize("shape", [(3, 50, 40), (40,), (), (0, 40)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_outputs_of_every_shape_are_compared(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_sqnr_of_module_outputs_is_right_for_every_shape(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     draw = torch.Generator().manual_seed(1)
     reference = torch.randn(shape, generator=draw)
     candidate = (reference + 0.1 * torch.randn(shape, generator=draw)).to(dtype)
@@ -228,7 +228,7 @@ def test_outputs_of_every_shape_are_compared(shape: tuple[int, ...], dtype: torc
     assert found.max_abs == float(delta.abs().max())
 
 
-def test_nonfinite_module_outputs_are_compared() -> None:
+def test_sqnr_of_module_outputs_with_nonfinite_values_is_defined() -> None:
     reference = torch.randn(6, 40, generator=torch.Generator().manual_seed(1))
     candidate = reference * 1.5
     masked, masked_too = reference.clone(), candidate.clone()
@@ -243,8 +243,8 @@ def test_nonfinite_module_outputs_are_compared() -> None:
     assert compare_outputs(reference, reference[:3]).drift("module").sqnr_db is None
 
 
-def test_observers_are_released_after_their_pass() -> None:
-    """They hold outputs of hundreds of megabytes, and no cycle of references is collected while a model is measured."""
+def test_module_recorders_are_freed_without_garbage_collection() -> None:
+    """Recorders hold hundreds of megabytes of outputs, and garbage collection is off during a measurement."""
     output = torch.randn(50, 8)
     gc.disable()
     try:
@@ -277,7 +277,7 @@ class Head(nn.Module):
 
 
 @pytest.mark.parametrize("in_bfloat16", ["copies", "writes", "goes on"])
-def test_module_that_gives_the_main_output_only_in_the_reference(
+def test_module_whose_output_is_the_model_output_only_in_the_reference_is_compared(
     in_bfloat16: Literal["copies", "writes", "goes on"],
 ) -> None:
     torch.manual_seed(0)
@@ -316,7 +316,7 @@ def routed(*experts: int) -> list[Given]:
 
 
 @pytest.mark.parametrize("kept", [1 << 30, 0])
-def test_repeated_casts_give_the_figures_of_a_full_measurement(kept: int) -> None:
+def test_drift_after_repeated_casts_equals_a_full_measurement(kept: int) -> None:
     """Over sequences of which some are compared, and others come another way."""
     models = (
         (architectures.make("llama")[0], inputs_of("llama")),
@@ -354,7 +354,7 @@ class Grows(nn.Module):
         return x
 
 
-def test_model_changes_by_a_longer_input_are_reverted() -> None:
+def test_buffers_that_grow_with_a_longer_input_are_restored() -> None:
     """The second sequence, in which modules are not compared, is the longest."""
     session = de.open(Grows().eval(), inputs=[{"x": torch.randn(rows, 8)} for rows in (3, 5, 3, 3)])
     meter = DriftMeter(session.model, session.need_inputs())

@@ -39,7 +39,7 @@ def drift_of(session: de.Session) -> dict[str, ModuleDrift]:
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "deepseek_v3"])
-def test_experts_that_got_other_tokens_are_not_compared(name: str) -> None:
+def test_experts_with_other_tokens_than_in_the_reference_are_not_compared(name: str) -> None:
     torch.manual_seed(1)
     module, _ = architectures.make(name)
     given = {"input_ids": torch.randint(3, architectures.VOCABULARY, (2, 300))}
@@ -63,7 +63,7 @@ def test_experts_that_got_other_tokens_are_not_compared(name: str) -> None:
     assert any("got other tokens than in the reference" in notice for notice in report.notices)
 
 
-def test_experts_that_got_the_same_tokens_are_compared() -> None:
+def test_experts_with_the_same_tokens_as_in_the_reference_are_compared() -> None:
     torch.manual_seed(1)
     module, given = architectures.make("mixtral")
     session = de.open(module, inputs=given)
@@ -99,8 +99,8 @@ class Config:
         return {"num_experts": 2, "num_experts_per_tok": 1}
 
 
-def test_equally_many_other_tokens_are_detected_by_scores() -> None:
-    """One token goes each way: the experts get as many rows as before, and the rows between belong to other tokens."""
+def test_experts_with_equally_many_but_other_tokens_are_not_compared() -> None:
+    """One token moves in each direction, so that each expert gets as many rows as before, but of other tokens."""
     model, narrow = Experts(), Experts()
     narrow.first.weight.data = narrow.first.weight.data.bfloat16().float()
     many = torch.randn(400_000, 16)
@@ -126,10 +126,8 @@ def test_equally_many_other_tokens_are_detected_by_scores() -> None:
     assert found["experts.0.0"].sqnr_db is not None
 
 
-def test_reused_router_output_still_marks_its_experts() -> None:
-    """The second measurement reuses what comes before the cast, the router among it. Of so many tokens, every device
-    sends some to other experts.
-    """
+def test_experts_behind_a_reused_router_output_are_not_compared() -> None:
+    """The second measurement reuses a router's output. With so many tokens, some go to other experts on every device."""
     torch.manual_seed(1)
     module, _ = architectures.make("mixtral")
     given = {"input_ids": torch.randint(3, architectures.VOCABULARY, (2, 800))}

@@ -42,13 +42,13 @@ def test_element_sums_equal_their_definitions(
 
 
 @pytest.mark.parametrize("factor", [1 + 1e-7, 1e-14, 1.0, -1.0, 0.0, 1e20])
-def test_element_sums_hold_for_distant_outputs(factor: float) -> None:
+def test_element_sums_are_right_for_outputs_of_very_different_scale(factor: float) -> None:
     reference = torch.randn(50, 1000, generator=torch.Generator().manual_seed(2)) * 1e-3
     check(reference, reference * factor)
     check(reference * 1e-20, reference * 1e-20 * factor)
 
 
-def test_noncontiguous_outputs_and_outputs_with_gradients() -> None:
+def test_element_sums_accept_noncontiguous_outputs_and_outputs_with_gradients() -> None:
     wide = torch.randn(90, 1100, generator=torch.Generator().manual_seed(3))
     candidate = wide.bfloat16()
     check(wide[::3, 7:500], candidate[::3, 7:500])
@@ -59,7 +59,7 @@ def test_noncontiguous_outputs_and_outputs_with_gradients() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("place", [0, 40_000])
-def test_nonfinite_values_on_one_or_both_sides(bad: float, place: int) -> None:
+def test_element_sums_count_nonfinite_values_on_one_or_both_sides(bad: float, place: int) -> None:
     reference = torch.randn(70_000, generator=torch.Generator().manual_seed(4))
     candidate = reference + 0.01 * torch.randn(70_000, generator=torch.Generator().manual_seed(5))
     spoiled_r, spoiled_c = reference.clone(), candidate.clone()
@@ -83,7 +83,7 @@ def test_nonfinite_values_on_one_or_both_sides(bad: float, place: int) -> None:
         assert getattr(in_both, name) == pytest.approx(getattr(expected, name), rel=1e-12)
 
 
-def test_sums_do_not_depend_on_the_number_of_threads() -> None:
+def test_element_sums_do_not_depend_on_the_number_of_threads() -> None:
     reference = torch.randn(300, 2000, generator=torch.Generator().manual_seed(6))
     candidate = reference.half()
     before, found = torch.get_num_threads(), []
@@ -96,7 +96,7 @@ def test_sums_do_not_depend_on_the_number_of_threads() -> None:
     assert found[0] == found[1]
 
 
-def test_sums_of_parts_add_up() -> None:
+def test_element_sums_of_parts_add_up_to_those_of_the_whole() -> None:
     reference, candidate = torch.randn(9, 5), torch.randn(9, 5)
     total, whole = ElementSums(), element_sums(reference, candidate)
     for part in (slice(0, 4), slice(4, 9)):
@@ -104,6 +104,6 @@ def test_sums_of_parts_add_up() -> None:
     assert dataclasses.astuple(total) == pytest.approx(dataclasses.astuple(whole), rel=1e-12)
 
 
-def test_outputs_of_different_shapes_are_refused() -> None:
+def test_element_sums_of_different_shapes_are_refused() -> None:
     with pytest.raises(ValueError, match="differ in shape"):
         element_sums(torch.zeros(2, 3), torch.zeros(3, 2))

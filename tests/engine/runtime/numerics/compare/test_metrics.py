@@ -36,7 +36,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
     return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
 
-def test_element_figures_equal_numpy() -> None:
+def test_elementwise_figures_equal_those_of_numpy() -> None:
     reference, candidate, _ = pair()
     r, c = reference.double().numpy().ravel(), candidate.double().numpy().ravel()
     found = compare(reference, candidate, distribution=False)
@@ -48,7 +48,7 @@ def test_element_figures_equal_numpy() -> None:
     assert (found.elements, found.nonfinite, found.kl_mean) == (r.size, 0, None)
 
 
-def test_distribution_figures_equal_numpy() -> None:
+def test_kl_and_top1_figures_equal_those_of_numpy() -> None:
     reference, candidate, labels = pair()
     log_p, log_q = log_softmax(reference.double().numpy()), log_softmax(candidate.double().numpy())
     kl = (np.exp(log_p) * (log_p - log_q)).sum(-1)
@@ -65,7 +65,7 @@ def test_distribution_figures_equal_numpy() -> None:
     assert found.top1_agreement_se == pytest.approx(math.sqrt(same * (1 - same) / (n - 1)))
 
 
-def test_next_token_figures_equal_numpy() -> None:
+def test_perplexity_and_next_token_figures_equal_those_of_numpy() -> None:
     reference, candidate, labels = pair()
     rows = np.arange(len(labels) - 1)
     picked = labels.numpy()[:-1]
@@ -85,7 +85,7 @@ def test_next_token_figures_equal_numpy() -> None:
     assert found.log_ratio_se == pytest.approx((log_p - log_q).std(ddof=1) / math.sqrt(len(dp)), rel=1e-9)
 
 
-def test_sequences_add_up_to_the_figures_of_the_whole() -> None:
+def test_figures_of_sequences_add_up_to_those_of_the_whole() -> None:
     reference, candidate, labels = pair()
     whole = compare(reference, candidate, labels)
     comparison = OutputMetrics(-1)
@@ -104,14 +104,14 @@ def test_identical_outputs_have_no_drift() -> None:
 
 
 @pytest.mark.parametrize("odd", [None, -math.inf, math.inf, math.nan])
-def test_shortcut_for_equal_outputs_gives_the_same_figures(odd: float | None) -> None:
+def test_figures_of_equal_outputs_do_not_depend_on_the_shortcut_for_them(odd: float | None) -> None:
     reference, _, labels = pair()
     if odd is not None:
         reference[3, 2] = odd
     assert repr(compare(reference, reference.clone(), labels)) == repr(compare(reference, reference.double(), labels))
 
 
-def test_zero_reference_has_no_relative_figures() -> None:
+def test_zero_reference_has_infinite_relative_error() -> None:
     found = compare(torch.zeros(3), torch.ones(3), distribution=False)
     assert (found.mean_abs, found.rel_l2, found.sqnr_db) == (1, math.inf, -math.inf)
     assert math.isnan(found.cosine)
@@ -127,7 +127,7 @@ def test_no_percentiles_below_100_positions() -> None:
     assert one.kl_mean_se is one.top1_agreement_se is None
 
 
-def test_infinities_on_both_sides_count_as_masks() -> None:
+def test_logits_that_are_minus_infinity_on_both_sides_are_left_out() -> None:
     reference, candidate, labels = pair()
     labels[labels == 0] = 1
     reference[:, 0] = candidate[:, 0] = -math.inf
@@ -139,7 +139,7 @@ def test_infinities_on_both_sides_count_as_masks() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan, -math.inf])
-def test_one_nonfinite_value_is_counted(bad: float) -> None:
+def test_single_nonfinite_candidate_value_is_counted_and_makes_errors_infinite(bad: float) -> None:
     reference, candidate, _ = pair()
     candidate[3, 4] = bad
     found = compare(reference, candidate, distribution=False)
@@ -154,7 +154,7 @@ def test_outputs_of_different_shapes_are_refused() -> None:
 
 
 @pytest.mark.parametrize("factor", [0.0, 1e-3, -1.0, 1e3])
-def test_outputs_of_another_scale(factor: float) -> None:
+def test_cosine_of_a_candidate_of_another_scale_equals_that_of_numpy(factor: float) -> None:
     reference, noise, _ = pair()
     candidate = factor * reference + (0.01 * factor * noise)
     found = compare(reference, candidate, distribution=False)

@@ -60,7 +60,7 @@ SHAPES = ((1, 1), (1, 2), (40, 4099), (5, 50_257), (2, 150_000))
 
 @pytest.mark.parametrize("shape", range(len(SHAPES)), ids=lambda index: "x".join(map(str, SHAPES[index])))
 @pytest.mark.parametrize("distribution", range(len(DISTRIBUTIONS)), ids=lambda index: str(DISTRIBUTIONS[index]))
-def test_sequence_figures_equal_their_definitions(shape: int, distribution: int) -> None:
+def test_kl_and_log_probabilities_of_logits_equal_their_definitions(shape: int, distribution: int) -> None:
     """Flat and certain distributions, those whose exponentials are out of range, and what rounding alone moves.
 
     The dtypes take turns, so that each meets every shape and every distribution.
@@ -74,12 +74,12 @@ def test_sequence_figures_equal_their_definitions(shape: int, distribution: int)
 
 
 @pytest.mark.parametrize("factor", [-1.0, 0.0, 1e-14, 0.01, 100.0])
-def test_logits_of_another_scale(factor: float) -> None:
+def test_kl_of_logits_of_another_scale_equals_its_definition(factor: float) -> None:
     reference, labels, _ = logits(20, 999)
     check(reference, factor * reference, labels)
 
 
-def test_strided_and_transposed_rows() -> None:
+def test_kl_of_strided_and_transposed_logits_equals_its_definition() -> None:
     wide, labels, _ = logits(60, 500)
     candidate = wide.bfloat16()
     for reference, other in (
@@ -91,7 +91,7 @@ def test_strided_and_transposed_rows() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_first_of_equal_largest_logits_is_taken(dtype: torch.dtype) -> None:
+def test_first_of_equal_largest_logits_counts_as_top_1(dtype: torch.dtype) -> None:
     """Also of zeros of either sign, and where all are negative."""
     reference, candidate = torch.zeros(6, 4100), torch.full((6, 4100), -3.0)
     for row, columns in enumerate(((0, 4099), (5, 4099), (0, 16), (17, 33), (0, 2100), (15, 16))):
@@ -102,7 +102,7 @@ def test_first_of_equal_largest_logits_is_taken(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_equal_rows_have_no_divergence(dtype: torch.dtype) -> None:
+def test_equal_rows_of_logits_have_zero_kl(dtype: torch.dtype) -> None:
     reference, _, generator = logits(300, 4099)
     candidate = reference.to(dtype).to(torch.promote_types(dtype, torch.float32))
     reference = candidate.clone()
@@ -113,7 +113,7 @@ def test_equal_rows_have_no_divergence(dtype: torch.dtype) -> None:
     assert (found.kl[200:] > 0).all()
 
 
-def test_divergence_is_never_negative() -> None:
+def test_kl_is_never_negative() -> None:
     reference, _, _ = logits(500, 1000, offset=100.0)
     candidate = reference.double()
     candidate[:, 7] += 1e-9
@@ -121,7 +121,7 @@ def test_divergence_is_never_negative() -> None:
 
 
 @pytest.mark.parametrize("of_candidate", [-math.inf, 3.0])
-def test_class_with_zero_reference_probability_adds_nothing(of_candidate: float) -> None:
+def test_class_with_zero_reference_probability_adds_nothing_to_kl(of_candidate: float) -> None:
     """0 ln 0 = 0, whatever the candidate's probability is."""
     reference, _, generator = logits(30, 500)
     candidate = reference + 0.1 * torch.randn(30, 500, generator=generator)
@@ -143,7 +143,7 @@ def test_class_with_zero_candidate_probability_makes_kl_infinite() -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("side", ["reference", "candidate", "both"])
 @pytest.mark.filterwarnings("error")
-def test_nonfinite_rows_do_not_affect_others(side: str, bad: float) -> None:
+def test_nonfinite_rows_of_logits_do_not_affect_the_kl_of_others(side: str, bad: float) -> None:
     reference, labels, generator = logits(200, 4099)
     candidate = reference + 0.01 * torch.randn(200, 4099, generator=generator)
     expected = figures(reference, candidate, labels)
@@ -157,7 +157,7 @@ def test_nonfinite_rows_do_not_affect_others(side: str, bad: float) -> None:
     assert bool(torch.isnan(found.kl[150])) == (bad != -math.inf)
 
 
-def test_empty_rows_and_partial_labels() -> None:
+def test_kl_of_no_rows_is_empty_and_ignored_labels_are_left_out() -> None:
     reference, labels, _ = logits(7, 30)
     assert figures(reference[:0], reference[:0]).kl.tolist() == []
     assert figures(reference, reference).log_p.tolist() == []
@@ -168,7 +168,7 @@ def test_empty_rows_and_partial_labels() -> None:
 
 
 @pytest.mark.parametrize("elements", [1, 7000, 1 << 20])
-def test_figures_do_not_depend_on_chunks_and_threads(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kl_does_not_depend_on_chunk_size_and_threads(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
     reference, labels, _ = logits(203, 700)
     candidate = reference.half()
     expected = sequence_figures(reference, candidate, True, labels)
