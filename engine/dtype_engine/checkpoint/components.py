@@ -76,7 +76,9 @@ def component_names(index: Mapping[str, Any]) -> tuple[str, ...]:
 def read_components(
     folder: Path, index: Mapping[str, Any], absent_shards: bool = False
 ) -> tuple[tuple[Component, ...], dict[str, Any]]:
-    """Return (the components with weights, all tensors but pickled ones, by names such as `unet.conv.weight`). Raises UserError."""
+    """Return (the components with weights, all tensors but pickled ones, by names such as `unet.conv.weight`). index: the content
+    of `model_index.json`. absent_shards: as in `find_weight_files`. Raises UserError.
+    """
     components: list[Component] = []
     tensors: dict[str, Any] = {}
     for name in component_names(index):

@@ -45,7 +45,7 @@ def open_checkpoint(path: Path, trust_pickle: bool = False, absent_shards: bool 
     """Return the checkpoint in a folder or file. Raises UserError, which names the file and the problem.
 
     Only headers are read, except from pickles, which torch reads as a whole. No code in a pickle runs unless `trust_pickle` is set.
-    absent_shards: whether files that an index names may be missing. `Checkpoint.index` then says which tensors they had.
+    absent_shards: whether files that an index names may be missing. `Checkpoint.index` then has the names of their tensors.
     """
     with gc_paused():
         checkpoint = (

@@ -73,7 +73,7 @@ class WeightFiles:
 def find_weight_files(folder: Path, config: Mapping[str, Any] | None, absent_shards: bool = False) -> WeightFiles:
     """Return a folder's weights files: those that transformers or diffusers would load or, if none has a name that they look for,
     its only checkpoint file. config: the content of config.json. absent_shards: whether to leave out files that an index names and
-    the folder lacks, unless it lacks all of them.
+    the folder lacks, unless all of them are missing.
 
     Raises UserError if the folder has several models and no library would choose one, or NoWeights if it has none.
     """

@@ -27,7 +27,9 @@ _EFFECTS: Mapping[str, tuple[str, str]] = {
 def result(
     rule: str, message: str, tensor: str, file: str = "", line: int | None = None, level: str = "error"
 ) -> dict[str, Any]:
-    """Return a SARIF result. rule: the id of the rule that describes this kind of finding. file: a URI. line: counted from 1."""
+    """Return a SARIF result. rule: the id of the rule that describes this kind of finding. file: its URI. line: counted from 1, or
+    None.
+    """
     place: dict[str, Any] = {"artifactLocation": {"uri": file}}
     if line is not None:
         place["region"] = {"startLine": line}

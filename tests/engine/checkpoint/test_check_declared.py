@@ -411,14 +411,3 @@ def test_absent_shard_of_a_component_is_found(
     lost = load_file(shard)
     shard.unlink()
     assert sorted(found(capsys, folder)) == sorted(("missing-tensor", f"text_encoder.{name}") for name in lost)
-
-
-@pytest.mark.parametrize("named", [["diffusers", "AutoencoderKL"], ["diffusers", "UNet2DModel"], ["diffusers"]])
-def test_class_of_a_component_is_that_of_its_configuration(
-    named: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "unet").mkdir()
-    (tmp_path / "unet" / "config.json").write_text(json.dumps({"_class_name": "UNet2DModel"}))
-    save_file({"x.weight": torch.ones(2)}, tmp_path / "unet" / "diffusion_pytorch_model.safetensors")
-    folder = pipeline(tmp_path / "unet", *named)
-    assert (("configuration", "unet") in found(capsys, folder)) == (named[-1] != "UNet2DModel")

@@ -106,8 +106,8 @@ def check(
 
 
 def architecture_findings(coverage: Coverage, model: str, checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Yield a finding for each tensor that is only in the architecture (class `model`) or only in the files, or that differs in
-    shape or dtype.
+    """Yield a finding for each tensor that is only in the architecture or only in the files, or that differs in shape or dtype.
+    model: the architecture's class.
     """
     files = {name: tensor.file.name for name, tensor in checkpoint.weights.items()}
     for each in coverage.misshapen:

@@ -89,9 +89,9 @@ def find_unread(
     metadata: Mapping[str, str],
     config: Mapping[str, Any],
 ) -> Iterator[Finding]:
-    """Yield a finding for each weight that can't be decoded although other weights of its layout and dtype can be, or a scheme
-    decodes all that config.json may mean, except for weights that a scheme leaves out on purpose. read: names of the codes that can
-    be decoded. reported: names of modules that already have a finding, and are skipped.
+    """Yield a finding for each weight that can't be decoded although other weights of its layout and dtype can be, or although a
+    scheme decodes all that config.json may mean, except for weights that a scheme leaves out on purpose. read: names of the codes
+    that can be decoded. reported: names of modules that already have a finding, and are skipped. metadata: of the files' headers.
     """
     covered = any(scheme.covers(declared(config)) for scheme in schemes())
     kinds = {(weight.layout, tensors[weight.codes].dtype) for weight in weights if weight.codes in read}

@@ -20,7 +20,6 @@ from dtype_engine.checkpoint.source import Source
 from dtype_engine.checkpoint.weight_files import PIPELINE_INDEX, NoWeights
 from dtype_engine.core.errors import NoForward
 from dtype_engine.core.options import ModelOptions
-from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree
 from dtype_engine.results.check import CheckReport, Finding
 from dtype_engine.results.coverage import Coverage
@@ -155,8 +154,7 @@ def with_architecture(
 def _with_components(report: CheckReport, source: Source, options: ModelOptions, checkpoint: Checkpoint) -> CheckReport:
     """Return the report of a diffusers pipeline with what is found in its components, each checked as a model of its own."""
     findings, unchecked = {(each.kind, each.tensor): each for each in report.findings}, dict.fromkeys(report.unchecked)
-    index = read_json(checkpoint.path / PIPELINE_INDEX)
-    for name in component_names(index):
+    for name in component_names(read_json(checkpoint.path / PIPELINE_INDEX)):
         folder = checkpoint.path / name
         if not folder.is_dir():
             what = f"is a component by {PIPELINE_INDEX}, and there is no such folder"
@@ -171,12 +169,6 @@ def _with_components(report: CheckReport, source: Source, options: ModelOptions,
             findings["missing-tensor", name] = Finding("missing-tensor", name, what, f"{name}/config.json")
             continue
         assert opened is not None
-        made, named = (opened.config or {}).get("_class_name"), index[name][-1]
-        if index[name][0] == "diffusers" and isinstance(made, str) and made != named:
-            what = (
-                f"has the class {printable(str(named))} in {PIPELINE_INDEX}, and {printable(made)} in its config.json"
-            )
-            findings["configuration", name] = Finding("configuration", name, what, PIPELINE_INDEX)
         found = with_architecture(check(opened, name), part, options, opened)
         for each in found.findings:
             full = Finding(each.kind, f"{name}.{each.tensor}", each.what, f"{name}/{each.file or 'config.json'}")
