@@ -108,7 +108,7 @@ class GuardedServer(Server):
             timer.cancel()
 
     async def handle_download(self, request: web.Request) -> web.StreamResponse:
-        """Send a file that the app offers for download. Only the user knows the key in its address, so the connection stays open."""
+        """Send a file that the app offers for download. Only the user knows its key, so the connection stays open."""
         with suppress(KeyError):
             await self.download_manager.get_download_metadata(request.match_info["key"])
             self._admit(request.protocol)
