@@ -84,6 +84,7 @@ def test_tree_from_hub_headers_equals_the_tree_of_the_downloaded_files(tmp_path:
     assert len(hub.requests) == before + 1, "the headers are kept, and only the commit is asked for"
 
 
+@pytest.mark.slow
 def test_small_tensors_that_describe_quantized_weights_are_read_from_the_hub(tmp_path: Path, serve: Serve) -> None:
     hub = serve(tmp_path)
     for number, (name, make) in enumerate(CASES.items()):
