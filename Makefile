@@ -35,7 +35,7 @@ unit: $(VENV)/.tests
 # The packages without torch and the app, without tests marked slow. Tests of the app mostly wait for a screen to come to rest, so
 # more processes than cores pay.
 quick: $(VENV)/.tests
-	$(BIN)/pytest -n 5 --dist worksteal -m "not slow" $(QUICK)
+	$(BIN)/pytest -n 8 --dist worksteal -m "not slow" $(QUICK)
 
 # All tests once more, with the lines that none of them reaches: about half as long again on Python 3.11.
 coverage: $(VENV)/.tests

@@ -27,6 +27,7 @@ async def say_recipe(app: DtypeApp, recipe: Recipe) -> None:
     app.controller.apply_recipe(recipe)
 
 
+@pytest.mark.slow
 async def test_app_writes_few_bytes_to_the_terminal_for_results_and_cursor_moves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

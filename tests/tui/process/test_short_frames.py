@@ -61,6 +61,7 @@ def frame(chance: random.Random, console: Console) -> str:
 
 
 @pytest.mark.parametrize("system", ["truecolor", "256", "standard"])
+@pytest.mark.slow
 def test_shortened_frames_give_the_same_screen_as_full_frames(system: str) -> None:
     chance = random.Random(system)
     console = Console(color_system=system, force_terminal=True)  # type: ignore[arg-type]
