@@ -17,7 +17,6 @@ from dtype_engine.checkpoint.checkpoint import Checkpoint
 from dtype_engine.checkpoint.file_identity import FileIdentity, refuse_changed
 from dtype_engine.checkpoint.file_kind import kind_of
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor, read_header
-from dtype_engine.checkpoint.schemes.configuration import declared
 from dtype_engine.checkpoint.schemes.own import SCALED_KEY
 from dtype_engine.checkpoint.weight_files import (
     ADAPTER_CONFIG,
@@ -51,7 +50,7 @@ def open_checkpoint(path: Path, trust_pickle: bool = False, absent_shards: bool 
         checkpoint = (
             _open_folder(path, trust_pickle, absent_shards) if path.is_dir() else _open_file(path, trust_pickle)
         )
-        if declared(checkpoint.config or {}).get("sym") is True:
+        if checkpoint.coded:
             from dtype_engine.checkpoint.check.declared import zero_point_sentences
 
             notices = (*checkpoint.notices, *zero_point_sentences(checkpoint))

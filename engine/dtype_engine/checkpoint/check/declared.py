@@ -11,14 +11,13 @@ from dtype_engine.checkpoint.checkpoint import Checkpoint
 from dtype_engine.checkpoint.modeling_source import is_known
 from dtype_engine.checkpoint.packed_weights import NOT_CODES
 from dtype_engine.checkpoint.schemes import CODES, CodedWeight
-from dtype_engine.checkpoint.schemes.configuration import config_groups, declared, ends_of, mapping, quant_method
+from dtype_engine.checkpoint.schemes.configuration import declared, ends_of, mapping, quant_method
 from dtype_engine.checkpoint.schemes.layout import PackedWeight
+from dtype_engine.checkpoint.schemes.registry import schemes
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import plural
 from dtype_engine.results.check import Finding
 
-_PACKING = ("gptq", "awq", "auto-round", "fp8")
-"""The methods whose codes loaders look for, and do not make of plain weights as they load."""
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _LAYER = re.compile(r"(.*?\b(?:layers|layer|blocks|block|h))\.(\d{1,6})\.")
 _UNLIKE = re.compile(r"nextn|mtp|block_configs|shar")
@@ -30,7 +29,9 @@ def scheme_findings(checkpoint: Checkpoint, weights: list[PackedWeight]) -> Iter
     config, settings = checkpoint.config or {}, declared(checkpoint.config or {})
     described = settings or mapping(config.get("quantization"))
     read = [weight for weight in checkpoint.coded.values() if not weight.own]
-    if _are_needed(settings) and all(tensor.dtype in NOT_CODES for tensor in checkpoint.tensors.values()):
+    if any(scheme.needs_codes(settings) for scheme in schemes()) and all(
+        tensor.dtype in NOT_CODES for tensor in checkpoint.tensors.values()
+    ):
         what = f"declares {quant_method(settings)}, and no tensor of the files holds codes"
         yield _finding("quantization_config", what)
     if weights and not read and not described and is_known(config) and not _beside(checkpoint):
@@ -39,17 +40,17 @@ def scheme_findings(checkpoint: Checkpoint, weights: list[PackedWeight]) -> Iter
     yield from _misplaced_settings(config, {weight.module.removesuffix(".") for weight in weights})
     for weight in read:
         codes = weight.parts[CODES]
-        if weight.scheme.name == "gptq" and settings.get("desc_act") is True and "g_idx" not in weight.parts:
-            what = "has no g_idx beside it, and config.json declares ordered columns (desc_act)"
-            yield Finding("missing-part", codes.name, what, codes.file.name)
+        for part, why in weight.scheme.needed_parts(settings):
+            if part not in weight.parts:
+                yield Finding("missing-part", codes.name, f"has no {part} beside it, and {why}", codes.file.name)
         yield from _zero_point_findings(weight, settings)
 
 
 def zero_point_sentences(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return a sentence for the user, in a tuple, if the zero points of the first weight contradict config.json."""
+    """Return a sentence for each scheme if the zero points of its first weight contradict config.json."""
     settings = declared(checkpoint.config or {})
-    first = next((weight for weight in checkpoint.coded.values() if weight.scheme.zero_points(weight, settings)), None)
-    found = _zero_point_findings(first, settings) if first is not None else ()
+    firsts = {weight.scheme.name: weight for weight in reversed(checkpoint.coded.values())}
+    found = (each for weight in firsts.values() for each in _zero_point_findings(weight, settings))
     return tuple(f"{printable(each.tensor)} {each.what}, so runtimes may compute other values" for each in found)
 
 
@@ -62,15 +63,6 @@ def _zero_point_findings(weight: CodedWeight, settings: Mapping[str, Any]) -> It
     if b"".join(pieces(zero.bytes)) != wanted:
         what = "holds other zero points than the middle of the codes, and config.json declares symmetric ones"
         yield Finding("declared-scheme", zero.name, what, zero.file.name)
-
-
-def _are_needed(settings: Mapping[str, Any]) -> bool:
-    """Return whether loaders look for codes, and make none of plain weights, by the quantization settings in config.json."""
-    method = quant_method(settings)
-    if method != "compressed-tensors":
-        return method in _PACKING
-    plain = str(settings.get("format") or "dense").startswith(("dense", "fake"))
-    return not plain and any(weights for _, weights in config_groups(settings, "weights"))
 
 
 def _finding(entry: str, what: str, kind: str = "declared-scheme") -> Finding:

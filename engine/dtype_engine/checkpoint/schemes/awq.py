@@ -102,6 +102,6 @@ def _covers(settings: Config) -> bool:
 
 SCHEME = Scheme(
     "awq", "awq", _read, settings_files=("quant_config.json",), ignored=("modules_to_not_convert",), ignored_by=("awq",),
-    covers=_covers,
+    covers=_covers, needs_codes=lambda settings: quant_method(settings) == "awq",
 )  # fmt: skip
 """AWQ's tensors have the names of GPTQ's tensors, so the layout of GPTQ describes both."""

@@ -223,6 +223,12 @@ def _of_arguments(arguments: Mapping[str, Any]) -> str:
     return next((form for wanted, form in _INPUTS.items() if wanted == key), "")
 
 
+def _needs_codes(settings: Config) -> bool:
+    plain = str(settings.get("format") or "dense").startswith(("dense", "fake"))
+    declared_here = settings.get("quant_method") == "compressed-tensors" and not plain
+    return declared_here and any(weights for _, weights in config_groups(settings, "weights"))
+
+
 def _zero_points(weight: CodedWeight, settings: Config) -> tuple[CheckpointTensor, bytes] | None:
     """As `Scheme.zero_points`: those of symmetric int8 codes, which need none, are 0."""
     zero = next((part for part in weight.beside if part.name.endswith("weight_zero_point")), None)
@@ -303,5 +309,5 @@ _SPARSE = Layout(
 SCHEME = Scheme(
     "ct", "block_scaled", _read, (_PACKED, SCALED, _SPARSE), describing=("_shape", "_g_idx"), input_format=_input_format,
     reciprocal_scales=True, ignored=("ignore",), ignored_by=("compressed-tensors",), cache_formats=_cache_formats,
-    zero_points=_zero_points,
+    needs_codes=_needs_codes, zero_points=_zero_points,
 )  # fmt: skip

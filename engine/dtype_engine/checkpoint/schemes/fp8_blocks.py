@@ -75,5 +75,5 @@ LAYOUT = Layout(
 )  # fmt: skip
 SCHEME = Scheme(
     "fp8", "block_scaled", _read, (LAYOUT,), input_format=input_format, ignored=("modules_to_not_convert",),
-    ignored_by=("fp8",),
+    ignored_by=("fp8",), needs_codes=lambda settings: quant_method(settings) == "fp8",
 )  # fmt: skip

@@ -64,6 +64,14 @@ def _read(tensors: Tensors, config: Config, metadata: Metadata) -> Weights:
         yield CodedWeight(f"{stem}weight", (rows, columns), SCHEME, form, parts, numbers)
 
 
+def _needs_codes(settings: Config) -> bool:
+    return quant_method(settings) in ("gptq", "auto-round")
+
+
+def _needed_parts(settings: Config) -> tuple[tuple[str, str], ...]:
+    return (("g_idx", "config.json declares ordered columns (desc_act)"),) if settings.get("desc_act") is True else ()
+
+
 def _zero_points(weight: CodedWeight, settings: Config) -> tuple[CheckpointTensor, bytes] | None:
     """As `Scheme.zero_points`: those of symmetric codes are the middle."""
     given, bits = declared_values(settings, "sym"), weight.settings["bits"]
@@ -97,5 +105,5 @@ _LAYOUT = Layout(
 )  # fmt: skip
 SCHEME = Scheme(
     "gptq", "gptq", _read, (_LAYOUT,), settings_files=("quantize_config.json", "quantization_config.json"),
-    covers=_covers, zero_points=_zero_points,
+    covers=_covers, needs_codes=_needs_codes, needed_parts=_needed_parts, zero_points=_zero_points,
 )  # fmt: skip

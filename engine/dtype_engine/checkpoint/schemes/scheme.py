@@ -57,6 +57,14 @@ class Scheme(msgspec.Struct, frozen=True, eq=False):
     """Takes the quantization settings in config.json. Returns whether `read` reads all weights that are quantized as they say, so
     that others contradict them.
     """
+    needs_codes: Callable[[Config], bool] = lambda settings: False
+    """Takes the quantization settings in config.json. Returns whether loaders then look for codes of this scheme, and do not
+    quantize plain weights as they load them.
+    """
+    needed_parts: Callable[[Config], tuple[tuple[str, str], ...]] = lambda settings: ()
+    """Takes the quantization settings in config.json. Returns (key in `CodedWeight.parts`, why loaders need this tensor) for
+    tensors that other settings do not need.
+    """
     zero_points: Callable[[CodedWeight, Config], tuple[CheckpointTensor, bytes] | None] = lambda weight, settings: None
     """Takes a weight and the quantization settings in config.json. Returns the tensor of its zero points and the bytes that each of
     its rows repeats if the codes are symmetric, or None if they need not be.

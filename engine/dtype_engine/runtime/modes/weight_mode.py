@@ -404,9 +404,8 @@ class WeightMode(TorchFunctionMode):
         """
         held = {key: weight for key, weight in found.items() if key not in self.written}
         values = dict(zip(held, self.values_of(list(held.values()), dtype, name), strict=True))
-        requiring_grad = (
-            self.requiring_grad and not torch.is_grad_enabled()
-        )  # torch.func.grad allows no `requires_grad_`
+        # torch.func.grad, which enables gradients, allows no `requires_grad_`.
+        requiring_grad = self.requiring_grad and not torch.is_grad_enabled()
         for key, value in values.items():
             if requiring_grad and found[key].requires_grad and value.is_floating_point():
                 value = values[key] = value.detach().requires_grad_()
