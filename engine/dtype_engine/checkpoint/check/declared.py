@@ -29,7 +29,7 @@ def scheme_findings(checkpoint: Checkpoint, weights: list[PackedWeight]) -> Iter
     config, settings = checkpoint.config or {}, declared(checkpoint.config or {})
     described = settings or mapping(config.get("quantization"))
     read = [weight for weight in checkpoint.coded.values() if not weight.own]
-    if any(scheme.needs_codes(settings) for scheme in schemes()) and all(
+    if any(scheme.declared.needs_codes(settings) for scheme in schemes()) and all(
         tensor.dtype in NOT_CODES for tensor in checkpoint.tensors.values()
     ):
         what = f"declares {quant_method(settings)}, and no tensor of the files holds codes"
@@ -40,7 +40,7 @@ def scheme_findings(checkpoint: Checkpoint, weights: list[PackedWeight]) -> Iter
     yield from _misplaced_settings(config, {weight.module.removesuffix(".") for weight in weights})
     for weight in read:
         codes = weight.parts[CODES]
-        for part, why in weight.scheme.needed_parts(settings):
+        for part, why in weight.scheme.declared.needed_parts(settings):
             if part not in weight.parts:
                 yield Finding("missing-part", codes.name, f"has no {part} beside it, and {why}", codes.file.name)
         yield from _zero_point_findings(weight, settings)
@@ -55,7 +55,7 @@ def zero_point_sentences(checkpoint: Checkpoint) -> tuple[str, ...]:
 
 
 def _zero_point_findings(weight: CodedWeight, settings: Mapping[str, Any]) -> Iterator[Finding]:
-    zero, pattern = weight.scheme.zero_points(weight, settings) or (None, b"")
+    zero, pattern = weight.scheme.declared.zero_points(weight, settings) or (None, b"")
     if zero is None or zero.bytes is None or not zero.nbytes:
         return
     row = zero.nbytes // zero.shape[0]

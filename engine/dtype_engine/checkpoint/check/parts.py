@@ -93,7 +93,7 @@ def find_unread(
     scheme decodes all that config.json may mean, except for weights that a scheme leaves out on purpose. read: names of the codes
     that can be decoded. reported: names of modules that already have a finding, and are skipped. metadata: of the files' headers.
     """
-    covered = any(scheme.covers(declared(config)) for scheme in schemes())
+    covered = any(scheme.declared.covers(declared(config)) for scheme in schemes())
     kinds = {(weight.layout, tensors[weight.codes].dtype) for weight in weights if weight.codes in read}
     unread = [weight.codes for weight in weights if weight.codes not in read]
     known = {name for scheme in schemes() for name in scheme.left_out(unread, tensors, metadata)}

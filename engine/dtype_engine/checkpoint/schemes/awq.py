@@ -29,7 +29,7 @@ from dtype_engine.checkpoint.schemes.configuration import (
 )
 from dtype_engine.checkpoint.schemes.layout import Config, Tensors
 from dtype_engine.checkpoint.schemes.scaled_codes import FLOATS, packed_words
-from dtype_engine.checkpoint.schemes.scheme import CODES, CodedWeight, Metadata, Scheme, Weights
+from dtype_engine.checkpoint.schemes.scheme import CODES, CodedWeight, Declared, Metadata, Scheme, Weights
 
 _GEMM = {"layout": "gemm", "code": "row words", "order": (0, 2, 4, 6, 1, 3, 5, 7), "signed": False}
 
@@ -102,6 +102,6 @@ def _covers(settings: Config) -> bool:
 
 SCHEME = Scheme(
     "awq", "awq", _read, settings_files=("quant_config.json",), ignored=("modules_to_not_convert",), ignored_by=("awq",),
-    covers=_covers, needs_codes=lambda settings: quant_method(settings) == "awq",
+    declared=Declared(_covers, needs_codes=lambda settings: quant_method(settings) == "awq"),
 )  # fmt: skip
 """AWQ's tensors have the names of GPTQ's tensors, so the layout of GPTQ describes both."""

@@ -15,7 +15,7 @@ import math
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes.configuration import size
 from dtype_engine.checkpoint.schemes.layout import Config, Layout, PackedWeight, Shapes, Tensors
-from dtype_engine.checkpoint.schemes.scheme import CODES, CodedWeight, Metadata, Scheme, Weights
+from dtype_engine.checkpoint.schemes.scheme import CODES, CodedWeight, Declared, Metadata, Scheme, Weights
 from dtype_engine.checkpoint.schemes.small_tensors import json_object, read_small
 
 _STATE = ".quant_state.bitsandbytes__"
@@ -101,5 +101,5 @@ _EIGHT_BITS = Layout(
 SCHEME = Scheme(
     "bnb", "bitsandbytes", _read, (_FOUR_BITS, _EIGHT_BITS), describing=(*_STATES, ".weight_format"),
     ignored=("llm_int8_skip_modules",), ignored_by=("bitsandbytes",),
-    covers=lambda settings: settings.get("quant_method") == "bitsandbytes",
+    declared=Declared(lambda settings: settings.get("quant_method") == "bitsandbytes"),
 )  # fmt: skip

@@ -31,7 +31,7 @@ from dtype_engine.checkpoint.schemes.configuration import (
 )
 from dtype_engine.checkpoint.schemes.layout import BYTES, FLOAT8, WORDS, Config, Layout, PackedWeight, Shapes, Tensors
 from dtype_engine.checkpoint.schemes.scaled_codes import EXPONENTS, FLOATS, FP8, describe, same_grid, with_beside
-from dtype_engine.checkpoint.schemes.scheme import CODES, CodedWeight, Metadata, Scheme, Weights
+from dtype_engine.checkpoint.schemes.scheme import CODES, CodedWeight, Declared, Metadata, Scheme, Weights
 from dtype_engine.checkpoint.schemes.small_tensors import read_small
 
 _UNREAD = ("marlin-24", "sparse-24-bitmask", "sparse-bitmask")
@@ -230,7 +230,7 @@ def _needs_codes(settings: Config) -> bool:
 
 
 def _zero_points(weight: CodedWeight, settings: Config) -> tuple[CheckpointTensor, bytes] | None:
-    """As `Scheme.zero_points`: those of symmetric int8 codes, which need none, are 0."""
+    """As `Declared.zero_points`: those of symmetric int8 codes, which need none, are 0."""
     zero = next((part for part in weight.beside if part.name.endswith("weight_zero_point")), None)
     symmetric = all(group.get("symmetric") is True for _, group in config_groups(settings, "weights"))
     return (zero, b"\0") if zero is not None and zero.dtype == "int8" and symmetric else None
@@ -309,5 +309,5 @@ _SPARSE = Layout(
 SCHEME = Scheme(
     "ct", "block_scaled", _read, (_PACKED, SCALED, _SPARSE), describing=("_shape", "_g_idx"), input_format=_input_format,
     reciprocal_scales=True, ignored=("ignore",), ignored_by=("compressed-tensors",), cache_formats=_cache_formats,
-    needs_codes=_needs_codes, zero_points=_zero_points,
+    declared=Declared(needs_codes=_needs_codes, zero_points=_zero_points),
 )  # fmt: skip

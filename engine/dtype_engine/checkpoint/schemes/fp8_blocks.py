@@ -15,7 +15,7 @@ from typing import Any
 from dtype_engine.checkpoint.schemes.configuration import block_in, declared, quant_method, sizes
 from dtype_engine.checkpoint.schemes.layout import FLOAT8, Config, Layout, PackedWeight, Shapes, Tensors
 from dtype_engine.checkpoint.schemes.scaled_codes import EXPONENTS, FLOATS, FP8, describe
-from dtype_engine.checkpoint.schemes.scheme import CODES, CodedWeight, Metadata, Scheme, Weights
+from dtype_engine.checkpoint.schemes.scheme import CODES, CodedWeight, Declared, Metadata, Scheme, Weights
 
 SCALES = (*FLOATS, *EXPONENTS)
 """The dtypes that scales may have."""
@@ -75,5 +75,5 @@ LAYOUT = Layout(
 )  # fmt: skip
 SCHEME = Scheme(
     "fp8", "block_scaled", _read, (LAYOUT,), input_format=input_format, ignored=("modules_to_not_convert",),
-    ignored_by=("fp8",), needs_codes=lambda settings: quant_method(settings) == "fp8",
+    ignored_by=("fp8",), declared=Declared(needs_codes=lambda settings: quant_method(settings) == "fp8"),
 )  # fmt: skip

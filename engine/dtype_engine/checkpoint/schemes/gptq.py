@@ -18,7 +18,7 @@ from dtype_engine.checkpoint.schemes.configuration import (
 )
 from dtype_engine.checkpoint.schemes.layout import WORDS, Config, Layout, PackedWeight, Shapes, Tensors
 from dtype_engine.checkpoint.schemes.scaled_codes import packed_words
-from dtype_engine.checkpoint.schemes.scheme import CODES, CodedWeight, Metadata, Scheme, Weights
+from dtype_engine.checkpoint.schemes.scheme import CODES, CodedWeight, Declared, Metadata, Scheme, Weights
 
 _BITS = (2, 3, 4, 8)
 _ADDED = {
@@ -36,7 +36,7 @@ def _added(settings: Config) -> int | None:
 
 
 def _covers(settings: Config) -> bool:
-    """As `Scheme.covers`. GPTQModel can pack codes in other words."""
+    """As `Declared.covers`. GPTQModel can pack codes in other words."""
     widths = declared_numbers(settings, "bits")
     in_words = settings.get("pack_dtype", "int32") == "int32"
     return _added(settings) is not None and in_words and bool(widths) and widths <= {*_BITS}
@@ -73,7 +73,7 @@ def _needed_parts(settings: Config) -> tuple[tuple[str, str], ...]:
 
 
 def _zero_points(weight: CodedWeight, settings: Config) -> tuple[CheckpointTensor, bytes] | None:
-    """As `Scheme.zero_points`: those of symmetric codes are the middle."""
+    """As `Declared.zero_points`: those of symmetric codes are the middle."""
     given, bits = declared_values(settings, "sym"), weight.settings["bits"]
     if not given or any(each is not True for each in given):
         return None
@@ -105,5 +105,5 @@ _LAYOUT = Layout(
 )  # fmt: skip
 SCHEME = Scheme(
     "gptq", "gptq", _read, (_LAYOUT,), settings_files=("quantize_config.json", "quantization_config.json"),
-    covers=_covers, needs_codes=_needs_codes, needed_parts=_needed_parts, zero_points=_zero_points,
+    declared=Declared(_covers, _needs_codes, _needed_parts, _zero_points),
 )  # fmt: skip

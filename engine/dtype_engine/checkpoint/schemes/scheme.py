@@ -25,6 +25,27 @@ Metadata = Mapping[str, str]
 """The metadata of the headers of safetensors files."""
 
 
+class Declared(msgspec.Struct, frozen=True):
+    """What quantization settings in config.json say about the weights of a scheme, so that the files can contradict it."""
+
+    covers: Callable[[Config], bool] = lambda settings: False
+    """Takes the quantization settings in config.json. Returns whether `read` reads all weights that are quantized as they say, so
+    that others contradict them.
+    """
+    needs_codes: Callable[[Config], bool] = lambda settings: False
+    """Takes the quantization settings in config.json. Returns whether loaders then look for codes of this scheme, and do not
+    quantize plain weights as they load them.
+    """
+    needed_parts: Callable[[Config], tuple[tuple[str, str], ...]] = lambda settings: ()
+    """Takes the quantization settings in config.json. Returns (key in `CodedWeight.parts`, why loaders need this tensor) for
+    tensors that other settings do not need.
+    """
+    zero_points: Callable[[CodedWeight, Config], tuple[CheckpointTensor, bytes] | None] = lambda weight, settings: None
+    """Takes a weight and the quantization settings in config.json. Returns the tensor of its zero points and the bytes that each of
+    its rows repeats if the codes are symmetric, or None if they need not be.
+    """
+
+
 class Scheme(msgspec.Struct, frozen=True, eq=False):
     """A way in which a program stores the weights that it quantized."""
 
@@ -53,22 +74,8 @@ class Scheme(msgspec.Struct, frozen=True, eq=False):
     """A function of (weight, quantization settings in config.json) that returns the format of `core.dtypes` to which runtimes round
     the inputs of the weight's layer, such as "int8", or "". If the format ends with "@tensor", the files have the scale.
     """
-    covers: Callable[[Config], bool] = lambda settings: False
-    """Takes the quantization settings in config.json. Returns whether `read` reads all weights that are quantized as they say, so
-    that others contradict them.
-    """
-    needs_codes: Callable[[Config], bool] = lambda settings: False
-    """Takes the quantization settings in config.json. Returns whether loaders then look for codes of this scheme, and do not
-    quantize plain weights as they load them.
-    """
-    needed_parts: Callable[[Config], tuple[tuple[str, str], ...]] = lambda settings: ()
-    """Takes the quantization settings in config.json. Returns (key in `CodedWeight.parts`, why loaders need this tensor) for
-    tensors that other settings do not need.
-    """
-    zero_points: Callable[[CodedWeight, Config], tuple[CheckpointTensor, bytes] | None] = lambda weight, settings: None
-    """Takes a weight and the quantization settings in config.json. Returns the tensor of its zero points and the bytes that each of
-    its rows repeats if the codes are symmetric, or None if they need not be.
-    """
+    declared: Declared = Declared()
+    """What the quantization settings in config.json say about the weights."""
     reciprocal_scales: bool = False
     """Whether the files hold the reciprocals of NVFP4's scales of whole tensors."""
     fused: bool = True
