@@ -108,13 +108,13 @@ def first_sentence(diagnosis: NonFiniteDiagnosis) -> str:
 
 
 def value_sentence(diagnosis: NonFiniteDiagnosis) -> str:
-    """Return a sentence about the values that the dtype can't hold, or "" if they are unknown."""
+    """Return a sentence about the values that the dtype can't hold, or "" if they are unknown or no dtype would hold them."""
     if diagnosis.constant is not None and diagnosis.limit is not None:
         if abs(diagnosis.constant) > 1:
             beyond = f"is beyond the range of {diagnosis.dtype}, which holds up to {diagnosis.limit:.5g}"
             return f"the constant {diagnosis.constant:g}, as masks have, {beyond}"
         return f"the epsilon {diagnosis.constant:g} is zero in {diagnosis.dtype}, so that it divides by zero"
-    if diagnosis.limit is None or diagnosis.largest is None:
+    if diagnosis.limit is None or diagnosis.largest is None or diagnosis.kind == "reference":
         return ""
     limit = f"{diagnosis.dtype} holds up to {diagnosis.limit:.5g}"
     if diagnosis.kind == "weight":

@@ -15,6 +15,7 @@ import dtype_engine as de
 from dtype_engine.cli import cli
 from dtype_engine.cli.program import run
 from dtype_engine.reports.notebook import drift_html
+from dtype_engine.reports.text_drift import value_sentence
 
 MODELS = '''
 import torch
@@ -153,3 +154,12 @@ def test_every_measuring_command_ends_with_status_1(models: Any, capsys: pytest.
         status, _, err = command(capsys, *arguments)
         assert status == expected, arguments
         assert ("finite" in err) == bool(expected), arguments
+
+
+def test_no_range_of_a_dtype_is_named_as_the_reason_if_the_reference_itself_is_nan(models: Any) -> None:
+    session = de.open("nets.py:Always")
+    session.cast("*", "bfloat16")
+    found = session.nonfinite(session.drift())
+    assert found is not None
+    assert (found.kind, found.operation) == ("reference", "sqrt")
+    assert value_sentence(found) == ""
