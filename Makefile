@@ -108,8 +108,8 @@ $(VENV)/.tests: $(VENV)/bin/python pyproject.toml constraints.txt
 $(LOWEST)/.tests: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv
 	$(BIN)/uv venv --quiet --clear --python $(LOWEST_PYTHON) $(LOWEST)
-	$(BIN)/uv pip install --quiet --python $(LOWEST)/bin/python --resolution lowest-direct -e '.[dev]'
-	$(LOWEST)/bin/python -m tests.lint.lower_bounds
+	$(BIN)/uv pip install --quiet --python $(LOWEST)/bin/python --resolution lowest-direct -e '.[dev,diffusers]'
+	$(LOWEST)/bin/python -m tests.lint.bounds lowest
 	@touch $@
 
 # What is newest changes from day to day, so it is looked up each time. Wheels of a folder do not count: a user has PyPI's.
@@ -117,5 +117,6 @@ $(LOWEST)/.tests: $(VENV)/bin/python pyproject.toml constraints.txt
 $(NEWEST)/.tests: $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv
 	[ -x $(NEWEST)/bin/python ] || $(BIN)/uv venv --quiet --python $(NEWEST_PYTHON) $(NEWEST)
-	$(BIN)/uv pip install --quiet --python $(NEWEST)/bin/python --resolution highest --upgrade -e '.[dev]'
+	$(BIN)/uv pip install --quiet --python $(NEWEST)/bin/python --resolution highest --upgrade -e '.[dev,diffusers]'
 	$(BIN)/uv pip list --python $(NEWEST)/bin/python
+	$(BIN)/uv pip list --outdated --format json --python $(NEWEST)/bin/python | $(NEWEST)/bin/python -m tests.lint.bounds newest
