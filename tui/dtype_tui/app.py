@@ -239,8 +239,8 @@ class DtypeApp(BaseApp[None]):
         self.guide.begin_or_leave()
 
     async def action_quit(self) -> None:
-        """Quit, and print how many rules only the saved session keeps. If rules would be lost or files are being written, the first
-        call only warns.
+        """Quit. If the rules are only in the saved session, print how many, and how to restore them. If rules would be lost or
+        files are being written, the first call only warns.
         """
         rules, is_kept = self.controller.unsaved_rules, self._saver is not None and self._saver.works
         if self.controller.life.may_quit(0 if is_kept else rules):

@@ -75,14 +75,14 @@ class BaseApp(App[ReturnType]):
         return with_short_frames(super().get_driver_class())
 
     def get_css_variables(self) -> dict[str, str]:
-        """Return the style sheets' variables. Unless a theme has the terminal's colors, all lists have the same cursor."""
+        """Return the style sheets' variables. Those of the cursor are left out in a theme of the terminal's own colors."""
         theme = self.current_theme
         own = {} if theme.ansi else {**cursor_variables(theme.dark), **theme.variables}
         self.theme_variables = {**super().get_css_variables(), **own}
         return self.theme_variables
 
     def refresh_css(self, animate: bool = True) -> None:
-        """Apply the theme's colors. Before the first screen, which parses the style sheets, only set the variables."""
+        """Apply the theme's colors. While there is no screen, only set the variables; the first screen parses the style sheets."""
         if self.screen_stack:
             super().refresh_css(animate)
         else:
@@ -111,7 +111,7 @@ class BaseApp(App[ReturnType]):
             line.show(newest)
 
     def _note_read(self, surely: bool) -> None:
-        """Mark the newest message as read after a key press, if it was shown for `READ_S` seconds or `surely` is true."""
+        """Mark the newest message as read if it was shown for at least `READ_S` seconds. surely: mark it in any case."""
         said = self.messages
         if not said or said[-1] is self._read:
             return
@@ -224,7 +224,7 @@ class BaseApp(App[ReturnType]):
 
 
 def _after_escape(key: Key) -> Key | None:
-    """Return the key without Alt, such as j for alt+j, because most terminals send the same bytes for alt+j and for Escape followed
-    by j. Returns None if the terminal distinguishes the two (alt+j then has no character), and for all other keys.
+    """Return the key without Alt, such as j for alt+j: most terminals send the same bytes for alt+j as for Escape followed by j.
+    Returns None for keys without Alt, and if the terminal distinguishes the two; alt+j then has no character.
     """
     return Key(key.character, key.character) if key.key.startswith("alt+") and key.character else None

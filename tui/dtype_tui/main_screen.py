@@ -288,8 +288,8 @@ class MainScreen(OpensWindows):
             self.side.recipe.show("", message.name)
 
     def action_worst(self) -> None:
-        """Go to the module whose code first makes values infinite or NaN, if any, or to the module with the largest drift. Each
-        further press goes to the module with the next smaller drift; after the last module, it goes to the first again.
+        """Go to the module whose code first makes values infinite or NaN. Without one, go to the module with the largest drift.
+        Each further press goes to the module with the next smaller drift, and from the last module to the first.
         """
         results = self.experiment.results
         names = list(dict.fromkeys([results.origin, *(drift.name for drift in results.worst_modules())]))
@@ -311,7 +311,7 @@ class MainScreen(OpensWindows):
             self.query_one(CastPrompt).open(self.tree_view.current.name)
 
     def on_bottom_prompt_resized(self) -> None:
-        """Keep the tree and the messages above the prompt, whose first two lines cover the status line and the keys."""
+        """Keep the tree and the messages above the prompt. Its first two lines cover only the status line and the keys."""
         lines = max(0, self._open_prompt.lines - 2) if self._open_prompt is not None else 0
         self.side.keep_free(lines)
         below = self.side.size.height if self.side.is_narrow else lines if self.query_one("#below").display else 0

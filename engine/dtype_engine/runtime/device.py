@@ -53,7 +53,7 @@ def accelerator_names() -> list[str]:
 
 
 def hardware() -> dict[str, str]:
-    """Return, for bug reports, the instruction set of torch's CPU kernels, the number of its threads, and all accelerators."""
+    """Return facts for bug reports: the instruction set of torch's CPU kernels, torch's thread count, and all accelerators."""
     return {
         "kernels": torch.backends.cpu.get_cpu_capability(),
         "threads": str(torch.get_num_threads()),
@@ -115,7 +115,7 @@ def enough_memory(what: str, device: torch.device, raised: type[UserError] = Use
 
 
 def _ask(device: torch.device, name: str) -> Any:
-    """Return the result of the function `name` of torch's module for a device, such as `torch.cuda`, or None if there is none."""
+    """Call the function `name` of a device's torch module, such as `torch.cuda`. Returns None for the CPU or a missing function."""
     function = None if device.type == "cpu" else getattr(torch.get_device_module(device), name, None)
     return None if function is None else function(device)
 
@@ -135,8 +135,8 @@ def has_streams(device: torch.device) -> bool:
 
 
 def copied_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a tensor on a device. If the device has streams, a tensor on the CPU is copied from pinned memory without waiting for
-    the copy to end. torch keeps the pinned memory until then.
+    """Return a tensor on a device. If the device has streams, a tensor on the CPU is copied asynchronously from pinned memory,
+    which torch keeps until the copy ends.
     """
     if tensor.device.type != "cpu" or not has_streams(device):
         return tensor.to(device)
@@ -144,13 +144,13 @@ def copied_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def for_sums(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on a device that supports float64: itself, or a copy on the CPU."""
+    """Return the tensor itself if its device supports float64, and otherwise a copy on the CPU."""
     return tensor if tensor.device.type == "cpu" or has_float64(tensor.device) else tensor.cpu()
 
 
 def divide(values: torch.Tensor, number: float) -> torch.Tensor:
-    """Return values / number, correctly rounded. If the divisor is a Python number, CUDA multiplies by its reciprocal instead, and
-    so rounds twice.
+    """Return values / number, correctly rounded. `number` is converted to a tensor first, because CUDA multiplies by the
+    reciprocal of a Python number, and so rounds twice.
     """
     return values / torch.full((), number, dtype=values.dtype, device=values.device)
 

@@ -220,7 +220,7 @@ async def test_preset_command_applies_or_says_why_not() -> None:
         assert app.controller.experiment.recipe == Recipe((Rule("*", "float16"),))
 
 
-async def test_command_inputs_requests_the_typed_inputs_or_opens_the_window() -> None:
+async def test_inputs_command_uses_its_argument_or_without_one_opens_the_window() -> None:
     async with launched(size=(80, 24)) as (app, pilot):
         await enter(app, pilot, "inputs import os")
         assert "known when the model is loaded" in notices(app)[-1]

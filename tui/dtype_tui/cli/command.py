@@ -214,8 +214,8 @@ def _open_here(request: RunRequest, in_process: bool) -> tuple[Launch, StartEngi
 
 
 def _opened_by_engine(request: RunRequest) -> Connection:
-    """Let an engine on this machine open the model before the screen opens, and return the connection to the engine. Raises
-    UserError if a rule matches nothing; for that, the engine imports the model's architecture.
+    """Let an engine on this machine open the model before the screen opens, and return the connection to the engine. To check the
+    rules, the engine imports the model's architecture. Raises UserError if a rule matches nothing.
     """
     from dtype_engine.service.connection import Connection, EngineCommand
     from dtype_engine.service.control import Open
@@ -229,7 +229,7 @@ def _opened_by_engine(request: RunRequest) -> Connection:
 
 
 def _need_a_terminal() -> None:
-    """Raise UserError unless a browser shows the app, or all standard streams are a terminal. Textual draws on standard error."""
+    """Raise UserError if a standard stream is not a terminal and no browser shows the app. Textual draws on standard error."""
     if "TEXTUAL_DRIVER" in os.environ:
         return
     for name in ("COLUMNS", "LINES"):

@@ -108,7 +108,7 @@ class GuardedServer(Server):
             timer.cancel()
 
     async def handle_download(self, request: web.Request) -> web.StreamResponse:
-        """Send a file that the app offers for download. Only the user knows its key, so the connection stays open."""
+        """Send a file that the app offers for download. Its key is secret, like the token, so the connection may stay open."""
         with suppress(KeyError):
             await self.download_manager.get_download_metadata(request.match_info["key"])
             self._admit(request.protocol)
@@ -177,7 +177,7 @@ class GuardedServer(Server):
         return response
 
     def _is_meant(self, host: str) -> bool:
-        """Return whether a Host header, with any port, names this server by a name that no attacker can point to this server."""
+        """Return whether a Host header names this server by a name that can't be used for DNS rebinding. Any port is accepted."""
         try:
             name = urlsplit(f"//{host}").hostname or ""
         except ValueError:
@@ -205,6 +205,6 @@ class GuardedServer(Server):
 
 
 def _most_strangers() -> int:
-    """Return `most_strangers`: 64, or a quarter of the file descriptors that this process may open if that is less."""
+    """Return `most_strangers`: 64 or, if that is less, a quarter of the file descriptors that this process may open."""
     descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return 64 if descriptors == resource.RLIM_INFINITY else max(1, min(64, descriptors // 4))

@@ -143,8 +143,8 @@ def _is_path(text: str) -> bool:
 
 
 def offer_line(offer: Offer, width: int, origin_width: int = 0) -> Text:
-    """Return a line of `width` cells with a model's name, size and age and, if there is room, its origin. origin_width: the width
-    of the longest origin in all lines.
+    """Return a line of `width` cells with a model's name, size and age and, if there is room, its origin. origin_width: the cells
+    to reserve for the origin, the same in all lines.
     """
     origin_width = max(origin_width, len(offer.origin))
     size = short_bytes(offer.nbytes) if offer.nbytes is not None else ""

@@ -62,9 +62,9 @@ def address_of(model: str) -> Address:
 
 
 def reference_there(model: str | None, options: Options) -> str:
-    """Return `Options.reference` for an engine on another machine: "/base" for "ssh://HOST/base"; others unchanged.
+    """Return `Options.reference` for an engine on another machine: "/base" for "ssh://HOST/base". A dtype is not changed.
 
-    Raises UserError if the reference is a checkpoint, unless the reference and `model` are both addresses on one machine.
+    Raises UserError if the reference is a checkpoint that is not given by an address on the same machine as `model`.
     """
     if options.reference_model is None:
         return options.reference

@@ -15,8 +15,8 @@ from dtype_tui.state.session_store import NOT_KEPT, SavedSession, newest_session
 
 
 def with_saved_options(options: Options, saved: Options, explicit: Set[str]) -> Options:
-    """Return the options of a resumed session: those in `explicit`, which the command line sets, from `options`, the others from
-    `saved`. Those in `NOT_KEPT`, such as permissions to run code, always come from `options`.
+    """Return the options of a resumed session. Those named in `explicit`, which the command line sets, come from `options`, and so
+    do those in `NOT_KEPT`, such as permissions to run code. All others come from `saved`.
     """
     settings = dataclasses.replace(
         saved.settings,
@@ -31,11 +31,11 @@ def with_saved_options(options: Options, saved: Options, explicit: Set[str]) -> 
 
 
 def saved_session(model: str | None) -> SavedSession:
-    """Return the newest saved session, of `model` unless that is None. If the session's model is a Python module, the folder in
-    which the session was started is added to `sys.path`.
+    """Return the newest saved session of `model`, or of any model if `model` is None. If the session's model is a Python module,
+    the folder in which the session was started is added to `sys.path`.
 
-    Raises UserError if there is no session, or if another user could have written it and it names a cluster, which may run code
-    here, or Python code that the command line does not name.
+    Raises UserError if there is no session. A session that another user could have written is also refused if it could run code
+    here: if it names a cluster, or Python code that the command line does not name.
     """
     saved = newest_session(model)
     if isinstance(saved.options.workers, str) and not saved.own:

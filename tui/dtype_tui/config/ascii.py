@@ -43,7 +43,7 @@ def wants_ascii(setting: str) -> bool:
 
 @lru_cache(4096)
 def _in_ascii(character: str) -> str:
-    """Return the ASCII replacement of a character, which has the same width: one `?` for each cell if none is known."""
+    """Return the ASCII replacement of a character, which has the same width. An unknown character becomes one `?` for each cell."""
     if character.isascii():
         return character
     if character in _SAME_WIDTH:
@@ -68,7 +68,7 @@ class AsciiFilter(LineFilter):
 
 
 def line_in_ascii(line: str) -> list[str]:
-    """Return the ASCII text of each character of a line. The total width stays: for each `->`, a blank becomes ""."""
+    """Return each character of a line in ASCII. The line keeps its width: where one becomes `->`, a blank elsewhere becomes ""."""
     drawn = list(map(_in_ascii, line))
     for match in _RANGE.finditer(line):
         drawn[match.start() : match.end()] = "..."
@@ -84,8 +84,8 @@ def line_in_ascii(line: str) -> list[str]:
 
 
 def _spare_blank(drawn: list[str], index: int) -> int | None:
-    """Return the index of a blank that can be removed to make room for a second character at `index`, or None: the nearest to the
-    right in a gap of two or more blanks, else such a blank to the left, else a single blank next to `index`.
+    """Return the index of a blank that can be removed to make room for a second character at `index`, or None. The first choice is
+    the nearest blank to the right in a gap of two or more, then one to the left, then a single blank next to `index`.
     """
     after, before = range(index + 1, len(drawn) - 1), range(index - 1, 0, -1)
     gaps = [blank for blank in after if drawn[blank] == drawn[blank + 1] == " "]

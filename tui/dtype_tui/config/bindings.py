@@ -71,7 +71,7 @@ HIDDEN = frozenset({"leave-with", "suspend-process", "tour"})
 
 
 def refuses(action: str) -> bool:
-    """Return whether a read-only session, whose viewers neither read nor write files, refuses an action, such as `leave_with`."""
+    """Return whether a read-only session refuses an action, such as `download_model`. Viewers may not read or write files."""
     return name_of(action) in HIDDEN or action == "download_model"
 
 

@@ -98,5 +98,5 @@ COMMANDS = [
 
 
 def row_of(job: str) -> Question:
-    """Return the words for a job or a command of the engine."""
+    """Return the row of `QUESTIONS` or `COMMANDS` with the words for a job or a command of the engine."""
     return next(row for row in (*QUESTIONS, *COMMANDS) if row.job == job)

@@ -11,8 +11,8 @@ from dtype_engine.core.user_folders import state_folder
 
 
 def recorded(error: BaseException) -> str:
-    """Write an error's traceback to a new file, which only the user can read. Returns `, and so does FILE`, which ends the sentence
-    about the error, or "" if the file can't be written.
+    """Write an error's traceback to a new file, which only the user can read. Returns `, and so does FILE`, to be appended to a
+    sentence about what shows where the error arose, or "" if the file can't be written.
     """
     import platform
     import traceback

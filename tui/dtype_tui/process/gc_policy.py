@@ -12,7 +12,7 @@ def pause_gc() -> None:
 
 
 def resume_gc(late: bool = False) -> None:
-    """Turn the collector on again, for objects that are made from now on. late: collect the accumulated garbage first."""
+    """Turn the garbage collector on again. It ignores all objects that exist now. late: first collect the accumulated garbage."""
     if not gc.isenabled():
         if late:
             gc.collect()

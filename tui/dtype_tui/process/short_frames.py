@@ -58,12 +58,12 @@ class ShownCells:
         """(character, style) by row and column, counted from 1."""
 
     def shortened(self, data: str) -> str:
-        """Return text with control sequences, usually shorter, that looks the same on the terminal as `data`. Both begin and end in
-        the terminal's own style.
+        """Return text with control sequences, usually shorter, that looks the same on the terminal as `data`. Both begin and end
+        in the terminal's own style.
 
-        If `data` has other control sequences than modes, moves and styles, it is returned unchanged, and all cells count as
-        unknown. A frame that writes every row from the first on may follow a change of the terminal's size, or repair the screen,
-        so all its cells are written.
+        If `data` has control sequences other than modes, cursor moves and styles, it is returned unchanged, and all cells count as
+        unknown. If it writes every row from the first on, all its cells are written: the terminal's size may have changed, or the
+        screen may need a repair.
         """
         pieces = _PIECE.findall(data) if _FRAME.fullmatch(data) else []
         begun = {int(row) for _, row, column, _, _ in pieces if column == "1"}
@@ -88,9 +88,9 @@ class ShownCells:
         return pen.end()
 
     def _draw(self, pen: _Pen, row: int, column: int, text: str, style: _Style, combines: bool) -> int:
-        """Draw the cells of a text that have changed. If a character has an unknown width, draw all from the character before it
-        on, because the two may combine. combines: whether a character of unknown width follows the text. Returns the column after
-        the text, or 0 if it is unknown.
+        """Draw the cells of a text that have changed. If a character has an unknown width, draw everything from the character
+        before it on, because the two may combine. combines: whether a character of unknown width follows the text. Returns the
+        column after the text, or 0 if it is unknown.
         """
         cells, blank = self._rows.setdefault(row, {}), _on_blank(style)
         known = _narrow(text) if column else 0
@@ -161,7 +161,7 @@ class _Pen:
 
 
 def _before_unknown(pieces: list[tuple[str, ...]]) -> set[int]:
-    """Return the indices of the texts in `pieces` that a character of unknown width follows directly."""
+    """Return the indices of the texts in `pieces` that are directly followed by a character of unknown width."""
     found: set[int] = set()
     before = -1  # the index of the text before, or -1 after a move
     for place, (mode, _, _, style, text) in enumerate(pieces):

@@ -43,7 +43,7 @@ def forget_message(app: App[Any], message: Notification) -> None:
 
 
 def forget_drawings() -> None:
-    """Clear Textual's cache of the drawings of up to 1,024 widgets, some of them closed: tens of MiB after some hundred windows."""
+    """Clear Textual's cache of up to 1,024 drawn widgets, also of closed windows: tens of MiB after some hundred windows."""
     StylesCache.get_inner_outer.cache_clear()
 
 

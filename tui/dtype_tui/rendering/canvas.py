@@ -191,7 +191,7 @@ class _Grid:
         self._styles[cell] = style
 
     def write(self, note: Note) -> None:
-        """Write a note inside the plot: at the place nearest to its point among those where it covers the fewest dots and marks."""
+        """Write a note inside the plot where it covers the fewest dots and marks; of such places, take the nearest to its point."""
         down = self._down(note.y)
         width = len(note.text)
         if down is None or width > self._columns:
@@ -226,8 +226,8 @@ class _Grid:
 
 
 def _y_labels(axes: Axes, rows: int) -> dict[int, str]:
-    """Return the labels of the vertical axis by row: round numbers on a linear axis. On a logarithmic one, powers of ten in at most
-    every other row or, if fewer than two fit, the two ends of the axis.
+    """Return the labels of the vertical axis by row. On a linear axis, they are round numbers. On a logarithmic axis, they are
+    powers of ten in at most every other row or, if fewer than two fit, the two ends of the axis.
     """
     if axes.linear:
         return _round_figures(axes, rows)
@@ -241,8 +241,8 @@ def _y_labels(axes: Axes, rows: int) -> dict[int, str]:
 
 
 def _round_figures(axes: Axes, rows: int) -> dict[int, str]:
-    """Return the labels of a linear vertical axis by row, in at most every third row: multiples of 1, 2 or 5 times a power of ten
-    or, if fewer than two of these fit, the two ends of the axis.
+    """Return the labels of a linear vertical axis by row, in at most every third row. They are multiples of 1, 2 or 5 times a
+    power of ten or, if fewer than two of these fit, the two ends of the axis.
     """
     span = axes.high - axes.low
     least = span / max(1, rows // 3)

@@ -52,8 +52,8 @@ def drift_text(drift: ModuleDrift | None) -> str:
 
 
 def drift_share(sqnr_db: float, scale: tuple[float, float]) -> float:
-    """Return the filled share of a module's bar, from 0 (least drift) to 1 (most). sqnr_db: NaN if the output is not finite, which
-    fills the bar. scale: the SQNRs at which the bar is full and at which it is empty, such as (20.0, 60.0).
+    """Return the filled share of a module's bar, from 0 (least drift) to 1 (most). sqnr_db: NaN if the output is not finite; the
+    bar is then full. scale: the SQNRs at which the bar is full and at which it is empty, such as (20.0, 60.0).
     """
     worst, best = scale
     return 1.0 if math.isnan(sqnr_db) else max(0.0, min(1.0, (best - sqnr_db) / (best - worst)))

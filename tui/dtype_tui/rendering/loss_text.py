@@ -17,8 +17,8 @@ _MOST_SENTENCES = 3
 
 
 def loss_marks(losses: Sequence[ValueLoss]) -> Mapping[str, str]:
-    """Return marks such as `⚠ 64 inf 12 zero`, by node name: for each tensor in which casts make values infinite or zero or clip
-    them, and for each module above it. Tensors in which values only became zero by rounding have no mark.
+    """Return marks such as `⚠ 64 inf 12 zero`, by node name. Tensors in which casts make values infinite or zero or clip them have
+    a mark, and so have all modules above them. Tensors in which values only became zero by rounding have none.
     """
     sums: dict[str, list[int]] = {}
     for loss in severe(losses):
@@ -30,7 +30,7 @@ def loss_marks(losses: Sequence[ValueLoss]) -> Mapping[str, str]:
 
 
 def loss_mark(overflowed: int, vanished: int, saturated: int = 0) -> str:
-    """Return a mark such as `⚠ 64 inf 12 zero` for the numbers of values that casts made infinite, made zero and clipped, or ""."""
+    """Return a mark such as `⚠ 64 inf 12 zero` from counts of values made infinite, made zero and clipped. "" if all are 0."""
     parts = [(overflowed, "inf"), (vanished, "zero"), (saturated, "clipped")]
     words = " ".join(f"{count:,} {what}" for count, what in parts if count)
     return f"⚠ {words}" if words else ""
@@ -56,6 +56,6 @@ def loss_rows(
 
 
 def loss_status(losses: Sequence[ValueLoss]) -> str:
-    """Return a warning for the status line, such as `⚠ 64 values became infinite, in 1 tensor`, or ""."""
+    """Return a warning for the status line, such as `⚠ 64 values became infinite, in 1 tensor`. "" if losses are only rounding."""
     words = headline(losses)
     return f"⚠ {words}" if words else ""

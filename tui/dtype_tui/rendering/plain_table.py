@@ -13,7 +13,7 @@ class PlainTable(Table):
 
     @classmethod
     def labelled(cls, gap: int = 2, columns: int = 1) -> Table:
-        """Return a grid that has a column of dim labels and then `columns` columns, `gap` cells apart. Long text is wrapped."""
+        """Return a grid with a column of dimmed labels and `columns` further columns, `gap` cells apart. Long text is wrapped."""
         grid = cls.grid(padding=(0, gap))
         grid.add_column(style="dim", no_wrap=True)
         for _ in range(columns):

@@ -11,7 +11,7 @@ from dtype_engine.core.text import is_printable
 
 
 class PrintableLines(LineFilter):
-    """Replaces each unprintable character by one question mark for each cell of its width, which is mostly zero."""
+    """Replaces unprintable characters by question marks, one for each cell. Most of them take no cell, so they are just removed."""
 
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
         if all(is_printable(segment.text) for segment in segments):

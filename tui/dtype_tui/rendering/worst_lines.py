@@ -24,7 +24,7 @@ _TRACK = 4
 
 
 def shortened_uniquely(name: str, width: int, others: Collection[str]) -> str | None:
-    """Return the end of a name in `width` cells, as in `…10.mlp.down_proj`, or None if it is empty or not unique in `others`."""
+    """Return a name or, if it is too wide, its end: `…10.mlp.down_proj`. None if that is empty or not unique in `others`."""
     if len(name) <= width:
         return name
     end = name

@@ -270,5 +270,5 @@ class CausesScreen(ChoiceScreen[str]):
 
 
 def _plot_y(sqnr_db: float | None) -> float:
-    """Return an SQNR as the y of a point, NaN for None. The plot omits NaN and infinity, which is the SQNR without drift."""
+    """Return an SQNR as the y of a point: NaN for None. The plot omits NaN, and infinity, which means no drift."""
     return math.nan if sqnr_db is None else sqnr_db

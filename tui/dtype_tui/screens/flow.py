@@ -19,7 +19,7 @@ _NAME_WIDTH = 26
 
 
 def flow_screen(answer: Answer[None, tuple[ImplicitCastStats, ...]]) -> Overlay:
-    """Return a window that lists the implicit casts of a forward pass, in the given order."""
+    """Return a window that lists the implicit casts of a forward pass, in the order of `answer`."""
     casts = answer.result
     if not casts:
         return Overlay("Dtype flow", Text("No implicit casts: the inputs of every operation had the same dtype."))

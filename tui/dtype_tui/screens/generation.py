@@ -30,11 +30,11 @@ _MOST_OF_A_PIECE = 1000
 
 
 class GenerationScreen(ModalScreen[None]):
-    """Asks for a prompt and a length, and shows the texts of the reference and the candidate as they are generated. The first token
-    that differs is in brackets.
+    """Asks for a prompt and a length, and shows the texts of the reference and the candidate as they are generated. The first
+    token that differs is in brackets.
 
-    wanted: the last request, or None. texts: its texts; if empty, they are generated at once. start: called with a new request;
-    returns whether the engine works on it. stop: called if the window is closed while texts are generated.
+    wanted: the last request, or None. texts: the texts generated for it; if empty, they are generated at once. start: called with
+    a new request; returns whether the engine works on it. stop: called if the window is closed while generating.
     """
 
     DEFAULT_CSS = """

@@ -153,8 +153,9 @@ class HelpScreen(ModalScreen[None]):
 def sections(
     chosen: Mapping[str, str], words: Iterable[tuple[str, str]], hidden: Set[str] = frozenset()
 ) -> tuple[list[Section], list[tuple[str, str]]]:
-    """Return the sections of the help (title of a screen or prompt, its keys with descriptions), and the explanations of terms:
-    `words` and the texts of two windows. Descriptions begin in lower case. If any bindings are hidden, the save window is left out.
+    """Return two lists. The first has the sections of the help: the title of a screen or prompt, and its keys with descriptions,
+    which begin in lower case. The second has explanations of terms: `words` and the texts of two windows. hidden: the ids of
+    bindings to leave out. If there are any, the save window is left out, too.
     """
     places: tuple[tuple[str, Iterable[BindingType]], ...] = (
         ("Casting and measuring", KEYS),
@@ -238,7 +239,7 @@ def _block(
     title: str, rows: Iterable[tuple[str, str]], widest: int = _KEYS_WIDTH, width: int | None = None
 ) -> list[Text]:
     """Return the lines of a heading and of its rows (keys, description). widest: the maximum width in cells of the column of keys.
-    width: that of a line in cells; None does not wrap descriptions.
+    width: the cells of a line, at which descriptions are wrapped. If it is None, they are not wrapped.
     """
     listed = list(rows)
     keys_width = min(widest, max(len(keys) for keys, _ in listed))

@@ -91,7 +91,7 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe]):
         return self._experiment.measured
 
     def _fill(self, at: int) -> None:
-        """Fill the table again: pinned measurements first, then the newest first. at: the index in the history for the cursor."""
+        """Fill the table again: pinned measurements first, then the newest first. at: the cursor's new index in the history."""
         entries = self._entries
         self._seen = entries
         self._order = sorted(range(len(entries)), key=lambda index: (not entries[index].pinned, -index))
@@ -110,7 +110,7 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe]):
 
     @property
     def _width(self) -> int:
-        """The total width of the columns in cells. Before the layout is known, it is estimated, because keys may need it."""
+        """The total width of the columns in cells. It is estimated until the layout is known, because keys may be pressed first."""
         table = self.query_one(DataTable)
         return (table.size.width or min(116, self.app.size.width * 96 // 100) - 4) - 1  # a scrollbar may come
 
@@ -229,10 +229,10 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe]):
 
 
 def fitting(rows: Sequence[Mapping[str, Text]], width: int) -> dict[str, int]:
-    """Return the columns that fit into `width` cells, and their widths. rows: the cells of the table, by column name.
+    """Return the widths of the columns that fit into `width` cells, by name. rows: the cells of the table, by column name.
 
-    The column of rules gets all remaining cells. If these are too few, other columns are left out: empty columns, then figures in
-    the order of `_OMITTED`, the bytes, and the user's metrics.
+    The column of rules gets all remaining cells. If these are too few, other columns are left out: first empty columns, then
+    figures in the order of `_OMITTED`, then the bytes, and last the user's metrics.
     """
     widths = {name: max(len(name), *(row[name].cell_len for row in rows)) for name in rows[0]}
     wanted = min(widths.pop(_RULES), _RULES_WIDTH) + _PADDING
@@ -247,7 +247,7 @@ def fitting(rows: Sequence[Mapping[str, Text]], width: int) -> dict[str, int]:
 
 
 def _time_or_extent(entry: MeasuredRecipe) -> str:
-    """Return the time of the candidate's passes, or how many sequences were run if not all, such as `2 of 6`."""
+    """Return the time of the candidate's passes. If not all sequences were run, return how many instead, such as `2 of 6`."""
     if entry.in_part:
         return f"{entry.extent.done:,} of {entry.extent.total:,}"
     return "" if entry.seconds is None else seconds_text(entry.seconds)

@@ -27,8 +27,8 @@ def labels(count: int) -> list[str]:
 
 
 class JumpScreen(ModalScreen[int]):
-    """Shows a label at each of `places`, in cells from the screen's upper left corner. The window's result is the index of the
-    place whose label is typed.
+    """Shows a label at each of `places`. The window's result is the index of the place whose label is typed. places: in cells from
+    the screen's upper left corner.
     """
 
     DEFAULT_CSS = """

@@ -32,8 +32,8 @@ Result = TypeVar("Result")
 
 
 def is_from_closed_window(error: Exception, app: App[Any]) -> bool:
-    """Return whether an error can be ignored: either the app is ending, or a widget was not found in a window that is closed or not
-    yet built, as when keys open and close windows in quick succession.
+    """Return whether an error can be ignored: the app is ending, or a widget was not found in a window that is closed or not yet
+    built. The latter happens when keys open and close windows in quick succession.
     """
     if is_ending(app) and isinstance(error, (NoMatches, ScreenStackError)):
         return True

@@ -99,8 +99,8 @@ class OptimiseScreen(ModalScreen[None]):
             self._make(self.view.limits)
 
     def _make(self, limits: SearchConstraints) -> bool:
-        """Compute the front under the user's requirements. Returns False if no plan meets them. The cursor moves to the best plan
-        for the budget or else to the largest plan that has at most as many bytes as the plan that was under the cursor.
+        """Compute the front under the user's requirements. Returns False if no plan meets them. If the cursor follows a budget, it
+        moves to the best plan for it. Otherwise, it moves to the largest plan that has at most the bytes of its previous plan.
         """
         self._seen = self.view.version
         before, self.view.limits = self.view.limits, limits

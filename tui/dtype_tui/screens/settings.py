@@ -89,7 +89,7 @@ class SettingsScreen(ChoiceScreen[RunSettings]):
         return text
 
     def _choices(self, index: int) -> tuple[tuple[object, str], ...]:
-        """Return (value, label) of each choice of a setting, also of a current value that only the command line can set."""
+        """Return (value, label) of each choice of a setting. If only the command line can set the current value, it is added."""
         field, _, choices, _ = CHOICES[index]
         value = getattr(self._settings, field)
         return choices if value in [each for each, _ in choices] else (*choices, (value, str(value)))

@@ -86,7 +86,7 @@ class Controller:
 
     @property
     def unsaved_rules(self) -> int:
-        """The number of rules of the recipe, or 0 if it is saved or from the command line, or if the session is read-only."""
+        """The number of rules to save: 0 if the recipe is saved or from the command line, or if the session is read-only."""
         return 0 if self.read_only or self.experiment.recipe == self._saved_recipe else len(self.experiment.recipe)
 
     # -- events of the engine ------------------------------------------------------------------------------------
@@ -467,7 +467,9 @@ class Controller:
     # -- the scan ------------------------------------------------------------------------------------------------
 
     def next_of_scan(self) -> Literal["choose", "show", "wait"]:
-        """Resume a stopped scan, and return what to open: the choice of dtypes for a new scan, the results, or nothing ("wait")."""
+        """Resume a stopped scan, if there is one. Returns what to open: "choose" for the choice of dtypes of a new scan, "show"
+        for the results, or "wait" for nothing.
+        """
         experiment, scan = self.experiment, self.experiment.scan
         if experiment.model.no_forward:
             self.notify(experiment.model.no_forward, "warning")

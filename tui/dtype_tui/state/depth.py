@@ -11,8 +11,8 @@ _LONGEST_LABEL = 16
 def depth_modules(tree: Tree) -> list[str]:
     """Return the names of the modules that represent the model's depth in a plot, in the tree's order.
 
-    These are the layers of the outermost stacks, whose children are numbered as in a ModuleList, and the topmost other modules that
-    hold weights. A model without a stack is represented by the children of its root.
+    These are the layers of the outermost stacks, and the topmost modules outside stacks that hold weights. A stack is a module
+    whose children are numbered, as in a ModuleList. A model without a stack is represented by the children of its root.
     """
     has_stack: dict[str, bool] = {}
     for module in reversed(tree.modules.values()):  # children come after their parents

@@ -131,8 +131,9 @@ class EngineLife:
         return self.error is None
 
     def may_quit(self, lost_rules: int = 0) -> bool:
-        """Return whether the app may quit. If files are being written or rules would be lost, warn and return False, unless the
-        last warning was about the same. lost_rules: the number of rules that neither a file nor a session keeps.
+        """Return whether the app may quit. If files are being written or rules would be lost, the first call warns and returns
+        False. A second call for the same reason returns True. lost_rules: the number of rules that neither a file nor a session
+        keeps.
         """
         about = self.activity.saving, lost_rules
         if about in ((False, 0), self._warned_about):
@@ -161,7 +162,7 @@ class EngineLife:
         return self.no_engine_words or ("no live model: planning only" if planning_only else "ready")
 
     def stop(self, job: str | None = None) -> None:
-        """Ask the engine to stop the running job and to drop all waiting jobs, or to do this only with jobs named `job`."""
+        """Ask the engine to stop the running job and drop all waiting jobs. job: if given, only jobs with this name end."""
         if self.activity.busy:
             if self._stopping is None and job in (None, self.activity.running):
                 self._stopping, self._stopping_since = self.activity.running, time.monotonic()

@@ -88,7 +88,7 @@ class Folds:
 
 
 def _decibels(drift: ModuleDrift | None) -> float | None:
-    """Return a module's SQNR in dB, from 0 to `_INVISIBLE_DB`. Minus infinity if the output is not finite; None if unknown."""
+    """Return a module's SQNR in dB, limited to 0 to `_INVISIBLE_DB`. It is -inf if the output is not finite, None if unknown."""
     if drift is None:
         return None
     if not drift.is_finite:

@@ -44,9 +44,9 @@ def rules_within(tree: Tree, plan: Plan, node: str) -> tuple[list[int], list[int
 def reference_rule(tree: Tree, node: str, reference: str = "float32") -> Rule:
     """Return the rule that gives the tensors of a node the dtype that they have in the reference.
 
-    The reference has float64 for tensors stored in float64, and float32 for all others, unless it is the model as stored. One rule
-    can't give both: a node with tensors in float64 and all others in float32 is kept as stored. For a KV cache, the rule removes
-    its format. reference: such as "float32" or "as stored (bfloat16)".
+    The reference is the model as stored, or it has float64 for tensors stored in float64 and float32 for all others. One rule
+    can't cast to both, so a node that has some tensors in float64 and all others in float32 is kept as stored. For a KV cache, the
+    rule removes its format. reference: such as "float32" or "as stored (bfloat16)".
     """
     stored = {tree.tensors[name].dtype for name in tensor_names(tree, node) if tree.tensors[name].castable}
     keeps = (
@@ -58,7 +58,7 @@ def reference_rule(tree: Tree, node: str, reference: str = "float32") -> Rule:
 
 
 def never_cast_count(tree: Tree, node: str) -> int:
-    """Return how many tensors at or below a node are parts of quantized weights or unused, and so never cast."""
+    """Return how many tensors at or below a node are never cast, because they are unused or parts of quantized weights."""
     if modules := modules_at(tree, node):
         return tree.never_cast[modules[-1].end] - tree.never_cast[modules[0].first]
     found = tree.canonical(node)
@@ -72,7 +72,9 @@ def effects_on(tree: Tree, plan: Plan, node: str) -> list[RuleEffect]:
 
 
 def cast_nodes(tree: Tree, plan: Plan) -> list[str]:
-    """Return the topmost modules whose castable tensors all get another dtype than the stored one, and the other such tensors."""
+    """Return the topmost modules whose castable tensors all get another dtype than the stored one. Tensors that get another dtype,
+    but lie in no such module, are returned as well.
+    """
     castable, changed = [0], [0]
     for tensor in tree.order:
         castable.append(castable[-1] + tensor.castable)

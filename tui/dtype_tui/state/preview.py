@@ -50,8 +50,8 @@ class Preview:
 
 
 def preview(tree: Tree, plan: Plan, rule: Rule) -> Preview:
-    """Return what a rule would do if it were added to the recipe of `plan`. Raises PatternError, also for a pattern that takes
-    longer than `PREVIEW_S` to match, because keys wait for the preview.
+    """Return what a rule would do if it were added to the recipe of `plan`. Raises PatternError if the pattern is invalid, or
+    takes longer than `PREVIEW_S` to match, because keys wait for the preview.
     """
     taken = select(tree, rule.pattern, PREVIEW_S).for_dtype(rule.dtype)
     names = frozenset(taken.tensors)

@@ -28,7 +28,7 @@ class Losses(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def marks(self) -> Mapping[str, str]:
-        """The mark in the tree, such as `⚠ 64 inf 12 zero`, of each tensor that loses values and each module above it, by name."""
+        """The marks in the tree by node name, such as `⚠ 64 inf 12 zero`: of tensors that lose values, and modules above them."""
         if not self.values:
             return {}
         from dtype_tui.rendering.loss_text import loss_marks
@@ -79,7 +79,7 @@ class Results(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def origin(self) -> str:
-        """The module whose code first computes a value that is not finite. "" if there is none, or for the model itself."""
+        """The module whose code first computes a value that is not finite. "" if no code does, or if it is the model's own code."""
         found = self.nonfinite
         return (found.module if found.operation else found.first_module) if found is not None else ""
 
@@ -90,8 +90,8 @@ class Results(msgspec.Struct, frozen=True, dict=True):
 
 
 def sqnr_range(modules: Iterable[ModuleDrift]) -> tuple[float, float]:
-    """Return the SQNRs in dB at which a module's bar is full and empty: the lowest and highest SQNR of these modules and of
-    rounding to fp8 and bfloat16. Because of rounding, all bars are short if no module drifts much.
+    """Return the SQNRs in dB at which a module's bar is full and at which it is empty: the lowest and the highest SQNR of the
+    modules and of rounding to fp8 and bfloat16. The SQNRs of rounding keep all bars short if no module drifts much.
     """
     from dtype_engine.results.meaning import SQNR_BF16, SQNR_FP8
 

@@ -88,7 +88,7 @@ class SavedSession:
 
     @property
     def valid_measurements(self) -> tuple[MeasuredRecipe, ...]:
-        """The saved measurements, or () unless the model's files are known to be older than the session."""
+        """The saved measurements, or () if the model's files may have changed since the session was saved."""
         if self.path is None or self.saved > datetime.now(UTC):
             return ()
         try:
@@ -109,7 +109,7 @@ def recent_models() -> tuple[SavedSession, ...]:
 
 
 def newest_session(model: str | None = None) -> SavedSession:
-    """Return the session that was saved last, of `model` if that is given. Raises UserError, also if it can't be read."""
+    """Return the newest session, of `model` or, if None, of any model. Raises UserError if there is none or it can't be read."""
     if model is None:
         files = _files()
         if not files:
@@ -332,7 +332,7 @@ def _decoded(data: Mapping[str, Any]) -> SavedSession:
 
 
 def _in_fields(entry: Any) -> Any:
-    """Return a measurement of a session file with its figures in the fields of an `OutputDrift`."""
+    """Return a measurement of a session file with its figures, which the file lists by name, in the fields of an `OutputDrift`."""
     has_figures = isinstance(entry, dict) and isinstance(entry.get("output"), dict)
     return entry | {"output": OutputDrift.fields_of(entry["output"])} if has_figures else entry
 
@@ -356,7 +356,7 @@ def _refuse_options(options: Options, settings: RunSettings) -> None:
 
 
 def _rule_list(enabled: list[str], disabled: list[tuple[int, str]]) -> RuleList:
-    """Return a `RuleList` with these rules. Raises UserError for a rule that can't be parsed."""
+    """Return a `RuleList`. disabled: pairs (index among all rules, rule). Raises UserError for a rule that can't be parsed."""
     rows = list(RuleList.of(map(Rule.parse, enabled)).rows)
     for place, rule in disabled:
         rows.insert(place, ListedRule(Rule.parse(rule), enabled=False))

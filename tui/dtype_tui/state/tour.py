@@ -144,8 +144,8 @@ class Tour:
         self.follow(window)
 
     def follow(self, window: str) -> None:
-        """Go to the next step if this step is complete, or back if its window is closed. window: the open window's class name, or
-        "".
+        """Go to the next step if this step is complete. If this step's window was closed before the user acted, go back to a step
+        that needs no window. window: the open window's class name, or "".
         """
         self._window = window
         while self.index < len(STEPS) - 1:

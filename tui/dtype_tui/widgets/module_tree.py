@@ -140,7 +140,7 @@ class ModuleTree(ScrollView, can_focus=True):
 
     @property
     def _is_remeasured(self) -> bool:
-        """Whether a complete measurement has arrived that does not yet decide which modules are folded."""
+        """Whether there is a complete measurement that is newer than the one by which modules are folded."""
         report = self.experiment.results.report
         return report is not None and report is not self._report
 

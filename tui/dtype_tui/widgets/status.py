@@ -137,7 +137,9 @@ def status_line(
 
 
 def _so_far(partial: PartialDrift, width: int) -> str:
-    """Return the drift so far of a running measurement. If it does not fit into `width` cells, return how many sequences or ""."""
+    """Return the drift so far of a running measurement. If it does not fit into `width` cells, return how many sequences have been
+    run. If that does not fit either, return "".
+    """
     from dtype_engine.reports.text_drift import extent_text, partial_text  # imported late, for a faster first paint
 
     whole = partial_text(partial)

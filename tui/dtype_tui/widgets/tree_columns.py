@@ -67,8 +67,8 @@ _STILL_LESS: tuple[Callable[[Columns], Columns], ...] = (
 
 
 def needed_width(rows: Iterable[Row], title: str) -> tuple[int, int]:
-    """Return two widths in cells: of the widest name with its indent, and of the widest name with its indent and the text after it,
-    rounded up. title: the root's name.
+    """Return two widths in cells: of the widest name with its indent, and of the widest name with its indent and the text after
+    it. The second is rounded up to a multiple of `_STEP`. title: the root's name.
     """
     label, whole = _LEAST_NAME, 0
     for row in rows:

@@ -266,7 +266,7 @@ def _add_size(line: _Line, experiment: Experiment, row: Row, columns: Columns) -
 
 
 def _drift(experiment: Experiment, row: Row) -> ModuleDrift | None:
-    """Return the drift that a row shows, or None if it is unknown. For a tensor: from its values in the reference checkpoint."""
+    """Return the drift that a row shows, or None if unknown. For a tensor, it is the difference from the reference checkpoint."""
     if row.tensor is not None:
         return experiment.results.weights.get(row.tensor.name)
     report = experiment.results.report

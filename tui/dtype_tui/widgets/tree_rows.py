@@ -75,8 +75,8 @@ class Row(msgspec.Struct, frozen=True):
 
 
 def first_opened(tree: Tree) -> set[str]:
-    """Return the names of the nodes that are open at the start: the nodes from the root down to the first one with tensors or
-    several children and, if that has at most 12 children, those of its children that have 1 to 64 children.
+    """Return the names of the nodes that are open at the start. These are the nodes from the root down to the first one with
+    tensors or several children. If that one has at most 12 children, those with 1 to 64 children of their own are open, too.
     """
     node = tree.root
     opened = {""}

@@ -188,8 +188,8 @@ def _named(config: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]
 
 
 def _backbone(transformers: ModuleType, model_type: str, named: tuple[str, ...]) -> str:
-    """Return the notice that a model is opened without its head, because no class that its `config.json` names (`named`) is one of
-    transformers. model_type: the entry of `config.json`.
+    """Return the notice that a model is opened without its head, because its `config.json` names no class that transformers has.
+    named: the classes that it names. model_type: its entry of this name.
     """
     from transformers.models.auto import modeling_auto
 
@@ -277,9 +277,9 @@ def few_modules(tensors: int) -> Iterator[None]:
 
 
 def refuse_misfit(module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement], folder: Path) -> None:
-    """Raise Misfit if most tensors of the files belong to no tensor of a module, or if the module has tensors that the files lack
-    and that need far more memory than the files. placements: where each tensor of the files is loaded. folder: the checkpoint's
-    folder.
+    """Raise Misfit if a module does not belong to the files. Either most tensors of the files have no place in it, or the tensors
+    that only the module has need far more memory than the files. placements: where each tensor of the files is loaded. folder: the
+    checkpoint's folder.
     """
     name = type(module).__name__
     infos, tensors = collect_tensors(module)

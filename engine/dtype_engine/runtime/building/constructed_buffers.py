@@ -25,9 +25,9 @@ _COMPLETE = ("transformers.", "torch.")
 
 
 def construct_buffers(module: nn.Module, dtype: torch.dtype) -> tuple[str, ...]:
-    """Construct a loaded model again on the CPU, unless all of its classes are transformers' or torch's, and replace each
-    non-persistent buffer of `module` that differs from the constructed one. Returns notices about the replaced buffers, and about
-    those that the constructor did not create.
+    """Construct a loaded model again on the CPU, and replace each non-persistent buffer of `module` that differs from the
+    constructed one. Nothing is done if all of the model's classes come from transformers or torch, which fill these buffers
+    themselves. Returns notices about the replaced buffers, and about those that the constructor did not create.
 
     dtype: the default dtype with which `module` was loaded.
     """

@@ -84,7 +84,9 @@ def describe(source: Source, options: ModelOptions, checkpoint: Checkpoint | Non
 
 
 def _coverage(module: nn.Module, tree: Tree) -> Coverage:
-    """Return which of a module's tensors the files have, without differences that the module's class declares to be harmless."""
+    """Return how many tensors a module has, and the names of those that only the module or only the files have. Differences that
+    the module's class declares to be harmless are left out.
+    """
     spared, left_over = (
         [re.compile(pattern) for pattern in getattr(module, f"_keys_to_ignore_on_load_{kind}", None) or ()]
         for kind in ("missing", "unexpected")
@@ -107,7 +109,7 @@ def _coverage(module: nn.Module, tree: Tree) -> Coverage:
 
 
 def _harmless(module: nn.Module) -> Iterator[str]:
-    """Yield patterns for tensors of the files that a module rightly does not use, and that its class does not declare."""
+    """Yield patterns for tensors in the files that the module rightly ignores, although its class does not declare it."""
     if any(name.endswith("rotary_emb.inv_freq") for name, _ in module.named_buffers()):
         yield r"rotary_emb\.inv_freq$"  # old checkpoints have them; transformers computes them
     config = getattr(module, "config", None)
@@ -129,9 +131,9 @@ def _kinds(module: nn.Module) -> dict[str, frozenset[str]]:
 def with_architecture(
     report: CheckReport, source: Source, options: ModelOptions, checkpoint: Checkpoint
 ) -> CheckReport:
-    """Return `report` with one more finding for each tensor that only the checkpoint or only its architecture has, or that has
-    another shape in the architecture, and with one finding if no model can be made of config.json. If the architecture is unknown,
-    the reason is added to `unchecked` instead.
+    """Return `report` with the findings of a comparison with the architecture: one for each tensor that only the checkpoint or
+    only the architecture has, or whose shapes in the two differ. If no model can be made of config.json, there is only one new
+    finding, which says so. If the architecture is unknown, the reason is added to `unchecked` instead.
 
     Raises UserError if transformers does not have the architecture that `options` name.
     """

@@ -34,9 +34,10 @@ _NO_LENGTH = 1e29
 
 
 class PipelineModule(nn.Module):
-    """Runs a pipeline: `forward(seed, **call)` returns its pictures or its video as a tensor with values from 0 to 1, or its sounds
-    as waves, [batch, channels, samples] or [batch, samples]. `call` holds the pipeline's arguments, such as `prompt`. Tensors of
-    models that the pipeline converts while it runs, as SDXL's does with a VAE in float16 (`force_upcast`), are restored.
+    """Runs a pipeline. `forward(seed, **call)` returns its pictures or its video as a tensor with values from 0 to 1, or its
+    sounds as waves, [batch, channels, samples] or [batch, samples]. `call` holds the pipeline's arguments, such as `prompt`.
+    Afterwards, `forward` restores all tensors that the pipeline has converted, as SDXL's does with a VAE in float16
+    (`force_upcast`).
     """
 
     picture_range: tuple[float, float] | None = (0.0, 1.0)
@@ -70,7 +71,7 @@ class PipelineModule(nn.Module):
 
 
 def _makes_sounds(pipeline_class: type) -> bool:
-    """Return whether the main output of a pipeline is sound: its Python module then imports the class of such outputs."""
+    """Return whether the main output of a pipeline is sound. If so, its Python module imports `AudioPipelineOutput`."""
     modules = {base.__module__ for base in pipeline_class.__mro__} - {"diffusers.pipelines.pipeline_utils"}
     return any(hasattr(sys.modules.get(name), "AudioPipelineOutput") for name in modules)
 
@@ -156,8 +157,8 @@ def _read_component(diffusers: Any, folder: Path, name: str, named: list[Any]) -
 
 
 def _refuse_long_prompts(folder: Path, name: str, part: Any, most: int) -> None:
-    """Raise NoForward if a component (`part`) of a pipeline is a tokenizer that names a length of over `most` tokens, to which
-    every prompt would be padded. The length 1e30, which stands for none, is allowed.
+    """Raise NoForward if a component (`part`) of a pipeline is a tokenizer that would pad every prompt to more than `most` tokens.
+    A length of 1e30 in its settings means that there is no limit, and is allowed.
     """
     length = getattr(part, "model_max_length", 0)
     if isinstance(length, (int, float)) and most < length < _NO_LENGTH:

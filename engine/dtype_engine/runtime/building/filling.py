@@ -64,7 +64,7 @@ def load_into(
 
 
 def fill(tensor: torch.Tensor, data: torch.Tensor) -> None:
-    """Give a tensor of a module other data. torch allows gradients of floating-point values alone."""
+    """Replace the data of a module's tensor. If the new data are not floats, gradients are switched off, as torch requires."""
     if not data.is_floating_point():
         tensor.requires_grad_(False)
     tensor.data = data

@@ -47,12 +47,12 @@ def sources_of_module(
     placements: Mapping[str, Placement],
     memory: MemoryBudget,
 ) -> dict[str, WeightSource]:
-    """Return the sources of the weights that a module, which may be on the meta device, does not hold, keyed by their names in it:
-    if the model is larger than memory, all large weights; otherwise the weights of which the files store any part as codes.
+    """Return the sources of the weights for which a module holds placeholders, keyed by their names in it. If the model is larger
+    than memory, these are all large weights. Otherwise, they are the weights of which the files store any part as codes.
 
-    placements: where each tensor of the files is loaded in the module. memory: keeps the weights that a forward pass is using.
-    Raises NoForward if a weight has another shape in the module than in the files, or if its tensors in the files are not simply
-    stacked along its rows.
+    placements: where each tensor of the files is loaded in the module, which may be on the meta device. memory: keeps the weights
+    that a forward pass is using. Raises NoForward if a weight has another shape in the module than in the files, or if its tensors
+    in the files are not simply stacked along its rows.
     """
     turned = turned_names(module, checkpoint.weights if memory.limited else checkpoint.coded)
     if not memory.limited:
@@ -96,8 +96,8 @@ def sources_of_module(
 
 
 def _stays_in_file(checkpoint: Checkpoint, name: str, turned: Collection[str]) -> bool:
-    """Return whether a weight of a model that is larger than memory is read each time that a forward pass reaches it, instead of
-    being kept. turned: the weights that loading transposes, which are kept unless they are quantized.
+    """Return whether a weight is read from its file each time that a forward pass reaches it, instead of being kept in memory. The
+    model is larger than memory. turned: the weights that loading transposes, which are kept unless they are quantized.
     """
     if name in checkpoint.coded:
         return True

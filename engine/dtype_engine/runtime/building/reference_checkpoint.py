@@ -187,7 +187,7 @@ def _entries(settings: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _has_fixed_frequencies(model: LiveModel) -> bool:
-    """Return whether a pass uses the rotary frequencies of the module's tensors for inputs of every length."""
+    """Return whether a model uses its stored rotary frequencies for inputs of every length, and computes none from the length."""
     kinds = [getattr(module, "rope_type", None) for module in model.module.modules()]
     named = [str(kind) for each in kinds for kind in (each.values() if isinstance(each, Mapping) else (each,))]
     return not {"dynamic", "longrope"}.intersection(named)

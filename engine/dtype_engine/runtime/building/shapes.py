@@ -50,8 +50,8 @@ def misshapen(module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str
 
 
 def integers(module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> tuple[str, ...]:
-    """Return the tensors of a checkpoint of which nothing is quantized that hold integers or booleans where the module, which may
-    be on the meta device, has floats.
+    """Return the names of the tensors that hold integers or booleans in the checkpoint, but floats in the module, which may be on
+    the meta device. Returns () if the checkpoint declares that it is quantized.
     """
     config = checkpoint.config or {}
     if declared(config) or mapping(config.get("quantization")):
@@ -69,7 +69,7 @@ def integers(module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str,
 def refuse_misshapen(
     module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement], folder: Path
 ) -> None:
-    """Raise NoForward if there are `misshapen` tensors. folder: for the message."""
+    """Raise NoForward if `misshapen` finds any tensors. folder: the checkpoint's folder, which the message names."""
     first, *others = misshapen(module, checkpoint, placements) or (None,)
     if first is not None:
         more = f" (and {len(others)} more, which `dtype-engine check` lists)" if others else ""

@@ -40,7 +40,7 @@ from dtype_engine.runtime.weights.source import CPU, WeightSource
 def load_transformers(
     checkpoint: Checkpoint, title: str, options: ModelOptions, on_step: Callable[[str], None], memory: MemoryBudget
 ) -> Loaded:
-    """Load the module of a checkpoint of transformers, as `load_module` does."""
+    """Load the module of a transformers checkpoint, as `load_module` does."""
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     on_step("importing transformers")
     with quiet(), ExitStack() as meanwhile:
@@ -87,9 +87,9 @@ def _placed(
     sources: Mapping[str, WeightSource],
     over_memory: bool,
 ) -> tuple[Any, list[str], list[str]]:
-    """Return (the module with a placeholder for each weight in `sources` and with the checkpoint's other tensors, the names of
-    tensors that the checkpoint lacks and transformers initialized, the names of tensors that transformers did not use). made: the
-    module on the meta device. over_memory: whether the model is larger than memory.
+    """Load a module with transformers. Returns (the module, the names of tensors that the checkpoint lacks and transformers
+    initialized, the names of tensors that transformers did not use). The module has a placeholder for each weight in `sources`,
+    and the checkpoint's other tensors. made: the module on the meta device. over_memory: whether the model is larger than memory.
     """
     state = {
         # What the system reads around a small tensor would leave a small memory before it is used, and be read again.

@@ -24,9 +24,9 @@ _STRATEGIES = {"float8_e4m3fn@tensor": "tensor", "fp8@head": "attn_head"}
 
 
 def cache_scheme(tree: Tree, caches: Mapping[str, str]) -> dict[str, Any] | None:
-    """Return compressed-tensors' `kv_cache_scheme` for the formats of a model's KV caches, or None if no such scheme can describe
-    these formats: it can only say that the keys and values of all layers are in fp8 with calibrated scales, one for each tensor or
-    one for each head. caches: the formats by the names of the cache tensors.
+    """Return compressed-tensors' `kv_cache_scheme` for the formats of a model's KV caches, or None if it can't describe them. It
+    can only say that the keys and values of all layers are in fp8 with calibrated scales, one for each tensor or one for each
+    head. caches: the formats by the names of the cache tensors.
     """
     forms = {caches.get(tensor.name) for tensor in tree.kv_cache.tensors if tensor.castable}
     parts = {tensor.part for tensor in tree.kv_cache.tensors if tensor.castable}

@@ -86,8 +86,8 @@ def copies_of(checkpoint: Checkpoint, weight: CodedWeight) -> tuple[CheckpointTe
 
 
 def layout_beside(layout: Layout, checkpoint: Checkpoint, items: Sequence[ExportTensor]) -> Layout:
-    """Return `layout`. If the export copies tensors that another program quantized, add the metadata of the source's files, because
-    that program may need them.
+    """Return `layout`, with the metadata of the source's files added if the export copies tensors that another program quantized.
+    That program may need the metadata.
     """
     if not any(item.copied for item in items):
         return layout

@@ -131,9 +131,9 @@ def _write_other_files(
 def _write_weights(
     stage: Path, contents: Contents, files: Mapping[Part, Files], progress: Progress, counting: bool
 ) -> tuple[ValueLoss, ...]:
-    """Write the weights files of all parts into the folder `stage`, and the index of each part that has several. Returns, if
-    `counting`, the weights in which a cast makes values infinite or zero, or saturates them, in the order of `contents`, and
-    otherwise ().
+    """Write the weights files of all parts into the folder `stage`, and an index for each part that has several files. If
+    `counting`, returns the weights in which a cast makes values infinite or zero, or saturates them, in the order of `contents`.
+    Otherwise, returns ().
     """
     counted: list[ValueLoss] = []
     for part, by_file in files.items():
@@ -155,9 +155,9 @@ def _write_recipe_of(contents: Contents, stage: Path, losses: tuple[ValueLoss, .
 
 
 def _metadata(part: Part, items: tuple[ExportTensor, ...], tied: Mapping[str, str]) -> dict[str, str]:
-    """Return the metadata of the weights file that holds `items`: the source's metadata, the dtype of each weight with scales, the
-    shape of each weight with packed codes, and for each omitted name of a tied weight (`tied`) the name under which the weight is
-    written.
+    """Return the metadata of the weights file that holds `items`: the source's metadata, the dtype of each weight with scales, and
+    the shape of each weight with packed codes. For each omitted name of a tied weight (the keys of `tied`), it also has the name
+    under which the weight is written.
     """
     names = {item.name for item in items}
     written = {

@@ -152,8 +152,8 @@ class _FolderCopy:
         self.left_out: list[str] = []
 
     def top(self, patterns: tuple[str, ...], folders: tuple[str, ...] = ()) -> None:
-        """Collect the files directly in the source folder whose names match `patterns`. Most other entries are noted as left out,
-        but not weights and not the folders of the pipeline's components (`folders`).
+        """Collect the files directly in the source folder whose names match `patterns`. Other entries are noted as left out,
+        except weights, files that each export writes anew, and the folders of the pipeline's components (`folders`).
         """
         for entry in _entries(self.source):
             if entry.name in folders and entry.is_dir():

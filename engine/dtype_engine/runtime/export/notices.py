@@ -60,8 +60,8 @@ def kept_wide_notice(
     tree: Tree, items: Sequence[ExportTensor], infos: Mapping[str, TensorInfo], of_diffusers: bool
 ) -> tuple[str, ...]:
     """Return a notice about 16-bit tensors that the loader widens to float32, because the model's code requires it. items: the
-    tensors of one model. infos: the model's tensors by their names in the files. of_diffusers: whether diffusers loads it, in the
-    dtype that the user passes, or transformers, in the widest.
+    tensors of one model. infos: the model's tensors by their names in the files. of_diffusers: True if diffusers loads the model,
+    in the dtype that the user passes; False if transformers loads it, in the widest dtype of `items`.
     """
     wide = widest(item.dtype for item in items)
     names = []
@@ -85,15 +85,15 @@ def kept_wide_notice(
 
 
 def _patterns(tree: Tree, names: Set[str]) -> list[str]:
-    """Return patterns of the tensors with these names, those of whole modules by the module."""
+    """Return patterns for the tensors `names`. A module whose tensors are all among them gets one pattern for the whole module."""
     whole = {module for module in tree.modules if module and {each.name for each in tree.below(module)} <= names}
     inside = (next((each for each in ancestors(name) if each in whole), name) for name in sorted(names))
     return covering(tree, dict.fromkeys(inside))
 
 
 def passed_dtype(tree: Tree, items: Sequence[ExportTensor], infos: Mapping[str, TensorInfo]) -> str:
-    """Return the dtype to pass to `from_pretrained` of diffusers for a model of several dtypes, so that every weight has the dtype
-    of the export: some are in float32 because the model's code requires it. "" if there is no such dtype.
+    """Return the dtype with which diffusers' `from_pretrained` loads every weight of a model in its dtype of the export, or "" if
+    there is none. It is the dtype of all weights except those that the model's code keeps in float32.
     """
     computed = {item.name: item.dtype for item in items if item.dtype in COMPUTE_DTYPES and item.name in infos}
     narrow = set(computed.values()) - {"float32"}
@@ -121,7 +121,7 @@ def tied_notice(tied: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def split_notice(items: Sequence[ExportTensor]) -> tuple[str, ...]:
-    """Return a notice if vLLM and SGLang will refuse several formats for weights that they fuse, such as query and key."""
+    """Return a notice if weights that vLLM and SGLang fuse, such as query and key, have several formats, which they will refuse."""
     planned = {item.name: item.dtype for item in items}
     groups = split_groups(planned)
     if not groups:

@@ -188,7 +188,7 @@ def _placed_contents(
 
 
 def _loaders(checkpoint: Checkpoint) -> list[tuple[str, bool]]:
-    """Return, for each model in a checkpoint, the prefix of its tensors, and whether diffusers loads it or transformers."""
+    """Return, for each model in a checkpoint, (the prefix of its tensors, True if diffusers or False if transformers loads it)."""
     if checkpoint.form == "diffusers":
         return [(component.prefix, is_diffusers(component.config)) for component in checkpoint.components]
     of_diffusers = is_diffusers(checkpoint.config)
@@ -202,9 +202,9 @@ def _items_of_files(
     placements: Mapping[str, Placement],
     of_files: Mapping[str, str],
 ) -> tuple[list[ExportTensor], list[str], dict[str, str]]:
-    """Return (the tensors to write, the names of the linear layers of experts whose weights loading packs into one, a map of each
-    omitted name of a tied weight to its written name). infos: the model's tensor for each tensor of the files, by its name in the
-    files.
+    """Return (the tensors to write, the names of linear layers, a map of each omitted name of a tied weight to its written name).
+    The layers are those whose weights loading packs into one weight, such as experts. infos: the model's tensor for each tensor of
+    the files, by its name in the files.
     """
     items, of_experts = list[ExportTensor](), list[str]()
     written: dict[str, str] = {}
@@ -259,8 +259,9 @@ def _item(checkpoint: Checkpoint, name: str, dtype: str, expressible: bool) -> E
 
 
 def _is_layer(tree: Tree, info: TensorInfo, name: str, shape: tuple[int, ...], placement: Placement | None) -> bool:
-    """Return whether other programs load the tensor `name` of the files as the weight of a linear layer: of an `nn.Linear` that has
-    the same name in the model (`info`), or of an expert whose weights loading packs into one with those of other experts.
+    """Return whether other programs load the tensor `name` of the files as the weight of a linear layer. Either it is the weight
+    of an `nn.Linear` and has the same name in the model (`info`), or loading packs it into the weight of an `nn.Linear` or of a
+    layer's experts.
     """
     if info.aliases or len(shape) != 2 or not name.endswith(".weight"):
         return False

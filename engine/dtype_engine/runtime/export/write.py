@@ -108,9 +108,9 @@ def write_file(
 ) -> None:
     """Write a safetensors file with the weights `items`. Several threads each write one weight at a time.
 
-    metadata: the header's entry `__metadata__`. lost: a list to which an entry is added for each weight whose cast makes values
-    infinite or zero, or saturates them, in any order. If None, such values are not counted. Raises Cancelled, UserError and
-    OSError.
+    metadata: the header's entry `__metadata__`. lost: a list that gets an entry for each weight whose cast makes values infinite
+    or zero, or saturates them. The order of the entries is arbitrary. If None, such values are not counted. Raises Cancelled,
+    UserError and OSError.
     """
     head, starts = header([entry for item in items for entry in item.entries], metadata)
     threads = min(_MOST_THREADS, torch.get_num_threads())

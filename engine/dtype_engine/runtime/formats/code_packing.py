@@ -20,8 +20,8 @@ _E2M1 = tuple(sign | code for sign in (0, 0x80) for code in _POSITIVE)
 
 
 def _pairs(codes: Sequence[int]) -> torch.Tensor:
-    """Return a table with the two unpacked bytes for each packed byte, the lower code first: int16 [256]. codes: the byte of each
-    code.
+    """Return a table that unpacks each byte of two 4-bit codes to two bytes, the lower code first: int16 [256]. codes: the
+    unpacked byte for each of the 16 codes.
     """
     pairs = [[codes[byte & 15], codes[byte >> 4]] for byte in range(256)]
     return torch.tensor(pairs, dtype=torch.uint8).view(torch.int16).flatten()

@@ -86,7 +86,7 @@ def rounded(tensor: torch.Tensor, element: DType, amax: float | None = None) -> 
 def scale_tensors(
     scales: Sequence[Scales], of_tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: str
 ) -> list[torch.Tensor]:
-    """Return the tensors other than the codes that a file stores for a weight of `shape`, in the order of
+    """Return the tensors that a file stores for a weight of `shape` in addition to the codes, in the order of
     `core.block_formats.parts`. scales: the scales of all chunks, in row order. of_tensor: the scale of the whole tensor, if the
     format has one.
     """

@@ -56,7 +56,7 @@ class Values(Protocol):
 
 @contextmanager
 def stopping(cancelled: IsCancelled) -> Iterator[None]:
-    """Let `parallel_map`, when this thread calls it in the `with` block, raise Cancelled as soon as `cancelled()` is True."""
+    """In the `with` block, let a `parallel_map` that this thread calls raise Cancelled as soon as `cancelled()` is True."""
     before = _cancelled.set(cancelled)
     try:
         yield
@@ -66,8 +66,8 @@ def stopping(cancelled: IsCancelled) -> Iterator[None]:
 
 @contextmanager
 def single_intraop_thread() -> Iterator[None]:
-    """Let torch run each operation on one thread during the `with` block, which works on small groups of rows. Threads that wait
-    for each other after every operation take ten times as long while other programs use the processors.
+    """Let torch run each operation on one thread during the `with` block. It is meant for operations on small groups of rows: if
+    threads wait for each other after every such operation, they take ten times as long while other programs use the processors.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -112,13 +112,13 @@ def finite_amax(tensor: torch.Tensor | Values) -> float:
 
 
 def parallel_map(work: Callable[[Iterable[int]], T], count: int, device: torch.device = _CPU) -> list[T]:
-    """Divide the indexes 0 to `count - 1`, for example of groups of rows, among n threads, and call `work` once in each thread with
-    an iterable of every n-th index, which can be iterated over once. Returns the results, in the order of the threads.
+    """Process the indexes 0 to `count - 1`, for example of groups of rows, in n threads. Each thread calls `work` once, with an
+    iterator over every n-th index. Returns the results, in the order of the threads.
 
     n is at most torch's thread count. Inside `work`, torch uses one thread for each operation, so that the rows stay in one core's
     cache. The division, and with it every sum, is deterministic. The calling thread is one of the n threads. The others are kept
-    for the next call, since newly started threads share a core for some milliseconds. On an accelerator, which computes in parallel
-    itself, the calling thread does all of the work.
+    for the next call, since newly started threads share a core for some milliseconds. On an accelerator, which computes in
+    parallel itself, the calling thread does all of the work.
 
     Raises what `work` raises, and Cancelled (see `stopping`), after all threads have finished.
     """

@@ -97,8 +97,8 @@ def sound_inputs(model: LiveModel, options: InputOptions) -> Inputs:
 
 
 def _decoders(model: LiveModel, options: InputOptions) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
-    """Return (the decoder's arguments for each of the user's texts, or once with random tokens if there are no texts; phrases that
-    say how they were created). Raises UserError for texts that the model can't use.
+    """Return (the decoder's arguments for each of the user's texts, phrases that say how they were created). If there are no
+    texts, there is one set of arguments, with random tokens. Raises UserError for texts that the model can't use.
     """
     if not (options.prompts or options.texts):
         row, how = decoder_start(model)

@@ -164,7 +164,7 @@ def _row(batch: Batch) -> InputBatch:
 
 
 def _positions(batch: Batch) -> int | None:
-    """Return the number of token positions in a batch, counted in the decoder if it has its own tokens; None without tokens."""
+    """Return the number of token positions in a batch, or None without tokens. If the decoder has its own tokens, they count."""
     ids, mask = batch.kwargs.get("input_ids"), batch.kwargs.get("attention_mask")
     if isinstance(of_decoder := batch.kwargs.get("decoder_input_ids"), torch.Tensor):
         return of_decoder.numel()

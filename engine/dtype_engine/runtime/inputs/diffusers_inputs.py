@@ -102,7 +102,7 @@ def _unet(config: Any, draw: _Draw, step: torch.Tensor) -> dict[str, Any]:
 
 
 def _added_conditions(config: Any, draw: _Draw, height: int, width: int) -> dict[str, torch.Tensor]:
-    """Return the conditions that a UNet takes besides text: of SDXL the sizes, of Kandinsky the embedding of a picture.
+    """Return the conditions that a UNet takes besides text, such as the sizes for SDXL, or a picture's embedding for Kandinsky.
     height, width: of the latents.
     """
     kind, projection = config.get("addition_embed_type") or "", config.get("encoder_hid_dim_type") or ""

@@ -133,8 +133,8 @@ def _parts(tokenizer: Any) -> dict[str, Any]:
 
 
 def _may_expand(parts: dict[str, Any]) -> bool:
-    """Return whether a tokenizer's steps may make a text much longer or need much time. Several steps of one type may do so, too:
-    each `ByteLevel` can double a text.
+    """Return whether a tokenizer's steps may make a text much longer or need much time. This is also assumed of several steps of
+    one type, because each `ByteLevel`, for example, can double a text.
     """
     settings = json.dumps([parts["normalizer"], parts["pre_tokenizer"]])
     types = [name for name in re.findall(r'"type": "(\w+)"', settings) if name != "Sequence"]

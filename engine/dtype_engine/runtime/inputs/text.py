@@ -133,7 +133,7 @@ def sequence_length(model: LiveModel, options: InputOptions) -> int:
 
 
 def sources(options: InputOptions) -> str:
-    """Return a phrase that names the sources of the text."""
+    """Return a phrase for the user that says where the text comes from, such as "your 2 prompts" or the name of a file."""
     names = []
     if options.prompts:
         names.append(f"your {len(options.prompts)} prompts" if len(options.prompts) > 1 else "your prompt")
@@ -264,8 +264,9 @@ def keeps_cache(model: LiveModel) -> bool:
 
 
 def without_cache(model: LiveModel, inputs: Inputs) -> Inputs:
-    """Return the user's tensors with `use_cache=False` if the model would otherwise keep a KV cache and no argument concerns a
-    cache. With a cache, layers would write to an argument, and their outputs could not be reused after a cast.
+    """Return the user's tensors with `use_cache=False` if the model would otherwise keep a KV cache. Batches with an argument that
+    concerns a cache stay unchanged. With a cache, layers would write to an argument, and their outputs could not be reused after a
+    cast.
     """
     if not keeps_cache(model):
         return inputs

@@ -68,7 +68,7 @@ def unknown_arguments(model: LiveModel, batch: Batch) -> tuple[list[str], list[s
 
 
 def with_labels(model: LiveModel, inputs: Inputs) -> Inputs:
-    """Return `inputs`, in which the arguments that the forward pass does not take became labels for the user's metrics."""
+    """Return `inputs` after turning arguments that the forward pass does not take into labels for the user's metrics."""
     batches = tuple(batch.with_labels(unknown_arguments(model, batch)[0]) for batch in inputs.batches)
     return dataclasses.replace(inputs, batches=batches)
 

@@ -26,9 +26,9 @@ def float32_patterns(module: nn.Module) -> list[tuple[str, str]]:
     """Return patterns of the modules and tensors that a module's class declares to keep in float32, as pairs (regular expression,
     name of the class attribute that declares it). An expression is searched for in names relative to `module`.
 
-    A word in `_keep_in_fp32_modules` (in transformers for float16 only) and `_keep_in_fp32_modules_strict` matches names of
-    modules, parameters and buffers: in transformers, every name that contains the word, in which `*` stands for any characters;
-    elsewhere, as in diffusers, every dotted name that has the word as one of its parts.
+    The words in `_keep_in_fp32_modules` (which transformers applies to float16 only) and `_keep_in_fp32_modules_strict` match
+    names of modules, parameters and buffers. In transformers, a word matches every name that contains it, and `*` in it stands for
+    any characters. Elsewhere, as in diffusers, it matches every dotted name that has it as one of its parts.
     """
     anywhere = hasattr(module, "_get_dtype_plan")
     declared = [
@@ -54,11 +54,11 @@ def renamed_on_load(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
 
 
 def install_output_hooks(module: nn.Module) -> None:
-    """Install the hooks with which a transformers model collects its hidden states, unless `maybe_install_capturing_hooks` is
-    missing.
+    """Install the hooks with which a transformers model collects its hidden states. Nothing is done if transformers lacks
+    `maybe_install_capturing_hooks`.
 
-    If the model's first call installed them, the attribute that says so would be lost, because a forward pass here restores the
-    model's attributes afterwards. The next pass would install the hooks again and collect every state twice.
+    If the model's first call installed the hooks, it would also set an attribute that says so. A forward pass here restores the
+    model's attributes afterwards. So the next pass would install the hooks again and collect every state twice.
     """
     from transformers import PreTrainedModel
 
@@ -108,7 +108,7 @@ def without_questions() -> Iterator[None]:
 
 @contextmanager
 def cache_updates_by(function: Callable[[Callable[..., Any], torch.Tensor, torch.Tensor], Any]) -> Iterator[None]:
-    """During the `with` block, call `function(update, keys, values)` instead when a model calls `Cache.update(keys, values, ...)`.
+    """During the `with` block, replace each call `Cache.update(keys, values, ...)` of a model by `function(update, keys, values)`.
     `update(keys, values)` writes keys and values into the cache, and returns the keys and values of all tokens.
     """
     library = sys.modules.get("transformers.cache_utils")
@@ -164,9 +164,9 @@ def turned_names(module: nn.Module, names: Iterable[str]) -> set[str]:
 def _renamed(
     module: nn.Module, names: Iterable[str], live: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, tuple[str, str | None]], list[Any]]:
-    """Return (where transformers loads tensors of the files, all converters that pack or transpose tensors for the model). The
-    first maps a name in the files to (the name after loading, the name pattern of the converter that processes the tensor or None).
-    live: the tensors of the module, keyed by name.
+    """Return (the new name of each tensor of the files, all converters that pack or transpose tensors for the model). The first is
+    a dictionary from a name in the files to (the name after loading, the name pattern of the converter that processes the tensor
+    or None). live: the tensors of the module, keyed by name.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -229,7 +229,7 @@ def set_implementation(config: Any, of: str, name: str | None) -> None:
 @contextmanager
 def other_attention(module: nn.Module) -> Iterator[str | None]:
     """During the `with` block, make a transformers model use "eager" attention instead of "sdpa", or the reverse. Yields the name
-    of the implementation in use, or None if the model can't be switched, or `_can_set_attn_implementation` is missing.
+    of the implementation in use. Yields None if the model can't be switched, or lacks `_can_set_attn_implementation`.
     """
     before = [(config, implementation(config, "attn")) for config in _configs(module)]
     now = getattr(getattr(module, "config", None), "_attn_implementation", None)

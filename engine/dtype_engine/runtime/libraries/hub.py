@@ -28,8 +28,8 @@ _DEEPEST = 20
 
 @contextmanager
 def offline(options: ModelOptions | None = None) -> Iterator[None]:
-    """During the `with` block, make transformers raise an error instead of asking on standard input whether a model's code may run,
-    and make huggingface_hub raise an error instead of accessing the network. The network may be accessed if `options` allow both
+    """During the `with` block, make two things raise an error: asking on standard input whether a model's code may run, as
+    transformers does, and accessing the network through huggingface_hub. The network may be accessed if `options` allow both
     downloads and the model's own code, which may lie in another repository. huggingface_hub reads HF_HUB_OFFLINE only when it is
     imported, so the constant in its module is changed.
     """

@@ -101,8 +101,8 @@ def call_instead(module: nn.Module, function: Callable[..., Any]) -> Callable[[]
 
 
 class _WithoutDtypeCheck:
-    """A context manager. During its `with` block, `nn.RNN`, `nn.LSTM` and `nn.GRU` call torch whatever the dtype of their input.
-    Otherwise they first compare it in Python with the dtype of their first weight, and raise where torch would raise as well.
+    """A context manager that disables a check in `nn.RNN`, `nn.LSTM` and `nn.GRU`, namely that the input has the dtype of the
+    first weight. They check this in Python before they call torch, which itself raises an error for dtypes that it can't combine.
     """
 
     def __init__(self) -> None:

@@ -57,7 +57,7 @@ def with_tensors(value: Any, change: Change) -> Any:
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy with the same strides, by which torch chooses kernels. `clone` gives views of a part of a tensor others."""
+    """Return a copy with the same strides, by which torch chooses kernels. `clone` may change the strides of a view."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_contiguous() or not tensor.numel():
         return tensor.clone()
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

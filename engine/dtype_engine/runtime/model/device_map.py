@@ -157,8 +157,8 @@ def automatic(module: nn.Module, budgets: Mapping[torch.device, int]) -> Places:
 
 def distribute(module: nn.Module, places: Places, main: torch.device) -> None:
     """Move the modules to their devices (`places`). From then on, a module moves its arguments to the device of its weights, and
-    the model its output to `main`. A weight that several modules share is on the device of the first of them, together with the
-    other tensors of these modules. Raises UserError if the memory of a device is too small.
+    the model moves its output to `main`. A weight that several modules share is on the device of the first of them, together with
+    the other tensors of these modules. Raises UserError if the memory of a device is too small.
     """
     own = {name: [id(tensor) for _, tensor in _own(child)] for name, child in module.named_modules()}
     together: dict[int, list[int]] = {}  # tensors that are on one device because a module computes with both

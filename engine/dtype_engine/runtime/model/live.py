@@ -99,7 +99,7 @@ class Weight:
 
     @property
     def has_scales(self) -> bool:
-        """Whether the current dtype is a format of this program with scales, such as float8, by a cast or as stored."""
+        """Whether the weight is in a format of this program with scales, such as float8, either cast or as stored."""
         return self.scale is not None or (self.decoded and self.stored.own)
 
     @property
@@ -154,7 +154,7 @@ class Weight:
         return part[None]
 
     def _scale_amax(self, dtype: str) -> float | None:
-        """Return the largest |value| of the weights that share a scale of the whole tensor in `dtype`, or None if it has none."""
+        """Return the largest |value| of the weights that share a tensor scale in `dtype`, or None if it has no tensor scale."""
         row = dtypes.BY_NAME[dtype]
         if not row.per_tensor and (row.blocks is None or not row.blocks.tensor_scale):
             return None
@@ -162,8 +162,8 @@ class Weight:
 
     @property
     def input_format(self) -> InputFormat | None:
-        """How runtimes round the activations that this weight multiplies, or None if they do not: to the weight's format or, if
-        another program quantized the weight and no rule casts it, as the files declare.
+        """How runtimes round the activations that this weight multiplies, or None if they do not. They round to the weight's
+        format. If another program quantized the weight and no rule casts it, they round as the files declare.
         """
         return InputFormat(self.dtype) if self.scale is not None else self.stored.input_format if self.decoded else None
 
@@ -211,10 +211,11 @@ class Weight:
         self.dtype, self.decoded = dtype, dtype == self.info.dtype and not self.stored.plain
 
     def count_loss(self, dtype: str, cancelled: IsCancelled, cast: bool = False) -> ValueLoss | None:
-        """Return the entry of `losses` for `dtype`, which is counted if it is missing; None for the stored dtype. Raises Cancelled.
+        """Return the counts of values that a cast to `dtype` makes infinite or zero, or saturates. Returns None if it only rounds,
+        and for the stored dtype. The counts are kept in `losses`. Raises Cancelled.
 
-        cast: True if the weight currently has this dtype. The current data, which must not change during the call, is then examined
-        instead of casting again.
+        cast: True if the weight currently has this dtype. The current data, which must not change during the call, is then
+        examined instead of casting again.
         """
         if dtype == self.info.dtype:
             return None
@@ -251,9 +252,9 @@ def sharing(weights: Mapping[str, Weight], name: str, dtype: str) -> list[Weight
 
 
 def _move(module: nn.Module, move: Callable[[], object], originals: dict[int, torch.Tensor]) -> None:
-    """Move a module to other devices by calling `move`. For some devices, torch replaces tensor objects: modules that shared an old
-    object also share the new one. originals: maps the `id` of each old object to its data, and gets an entry for the `id` of each
-    new one.
+    """Move a module to other devices by calling `move`. For some devices, torch replaces the tensor objects. Modules that shared
+    an old object then share the new one. originals: maps the `id` of each old object to its data, and gets an entry for the `id`
+    of each new one.
     """
     places: dict[int, list[tuple[dict[str, torch.Tensor | None], str]]] = {}
     for child in module.modules():
@@ -428,11 +429,11 @@ class LiveModel:
         cancelled: IsCancelled = never,
         caches: Mapping[str, str] | None = None,
     ) -> None:
-        """Cast every weight to its planned dtype, unless the weight has this dtype and the group that shares its scale is
-        unchanged.
+        """Cast every weight to its planned dtype. A weight that already has this dtype is cast again only if it now shares its
+        scale with other weights than before.
 
-        planned: the dtype of each weight, keyed by name. on_progress: called with the numbers of cast weights and of those to cast.
-        caches: the formats of the KV caches, keyed by cache tensor; None leaves them unchanged. Raises Cancelled between two
+        planned: the dtype of each weight, keyed by name. on_progress: called with the numbers of cast weights and of those to
+        cast. caches: the formats of the KV caches, keyed by cache tensor; None leaves them unchanged. Raises Cancelled between two
         weights; a later call continues from there. Raises UserError if the device lacks float64 or memory.
         """
         if caches is not None:
@@ -467,7 +468,9 @@ class LiveModel:
 
     @contextmanager
     def requiring_grad(self) -> Iterator[None]:
-        """Let the weights that require gradients in plain torch do so in the `with` block, where no gradients are recorded."""
+        """In the `with` block, set `requires_grad` of the weights that have it in plain torch, by which torch chooses some
+        kernels. The block itself must not record gradients.
+        """
         weights = [
             each.tensor for each in self.weights.values() if each.requires_grad and each.tensor.is_floating_point()
         ]

@@ -53,9 +53,7 @@ def _if_sparse(tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return a tensor's shape in a file. A byte with two values of `float4_e2m1fn_x2`, one element in torch, counts as two
-    elements.
-    """
+    """Return a tensor's shape in a file. A byte of `float4_e2m1fn_x2` is one element in torch, and counts as two here."""
     if tensor.dtype == torch.float4_e2m1fn_x2 and tensor.ndim:
         return (*tensor.shape[:-1], 2 * tensor.shape[-1])
     return tuple(tensor.shape)

@@ -199,8 +199,9 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _compare(name: str, found: str, theirs: _Side, ours: _Side) -> ComparedTensor:
-    """Count the elements of a tensor that differ from the source's values cast to the tensor's dtype, some at a time, and find the
-    largest difference. name, theirs: the tensor's name in the checkpoint, and the checkpoint. found, ours: the same for the source.
+    """Compare a tensor with that of the source, some elements at a time. Count the elements that differ after the source's are
+    cast to the tensor's dtype, and find the largest difference without this cast. name, theirs: the tensor's name in the
+    checkpoint, and the checkpoint. found, ours: the same for the source.
     """
     (dtype, _), (source_dtype, _) = theirs.stored[name], ours.stored[found]
     before, after = ours.read(found).reshape(-1), theirs.read(name).reshape(-1)

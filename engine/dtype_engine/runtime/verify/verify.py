@@ -268,8 +268,8 @@ def _read(folder: Path, contents: Contents) -> ExportedValues:
 
 
 def _lost(contents: Contents, source: SourceValues) -> list[TensorDifference]:
-    """Return a finding for each tensor of the source that the export lacks, unless it is tied to a written one with the same
-    values.
+    """Return a finding for each tensor of the source that the export lacks. A tensor may be missing if it is tied to a written one
+    and has the same values.
     """
     written = {item.name for item in contents.items} | {entry.name for item in contents.items for entry in item.entries}
     differences = []
@@ -328,8 +328,9 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _values_differ(entry: TensorEntry, expected: torch.Tensor, stored: torch.Tensor, cast: bool) -> str | None:
-    """Return how many elements of two tensors differ, as a sentence, or None. expected, stored: the tensor computed from the
-    source, and the exported one. cast: whether the tensor was cast, so that all bit patterns of NaN count as equal.
+    """Return a sentence that says how many elements of two tensors differ, or None if none do. expected, stored: the tensor
+    computed from the source, and the exported one. cast: whether the tensor was cast, so that all bit patterns of NaN count as
+    equal.
     """
     if expected.numel() != stored.numel() or expected.dtype != stored.dtype:
         return f"{entry.name} has {expected.numel()} values in the source"
@@ -370,9 +371,9 @@ def drift_of_export(
     options: ModelOptions,
     cancelled: IsCancelled = never,
 ) -> OutputDrift:
-    """Measure the drift of the model that is loaded from an export (`exported`), with the model of which the export was made as the
-    reference. session: the open source of the export. source: what the session was opened from. Raises UserError if the two models
-    do not have the same weights, or if the model can't be run.
+    """Measure the drift of the model that is loaded from an export (`exported`). The reference is the model that was exported.
+    session: the open source of the export. source: what the session was opened from. Raises UserError if the two models do not
+    have the same weights, or if the model can't be run.
     """
     model, inputs = session.model, session.inputs
     if model.checkpoint is not None:

@@ -10,8 +10,8 @@ from dtype_engine.runtime.weights.source import CPU, WeightSource
 
 
 class BlockwiseSource(WeightSource):
-    """The values of a weight of a model that is larger than memory. While a forward pass is in the weight's block, the values are
-    read only once.
+    """A weight in a model that is larger than memory. While a forward pass is in the weight's block, the values are read only
+    once.
 
     inner: reads the values from the files. memory: keeps the values until the pass enters the next block.
     """

@@ -45,7 +45,7 @@ class MemoryBudget:
         blocks: the ranges of the files that each block reads, keyed by the name of its module. `use_blocks` sets it.
         most: how many bytes a block takes at most, in float32, or 0 without a limit.
         keeps_pages: True if the files stay in memory, because only an accelerator's memory is too small for the weights.
-        copies: copies to the accelerator, ahead of time, what the next block read in its last visit; None if the device can't.
+        copies: transfers to the accelerator, in advance, what the next block read in its last visit; None if the device can't.
         cancelled: called before a block reads values. If it returns True, Cancelled is raised.
         bytes_read: how many bytes all blocks have read since the last measurement began; a block counts each time that it runs.
         inside: the name of the current block, or "" outside of all blocks.
@@ -85,8 +85,9 @@ class MemoryBudget:
         self._next |= {(after, name): before for before, name, after in around if before}
 
     def enter(self, name: str) -> None:
-        """Begin the block `name` and end the previous one. Ask the operating system to read the pages of this block, and of the
-        block that is expected next, or begin to copy what these blocks read last time to the accelerator.
+        """End the current block and begin the block `name`. Then read ahead for this block and for the block that is expected
+        next: ask the operating system for their pages (unless `keeps_pages`), and begin to copy to the accelerator what they read
+        last time (if `copies` is set).
         """
         if name == self.inside:
             return

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class CopiesAhead:
-    """Reads values to an accelerator with streams (`device.has_streams`) ahead of their use. The reads are grouped by block."""
+    """Copies values to an accelerator with streams (`device.has_streams`) before they are used. The reads are grouped by block."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

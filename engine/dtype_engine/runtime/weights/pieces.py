@@ -16,8 +16,8 @@ read often needs more of them.
 
 
 class Pieces:
-    """The values of a weight. A view by `reshape` can be sliced like a tensor, which reads the values. Several threads may read at
-    once.
+    """A weight whose values are read only when a view of it, made by `reshape`, is sliced, or `elements` is called. Several
+    threads may read at once.
     """
 
     device = CPU

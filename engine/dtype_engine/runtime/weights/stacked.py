@@ -14,11 +14,12 @@ from dtype_engine.runtime.weights.source import CPU, WeightSource
 
 
 class StackedSource(WeightSource):
-    """A weight that loading packs from several stored tensors, if any of these is stored as codes, or the model is larger than
-    memory.
+    """A weight that loading packs from several stored tensors. This class is used if any of these tensors is stored as codes, or
+    if the model is larger than memory.
 
     parts: the sources of the stored tensors, in the order in which they follow each other in the weight's memory. holds: the dtype
-    of the placeholder in the module, unless an export of this program stored all parts in one format.
+    of the placeholder in the module. If an export of this program stored all parts in one format, the codes' dtype is used
+    instead.
     """
 
     def __init__(self, parts: Sequence[WeightSource], shape: tuple[int, ...], holds: torch.dtype) -> None:

@@ -222,7 +222,7 @@ def test_counting_of_lost_values_can_be_cancelled() -> None:
             count_losses("w", torch.ones(4, 4), dtype, cancelled=lambda: True)
 
 
-def test_few_values_that_become_zero_count_as_rounding() -> None:
+def test_underflow_of_only_a_few_values_counts_as_rounding() -> None:
     tensor = torch.ones(1000)
     tensor[:9] = TINY
     loss = count_losses("w", tensor, "float16")

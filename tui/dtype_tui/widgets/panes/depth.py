@@ -86,15 +86,15 @@ class DepthPane(Pane):
         return self._names
 
     def _other_modules(self) -> Mapping[str, ModuleDrift]:
-        """Return the drift of the modules, by name, under the recipe that the dim line shows."""
+        """Return the drift of the modules, by name, under the baseline or, without one, the recipe before the current one."""
         if self.experiment.baseline is not None:
             return self.experiment.baseline_modules
         before = self.experiment.before
         return {drift.name: drift for drift in before.modules} if before is not None else {}
 
     def _worst_note(self, names: Sequence[str], whole: Sequence[tuple[float, float]]) -> Sequence[Note]:
-        """Return a note about the module that drifts most, if any. It is placed at the layer that contains the module, and at the
-        module's own SQNR. names, whole: the layers in the plot and their points.
+        """Return a note about the module that drifts most, if any. Its x is that of the layer that contains the module; its y is
+        the module's own SQNR. names: the layers in the plot. whole: their points.
         """
         worst = self.experiment.results.worst_modules(1)
         if not worst or not worst[0].is_finite:

@@ -121,7 +121,7 @@ class DriftPane(Pane):
         return self._arranged([self._waiting(activity)], [self._worst()])
 
     def _arranged(self, blocks: Sequence[list[Text]], others: Sequence[list[Text]] = ()) -> RenderableType:
-        """Return the alerts and, below them, `blocks` of lines, with `others` to the right if there is room, or else below."""
+        """Return the alerts and, below them, `blocks` of lines. `others` are to the right of the blocks or, without room, below."""
         alerts = list(self._alerts())
         report = self.experiment.results.report
         if others and self.corner_text and not self.is_framed and not self.is_zoomed:  # the frame would show it
@@ -202,7 +202,7 @@ class DriftPane(Pane):
         return [head, _other_figures(output, extent, self._width)]
 
     def _comparable(self) -> OutputDrift | None:
-        """Return the drift of the output under the previous recipe, or None if there is no other recipe before."""
+        """Return the output's drift under the recipe and settings before the current ones, or None if there were no others."""
         before, report = self.experiment.before, self.experiment.results.report
         if before is None:
             return None
@@ -237,7 +237,7 @@ def rows_table(rows: Sequence[tuple[str, Text | str]]) -> Table:
 
 
 def _joined(blocks: Sequence[list[Text]], columns: int, lines: int) -> Text:
-    """Return blocks of lines as one text. From the top, blocks are separated by blank lines, as far as `lines` has room."""
+    """Join blocks of lines to one text. If `lines` has no room for blank lines between all blocks, only the first get them."""
     filled = [block for block in blocks if block]
     room = lines - sum(-(-max(1, line.cell_len) // columns) for block in filled for line in block)
     joined = Text()

@@ -118,7 +118,7 @@ class SidePanes(Vertical):
         return self.panes[following] if following < len(self.panes) else None
 
     def keep_free(self, lines: int) -> None:
-        """Show messages above the last lines of the panes. lines: how many of them a prompt covers."""
+        """Keep messages above the last lines of the panes, which a prompt covers. lines: how many lines it covers."""
         self.query_one(MessageLine).styles.margin = (0, 0, lines, 0)
 
     def zoom(self, zoomed: bool) -> None:

@@ -35,9 +35,9 @@ Settings = Mapping[str, Any]
 
 
 def decode(weight: CodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
-    """Return a weight's values from `first` up to `last` along its first dimension. A value is its code, minus the zero point if
-    there is one, times the scales of block and tensor, which are combined first. A transposed weight is returned as a view of
-    memory in the file's order.
+    """Return a weight's values from `first` up to `last` along its first dimension. A value is (code - zero point) * scale, or
+    code * scale in formats without zero points. The scales of block and tensor are first combined into one scale. A transposed
+    weight is returned as a view of memory in the file's order.
     """
     settings = weight.settings
     if settings.get("code") == "row words":
@@ -74,26 +74,26 @@ def _decode_matrix(settings: Settings, parts: Parts, first: int, last: int, colu
 
 
 def _write_words(codes: torch.Tensor, out: torch.Tensor, settings: Settings) -> None:
-    """Unpack integers of `bits` bits from `codes` to `out`. Each is stored plus 2^(bits-1), the first in an int32's low bits."""
+    """Write the integers in packed words to `out`. Each has `bits` bits and is stored plus 2^(bits-1), the first in low bits."""
     unpack(codes, settings["bits"], out, settings["dense"])
     out.sub_(1 << (settings["bits"] - 1))
 
 
 def _write_six_bits(codes: torch.Tensor, out: torch.Tensor, settings: Settings) -> None:
-    """Unpack floats of six bits of the dtype `element` to `out`. Three bytes hold four floats, the first in the lowest bits."""
+    """Write six-bit floats of the dtype `element` to `out`. Three bytes hold four floats, the first in the lowest bits."""
     unpack(codes, 6, out)
     out.copy_(float_values(settings["element"]).index_select(0, out.view(-1).to(torch.int32)).view(out.shape))
 
 
 def _write_row_pairs(codes: torch.Tensor, out: torch.Tensor, settings: Settings) -> None:
-    """Unpack int4 values in two's complement to `out`. A byte holds a value of row 2r in its low bits, and of row 2r + 1 above."""
+    """Write int4 values in two's complement to `out`. A byte holds a value of row 2r in its low bits, and of row 2r + 1 above."""
     rows, signed = out.view(len(codes), 2, -1), codes.view(torch.int8)
     rows[:, 0] = (signed << 4) >> 4
     rows[:, 1] = signed >> 4
 
 
 def _write_row_words(codes: torch.Tensor, out: torch.Tensor, settings: Settings) -> None:
-    """Unpack integers of 4 bits, two's complement if `signed`. A word holds a value of each row in `order`, lowest bits first."""
+    """Write 4-bit integers, two's complement if `signed`, to `out`. A word holds one of each row in `order`, lowest bits first."""
     rows, codes = out.view(len(codes), 8, -1), codes.contiguous()
     for place, row in enumerate(settings["order"]):
         nibbles = (codes >> 4 * place).bitwise_and_(15)
@@ -161,11 +161,11 @@ def _rows_of_blocks(grid: torch.Tensor, rows: range, height: int) -> torch.Tenso
 
 
 def _rows_of_tiles(scale: torch.Tensor, rows: range, blocks: int) -> torch.Tensor:
-    """Return the scales of the given rows, [rows, blocks], from the order in which tensor cores read them (cuBLAS documentation,
-    "1D Block Scaling Factors Layout").
+    """Return the scales of the given rows: [rows, blocks]. scale: all scales, in the order in which tensor cores read them (cuBLAS
+    documentation, "1D Block Scaling Factors Layout").
 
-    It consists of tiles of 128 rows by 4 blocks, which are padded at the edges. In a tile, the scale of row r and block c is at (r
-    % 32) * 16 + (r // 32) * 4 + c.
+    This order consists of tiles of 128 rows by 4 blocks, which are padded at the edges. In a tile, the scale of row r and block c
+    is at (r % 32) * 16 + (r // 32) * 4 + c.
     """
     across, top = -(-blocks // 4), rows.start // 128
     tiles = scale.view(torch.uint8).reshape(-1, across, 32, 4, 4)[top : -(-rows.stop // 128)]

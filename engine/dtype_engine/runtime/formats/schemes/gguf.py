@@ -18,8 +18,8 @@ _VALUES_AT_ONCE = 1 << 20
 
 
 def decode(weight: CodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
-    """Return the values of a GGUF weight from `first` up to `last` along its first dimension, in transformers' order of rows, plus
-    the setting `offset` if there is one. F32, F16 and BF16 are only widened.
+    """Return the values of a GGUF weight from `first` up to `last` along its first dimension, in transformers' order of rows. The
+    setting `offset`, if there is one, is added to them. F32, F16 and BF16 are only widened.
     """
     packed, heads = weight.parts[CODES].packed, weight.settings.get("heads")
     if packed and len(weight.shape) == 1:  # a vector is one row of blocks
@@ -62,8 +62,8 @@ def _dequantize(weight: CodedWeight, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _values(blocks: torch.Tensor, kind: Any) -> torch.Tensor:
-    """Return the float32 values, in one dimension, of GGUF blocks [blocks, bytes]. transformers is several times as fast as the
-    gguf package, which supports more types. Both give the same values, bit by bit.
+    """Return the float32 values, in one dimension, of GGUF blocks [blocks, bytes]. transformers decodes the types that it
+    supports, because it is several times as fast as the gguf package. Both give the same values, bit by bit.
     """
     from transformers.integrations.gguf.dequant import GGML_BLOCK, dequantize
 

@@ -35,8 +35,8 @@ def _zero_points(weight: CodedWeight, packed: torch.Tensor, first: int, last: in
     """Return the zero points of the rows from `first` up to `last`: float32 [rows, groups]. packed: the file's zero points, int32
     [groups, out * bits / 32].
 
-    The first version of the format stores each zero point minus one. GPTQModel (`convert_gptq_v2_to_v1_format_module`) writes it by
-    one subtraction from each packed word, in which a zero point of 0 borrows from its neighbor. One addition to the word undoes
+    The first version of the format stores each zero point minus one. GPTQModel (`convert_gptq_v2_to_v1_format_module`) subtracts
+    the ones of a packed word all at once, so that a zero point of 0 borrows from its neighbor. One addition to the word undoes
     this. With 3 bits, each zero point is decreased separately, and 0 becomes 7.
     """
     bits, added = weight.settings["bits"], weight.settings["added"]

@@ -78,8 +78,8 @@ def _decode_rows(
     shape: tuple[int, ...],
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return some rows of a weight's matrices, in `shape`. rows, scales: (first, end) of the rows and of their rows of blocks, both
-    numbered through all matrices.
+    """Return some rows of a weight's matrices, in `shape`. rows: the (first, end) of these rows. scales: the (first, end) of their
+    rows in the grid of scales. Both are numbered through all matrices.
     """
     element = dtypes.BY_NAME[weight.format]
     count, height, width = matrices(weight.shape, blocks.columns)

@@ -12,7 +12,7 @@ from dtype_engine.runtime.formats.schemes.unpack import decode_rows, write_plain
 
 
 def decode(weight: CodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
-    """As `schemes.decode`."""
+    """Return the values of a float8 weight without scales from `first` up to `last` along its first dimension, in float32."""
     columns = math.prod(weight.shape[1:])
     codes = parts[CODES].reshape((weight.shape or (1,))[0], columns)
 

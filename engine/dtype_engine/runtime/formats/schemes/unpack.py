@@ -26,7 +26,7 @@ initialized. Several threads call it at the same time.
 
 
 def decode_rows(first: int, last: int, columns: int, fill: Fill) -> torch.Tensor:
-    """Return the rows from `first` up to `last` of a weight, float32 [last - first, columns]. `fill` writes some rows at a time."""
+    """Return the rows from `first` up to `last` of a weight: float32 [last - first, columns]. fill: decodes some of them."""
     with torch.inference_mode(False):  # else the other threads, which have no inference mode, can't write
         out = torch.empty(last - first, columns, dtype=torch.float32)
     step = max(CHUNK // max(columns, 1) // _ALIGNED, 1) * _ALIGNED
@@ -42,7 +42,8 @@ def decode_rows(first: int, last: int, columns: int, fill: Fill) -> torch.Tensor
 
 
 def unpack(packed: torch.Tensor, bits: int, out: torch.Tensor, dense: bool = True) -> None:
-    """Write the codes of `bits` bits, 1 to 8, in every row of `packed` to `out` as float32, the first in the lowest bits.
+    """Unpack the codes in every row of `packed`, and write them to `out` as float32. A code has `bits` bits, 1 to 8; the first is
+    in the lowest bits.
 
     packed: [rows, bytes or words] of any integer dtype. out: [rows, codes], contiguous. Codes beyond its last column are skipped.
     dense: whether a code may begin in one byte or word and end in the next. If not, `packed` is int32, and the highest bits of a
@@ -110,7 +111,7 @@ def float_values(element: str) -> torch.Tensor:
 
 @cache
 def e2m1_pairs(high_first: bool = False) -> torch.Tensor:
-    """Return the table of `pairs` for e2m1."""
+    """Return the table that `pairs` makes for the values of e2m1."""
     return pairs(float_values("nvfp4"), high_first)
 
 
