@@ -9,11 +9,12 @@ from dtype_engine.core.fused import is_split, scale_groups, siblings
 
 
 def fused_words(dtype: str, taken: Set[str], planned: Mapping[str, str], groups: Iterable[tuple[str, ...]]) -> str:
-    """Return how a cast of the weights `taken` to `dtype` affects other weights that runtimes fuse with them, or "" if it does not:
-    `k_proj, v_proj: new scale` if their common scale changes, `k_proj, v_proj differ: vLLM refuses` if their format then differs.
+    """Return how a cast of the weights `taken` to `dtype` affects other weights that runtimes fuse with them, or "" if it does not.
+    `k_proj, v_proj: new scale` means that their common scale changes, `k_proj, v_proj differ: vLLM refuses` that their formats then
+    differ.
 
-    planned: the dtype of each weight before the cast. groups: the model's groups of fused weights. This runs after every key press,
-    so it examines only one of the groups that are alike in all layers.
+    planned: the dtype of each weight before the cast. groups: the model's groups of fused weights. Of groups that are alike in all
+    layers, only one is examined, because this runs after every key press.
     """
     storage = frozenset(dtypes.STORAGE_DTYPES)
     if dtype not in dtypes.CASTABLE_DTYPES or (dtype not in storage and storage.isdisjoint(planned.values())):
@@ -50,8 +51,8 @@ def layer_name(name: str) -> str:
 
 
 def scale_shared_with(name: str, planned: Mapping[str, str]) -> str:
-    """Return the layers whose weights share a scale with the weight `name`, such as `k, v`, or "". planned: the dtype of each
-    weight. Called for every row that is drawn.
+    """Return the layers whose weights share a scale with the weight `name`, such as `k, v`, or "" if there are none. planned: the
+    dtype of each weight. Called for every row that is drawn.
     """
     group = {member: planned[member] for member in siblings(name) if member in planned}
     members = scale_groups(group).get(name, ()) if len(group) > 1 else ()
@@ -59,8 +60,8 @@ def scale_shared_with(name: str, planned: Mapping[str, str]) -> str:
 
 
 def fused_with(name: str, planned: Mapping[str, str]) -> str:
-    """Return words for the user that name the weights which vLLM and SGLang fuse with the weight `name`, and say whether both
-    programs accept the planned formats, or "" if there are none. planned: the dtype of each weight.
+    """Return words for the user about the weights that vLLM and SGLang fuse with the weight `name`: their names, and whether both
+    programs accept the planned formats. Returns "" if there are no such weights. planned: the dtype of each weight.
     """
     group = {member: planned[member] for member in siblings(name) if member in planned}
     if len(group) < 2:

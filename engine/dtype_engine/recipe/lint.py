@@ -93,9 +93,9 @@ def lint(context: Context, target: Target) -> Lint:
 def _overruled(
     context: Context, target: Target, there_by_rule: list[frozenset[str]]
 ) -> tuple[tuple[str, str, str], ...]:
-    """Return (tensor, pattern that wins here, pattern that wins in the target) for each tensor for which the same rules match in
-    both programs, but another of the rules wins in the target. there_by_rule: for each rule, the tensors that it matches in the
-    target.
+    """Find tensors that the same rules match in both programs, but for which the target applies a rule with another dtype. Returns
+    (tensor, pattern that wins here, pattern that wins in the target) for each. there_by_rule: for each rule, the tensors that it
+    matches in the target.
     """
     if target.precedence is None:
         return ()

@@ -15,8 +15,8 @@ from dtype_engine.recipe.schemes import DESCRIBED, PER_CHANNEL, layout, weight_s
 
 
 class Outcome(StrEnum):
-    """How the values that transformers' `from_pretrained` loads compare with those that `load_pretrained` loads: sentences for the
-    README, in which `{wide}` stands for the dtype in `config.json`.
+    """What transformers' `from_pretrained` loads, compared with the values that `load_pretrained` loads. Each outcome is a sentence
+    for the README of an export, in which `{wide}` stands for the dtype in `config.json`.
     """
 
     SAME = "the same values"
@@ -66,8 +66,9 @@ _WIDENED_EXPERTS = LoaderFacts(Outcome.COMPUTED_IN_BFLOAT16, ("bfloat16",), Outc
 
 
 def loaded_dtype(tree: Tree, tensor: TensorInfo, dtype: str, of_diffusers: bool = False) -> str:
-    """Return a tensor's dtype after `from_pretrained(dtype=...)`, which keeps tensors in float32 if the model's class says so: in
-    transformers by `_keep_in_fp32_modules` for float16 alone, in diffusers for bfloat16 as well.
+    """Return a tensor's dtype after `from_pretrained(dtype=...)`. float16 becomes float32 for tensors that the model's class lists
+    in `_keep_in_fp32_modules`. Both float16 and bfloat16 do for those in `_keep_in_fp32_modules_strict`. of_diffusers: whether to
+    treat the first list like the second, as diffusers does.
     """
     kept = [tree.modules[name].keep_in_fp32 or "" for name in ancestors(tensor.name)]
     kept.append(tree.kept_in_fp32.get(tensor.name, ""))
@@ -124,11 +125,11 @@ def _is_float8(dtype: str) -> bool:
 
 
 def why_not_loaded(dtype: str, expert: bool, beside_experts: bool, wide: str) -> str | None:
-    """Return why `from_pretrained` without further arguments does not load and run a model with a weight in the format `dtype`, or
-    None if it does. Other programs read this format.
+    """Return why `from_pretrained` without further arguments does not correctly load and run a model with a weight in the format
+    `dtype`, or None if it does. dtype: a format that other programs can read.
 
-    expert: whether the weight belongs to experts that transformers packs. beside_experts: whether the weight is in another layer of
-    a model with such experts. The experts may be stored without scales. wide: the dtype in `config.json`.
+    expert: whether the weight belongs to experts that transformers packs. beside_experts: whether it belongs to another layer of a
+    model with such experts, which may be stored without scales. wide: the dtype in `config.json`.
     """
     if layout(dtype) == "fp8":
         return "it needs the accelerate package, and its layout allows no other formats"
@@ -142,14 +143,14 @@ def why_not_loaded(dtype: str, expert: bool, beside_experts: bool, wide: str) ->
 
 def misread_experts(formats: Collection[str], first: str = "", split: bool = False) -> str | None:
     """Return what `from_pretrained` does wrong with experts that it packs, such as "it raises an error when it packs experts in
-    mxfp8", or None if it loads them correctly or their layout is not that of compressed-tensors.
+    mxfp8". Returns None if it loads them correctly, or if their layout is not that of compressed-tensors.
 
-    transformers decodes all experts by one group of the settings: the first group whose targets are the experts of a layer or, if
-    there is none, the first group (`get_experts_scheme` in `integrations/compressed_tensors.py`). Only a group of 8-bit floats lets
-    experts without scales pass.
+    The settings contain groups of layers, each with a format. transformers decodes all experts by one group (`get_experts_scheme`
+    in `integrations/compressed_tensors.py`): the first group whose targets are the experts of a layer, or else the first group of
+    all. It accepts experts without scales only if the format of this group is an 8-bit float.
 
     formats: the dtypes of all packed experts, including dtypes without scales. first: the format of the first group, or "" if no
-    linear layer has scales. split: whether some layer has experts in several formats, so that no target matches all experts of the
+    linear layer has scales. split: whether some layer has experts in several formats. Then no target matches all experts of that
     layer.
     """
     scaled = {dtype for dtype in formats if dtype in dtypes.STORAGE_DTYPES}

@@ -41,7 +41,7 @@ def minimize(tree: Tree, wanted: Mapping[str, str], after: Recipe | None = None)
 
 
 def _pruned(tree: Tree, rules: list[Rule], target: Mapping[str, str], after: Recipe) -> Recipe:
-    """Return a recipe of those `rules` that are needed: appended to `after`, they still give all tensors the dtypes in `target`."""
+    """Return those `rules` that are needed, as a recipe. Appended to `after`, it still gives all tensors the dtypes in `target`."""
     index = 0
     while index < len(rules):
         fewer = Recipe((*rules[:index], *rules[index + 1 :]))
@@ -113,8 +113,8 @@ class _Proposals:
         return list(patterns)
 
     def _ranges(self, wrong: Iterable[str]) -> list[str]:
-        """Return patterns for single names, and for ranges of layers in which, for example, `mlp.down_proj` needs one dtype. wrong:
-        the tensors whose dtype is not the wanted one.
+        """Return patterns for single names, and for ranges of layers. A range covers layers in which, for example, `mlp.down_proj`
+        needs the same dtype. wrong: the tensors whose dtype is not the wanted one.
         """
         layers: dict[tuple[str, str], dict[int, set[str]]] = {}
         literal: dict[str, None] = {}
@@ -185,8 +185,8 @@ class _CacheProposals(_Proposals):
 
 
 def _kinds(name: str) -> dict[tuple[str, str], int]:
-    """Return each number in a dotted name, keyed by the texts before and after it, with later numbers replaced by `*`. Names with
-    equal keys differ only in the number, so one range can match them. The names of the enclosing modules have keys of their own.
+    """Return the numbers in a dotted name and in the names of its enclosing modules, keyed by (text before the number, text after
+    it). Further numbers in the text after it become `*`. If names have a key in common, one pattern with a range can match them.
 
     For `layers.3.experts.5.w1`, 3 has the key ("layers", ".experts.*.w1"), and 5 has the key ("layers.3.experts", ".w1").
     """

@@ -38,8 +38,8 @@ class Selection(msgspec.Struct, frozen=True):
         return len(self.tensors) + len(self.caches)
 
     def for_dtype(self, dtype: str) -> Selection:
-        """Return the selection of a rule with this pattern and `dtype`: without the weights or without the KV caches if these can't
-        have the dtype.
+        """Return what a rule with this pattern and `dtype` selects. Weights are left out if they can't have the dtype, and so are
+        KV caches.
         """
         if dtype in ONLY_KV:
             return msgspec.structs.replace(self, tensors=(), uncastable=())
@@ -239,8 +239,8 @@ def rules_in_doubt(tree: Tree, recipe: Recipe) -> bool:
 
 
 def require_matches(tree: Tree, recipe: Recipe) -> Plan:
-    """Return the plan of a recipe for a tree. Raises UserError if a rule selects nothing, or selects by module class and the tree
-    has no classes. The error says why, and suggests a similar name.
+    """Return the plan of a recipe for a tree. Raises UserError if a rule selects nothing, or if it selects by module class in a
+    tree without classes. The error says why, and suggests a similar name.
     """
     plan = make_plan(tree, recipe)
     plan.refuse_too_slow()

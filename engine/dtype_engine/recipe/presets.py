@@ -214,7 +214,7 @@ PRESETS: dict[str, Preset] = {
 
 
 def preset(name: str) -> Preset:
-    """Return the preset with this name. Raises UserError for an unknown name, which suggests the nearest one."""
+    """Return the preset with this name. Raises UserError for an unknown name, and suggests the nearest one."""
     if name in PRESETS:
         return PRESETS[name]
     near = nearest(name, PRESETS)

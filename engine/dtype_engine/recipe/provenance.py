@@ -28,8 +28,8 @@ _COMMENTS = {
 def _figures(
     plan: Plan, report: DriftReport | None, versions: Mapping[str, str], losses: Sequence[ValueLoss] | None
 ) -> dict[str, Figure]:
-    """Return the entry `measured` of a recipe file: bytes, versions of libraries, the drift of the main output, and the number of
-    values that casts lose (`losses`, None if unknown).
+    """Return the entry `measured` of a recipe file: bytes, versions of libraries, the drift of the main output, and how many values
+    the casts lose. losses: the tensors that lose values, or None if unknown.
     """
     measured: dict[str, Figure] = {"stored_bytes": plan.stored_bytes, "planned_bytes": plan.planned_bytes}
     if report is not None:
@@ -59,8 +59,8 @@ def recipe_text(
 ) -> str:
     """Return the text of a recipe file for a plan, with comments and units.
 
-    title: the name of the model. report: the measurement of the plan; it lists the tensors that lose values. lost: these tensors
-    for a plan without a report, or None if they are unknown. versions: of the libraries, by name.
+    title: the name of the model. report: the measurement of the plan. lost: the tensors that lose values, or None if unknown; not
+    used if the report lists them. versions: the versions of the libraries, by name.
     """
     losses = report.lost if report is not None and report.lost is not None else lost
     return write_recipe(

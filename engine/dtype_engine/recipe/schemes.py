@@ -18,7 +18,7 @@ compressed-tensors computes scales by one rule, and reads any scales.
 
 
 def layout(dtype: str) -> str:
-    """Return the checkpoint layout in which other programs read weights of this dtype, such as "float-quantized", or ""."""
+    """Return the checkpoint layout that other programs read for weights of this dtype, such as "float-quantized", or "" if none."""
     row = dtypes.BY_NAME[dtype]
     if row.blocks is not None:
         return row.blocks.layout
@@ -48,8 +48,9 @@ def activation_scheme(dtype: str) -> dict[str, Any] | None:
     """Return the scheme's entries for the inputs of layers with weights of a dtype in `DESCRIBED`, or None if inputs are not
     quantized.
 
-    The entries are those of FP8_DYNAMIC, W8A8, FP8_BLOCK, MXFP8, MXFP4 and NVFP4 (`quantization/quant_scheme.py`): a scale for each
-    token, or for each block of a token. NVFP4 also has one scale for all inputs of a layer, which is in the file.
+    The entries are those of compressed-tensors' FP8_DYNAMIC, W8A8, FP8_BLOCK, MXFP8, MXFP4 and NVFP4
+    (`quantization/quant_scheme.py`). There is a scale for each token, or for each block of a token. NVFP4 also has one scale for
+    all inputs of a layer, which is in the file.
     """
     row = dtypes.BY_NAME[dtype]
     if not dtypes.quantizes_activations(dtype):

@@ -168,7 +168,7 @@ def _one_scale(export: _Export) -> Iterator[Finding]:
 
 
 def _blocks_of_merged(export: _Export) -> Iterator[Finding]:
-    """Yield a finding for each group of fused weights if a block would span two weights: `validate_fp8_block_shape` raises."""
+    """Yield a finding for each group of fused weights if a block spans two of them, because `validate_fp8_block_shape` raises."""
     tree, source = export.context.tree, export.source("utils/fp8_utils.py: validate_fp8_block_shape", "fp8_utils.py")
     for group in fused_groups(name for name, dtype in export.written.items() if _block_rows(dtype) > 1):
         dtype = export.written[group[0]]
@@ -253,7 +253,7 @@ def _block_rows(dtype: str) -> int:
 
 
 def no_layout(tree: Tree, name: str, dtype: str, experts: bool = False) -> str | None:
-    """Return why no other program can read the weight `name` in the format with scales `dtype`, or None if another one can.
+    """Return why no other program can read the weight `name` in `dtype` (a format with scales), or None if another one can.
     experts: whether to treat experts that the model packs into one tensor as separate linear layers, as exports store them.
     """
     tensor, blocks = tree.tensors[name], dtypes.BY_NAME[dtype].blocks

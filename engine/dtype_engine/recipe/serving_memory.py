@@ -38,8 +38,8 @@ def default_context(tree: Tree) -> int:
 def cache_bytes(tree: Tree, formats: Mapping[str, str], dtype: str, context: int, batch: int) -> dict[str, int]:
     """Return the bytes of the KV cache for `batch` sequences of `context` tokens, keyed by format, the largest first.
 
-    formats: the formats that rules give, by name of the cache tensor. dtype: of all other cache tensors, except states that have a
-    dtype of their own.
+    formats: the formats that rules give to cache tensors, by name. dtype: the dtype of all cache tensors without a rule, except
+    states that have a dtype of their own.
     """
     found: dict[str, int] = {}
     for tensor in tree.kv_cache.tensors:

@@ -246,8 +246,8 @@ def _table_rows(tree: Tree) -> list[tuple[str, list[Module]]]:
 
 
 def _child_rows(name: str, modules: list[Module]) -> list[tuple[str, list[Module]]]:
-    """Return the rows one level below a row. Below the row `model.layers` there is one row `model.layers.{0..5}` for six layers of
-    a class, and below this row one row `model.layers.{0..5}.mlp` for the six MLPs.
+    """Return the rows one level below a row. For example, below `model.layers`, six layers of one class share the row
+    `model.layers.{0..5}`. Below that row, their six MLPs share the row `model.layers.{0..5}.mlp`.
     """
     prefix = f"{name}." if name else ""
     labels = list(modules[0].children)
@@ -272,7 +272,7 @@ def _leaves(tree: Tree, drift: DriftReport) -> list[ModuleDrift]:
 
 
 def picture_sections(drift: DriftReport) -> list[Section]:
-    """Return a list of the section with the pictures that both models make, [] if they make none."""
+    """Return a list with one section, which shows the pictures that both models make, or [] if they make none."""
     pairs = tuple(
         Pictures(f"Input {number}", (("reference", pair.reference), ("candidate", pair.candidate)))
         for number, pair in enumerate(drift.pictures, 1)

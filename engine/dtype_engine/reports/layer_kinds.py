@@ -70,8 +70,8 @@ def _recognised(module: Module) -> str | None:
 
 
 def _kind_of_output(parent: str, tree: Tree) -> str | None:
-    """Return the kind of a module `output`: "head" if it is a child of the model (Llama's original files, GGUF), "MLP" if it is a
-    sibling of `intermediate` (BERT), where it is the MLP's second matrix, otherwise None.
+    """Return the kind of a module named `output`, or None if it is unknown. A child of the model is the "head" (Llama's original
+    files, GGUF). A sibling of `intermediate` belongs to the "MLP", as its second matrix (BERT).
     """
     if not parent:
         return "head"

@@ -39,8 +39,8 @@ def result(
 
 
 def uri_of(path: Path) -> str:
-    """Return the URI of a file, relative to the git repository in which the current folder is or, without one, to that folder. It
-    is absolute if the file is outside.
+    """Return the URI of a file. It is relative to the git repository that contains the current folder or, without a repository, to
+    the current folder itself. It is absolute if the file is outside of these.
     """
     here = Path.cwd()
     root = next((folder for folder in (here, *here.parents) if (folder / ".git").exists()), here)
@@ -49,7 +49,7 @@ def uri_of(path: Path) -> str:
 
 
 def failure(sentence: str) -> dict[str, Any]:
-    """Return the SARIF log of a command that has no results, because of the user's error that `sentence` describes."""
+    """Return the SARIF log of a command that has no results because of an error by the user. sentence: describes the error."""
     log, notification = sarif("", {}, ()), {"level": "error", "message": {"text": _without_links(sentence)}}
     ended = {"executionSuccessful": False, "exitCode": 2, "toolExecutionNotifications": [notification]}
     log["runs"][0]["invocations"] = [ended]
@@ -57,13 +57,13 @@ def failure(sentence: str) -> dict[str, Any]:
 
 
 def _without_links(text: str) -> str:
-    """Return a plain text message in which `[text](link)` is no link (SARIF 2.1.0, 3.11.6)."""
+    """Return a message with escapes, so that `[text](link)` in it is plain text and not a link (SARIF 2.1.0, 3.11.6)."""
     return re.sub(r"[\\\[\]]", r"\\\g<0>", text) if "](" in text else text
 
 
 def sarif(command: str, rules: Mapping[str, tuple[str, str]], results: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Return a SARIF log, as an object for JSON. command: of `dtype-engine`, such as "check". rules: (title, why such findings
-    matter) by id. results: made by `result`.
+    """Return a SARIF log, as an object for JSON. command: the subcommand of `dtype-engine`, such as "check". rules: for each id,
+    (title, why such findings matter). results: made by `result`.
     """
     ids = list(rules)
     listed = [
@@ -80,8 +80,8 @@ def sarif(command: str, rules: Mapping[str, tuple[str, str]], results: Iterable[
 
 
 def lint_sarif(file: Path, lint: Lint) -> dict[str, Any]:
-    """Return SARIF with a result for each tensor that a pattern of a recipe file matches in only one of this program and another
-    tool.
+    """Return SARIF on how another tool would apply a recipe file differently from this program. There is a result for each tensor
+    that a pattern matches in only one of the two, for which another rule wins, or whose KV cache gets another format.
     """
     rules = {
         "pattern-differs": (

@@ -39,7 +39,7 @@ def sum_of(parts: Iterable[Totals]) -> Totals:
 
 
 def found_text(coverage: Coverage | None) -> str:
-    """Return words to show after a model's name, such as `; 56 of 56 tensors found`, or ""."""
+    """Return words to show after a model's name, such as `; 56 of 56 tensors found`, or "" if there is no coverage."""
     return f"; {coverage}" if coverage is not None else ""
 
 

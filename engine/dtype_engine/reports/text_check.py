@@ -64,8 +64,8 @@ def check_sarif(report: CheckReport, checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _uri(finding: Finding, checkpoint: Checkpoint) -> str:
-    """Return the URI of the file that has a finding or, if there is no such file, of one that describes the model. Returns "" for a
-    model on a hub.
+    """Return the URI of the file that has a finding. If there is no such file, return the URI of a file that describes the model.
+    Returns "" for a model on a hub.
     """
     return "" if checkpoint.headers_alone else uri_of(next(filter(Path.is_file, _files_of(finding, checkpoint))))
 

@@ -64,7 +64,7 @@ def floor_text(floor: NoiseFloor) -> str:
 
 
 def floor_lines(floor: NoiseFloor | None, output: OutputDrift, modules: Iterable[ModuleDrift] = ()) -> list[str]:
-    """Return a line that rates the drift with a word such as "small" and, unless `floor` is None, a line with the noise floor."""
+    """Return a line that rates the drift with a word such as "small", and a line with the noise floor if `floor` is given."""
     lines = [f"meaning    {meaning(output, floor, modules)}"]
     if floor is None:
         return lines
@@ -88,8 +88,8 @@ def nonfinite_lines(diagnosis: NonFiniteDiagnosis) -> list[str]:
 
 
 def remedy_result(diagnosis: NonFiniteDiagnosis) -> str:
-    """Return the effect of the remedy's rules: `the output is finite` or, if the output is finite without the rules, the SQNR
-    without and with them, as in `every module is finite, SQNR 20.00 dB → 40.00 dB`.
+    """Return the effect of the remedy's rules, such as `the output is finite`. If the output is finite even without the rules,
+    return the SQNR without and with them, as in `every module is finite, SQNR 20.00 dB → 40.00 dB`.
     """
     before, after = diagnosis.before, diagnosis.after
     if before is None or after is None or before.nonfinite:

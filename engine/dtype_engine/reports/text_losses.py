@@ -42,8 +42,8 @@ def loss_words(loss: ValueLoss) -> str:
 
 
 def _counted(changes: Mapping[str, int], of_what: Callable[[int], str]) -> list[str]:
-    """Return changes with their numbers, as in `64 of 128 values became infinite`. of_what: returns the first number with
-    its noun.
+    """Return changes with their numbers, as in `64 of 128 values became infinite`. Only the first number gets a noun. of_what:
+    returns a number with its noun, such as `64 of 128 values`.
     """
     counts = [(words, count) for words, count in changes.items() if count]
     return [f"{f'{count:,}' if place else of_what(count)} {words}" for place, (words, count) in enumerate(counts)]
@@ -88,8 +88,8 @@ def loss_sentences(losses: Sequence[ValueLoss], most: int = 8) -> list[str]:
 
 
 def severe_sentences(losses: Sequence[ValueLoss], most: int = 8) -> list[str]:
-    """Return a sentence for each of the first `most` tensors that lost values not only by rounding, and one with the number of
-    others.
+    """Return a sentence for each of the first `most` tensors whose losses are not only rounding. If there are more such tensors, a
+    last sentence says how many.
     """
     lost = severe(losses)
     lines = [loss_sentence(loss) for loss in lost[:most]]

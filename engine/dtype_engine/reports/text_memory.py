@@ -38,7 +38,7 @@ def cache_words(memory: ServingMemory) -> str:
 
 
 def budget_words(memory: ServingMemory) -> list[str]:
-    """Return one sentence with the number of tokens up to which the model fits in the budget, [] without a budget."""
+    """Return one sentence with the number of tokens up to which the model fits in the budget, or [] if there is no budget."""
     if memory.budget is None or memory.largest_context is None:
         return []
     budget, batch = human_bytes(memory.budget), f" (batch {memory.batch})" if memory.batch > 1 else ""

@@ -14,8 +14,8 @@ _SHOWN = 3
 
 
 def comparison_text(report: WeightsComparison) -> str:
-    """Return a table of the weights whose values differ, lowest SQNR first, the number of equal weights, and weights without a
-    pair.
+    """Return a table of the weights whose values differ (lowest SQNR first), then the number of equal weights, then the weights
+    that only one of the checkpoints has.
     """
     equal = [weight for weight in report.weights if weight.equal]
     lines = [

@@ -126,7 +126,7 @@ class NonFiniteDiagnosis:
 
 @dataclass(frozen=True, slots=True)
 class LossRemedy:
-    """Rules to append to the recipe's rules, for tensors of which the recipe's casts make values infinite or zero."""
+    """Rules to append to a recipe whose casts make values infinite or zero. They give the affected tensors other dtypes."""
 
     rules: tuple[str, ...]
     tensors: tuple[Name, ...]

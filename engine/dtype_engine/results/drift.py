@@ -155,8 +155,8 @@ def _figures(drift: ModuleDrift) -> tuple[object, ...]:
 
 
 def worst_modules(modules: Iterable[ModuleDrift], output: OutputDrift | None = None) -> list[ModuleDrift]:
-    """Return the modules whose outputs differ from the reference or are not finite in it: first those with most values that are not
-    finite in the candidate alone, then with most in the reference, then with the lowest SQNR.
+    """Return the modules whose outputs differ from the reference or are not finite in it, the worst first. They are sorted by how
+    many values are not finite in the candidate alone, then by how many in the reference, then by SQNR.
 
     output: the main output. If it is not finite, modules that are finite are left out, unless all are.
 
@@ -326,10 +326,11 @@ SQUARED = "relative squared error"
 
 
 def unit_for(classes_dim: int | None, dimensions: int) -> str:
-    """Return the unit of the drift by which recipes are ranked. An output of three or more dimensions has a distribution for each
-    token if logits lie in the last dimension, otherwise for each pixel.
+    """Return the unit of the drift by which recipes are ranked.
 
-    classes_dim: the dimension along which logits lie, or None if the output is no distribution. dimensions: of the main output.
+    classes_dim: the dimension of the main output along which logits lie, or None if it is no distribution. dimensions: how many
+    dimensions the output has. With three or more, it has a distribution for each token if logits lie in the last one, otherwise for
+    each pixel.
     """
     if classes_dim is None:
         return SQUARED

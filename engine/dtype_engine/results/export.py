@@ -70,7 +70,7 @@ class ComparedTensor:
 
 @dataclass(frozen=True, slots=True)
 class CastReport:
-    """The comparison of a checkpoint that another program wrote with its source, the model from which it was made."""
+    """A comparison of two checkpoints: one that another program wrote, and the model from which it was made (its source)."""
 
     folder: str
     model: str
@@ -87,13 +87,13 @@ class CastReport:
 
     @property
     def same(self) -> bool:
-        """Whether every tensor is an exact cast of the source's, and none is missing, new or left uncompared."""
+        """Whether every tensor is an exact cast of its counterpart in the source, and none is missing, new or left uncompared."""
         return not self.differences and not self.uncompared and all(tensor.exact for tensor in self.tensors)
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """The comparison of an export with the tensors that its recipe makes of the source, the model that was exported."""
+    """A comparison of an export with the tensors that its recipe makes of the exported model (its source)."""
 
     folder: str
     model: str

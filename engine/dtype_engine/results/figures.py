@@ -122,8 +122,8 @@ def has_kl(output: OutputDrift) -> bool:
 
 
 def kl_error(output: OutputDrift, extent: Extent) -> float | None:
-    """Return the standard error of the mean KL in nats: over positions or, if not all inputs were run, of the estimate for all
-    inputs. None if unknown.
+    """Return the standard error of the mean KL in nats, or None if unknown. If all inputs were run, it is the error over positions.
+    Otherwise, the mean KL is an estimate for all inputs, and its error is returned.
     """
     if extent.whole:
         return output.kl_mean_se
@@ -137,8 +137,8 @@ def kl_text(output: OutputDrift, extent: Extent) -> str | None:
 
 
 def sqnr_error(output: OutputDrift, extent: Extent) -> str:
-    """Return the error in dB of the SQNR as an estimate for all inputs, such as ` ± 0.40`, or "" if all inputs were run or the
-    error is unknown.
+    """Return the error in dB of an SQNR that is estimated from a part of the inputs, such as ` ± 0.40`. Returns "" if all inputs
+    were run or the error is unknown.
     """
     known = not extent.whole and extent.rel_l2_error is not None and math.isfinite(output.sqnr_db)
     return f" ± {20 / math.log(10) * (extent.rel_l2_error or 0.0):.2f}" if known else ""
@@ -213,7 +213,7 @@ def _percent(digits: int, unit: str = " %") -> Callable[[float], str]:
 
 
 def _in(*views: View, **others: Shown) -> dict[str, Shown]:
-    """Return how each view shows a figure: `views` as the figure's row says, the views that `others` names as given there."""
+    """Return how each view shows a figure. views: the views that show it as its row says. others: a `Shown` for each other view."""
     return {**dict.fromkeys(views, Shown()), **others}
 
 

@@ -48,7 +48,7 @@ class ValueLoss:
     @property
     def is_rounding(self) -> bool:
         """Whether no value became infinite or was clipped, every channel kept at least half of its values, and fewer than 1 in 100
-        values became zero (any number in integers and floats of less than 8 bits).
+        values became zero. In integers and in floats of less than 8 bits, any number of values may become zero.
         """
         if self.overflowed or self.saturated or self.channels:
             return False
@@ -56,8 +56,8 @@ class ValueLoss:
 
     @property
     def is_listed(self) -> bool:
-        """Whether lists for the user have this tensor: it lost more than rounding, or values became zero in a dtype without
-        scales.
+        """Whether lists for the user include this tensor. They do if it lost more than rounding, or if values became zero in a
+        dtype without scales.
         """
         return not self.is_rounding or (self.vanished > 0 and self.dtype not in dtypes.STORAGE_DTYPES)
 

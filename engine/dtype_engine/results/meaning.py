@@ -71,8 +71,8 @@ def sqnr_limits(output: OutputDrift | None) -> tuple[tuple[float, Word], ...]:
     """Return pairs (minimum SQNR in dB, word) for rating the SQNRs of modules, from the best word to the worst. A module whose SQNR
     equals the main output's SQNR gets the same word as `output`.
 
-    If the output has a KL, the limits are the SQNRs at which it would have the KLs that separate the words. The KL of a small error
-    is proportional to the square of the error, so if the SQNR is 10 dB lower, the KL is ten times as large.
+    If the output has a KL, the words' limits on the KL are converted to SQNRs. The KL of a small error is proportional to the
+    square of the error, so if the SQNR is 10 dB lower, the KL is ten times as large.
     """
     if output is None or not output.kl_mean or not output.kl_mean > 0 or not math.isfinite(output.sqnr_db):
         return tuple((least, word) for least, word, _ in _SQNR)

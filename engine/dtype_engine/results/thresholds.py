@@ -22,17 +22,17 @@ _SPACINGS = 4
 
 
 def meets(value: float, limit: float, is_most: bool, *parts: float, epsilon: float = 2.0**-52) -> bool:
-    """Return whether a value is at most a limit or, unless `is_most`, at least. NaN is neither. A difference of four relative
-    spacings of floats (`epsilon`) at the largest of all these numbers is none: 0.99 - 1.0 is one per cent less.
+    """Return whether a value is at most a limit (`is_most`) or at least a limit. NaN is neither. It tolerates rounding errors of up
+    to four spacings of floats at the largest of these numbers, so that 0.99 - 1.0 counts as one per cent less.
 
-    parts: the numbers of which the value is the difference.
+    parts: the numbers whose difference is the value. epsilon: the relative spacing of floats.
     """
     slack = _SPACINGS * epsilon * max(abs(each) for each in (value, limit, *parts, 0.0) if math.isfinite(each))
     return value <= limit + slack if is_most else value >= limit - slack
 
 
 def told_apart(value: float, limit: float, digits: int) -> tuple[str, str]:
-    """Return a value that misses a limit, and this limit, as text with `digits` digits, or as many as show the difference."""
+    """Return a value that misses a limit, and this limit, as texts. They have `digits` digits, or more if they would be equal."""
     texts = ((f"{value:.{count}g}", f"{limit:.{count}g}") for count in (digits, 9, 12, 17))
     return next((both for both in texts if both[0] != both[1]), (str(value), str(limit)))
 
@@ -49,8 +49,8 @@ class Limit(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, text: str, kind: Literal["min", "max"]) -> Limit:
-        """Parse the value of `--min` or `--max`: `accuracy=90%` or, with a sign, a limit on the change: `accuracy=-1%`. Raises
-        UserError.
+        """Parse the value of `--min` or `--max`, such as `accuracy=90%`. A number with a sign limits the change, as in
+        `accuracy=-1%`. Raises UserError.
         """
         name, _, number = text.rpartition("=")
         if not name or not re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?%?", number):
@@ -97,7 +97,7 @@ class Verdict(msgspec.Struct, frozen=True):
         return f"{what} {value} {('≤>' if self._is_most else '≥<')[not self.passed]} {limit}"
 
     def _texts(self, digits: int) -> tuple[str, str]:
-        """Return the value, without its unit, and the limit, with more digits if the limit is missed by less than these show."""
+        """Return (value without unit, limit) as texts, with more than `digits` digits if the limit is only just missed."""
         pair = self._scale * (self.value or 0.0), self._scale * self.limit
         value, limit = (f"{each:.{digits}g}" for each in pair) if self.passed else told_apart(*pair, digits)
         return value, f"{limit}{self.unit}"
@@ -112,8 +112,8 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 def verdicts(limits: Iterable[Limit], output: OutputDrift, metrics: Iterable[MetricChange] = ()) -> tuple[Verdict, ...]:
-    """Return whether the output and the user's metrics meet each limit. NaN in the reference or in the candidate, and a value that
-    was not measured, meet no limit. If the output is not finite in either, no limit is met.
+    """Return whether the output and the user's metrics meet each limit. A value meets no limit if it was not measured, or if it is
+    NaN in the reference or in the candidate. If the output is not finite in one of the two, no limit is met.
     """
     changes = {each.name: each for each in metrics}
     return tuple(_verdict(each, output, changes.get(each.name)) for each in limits)

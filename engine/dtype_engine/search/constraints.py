@@ -57,9 +57,9 @@ class SearchConstraints:
     lines: tuple[str, ...] = ()
 
     def with_line(self, line: str, stored_bytes: int) -> SearchConstraints:
-        """Return a copy with one more typed line applied: `keep PATTERN`, `alike PATTERN`, `only DTYPES`, `only PATTERN=DTYPES`,
-        `formats NAME` with a name in `FAMILIES`, a budget such as `8MiB`, `45%` or `budget 8MiB`, or `clear`, which removes all
-        requirements. Raises UserError for any other line. stored_bytes: the size of the stored model.
+        """Return a copy with one more typed line applied. A line is `keep PATTERN`, `alike PATTERN`, `only DTYPES`,
+        `only PATTERN=DTYPES`, `formats NAME` with a name in `FAMILIES`, a budget such as `8MiB`, `45%` or `budget 8MiB`, or
+        `clear`, which removes all requirements. Raises UserError for any other line. stored_bytes: the size of the stored model.
         """
         if _SIZE.fullmatch(line):
             line = f"budget {line}"

@@ -135,7 +135,7 @@ def require_loadable(tree: Tree, family: str, scanned: Collection[str]) -> None:
 
 
 def stays_wide(tree: Tree, name: str) -> bool:
-    """Return whether runtimes keep a weight in at least 16 bits, as norms, biases, and routers, which are small and sensitive."""
+    """Return whether runtimes keep this weight in at least 16 bits, because it is a small and sensitive norm, bias or router."""
     shape = tree.tensors[name].shape
     module = name.rpartition(".")[0]
     local = module.rpartition(".")[2]
@@ -145,8 +145,8 @@ def stays_wide(tree: Tree, name: str) -> bool:
 
 
 def loaded_scores(tree: Tree, report: ScanReport, family: str) -> tuple[ScanReport, str]:
-    """Return (the scan without scores of weights in dtypes in which the program `family` can't load them, a sentence about the
-    left-out scores or "").
+    """Remove the scores of weights in dtypes in which the program `family` can't load them. Returns (the remaining scan, a sentence
+    about the removed scores or "" if there are none).
     """
     loadable = Loadable(tree, family, report.dtypes)
     kept: list[WeightScore] = []

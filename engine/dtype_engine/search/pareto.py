@@ -183,8 +183,8 @@ def _may_be(tree: Tree, name: str, dtype: str, kept: set[str], allowed: frozense
 
 
 def _groups(tree: Tree, weights: Sequence[str], patterns: Iterable[str], alike: Sequence[str]) -> list[tuple[str, ...]]:
-    """Divide weights into groups, each of which must have one dtype: those in the same parent module that one of `patterns`
-    matches, and those in `alike`. Groups that share a weight are merged.
+    """Divide weights into groups, each of which must have one dtype. Weights in the same parent module form a group if one of
+    `patterns` matches them all. The weights in `alike` form a group, too. Groups that share a weight are merged.
     """
     leader = {name: name for name in weights}
 
@@ -339,8 +339,9 @@ def _hull(choices: Sequence[Choice]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """A partial solution of `knapsack`, for the first rows of the table. `weight`, `cost` and `used` are sums of the weights, costs
-    and reduced costs. `choice` is the entry in the last of these rows, and `before` the partial solution for all earlier rows.
+    """A partial solution of `knapsack`: choices for the first rows of the table. `weight`, `cost` and `used` are sums of the
+    weights, costs and reduced costs. `choice` is the index chosen in the last of these rows, and `before` the partial solution for
+    all earlier rows.
     """
 
     weight: float
@@ -358,8 +359,8 @@ def knapsack(
 
     start: the indices of any solution within the limit. price: the Lagrange multiplier p, which is the cost of a unit of weight.
     The reduced cost of an entry is its cost + p·weight minus the minimum of this sum in its row. In a solution better than `start`,
-    the reduced costs sum to at most the gap between the cost of `start` and the Lagrangian bound. This excludes most entries. The
-    result is exact unless more than 20,000 partial solutions remain; then only those with the smallest reduced costs are continued.
+    the reduced costs sum to at most the cost of `start` minus the Lagrangian bound. This excludes most entries. The result is exact
+    if at most 20,000 partial solutions remain. Otherwise, only those with the smallest reduced costs are continued.
     """
     least = [min(cost + price * weight for cost, weight in row) for row in table]
     best_cost = math.fsum(row[index][0] for row, index in zip(table, start, strict=True))

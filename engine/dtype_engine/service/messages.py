@@ -84,7 +84,7 @@ _ANSWERS: Any = Union[(control.Hello, control.Opened, *events.Event.__subclasses
 
 
 def _plain(value: object) -> str | None:
-    """Encode a Path as a string and a tree as None, as msgspec's `enc_hook`. A tree's parts are sent before its event."""
+    """Encode a Path as a string, and a tree as None, because its parts are sent before its event. This is msgspec's `enc_hook`."""
     if isinstance(value, Tree):
         return None
     if isinstance(value, Path):
@@ -96,7 +96,7 @@ _ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
 
 
 def _from_plain(kind: type, value: object) -> object:
-    """Decode a Path, as msgspec's `dec_hook`. A job's parameters (`object`) stay plain: the job's row tells their type."""
+    """Decode a Path. This is msgspec's `dec_hook`. Job parameters (type `object`) stay plain until `_typed` converts them."""
     return value if kind is object else path_of(kind, value)
 
 
@@ -168,8 +168,8 @@ class AnswerDecoder:
             raise WireError(str(error)) from None
 
     def _tree_of(self, kind: type, value: object) -> object:
-        """Return the tree of an event, made of the parts that came before it, as msgspec's `dec_hook`. Parameters and results of
-        jobs (`object`) stay plain, as in `_from_plain`. Raises ValueError for a field of another type.
+        """Return the tree of an event, made of the parts that came before it. This is msgspec's `dec_hook`. Parameters and results
+        of jobs have the type `object` and stay plain. Raises ValueError for a field of another type.
         """
         if kind is object:
             return value

@@ -48,8 +48,8 @@ def open_model(source: Source, options: Options, emit: Callable[[events.Event], 
 def refuse_unmatched(source: Source, options: Options, recipe: Recipe) -> None:
     """Raise UserError if a rule of the recipe matches nothing in a checkpoint, before any weight is loaded.
 
-    If the names in the headers don't decide it, the architecture is built, which imports torch: a rule may name module classes,
-    tied weights or packed experts, which the headers lack.
+    If the names in the headers don't decide it, the architecture is built, which imports torch. This is for rules that name module
+    classes, tied weights or packed experts, which the headers lack.
     """
     checkpoint = source.open() if recipe.rules else None
     if checkpoint is None or not rules_in_doubt(checkpoint.tree(), recipe):
@@ -94,7 +94,7 @@ def _open_session(model: OpenModel, emit: Callable[[events.Event], None], read_h
 def _opened(
     model: OpenModel, emit: Callable[[events.Event], None], read_headers: bool, on_step: Callable[[str], None]
 ) -> Session:
-    """Open the model, emitting first the tree of the headers if `read_headers` is set. Raises NoForward, UserError."""
+    """Open the model. If `read_headers` is set, the tree of the headers is emitted first. Raises NoForward, UserError."""
     source = model.source
     if source.kind == "checkpoint":
         on_step("reading the headers")

@@ -122,7 +122,7 @@ def finish(
 
 
 def reported(queue: Queue) -> Queue:
-    """Return the queue after the app was told which commands were refused and, if none runs, which were stopped or dropped."""
+    """Return the queue after the app was told of refused commands and, if no command runs, of stopped and dropped ones."""
     if queue.running is not None:
         return replace(queue, refused=())
     return replace(queue, stopped=None, dropped=(), refused=())

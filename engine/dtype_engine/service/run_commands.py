@@ -287,7 +287,9 @@ class CommandRunner:
 
 
 def _wants_floor(session: Session, report: DriftReport) -> bool:
-    """Return whether to measure the noise floor. With "auto", a model run from the disk is measured only if drift may be noise."""
+    """Return whether to measure the noise floor. With the option "auto", a model that is run from the disk gets this measurement
+    only if its drift may be noise.
+    """
     option, memory = session.options.floor, session.model.memory
     if option == "auto" and memory.limited and not memory.keeps_pages:
         return near_floor(report.output)

@@ -126,7 +126,7 @@ def _contents(context: SaveContext) -> Contents:
 
 
 def _contents_to_write(context: SaveContext) -> Contents:
-    """Return the tensors that an export writes. The inputs are run first if it needs scales of activations (NVFP4) or KV caches."""
+    """Return the tensors that an export writes. If it needs scales for activations (NVFP4) or KV caches, run the inputs first."""
     from dtype_engine.runtime.export.input_scales import needs_calibration
 
     contents, session = _contents(context), context.model.session

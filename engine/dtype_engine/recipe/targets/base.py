@@ -51,7 +51,7 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class Unsupported:
-    """Tensors of a plan to which the target of a conversion can't give their planned dtype or scales."""
+    """Tensors that can't get their planned dtype or scales in the tool to which a recipe is converted."""
 
     why: str
     part: Part
@@ -118,8 +118,8 @@ class Target(ABC):
         return replace(written, left_out=(*written.left_out, *losses.result()))
 
     def wide_inputs_note(self, context: Context, written: Collection[str] = ()) -> tuple[str, ...]:
-        """Return a note for the user if the recipe is for a run with quantized activations, but the file leaves the activations of
-        some layers unquantized, otherwise (). written: the dtypes of weights whose layers get quantized activations from the file.
+        """Return a note if the file leaves activations of some layers unquantized, although the recipe is for a run with quantized
+        activations. Otherwise, return (). written: the dtypes of weights whose layers get quantized activations from the file.
         """
         wide = {dtype for dtype in context.plan.dtypes.values() if dtypes.quantizes_activations(dtype)}
         if context.activations == "none" or not (left := wide.difference(written)):
@@ -254,7 +254,7 @@ class Quantizer(Target):
 
 def _common_dtype(tensors: Sequence[TensorInfo], planned: Mapping[str, str]) -> str:
     """Return the compute dtype that most elements of these tensors have under the plan. If no tensor has a compute dtype there, the
-    stored dtypes are counted, and if these are no compute dtypes either, it is float32.
+    stored dtypes decide. If none of these is a compute dtype either, the result is float32.
     """
     for dtype_by_name in (planned, {tensor.name: tensor.dtype for tensor in tensors}):
         elements = dict.fromkeys(dtypes.COMPUTE_DTYPES, 0)

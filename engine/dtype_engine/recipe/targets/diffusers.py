@@ -62,7 +62,7 @@ class Diffusers(Target):
 
 
 def _leaves(context: Context) -> dict[str, list[str]]:
-    """Return, by module name, the castable tensors of each module that diffusers casts as a whole because of the module's class."""
+    """Return the castable tensors by leaf. A leaf is a module that diffusers casts as a whole because of the module's class."""
     leaves: dict[str, list[str]] = {}
     stack: list[Module] = [context.tree.root]
     while stack:
@@ -75,8 +75,8 @@ def _leaves(context: Context) -> dict[str, list[str]]:
 
 
 def _cast_dtype(context: Context, tensor: str) -> str:
-    """Return the dtype to which diffusers would cast a tensor to follow the plan: for int8 or float8, the dtype of the codes
-    without scales. A block format, which diffusers can't store, is returned unchanged.
+    """Return the dtype to which diffusers would cast a tensor to follow the plan. diffusers stores no scales, so int8 or float8
+    with scales becomes the dtype of the codes. A block format, which diffusers can't store at all, is returned unchanged.
     """
     dtype = context.plan.dtypes[tensor]
     return dtype if dtype in dtypes.BLOCK_FORMATS else dtypes.BY_NAME[dtype].torch_name
@@ -151,8 +151,8 @@ def _losses(context: Context, outcome: Mapping[str, str]) -> UnsupportedList:
 
 
 def _outermost(leaves: Mapping[str, list[str]], cast: set[str]) -> list[str]:
-    """Return a short list of modules to skip, so that exactly the leaves in `cast` are cast: for each other leaf, the topmost
-    module at or above it that contains no leaf in `cast`.
+    """Return a short list of modules to skip, so that diffusers casts exactly the leaves in `cast`. For each other leaf, the list
+    has the topmost module at or above it that contains no leaf in `cast`.
     """
     holding: set[str] = set()
     for leaf in cast:

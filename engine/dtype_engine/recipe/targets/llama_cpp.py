@@ -145,7 +145,7 @@ def _quantisable(name: str, infos: list[TensorInfo]) -> bool:
 
 
 def gguf_tensors(context: Context) -> dict[str, tuple[str, ...]]:
-    """Return the GGUF names of each tensor that rules can change, () if GGUF lacks it. Raises UserError for an unknown
+    """Return the GGUF names of each tensor that rules can change, or () if GGUF lacks the tensor. Raises UserError for an unknown
     architecture.
     """
     blocks = 1 + max(
@@ -156,7 +156,8 @@ def gguf_tensors(context: Context) -> dict[str, tuple[str, ...]]:
 
 
 def name_map(title: str, model_type: str | None, blocks: int) -> Callable[[str], str | None]:
-    """Return a function that takes a module's name in transformers and returns its name in GGUF or None, both without `.weight`.
+    """Return a function that takes a module's name in transformers and returns its name in GGUF, or None if GGUF has none. Both
+    names are without `.weight`.
 
     title: the model's name, for errors. blocks: the number of its layers. Raises UserError for an unknown architecture.
     """
@@ -175,8 +176,9 @@ def name_map(title: str, model_type: str | None, blocks: int) -> Callable[[str],
 
 
 def _names(tensor: TensorInfo, lookup: Callable[[str], str | None]) -> tuple[str, ...]:
-    """Return the names of the GGUF tensors that hold a tensor's values: two names if transformers packs a gate and an up projection
-    into the tensor. lookup: from `name_map`. GGUF packs a layer's experts into one tensor, so all experts have the same name.
+    """Return the names of the GGUF tensors that hold a tensor's values, or () if there are none. There are two names if
+    transformers packs a gate and an up projection into the tensor. All experts of a layer have the same name, because GGUF packs
+    them into one tensor. lookup: from `name_map`.
     """
     module, _, local = tensor.name.rpartition(".")
     keys: tuple[str, ...]

@@ -91,7 +91,7 @@ def _config(dtype: str) -> dict[str, Any]:
 
 
 def _other_scales(dtype: str) -> tuple[str, str] | None:
-    """Return (the dtype with ModelOpt's scales, how ModelOpt's scales differ from the plan's), or None if they are the same."""
+    """Return None if ModelOpt uses the plan's scales for `dtype`, otherwise (the dtype that it uses, how its scales differ)."""
     row = dtypes.BY_NAME[dtype]
     if row.blocks is None:
         return None

@@ -39,7 +39,7 @@ def products(wanted: Iterable[str], universe: Collection[str]) -> list[Product]:
 
 
 def _merged(unmerged: list[Product], index: int, numbers: bool) -> list[Product]:
-    """Merge patterns that differ only in component `index`. numbers: whether to merge numbers; if False, words."""
+    """Merge patterns that differ only in component `index`. numbers: True to merge components that are numbers, False for words."""
     groups: dict[object, set[str]] = {}
     whole: dict[object, Product] = {}
     for product in unmerged:
@@ -57,8 +57,8 @@ def _merged(unmerged: list[Product], index: int, numbers: bool) -> list[Product]
 
 
 def _widened(product: Product, others: list[list[str]]) -> Product:
-    """Return `product` with each list of numbers replaced by "any number", unless it would then match a name in `others`, which are
-    split at dots.
+    """Return `product` with each list of several numbers replaced by "any number". A list stays if the pattern would otherwise
+    match a name in `others`. others: names, each split at dots.
     """
     for index, choice in enumerate(product):
         if choice is not None and len(choice) > 1 and all(is_number(text) for text in choice):
@@ -75,7 +75,7 @@ def _covers(product: Product, parts: list[str]) -> bool:
 
 
 def regexes(wanted: Iterable[str], universe: Collection[str]) -> list[str]:
-    """Return regular expressions that fully match exactly `wanted` among `universe`. The caller adds anchors."""
+    """Return regular expressions that fully match all of `wanted` and no other name in `universe`. The caller adds anchors."""
     return [r"\.".join(map(_as_regex, product)) for product in products(wanted, universe)]
 
 
@@ -91,7 +91,7 @@ def _sorted(choice: frozenset[str]) -> list[str]:
 
 
 def globs(wanted: Iterable[str], universe: Collection[str]) -> list[str]:
-    """Return `fnmatch` patterns that match exactly `wanted` among `universe`. Numbers become `*` if this matches no other name."""
+    """Return `fnmatch` patterns that match all of `wanted` and no other name in `universe`. Numbers become `*` if possible."""
     names = list(dict.fromkeys(wanted))
     patterns: list[str] = []
     for product in products(names, universe):

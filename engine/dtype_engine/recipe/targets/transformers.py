@@ -42,8 +42,8 @@ class Transformers(Target):
         return frozenset(tensor.name for tensor in context.in_scope())
 
     def match(self, context: Context, pattern: str) -> Match:
-        """Return the tensors that transformers would match if the pattern were in its option `modules_to_not_convert`: those whose
-        name ends with the pattern as a plain text, or whose first dot-separated parts match it as a regular expression. For
+        """Return the tensors that transformers would match if the pattern were in its option `modules_to_not_convert`. A name
+        matches if it ends with the pattern as plain text, or if its first dot-separated parts match it as a regular expression. For
         example, `model.layers.1` matches `model.layers.1.mlp` but not `model.layers.10`.
         """
         if pattern.startswith("type:"):
