@@ -54,8 +54,8 @@ _MODULE = "dtype_engine.module:"
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the live bytes of the storages that operations create, and their peak. known: tensors that exist before the
-    operations. Their storages do not count.
+    """Counts the live bytes of the storages that operations create, and their peak. known: the tensors that exist beforehand, whose
+    storages do not count.
     """
 
     def __init__(self, known: Iterable[torch.Tensor]) -> None:
@@ -94,7 +94,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _safe_softmax(scores: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return the result of `SAFE_SOFTMAX`, computed by separate operations, as its kernel does, so that `LiveBytes` sees them."""
+    """Compute `SAFE_SOFTMAX` by separate operations, as its kernel in torch does, so that `LiveBytes` sees each of them."""
     found = torch.softmax(scores, dim, dtype)
     masked = scores.isneginf()
     return found.masked_fill_(masked.all(dim, keepdim=True), 0.0)
@@ -149,7 +149,7 @@ class ActivationEstimator:
 
     @functools.cached_property
     def _loops(self) -> bool:
-        """Whether the model loops over tokens: whether the number of operations of a pass grows with the context."""
+        """Whether the model loops over tokens, so that the number of operations of a pass grows with the context."""
         with suppress(NoForward):
             few, more = (self._estimate(context, 1)[1] for context in _LOOPED[:2])
             return more > 1.5 * few
@@ -181,7 +181,7 @@ def _pass(
     module: nn.Module, inputs: Mapping[str, Any], context: int, batch: int, estimated: bool
 ) -> tuple[ActivationMemory, int]:
     """Run a pass, or follow it without data if `estimated`. Returns (the memory that the pass needs, the number of its operations).
-    The number is 0 if torch's profiler measured the pass, which does not count operations.
+    If torch's profiler measures the pass, operations are not counted, and the number is 0.
     """
     operations = 0
     known = [*module.parameters(), *module.buffers(), *filter(torch.is_tensor, inputs.values())]

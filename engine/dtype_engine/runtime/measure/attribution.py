@@ -189,7 +189,7 @@ class Attribution:
 
     @property
     def _drifting(self) -> frozenset[int]:
-        """The `id`s of the weights whose casts change results: the weight, or the activations multiplied by it, are rounded."""
+        """The `id`s of weights whose casts change results, because the weight or the activations multiplied by it are rounded."""
         rounds = self.settings.quantize_activations == "weights"
         return frozenset(
             key
@@ -296,7 +296,8 @@ class Attribution:
 
     def _alone(self, runner: ForwardRunner, part: Part | None = None) -> tuple[str, float, float | None]:
         """Run the model with cast weights only in the modules of `part`, or in all modules if `part` is None. Returns (the unit of
-        the drift, the drift of the main output, the SQNR in dB of the part's own output, or None if the part is no single module).
+        the drift, the drift of the main output, the SQNR in dB of the part's own output). The SQNR is None if the part is not a
+        single module.
         """
         comparison: OutputMetrics | None = None
         inside: Callable[[str], bool] = (lambda name: True) if part is None else frozenset(part.modules).__contains__

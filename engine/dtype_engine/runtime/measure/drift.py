@@ -218,9 +218,9 @@ class DriftMeter:
                     yield totals
 
     def _groups(self, steps: Iterable[Step], most: int | None) -> Iterator[list[Step]]:
-        """Yield each step alone or, if a model is larger than memory, groups of steps whose sequences run side by side. The outputs
-        of a group take at most `_working` bytes, as estimated from the largest dimension of a weight. most: the maximum number of
-        steps in a group, or None if only the bytes limit it.
+        """Yield the steps in groups whose sequences run side by side. A group is a single step, or several if the model is larger
+        than memory. The outputs of a group take at most `_working` bytes, as estimated from the largest dimension of a weight.
+        most: the maximum number of steps in a group, or None if only the bytes limit it.
         """
         over_memory = self.model.memory.limited
         widest = max((dim for weight in self.model.weights.values() for dim in weight.info.shape), default=1)
@@ -259,8 +259,9 @@ class DriftMeter:
         listener: MeasurementListener,
         kept: KeptPositions | None,
     ) -> ModuleComparer | None:
-        """Return the observer of the candidate's pass, or None if modules are not compared in this step's sequence. kept: the
-        positions to compare. totals, listener: for reports of the drift of modules while the pass runs.
+        """Return the observer that compares modules in the candidate's pass, or None if they are not compared in this step's
+        sequence. kept: the positions to compare. totals, listener: while the pass runs, `listener` receives the drift of modules
+        over the sequences in `totals` and this one.
         """
         if not step.compares_modules or reference.modules is None:
             return None
@@ -353,8 +354,9 @@ def _fast_path_notices(module: nn.Module) -> tuple[str, ...]:
 
 
 def _window_notices(model: LiveModel, inputs: Inputs, compared: Collection[int]) -> tuple[str, ...]:
-    """Return a notice if KIVI, which keeps the newest tokens (a window) unrounded, rounds nothing because all inputs are shorter
-    than the window, or all inputs over which modules were compared. compared: the indexes of these inputs.
+    """Return a notice if inputs are too short for KIVI to round anything, since it keeps a window of the newest tokens unrounded.
+    The notice says whether all inputs are shorter than the window, or only those over which modules were compared. compared: the
+    indexes of these inputs.
     """
     kivi = sorted({name for name in model.cache_formats.values() if KV_FORMATS[name].scales == "kivi"})
     ids = (batch.kwargs.get("input_ids") for batch in inputs.batches)
@@ -370,8 +372,8 @@ def _window_notices(model: LiveModel, inputs: Inputs, compared: Collection[int])
 
 
 def _quantized_notices(tree: Tree, matched: Collection[str]) -> tuple[str, ...]:
-    """Return a notice if rules match weights that stay as stored because another program has quantized them. matched: the names of
-    the tensors that rules match but can't cast.
+    """Return a notice if rules match weights that another program has quantized. No rule casts such weights, so they stay as
+    stored. matched: the names of the tensors that rules match but can't cast.
     """
     left = [
         tensor

@@ -84,7 +84,7 @@ def _own_generate(module: Any) -> bool:
 
 
 def _prompt(batch: Batch, inputs: Inputs) -> Batch:
-    """Return the arguments for the model's `generate`: those of the batch except those that only a single forward pass accepts."""
+    """Return the arguments in a batch that the model's `generate` accepts. (It refuses some of a forward pass, such as labels.)"""
     # Tensors are copied, because BLIP's own `generate` writes its start token into the given ids.
     kwargs = {
         name: value.clone() if isinstance(value, torch.Tensor) else value

@@ -18,7 +18,7 @@ from dtype_engine.runtime.passes.runner import ForwardRunner
 
 
 def implicit_casts(runner: ForwardRunner, batch: Batch) -> tuple[ImplicitCastStats, ...]:
-    """Run the candidate on one batch, and return the casts that happen in its pass without being in the model's code, combined by
+    """Run the candidate on one batch, and return the casts in its pass that the model's code does not request, combined by
     `aggregate`. torch makes some of these casts. This program makes the others, where torch would raise an error because dtypes
     differ. Raises NoForward, KernelError, Cancelled.
     """
@@ -33,7 +33,7 @@ def implicit_casts(runner: ForwardRunner, batch: Batch) -> tuple[ImplicitCastSta
 
 
 class _AutocastCastRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the casts of `torch.autocast`, which happen inside torch's operations, where a pass's mode can't see them."""
+    """Records the casts that `torch.autocast` makes inside torch's operations, where a torch-function mode can't see them."""
 
     def __init__(self, mode: WeightMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

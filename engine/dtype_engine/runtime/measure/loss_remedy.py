@@ -26,9 +26,9 @@ Count = Callable[[str, str], ValueLoss | None]
 
 
 def untried_remedy(tree: Tree, plan: Plan, losses: Sequence[ValueLoss], count: Count, reason: str) -> LossRemedy | None:
-    """Return rules that keep the values that casts make infinite or zero, or saturate. Returns None if casts only round values.
+    """Return rules that avoid the losses of casts (infinite, zeroed or saturated values), or None if casts only round values.
 
-    losses: the counts of such values under `plan`, for each weight that has some. count: counts the values that a cast to another
+    losses: the numbers of such values under `plan`, for each weight that has some. count: counts the values that a cast to another
     dtype would lose. reason: a sentence that says why the drift under the rules is not measured.
     """
     wanted = {
@@ -48,8 +48,8 @@ def tried_remedy(
     on_trial: Callable[[int, int], None] = ignore,
     cancelled: IsCancelled = never,
 ) -> LossRemedy | None:
-    """Return rules that keep the values that casts make infinite or zero, or saturate (`report.lost`), with the drift under these
-    rules over the same sequences. Returns None if casts only round values. If the nearest dtypes that hold the values do not reduce
+    """Return rules that avoid the losses of casts (`report.lost`), with the drift under these rules over the same sequences.
+    Returns None if casts only round values. The first rules cast to the nearest dtypes that hold the values. If these do not reduce
     the drift, the stored dtypes are tried, too, and the better rules are returned.
 
     plan, report: the current dtypes, and the drift measured with them. count: counts the values that a cast to another dtype would
@@ -73,8 +73,8 @@ def tried_remedy(
 
 
 def holding_dtype(tensor: TensorInfo, dtype: str, count: Count) -> str:
-    """Return the dtype nearest to `dtype` in which a cast only rounds the tensor's values. A cast to `dtype` itself loses some of
-    them. Returns `STORED` if no such dtype has fewer bits than the stored one. count: counts the values that a cast loses.
+    """Return the dtype nearest to `dtype` that only rounds the tensor's values, whereas `dtype` itself loses some of them. Returns
+    `STORED` if no such dtype has fewer bits than the stored one. count: counts the values that a cast to a dtype loses.
     """
     nearest = []
     if dtypes.BY_NAME[dtype].per_tensor:

@@ -122,8 +122,8 @@ def _attempt(runner: ForwardRunner, batch: Batch, reference: torch.Tensor, times
 
 
 def _is_other_arithmetic(reference: torch.Tensor, again: torch.Tensor) -> bool:
-    """Return whether most rows of `again` differ from those of `reference` by more than rounding. Then the examples of a batch
-    affect each other, for example through a norm of the whole batch, and a batch of two does not repeat the reference. A few
+    """Return whether most rows of `again` differ from those of `reference` by more than rounding. A batch of two then does not
+    repeat the reference, because the examples of a batch affect each other, for example through a norm of the whole batch. A few
     differing rows do not count: a router may send a token elsewhere because of the last bit.
     """
     size, difference = (torch.linalg.vector_norm(each, dim=-1) for each in (reference, again - reference))

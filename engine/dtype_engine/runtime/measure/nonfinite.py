@@ -67,7 +67,7 @@ _Call = tuple[str, str, int]
 class _OpObserver(TorchFunctionMode):
     """A torch-function mode that checks the result of every operation in a pass. It must be entered before the pass's own mode.
 
-    reference: `counts` of the reference run, or nothing in that run itself.
+    reference: the `counts` that were observed in the reference run, or None to observe the reference run itself.
     """
 
     def __init__(self, weights: Mapping[int, Weight], reference: Mapping[_Call, tuple[int, int]] | None = None) -> None:
@@ -154,13 +154,15 @@ class _OpObserver(TorchFunctionMode):
         return any(here > there for here, there in zip(counts, self._reference.get(call, (0, 0)), strict=True))
 
     def _origins(self, given: Iterable[torch.Tensor]) -> tuple[_NonFiniteOp | None, frozenset[str]]:
-        """Return what `_pass_on` remembered of these tensors."""
+        """Return (the operation in which one of the tensors became -infinity, or None; the names of the weights they come from)."""
         given = list(given)
         mask = next((self._mask_of[tensor] for tensor in given if tensor in self._mask_of), None)
         return mask, frozenset[str]().union(*(self._sources.get(tensor, ()) for tensor in given))
 
     def _pass_on(self, mask: _NonFiniteOp | None, sources: frozenset[str], outputs: Iterable[torch.Tensor]) -> None:
-        """Remember where results come from. mask: the operation in which the arguments or the results became -infinity."""
+        """Store the origin of a call's results, which is mostly that of its arguments. mask: the operation in which the arguments
+        or the results became -infinity, or None. sources: the names of the weights from which the results are computed.
+        """
         for tensor in outputs:
             self._sources[tensor] = sources
             self._mask_of.pop(tensor, None)  # in-place operations return their argument
@@ -175,9 +177,9 @@ class _OpObserver(TorchFunctionMode):
         return Magnitudes(self.reached, modules)
 
     def _unheld_constant(self, module: str, dtype: torch.dtype, numbers: Iterable[float]) -> float | None:
-        """Return a number in the model's code that `dtype` can't represent, or None: the first of `numbers` that becomes infinite,
-        or the last that became zero in an operation of `module`, now or earlier, such as an epsilon of 1e-12 in float16. numbers:
-        the float arguments of the running operation.
+        """Return a number in the model's code that `dtype` can't represent, or None. This is the first of `numbers` that becomes
+        infinite. If there is none, it is the last number that became zero in an operation of `module`, now or earlier, such as an
+        epsilon of 1e-12 in float16. numbers: the float arguments of the running operation.
         """
         for number in numbers:
             held = torch.tensor(number, dtype=torch.float64).to(dtype)
@@ -346,8 +348,8 @@ def _find_origin(runner: ForwardRunner, inputs: Inputs, first: str, reference_ba
 def _finite_output_under(
     meter: DriftMeter, tree: Tree, recipe: Recipe, what: Literal["output", "modules"], cancelled: IsCancelled
 ) -> OutputDrift | None:
-    """Return the drift under a recipe, or None if the model can't run, or if its values are not finite: those of the main output
-    or, if `what` is "modules", of any output.
+    """Return the drift under a recipe, or None if the model can't run or if values are not finite. what: "output" if only the
+    values of the main output have to be finite, "modules" if also those of every module.
     """
     plan = make_plan(tree, recipe)
     meter.model.apply(plan.dtypes, cancelled=cancelled, caches=plan.caches)

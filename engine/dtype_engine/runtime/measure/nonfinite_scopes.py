@@ -40,11 +40,15 @@ def scopes(
     """Return functions that make the sets of rules to try, from narrow to wide. Some take seconds for a large model, so a function
     should be called only when all before it have failed.
 
-    First come the weight of the operation where the values arise (the culprit) or the weights of the operations before it, and the
-    module of the culprit, cast to bfloat16, which has float32's range in two bytes. Then come all weights of the culprit's dtype
-    whose operations have values beyond the dtype's range in the reference run. Then come the modules above the culprit; in a list
-    of numbered layers, the culprit's layer is followed by this layer with all later ones. Then come all weights of the culprit's
-    dtype, and last the whole model, in bfloat16 and in float32.
+    The operation where the values arise is the culprit. Casts to bfloat16, which has float32's range in two bytes, are tried for
+    the following, in this order:
+
+    - the culprit's weight (first to float64 if float32 can't hold its values), or the weights of the operations before it;
+    - the culprit's module;
+    - all weights of the culprit's dtype whose operations have values beyond the dtype's range in the reference run;
+    - each module above the culprit's; in a list of numbered layers, the culprit's layer is followed by it with all later ones;
+    - all weights of the culprit's dtype;
+    - the whole model, for which float32 is tried last.
 
     recipe: the rules under which the values arise. module, weights, sources, largest, dtype: those of the culprit, or empty.
     reached: the largest |values| in the reference run.
@@ -79,8 +83,8 @@ def _in_bfloat16(tree: Tree, recipe: Recipe, names: list[str]) -> Scope:
 
 
 def _beyond(names: list[str], limit: float, reached: Magnitudes) -> list[str]:
-    """Return those of the weights `names` for which the reference run has values beyond `limit` in the weight's operations, or in
-    the own code of a module that contains the weight.
+    """Return the weights among `names` that meet values beyond `limit` in the reference run, either in their own operations or in
+    the own code of a module that contains them.
     """
     modules = tuple(f"{module}." for module, largest in reached.modules.items() if module and largest > limit)
     return [name for name in names if reached.weights.get(name, 0.0) > limit or name.startswith(modules)]

@@ -45,8 +45,8 @@ class Examples:
 
 
 def epsilon_of(value: Any) -> float:
-    """Return the relative spacing of the floats in what a metric returned: of float32 if a tensor or an array has it or a narrower
-    dtype, because Python then has its rounded values, otherwise of float64.
+    """Return the relative spacing (epsilon) of the floats in what a metric returned. It is float32's if the value contains a tensor
+    or an array in float32 or a narrower dtype, because Python's floats are then rounded. Otherwise, it is float64's.
     """
     if isinstance(value, (dict, list, tuple)):
         return max(map(epsilon_of, value.values() if isinstance(value, dict) else value), default=2.0**-52)
@@ -87,9 +87,9 @@ def compare(name: str, reference: Examples, candidate: Examples) -> MetricChange
 
 
 def _resampled(reference: Examples, candidate: Examples, aggregate: Aggregate) -> list[float]:
-    """Return the differences of a metric over resamples, without those on which it is undefined: not finite, or an exception of
-    the user's code, which has computed the metric of all examples. A precision where nothing is found divides by zero, and the
-    area under a curve where one class is missing raises ValueError.
+    """Return the differences of a metric over resamples of the examples. Resamples on which the metric is undefined are left out:
+    it is not finite, or `aggregate` raises an exception, although it raised none for all examples together. For example, a
+    precision where nothing is found divides by zero, and the area under a curve where one class is missing raises ValueError.
     """
     draw, count, drawn = random.Random(0), len(reference.values), []
     for _ in range(DRAWS):

@@ -86,8 +86,8 @@ def running_order(batches: Sequence[Batch]) -> tuple[int, ...]:
 
 
 def compared_sequences(order: Sequence[int], elements: Sequence[int]) -> frozenset[int]:
-    """Return the indexes of the sequences in which modules are compared: the first, which is short, and others that have at most a
-    sixth of the input elements of all sequences after the first. order: the indexes of the sequences, as they run. elements: the
+    """Return the indexes of the sequences in which modules are compared: the first, which is short, and some of the later ones,
+    which together have at most a sixth of the later input elements. order: the indexes of the sequences, as they run. elements: the
     number of input elements of each sequence.
     """
     chosen, compared, run = set(order[:1]), 0, 0
@@ -100,9 +100,9 @@ def compared_sequences(order: Sequence[int], elements: Sequence[int]) -> frozens
 
 
 def outline(finished: Sequence[str], spans: Sequence[int]) -> frozenset[str]:
-    """Return a small set of modules whose outputs are worth keeping, so that the next pass can skip calls that have not changed:
-    the modules that the model calls directly and, if such a call contains more than a tenth of all calls, those called directly
-    inside it, and so on. finished, spans: as in `PassResult`.
+    """Return a small set of modules whose outputs are worth keeping, so that the next pass can skip calls that have not changed.
+    These are the modules that the model calls directly. If such a call contains more than a tenth of all calls, the modules called
+    directly inside it are added, and so on. finished, spans: as in `PassResult`.
     """
     if len(spans) != len(finished):
         return frozenset(finished)

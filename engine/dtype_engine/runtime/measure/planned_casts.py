@@ -32,7 +32,9 @@ class PlannedCast:
 def casts_in_files(
     checkpoint: Checkpoint, tensors: Iterable[TensorInfo], planned: Mapping[str, str]
 ) -> list[PlannedCast]:
-    """Return those of `tensors` that a plan casts and the files have. planned: the dtype of each tensor, by name."""
+    """Return the casts that a plan makes of `tensors`, as far as the files have them. A tensor that the files store in several
+    parts has one entry for each part. planned: the dtype of each tensor, by name.
+    """
     return [
         PlannedCast(
             tensor.name if len(names) == 1 else name,

@@ -46,9 +46,9 @@ class MeasurementProgress:
         self._total = max(self._done + left[0], min(total, self._total)) if rest < 1 and self._total else total
 
     def begin_pass(self, run: str, number: int, every_module: bool, observer: ModuleObserver | None) -> ModuleObserver:
-        """Begin to count a pass of `run` ("reference" or "candidate") over a sequence. The first pass of one run ends all passes of
-        the other. Returns an observer for the pass, which counts module calls and passes all outputs on to `observer`.
-        every_module: whether the pass observes the outputs of all modules.
+        """Begin to count a pass of `run` ("reference" or "candidate") over a sequence. If the passes that are counted are of the
+        other run, they end now. Returns an observer for the pass, which counts module calls and passes all outputs on to
+        `observer`. every_module: whether the pass observes the outputs of all modules.
         """
         if run != self._run:
             self.close()
@@ -67,7 +67,7 @@ class MeasurementProgress:
         return int(min(1.0, running.finished / max(1, expected)) * running.size)
 
     def close(self) -> None:
-        """End the passes that run. What observes them, with the outputs of all modules, is then free at once."""
+        """End all passes that are counted, and release their observers with the module outputs that these hold."""
         for running in self._running:
             self._done += running.size
             self._calls[running.every_module] = running.finished

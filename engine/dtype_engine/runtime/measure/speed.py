@@ -32,9 +32,9 @@ finished.
 def measure_speed(
     runner: ForwardRunner, inputs: Inputs, plan: Plan, on_passes: OnPasses, repeats: int = REPEATS
 ) -> SpeedReport:
-    """Return the times of forward passes over all inputs for each variant of the model: in float32, as stored (unless this is one
-    of the others), and as cast. After one warm-up pass there are `repeats` timed passes, or fewer, but at least 3, if they take
-    long. KV caches are not rounded. A notice names each variant that does not fit into memory.
+    """Return the times of forward passes over all inputs for each variant of the model: in float32, as stored, and as cast. The
+    variant as stored is left out if it equals one of the others. After one warm-up pass, `repeats` passes are timed. If they take
+    long, fewer are timed, but at least 3. KV caches are not rounded. A notice names each variant that does not fit into memory.
 
     For the float32 variant, the model is really cast to float32, as a user would run it. (Measurements of drift instead widen each
     weight when it is used.) Afterwards, the model is cast according to `plan`. `runner` must have been created with `watch=False`.

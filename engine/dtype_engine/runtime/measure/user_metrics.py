@@ -170,9 +170,9 @@ def _for_users(value: Any) -> Any:
 
 
 def _values(name: str, returned: Any, aggregate: Aggregate | None) -> list[Any]:
-    """Convert what a metric returned to a list of plain Python values, one for each example: for each entry of a list, or of the
-    first dimension of a tensor or an array. Anything else is the value of a single example. Raises UserError if the values are not
-    numbers and there is no `aggregate`.
+    """Convert what a metric returned to a list of plain Python values, one for each example. Each entry of a list, or of the first
+    dimension of a tensor or an array, is an example. Anything else is the value of a single example. Raises UserError if the values
+    are not numbers and there is no `aggregate`.
     """
     plain = _plain(returned)
     values = plain if isinstance(plain, list) else [plain]

@@ -68,9 +68,9 @@ class TwoCheckpoints:
         """Compare each weight that both checkpoints have, in pieces, and yield the difference, in the order of the reference's
         weights.
 
-        known: differences of earlier runs, by (name of the weight in the reference checkpoint, its name in the candidate), which
-        are not computed again. `on_progress(done, total)` is called with numbers of compared bytes. Raises UserError if a file
-        can't be read or has changed since it was opened.
+        known: differences from earlier runs, which are not computed again. The keys are (name of the weight in the reference
+        checkpoint, its name in the candidate). `on_progress(done, total)` is called with numbers of compared bytes. Raises
+        UserError if a file can't be read or has changed since it was opened.
         """
         sizes = [self.candidate.weights[pair.candidate].nbytes for pair in self.pairing.pairs]
         done, total = 0, sum(sizes)

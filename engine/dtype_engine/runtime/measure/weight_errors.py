@@ -79,8 +79,8 @@ def _inspected(model: LiveModel, name: str, targets: tuple[str, ...], cancelled:
 
 
 def reference_differences(model: LiveModel, cancelled: IsCancelled = never) -> Iterator[ModuleDrift]:
-    """Yield, for each weight of a model as it is currently cast, how it differs from the same weight of the other checkpoint that
-    is the reference. Yields nothing if the model is its own reference. Raises Cancelled, between two weights.
+    """Compare each weight of a model, as it is currently cast, with the same weight of the checkpoint that is its reference, and
+    yield the drift. Yields nothing if the model is its own reference. Raises Cancelled, between two weights.
     """
     for weight in model.weights.values():
         if cancelled():

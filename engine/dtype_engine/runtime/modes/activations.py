@@ -143,8 +143,9 @@ def _operand(args: Arguments, kwargs: Mapping[str, Any], operand: _Operand) -> A
 
 
 def _of_einsum(args: Arguments, formats: Mapping[int, InputFormat]) -> Rounds | None:
-    """Return how to round an operand of an einsum, or None unless it has two operands and sums over one letter that both have.
-    formats: the formats of quantized weights among the operands, keyed by `id`.
+    """Return how to round an operand of an einsum that has two operands and sums over one letter that both have. Returns None for
+    any other einsum, and if neither operand is a quantized weight. formats: the formats of quantized weights among the operands,
+    keyed by `id`.
     """
     if len(args) != 3 or not isinstance(args[0], str) or "." in args[0] or "->" not in args[0]:
         return None

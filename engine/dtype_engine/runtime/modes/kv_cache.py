@@ -115,7 +115,7 @@ def watching_caches(watcher: CacheWatcher, mode: WeightMode) -> Iterator[None]:
 
 
 def watched_caches() -> AbstractContextManager[None]:
-    """Return a context in which the watcher that `watching_caches` has set intercepts what its thread writes and reads."""
+    """Return a context in which a thread's reads and writes of KV caches go to the watcher that `watching_caches` has set."""
     return cache_updates_by(_update)
 
 

@@ -37,9 +37,9 @@ class ReferenceMode(WeightMode):
 
     Weights stored in float64 stay in float64. An embedding look-up widens only the selected rows.
 
-    widened: memory that is reused for large widened weights, on a CPU without gradients and if no other mode keeps the tensors that
-    it sees. If None, each widened weight gets new memory. compute: the dtype to which stored codes are decoded for an operation
-    without an activation, such as an embedding look-up, if no weight is widened.
+    widened: memory to reuse for large widened weights. It is used only on a CPU without gradients, and has to be None if another
+    mode keeps the tensors that it sees. If None, each widened weight gets new memory. compute: the dtype to which stored codes are
+    decoded for an operation without an activation, such as an embedding look-up, if no weight is widened.
     """
 
     def __init__(

@@ -280,7 +280,8 @@ class WeightMode(TorchFunctionMode):
 
     def is_weight(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor, also inside `torch.vmap`, is a weight, replaces a weight, is a view of such a tensor, or shares
-        a weight's memory: torch does not regard `weight.data`, `weight.detach()` and the tensors of `state_dict()` as views.
+        a weight's memory. The last case covers `weight.data`, `weight.detach()` and the tensors of `state_dict()`, which torch does
+        not regard as views.
         """
         tensor, _ = unwrapped(tensor)
         if isinstance(tensor, nn.Parameter):
@@ -291,7 +292,9 @@ class WeightMode(TorchFunctionMode):
         return any(id(each) in self.weights for each in self.sharing_memory(tensor))
 
     def _run(self, func: Any, name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
-        """Call a torch function if a weight has to be replaced, dtypes differ, or casts or quantized weights are tracked."""
+        """Call a torch function for `run` if a plain call may not do, because a weight may have to be replaced, dtypes differ, or
+        casts or quantized weights are tracked.
+        """
         args, kwargs = self.revealed(name, args, kwargs)
         tensors = tensors_in(args, kwargs)
         for tensor in tensors:
@@ -312,9 +315,9 @@ class WeightMode(TorchFunctionMode):
     def revealed(self, name: str, args: Arguments, kwargs: dict[str, Any]) -> tuple[Arguments, dict[str, Any]]:
         """Return the arguments of a torch call with hidden weights replaced by values.
 
-        A hidden weight is a tensor that shares the memory of a weight to replace, but the mode did not see its origin, for example
-        `torch.vmap` or `nn.Parameter(weight)`. Raises NoForward if the tensor is only a part of the weight, or is wrapped by a
-        transform other than `torch.vmap`, such as `torch.func.grad`.
+        A hidden weight is a tensor that shares the memory of a weight to replace, but was made in a way that the mode did not see,
+        for example by `torch.vmap` or `nn.Parameter(weight)`. Raises NoForward if the tensor is only a part of the weight, or is
+        wrapped by a transform other than `torch.vmap`, such as `torch.func.grad`.
         """
         if not self._narrow:
             return args, kwargs

@@ -35,7 +35,7 @@ Counted = MutableMapping[tuple[str, str], ValueLoss | None]
 
 
 class _Counts(NamedTuple):
-    """How many values a cast loses among some elements of a tensor. Fields without a text of their own are those of `ValueLoss`."""
+    """How many values a cast loses among some elements of a tensor. `ValueLoss` describes the fields, except `zeros`."""
 
     overflowed: int = 0
     vanished: int = 0
@@ -133,7 +133,9 @@ def _listed(loss: ValueLoss) -> ValueLoss | None:
 
 
 def _rows(original: torch.Tensor | Values, dtype: str) -> Rows:
-    """Return a view of a tensor as a matrix [rows, width]. In `dtype`, each block of the matrix has a scale, or else each row."""
+    """Return a view of a tensor as a matrix [rows, width]. If `dtype` has block scales, its blocks are parts of this matrix.
+    Otherwise, each row is an output channel.
+    """
     blocks = dtypes.BY_NAME[dtype].blocks
     if blocks is None:
         return as_rows(original)

@@ -141,7 +141,9 @@ def _in_blocks(tensor: torch.Tensor, dtype: str, on_piece: OnPiece) -> None:
 
 
 def _sums(x: torch.Tensor, cast: torch.Tensor, delta: torch.Tensor, dtype: str) -> _Sums:
-    """Return the sums over some elements of a tensor. x, cast, delta: as for `OnPiece`, but flat. delta is overwritten."""
+    """Return the sums over some elements of a tensor. x, cast, delta: the values, the result of the cast and the errors, as for
+    `OnPiece`, but flat. delta is overwritten.
+    """
     noise, energy = float(torch.dot(delta, delta)), float(torch.dot(x, x))
     overflowed = saturated = nonfinite = zeroed_nan = 0
     limit = saturates_beyond(dtype) if dtype in dtypes.STORAGE_DTYPES else math.inf

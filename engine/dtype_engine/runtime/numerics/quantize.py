@@ -111,8 +111,8 @@ def amax_to_scale(amax: torch.Tensor, top: float) -> torch.Tensor:
 
 
 def saturates_beyond(dtype: str) -> float:
-    """Return the |value| above which a cast to `dtype`, a format with scales, saturates even with the largest possible scale:
-    float32's largest value or, for power-of-two scales, the limit in `formats.mx`.
+    """Return the |value| above which a cast to `dtype`, a format with scales, saturates whatever the scale. This is float32's
+    largest value or, if scales are powers of two, the limit in `formats.mx`.
     """
     row = dtypes.BY_NAME[dtype]
     return (

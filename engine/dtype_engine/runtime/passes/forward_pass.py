@@ -80,8 +80,8 @@ class ForwardPass:
         self.mode.module = name
 
     def is_elsewhere(self, name: str, module: nn.Module) -> bool:
-        """Return whether a module is called in a different thread from that of the forward pass. The pass's mode intercepts nothing
-        in that thread. If the module has weights, store the reason in `refused` instead, and end that thread.
+        """Return whether a module is called in a different thread from that of the forward pass, where the pass's mode intercepts
+        nothing. If such a module has weights, store the error message in `refused`, and end that thread by raising SystemExit.
         """
         if threading.get_ident() == self._thread:
             return False

@@ -64,7 +64,7 @@ class AttendedPositions:
 
 @dataclass(frozen=True, slots=True)
 class KeptPositions:
-    """Masks of the positions of a batch to compare, bool [batch, positions], on the model's device. At least one is not None."""
+    """Masks of the positions of a batch to compare, bool [batch, positions], on the model's device. There is at least one mask."""
 
     encoder: torch.Tensor | None
     """The mask of the encoder's positions in an encoder-decoder model, and of all positions in other models."""

@@ -118,7 +118,9 @@ class ForwardRunner:
         return resume
 
     def enter_block(self, name: str) -> None:
-        """Begin to use the weights of a block of a model over memory. If passes take turns, first wait for this pass's turn."""
+        """Begin to use the weights of a block, if the model is larger than memory. If passes take turns, first wait for this pass's
+        turn.
+        """
         run = self._calls.under_way
         if self._together is None:
             self.model.memory.enter(name)
@@ -166,8 +168,8 @@ class ForwardRunner:
         self, batches: Iterable[Batch], formats: Collection[str] | None = None, run: Run = "candidate"
     ) -> None:
         """Find the largest |value| of each head in the KV caches of a run, if one of `formats` has calibrated scales. Candidate
-        runs compute the scales of their caches from these values of the candidate, and `partial` runs without `PassOptions.amax`
-        from those of the reference.
+        runs compute the scales of their caches from the values of the candidate. `partial` runs without `PassOptions.amax` compute
+        them from those of the reference.
 
         This runs the model on all batches, unless the values are known. Raises NoForward, KernelError and Cancelled. formats: names
         in `KV_FORMATS`; if None, the formats of the recipe.
@@ -184,8 +186,8 @@ class ForwardRunner:
     def partial_amax(
         self, batches: Iterable[Batch], drifting: frozenset[int], inside: Callable[[str], bool]
     ) -> dict[str, torch.Tensor] | None:
-        """Return `PassOptions.amax` for `partial` runs over all batches, or None if they round caches with no calibrated scales.
-        drifting, inside: as for `partial`.
+        """Return `PassOptions.amax` for `partial` runs over all batches. Returns None if no cache that these runs round has
+        calibrated scales. drifting, inside: as for `partial`.
         """
         rounded = (form for name, form in self.model.cache_formats.items() if inside(name))
         if not any(KV_FORMATS[form].calibrated for form in rounded):
@@ -197,7 +199,7 @@ class ForwardRunner:
         return self._amax_of(batches, self.reference_call, run)
 
     def amax_of(self, run: Run) -> Mapping[str, torch.Tensor]:
-        """Return `PassOptions.amax` of a run, which is empty if the run was not calibrated in the model's current state."""
+        """Return `PassOptions.amax` of a run. It is empty if the run was not calibrated in the model's current state."""
         return self._calibrated(run) or {}
 
     def _calibrated(self, run: Run) -> Mapping[str, torch.Tensor] | None:
@@ -313,8 +315,8 @@ class ForwardRunner:
         return self._run(call, mode, PassOptions(graph=True), _IGNORES, caches=caches)
 
     def _for_all(self, name: str, context: Callable[[], AbstractContextManager[T]]) -> AbstractContextManager[T]:
-        """Return a context for a pass. Passes that take turns share one for each `name`: the first enters it, and it ends with the
-        last.
+        """Return a context for a pass. Passes that take turns share one context for each `name`, which the first pass enters and
+        which ends with the last pass. context: creates it.
         """
         return context() if self._together is None else nullcontext(self._together.share(name, context))
 

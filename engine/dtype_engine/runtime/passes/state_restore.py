@@ -60,15 +60,15 @@ def as_every_pass(
     watching: WeightMode | SideBySide,
     earlier: SavedState | None = None,
 ) -> Iterator[tuple[SavedState, Callable[[], bool]]]:
-    """Make a forward pass in the `with` block reproducible: it starts with the same state and random numbers as every other pass,
-    and code compiled by `torch.compile` runs uncompiled, because it would bypass the interception of module calls and
-    torch-function modes. The state is restored after the block, so that values that a model computes from its weights at the first
-    call are computed again from the currently cast weights. Yields the saved state, and a function that restores it immediately and
-    returns whether the model is `stateful`.
+    """Make the forward pass in the `with` block start with the same state and random numbers as every other pass. Code compiled by
+    `torch.compile` runs uncompiled, because it would bypass the interception of module calls and torch-function modes. The state is
+    restored after the block. Values that a model computes from its weights at the first call are therefore computed again, from the
+    currently cast weights. Yields the saved state, and a function that restores it immediately and returns whether the model is
+    `stateful`.
 
     behavior: its `stateful` becomes True if anything had to be restored. modules: the modules whose state is restored. watching:
-    tells whether the pass has changed tensors. earlier: the state that was saved before an earlier pass. It is used again if it
-    still holds.
+    tells whether the pass has changed tensors. earlier: the state that was saved before an earlier pass, which is used again if
+    nothing has changed since.
     """
     state = earlier if earlier is not None and earlier.still_holds() else SavedState(modules)
     watching.kept = state.tensors
@@ -92,9 +92,9 @@ def _uncompiled() -> AbstractContextManager[None]:
 
 
 class SavedState:
-    """The saved state of some modules: their tensors, numbers, containers and objects, and the tensors in attributes of their
-    classes, in global variables of the Python modules that define these classes, and in containers and caches of functions there,
-    such as a `functools.lru_cache`.
+    """The saved state of some modules: their tensors, numbers, containers and objects. Tensors in the following places are saved,
+    too: attributes of the modules' classes, global variables of the Python modules that define these classes, and containers and
+    caches of functions there, such as a `functools.lru_cache`.
     """
 
     def __init__(self, modules: Collection[nn.Module]) -> None:
@@ -246,7 +246,7 @@ class SavedState:
 
 
 class _Unchanged:
-    """Tells whether any of many containers differs from its copy, in a fifth of the time of `_has_same` for each pair."""
+    """Tells whether many containers still equal their copies, in a fifth of the time that `_has_same` takes for all of them."""
 
     def __init__(self, pairs: Sequence[tuple[Any, Any]]) -> None:
         self._sets = [pair for pair in pairs if isinstance(pair[0], set)]

@@ -19,7 +19,9 @@ from dtype_engine.runtime.numerics.kv_rounding import round_cache
 
 @dataclass(slots=True)
 class CacheWrite:
-    """The keys or the values that one call of an attention module writes into a KV cache, with fields as in `WeightOp`."""
+    """The keys or the values that one call of an attention module writes into a KV cache. `outputs` and `gradients` are as in
+    `WeightOp`.
+    """
 
     name: str
     keys: bool
@@ -32,8 +34,8 @@ class CacheWrite:
         return (self.name,)
 
     def errors(self, names: Sequence[str], amax: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Return a list with one tensor [formats, elements]: by how much rounding to each format in `names`, such as `kv:fp8`,
-        changes what was written. amax: the calibrated largest |value| of each head, by the name of the cache tensor.
+        """Return the changes that rounding to each format in `names`, such as `kv:fp8`, makes to what was written: a list with one
+        tensor [formats, elements]. amax: the calibrated largest |value| of each head, by the name of the cache tensor.
         """
         states = self.outputs[0]
         forms = (name.removeprefix(SCANNED) for name in names)
@@ -61,7 +63,7 @@ class CacheRecorder(CacheWatcher):
 
 
 def scored_bytes(tree: Tree, name: str, dtype: str) -> int:
-    """Return the bytes of a weight or, in a format such as `kv:fp8`, of a KV cache for a sequence of `DEFAULT_CONTEXT` tokens."""
+    """Return the bytes of a weight, or of a KV cache of `DEFAULT_CONTEXT` tokens. dtype: for a cache, a format such as `kv:fp8`."""
     if name in tree.tensors:
         return tensor_bytes(tree.tensors[name], dtype)
     tensor = next(each for each in tree.kv_cache.tensors if each.name == name)

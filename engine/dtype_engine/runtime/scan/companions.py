@@ -23,8 +23,8 @@ from dtype_engine.runtime.modes.weight_mode import WeightMode
 
 
 def companions_of(operation: Sequence[str], weights: Mapping[str, Weight]) -> tuple[str, tuple[str, ...]]:
-    """Return (the smallest weight of an operation, the last one if several are equally small; the other weights that can be cast).
-    operation: the names of the operation's weights.
+    """Return (the smallest weight of an operation, the names of its other weights that can be cast). If several weights are equally
+    small, the last one is returned. operation: the names of the operation's weights.
     """
     smallest = min(reversed(operation), key=lambda name: weights[name].info.numel)
     return smallest, tuple(name for name in operation if name != smallest and weights[name].info.castable)
@@ -41,7 +41,7 @@ def added_drift(drift_of: Callable[[tuple[str, ...]], float], name: str, compani
 
 
 class CompanionsMode(TorchFunctionMode):
-    """Observes which weights are used together in one operation, and stores the companions of each smallest weight in `found`.
+    """Observes which weights are used together in one operation. `found` maps the smallest of them to the others, its companions.
 
     mode: the WeightMode that runs the pass. It must be entered after the CompanionsMode, which then sees the operations of the
     pass.

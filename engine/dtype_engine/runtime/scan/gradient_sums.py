@@ -42,12 +42,13 @@ class GradientSums:
 
     @property
     def waiting(self) -> set[int]:
-        """The `id`s of the operations with sums of squared gradients that are still to be added to `squares`."""
+        """The `id`s of the operations whose squared gradients are being summed, and are not added to `squares` yet."""
         return {key for key, _ in self._partial}
 
     def gradients(self, given: list[tuple[int, torch.Tensor]], key: tuple[int, int], final: bool) -> Gradients | None:
-        """Return the gradients in `given` with the squares that are ready now, or None if there are neither. Squares of a backward
-        pass from a sampled `topk` call are ready at once. Those of the probes are summed, and ready with the last probe.
+        """Return the gradients in `given`, and the squares that can be added to `squares` now, or None if there are neither.
+        Squares of a backward pass from a sampled `topk` call can be added at once. Those of the probes are summed until the last
+        probe.
 
         given: the gradients with respect to one output, as pairs (number of the backward pass, gradient [E]). key: the `id` of the
         operation and the index of its output. final: whether this is the last probe.

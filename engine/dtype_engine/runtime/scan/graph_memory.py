@@ -67,7 +67,7 @@ class GraphMemory:
         return "" if not self.model.memory.limited else self.model.memory.inside
 
     def saving(self) -> AbstractContextManager[object]:
-        """Return a context manager for the forward pass. If `rereads`, the graph then records which weights it needs."""
+        """Return a context manager for the forward pass. If `rereads`, the graph notes which weights it needs, not their values."""
         return saved_tensors_hooks(self._remembered, self._read_again) if self.rereads else nullcontext()
 
     @contextmanager
@@ -86,8 +86,8 @@ class GraphMemory:
         return self._views.get(tensor.untyped_storage().data_ptr()) if self._views else None
 
     def keep(self, tensor: torch.Tensor, kept: dict[int, KeptTensor]) -> torch.Tensor:
-        """Return `tensor` or, if it is to be written to the file, a placeholder without memory. `kept` then gets an entry with the
-        kept activation, keyed by the `id` of the placeholder.
+        """Return `tensor` or, if it is to be written to the file, a placeholder without memory. In that case, the record of the
+        tensor is added to `kept`, keyed by the `id` of the placeholder.
         """
         if self.file is None or not is_keepable(tensor):
             return tensor

@@ -36,8 +36,8 @@ class LastScan:
         """Return the scan that was requested last if its parameters are the same, otherwise a new one.
 
         names: the dtypes and cache formats to scan. draws: the number of backward passes for each sequence; None for the default.
-        exact: whether to measure instead of estimating. save: the file in which the scan is saved, or None. Raises UserError if a
-        dtype is unknown or "stored", if there is none, and if the file `save` holds a scan with other parameters.
+        exact: whether to measure instead of estimating. save: the file in which the scan is saved, or None. Raises UserError if
+        `names` is empty, if a dtype is unknown or "stored", and if the file `save` holds a scan with other parameters.
         """
         targets = tuple(dict.fromkeys(map(parse_scanned, names)))
         if {dtypes.STORED, SCANNED + dtypes.STORED}.intersection(targets) or not targets:

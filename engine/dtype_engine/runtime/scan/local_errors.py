@@ -137,8 +137,9 @@ class LocalErrors:
 
     def _amax(self, name: str, dtype: str, in_parts: bool) -> float | None:
         """Return the |value| from which the scale of the whole tensor is computed: the largest of this weight and of those that
-        runtimes fuse with it. Returns None if the format has no such scale, or if casting the whole weight finds the value anyway.
-        in_parts: whether only some rows are cast, which may lack the largest value.
+        runtimes fuse with it. Returns None if the format has no such scale. Also returns None for an unfused weight that is cast as
+        a whole, because the cast then finds the value itself. in_parts: whether only some rows are cast, which may lack the largest
+        value.
         """
         row = dtypes.BY_NAME[dtype]
         alone = in_parts and (row.per_tensor or (row.blocks is not None and row.blocks.tensor_scale))

@@ -135,7 +135,7 @@ def measure_unfollowed(
 
 
 def _bits(dtype: str) -> int:
-    """Return the number of bits of an element, or 64 for the format in which another program stored it: it rounds little."""
+    """Return the number of bits of an element in `dtype`. Another program's format counts as 64 bits, since it rounds little."""
     row = dtypes.BY_NAME.get(dtype)
     return 64 if row is None else row.bits
 
@@ -143,12 +143,12 @@ def _bits(dtype: str) -> int:
 def weights_to_measure(
     read: Iterable[str], wanted: Mapping[str, Sequence[str]], sequence: int, sequences: int
 ) -> list[Key]:
-    """Return the (weight, dtype) pairs to measure in the sequence with the index `sequence`, of `sequences` in all. read: the
-    weights of operations for which the model's code read the dtype of an output, in the order of the pass. wanted: the dtypes in
-    which each weight is scored.
+    """Return the (weight, dtype) pairs to measure in the sequence with the index `sequence`. sequences: the number of all
+    sequences. read: the weights of operations for which the model's code read the dtype of an output, in the order of the pass.
+    wanted: the dtypes in which each weight is scored.
 
-    If there are few sequences, each measures all pairs. If there are many, each measures at most one pair: for n pairs, sequences 0
-    to n - 1 measure one each, sequence n measures none, and so on, so that the average is below one pass per sequence.
+    If there are few sequences, each measures all n pairs. If there are many, sequences 0 to n - 1 measure one pair each, sequence n
+    measures none, and this repeats. On average, there is then less than one pass per sequence.
     """
     few = [name for name in dict.fromkeys(read) if name in wanted][:_MOST_READ]
     keys = [(name, dtype) for name in few for dtype in wanted[name] if dtype in ("bfloat16", "float16")]
@@ -159,8 +159,8 @@ def weights_to_measure(
 
 
 def read_otherwise(reads: Sequence[ValueRead], costly: Mapping[str, Sequence[str]], errors: LocalErrors) -> set[str]:
-    """Return the weights for which a value that the model's code has read (`reads`) would differ after a cast to one of the dtypes
-    in `costly`. errors: casts the weights.
+    """Return the names of the weights from which the model's code would read a different value after a cast. reads: the values that
+    it has read. costly: the dtypes to which each weight is cast. errors: casts the weights.
     """
     found: set[str] = set()
     for read in reads:

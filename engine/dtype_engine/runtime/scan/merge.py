@@ -53,7 +53,7 @@ def _joined(one: SavedScan, other: SavedScan, file: Path) -> SavedScan:
 
 
 def _missing(whole: SavedScan, files: Mapping[Path, SavedScan]) -> str:
-    """Return a sentence with the shards without a file, and the files of jobs that did not finish. whole: the merged scan."""
+    """Return a sentence that names the shards without a file, and the files of unfinished jobs. whole: the merged scan."""
     parts = [f"{whole.parts - whole.count} of {whole.parts} parts are missing"]
     counts = {scan.shard.count for scan in files.values()}
     if len(counts) == 1:

@@ -100,7 +100,7 @@ class WeightOpRecorder(ReferenceMode):
         return sum({storage.data_ptr(): storage.nbytes() for storage in held}.values())
 
     def forget(self) -> None:
-        """Free everything that was recorded, which an autograd graph otherwise keeps if some backward passes have not run."""
+        """Free everything that was recorded. Otherwise, an autograd graph would keep it if some backward passes have not run."""
         self.release()
         for each in (self.operations, self.topk_calls, self.answers):
             each.clear()
@@ -216,7 +216,7 @@ class WeightOpRecorder(ReferenceMode):
         self._hide({key})
 
     def _lose_activations(self) -> None:
-        """Note that activations, which may depend on all weights used before, act on the output without gradients."""
+        """Note that activations act on the output without gradients, so that all weights used before count as unfollowed."""
         self.unfollowed.update(weight for operation in self.operations for weight in operation.weights)
 
     def _is_hidden(self, tensor: torch.Tensor) -> bool:

@@ -71,8 +71,8 @@ class TopKSample:
 
 
 def sample_calls(calls: Sequence[TopKCall], sequence: int, sequences: int) -> list[TopKCall]:
-    """Return those of `calls` that the sequence with the index `sequence` samples, of `sequences` in all. Different sequences
-    choose different calls, to cover all.
+    """Return those of `calls` that are sampled in the sequence with the index `sequence`. Different sequences sample different
+    calls, to cover all. sequences: the number of all sequences.
     """
     count = len(calls)
     if not count:

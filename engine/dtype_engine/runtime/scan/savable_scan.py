@@ -72,8 +72,8 @@ class SavableScan(ABC):
             self.on_unsaved(str(error))
 
     def report_of(self, draws: int, sequences: int, scores: Mapping[Key, tuple[float, float | None]]) -> ScanReport:
-        """Return the report of some finished `sequences`. draws: the number of backward passes per sequence, or 0 for an exact
-        scan. scores: (score, standard error) by (weight, dtype).
+        """Return a report. sequences: the number of finished sequences. draws: the number of backward passes per sequence, or 0 for
+        an exact scan. scores: (score, standard error) by (weight, dtype).
         """
         return ScanReport(
             model=self.model.title,

@@ -87,8 +87,8 @@ def combine_scores(
     mean_between = statistics.fmean(between.values()) if between else 0.0
 
     def error_of(score: float, own: float, sequences: int, least: float = 0.0, more: float = 0.0) -> float:
-        """Return the standard error of `score`. own: its variance between `sequences` sequences. least, more: a lower limit of
-        the variance, and an addition to it. All variances are relative.
+        """Return the standard error of `score`. own: its variance between the sequences. sequences: their number. least: a lower
+        limit of the variance. more: a variance that is added. All variances are relative.
         """
         prior = mean_between * count / sequences
         variance = (_PRIOR_FREEDOM * prior + (sequences - 1) * own) / (_PRIOR_FREEDOM + sequences - 1)

@@ -88,7 +88,7 @@ class SequenceGroups:
 
 
 def _first_of(indexes: list[int], nbytes: Callable[[int], float], room: float) -> list[int]:
-    """Return as many of the first `indexes` as take at most `room` bytes together, at least one. nbytes: the bytes of an index."""
+    """Return as many of the first `indexes` as take at most `room` bytes, but at least one. nbytes: returns an index's bytes."""
     taken, total = list[int](), 0.0
     for index in indexes:
         total += nbytes(index)

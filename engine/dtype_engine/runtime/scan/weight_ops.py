@@ -97,7 +97,7 @@ class WeightOp:
 
     @property
     def held_activations(self) -> list[torch.Tensor]:
-        """The outputs, and the arguments that do not come from a weight, without those whose activations go to a file."""
+        """The outputs, and the activations among the arguments, without those that are written to a file."""
         return [tensor for tensor in self._held() if id(tensor) not in self.kept and not is_wrapped(tensor)]
 
 

@@ -51,7 +51,7 @@ class WeightOrigins:
 
     def note(self, tensor: torch.Tensor, origin: WeightOrigin, view: WeightView | None = None) -> None:
         """Remember how a tensor was computed from a weight. view: the weight's values with which the tensor shares memory, if the
-        graph holds no weights. The tensor is then not kept in memory by this record.
+        graph holds no weights. If a view is given, this object does not keep the tensor in memory.
         """
         key, place = id(tensor), _location(tensor)
         self._by_location.setdefault(place, key)
@@ -87,8 +87,8 @@ class WeightOrigins:
         self._made[key] = self.weights[key].tensor, WeightOrigin(weight, remake, itself=False, written=True)
 
     def forget(self, key: int, tensor: torch.Tensor) -> None:
-        """Remember that a tensor is no longer a function of one weight. key: the `id` of the tensor. tensor: itself, or the values
-        with which the operation computed in its place.
+        """Remember that a tensor is no longer a function of one weight. key: the `id` of the tensor. tensor: the tensor or, if the
+        operation computed with other values in its place, these values.
         """
         self._made.pop(key, None)
         self._by_location.pop(_location(tensor), None)
@@ -105,7 +105,7 @@ class WeightOrigins:
         return names
 
     def stand_ins(self, args: Arguments, kwargs: dict[str, object]) -> dict[int, torch.Tensor]:
-        """Return tensors without memory for the views of weights' values among the arguments, by the `id` of the view."""
+        """Return a tensor without memory for each argument that is a view of a weight's values, keyed by the `id` of the view."""
         views = [tensor for tensor in tensors_in(args, kwargs) if id(tensor) in self.views]
         return {id(tensor): torch.empty_like(tensor, device="meta") for tensor in views}
 

@@ -32,9 +32,9 @@ _NOT_RECORDED = ("return_dict", "generator")
 
 
 def inputs_of(model: LiveModel, options: Options) -> Inputs:
-    """Return the inputs that `make_inputs` creates. For a component that has none or refuses them, return the arguments that one
-    run of its pipeline passes to the component. Raises NoForward if there are no inputs, and UserError if the user's inputs do not
-    fit the model.
+    """Return the inputs that `make_inputs` creates. If the model is a component of a pipeline, and there are no such inputs or it
+    refuses them, return the arguments that one run of the pipeline passes to it. Raises NoForward if there are no inputs, and
+    UserError if the user's inputs do not fit the model.
     """
     given = options.prompts or options.texts or options.images or options.audio or options.tensors is not None
     if given or model.folder is None or not index_around(model.folder):
@@ -55,8 +55,8 @@ def inputs_of(model: LiveModel, options: Options) -> Inputs:
 
 
 def _may_be_refused(model: LiveModel, inputs: Inputs) -> bool:
-    """Return whether the model's code refuses the first of some inputs in a pass on the meta device, which computes nothing and
-    needs no weights. False if such a pass can't tell, because the code reads values.
+    """Return whether the model's code seems to refuse the first of some inputs: whether a pass on the meta device, which computes
+    nothing and needs no weights, fails. Returns False if such a pass fails only because the code reads values.
     """
     if model.checkpoint is None:
         return False

@@ -48,8 +48,8 @@ class DriftMeasurements:
         listener: MeasurementListener,
         save: Path | None,
     ) -> DriftReport:
-        """Measure, for `Session.drift`, the drift of the model, the changes of the user's metrics, and the values that the casts
-        lose.
+        """Do the work of `Session.drift`: measure the drift of the model, the changes of the user's metrics, and the values that
+        casts lose.
 
         need_inputs: returns the inputs, or raises NoForward. plan: the dtypes to which the model is cast. save: as for
         `Session.drift`.

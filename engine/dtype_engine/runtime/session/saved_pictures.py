@@ -20,7 +20,7 @@ _MOST_CHANNELS = 2
 
 
 def check_pictures(session: Session, folder: Path, force: bool) -> None:
-    """Raise UserError if the model makes no pictures or sounds or, unless `force`, if a file to be written exists."""
+    """Raise UserError if the model makes no pictures or sounds, or if a file to be written exists and `force` is False."""
     module = session.model.module
     if picture_range(module) is None and not getattr(module, "sound_rate", None):
         raise UserError(f"{session.model.title} makes no pictures to save")

@@ -269,8 +269,8 @@ class Session:
         return self.model.lost_values(None if plan is None else plan.dtypes, cancelled)
 
     def predict(self, recipe: Recipe | None = None) -> Prediction:
-        """Predict the drift of a recipe, by default the current one, in the unit of the last scan: the sum of the scores that it
-        gave to the weights that the recipe casts. Raises UserError if there is no scan, or if the scan lacks a dtype of the
+        """Predict the drift of a recipe, by default the current one: the sum of the scores that the last scan gave to the weights
+        that the recipe casts, in the unit of the scan. Raises UserError if there is no scan, or if the scan lacks a dtype of the
         recipe.
 
         >>> _ = session.scan(["bfloat16"], draws=1)
@@ -283,10 +283,10 @@ class Session:
         return predict(self.tree, plan, self.scanned, self.scanned.scores())
 
     def front(self, constraints: Constraints | None = None) -> ParetoFront:
-        """Compute the Pareto front: the recipes that no other beats in both the model's bytes and the drift that the last scan
-        predicts, largest model first. Raises UserError if there is no scan. `constraints` are the weights that stay as stored,
-        share a dtype, or may have only certain dtypes, and the program that is to load the export: by default transformers for a
-        checkpoint of transformers, otherwise this program.
+        """Compute the Pareto front of the model's bytes and the drift that the last scan predicts: the recipes that no other recipe
+        beats in both, largest model first. Raises UserError if there is no scan. `constraints` name the weights that stay as
+        stored, share a dtype, or may have only certain dtypes, and the program that is to load the export. By default, it is
+        transformers for a checkpoint of transformers, otherwise this program.
 
         >>> _ = session.scan(["bfloat16"], draws=1)
         >>> len(session.front().points) > 1
@@ -461,8 +461,8 @@ class Session:
     def loss_remedy(
         self, report: DriftReport | None, on_trial: OnParts = ignore, cancelled: IsCancelled = never
     ) -> LossRemedy | None:
-        """Find rules that preserve the values that the current recipe makes infinite or zero, or saturates. Returns None if values
-        are only rounded.
+        """Find rules that avoid the losses of the current recipe: values that become infinite or zero, or saturate. Returns None if
+        values are only rounded.
 
         Args:
             report: A measurement of the current recipe, for comparison with the drift under the new rules. If None, the rules are
@@ -565,10 +565,10 @@ class Session:
     def speed(
         self, on_passes: OnPasses = ignore, cancelled: IsCancelled = never, repeats: int = REPEATS
     ) -> SpeedReport:
-        """Time forward passes over all inputs with the weights in float32, as stored (unless this is one of the others) and as
-        cast. Returns the seconds per pass: the median, fastest and slowest of each variant. `on_passes` is called with the variant
-        that is being timed, the number of finished passes, and the number of all passes. After one warm-up pass, `repeats` passes
-        of each variant are timed, or fewer, but at least 3, if passes take long.
+        """Time forward passes over all inputs with the weights in float32, as stored, and as cast. The variant as stored is left
+        out if it equals one of the others. Returns the seconds per pass: the median, fastest and slowest of each variant. After one
+        warm-up pass, `repeats` passes of each variant are timed. If they take long, fewer are timed, but at least 3. `on_passes` is
+        called with the variant that is being timed, the number of finished passes, and the number of all passes.
 
         >>> [row.what for row in session.speed(repeats=3).rows]
         ['reference', 'candidate']

@@ -47,8 +47,8 @@ class ModuleSums:
 
     @classmethod
     def not_comparable(cls, reference: torch.Tensor, candidate: torch.Tensor) -> ModuleSums:
-        """Return sums that only hold how many more non-finite values the candidate's output has than the reference's, and how many
-        this has itself.
+        """Return sums for outputs that can't be compared. They only hold how many values of the reference's output are NaN or
+        +infinity, and how many more non-finite values the candidate's output has.
         """
         counts = [int((~torch.isfinite(output)).sum()) for output in (reference, candidate)]
         itself = int((torch.isnan(reference) | torch.isposinf(reference)).sum())

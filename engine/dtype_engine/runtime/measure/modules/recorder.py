@@ -14,9 +14,9 @@ T = TypeVar("T")
 
 
 class SeenOutput(Generic[T]):
-    """A module's output with a result computed from it. The result is used again if the next module returns the same output, as a
-    parent often returns its last child's output, or a view of all of it. This object keeps the output alive, so that its memory is
-    not used for another tensor.
+    """A module's output with a result computed from it. The next module may return the same output or a view of all of it, as a
+    parent often returns its last child's output. The result is then used again. This object keeps the output alive, so that its
+    memory is not used for another tensor.
     """
 
     def __init__(self, output: torch.Tensor, result: T) -> None:
@@ -70,7 +70,7 @@ class ModuleRecorder(ModuleObserver):
             self.choices[module, call] = chosen.clone()
 
     def copy_of(self, output: torch.Tensor) -> torch.Tensor:
-        """Return a copy of the main output: the recorded one if the last module returned it, as is usual for logits."""
+        """Return a copy of the main output. If the last module returned it, as is usual for logits, this is the recorded copy."""
         if self._last is not None and self._last.result is not None and self._last.is_same(output):
             return self._last.result
         return output.detach().clone()

@@ -77,7 +77,7 @@ class RoutingComparer:
         self._changed[module.rpartition(".")[0]] = tokens
 
     def rerouted_by(self, module: str) -> int:
-        """Return the number of all tokens in the call of the router `module` if it chose other experts for any, otherwise 0."""
+        """Return the number of tokens in a call of the router `module` that chose other experts for at least one, otherwise 0."""
         return self._changed.get(module.rpartition(".")[0], 0) if _ROUTER.search(module) else 0
 
     def is_shifted(self, module: str, output: torch.Tensor) -> bool:

@@ -86,8 +86,8 @@ def sum_chunks(
     buffers: int,
     parallel: bool = False,
 ) -> ElementSums:
-    """Call `sums_of` for successive slices of an output, of `step` rows or, if it is flat, elements, and return the sum of the
-    results, added up in order.
+    """Call `sums_of` for successive slices of an output, and return the sum of the results, added up in order. step: the number of
+    rows in a slice, or of elements if the output is flat.
 
     `sums_of` also gets `buffers` float64 buffers of the slice's shape on the output's device. The buffers are reused for the next
     slice, because touching new memory takes longer than computing the sums.
@@ -118,14 +118,14 @@ def sum_chunks(
 
 
 def widen(values: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
-    """Write values into a float64 buffer: float16 through float32, because torch vectorizes only these two steps."""
+    """Write values into a float64 buffer: float16 first to float32, since torch vectorizes these two steps, but not one alone."""
     return into.copy_(values.float() if values.dtype == torch.float16 else values)
 
 
 def sums_of_small(r: torch.Tensor, delta: torch.Tensor) -> ElementSums | None:
-    """Return the sums over some elements of the outputs in less time than `sums_of_any`, or None if Δ is not finite, or so large
-    that computing the candidate's sums from r and Δ would lose digits. delta: Δ, which is overwritten. r and delta are float64 and
-    contiguous.
+    """Return the sums over some elements of the outputs in less time than `sums_of_any`. Returns None if Δ is not finite, or so
+    large that computing the candidate's sums from r and Δ would lose digits. delta: Δ, which is overwritten. r and delta are
+    float64 and contiguous.
     """
     r, delta = r.view(-1), delta.view(-1)
     sums = [torch.dot(delta, delta), torch.dot(r, r), torch.dot(r, delta)]

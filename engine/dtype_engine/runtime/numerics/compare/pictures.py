@@ -80,7 +80,7 @@ def first_picture(output: torch.Tensor, low: float, high: float) -> torch.Tensor
 
 
 def small_picture(output: torch.Tensor, low: float, high: float) -> Picture:
-    """Return `first_picture` of the same arguments, made smaller by averages if it is larger than `MOST_PIXELS`."""
+    """Return `first_picture` of the same arguments. A picture larger than `MOST_PIXELS` is made smaller by averaging its pixels."""
     picture = first_picture(output, low, high)
     if max(picture.shape) > MOST_PIXELS:
         share = MOST_PIXELS / max(picture.shape)

@@ -109,7 +109,7 @@ def sequence_figures(
 
 
 def _softmax(x: torch.Tensor, scored: torch.Tensor, exponentials: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Write e^(x - m) into the buffer `exponentials`, which may be `x` itself. x: logits [rows, classes], with the largest m of
+    """Write e^(x - m) into the buffer `exponentials`, which may be `x` itself. x: logits [rows, classes]. m is the largest logit of
     each row. scored: the index of one class in each row, [rows, 1]. Returns four tensors [rows]: Σ e^(x - m); m; the index of the
     first class whose logit is m; and x - m of the class in `scored`.
     """
