@@ -108,8 +108,8 @@ class Checkpoint:
 
     @property
     def renamed(self) -> Mapping[str, str]:
-        """The model's name for each tensor that needs no decoding, by llama.cpp's name: `model.norm.weight` for
-        `output_norm.weight`.
+        """Maps tensors' names in a GGUF file to the model's names, such as `output_norm.weight` to `model.norm.weight`. Tensors
+        that must be decoded are in `coded` instead.
         """
         return self._of_gguf[1]
 
@@ -172,8 +172,8 @@ class Checkpoint:
         return found
 
     def names_of(self, tensor: TensorInfo) -> tuple[str, ...]:
-        """Return the keys in `weights` of the stored tensors from which a tensor of the module tree gets its values: several if the
-        model packs them into one, () if the files lack the tensor.
+        """Return the keys in `weights` of the stored tensors that hold the values of a tensor of the module tree. There are several
+        keys if the model packs several stored tensors into one, and none if the files lack the tensor.
         """
         return tensor.stored_as or tuple(name for name in tensor.names if name in self.weights)[:1]
 

@@ -95,7 +95,7 @@ def compare_index(
 ) -> IndexReport:
     """Return the differences between an index and the tensors in `files`, the files that the index names. name: the index's file
     name. weight_map: its content. tensors: all tensors in `files`. Another file in the folder counts as left out if its name begins
-    like that of one of `files`, and it holds tensors that these files lack.
+    with the same word as one of `files`, and it holds tensors that these files lack.
     """
     missing = [(tensor, file) for tensor, file in weight_map.items() if tensor not in tensors]
     moved = [

@@ -57,7 +57,7 @@ class Component:
 
 
 def index_around(folder: Path) -> Mapping[str, Any]:
-    """Return the `model_index.json` of the pipeline of which a folder is a component, or {} if it is of none."""
+    """Return the `model_index.json` of the pipeline that has a folder as a component, or {} if there is no such pipeline."""
     with suppress(UserError):
         index = read_json(folder.parent / PIPELINE_INDEX) if (folder.parent / PIPELINE_INDEX).is_file() else {}
         return index if folder.name in component_names(index) else {}
@@ -76,8 +76,8 @@ def component_names(index: Mapping[str, Any]) -> tuple[str, ...]:
 def read_components(
     folder: Path, index: Mapping[str, Any], absent_shards: bool = False
 ) -> tuple[tuple[Component, ...], dict[str, Any]]:
-    """Return (the components with weights, all tensors but pickled ones, by names such as `unet.conv.weight`). index: the content
-    of `model_index.json`. absent_shards: as in `find_weight_files`. Raises UserError.
+    """Return (the components that have weights, their tensors by names such as `unet.conv.weight`). Tensors in pickles are left
+    out. index: the content of `model_index.json`. absent_shards: as in `find_weight_files`. Raises UserError.
     """
     components: list[Component] = []
     tensors: dict[str, Any] = {}

@@ -173,8 +173,8 @@ def _open_folder(folder: Path, trust_pickle: bool, absent_shards: bool) -> Check
 
 
 def _with_unread(checkpoint: Checkpoint, found: WeightFiles, unread: tuple[str, ...]) -> Checkpoint:
-    """Return a copy of the checkpoint that records which set of weights was read and which weights were not (`unread`), with a
-    notice if these are further sets.
+    """Return a copy of the checkpoint that records which set of weights was read, and which weights were not (`unread`). If some
+    were not, the copy has a notice about them.
     """
     checkpoint = dataclasses.replace(checkpoint, read_by=found.read_by, passed_over=unread)
     return dataclasses.replace(checkpoint, notices=(*checkpoint.notices, *checkpoint.of_sets))
@@ -189,7 +189,7 @@ def _as_adapter(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _aliases(tensors: Mapping[str, CheckpointTensor], metadata: Mapping[str, str]) -> dict[str, str]:
-    """Return the names of tied weights that safetensors' `save_model` left out, each with the name that it kept."""
+    """Return the names of tied weights that safetensors' `save_model` left out, each mapped to the name that is in the file."""
     return {
         name: kept
         for name, kept in metadata.items()

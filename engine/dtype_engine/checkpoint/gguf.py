@@ -81,8 +81,8 @@ def _joined(
 
 
 def read_gguf(path: Path) -> tuple[dict[str, CheckpointTensor], dict[str, Any]]:
-    """Return the tensors of a GGUF file by name, and the fields of its header by name, with the name of `general.file_type`, such
-    as "Q4_K_M", instead of its number. Raises UserError, which names the file and the problem.
+    """Return the tensors of a GGUF file by name, and the fields of its header by name. The number in `general.file_type` is
+    replaced by its name, such as "Q4_K_M". Raises UserError, which names the file and the problem.
 
     Types that only GGUF has (block types such as Q4_K or IQ2_XS) keep their own names, in lower case. Tensors that the gguf package
     can't dequantize have a `refusal`.

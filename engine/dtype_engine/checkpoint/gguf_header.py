@@ -34,7 +34,7 @@ _LONGEST_NAME = 65_535
 
 
 class ListLength(int):
-    """The number of values of a field that has a list. The values are not kept."""
+    """The length of a list that a field holds. The list's values are not kept."""
 
 
 @dataclass(frozen=True, slots=True)

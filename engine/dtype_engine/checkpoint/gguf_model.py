@@ -130,12 +130,12 @@ _BY_MODEL_TYPE = {family.model_type: family for family in _FAMILIES.values()}
 def model_of(
     fields: Mapping[str, Any], tensors: Mapping[str, CheckpointTensor]
 ) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
-    """Return (the content of config.json, a sentence for each entry of the file that changes what the model computes and that
-    neither config.json nor the weights can hold) of the model in a GGUF file.
+    """Return (the content of config.json for the model in a GGUF file, sentences about lost entries). An entry of the file is lost
+    if it changes what the model computes, and neither config.json nor the weights can hold it.
 
-    The content is None if the architecture is not in `_FAMILIES`, the header lacks a field that every such model has, or a field
-    that must be one number has a list with a number for each block. fields: those of the header. Raises UserError if the factors of
-    the rotary embedding can't be read.
+    The content is None if the architecture is not in `_FAMILIES`, if the header lacks a field that every such model has, or if a
+    field that must be one number has a list with a number for each block. fields: those of the header. Raises UserError if the
+    factors of the rotary embedding can't be read.
     """
     architecture = str(fields.get("general.architecture"))
     begin = f"{architecture}."
@@ -188,7 +188,7 @@ def _context(own: Mapping[str, Any]) -> dict[str, Any]:
 def _config(
     family: _Family, own: Mapping[str, Any], fields: Mapping[str, Any], tensors: Mapping[str, CheckpointTensor]
 ) -> dict[str, Any] | None:
-    """Return the content of config.json without the rotary embedding, or None as `model_of` says. own: see `describe_rope`."""
+    """Return config.json without the entries of the rotary embedding, or None (see `model_of`). own: see `describe_rope`."""
     found = {entry: own[name] for name, entry in family.fields.items() if name in own}
     tokens = fields.get("tokenizer.ggml.tokens")
     found.setdefault("vocab_size", int(tokens) if isinstance(tokens, ListLength) else None)
@@ -230,9 +230,9 @@ def _config(
 def read(
     tensors: Mapping[str, CheckpointTensor], config: Mapping[str, Any] | None
 ) -> tuple[dict[str, CodedWeight], dict[str, str]]:
-    """Return (the weights of a GGUF file that must be decoded, by their names in transformers; the names in transformers of the
-    other tensors, by their names in the file). A tensor that transformers does not have keeps its name. config: None if the
-    architecture is not known.
+    """Return two mappings for a GGUF file: the weights that must be decoded, by their names in transformers; and for each other
+    tensor, its name in the file and its name in transformers. A tensor that transformers does not have keeps its name. config: None
+    if the architecture is not known.
     """
     readable = {own: tensor for own, tensor in tensors.items() if tensor.refusal is None}
     if config is None:
@@ -276,8 +276,8 @@ def _name(own: str, family: _Family, blocks: int) -> tuple[str | None, str]:
 
 
 def _changes(local: str, family: _Family, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings with which the decoder undoes llama.cpp's converter: {"heads": 32} for reordered rows, for example.
-    local: llama.cpp's word for the tensor, such as `attn_q`.
+    """Return the settings with which the decoder reverses what llama.cpp's converter did to a tensor: {"heads": 32} for reordered
+    rows, for example. local: llama.cpp's word for the tensor, such as `attn_q`.
     """
     if family.reordered and local in ("attn_q", "attn_k"):
         heads = config["num_attention_heads"]

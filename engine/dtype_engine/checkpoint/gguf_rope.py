@@ -40,8 +40,8 @@ def describe_rope(
     own: Mapping[str, Any], tensors: Mapping[str, CheckpointTensor], config: Mapping[str, Any], only_longrope: bool
 ) -> Rope:
     """Return the rotary embedding. own: the fields of the header, without the architecture before their names. config: the other
-    entries of config.json. only_longrope: whether the model class has no rule but "longrope", as Phi-3 has; only such a class can
-    rotate a part of each head. Raises UserError if factors can't be read.
+    entries of config.json. only_longrope: whether the model class has only the rule "longrope", which is so for Phi-3. Only such a
+    class can rotate a part of each head. Raises UserError if factors can't be read.
     """
     found = Rope()
     rotated = _partial(own, config, only_longrope, found)
@@ -106,8 +106,8 @@ def _partial(own: Mapping[str, Any], config: Mapping[str, Any], possible: bool, 
 
 
 def _number(own: Mapping[str, Any], name: str, default: float, found: Rope) -> float:
-    """Return the number in the field `name` of `own`, or `default` if the field is missing or no number. If it is no number, the
-    name is added to `found.lost`.
+    """Return the number in the field `name` of `own`, or `default` if the field is missing or is not a finite number. In the latter
+    case, the name is added to `found.lost`.
     """
     value = own.get(name, default)
     if type(value) in (int, float) and math.isfinite(value):

@@ -278,7 +278,7 @@ class HubModel:
         return f"only the headers of {self.address} are here, not its {size} of weights: {hint('download')}"
 
     def _files_to_download(self) -> list[str]:
-        """Return the files of weights and, unless the address names a file, other files that the model needs. Raises UserError."""
+        """Return the files that the model needs, or only those with weights if the address names a file. Raises UserError."""
         weights = self._to_download()
         at = f"{self.address.path}/" if self.address.path else ""
         beside = [
@@ -325,8 +325,8 @@ class HubModel:
         )
 
     def _files(self, matches: Callable[[str], bool], beside: bool = False) -> list[str]:
-        """Return the files whose names match in the address's folder and, if this holds a pipeline, in the folders of its
-        components. beside: whether the address is a file, so that the file's folder is searched.
+        """Return the files in the address's folder whose names match. If the folder holds a pipeline, those in the folders of its
+        components are returned, too. beside: whether the address names a file, whose folder is then searched.
         """
         folder = self.address.path.rpartition("/")[0] if beside else self.address.path
         at = f"{folder}/" if folder else ""
@@ -393,7 +393,7 @@ def _is_name(word: str) -> bool:
 
 
 def _is_repository(text: str) -> bool:
-    """Return whether a text is `org/name` or `name`, without `..` and without `--`, which stands for the slash in the cache."""
+    """Return whether a text is `org/name` or `name`. It must have no `..`, and no `--`, which replaces the slash in the cache."""
     words = text.split("/")
     return (
         len(words) <= 2

@@ -185,8 +185,8 @@ class HubReader:
             raise self._lie(f"its list of files says {size:,} bytes, its answer {printable(str(total), 40)}", url)
 
     def _decoded(self, response: Any, most: int, url: str) -> Iterator[bytes]:
-        """Yield the decompressed body: one piece, even if empty, for each that arrives. The client's `iter_bytes` omits empty
-        pieces. most: the maximum bytes of the body. Raises UserError, also if the answer is too long.
+        """Yield the decompressed body: one piece for each piece that arrives, even if it is empty. In contrast, the client's
+        `iter_bytes` omits empty pieces. most: the maximum bytes of the body. Raises UserError, also if the answer is too long.
         """
         encoding = response.headers.get("content-encoding", "identity")
         if encoding not in _ENCODINGS:
@@ -243,8 +243,8 @@ def hub_faults(title: str, revision: str) -> Iterator[None]:
     """A context manager that turns the errors of huggingface_hub into a UserError, which says what to do. title: the model's
     address. revision: the branch, tag or commit that is asked for.
 
-    In its `with` block, huggingface_hub logs nothing, because its messages quote the server, and sends no telemetry, for which it
-    would first download a list of agents of any size.
+    In its `with` block, huggingface_hub logs nothing, because its messages quote the server. It also sends no telemetry, because it
+    would first download a list of agents, whose size is not limited.
     """
     from huggingface_hub import constants, errors
     from huggingface_hub.utils import logging

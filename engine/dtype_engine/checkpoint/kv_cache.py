@@ -43,7 +43,7 @@ def kv_cache(tree: Tree, config: Mapping[str, Any] | None) -> KVCache:
 
 
 def declared_formats(config: Mapping[str, Any] | None) -> tuple[tuple[str, str, str], ...]:
-    """Return the formats of KV caches that the content of a `config.json` declares, as `KVCache.declared` has them."""
+    """Return the formats of KV caches that the content of a `config.json` declares, as triples like those in `KVCache.declared`."""
     settings = (config or {}).get("quantization_config")
     if not isinstance(settings, Mapping):
         return ()
@@ -264,14 +264,16 @@ class _Reader:
         return None
 
     def _runs(self, module: Module) -> int:
-        """Return how often a pass runs an attention: in HRM's two stacks, once in each high, or in each low cycle."""
+        """Return how often a pass runs an attention module: once, except in HRM. Its high stack runs once in each high cycle, its
+        low stack several times.
+        """
         stacks = set(module.name.split(".")) & {"H_module", "L_module"}
         high, low = _first(self.config, "H_cycles") or 2, _first(self.config, "L_cycles") or 3
         return (high * low if "L_module" in stacks else high) if stacks else 1
 
     def _keys_and_values(self, module: Module) -> tuple[int, int] | None:
-        """Return (elements of the keys, elements of the values) for one token, or None if the module is no attention of a known
-        layout.
+        """Return (elements of the keys, elements of the values) for one token, or None if the module is not an attention with a
+        known layout.
         """
         children = module.children
         planned = self.heads * self.head_dim if self.heads and self.head_dim else None
@@ -294,7 +296,7 @@ class _Reader:
         return (planned, planned) if shares else None
 
     def _recurrent_state(self, module: Module) -> int:
-        """Return the number of elements of a recurrent layer's state without that of its convolution, or 0 if it is unknown."""
+        """Return the number of elements of a recurrent layer's state, not counting its convolution's, or 0 if it is unknown."""
         decay = module.children.get("forget_gate", module).tensors.get("A_log")  # of Kimi Linear: in a child
         if decay is None:
             return 0  # a convolution alone, as in LFM2
@@ -327,7 +329,7 @@ class _Reader:
 
 
 def _states_in_attention(children: Mapping[str, Module]) -> _States:
-    """Return the states of convolutions in an attention. children: of the attention."""
+    """Return the states that an attention module keeps for its convolutions. children: the module's children."""
     inner = children["qkv_proj"].children if "qkv_proj" in children else children
     first, second = (_shape(inner.get(f"conv_qk_{kind}")) for kind in ("depthwise", "grouped"))
     if first and second and (width := _outputs(inner.get("v_proj_delayed"))):  # Zaya
@@ -338,9 +340,9 @@ def _states_in_attention(children: Mapping[str, Module]) -> _States:
 
 
 def _of_other_layers(layers: Mapping[str, int], found: Iterable[KVCacheTensor]) -> Iterator[KVCacheTensor]:
-    """Yield the caches of layers that run the attention of another layer and lack its weights.
+    """Yield the caches of layers that have no attention weights, because they run the attention of another layer.
 
-    layers: the numbers of all layers that run an attention which they may share, by name. found: the caches of all others.
+    layers: maps the name of each layer that may share an attention to its number. found: the caches of the layers with weights.
     """
     owned: dict[str, list[KVCacheTensor]] = {}
     for tensor in found:

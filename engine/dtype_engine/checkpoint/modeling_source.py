@@ -56,9 +56,9 @@ def kept_in_float32(config: Mapping[str, Any] | None) -> tuple[set[str], set[str
 
 
 def foreign_prefix(names: Collection[str], config: Mapping[str, Any] | None) -> str:
-    """Return the extra prefix of all tensor names in a checkpoint, because of which transformers does not find the tensors, such as
-    `language_model.` in `language_model.model.layers.0` or `module._orig_mod.` in `module._orig_mod.model.layers.0` if the
-    architecture's own prefix is `model.`. Returns "" if there is none, or if the architecture is unknown.
+    """Return the extra prefix that all tensor names in a checkpoint have, and that keeps transformers from finding the tensors. If
+    the architecture's own prefix is `model.`, this is `language_model.` in `language_model.model.layers.0`, and `module._orig_mod.`
+    in `module._orig_mod.model.layers.0`. Returns "" if there is none, or if the architecture is unknown.
 
     A common prefix is extra only if the architecture's own prefix follows it in most names. config: the content of config.json.
     """

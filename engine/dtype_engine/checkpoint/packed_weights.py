@@ -72,13 +72,13 @@ def packed_weights(tensors: Mapping[str, Stored]) -> list[PackedWeight]:
 
 
 def are_plain(tensors: Mapping[str, Stored]) -> bool:
-    """Return whether dtypes and ends of names show that no tensor needs the schemes, whose import takes milliseconds."""
+    """Return whether dtypes and names alone show that no tensor is quantized, to save the import of the schemes (milliseconds)."""
     return all(name.endswith((".weight", ".bias")) and each.dtype in NOT_CODES for name, each in tensors.items())
 
 
 def quantized_parts(tensors: Mapping[str, Stored], config: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """Return the names of tensors (codes, scales, ...) of weights that other programs quantized, each with the reason, for the
-    user, why the tensor is never cast. The reason names the method that `config`, the content of config.json, declares.
+    """Return the names of the tensors (codes, scales, ...) of weights that other programs quantized. Each is mapped to the reason
+    why it is never cast, in words for the user. The reason names the method that `config`, the content of config.json, declares.
     """
     if are_plain(tensors):
         return {}
@@ -127,7 +127,7 @@ def quantized_parts(tensors: Mapping[str, Stored], config: Mapping[str, Any] | N
 
 
 def is_of_activations(name: str) -> bool:
-    """Return whether a tensor is a scale of activations or of the key-value cache by its name."""
+    """Return whether a tensor's name shows that it is a scale of activations or of the KV cache."""
     return _OF_INPUTS.search(name.rpartition(".")[2]) is not None
 
 

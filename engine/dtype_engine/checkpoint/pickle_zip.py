@@ -64,7 +64,7 @@ def check_archive(path: Path, trust: bool) -> tuple[bool, bool]:
 
 
 def refuse_too_large(path: Path) -> None:
-    """Raise UserError if a file is a zip archive whose records do not fit into memory; and OSError, and zipfile's errors."""
+    """Raise UserError if a file is a zip archive whose records do not fit into memory. Also raises OSError and zipfile's errors."""
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             _checked_records(path, archive.infolist())

@@ -285,8 +285,8 @@ def _weights(loaded: Mapping[Any, Any]) -> tuple[Mapping[Any, Any], str]:
 
 
 def _nested(level: Iterable[tuple[str, Mapping[Any, Any]]]) -> Iterator[tuple[str, Mapping[Any, Any]]]:
-    """Yield (path, state dict or other mapping) for each module or mapping directly inside the given (path, mapping) pairs. Entries
-    of each mapping with usual names, such as `state_dict`, come first.
+    """Yield (path, content) for each mapping or module directly inside the given (path, mapping) pairs. A module's content is its
+    state dict. In each mapping, entries with usual names, such as `state_dict`, come first.
     """
     from torch import nn
 

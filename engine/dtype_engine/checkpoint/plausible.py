@@ -19,7 +19,7 @@ from dtype_engine.core.units import human_bytes
 
 
 class ImpossibleConfig(NoForward):
-    """Raised if no model has the numbers in a configuration, or if they contradict the tensors next to it."""
+    """Raised if a configuration has numbers that no model has, or that contradict the tensors next to it."""
 
 
 _COUNTS = re.compile(r"(.*_)?((n|num)_layers?|layers|blocks|depths?|experts)$")
@@ -79,8 +79,8 @@ def refuse_impossible(config: Mapping[str, Any], checkpoint: Checkpoint, where: 
 
 def refuse_large_tables(config: Mapping[str, Any], where: str, most_elements: int = 0) -> None:
     """Raise NoForward if a number in a configuration of diffusers would make the model's class compute a table that takes more
-    memory than any real model needs. Such tables are in no file. where: the file name with which the message begins. most_elements:
-    the number of elements of the largest tensor in the files.
+    memory than any real model needs. The files do not contain such tables. where: the file name with which the message begins.
+    most_elements: the number of elements of the largest tensor in the files.
     """
     for name, value in _numbers(config):
         if isinstance(value, float) and not math.isfinite(value):

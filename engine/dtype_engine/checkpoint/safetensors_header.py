@@ -61,8 +61,8 @@ class CheckpointTensor(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def bytes(self) -> ByteRange | None:
-        """The range of the file that holds the tensor's values as torch stores them. None if no range does, or if it can't
-        be read.
+        """The range of the file that holds the tensor's values as torch stores them. None if there is no such range, or if the
+        values can't be read.
         """
         if self.start is None or self.packed or self.refusal is not None or self.absent:
             return None

@@ -71,8 +71,8 @@ class Source:
         return checkpoint
 
     def peek(self) -> tuple[Tree | None, bool]:
-        """Return (a module tree that can be shown at once, whether it is the whole tree). A very large checkpoint gets the tree of
-        its first shard; a Python source or a pickle, which need torch, gets None. Raises UserError.
+        """Return (a module tree that can be shown at once, whether it is the whole tree). Of a very large checkpoint, it is the
+        tree of the first shard. It is None for a Python source or a pickle, which need torch. Raises UserError.
         """
         if self.kind != "checkpoint" or self.path is None or needs_torch(self.path):
             return None, False
@@ -106,9 +106,9 @@ def locate(
     read unless `download` is set or the model is in the local cache. None means the built-in demo, and so does `demo` unless a file
     has this name.
 
-    trust_pickle: whether pickles may run code. python_only_by: None if `model` may name Python code. Otherwise, such as for a text
-    from a file, code is refused, and this is the option that the message recommends for naming code, such as `--model`.
-    on_progress: called while something is read from a hub. Raises UserError, which lists where the model was looked for.
+    trust_pickle: whether pickles may run code. python_only_by: None if `model` may name Python code. Otherwise an option, such as
+    `--model`: code is refused, for example because the text is from a file, and the message recommends the option. on_progress:
+    called while something is read from a hub. Raises UserError, which lists where the model was looked for.
     """
     if model is None or not model.startswith(_ON_HUB):
         return dataclasses.replace(_located(model, trust_pickle, download, python_only_by, on_progress), asked=model)

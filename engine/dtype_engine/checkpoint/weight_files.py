@@ -71,9 +71,9 @@ class WeightFiles:
 
 
 def find_weight_files(folder: Path, config: Mapping[str, Any] | None, absent_shards: bool = False) -> WeightFiles:
-    """Return a folder's weights files: those that transformers or diffusers would load or, if none has a name that they look for,
-    its only checkpoint file. config: the content of config.json. absent_shards: whether to leave out files that an index names and
-    the folder lacks, unless all of them are missing.
+    """Return the weights files in a folder that transformers or diffusers would load. If no file has a name that they look for, the
+    folder's only checkpoint file is returned. config: the content of config.json. absent_shards: whether to leave out missing files
+    that an index names; at least one must exist.
 
     Raises UserError if the folder has several models and no library would choose one, or NoWeights if it has none.
     """
@@ -103,7 +103,7 @@ def find_weight_files(folder: Path, config: Mapping[str, Any] | None, absent_sha
 
 
 def _index_of_file(folder: Path, index: WeightSet, single: WeightSet) -> dict[str, str] | None:
-    """Return the content of the file `index` if it names only the safetensors file `single`, as MLX writes it, otherwise None."""
+    """Return the content of the file `index` if it names only the safetensors file `single`, as MLX's do. Otherwise None."""
     if not index.has_index or index.pickled or single.pickled:
         return None
     try:
@@ -170,9 +170,9 @@ def _is_plain_name(name: str) -> bool:
 
 
 def resolve_inside(folder: Path, name: str, index: str = INDEX) -> Path:
-    """Return the path of the file `name` in a folder. Raises UserError if the name, which comes from the untrusted file `index`, or
-    a link leads out of the folder. Links to the `blobs` folder of the Hugging Face cache are allowed: its snapshots consist of
-    them.
+    """Return the path of the file `name` in a folder. The name comes from the file `index`, which is not trusted. Raises UserError
+    if the file is missing, or if the name or a link leads out of the folder. Links to the `blobs` folder of the Hugging Face cache
+    are allowed: its snapshots consist of them.
     """
     if not _is_plain_name(name):
         raise UserError(f"{folder / index}: {printable(name)!r} is not the name of a file in this folder")
@@ -199,9 +199,9 @@ def refuse_link_out(folder: Path, name: str) -> None:
 
 
 def refuse_links_out(folder: Path) -> None:
-    """Raise UserError if a library that loads a tokenizer, a processor or a scheduler could open a link out of the folder, whose
-    text would become part of a result. Since the names differ from class to class, all files are checked except for kinds that no
-    such library reads, and weights, which are checked where they are found.
+    """Raise UserError if a folder has links out of it that a library could open for a tokenizer, a processor or a scheduler. The
+    text of such a file would become part of a result. All files are checked, because names differ from class to class, except kinds
+    that no such library reads, and weights. Weights are checked where they are found.
     """
     with reading(folder):
         names = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
@@ -215,8 +215,8 @@ def refuse_links_out(folder: Path) -> None:
 
 
 def read_beside(path: Path, most: int) -> bytes:
-    """Return a file's content. Raises UserError if the file is not regular, has over `most` bytes or is a link out of its folder;
-    and OSError.
+    """Return a file's content. Raises UserError if the file is not regular, has over `most` bytes or is a link out of its folder.
+    Raises OSError if it can't be read.
     """
     refuse_link_out(path.parent, path.name)
     return read_regular(path, most)

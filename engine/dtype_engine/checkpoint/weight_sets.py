@@ -102,7 +102,7 @@ def unread_weights(names: Collection[str], read: Collection[str], sets: Collecti
 
 
 def likely_files(names: Collection[str]) -> tuple[str, ...]:
-    """Return the files of a folder's first set of weights as far as names tell, without reading config.json or an index."""
+    """Return the files of a folder's first set of weights, judged by their names alone. config.json and the index are not read."""
     sets = weight_sets(names, None)
     if not sets or not sets[0].has_index:
         return tuple(each.name for each in sets[:1])
@@ -138,7 +138,7 @@ def _named_by(config: Mapping[str, Any] | None) -> str | None:
 
 
 def _with_variant(usual: str) -> re.Pattern[str]:
-    """Return a pattern for the names of a file in a variant: `model.fp16.safetensors`, `model.safetensors.index.fp16.json`."""
+    """Return a pattern for the names of a file's variants: `model.fp16.safetensors`, `model.safetensors.index.fp16.json`."""
     stem, suffix = usual.rsplit(".", 1)
     characters = r"[\w-]+" if suffix == "json" else r"\w+"
     return re.compile(rf"{re.escape(stem)}\.(?P<variant>{characters})\.{suffix}")

@@ -260,7 +260,7 @@ def _refuse_before_measuring(session: Session, tokens: int | None, pictures: Pat
 
 
 def _exit_status(reached: Sequence[Verdict], report: DriftReport) -> int:
-    """Print each limit that was not met on standard error, and that the output is not finite, and return the exit status."""
+    """Return the exit status. Prints on standard error each limit that was not met, and a line if the output is not finite."""
     missed = [verdict for verdict in reached if not verdict.passed]
     for verdict in missed:
         option = "--" + (verdict.name if " " in verdict.name else verdict.name.replace("_", "-"))

@@ -145,7 +145,7 @@ def _sums(totals: Totals) -> dict[str, Any]:
 def _coverage(
     request: RunRequest, source: Source, checkpoint: Checkpoint | None
 ) -> tuple[Coverage | None, tuple[str, ...]]:
-    """Return (how many of the model's tensors are in its files or None if unknown, sentences about the missing tensors).
+    """Return (which of the model's tensors are in its files, sentences about the missing tensors). The first is None if unknown.
 
     The architecture, whose import takes seconds, is only built if rules or options need it anyway, or if the index or the tensor
     names suggest that tensors are missing.

@@ -92,7 +92,7 @@ class Access:
     """Whether models on a hub (`hf://org/name`) and in the Hugging Face cache may be read."""
 
     def model(self, text: str) -> str:
-        """Return the argument MODEL for the model that an agent named. Raises UserError unless the agent may read the model."""
+        """Return what to pass as MODEL for the model that an agent named. Raises UserError unless the agent may read the model."""
         from dtype_engine.checkpoint.source import is_python
 
         if Path(text).expanduser().exists():

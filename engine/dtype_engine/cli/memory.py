@@ -87,8 +87,8 @@ def memory(
 def _activations(
     request: RunRequest, source: Source, checkpoint: Checkpoint | None, dtype: str, batch: int, how: str
 ) -> Callable[[int], ActivationMemory] | None:
-    """Return a function of the number of tokens in the context that returns the memory of activations in a pass over the context,
-    or None if activations are left out. dtype: the dtype in which the model computes. how: the value of --activations. Raises
+    """Return a function that takes the number of tokens in the context, and returns the memory of activations in a pass over them.
+    None if activations are left out. dtype: the dtype in which the model computes. how: the value of --activations. Raises
     NoForward.
     """
     if how == "none":

@@ -128,7 +128,7 @@ class _EndedBySignal(KeyboardInterrupt):
 
 
 def _ended_by(error: BaseException) -> int:
-    """Return the number of the signal in an error or, if click turned the error into an `Abort`, in its cause; otherwise SIGINT."""
+    """Return the number of the signal that caused an error, even if click turned the error into an `Abort`. SIGINT by default."""
     cause = error if isinstance(error, _EndedBySignal) else error.__cause__
     return cause.number if isinstance(cause, _EndedBySignal) else signal.SIGINT
 

@@ -234,8 +234,8 @@ def _from_file(file: Path, request: RunRequest) -> Context:
 
 
 def _context(request: RunRequest, python_only_by: str | None = None) -> Context:
-    """Return the plan of the request's recipe, with the facts about its model. python_only_by: the option that the error for Python
-    code names, or None to allow Python code.
+    """Return the plan of the request's recipe, and the facts about the model that converting a recipe needs. python_only_by: as in
+    `RunRequest.locate`.
     """
     from dtype_engine.runtime.building.describe import describe
 

@@ -102,7 +102,7 @@ class RunRequest(msgspec.Struct, frozen=True):
     def locate(self, python_only_by: str | None = None) -> Source:
         """Find the model. Raises UserError, also for an option that does not apply to this kind of model.
 
-        python_only_by: the option that the error for Python code names, or None to allow Python code.
+        python_only_by: None to allow Python code; otherwise the option that the error recommends for code, such as `--model`.
         """
         from dtype_engine.checkpoint.source import locate, locate_metric
 

@@ -354,7 +354,7 @@ def _scanned(
 ) -> tuple[Session, ScanTask]:
     """Open a session and run its scan, or only the share of the scan that `shard` names.
 
-    only_loadable: whether to raise UserError for a dtype in which the program that is to load the model loads no weight.
+    only_loadable: whether to raise UserError if the program that is to load the model loads no weight in one of the dtypes.
     """
     given = parse_dtypes(scanning.dtype_names) if scanning.dtype_names is not None else None
     source = request.locate()
@@ -388,8 +388,8 @@ def _verified(
     metrics: tuple[Limit, ...],
     constraints: Constraints,
 ) -> SearchReport:
-    """Measure `count` recipes that a scan predicts nearest to a limit, and return a report on the best of them. Raises UserError,
-    and OutOfReach if no recipe meets the limit.
+    """Measure up to `count` recipes that are near a limit according to a scan, and return a report on the best of them. Raises
+    UserError, and OutOfReach if no recipe meets the limit.
 
     limit: (maximum number of bytes or None, maximum drift or None). metrics: limits on the user's metrics.
     """

@@ -73,8 +73,8 @@ def drop_unwritten() -> None:
 
 @contextmanager
 def own_output() -> Iterator[None]:
-    """A context manager that replaces `sys.stdout`, unless it was replaced already, with a copy that raises ReaderGone or UserError
-    if a write fails. The block must flush it, because errors of the flush at its end are ignored.
+    """A context manager that replaces `sys.stdout` by a copy that raises ReaderGone or UserError if a write fails. If it was
+    replaced before, it stays as it is. The block must flush the copy, because errors of the flush after the block are ignored.
 
     Characters that the encoding lacks are written as escapes, such as `\\u0394`, as Python does on standard error.
     """

@@ -107,8 +107,8 @@ def all_limits(values: Mapping[str, Any], metrics: Sequence[str]) -> tuple[Limit
 
 def min_and_max_limits(values: Mapping[str, Any], metrics: Sequence[str]) -> tuple[Limit, ...]:
     """Return the limits that --min and --max set. values: of a command's parameters, by parameter name. metrics: the user's own
-    metrics, as `Options.metrics` names them. Raises UserError for a limit that can't be parsed, and for a name that neither a
-    figure nor a metric has.
+    metrics, as `Options.metrics` names them. Raises UserError for a limit that can't be parsed, or that names neither a figure nor
+    a metric.
     """
     limits = [
         *(Limit.parse(text, "min") for text in values["least"]),

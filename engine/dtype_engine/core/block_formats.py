@@ -69,7 +69,10 @@ _BYTES = {
 
 
 def matrices(shape: Sequence[int], columns: int) -> tuple[int, int, int]:
-    """Return (number of matrices, rows of each, values in a row) of a weight. columns: the number of columns of a block."""
+    """Return (number of matrices, rows of each, values in a row) of a weight whose rows are divided into blocks of `columns`
+    values. With more than two dimensions, the last two form matrices. If the last one is smaller than a block, the weight is one
+    matrix instead, with a row for each index of the first dimension.
+    """
     if len(shape) < 2:
         return 1, 1, math.prod(shape)
     if len(shape) == 2:

@@ -162,7 +162,7 @@ _SCALES = {"tensor": PER_TENSOR, "t": PER_TENSOR, "channel": "", "c": ""}
 
 def short_name(name: str) -> str:
     """Return the short name of a dtype, such as `bf16`. The short name of another program's format is the part after the colon:
-    `int4@g128` for `gptq:int4@g128`. That of a KV cache's format keeps its `kv:`. An unknown name is returned unchanged.
+    `int4@g128` for `gptq:int4@g128`. A format of KV caches keeps its `kv:` in front. An unknown name is returned unchanged.
     """
     if name.startswith("kv:"):
         return f"kv:{short_name(name[3:])}"
@@ -230,7 +230,7 @@ def padded(shape: Sequence[int], dtype: str) -> bool:
 
 
 def quantizes_activations(dtype: str) -> bool:
-    """Return whether runtimes that serve this format also round activations to it. For integers in groups, they do not."""
+    """Return whether runtimes that serve this format also round activations to it. They do not for integers in groups."""
     row = BY_NAME.get(dtype)
     if row is None or dtype not in STORAGE_DTYPES:
         return False

@@ -33,7 +33,7 @@ class UserError(Exception):
 
     @property
     def sentence(self) -> str:
-        """The message with placeholders in place of hints. The app replaces them by keys, the command line by options."""
+        """The message, with placeholders for what the user can do. The app replaces them by keys, the command line by options."""
         return super().__str__()
 
     def __str__(self) -> str:

@@ -16,13 +16,14 @@ class ExitCalled(RuntimeError):
 
 
 class LibraryPanic(RuntimeError):
-    """Raised for any other error that `except Exception` does not catch, such as pyo3's PanicException of a library in Rust."""
+    """Raised for an error other than SystemExit that `except Exception` does not catch, such as pyo3's PanicException from Rust."""
 
 
 @contextmanager
 def foreign_code() -> Iterator[None]:
-    """A context manager that turns errors which `except Exception` would not catch into `ExitCalled` or `LibraryPanic`, except for
-    KeyboardInterrupt. A SystemExit would end this program without a message, and a panic would end the engine's thread.
+    """A context manager that turns SystemExit into `ExitCalled`, and other errors that `except Exception` would not catch into
+    `LibraryPanic`. KeyboardInterrupt stays as it is. A SystemExit would end this program without a message, and a panic would end
+    the engine's thread.
     """
     try:
         yield

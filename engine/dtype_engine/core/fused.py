@@ -23,7 +23,7 @@ _WEIGHT = ".weight"
 
 
 def siblings(name: str) -> tuple[str, ...]:
-    """Return all names of weights in the fused group with `name`, even of weights that a model lacks, or () if there is no
+    """Return the names of all weights in the fused group of `name`, including any that a model lacks. Returns () if there is no
     group.
     """
     module, dot, local = name.removesuffix(_WEIGHT).rpartition(".")
@@ -41,8 +41,8 @@ def fused_groups(names: Iterable[str]) -> tuple[tuple[str, ...], ...]:
 
 
 def scale_groups(planned: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """Return, for each weight that shares its tensor scale, the names of all weights with this scale: the members of a fused group
-    that have the same format with tensor scales (NVFP4). planned: dtypes by weight name.
+    """Return the groups of weights that share a tensor scale, as a mapping from each weight's name to the names of its whole group.
+    The members of a fused group share it if they have the same format with tensor scales (NVFP4). planned: dtypes by weight name.
     """
     shared: dict[str, tuple[str, ...]] = {}
     with_scale = [name for name, dtype in planned.items() if _has_tensor_scale(dtype)]
@@ -55,7 +55,9 @@ def scale_groups(planned: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
 
 
 def whole_scale_group(name: str, dtype: str, names: Collection[str]) -> tuple[str, ...]:
-    """Return the weights in `names`, `name` included, that share one tensor scale if all have the format `dtype`, or ()."""
+    """Return the weights in `names` that share one tensor scale if all have the format `dtype`: `name` and others of its fused
+    group. Returns () if there are no others, or if the format has no tensor scale.
+    """
     if not _has_tensor_scale(dtype):
         return ()
     group = tuple(member for member in siblings(name) if member in names)

@@ -82,8 +82,8 @@ class KVCacheTensor(msgspec.Struct, frozen=True):
         return context if self.window is None else min(context, self.window - 1)
 
     def shape(self, context: int, batch: int = 1, encoder_tokens: int | None = None) -> tuple[int, int, int, int]:
-        """Return (batch x runs, heads, tokens, width); for a recurrent state, heads and tokens are 1. batch: the number of
-        sequences. The other arguments are those of `tokens`.
+        """Return (batch x runs, heads, tokens, width), where `runs` is how often a pass runs the layer. For a recurrent state,
+        heads and tokens are 1. batch: the number of sequences. The other arguments are those of `tokens`.
         """
         batch *= self.runs
         if self.fixed:

@@ -97,7 +97,7 @@ class ModelOptions:
 
     @property
     def reference_model(self) -> str | None:
-        """The path or name of the checkpoint whose weights the reference has, or None if the reference has the model's own."""
+        """The path or name of the checkpoint that the reference is, or None if the reference has the model's own weights."""
         return None if self.reference in (FLOAT32, STORED) else self.reference
 
 

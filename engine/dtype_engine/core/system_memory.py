@@ -52,7 +52,7 @@ def trim_heap() -> None:
 
 
 def _number(file: Path) -> int | None:
-    """Return the number in a file of a control group, or None if it has none, such as "max"."""
+    """Return the number in a file of a control group, or None if the file has no number but a word such as "max"."""
     try:
         return int(file.read_text())
     except (OSError, ValueError):
@@ -60,7 +60,9 @@ def _number(file: Path) -> int | None:
 
 
 def _file_pages(file: Path, prefix: str) -> int:
-    """Return the bytes of files' pages according to a group's `memory.stat`. prefix: as in `_VERSION_1`."""
+    """Return a control group's bytes of cached files from its `memory.stat`. prefix: the last value of `_VERSION_1` or
+    `_VERSION_2`.
+    """
     wanted = {f"{prefix}active_file", f"{prefix}inactive_file"}
     try:
         entries = (line.split() for line in file.read_text().splitlines())

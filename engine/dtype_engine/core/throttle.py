@@ -9,7 +9,7 @@ INTERVAL_S = 0.1
 
 
 class Throttle:
-    """Limits reports to one in `every` times `INTERVAL_S` seconds. first: whether the first is due at once."""
+    """Limits progress reports to one in `every` * `INTERVAL_S` seconds. first: whether the first report is due at once."""
 
     def __init__(self, first: bool = True, every: float = 1.0) -> None:
         self._every = every

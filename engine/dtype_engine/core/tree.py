@@ -99,7 +99,7 @@ class TensorInfo:
 
     @property
     def why_not_cast(self) -> str:
-        """Words that say why a rule does not cast the tensor and follow its name: "is stored as int64, which is never cast"."""
+        """Why a rule does not cast the tensor, in words that follow its name: "is stored as int64, which is never cast"."""
         if self.castable and not self.persistent:
             return "is a buffer that no file holds, which only a rule with its own name casts"
         return self.uncastable_reason or f"is stored as {self.dtype}, which is never cast"
@@ -332,13 +332,13 @@ class Tree:
         return self.tensors.get(self._canonical.get(name, name))
 
     def below(self, module: str) -> Iterator[TensorInfo]:
-        """Yield each tensor at or below a module once, in the order of `order`, and then the tied weights of `tied_into`."""
+        """Yield each tensor at or below a module once: first those in `order`, then the tied weights that `tied_into` returns."""
         node = self.modules[module]
         yield from self.order[node.first : node.end]
         yield from self.tied_into(module)
 
     def tied_into(self, module: str) -> list[TensorInfo]:
-        """Return the tied weights of which an alias, but not the canonical name, is below a module."""
+        """Return the tied weights that have an alias, but not their canonical name, below a module."""
         inside = f"{module}." if module else ""
         return [
             tensor
@@ -407,8 +407,8 @@ def numbered_parts(name: str) -> list[int]:
 def ancestors(name: str) -> Iterator[str]:
     """Yield the names of the modules above a dotted name: "a.b", "a" and "" for "a.b.c".
 
-    Only "" for a name of more than `MOST_PARTS` parts, whose ancestors could fill the memory. No tree has such a name, but an
-    engine on another machine may send one.
+    A name of more than `MOST_PARTS` parts yields only "", because its ancestors could fill the memory. No tree has such a name, but
+    an engine on another machine may send one.
     """
     if name.count(".") > MOST_PARTS:
         yield ""

@@ -171,7 +171,7 @@ def visible_gpus(count: int, environment: Mapping[str, str] = os.environ) -> tup
 
 
 def assigned(index: int, gpus: tuple[str, ...], environment: MutableMapping[str, str] = os.environ) -> None:
-    """Make this process, number `index` of the pool, see only one of `gpus`, by environment variables, before it uses a GPU."""
+    """Set environment variables so that this process, number `index` of the pool, sees one GPU. It must not have used any yet."""
     if gpus:
         environment.update(dict.fromkeys(VISIBLE_GPUS, gpus[index % len(gpus)]))
 

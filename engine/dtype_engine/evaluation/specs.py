@@ -42,7 +42,7 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """An export and the checkpoint that it was made from, whose tensors a worker compares."""
+    """An export and its source checkpoint, whose tensors a worker compares with each other."""
 
     model: str | None
     """The source checkpoint, as in `Opened`."""
@@ -55,8 +55,8 @@ class Exported:
 
 @dataclass(frozen=True, slots=True)
 class ScanSequence:
-    """Task: estimate on one sequence of the inputs, numbered `index` from 0, how far the output drifts if one weight alone is
-    cast, for every weight and each of `dtypes`. `draws` is the number of backward passes.
+    """Task: estimate how far the output drifts if one weight alone is cast, for every weight and each of `dtypes`. One sequence of
+    the inputs is used, numbered `index` from 0. `draws` is the number of backward passes.
     """
 
     dtypes: tuple[str, ...]
@@ -83,7 +83,7 @@ class RecipeDrift:
 
 @dataclass(frozen=True, slots=True)
 class PartAlone:
-    """Task: measure how far the output drifts if the recipe casts only `modules`: the module `name`, or all of its subtree."""
+    """Task: measure how far the output drifts if the recipe casts only `modules`: the module `name` alone, or its whole subtree."""
 
     recipe: Recipe
     settings: RunSettings

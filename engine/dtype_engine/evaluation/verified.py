@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 def candidates(
     session: Session, budget: int | None, max_drift: float | None, constraints: Constraints, count: int
 ) -> tuple[Solution, ...]:
-    """Return up to `count` recipes to measure: the best within a limit on bytes (`budget`) or on predicted drift (`max_drift`), and
-    others near it; without a limit (both None), recipes spread over the Pareto front.
+    """Return up to `count` recipes to measure. With a limit on bytes (`budget`) or on predicted drift (`max_drift`), these are the
+    best one within the limit and others near it. Without a limit (both None), they are spread over the Pareto front.
 
     Raises UserError, and OutOfReach if no recipe meets the limit.
     """
@@ -91,7 +91,7 @@ def best(
 def _reaching(
     limits: tuple[Limit, ...], within: list[int], reports: Mapping[int, DriftReport], found: Sequence[Solution]
 ) -> list[int]:
-    """Return the indexes in `within` of the solutions in `found` that meet the limits. reports: the measurements, by index. Raises
+    """Return those of the indexes `within` whose solutions in `found` meet the limits. reports: the measurements, by index. Raises
     OutOfReach if no solution meets them.
     """
     verdicts_of = {index: verdicts(limits, reports[index].output, reports[index].metrics) for index in within}

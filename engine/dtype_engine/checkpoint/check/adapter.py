@@ -18,8 +18,8 @@ _PLAIN = re.compile(r"[\w.]+")
 
 
 def adapter_findings(adapter: Checkpoint, base: Checkpoint | None) -> Iterator[Finding]:
-    """Yield a finding for each pair of LoRA matrices that is not complete, or does not fit its layer of the base model or what
-    adapter_config.json says.
+    """Yield a finding for each pair of LoRA matrices that is incomplete, does not fit its layer of the base model, or contradicts
+    adapter_config.json.
     """
     config = read_json(adapter.path / ADAPTER_CONFIG) if adapter.path.is_dir() else {}
     if not all(map(_PLAIN.fullmatch, mapping(config.get("rank_pattern")))):
@@ -42,8 +42,8 @@ def adapter_findings(adapter: Checkpoint, base: Checkpoint | None) -> Iterator[F
 def _problem(
     module: str, of_embedding: bool, pair: Mapping[str, CheckpointTensor], base: Checkpoint | None
 ) -> str | None:
-    """Return what is wrong with a module's LoRA matrices, as in `has no lora_A beside it`, or None. of_embedding: whether the
-    module is an embedding, whose size is not compared. pair: the matrices by letter, "A" and "B".
+    """Return what is wrong with a module's LoRA matrices, such as `has no lora_A beside it`, or None. of_embedding: whether the
+    module is an embedding, whose size is not checked. pair: the matrices, keyed by "A" and "B".
     """
     if len(pair) < 2:
         return f"has no lora_{'B' if 'A' in pair else 'A'} beside it"
@@ -70,7 +70,7 @@ def _problem(
 def _contradiction(
     module: str, pair: Mapping[str, CheckpointTensor], config: Mapping[str, Any], adapter: Checkpoint
 ) -> str | None:
-    """Return in which way the LoRA matrices of a module are not those that adapter_config.json declares, or None."""
+    """Return how a module's LoRA matrices contradict adapter_config.json, or None if they do not."""
     if config.get("peft_type") != "LORA" or config.get("target_parameters"):  # these are of several experts
         return None
     if module.startswith("base_model.model."):
@@ -89,6 +89,6 @@ def _contradiction(
 
 
 def _weight(module: str, base: Checkpoint) -> CheckpointTensor | None:
-    """Return the weight of a module in the base model, or None. Names in the base model may have or lack the prefix `model.`."""
+    """Return the weight of a module in the base model, or None. Its name there may have or lack the prefix `model.`."""
     names = (module, module.removeprefix("model."), f"model.{module}")
     return next((base.weights[f"{name}.weight"] for name in names if f"{name}.weight" in base.weights), None)

@@ -317,7 +317,7 @@ def _of_ties(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Iterator[Find
 
 
 def _of_groups(tensors: Mapping[str, CheckpointTensor], weights: list[PackedWeight]) -> Iterator[Finding]:
-    """Yield a finding for each tensor that puts a column of its weight into a group that has no scale."""
+    """Yield a finding for each tensor of group indices (`g_idx`) that assigns a column to a group without a scale."""
     for weight in weights:
         for suffix, dimension in (("g_idx", 0), ("_g_idx", -1)):  # GPTQ's and that of compressed-tensors
             index, scale = tensors.get(weight.part(suffix)), tensors[weight.scale]

@@ -47,7 +47,7 @@ def scheme_findings(checkpoint: Checkpoint, weights: list[PackedWeight]) -> Iter
 
 
 def zero_point_sentences(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return a sentence for each scheme if the zero points of its first weight contradict config.json."""
+    """Return a sentence for each scheme whose first weight has zero points that contradict config.json."""
     settings = declared(checkpoint.config or {})
     firsts = {weight.scheme.name: weight for weight in reversed(checkpoint.coded.values())}
     found = (each for weight in firsts.values() for each in _zero_point_findings(weight, settings))
@@ -76,7 +76,9 @@ def _beside(checkpoint: Checkpoint) -> bool:
 
 
 def _misplaced_settings(config: Mapping[str, Any], modules: set[str]) -> Iterator[Finding]:
-    """Yield a finding if settings are given for a module of the files under another prefix than it has. modules: the quantized."""
+    """Yield a finding if settings name a module with another prefix than the files do, so that loaders do not apply them. modules:
+    the names of the quantized modules in the files.
+    """
     settings = declared(config)
     for each in (mapping(config.get("quantization")) or settings, mapping(settings.get("extra_config"))):
         given = {name for name, of_module in each.items() if "." in name and isinstance(of_module, Mapping)}
@@ -90,9 +92,7 @@ def _misplaced_settings(config: Mapping[str, Any], modules: set[str]) -> Iterato
 
 
 def size_findings(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Yield a finding if the files have other layers or fewer rows of the embedding than config.json declares. Only names tell, so
-    a model whose architecture is known is compared with that instead.
-    """
+    """Yield a finding if the files lack a layer that config.json declares, and one if they have more, judged by tensors' names."""
     config = checkpoint.config or {}
     text = mapping(config.get("text_config")) or config
     stacks: dict[str, set[int]] = {}

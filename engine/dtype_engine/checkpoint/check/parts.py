@@ -58,7 +58,7 @@ def find_unpaired(tensors: Tensors, weights: list[PackedWeight], parts: set[str]
 
 
 def unpaired_sentences(tensors: Tensors) -> tuple[str, ...]:
-    """Return one sentence for the user about the first quantized weight of which a tensor is missing, () if none is missing."""
+    """Return one sentence for the user about the first quantized weight that lacks a tensor, or () if there is none."""
     weights = packed_weights(tensors)
     found = list(find_unpaired(tensors, weights, names_of_parts(weights, tensors)))
     more = f" (and {len(found) - 1} more, which `dtype-engine check` lists)" if len(found) > 1 else ""
@@ -89,9 +89,10 @@ def find_unread(
     metadata: Mapping[str, str],
     config: Mapping[str, Any],
 ) -> Iterator[Finding]:
-    """Yield a finding for each weight that can't be decoded although other weights of its layout and dtype can be, or although a
-    scheme decodes all that config.json may mean, except for weights that a scheme leaves out on purpose. read: names of the codes
-    that can be decoded. reported: names of modules that already have a finding, and are skipped. metadata: of the files' headers.
+    """Yield a finding for each weight that should be decodable but is not: other weights of its layout and dtype are decoded, or a
+    scheme decodes every weight that config.json allows. Weights that a scheme leaves out on purpose are skipped. read: names of the
+    codes that can be decoded. reported: names of modules that are skipped, because they already have a finding. metadata: that of
+    the files' headers.
     """
     covered = any(scheme.declared.covers(declared(config)) for scheme in schemes())
     kinds = {(weight.layout, tensors[weight.codes].dtype) for weight in weights if weight.codes in read}

@@ -22,8 +22,9 @@ _BESIDE = ("generation_config.json", "preprocessor_config.json", "processor_conf
 
 
 def tokenizer_findings(checkpoint: Checkpoint, endings: tuple[str, ...]) -> Iterator[Finding]:
-    """Yield a finding for each file of the tokenizer that can't be read, or for whose largest id the embedding has no row, and one
-    if config.json declares more tokens than there are rows. endings: the ends of names of embeddings. Raises UserError.
+    """Yield a finding for each file of the tokenizer that can't be read, and for each with an id for which the embedding has no
+    row. Yields one more if config.json declares more tokens than there are rows. endings: the ends of embeddings' names. Raises
+    UserError.
     """
     folder = checkpoint.path
     if checkpoint.form not in ("safetensors", "pickle") or not folder.is_dir():

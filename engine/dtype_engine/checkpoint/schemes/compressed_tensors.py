@@ -70,9 +70,9 @@ def _transforms_inputs(transforms: object) -> bool:
 
 
 def _arguments(module: str, groups: Mapping[str, Any], usual: object) -> list[Mapping[str, Any]]:
-    """Return the `weights` settings that may apply to a module, in the order in which to try them: those of the groups of
-    `config_groups` that name the module or, if there are none, of all groups, first of groups that name a class, such as "Linear",
-    since headers do not tell a module's class. usual: the format of groups that do not declare one.
+    """Return the `weights` settings that may apply to a module, in the order in which to try them. They are those of the groups in
+    `config_groups` that name the module. If no group names it, those of all groups are returned, first of groups that name a class,
+    such as "Linear": headers do not tell a module's class. usual: the format of groups that do not declare one.
     """
     named: list[Mapping[str, Any]] = []
     of_classes: list[Mapping[str, Any]] = []
@@ -181,7 +181,7 @@ def _read_small_floats(
 
 
 def _block(arguments: Mapping[str, Any]) -> tuple[int, int] | str | None:
-    """Return the (rows, columns) of a block, "channel" or "tensor" for a scale per row or tensor, or None if it is not declared."""
+    """Return what shares a scale: a block (rows, columns), "channel" for a row, or "tensor" for all. None if it is not declared."""
     strategy, group = arguments.get("strategy"), arguments.get("group_size")
     if strategy is None:
         strategy = "channel" if group == -1 else "tensor" if group is None else "group"
@@ -230,7 +230,7 @@ def _needs_codes(settings: Config) -> bool:
 
 
 def _zero_points(weight: CodedWeight, settings: Config) -> tuple[CheckpointTensor, bytes] | None:
-    """As `Declared.zero_points`: those of symmetric int8 codes, which need none, are 0."""
+    """Return (zero points, the byte that they must be) if int8 codes are symmetric, otherwise None. The byte is 0."""
     zero = next((part for part in weight.beside if part.name.endswith("weight_zero_point")), None)
     symmetric = all(group.get("symmetric") is True for _, group in config_groups(settings, "weights"))
     return (zero, b"\0") if zero is not None and zero.dtype == "int8" and symmetric else None

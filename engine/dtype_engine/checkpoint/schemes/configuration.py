@@ -51,7 +51,7 @@ def matches(pattern: object, module: str) -> bool:
 
 
 def ends_of(module: str) -> Iterator[str]:
-    """Yield the name of a module, and what follows each of its dots."""
+    """Yield a dotted name and its shorter ends: "a.b.c", "b.c" and "c" for "a.b.c"."""
     while module:
         yield module
         module = module.partition(".")[2]
@@ -63,7 +63,7 @@ def quant_method(settings: Mapping[str, Any]) -> str:
 
 
 def declared_values(settings: Mapping[str, Any], key: str) -> list[object]:
-    """Return all values under a key, also those for modules, in `dynamic` (GPTQModel) or `extra_config` (AutoRound)."""
+    """Return all values under a key, including those for single modules in `dynamic` (GPTQModel) or `extra_config` (AutoRound)."""
     modules = (module for key in ("dynamic", "extra_config") for module in mapping(settings.get(key)).values())
     return [place[key] for place in map(mapping, (settings, *modules)) if key in place]
 

@@ -36,7 +36,7 @@ def _read(tensors: Tensors, config: Config, metadata: Metadata) -> Weights:
 
 
 def block_of(settings: Mapping[str, Any]) -> tuple[int, int] | str | None:
-    """Return the (rows, columns) of a block, "channel" or "tensor" for one scale per row or tensor. None for other methods, or if
+    """Return what shares a scale: a block (rows, columns), "channel" for a row, or "tensor" for all. None for other methods, or if
     the declared size is invalid.
     """
     method, block = settings.get("quant_method"), settings.get("weight_block_size")

@@ -36,9 +36,9 @@ def _added(settings: Config) -> int | None:
 
 
 def _covers(settings: Config) -> bool:
-    """As `Declared.covers`. GPTQModel can pack codes in other words."""
+    """Return whether `_read` reads all weights with these settings (see `Declared.covers`). It needs codes in int32 words."""
     widths = declared_numbers(settings, "bits")
-    in_words = settings.get("pack_dtype", "int32") == "int32"
+    in_words = settings.get("pack_dtype", "int32") == "int32"  # GPTQModel can pack codes in other words
     return _added(settings) is not None and in_words and bool(widths) and widths <= {*_BITS}
 
 
@@ -73,7 +73,7 @@ def _needed_parts(settings: Config) -> tuple[tuple[str, str], ...]:
 
 
 def _zero_points(weight: CodedWeight, settings: Config) -> tuple[CheckpointTensor, bytes] | None:
-    """As `Declared.zero_points`: those of symmetric codes are the middle."""
+    """Return (zero points, the bytes of the middle code, which each row must repeat) if codes are symmetric, otherwise None."""
     given, bits = declared_values(settings, "sym"), weight.settings["bits"]
     if not given or any(each is not True for each in given):
         return None

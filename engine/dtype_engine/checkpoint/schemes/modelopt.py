@@ -80,7 +80,7 @@ def _read(tensors: Tensors, config: Config, metadata: Metadata) -> Weights:
 
 
 def _of_layer(module: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the settings of a module. With "MIXED_PRECISION", `quantized_layers` has them by name or pattern."""
+    """Return the settings of a module. With the algorithm "MIXED_PRECISION", they are in `quantized_layers`, by name or pattern."""
     layers = settings.get("quantized_layers")
     if settings.get("quant_algo") != "MIXED_PRECISION" or not isinstance(layers, Mapping):
         return settings

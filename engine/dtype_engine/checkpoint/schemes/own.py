@@ -80,7 +80,7 @@ def _read_shape(text: str | None) -> tuple[int, ...]:
 
 
 def codes_names(name: str, dtype: str) -> tuple[str, str]:
-    """Return two names for the codes of a weight: (if other programs can read the codes, if only this program can)."""
+    """Return two names for a weight's codes: the first is used if other programs can read them, the second if only this one can."""
     blocks = dtypes.BY_NAME[dtype].blocks
     packed = "_packed" if blocks is not None and blocks.packing != "none" else ""
     return name + packed, name + OWN_SUFFIX + packed

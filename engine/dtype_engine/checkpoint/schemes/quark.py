@@ -44,7 +44,7 @@ def _read(tensors: Tensors, config: Config, metadata: Metadata) -> Weights:
 
 
 def _read_weight(name: str, settings: Config, order: tuple[int, ...], tensors: Tensors) -> CodedWeight | None:
-    """Return a weight, or None if its tensors do not fit the settings. order: the rows of the eight codes in a word."""
+    """Return a weight, or None if its tensors do not fit the settings. order: the row of each of the eight codes in a word."""
     codes, scale = tensors.get(name), tensors[f"{name}_scale"]
     if codes is None or len(codes.shape) != 2:
         return None

@@ -35,9 +35,9 @@ def packed_words(
 
 
 def same_grid(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
-    """Return whether scales of a shape have one number for each block. wanted: the number of blocks, [rows, columns] or [experts,
-    rows, columns]. Dimensions of size 1 may be missing at the end, or at the start of [rows, columns]. ModelOpt's [rows, 1,
-    columns, 1] fits, too.
+    """Return whether a tensor with this shape has one scale for each block. wanted: the number of blocks, [rows, columns] or
+    [experts, rows, columns]. In `shape`, dimensions of size 1 may be missing at the end, or at the start of [rows, columns].
+    ModelOpt's [rows, 1, columns, 1] fits, too.
     """
     if len(wanted) == 3:
         return shape[:1] == wanted[:1] and same_grid(shape[1:], wanted[1:])
@@ -116,8 +116,8 @@ def describe(
 
 
 def with_beside(weight: CodedWeight | None, *tensors: CheckpointTensor | None) -> CodedWeight | None:
-    """Return a weight with further tensors that do not change its values, such as scales of inputs. Arguments that are None are
-    left out.
+    """Return a weight with `tensors` added to its `beside`. They do not change the weight's values: scales of inputs, for example.
+    Those that are None are left out.
     """
     more = tuple(tensor for tensor in tensors if tensor is not None)
     return replace(weight, beside=(*weight.beside, *more)) if weight is not None and more else weight

@@ -26,7 +26,7 @@ Metadata = Mapping[str, str]
 
 
 class Declared(msgspec.Struct, frozen=True):
-    """What quantization settings in config.json say about the weights of a scheme, so that the files can contradict it."""
+    """What quantization settings in config.json say about the weights of a scheme, to find files that contradict the settings."""
 
     covers: Callable[[Config], bool] = lambda settings: False
     """Takes the quantization settings in config.json. Returns whether `read` reads all weights that are quantized as they say, so
@@ -125,8 +125,8 @@ class CodedWeight(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def input_scale(self) -> CheckpointTensor | None:
-        """The single scale of all inputs of the layer (for NVFP4, of the scales of their blocks). None if there is none, or its
-        value is not on this machine.
+        """The scale that all inputs of the layer share. For NVFP4, it scales the scales of the inputs' blocks. None if there is no
+        such scale, or its value is not on this machine.
         """
         ends = self.scheme.of_inputs
         return next((part for part in self.beside if part.name.endswith(ends) and not part.absent), None)
