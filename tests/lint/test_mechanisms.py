@@ -36,7 +36,7 @@ def test_lint_finds_each_unwanted_mechanism(source: str, found: str) -> None:
         "module._parameters['weight']",
     ],
 )
-def test_lint_of_mechanisms_finds_nothing_in_other_code(source: str) -> None:
+def test_lint_of_mechanisms_accepts_code_without_patches_or_private_names(source: str) -> None:
     assert list(mechanisms(source)) == []
 
 

@@ -106,9 +106,9 @@ def locate(
     read unless `download` is set or the model is in the local cache. None means the built-in demo, and so does `demo` unless a file
     has this name.
 
-    trust_pickle: whether pickles may run code. python_only_by: None if `model` may name Python code. Otherwise an option, such as
-    `--model`: code is refused, for example because the text is from a file, and the message recommends the option. on_progress:
-    called while something is read from a hub. Raises UserError, which lists where the model was looked for.
+    trust_pickle: whether pickles may run code. python_only_by: None if `model` may name Python code. If it may not, as
+    in a file, this is an option such as `--model`, and the error says that this option can name Python code. on_progress: called
+    while something is read from a hub. Raises UserError, which lists where the model was looked for.
     """
     if model is None or not model.startswith(_ON_HUB):
         return dataclasses.replace(_located(model, trust_pickle, download, python_only_by, on_progress), asked=model)

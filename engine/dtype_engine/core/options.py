@@ -172,3 +172,8 @@ class Options(AppOptions, MeasureOptions, InputOptions, ModelOptions):
         >>> de.Options(device="cpu", sequence_length=128).sequence_length
         128
     """
+
+    def with_inputs(self, inputs: InputOptions) -> Options:
+        """Return these options with the fields of `InputOptions` taken from `inputs`."""
+        names = [each.name for each in dataclasses.fields(InputOptions)]
+        return dataclasses.replace(self, **{name: getattr(inputs, name) for name in names})

@@ -210,7 +210,9 @@ class EngineProcess(Engine):
                 self._requests = self._requests_in_force()
 
     def _serve_once(self) -> str:
-        """Start one engine and pass on its events until it ends, reconnecting if it lingers. Returns why it ended."""
+        """Start one engine, and pass on its events until it ends. If only the connection ends, connect again. Returns why the
+        engine ended.
+        """
         from dtype_engine.service import messages
 
         self._received = 0

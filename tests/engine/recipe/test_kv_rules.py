@@ -46,7 +46,9 @@ def test_pattern_of_modules_or_weights_matches_no_kv_cache(tree: Tree, pattern: 
         ("*.{0..7}.*.kv_cache.k", 8), ("model.layers.1.self_attn.kv_cache", 2), ("re:.*\\.1[01]\\..*kv_cache.*", 4),
     ],
 )  # fmt: skip
-def test_pattern_that_names_kv_caches_or_keys_or_values_selects_kv_caches(tree: Tree, pattern: str, count: int) -> None:
+def test_kv_caches_are_selected_by_patterns_for_the_cache_its_keys_or_its_values(
+    tree: Tree, pattern: str, count: int
+) -> None:
     plan = make_plan(tree, Recipe.of([Rule.make(pattern, "fp8")]))
     assert len(plan.caches) == count
     assert plan.planned_bytes == plan.stored_bytes or pattern == "*.v"

@@ -150,7 +150,7 @@ def test_minimized_rules_are_few_and_unchanged_by_writing_and_reading_a_recipe_f
     assert len(minimize(tree, dict.fromkeys(NAMES, "float32"))) == 0
 
 
-def test_minimized_rules_keep_weights_of_other_programs_as_stored() -> None:
+def test_minimized_rules_keep_weights_that_other_programs_quantized_as_stored() -> None:
     stored = "gptq:int4@g32"
     kept = {name for name in NAMES if ".1.mlp." in name}
     tensors = tree_of().tensors | {

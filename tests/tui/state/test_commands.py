@@ -145,7 +145,9 @@ async def enter(app: DtypeApp, pilot: Pilot[None], line: str) -> None:
     await pilot.pause()
 
 
-async def test_export_command_writes_to_a_completed_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_export_command_writes_to_a_path_completed_with_tab(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("casts", "of today").mkdir(parents=True)
     async with launched(size=(80, 24)) as (app, pilot):

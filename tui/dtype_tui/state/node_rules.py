@@ -44,9 +44,11 @@ def rules_within(tree: Tree, plan: Plan, node: str) -> tuple[list[int], list[int
 def reference_rule(tree: Tree, node: str, reference: str = "float32") -> Rule:
     """Return the rule that gives the tensors of a node the dtype that they have in the reference.
 
-    The reference is the model as stored, or it has float64 for tensors stored in float64 and float32 for all others. One rule
-    can't cast to both, so a node that has some tensors in float64 and all others in float32 is kept as stored. For a KV cache, the
-    rule removes its format. reference: such as "float32" or "as stored (bfloat16)".
+    The reference is the model as stored, or it has float64 for tensors stored in float64 and float32 for all others. Since one rule
+    can't cast to both, the rule keeps a node as stored whose tensors are all stored in float32 or float64. Other nodes are cast to
+    float32, their float64 tensors included. For a KV cache, the rule removes its format.
+
+    reference: such as "float32" or "as stored (bfloat16)".
     """
     stored = {tree.tensors[name].dtype for name in tensor_names(tree, node) if tree.tensors[name].castable}
     keeps = (

@@ -71,8 +71,10 @@ def _transforms_inputs(transforms: object) -> bool:
 
 def _arguments(module: str, groups: Mapping[str, Any], usual: object) -> list[Mapping[str, Any]]:
     """Return the `weights` settings that may apply to a module, in the order in which to try them. They are those of the groups in
-    `config_groups` that name the module. If no group names it, those of all groups are returned, first of groups that name a class,
-    such as "Linear": headers do not tell a module's class. usual: the format of groups that do not declare one.
+    `config_groups` that name the module. If no group names it, the settings of all groups are returned, because the headers of the
+    files do not tell a module's class. Groups that name a class, such as "Linear", come first.
+
+    usual: the format of groups that do not declare one.
     """
     named: list[Mapping[str, Any]] = []
     of_classes: list[Mapping[str, Any]] = []

@@ -67,7 +67,9 @@ class GraphMemory:
         return "" if not self.model.memory.limited else self.model.memory.inside
 
     def saving(self) -> AbstractContextManager[object]:
-        """Return a context manager for the forward pass. If `rereads`, the graph notes which weights it needs, not their values."""
+        """Return a context manager for the forward pass. In it, if `rereads`, autograd's graph stores which weights it needs,
+        and not their values, which are read again in the backward pass.
+        """
         return saved_tensors_hooks(self._remembered, self._read_again) if self.rereads else nullcontext()
 
     @contextmanager

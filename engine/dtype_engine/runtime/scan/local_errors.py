@@ -210,7 +210,9 @@ class _Rerun:
                 self._recompute(key, source, errors.stored(source.weight, source.rows or rows), "float32")
 
     def _recompute(self, key: int, source: WeightOrigin, value: torch.Tensor, dtype: str) -> int:
-        """Recompute the argument `key` of the operation from new values of its weight. Returns its new `id`."""
+        """Replace the argument of the operation whose `id` is `key` by one that is computed from `value`, the new values of its
+        weight. Returns the `id` of the new argument.
+        """
         made = self.new[key] = source.remake(value)
         same_memory = made.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
         if source.itself or source.written or same_memory:

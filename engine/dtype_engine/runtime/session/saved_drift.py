@@ -72,7 +72,7 @@ def saving(
 
 
 def write(path: Path, fingerprint: Fingerprint, totals: SavedTotals) -> None:
-    """Replace the file `path` of the measurement `fingerprint` atomically by the results `totals`. Raises UserError on failure."""
+    """Write a measurement's fingerprint and results to the file `path`, atomically. Raises UserError on failure."""
     # The json module is used because msgspec's JSON can't represent infinity.
     write_text_atomic(path, json.dumps(as_plain(SavedDrift(fingerprint, totals, _VERSION))), replace=True)
 

@@ -14,7 +14,7 @@ from dtype_engine.core.callbacks import ignore
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.hints import ON_THE_COMMAND_LINE, fill_hints
-from dtype_engine.core.options import ClassesDim, Options, RunSettings
+from dtype_engine.core.options import ClassesDim, InputOptions, Options, RunSettings
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree
 from dtype_engine.core.units import human_bytes
@@ -660,16 +660,17 @@ class Session:
         return search_report(self.model, self.scanned.unit, front, solution, plan, report, context, lost)
 
     @reading_weights
-    def use_inputs(self, options: Options, cancelled: IsCancelled = never) -> None:
-        """Run the model on the inputs in `options` from now on. `options` replaces the session's options, but not its settings, and
-        the last scan is discarded. To check the inputs, a reference run over one batch is done first. If the user supplied tensors,
-        the run covers one batch of each shape.
+    def use_inputs(self, options: InputOptions, cancelled: IsCancelled = never) -> None:
+        """Run the model on the inputs in `options` from now on. The session's other options stay, even if `options` is an `Options`
+        that has them, too. The last scan is discarded. To check the inputs, a reference run over one batch is done first. If the
+        user supplied tensors, the run covers one batch of each shape.
 
         Raises UserError if the inputs can't be created, do not fit the model, or make the run fail. After an error or a
         cancelled run, nothing is changed.
 
         >>> session.use_inputs(de.Options(prompts=("one short prompt",)))
         """
+        options = self.options.with_inputs(options)
         inputs = inputs_of(self.model, options)
         with ForwardRunner(self.model, self.settings, cancelled, watch=False, behavior=self._behavior) as runner:
             for tried in one_of_each_shape(inputs):

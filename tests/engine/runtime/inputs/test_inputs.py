@@ -467,6 +467,14 @@ def test_line_typed_as_inputs_is_parsed_as_a_prompt_or_files(tmp_path: Path) -> 
             parse_inputs_line(de.Options(), line)
 
 
+def test_options_other_than_inputs_stay_when_inputs_are_switched() -> None:
+    session = de.open(options=de.Options(sequences=1, precision=0.5, max_memory={"cpu": 1 << 30}, prompts=("first",)))
+    session.use_inputs(de.Options(prompts=("second",)))
+    options = session.options
+    assert (options.prompts, options.sequences) == (("second",), None)
+    assert (options.precision, options.max_memory) == (0.5, {"cpu": 1 << 30})
+
+
 def test_open_session_can_switch_to_other_inputs(saved: Callable[..., Path], tmp_path: Path, picture: Path) -> None:
     session = opened(saved("vit"))
     first = session.drift()

@@ -74,7 +74,7 @@ def _decode_matrix(settings: Settings, parts: Parts, first: int, last: int, colu
 
 
 def _write_words(codes: torch.Tensor, out: torch.Tensor, settings: Settings) -> None:
-    """Write the integers in packed words to `out`. Each has `bits` bits and is stored plus 2^(bits-1), the first in low bits."""
+    """Unpack the words in `codes` to `out`. It holds integers of `bits` bits plus 2^(bits-1), the first in the low bits."""
     unpack(codes, settings["bits"], out, settings["dense"])
     out.sub_(1 << (settings["bits"] - 1))
 
