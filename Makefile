@@ -1,6 +1,7 @@
 # Two commands do all their own set-up: `make demo` opens the app on the built-in model, `make test` checks everything.
 PYTHON ?= python3
 VENV ?= .venv
+CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
 LOWEST := .venv-lowest
 LOWEST_PYTHON ?= 3.11
@@ -90,23 +91,23 @@ $(VENV)/bin/python:
 
 # The constraints hold the exact versions that the tests ran with, torch's among them. uv takes half of pip's time. Where it can't
 # install, because only pip is configured to reach a mirror, say, pip does.
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c $(CONSTRAINTS)
 define install
 	{ $(PIP) uv && UV_FIND_LINKS="$${UV_FIND_LINKS-$$PIP_FIND_LINKS}" \
-		$(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt -e $(1); } || $(PIP) -e $(1)
+		$(BIN)/uv pip install --quiet --python $(BIN)/python -c $(CONSTRAINTS) -e $(1); } || $(PIP) -e $(1)
 endef
 
-$(VENV)/.runs: $(VENV)/bin/python pyproject.toml constraints.txt
+$(VENV)/.runs: $(VENV)/bin/python pyproject.toml $(CONSTRAINTS)
 	$(call install,.)
 	@touch $@
 
-$(VENV)/.tests: $(VENV)/bin/python pyproject.toml constraints.txt
+$(VENV)/.tests: $(VENV)/bin/python pyproject.toml $(CONSTRAINTS)
 	$(call install,'.[dev]')
 	@touch $@ $(VENV)/.runs
 
 # uv is what can take the lowest versions; it looks for the oldest Python on PATH, and fetches it where there is none.
-$(LOWEST)/.tests: $(VENV)/bin/python pyproject.toml constraints.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv
+$(LOWEST)/.tests: $(VENV)/bin/python pyproject.toml $(CONSTRAINTS)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) uv
 	$(BIN)/uv venv --quiet --clear --python $(LOWEST_PYTHON) $(LOWEST)
 	$(BIN)/uv pip install --quiet --python $(LOWEST)/bin/python --resolution lowest-direct -e '.[dev,diffusers]'
 	$(LOWEST)/bin/python -m tests.lint.bounds lowest
@@ -115,7 +116,7 @@ $(LOWEST)/.tests: $(VENV)/bin/python pyproject.toml constraints.txt
 # What is newest changes from day to day, so it is looked up each time. Wheels of a folder do not count: a user has PyPI's.
 .PHONY: $(NEWEST)/.tests
 $(NEWEST)/.tests: $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) uv
 	[ -x $(NEWEST)/bin/python ] || $(BIN)/uv venv --quiet --python $(NEWEST_PYTHON) $(NEWEST)
 	$(BIN)/uv pip install --quiet --python $(NEWEST)/bin/python --resolution highest --upgrade -e '.[dev,diffusers]'
 	$(BIN)/uv pip list --python $(NEWEST)/bin/python

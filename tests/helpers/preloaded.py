@@ -11,7 +11,7 @@ import fcntl
 import functools
 import json
 import os
-import select
+import selectors
 import shlex
 import signal
 import socket
@@ -199,8 +199,11 @@ class Forked:
 
     def status(self, seconds: float | None = None) -> int | None:
         """Return the exit status, or None if the program has not ended within `seconds`."""
-        if self._told.count(b"\n") == 1 and select.select([self._asked], [], [], seconds)[0]:
-            self._told += self._asked.recv(64)
+        if self._told.count(b"\n") == 1:
+            with selectors.DefaultSelector() as selector:  # `select` takes no descriptor from 1024 on
+                selector.register(self._asked, selectors.EVENT_READ)
+                if selector.select(seconds):
+                    self._told += self._asked.recv(64)
         told = self._told.partition(b"\n")[2]
         return int(told) if told else None
 
