@@ -395,7 +395,7 @@ def _verified(
     """
     from dtype_engine.evaluation import verified
 
-    found = verified.candidates(session, *limit, constraints, count)
+    found = session.front(constraints).candidates(*limit, count)
     source = request.locate()
     with over_workers(workers, session, source, len(found), session.tree.stored_bytes) as (over, show):
         return verified.best(session, found, limit, metrics, constraints, over, lambda done: show(done, len(found)))

@@ -166,10 +166,6 @@ class Totals(msgspec.Struct):
         self.unknown += more.unknown
 
     @property
-    def total_elements(self) -> int:
-        return sum(self.elements.values())
-
-    @property
     def total_bytes(self) -> int:
         return sum(self.nbytes.values())
 

@@ -60,8 +60,7 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
 
     def __exit__(self, *exception: object) -> None:
         self._stop.set()
-        if self._executor is not None:
-            self._executor.shutdown(cancel_futures=True)
+        self._shut_down()
 
     def results(
         self, evaluations: Sequence[Evaluation], cancelled: IsCancelled = never
@@ -71,7 +70,7 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
         """
         self._stop.clear()
         try:
-            yield from results(self._started, self._broken, evaluations, cancelled, 2 * self.workers)
+            yield from results(self._started, self._shut_down, evaluations, cancelled, 2 * self.workers)
         except BaseException:
             self._stop.set()  # each evaluation stops at its next module call
             raise
@@ -83,7 +82,7 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
             self._executor = ProcessPoolExecutor(self.workers, self._context, initializer=_start_worker, initargs=given)
         return self._executor
 
-    def _broken(self) -> None:
+    def _shut_down(self) -> None:
         if self._executor is not None:
             self._executor.shutdown(cancel_futures=True)
         self._executor = None

@@ -148,7 +148,7 @@ def _memory(tree: Tree, plan: Plan, drift: DriftReport | None) -> Section:
         for totals in (stored, planned):
             elements, nbytes = totals.elements.get(name, 0), totals.nbytes.get(name, 0)
             if name == "all":
-                elements, nbytes = totals.total_elements, totals.total_bytes
+                elements, nbytes = sum(totals.elements.values()), totals.total_bytes
             row += [human_count(elements), human_bytes(nbytes)]
         rows.append(tuple(row))
     head = ("dtype", "elements stored", "bytes stored", "elements planned", "bytes planned")
