@@ -18,7 +18,6 @@ from multiprocessing.connection import wait as wait_for
 from multiprocessing.context import BaseContext
 from multiprocessing.sharedctypes import Synchronized
 from multiprocessing.synchronize import Event
-from typing import Protocol
 
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import Cancelled, UserError
@@ -33,17 +32,6 @@ _MOST_BREAKS = 3
 """The pool gives up after the workers have died this many times in a row without finishing a single evaluation."""
 _PROCESS_BYTES = 700 << 20
 """Estimated bytes of a worker process in addition to the model: Python, torch, transformers, small outputs."""
-
-
-class Pool(Protocol):
-    """A set of workers that runs evaluations."""
-
-    workers: int
-
-    def results(
-        self, evaluations: Sequence[Evaluation], cancelled: IsCancelled = never
-    ) -> Iterator[tuple[int, Evaluated]]:
-        """Run the evaluations. Yields (index, result) of each as soon as it is done. Raises UserError, Cancelled."""
 
 
 class ProcessPool(AbstractContextManager["ProcessPool"]):

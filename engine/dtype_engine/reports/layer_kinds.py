@@ -50,7 +50,10 @@ def kinds_of_modules(tree: Tree) -> dict[str, str]:
         if module.label in ("gate", "router") and any("expert" in label for label in tree.modules[parent].children):
             found = "experts"
         elif found is None and module.label == "output":
-            found = _kind_of_output(parent, tree)
+            if not parent:  # in Llama's original files and in GGUF
+                found = "head"
+            elif "intermediate" in tree.modules[parent].children:  # the second matrix of BERT's MLPs
+                found = "MLP"
         # A projection of patches is part of the embedding, and an expert's own MLP is part of the expert.
         nested = inherited in ("experts", "embeddings", "head") and found not in (None, "norms", "attention")
         kinds[module.name] = inherited if found is None or nested else found
@@ -67,15 +70,6 @@ def _recognised(module: Module) -> str | None:
             if pattern.fullmatch(module.class_name):
                 return kind
     return None
-
-
-def _kind_of_output(parent: str, tree: Tree) -> str | None:
-    """Return the kind of a module named `output`, or None if it is unknown. A child of the model is the "head" (Llama's original
-    files, GGUF). A sibling of `intermediate` belongs to the "MLP", as its second matrix (BERT).
-    """
-    if not parent:
-        return "head"
-    return "MLP" if "intermediate" in tree.modules[parent].children else None
 
 
 def kind_of_tensor(name: str, kinds: Mapping[str, str]) -> str:

@@ -114,8 +114,8 @@ class FrontPoint:
 
 def at_even_steps(points: Sequence[_Point], most: int) -> list[_Point]:
     """Return up to `most` of the points: the first, the last, and others at even steps between them."""
-    steps = (round(step * (len(points) - 1) / max(1, most - 1)) for step in range(most))
-    return [points[index] for index in dict.fromkeys(steps)]
+    count = min(most, len(points))
+    return [points[round(step * (len(points) - 1) / max(1, count - 1))] for step in range(count)]
 
 
 @dataclass(frozen=True, slots=True)

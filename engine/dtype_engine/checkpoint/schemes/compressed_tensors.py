@@ -147,12 +147,12 @@ def _read_words(
     if index is None and block != "channel" and arguments.get("actorder") in ("group", "dynamic"):
         return None
     if index is not None and block != "channel":
-        if len(shape) != 2:
+        if len(shape) != 2 or index.dtype not in _INTEGERS or index.shape != shape[1:]:
             return None
-        groups = _group_indices(index, shape[-1])
+        groups = set(struct.unpack(f"<{shape[1]}{_INTEGERS[index.dtype]}", read_small(index)))
         if groups == {-1}:  # not set: each group consists of successive columns
             beside.append(index)
-        elif groups and min(groups) >= 0 and scale.shape and max(groups) < scale.shape[-1]:
+        elif min(groups) >= 0 and scale.shape and max(groups) < scale.shape[-1]:
             parts["columns"] = index
         else:
             return None
@@ -193,15 +193,6 @@ def _block(arguments: Mapping[str, Any]) -> tuple[int, int] | str | None:
         return sizes(arguments.get("block_structure"))
     columns = size(group)
     return (1, columns) if strategy in ("group", "tensor_group") and columns is not None else None
-
-
-def _group_indices(index: CheckpointTensor, columns: int) -> set[int]:
-    """Return the groups in `index`, a tensor with the group of each column, or an empty set if it does not fit. Raises
-    UserError.
-    """
-    if index.dtype not in _INTEGERS or index.shape != (columns,):
-        return set()
-    return set(struct.unpack(f"<{columns}{_INTEGERS[index.dtype]}", read_small(index)))
 
 
 def _input_format(weight: CodedWeight, settings: Config) -> str:
