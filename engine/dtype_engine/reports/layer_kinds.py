@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from itertools import chain
 
 from dtype_engine.core.tree import Module, Totals, Tree
 
@@ -61,15 +62,10 @@ def kinds_of_modules(tree: Tree) -> dict[str, str]:
 
 
 def _recognised(module: Module) -> str | None:
-    label = module.label
-    for kind, pattern in _BY_NAME:
-        if pattern.fullmatch(label):
-            return kind
-    if module.class_name is not None and label:  # the model's own class says nothing about its layers
-        for kind, pattern in _BY_CLASS:
-            if pattern.fullmatch(module.class_name):
-                return kind
-    return None
+    by_name = (kind for kind, pattern in _BY_NAME if pattern.fullmatch(module.label))
+    class_name = module.class_name if module.label else None  # the model's own class says nothing about its layers
+    by_class = (kind for kind, pattern in _BY_CLASS if pattern.fullmatch(class_name or ""))
+    return next(chain(by_name, by_class), None)
 
 
 def kind_of_tensor(name: str, kinds: Mapping[str, str]) -> str:
