@@ -149,15 +149,8 @@ class MeasureOptions:
 
 
 @dataclass(frozen=True)
-class Options(MeasureOptions, InputOptions, ModelOptions):
-    """All options for opening and running a model: those of `ModelOptions`, `InputOptions` and `MeasureOptions`, and the app's.
-
-    A function that needs only one of these parts takes it, so it can be called with this part alone or with all options.
-
-    Example:
-        >>> de.Options(device="cpu", sequence_length=128).sequence_length
-        128
-    """
+class AppOptions:
+    """The options of the app, for its engine."""
 
     workers: int | str | None = None
     """Where the app runs scans, the search for causes, and measurements of several recipes: in this many processes, on the
@@ -166,6 +159,18 @@ class Options(MeasureOptions, InputOptions, ModelOptions):
     read_only: bool = False
     """Whether the engine refuses to write any file, and to read input files that are chosen while it runs. The app sets this
     when it is shown to other people.
+    """
+
+
+@dataclass(frozen=True)
+class Options(AppOptions, MeasureOptions, InputOptions, ModelOptions):
+    """All options for opening and running a model: those of `ModelOptions`, `InputOptions` and `MeasureOptions`, and the app's.
+
+    A function that needs only one of these parts takes it, so it can be called with this part alone or with all options.
+
+    Example:
+        >>> de.Options(device="cpu", sequence_length=128).sequence_length
+        128
     """
 
     def with_inputs(self, inputs: InputOptions) -> Options:
