@@ -242,10 +242,6 @@ def _in_nvfp4(codes: CheckpointTensor, scale: CheckpointTensor) -> bool:
     return (codes.dtype, scale.dtype) == ("uint8", "float8_e4m3fn")
 
 
-def _required_if_packed(codes: CheckpointTensor, scale: CheckpointTensor) -> tuple[str, ...]:
-    return ("_shape",) if codes.dtype == "int32" else ("_global_scale",) if _in_nvfp4(codes, scale) else ()
-
-
 def _packed_scale_shapes(weight: PackedWeight, tensors: Tensors, config: Config) -> Shapes:
     codes, scale = tensors[weight.codes], tensors[weight.scale]
     if len(codes.shape) < 2:
@@ -284,7 +280,8 @@ def _scale_shapes(weight: PackedWeight, tensors: Tensors, config: Config) -> Sha
 _PACKED = Layout(
     "packed by compressed-tensors", "_packed", "_scale", BYTES | WORDS,
     ("_shape", "_zero_point", "_g_idx", "_global_scale"), ("input_global_scale",), alone=("weight_packed",),
-    orphans=("weight_global_scale",), fused_scale="_global_scale", exponents=True, required=_required_if_packed,
+    orphans=("weight_global_scale",), fused_scale="_global_scale", exponents=True,
+    required=lambda codes, scale: ("_shape",) if codes.dtype == "int32" else ("_global_scale",) if _in_nvfp4(codes, scale) else (),
     scale_shapes=_packed_scale_shapes, part_shapes=lambda scale: {"_shape": (2,), "_global_scale": (1,)},
 )  # fmt: skip
 SCALED = Layout(
