@@ -23,7 +23,6 @@ from dtype_engine.checkpoint.weight_files import (
     INDEX,
     PIPELINE_INDEX,
     SINGLE,
-    WeightFiles,
     find_weight_files,
     read_config,
     read_json,
@@ -132,52 +131,34 @@ def _open_folder(folder: Path, trust_pickle: bool, absent_shards: bool) -> Check
         return _open_pipeline(folder, absent_shards)
     config = read_config(folder)
     found = find_weight_files(folder, config, absent_shards)
-    files, weight_map, index = found.paths, found.weight_map, None
-    if weight_map is not None:
-        from dtype_engine.checkpoint.completeness import compare_index
+    files = found.paths
     adapter = (folder / ADAPTER_CONFIG).is_file() and (config is None or files[0].name.startswith("adapter_model."))
     if any(kind_of(file) == "pickle" for file in files):
         checkpoint = _of_pickles(folder, files, config, trust_pickle)
-        if weight_map is not None and found.index is not None:
-            index = compare_index(folder, found.index, weight_map, checkpoint.tensors, files)
-            checkpoint = dataclasses.replace(checkpoint, index=index, notices=checkpoint.notices + index.sentences)
-        checkpoint = _with_unread(checkpoint, found, found.unread)
-        return _as_adapter(checkpoint) if adapter else checkpoint
-    if kind_of(files[0]) == "gguf":
+    elif kind_of(files[0]) == "gguf":
         return _open_file(files[0], trust_pickle)
-    identities = tuple(map(FileIdentity.of, files))
-    tensors, metadata = read_shards(folder, files)
-    notices: tuple[str, ...] = ()
-    if found.read_by is not None and found.read_by.variant is not None:
-        variant = printable(found.read_by.variant)
-        notices = (f"read from the files of the variant {variant}, the only ones there are",)
+    else:
+        identities = tuple(map(FileIdentity.of, files))
+        tensors, metadata = read_shards(folder, files)
+        notices: tuple[str, ...] = ()
+        if found.read_by is not None and found.read_by.variant is not None:
+            variant = printable(found.read_by.variant)
+            notices = (f"read from the files of the variant {variant}, the only ones there are",)
+        aliases = _aliases(tensors, metadata)
+        checkpoint = Checkpoint(
+            folder, files, tensors, config, metadata, notices=notices, identities=identities, aliases=aliases
+        )
     unread = found.unread
-    if weight_map is not None and found.index is not None:
-        index = compare_index(folder, found.index, weight_map, tensors, files)
-        notices += index.sentences
+    if found.weight_map is not None and found.index is not None:
+        from dtype_engine.checkpoint.completeness import compare_index
+
+        index = compare_index(folder, found.index, found.weight_map, checkpoint.tensors, files)
+        checkpoint = dataclasses.replace(checkpoint, index=index, notices=checkpoint.notices + index.sentences)
         left_out = {file.name for file in index.left_out}
         unread = tuple(name for name in unread if name not in left_out)
-    checkpoint = Checkpoint(
-        folder,
-        files,
-        tensors,
-        config,
-        metadata,
-        notices=notices,
-        identities=identities,
-        aliases=_aliases(tensors, metadata),
-        index=index,
-    )
-    checkpoint = _with_unread(checkpoint, found, unread)
-    return _as_adapter(checkpoint) if adapter else checkpoint
-
-
-def _with_unread(checkpoint: Checkpoint, found: WeightFiles, unread: tuple[str, ...]) -> Checkpoint:
-    """Return a copy of the checkpoint that records which set of weights was read, and which weights were not (`unread`). If some
-    were not, the copy has a notice about them.
-    """
     checkpoint = dataclasses.replace(checkpoint, read_by=found.read_by, passed_over=unread)
-    return dataclasses.replace(checkpoint, notices=(*checkpoint.notices, *checkpoint.of_sets))
+    checkpoint = dataclasses.replace(checkpoint, notices=(*checkpoint.notices, *checkpoint.of_sets))
+    return _as_adapter(checkpoint) if adapter else checkpoint
 
 
 def _as_adapter(checkpoint: Checkpoint) -> Checkpoint:

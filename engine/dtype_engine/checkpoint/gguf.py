@@ -14,7 +14,7 @@ from typing import Any
 
 from dtype_engine.checkpoint.file_identity import FileIdentity
 from dtype_engine.checkpoint.gguf_header import GGUFHeader, GGUFTensor, read_gguf_header
-from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
+from dtype_engine.checkpoint.safetensors_header import CheckpointTensor, check_layout
 from dtype_engine.checkpoint.weight_files import gguf_parts, resolve_inside
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
@@ -98,7 +98,7 @@ def read_gguf(path: Path) -> tuple[dict[str, CheckpointTensor], dict[str, Any]]:
         if tensor.name in tensors:
             raise UserError(f"{path}: the header names {printable(tensor.name)!r} twice")
         tensors[tensor.name] = _specification(path, header, tensor, size)
-    _check_layout(path, tensors, header.data_start)
+    check_layout(path, tensors, header.data_start, None)  # there are gaps, for the alignment
     if type(number := header.fields.get("general.file_type")) is int:
         with suppress(ValueError):  # of a newer llama.cpp
             header.fields["general.file_type"] = LlamaFileType(number).name.removeprefix("MOSTLY_")
@@ -156,12 +156,3 @@ def _dequantizes(kind: Any, nbytes: int) -> bool:
     except NotImplementedError:
         return False
     return True
-
-
-def _check_layout(path: Path, tensors: dict[str, CheckpointTensor], data_start: int) -> None:
-    """Raise UserError if the bytes of two tensors overlap. Gaps are allowed, for the alignment."""
-    end = data_start
-    for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.start or 0, tensor.nbytes)):
-        if tensor.nbytes and (tensor.start or 0) < end:
-            raise UserError(f"{path}: tensor {printable(tensor.name)} overlaps another: the file is damaged")
-        end = max(end, (tensor.start or 0) + tensor.nbytes)

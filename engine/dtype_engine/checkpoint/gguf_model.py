@@ -175,14 +175,11 @@ def model_of(
 def _family(architecture: str, own: Mapping[str, Any]) -> _Family | None:
     if architecture == "llama" and size(own.get("expert_count")):
         return _FAMILIES["mixtral"]
-    if architecture == "llama" and not changes_nothing(_WINDOW, own.get(_WINDOW, 0), _context(own)):
+    length = own.get("context_length")
+    context = {"max_position_embeddings": length} if size(length) else {}
+    if architecture == "llama" and not changes_nothing(_WINDOW, own.get(_WINDOW, 0), context):
         return _FAMILIES["mistral"]
     return None if architecture in ("mixtral", "mistral") else _FAMILIES.get(architecture)
-
-
-def _context(own: Mapping[str, Any]) -> dict[str, Any]:
-    length = own.get("context_length")
-    return {"max_position_embeddings": length} if size(length) else {}
 
 
 def _config(

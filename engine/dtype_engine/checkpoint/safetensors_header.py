@@ -95,7 +95,7 @@ def read_header(path: Path) -> tuple[dict[str, CheckpointTensor], dict[str, str]
         raise UserError(too_many_tensors(path))
     known: _Known = {}
     tensors = {name: _entry(path, name, entry, body_start, size, known) for name, entry in header.items()}
-    _check_layout(path, tensors, body_start, size)
+    check_layout(path, tensors, body_start, size)
     return tensors, metadata
 
 
@@ -185,12 +185,17 @@ def _in_range(number: int) -> bool:
     return 0 <= number < 1 << 63
 
 
-def _check_layout(path: Path, tensors: dict[str, CheckpointTensor], body_start: int, size: int) -> None:
+def check_layout(path: Path, tensors: dict[str, CheckpointTensor], body_start: int, size: int | None) -> None:
+    """Raise UserError if the bytes of two tensors overlap or, unless `size` is None, if some bytes belong to no tensor. body_start:
+    the offset at which the tensors' bytes begin. size: the file's.
+    """
     at = body_start
     for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.start or 0, tensor.nbytes)):
-        if tensor.start != at:
-            what = "overlaps another" if (tensor.start or 0) < at else "leaves a hole before it"
-            raise UserError(f"{path}: tensor {printable(tensor.name)} {what}: the file is damaged")
-        at += tensor.nbytes
-    if at != size:
+        start = tensor.start or 0
+        if start < at and (tensor.nbytes or size is not None):
+            raise UserError(f"{path}: tensor {printable(tensor.name)} overlaps another: the file is damaged")
+        if start > at and size is not None:
+            raise UserError(f"{path}: tensor {printable(tensor.name)} leaves a hole before it: the file is damaged")
+        at = max(at, start + tensor.nbytes)
+    if size is not None and at != size:
         raise UserError(f"{path}: {size - at} bytes after the last tensor belong to nothing: the file is damaged")

@@ -54,9 +54,10 @@ class Source:
         """
         if self.kind != "checkpoint" or self.path is None:
             return None
-        described_by = _json_files(self.path)
-        for checkpoint, files in self._opened:
-            if described_by == files and not any(file.change() for file in checkpoint.identities):
+        files = self.path.glob("*.json") if self.path.is_dir() else [self.path.with_name("config.json")]
+        described_by = tuple(FileIdentity.of(file) for file in sorted(files) if file.is_file())
+        for checkpoint, before in self._opened:
+            if described_by == before and not any(file.change() for file in checkpoint.identities):
                 return checkpoint
         if self.hub is None:
             checkpoint = open_checkpoint(self.path, self.trust_pickle, absent_shards)
@@ -151,11 +152,6 @@ def _located(
         f"{printable(model, 200)}: no such folder or file, and no Hugging Face model of this name is in the local cache "
         f"({hub_cache()}); --download fetches one"
     )
-
-
-def _json_files(path: Path) -> tuple[FileIdentity, ...]:
-    files = sorted(path.glob("*.json")) if path.is_dir() else [path.with_name("config.json")]
-    return tuple(FileIdentity.of(file) for file in files if file.is_file())
 
 
 def is_python(model: str | None) -> bool:

@@ -71,7 +71,9 @@ def weight_sets(names: Collection[str], config: Mapping[str, Any] | None) -> tup
     plain = [WeightSet(name) for name in order if name in names and name != named]
     found = [WeightSet(named), *plain] if named is not None else plain
     for usual in order[: -len(OF_ADAPTERS)]:
-        pattern = _with_variant(usual)
+        stem, suffix = usual.rsplit(".", 1)  # model.fp16.safetensors, model.safetensors.index.fp16.json
+        characters = r"[\w-]+" if suffix == "json" else r"\w+"
+        pattern = re.compile(rf"{re.escape(stem)}\.(?P<variant>{characters})\.{suffix}")
         matches = filter(None, map(pattern.fullmatch, sorted(names)))
         found += [WeightSet(match[0], match["variant"]) for match in matches if match[0] != named]
     return tuple(found)
@@ -135,13 +137,6 @@ def _named_by(config: Mapping[str, Any] | None) -> str | None:
     if not isinstance(named, str) or named == NO_WEIGHTS:
         return None
     return named if named.endswith((".safetensors", ".safetensors.index.json")) else None
-
-
-def _with_variant(usual: str) -> re.Pattern[str]:
-    """Return a pattern for the names of a file's variants: `model.fp16.safetensors`, `model.safetensors.index.fp16.json`."""
-    stem, suffix = usual.rsplit(".", 1)
-    characters = r"[\w-]+" if suffix == "json" else r"\w+"
-    return re.compile(rf"{re.escape(stem)}\.(?P<variant>{characters})\.{suffix}")
 
 
 def _group(name: str) -> str:

@@ -7,13 +7,16 @@ Exit status: 0 success; 1 a check failed; 2 bad input; 129, 130, 143 ended by SI
 from __future__ import annotations
 
 import gc
+import os
+import platform
 import sys
 from importlib import import_module
+from pathlib import Path
 
 import click
 
-from dtype_engine.cli.program import BAD_INPUT, run
-from dtype_engine.cli.versions import print_version
+from dtype_engine.cli.program import BAD_INPUT, answer, run
+from dtype_engine.core.version import __version__
 
 _MODULES = {
     "inspect": "inspect", "memory": "memory", "drift": "drift", "flow": "drift", "speed": "drift", "weights": "weights",
@@ -22,6 +25,7 @@ _MODULES = {
     "check": "check", "export": "export", "verify": "export", "recipe": "recipe", "report": "report", "stdio": "stdio",
     "worker": "parallel", "mcp": "mcp_server",
 }  # fmt: skip
+_LIBRARIES = ("torch", "transformers", "safetensors", "textual", "gguf", "numpy")
 
 
 class _Commands(click.Group):
@@ -38,6 +42,36 @@ class _Commands(click.Group):
         return found
 
 
+def _print_version(context: click.Context, parameter: click.Parameter, wanted: bool) -> None:
+    """Print the version and exit if `wanted`, the option's value, is True. With `--verbose`, also print the libraries and the
+    hardware, which may affect measured metrics.
+    """
+    if not wanted or context.resilient_parsing:
+        return
+    if not context.params.get("verbose"):
+        answer(f"dtype-engine, version {__version__}")
+        context.exit()
+    from dtype_engine.reports.versions import installed
+    from dtype_engine.runtime.device import hardware
+
+    named = {"dtype-tui": __version__, "python": platform.python_version()}
+    named |= {name: installed(name) or "not installed" for name in _LIBRARIES}
+    named |= {"platform": platform.platform(), "processor": f"{_processor()}, {os.cpu_count()} cores"} | hardware()
+    for name, value in named.items():
+        answer(f"{name:<13} {value}")
+    context.exit()
+
+
+def _processor() -> str:
+    """Return the processor's model name, on Linux from /proc/cpuinfo, because `platform` knows only the architecture there."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())
+
+
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
     "--verbose",
@@ -45,7 +79,7 @@ class _Commands(click.Group):
     is_eager=True,
     help="With --version: also show the versions of Python and of the libraries, and the hardware.",
 )
-@click.option("--version", is_flag=True, expose_value=False, callback=print_version, help="Show the version and exit.")
+@click.option("--version", is_flag=True, expose_value=False, callback=_print_version, help="Show the version and exit.")
 def cli(verbose: bool) -> None:
     """Show what happens to a model's output, memory and speed if some of its layers are cast to another dtype.
 

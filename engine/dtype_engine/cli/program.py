@@ -127,12 +127,6 @@ class _EndedBySignal(KeyboardInterrupt):
         self.number = number
 
 
-def _ended_by(error: BaseException) -> int:
-    """Return the number of the signal that caused an error, even if click turned the error into an `Abort`. SIGINT by default."""
-    cause = error if isinstance(error, _EndedBySignal) else error.__cause__
-    return cause.number if isinstance(cause, _EndedBySignal) else signal.SIGINT
-
-
 @contextlib.contextmanager
 def _raised_signals() -> Iterator[None]:
     """A context manager in which SIGHUP and SIGTERM raise `_EndedBySignal`, unless these signals are ignored, as under nohup."""
@@ -190,7 +184,8 @@ def _status(command: click.Command, program: str, arguments: Sequence[str] | Non
 
 
 def _report_interrupted(program: str, error: BaseException) -> int:
-    number = _ended_by(error)
+    cause = error if isinstance(error, _EndedBySignal) else error.__cause__  # click makes an `Abort` of it
+    number = cause.number if isinstance(cause, _EndedBySignal) else signal.SIGINT
     name = "" if number == signal.SIGINT else f" by {signal.Signals(number).name}"
     _last_line(f"{program}: interrupted{name}")
     return 128 + number

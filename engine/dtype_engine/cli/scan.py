@@ -237,7 +237,7 @@ def search(
     A scan measures how much each weight adds to the drift in each dtype, and the predicted drift of a recipe is the sum over its
     weights. The model is scanned first, unless a complete scan is in the file that --save names.
     """
-    from dtype_engine.core.atomic_write import check_target
+    from dtype_engine.core.atomic_write import check_target, write_text_atomic
     from dtype_engine.search.pareto import Constraints
 
     if output is not None:
@@ -274,7 +274,11 @@ def search(
         print_stderr(f"dtype-engine: {error}")
         return NO
     if output is not None:
-        _write_best(report, session, output, force)
+        from dtype_engine.recipe.file import write_recipe
+
+        recipe = Recipe.of(map(Rule.parse, report.rules))
+        text = write_recipe(recipe, report.model, session.settings, lost=report.lost)
+        write_text_atomic(output, text, replace=force)
     finite = report.measured is None or math.isfinite(report.measured)
     if not finite:
         print_stderr("dtype-engine: the output is not finite under this recipe")
@@ -321,15 +325,6 @@ def _check_limits(budget: str | None, max_predicted: float | None, limits: tuple
         raise UserError("give either --budget or --max-predicted")
     if budget is not None:
         parse_bytes(budget, 0)
-
-
-def _write_best(report: SearchReport, session: Session, output: Path, force: bool) -> None:
-    from dtype_engine.core.atomic_write import write_text_atomic
-    from dtype_engine.recipe.file import write_recipe
-
-    recipe = Recipe.of(map(Rule.parse, report.rules))
-    text = write_recipe(recipe, report.model, session.settings, lost=report.lost)
-    write_text_atomic(output, text, replace=force)
 
 
 def _scan_shard(request: RunRequest, shard: Shard, as_object: bool, scanning: _Scanning) -> None:
@@ -395,7 +390,7 @@ def _verified(
     """
     from dtype_engine.evaluation import verified
 
-    found = verified.candidates(session, *limit, constraints, count)
+    found = session.front(constraints).candidates(*limit, count)
     source = request.locate()
     with over_workers(workers, session, source, len(found), session.tree.stored_bytes) as (over, show):
         return verified.best(session, found, limit, metrics, constraints, over, lambda done: show(done, len(found)))

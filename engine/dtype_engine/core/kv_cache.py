@@ -70,35 +70,35 @@ class KVCacheTensor(msgspec.Struct, frozen=True):
             return "the keys of an indexer stay as they are"
         return None if self.part in ("k", "v", "latent", "rope") else "the state of a recurrent layer stays as it is"
 
-    def tokens(self, context: int, encoder_tokens: int | None = None) -> int:
-        """Return how many tokens the cache keeps for a sequence of `context` tokens; 0 if it reads another layer's cache.
-        encoder_tokens: how many tokens the encoder has, by default `context`; used for cross attention without a fixed `length`.
+    def tokens(self, context: int) -> int:
+        """Return how many tokens the cache keeps for a sequence of `context` tokens; 0 if it reads another layer's cache. For cross
+        attention without a fixed `length`, the encoder is taken to have `context` tokens, too.
         """
         if self.shared_with is not None:
             return 0
         if self.source == "encoder":
-            return self.length or (context if encoder_tokens is None else encoder_tokens)
+            return self.length or context
         # The token that is being decoded is the last of its window, so that transformers keeps one less.
         return context if self.window is None else min(context, self.window - 1)
 
-    def shape(self, context: int, batch: int = 1, encoder_tokens: int | None = None) -> tuple[int, int, int, int]:
+    def shape(self, context: int, batch: int = 1) -> tuple[int, int, int, int]:
         """Return (batch x runs, heads, tokens, width), where `runs` is how often a pass runs the layer. For a recurrent state,
-        heads and tokens are 1. batch: the number of sequences. The other arguments are those of `tokens`.
+        heads and tokens are 1. batch: the number of sequences. context: as for `tokens`.
         """
         batch *= self.runs
         if self.fixed:
             return batch, 1, 0 if self.shared_with else 1, self.fixed
-        return batch, self.heads, self.tokens(context, encoder_tokens), self.per_token // self.heads
+        return batch, self.heads, self.tokens(context), self.per_token // self.heads
 
-    def elements(self, context: int, batch: int = 1, encoder_tokens: int | None = None) -> int:
+    def elements(self, context: int, batch: int = 1) -> int:
         """Return the number of elements. The arguments are those of `shape`."""
-        return math.prod(self.shape(context, batch, encoder_tokens))
+        return math.prod(self.shape(context, batch))
 
-    def nbytes(self, dtype: str, context: int, batch: int = 1, encoder_tokens: int | None = None) -> int:
+    def nbytes(self, dtype: str, context: int, batch: int = 1) -> int:
         """Return the bytes of the tensor if its elements are in `dtype`, or in `state_dtype` if it has one, without scales.
         The other arguments are those of `shape`.
         """
-        return self.elements(context, batch, encoder_tokens) * dtypes.BY_NAME[self.state_dtype or dtype].bits // 8
+        return self.elements(context, batch) * dtypes.BY_NAME[self.state_dtype or dtype].bits // 8
 
 
 class KVCache(msgspec.Struct, frozen=True):
@@ -117,7 +117,3 @@ class KVCache(msgspec.Struct, frozen=True):
     """The dtype in which the model computes, as its configuration says."""
     longest: int | None = None
     """The maximum length of a sequence in tokens, as the model's configuration says."""
-
-    def nbytes(self, dtype: str, context: int, batch: int = 1, encoder_tokens: int | None = None) -> int:
-        """Return the bytes of all tensors. The arguments are those of `KVCacheTensor.nbytes`."""
-        return sum(tensor.nbytes(dtype, context, batch, encoder_tokens) for tensor in self.tensors)

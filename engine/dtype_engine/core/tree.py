@@ -155,19 +155,19 @@ class Totals(msgspec.Struct):
         self.buffers += tensor.numel if tensor.kind == "buffer" else 0
         self.unknown += tensor.logical_numel == "unknown"
 
-    def add_totals(self, more: Totals) -> None:
-        """Add the totals of another module."""
-        for dtype, nbytes in more.nbytes.items():
-            self.add(dtype, more.elements[dtype], nbytes)
-        for dtype, nbytes in more.tied.items():
-            self.tied[dtype] = self.tied.get(dtype, 0) + nbytes
-        self.parameters += more.parameters
-        self.buffers += more.buffers
-        self.unknown += more.unknown
-
-    @property
-    def total_elements(self) -> int:
-        return sum(self.elements.values())
+    @classmethod
+    def sum_of(cls, parts: Iterable[Totals]) -> Totals:
+        """Return the sum of the totals of several modules."""
+        whole = cls()
+        for part in parts:
+            for dtype, nbytes in part.nbytes.items():
+                whole.add(dtype, part.elements[dtype], nbytes)
+            for dtype, nbytes in part.tied.items():
+                whole.tied[dtype] = whole.tied.get(dtype, 0) + nbytes
+            whole.parameters += part.parameters
+            whole.buffers += part.buffers
+            whole.unknown += part.unknown
+        return whole
 
     @property
     def total_bytes(self) -> int:

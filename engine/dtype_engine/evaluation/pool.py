@@ -18,7 +18,6 @@ from multiprocessing.connection import wait as wait_for
 from multiprocessing.context import BaseContext
 from multiprocessing.sharedctypes import Synchronized
 from multiprocessing.synchronize import Event
-from typing import Protocol
 
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import Cancelled, UserError
@@ -35,17 +34,6 @@ _PROCESS_BYTES = 700 << 20
 """Estimated bytes of a worker process in addition to the model: Python, torch, transformers, small outputs."""
 
 
-class Pool(Protocol):
-    """A set of workers that runs evaluations."""
-
-    workers: int
-
-    def results(
-        self, evaluations: Sequence[Evaluation], cancelled: IsCancelled = never
-    ) -> Iterator[tuple[int, Evaluated]]:
-        """Run the evaluations. Yields (index, result) of each as soon as it is done. Raises UserError, Cancelled."""
-
-
 class ProcessPool(AbstractContextManager["ProcessPool"]):
     """Starts worker processes on this machine, which map the model's files and so share one copy of the weights. gpus: the
     names of the GPUs to use, such as `("0", "1")`; each process uses one of them.
@@ -60,8 +48,7 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
 
     def __exit__(self, *exception: object) -> None:
         self._stop.set()
-        if self._executor is not None:
-            self._executor.shutdown(cancel_futures=True)
+        self._shut_down()
 
     def results(
         self, evaluations: Sequence[Evaluation], cancelled: IsCancelled = never
@@ -71,7 +58,7 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
         """
         self._stop.clear()
         try:
-            yield from results(self._started, self._broken, evaluations, cancelled, 2 * self.workers)
+            yield from results(self._started, self._shut_down, evaluations, cancelled, 2 * self.workers)
         except BaseException:
             self._stop.set()  # each evaluation stops at its next module call
             raise
@@ -83,7 +70,7 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
             self._executor = ProcessPoolExecutor(self.workers, self._context, initializer=_start_worker, initargs=given)
         return self._executor
 
-    def _broken(self) -> None:
+    def _shut_down(self) -> None:
         if self._executor is not None:
             self._executor.shutdown(cancel_futures=True)
         self._executor = None

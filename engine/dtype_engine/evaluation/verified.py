@@ -15,23 +15,9 @@ from dtype_engine.results.scan import Candidate, SearchReport
 from dtype_engine.results.thresholds import Limit, meets, told_apart, verdicts
 from dtype_engine.search.pareto import Constraints, Solution
 from dtype_engine.search.sensitivity import scalar_drift
-from dtype_engine.search.solve import around, spread
 
 if TYPE_CHECKING:
     from dtype_engine.runtime.session.session import Session
-
-
-def candidates(
-    session: Session, budget: int | None, max_drift: float | None, constraints: Constraints, count: int
-) -> tuple[Solution, ...]:
-    """Return up to `count` recipes to measure. With a limit on bytes (`budget`) or on predicted drift (`max_drift`), these are the
-    best one within the limit and others near it. Without a limit (both None), they are spread over the Pareto front.
-
-    Raises UserError, and OutOfReach if no recipe meets the limit.
-    """
-    if budget is None and max_drift is None:
-        return spread(session.front(constraints), count)
-    return around(session.front(constraints), budget, max_drift, count)
 
 
 def best(

@@ -14,12 +14,13 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import Options, RunSettings
 from dtype_engine.evaluation import specs
 from dtype_engine.evaluation.evaluate import describe, perform
-from dtype_engine.evaluation.pool import Pool
 from dtype_engine.recipe import Recipe
 from dtype_engine.results.drift import DriftReport
 
 if TYPE_CHECKING:
     from dtype_engine.checkpoint.source import Source
+    from dtype_engine.evaluation.cluster import DaskPool
+    from dtype_engine.evaluation.pool import ProcessPool
     from dtype_engine.results.attribution import AttributionReport
     from dtype_engine.results.scan import ScanReport
     from dtype_engine.runtime.export.contents import Contents
@@ -37,7 +38,7 @@ _GROUP_BYTES, _GROUP_TENSORS = 64 << 20, 256
 class Over:
     """A pool of workers, and the model and inputs that each worker opens to run tasks."""
 
-    pool: Pool
+    pool: ProcessPool | DaskPool
     opened: specs.Opened
     on_notice: Callable[[str], None] = lambda sentence: None
     """Called with a sentence if a worker has other versions of this program, of torch or of the platform, once per sentence."""
@@ -149,7 +150,9 @@ def causes(
         return session.attribution().report(on_progress, cancelled, elsewhere, on_causes)
 
 
-def comparing(pool: Pool, threads: int, folder: Path, source: Source, options: Options) -> CompareItems:
+def comparing(
+    pool: ProcessPool | DaskPool, threads: int, folder: Path, source: Source, options: Options
+) -> CompareItems:
     """Return a function for `verify` to call, which compares the tensors of an export with their source on the workers of
     `pool`.
 

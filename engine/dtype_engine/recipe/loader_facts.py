@@ -108,15 +108,10 @@ def loader_facts(dtype: str, expert: bool) -> LoaderFacts:
 
 _EXPERTS_BESIDE_OTHERS = ("float8_e4m3fn", "float8_e4m3fn@tensor")
 """Formats of experts that transformers loads even if other experts have other formats."""
-_EXPERTS_ALONE = (
+EXPERTS_ALONE = (
     *(name for name in dtypes.BLOCK_FORMATS if name.startswith("mxfp4")), "int4@g128", "int4@g32", "int8@g128",
 )  # fmt: skip
 """Formats of experts that transformers loads only if all experts of the model have the same format."""
-
-
-def needs_one_format(dtype: str) -> bool:
-    """Return whether transformers loads experts in this format only if all experts of the model are in it."""
-    return dtype in _EXPERTS_ALONE
 
 
 def _is_float8(dtype: str) -> bool:
@@ -162,7 +157,7 @@ def misread_experts(formats: Collection[str], first: str = "", split: bool = Fal
         return None
     if "nvfp4" in scaled:
         return "it ignores the scale of the tensor of experts in nvfp4 and computes wrong values without an error"
-    if unread := sorted(scaled.difference(_EXPERTS_BESIDE_OTHERS, _EXPERTS_ALONE)):
+    if unread := sorted(scaled.difference(_EXPERTS_BESIDE_OTHERS, EXPERTS_ALONE)):
         return f"it raises an error when it packs experts in {', '.join(unread)}"
     if len(set(formats)) > 1:
         return "it takes all experts to be in one format when it packs them"

@@ -148,14 +148,11 @@ def serving_memory(
     def fixed(tokens: int) -> int:
         return plan.planned_bytes + of_cache(tokens)
 
-    def of_pass(tokens: int) -> int:
-        assert activations is not None
-        return activations(tokens).nbytes
-
     found = activations(context) if activations is not None else None
     most: int | None = None
     if budget is not None:
-        most = largest_context(fixed, of_pass if activations is not None else None, budget, longest or MOST_TOKENS)
+        of_pass = None if activations is None else lambda tokens: activations(tokens).nbytes
+        most = largest_context(fixed, of_pass, budget, longest or MOST_TOKENS)
     notes = cache.notes if cache.none_because is None else (f"without a KV cache: {cache.none_because}",)
     if longest is not None and context > longest:
         notes += (f"the model was made for at most {longest:,} tokens",)

@@ -16,7 +16,7 @@ from dtype_engine.recipe import Plan
 from dtype_engine.recipe.serving_memory import cache_change, default_context
 from dtype_engine.reports.blocks import BarChart, Identifier, Pictures, Report, Section, StackedBars, Table
 from dtype_engine.reports.overview import plain_sentence, size_tile, third_tile, verdict_tile
-from dtype_engine.reports.text import WEIGHTS_ONLY, cache_change_text, mix_text, sum_of
+from dtype_engine.reports.text import WEIGHTS_ONLY, cache_change_text, mix_text
 from dtype_engine.reports.text_drift import (
     first_sentence,
     modules_extent_text,
@@ -148,7 +148,7 @@ def _memory(tree: Tree, plan: Plan, drift: DriftReport | None) -> Section:
         for totals in (stored, planned):
             elements, nbytes = totals.elements.get(name, 0), totals.nbytes.get(name, 0)
             if name == "all":
-                elements, nbytes = totals.total_elements, totals.total_bytes
+                elements, nbytes = sum(totals.elements.values()), totals.total_bytes
             row += [human_count(elements), human_bytes(nbytes)]
         rows.append(tuple(row))
     head = ("dtype", "elements stored", "bytes stored", "elements planned", "bytes planned")
@@ -220,7 +220,7 @@ def tree_section(tree: Tree, plan: Plan) -> Section:
     rows = []
     for name, modules in _table_rows(tree):
         class_name = modules[0].class_name or ""
-        before, after = (sum_of(totals[module.name] for module in modules) for totals in (stored, planned))
+        before, after = (Totals.sum_of(totals[module.name] for module in modules) for totals in (stored, planned))
         if name and not _has_weights(before):
             continue
         rows.append(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from itertools import chain
 
 from dtype_engine.core.tree import Module, Totals, Tree
 
@@ -50,7 +51,10 @@ def kinds_of_modules(tree: Tree) -> dict[str, str]:
         if module.label in ("gate", "router") and any("expert" in label for label in tree.modules[parent].children):
             found = "experts"
         elif found is None and module.label == "output":
-            found = _kind_of_output(parent, tree)
+            if not parent:  # in Llama's original files and in GGUF
+                found = "head"
+            elif "intermediate" in tree.modules[parent].children:  # the second matrix of BERT's MLPs
+                found = "MLP"
         # A projection of patches is part of the embedding, and an expert's own MLP is part of the expert.
         nested = inherited in ("experts", "embeddings", "head") and found not in (None, "norms", "attention")
         kinds[module.name] = inherited if found is None or nested else found
@@ -58,24 +62,10 @@ def kinds_of_modules(tree: Tree) -> dict[str, str]:
 
 
 def _recognised(module: Module) -> str | None:
-    label = module.label
-    for kind, pattern in _BY_NAME:
-        if pattern.fullmatch(label):
-            return kind
-    if module.class_name is not None and label:  # the model's own class says nothing about its layers
-        for kind, pattern in _BY_CLASS:
-            if pattern.fullmatch(module.class_name):
-                return kind
-    return None
-
-
-def _kind_of_output(parent: str, tree: Tree) -> str | None:
-    """Return the kind of a module named `output`, or None if it is unknown. A child of the model is the "head" (Llama's original
-    files, GGUF). A sibling of `intermediate` belongs to the "MLP", as its second matrix (BERT).
-    """
-    if not parent:
-        return "head"
-    return "MLP" if "intermediate" in tree.modules[parent].children else None
+    by_name = (kind for kind, pattern in _BY_NAME if pattern.fullmatch(module.label))
+    class_name = module.class_name if module.label else None  # the model's own class says nothing about its layers
+    by_class = (kind for kind, pattern in _BY_CLASS if pattern.fullmatch(class_name or ""))
+    return next(chain(by_name, by_class), None)
 
 
 def kind_of_tensor(name: str, kinds: Mapping[str, str]) -> str:

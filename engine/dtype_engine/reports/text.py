@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from dtype_engine.core import dtypes
@@ -28,14 +28,6 @@ def mix_text(totals: Totals) -> str:
     if len(shares) == 1:
         return dtypes.short_name(shares[0][0])
     return " · ".join(f"{dtypes.short_name(name)} {percent(share)} %" for name, share in shares)
-
-
-def sum_of(parts: Iterable[Totals]) -> Totals:
-    """Return the sum of the totals of several modules."""
-    whole = Totals()
-    for part in parts:
-        whole.add_totals(part)
-    return whole
 
 
 def found_text(coverage: Coverage | None) -> str:

@@ -13,7 +13,7 @@ from dtype_engine.core.units import human_bytes, human_count, percent, plural
 from dtype_engine.recipe import Plan, tensor_bytes
 from dtype_engine.reports.alike import AlikeModules
 from dtype_engine.reports.layer_kinds import totals_by_kind
-from dtype_engine.reports.text import mix_text, sum_of
+from dtype_engine.reports.text import mix_text
 from dtype_engine.reports.text_table import table_lines
 
 _HEAD = ("module", "dtype, % of bytes", "parameters", "bytes")
@@ -65,7 +65,9 @@ class _Rows:
                 yield from self.below(others[0], level + 1)
             elif others:
                 words = f"{others[0].label} … {others[-1].label}  {len(others)} like {first.label}"
-                yield _module_row("  " * (level + 1) + words, sum_of(self._totals[child.name] for child in others))
+                yield _module_row(
+                    "  " * (level + 1) + words, Totals.sum_of(self._totals[child.name] for child in others)
+                )
 
     def _tensor_row(self, module: Module, local: str, tensor: TensorInfo, level: int) -> tuple[str, str, str, str]:
         name = f"{module.name}.{local}" if module.name else local

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.kv_formats import SCANNED
@@ -12,7 +11,7 @@ from dtype_engine.core.units import human_bytes, plural, seconds_text, with_erro
 from dtype_engine.reports.text import found_text
 from dtype_engine.reports.text_losses import loss_lines
 from dtype_engine.reports.text_table import table_lines
-from dtype_engine.results.scan import FrontPoint, ScanReport, SearchReport, loader_name
+from dtype_engine.results.scan import ScanReport, SearchReport, at_even_steps, loader_name
 
 _ROWS = 20
 
@@ -79,11 +78,5 @@ def search_text(report: SearchReport) -> str:
         lines += [*table_lines([(" ", "planned", "predicted", "measured", *names), *rows], (1, 2, 3)), ""]
     lines += ["rules", *(f"  {printable(rule, len(rule))}" for rule in report.rules or ("none: as stored",))]
     lines += [*loss_lines(report.lost), "", "Pareto front"]
-    lines += [f"  {human_bytes(point.bytes):>10}  {point.predicted:.4e}" for point in _at_even_steps(report.front, 12)]
+    lines += [f"  {human_bytes(point.bytes):>10}  {point.predicted:.4e}" for point in at_even_steps(report.front, 12)]
     return "\n".join(lines)
-
-
-def _at_even_steps(points: Sequence[FrontPoint], most: int) -> list[FrontPoint]:
-    if len(points) <= most:
-        return list(points)
-    return [points[round(step * (len(points) - 1) / (most - 1))] for step in range(most)]

@@ -128,11 +128,7 @@ def meaning(output: OutputDrift, floor: NoiseFloor | None = None, modules: Itera
     if output.kl_mean is not None:
         if math.isnan(output.kl_mean):
             return Meaning("broken", "not finite")
-        for most, word, why in _KL:
-            if output.kl_mean <= most:
-                return Meaning(word, why)
-        return Meaning("broken", "worse than llama.cpp Q2_K")
-    for least, word, why in _SQNR:
-        if output.sqnr_db >= least:
-            return Meaning(word, why)
-    return Meaning("broken", "worse than rounding to 1 bit")
+        met = (Meaning(word, why) for most, word, why in _KL if output.kl_mean <= most)
+        return next(met, Meaning("broken", "worse than llama.cpp Q2_K"))
+    met = (Meaning(word, why) for least, word, why in _SQNR if output.sqnr_db >= least)
+    return next(met, Meaning("broken", "worse than rounding to 1 bit"))

@@ -33,12 +33,9 @@ class MetricChange:
         return self.candidate - self.reference
 
     def __str__(self) -> str:
-        return f"{self.short}; {self.changed:,} of {self.examples:,} examples changed{self.left_out_text}"
-
-    @property
-    def left_out_text(self) -> str:
-        """Words to append about resamples on which the metric is undefined, or ""."""
-        return f"; undefined on {self.undefined:,} of {self.draws:,} resamples, left out" if self.undefined else ""
+        text = f"{self.short}; {self.changed:,} of {self.examples:,} examples changed"
+        left_out = f"; undefined on {self.undefined:,} of {self.draws:,} resamples, left out"
+        return text + left_out if self.undefined else text
 
     @property
     def short(self) -> str:

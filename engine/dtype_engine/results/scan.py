@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.text import Name, printable
@@ -12,6 +13,8 @@ from dtype_engine.core.units import human_bytes, plural, with_error
 from dtype_engine.results.coverage import Coverage
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.results.metrics import MetricChange
+
+_Point = TypeVar("_Point")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +110,12 @@ class FrontPoint:
 
     bytes: int
     predicted: float
+
+
+def at_even_steps(points: Sequence[_Point], most: int) -> list[_Point]:
+    """Return up to `most` of the points: the first, the last, and others at even steps between them."""
+    count = min(most, len(points))
+    return [points[round(step * (len(points) - 1) / max(1, count - 1))] for step in range(count)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,17 +98,14 @@ class Verdict(msgspec.Struct, frozen=True):
 
     def _texts(self, digits: int) -> tuple[str, str]:
         """Return (value without unit, limit) as texts, with more than `digits` digits if the limit is only just missed."""
-        pair = self._scale * (self.value or 0.0), self._scale * self.limit
+        scale = 100 if self.unit == " %" else 1
+        pair = scale * (self.value or 0.0), scale * self.limit
         value, limit = (f"{each:.{digits}g}" for each in pair) if self.passed else told_apart(*pair, digits)
         return value, f"{limit}{self.unit}"
 
     @property
     def _is_most(self) -> bool:
         return self.name.startswith("max")
-
-    @property
-    def _scale(self) -> int:
-        return 100 if self.unit == " %" else 1
 
 
 def verdicts(limits: Iterable[Limit], output: OutputDrift, metrics: Iterable[MetricChange] = ()) -> tuple[Verdict, ...]:

@@ -17,7 +17,7 @@ from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree
 from dtype_engine.core.units import plural
 from dtype_engine.recipe import select
-from dtype_engine.recipe.loader_facts import needs_one_format, why_not_loaded
+from dtype_engine.recipe.loader_facts import EXPERTS_ALONE, why_not_loaded
 from dtype_engine.recipe.serving import no_layout, packed_experts, whole_when_fused
 from dtype_engine.results.scan import ScanReport, WeightScore
 
@@ -111,7 +111,7 @@ class Loadable:
     @property
     def alike(self) -> tuple[str, ...]:
         """The names of weights that all need the same format in the whole model."""
-        if not self.family.packs_experts or not any(map(needs_one_format, self.scanned)):
+        if not self.family.packs_experts or not set(EXPERTS_ALONE).intersection(self.scanned):
             return ()
         return self.experts
 

@@ -19,14 +19,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dtype_engine.core import dtypes
-from dtype_engine.core.errors import UserError
+from dtype_engine.core.errors import OutOfReach, UserError
+from dtype_engine.core.hints import hint
 from dtype_engine.core.kv_cache import KVCacheTensor
 from dtype_engine.core.kv_formats import SCANNED
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree, ancestors
 from dtype_engine.recipe import Selection, explain_no_match, select, tensor_bytes
 from dtype_engine.recipe.serving_memory import cache_tensor_bytes
-from dtype_engine.results.scan import FrontPoint
+from dtype_engine.results.scan import FrontPoint, at_even_steps
+from dtype_engine.results.thresholds import told_apart
 from dtype_engine.search.families import OWN, Loadable, stays_wide
 
 _MOST_STATES = 20_000
@@ -288,6 +290,45 @@ class ParetoFront:
             table = [[(float(choice.bytes), choice.score) for choice in item.choices] for item in self.items]
             start = knapsack(table, most, 1 / self._slopes[index - 1], start)
         return self.solution(start)
+
+    def solve(self, budget: int | None = None, max_drift: float | None = None) -> Solution:
+        """Return the solution with the lowest predicted drift in `budget` bytes, or the smallest one whose predicted drift is at
+        most `max_drift`. Raises UserError unless exactly one limit is given, and OutOfReach if no solution meets it.
+        """
+        if (budget is None) == (max_drift is None):
+            raise UserError("a search needs either a budget in bytes or the largest drift that is allowed")
+        nothing, wider = "nothing", ""
+        if self.formats != OWN:
+            nothing, wider = f"nothing that {self.formats} loads", f"; {hint('formats')}"
+        if budget is not None:
+            within = self.best_within(budget)
+            if within is None:
+                smallest = self.points[0].bytes
+                raise OutOfReach(f"{nothing} fits in {budget:,} bytes: the smallest is {smallest:,} bytes{wider}")
+            return within
+        assert max_drift is not None
+        reaching = self.smallest_reaching(max_drift)
+        if reaching is None:
+            best, most = told_apart(self.points[-1].predicted, max_drift, 4)
+            raise OutOfReach(f"{nothing} drifts by {most} or less: the lowest predicted drift is {best}")
+        return reaching
+
+    def candidates(self, budget: int | None, max_drift: float | None, count: int) -> tuple[Solution, ...]:
+        """Return up to `count` solutions: the best one under a limit, which `solve` returns, then points of the front that are near
+        the best one in bytes. With a limit on bytes, these points need no more bytes than the best one. With a limit on drift, they
+        may need more, because the drift is only predicted and may be too high. Raises what `solve` raises.
+
+        Without a limit (both None), the solutions are spread over the front: the smallest, the largest, and others at even steps.
+        """
+        if budget is None and max_drift is None:
+            return tuple(map(self.solution_at, at_even_steps(range(len(self.points)), count)))
+        first, sizes = self.solve(budget, max_drift), [point.bytes for point in self.points]
+        if budget is not None:
+            near = [index for index in reversed(range(len(sizes))) if sizes[index] <= first.bytes]
+        else:
+            near = sorted(range(len(sizes)), key=lambda index: abs(sizes[index] - first.bytes))
+        others = [solution for solution in map(self.solution_at, near[:count]) if solution.dtypes != first.dtypes]
+        return first, *others[: count - 1]
 
     def _size(self, chosen: Sequence[int]) -> int:
         return self.fixed + sum(item.choices[choice].bytes for item, choice in zip(self.items, chosen, strict=True))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtype_engine.core.cancellation import CancelToken
@@ -95,10 +94,6 @@ class ManyRuns:
         return lambda what, done, total: self._emit(events.WorkingProgress(recipe, what, done, total))
 
 
-def kept_scans_folder() -> Path:
-    return state_folder() / "scans"
-
-
 def _keep(scan: ScanInParts, on_unsaved: Callable[[str], None]) -> None:
     """Save a scan's results after every sequence, and continue the scan from results that an earlier engine saved for the same
     weights, inputs, dtypes and library versions.
@@ -107,7 +102,7 @@ def _keep(scan: ScanInParts, on_unsaved: Callable[[str], None]) -> None:
     """
     if scan.save is not None:
         return
-    folder = kept_scans_folder()
+    folder = state_folder() / "scans"
     about = f"{scan.fingerprint} {scan.backward_passes} {versions()}"
     path = folder / f"{hashlib.sha256(about.encode()).hexdigest()[:32]}.json"
     try:

@@ -227,15 +227,12 @@ def check_event(event: Answer) -> None:
             check_length(event.summary.made_of)
         case events.CastDone():
             check_losses(event.lost or ())
-        case events.Measured():
+        case events.Measured() | events.RecipeMeasured():
             check_length(event.report.notices, MOST_NOTICES)
             check_losses(event.report.lost or ())
             check_pictures(event.report.pictures)
-        case events.RecipeMeasured():
-            check_length(event.report.notices, MOST_NOTICES)
-            check_losses(event.report.lost or ())
-            check_pictures(event.report.pictures)
-            check_rules(event.report.rules)
+            if isinstance(event, events.RecipeMeasured):
+                check_rules(event.report.rules)
         case events.ExportPlanned() if event.plan is not None:
             check_losses(event.plan.lost or ())
         case events.ScanUpdated():

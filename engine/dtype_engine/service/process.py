@@ -27,11 +27,11 @@ from dtype_engine.service.connection import (
 )
 from dtype_engine.service.engine import CLOSE_WAIT_S, Engine
 from dtype_engine.service.message import Message
+from dtype_engine.service.save_requests import ConvertRequest, ExportRequest, RecipeRequest, SaveRequest
 
 if TYPE_CHECKING:
     from dtype_engine.results.memory import MemoryStats
     from dtype_engine.service import messages
-    from dtype_engine.service.save_requests import SaveRequest
 
 _ACKNOWLEDGE_EVERY = 32
 _MOST_UNHANDLED = 8
@@ -117,8 +117,6 @@ class EngineProcess(Engine):
             self._send(request)
 
     def save(self, request: SaveRequest) -> None:
-        from dtype_engine.service.save_requests import ConvertRequest, RecipeRequest
-
         if not self._command.is_local and isinstance(request, RecipeRequest | ConvertRequest):
             request = msgspec.structs.replace(request, as_text=True)
         with self._lock:
@@ -189,7 +187,6 @@ class EngineProcess(Engine):
         while True:
             reason = self._serve_once()
             from dtype_engine.core.export_lock import recover_stale
-            from dtype_engine.service.save_requests import ExportRequest
 
             with self._lock:
                 self._connection, self._is_connected, self._process = None, False, None
@@ -300,7 +297,6 @@ class EngineProcess(Engine):
         """Write the text of a remote engine to the file that the app requested. Raises WireError if it requested none."""
         from dtype_engine.core.atomic_write import write_text_atomic
         from dtype_engine.service.frames import WireError
-        from dtype_engine.service.save_requests import ConvertRequest, RecipeRequest
 
         with self._lock:
             request = self._pending.pop(0) if self._pending else None

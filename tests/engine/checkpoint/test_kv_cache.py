@@ -17,7 +17,7 @@ from tests.helpers.transformers_caches import cache_argument, cache_of
 from torch import nn
 
 from dtype_engine.checkpoint.kv_cache import kv_cache
-from dtype_engine.core.kv_cache import KVCache
+from dtype_engine.core.kv_cache import KVCache, KVCacheTensor
 from dtype_engine.core.tree import TensorInfo, Tree, from_tensors
 from dtype_engine.runtime.model.module_tree import tree_of
 
@@ -187,6 +187,14 @@ def from_headers(module: nn.Module) -> KVCache:
     return kv_cache(tree, config)
 
 
+def _context(tensor: KVCacheTensor) -> int:
+    return ENCODED if tensor.source == "encoder" else CONTEXT
+
+
+def _nbytes(cache: KVCache, dtype: str) -> int:
+    return sum(tensor.nbytes(dtype, _context(tensor), BATCH) for tensor in cache.tensors)
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_kv_cache_sizes_equal_those_of_the_cache_of_transformers(architecture: str) -> None:
     module = make(architecture)
@@ -194,11 +202,11 @@ def test_kv_cache_sizes_equal_those_of_the_cache_of_transformers(architecture: s
     assert found.none_because is None
 
     real = list(real_cache(module))
-    assert found.nbytes("float32", CONTEXT, BATCH, ENCODED) == sum(tensor.nbytes for *_, tensor in real)
+    assert _nbytes(found, "float32") == sum(tensor.nbytes for *_, tensor in real)
     if architecture not in ("layers that run several times", "convolutions in float32"):  # these list several as one
         expected = sorted((*place, tensor.numel()) for *place, tensor in real)
         listed = sorted(
-            (tensor.layer, attribute, tensor.source == "encoder", tensor.elements(CONTEXT, BATCH, ENCODED))
+            (tensor.layer, attribute, tensor.source == "encoder", tensor.elements(_context(tensor), BATCH))
             for tensor in found.tensors
             for attribute, parts in _PARTS.items()
             if tensor.part in parts and tensor.shared_with is None
@@ -224,8 +232,7 @@ def test_kv_cache_sizes_equal_those_of_the_cache_of_transformers(architecture: s
 def test_cache_of_a_bfloat16_model_has_the_bytes_of_the_real_cache(architecture: str) -> None:
     """Most recurrent states are in float32 all the same, and convolutions and MiniMax's states are not."""
     module = make(architecture).to(torch.bfloat16)
-    found = from_headers(module).nbytes("bfloat16", CONTEXT, BATCH, ENCODED)
-    assert found == sum(tensor.nbytes for *_, tensor in real_cache(module))
+    assert _nbytes(from_headers(module), "bfloat16") == sum(tensor.nbytes for *_, tensor in real_cache(module))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -235,7 +242,7 @@ def test_states_of_rwkv_equal_those_that_its_modules_return(dtype: str) -> None:
     module = transformers.RwkvForCausalLM(settings).to(getattr(torch, dtype)).eval()
     with torch.no_grad():
         state = module(torch.randint(3, 63, (BATCH, CONTEXT)), use_cache=True).state
-    assert from_headers(module).nbytes(dtype, CONTEXT, BATCH) == sum(tensor.nbytes for tensor in state)
+    assert _nbytes(from_headers(module), dtype) == sum(tensor.nbytes for tensor in state)
 
 
 def test_layers_that_share_a_kv_cache_name_the_layer_that_holds_it() -> None:
@@ -267,7 +274,7 @@ def _llama(**config: Any) -> KVCache:
 
 def test_kv_cache_size_ignores_the_sliding_window_of_an_unknown_model_type() -> None:
     found = _llama(sliding_window=5, model_type="another")
-    assert found.nbytes("bfloat16", 100) == _llama().nbytes("bfloat16", 100)
+    assert _nbytes(found, "bfloat16") == _nbytes(_llama(), "bfloat16")
     assert "sliding window of 5 tokens" in found.notes[0]
     assert not _llama().notes
 

@@ -14,7 +14,8 @@ import pytest
 import dtype_engine as de
 from dtype_engine.checkpoint.source import Source, locate
 from dtype_engine.evaluation import work
-from dtype_engine.evaluation.pool import Pool
+from dtype_engine.evaluation.cluster import DaskPool
+from dtype_engine.evaluation.pool import ProcessPool
 from dtype_engine.evaluation.specs import Evaluated, Evaluation, Opened, ScanSequence
 
 
@@ -23,7 +24,7 @@ def untimed(report: Any) -> Any:
     return dataclasses.replace(report, forward_seconds=0.0, scan_seconds=0.0)
 
 
-def results_with_one_killed(pool: Pool, opened: Opened, count: int) -> dict[int, Evaluated]:
+def results_with_one_killed(pool: ProcessPool | DaskPool, opened: Opened, count: int) -> dict[int, Evaluated]:
     """Return the results of repeated scans of five sequences, while the process that gave the first result is killed."""
     found: dict[int, Evaluated] = {}
     evaluations = [Evaluation(opened, ScanSequence(("int8",), 2, index % 5)) for index in range(count)]

@@ -19,7 +19,6 @@ from dtype_engine.recipe.serving import lint_serving
 from dtype_engine.recipe.targets import Context
 from dtype_engine.search.families import FAMILIES, Loadable, require_loadable
 from dtype_engine.search.pareto import Constraints
-from dtype_engine.search.solve import solve
 
 
 def test_formats_listed_for_each_runtime_are_castable() -> None:
@@ -48,7 +47,7 @@ def test_search_uses_only_formats_of_the_runtime(family: str, make_llama: Callab
     smallest = front.points[0].bytes
     for share in (0.0, 0.2, 0.5, 0.8):
         budget = smallest + int(share * (session.tree.stored_bytes - smallest))
-        found = solve(front, budget, None)
+        found = front.solve(budget)
         planned = Recipe(tuple(Rule(name, dtype) for name, dtype in found.dtypes.items()))
         context = Context(session.tree, make_plan(session.tree, planned), "llama", activations="weights")
         reading = lint_serving(context, family)  # type: ignore[arg-type]

@@ -10,10 +10,10 @@ from tests.helpers.recorded_worker import RecordedEngine
 
 from dtype_engine import Options, Recipe
 from dtype_engine.checkpoint.source import locate
+from dtype_engine.core.user_folders import state_folder
 from dtype_engine.service import commands, control, events, messages
 from dtype_engine.service.commands import READ_ONLY, Command, Traits
 from dtype_engine.service.jobs import JOBS
-from dtype_engine.service.many_runs import kept_scans_folder
 from dtype_engine.service.save_requests import ConvertRequest, ExportRequest, RecipeRequest, ReportRequest, SaveRequest
 from dtype_engine.service.worker import Worker
 
@@ -79,10 +79,11 @@ def test_read_only_option_reaches_the_engine() -> None:
 
 @pytest.mark.slow
 def test_read_only_engine_saves_no_scan() -> None:
-    before = list(kept_scans_folder().glob("*"))
+    scans = state_folder() / "scans"
+    before = list(scans.glob("*"))
     options = Options(device="cpu", prompts=("import os",), read_only=True)
     with RecordedEngine("process", options=options) as recorded:
         recorded.wait_for(events.Measured)
         recorded.worker.request(commands.Scan(("int8",), keep=True))
         recorded.wait_for(events.ScanUpdated, lambda event: event.finished)
-    assert list(kept_scans_folder().glob("*")) == before
+    assert list(scans.glob("*")) == before

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 
-from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes.configuration import size
 from dtype_engine.checkpoint.schemes.layout import Config, Layout, PackedWeight, Shapes, Tensors
 from dtype_engine.checkpoint.schemes.scheme import CODES, CodedWeight, Declared, Metadata, Scheme, Weights
@@ -79,10 +78,6 @@ def _shape(found: object) -> tuple[int, ...]:
     return tuple(found) if isinstance(found, list) and all(map(size, found)) else ()
 
 
-def _required(codes: CheckpointTensor, scale: CheckpointTensor) -> tuple[str, ...]:
-    return (".quant_map", *((".nested_absmax", ".nested_quant_map") if scale.dtype == "uint8" else ()))
-
-
 def _scale_shapes(weight: PackedWeight, tensors: Tensors, config: Config) -> Shapes:
     return tuple((-(-2 * tensors[weight.codes].nbytes // block),) for block in _BLOCKS)
 
@@ -92,7 +87,8 @@ _MORE = (".quant_map", ".nested_absmax", ".nested_quant_map", *_STATES)
 _FOUR_BITS = Layout(
     "4-bit by bitsandbytes", "", ".absmax", frozenset({"uint8", "bfloat16", "float16", "float32"}), _MORE,
     alone=(".absmax", ".quant_map"), orphans=(".absmax",), proofs=_MORE, more_scales=(".nested_absmax",),
-    padded=lambda codes, scale: True, required=_required, scale_shapes=_scale_shapes,
+    padded=lambda codes, scale: True, scale_shapes=_scale_shapes,
+    required=lambda codes, scale: (".quant_map", *((".nested_absmax", ".nested_quant_map") if scale.dtype == "uint8" else ())),
 )  # fmt: skip
 _EIGHT_BITS = Layout(
     "int8 by bitsandbytes", "weight", "SCB", frozenset({"int8"}), ("weight_format",), alone=(".SCB",), orphans=(".SCB",),

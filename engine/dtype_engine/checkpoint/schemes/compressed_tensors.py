@@ -147,12 +147,12 @@ def _read_words(
     if index is None and block != "channel" and arguments.get("actorder") in ("group", "dynamic"):
         return None
     if index is not None and block != "channel":
-        if len(shape) != 2:
+        if len(shape) != 2 or index.dtype not in _INTEGERS or index.shape != shape[1:]:
             return None
-        groups = _group_indices(index, shape[-1])
+        groups = set(struct.unpack(f"<{shape[1]}{_INTEGERS[index.dtype]}", read_small(index)))
         if groups == {-1}:  # not set: each group consists of successive columns
             beside.append(index)
-        elif groups and min(groups) >= 0 and scale.shape and max(groups) < scale.shape[-1]:
+        elif min(groups) >= 0 and scale.shape and max(groups) < scale.shape[-1]:
             parts["columns"] = index
         else:
             return None
@@ -193,15 +193,6 @@ def _block(arguments: Mapping[str, Any]) -> tuple[int, int] | str | None:
         return sizes(arguments.get("block_structure"))
     columns = size(group)
     return (1, columns) if strategy in ("group", "tensor_group") and columns is not None else None
-
-
-def _group_indices(index: CheckpointTensor, columns: int) -> set[int]:
-    """Return the groups in `index`, a tensor with the group of each column, or an empty set if it does not fit. Raises
-    UserError.
-    """
-    if index.dtype not in _INTEGERS or index.shape != (columns,):
-        return set()
-    return set(struct.unpack(f"<{columns}{_INTEGERS[index.dtype]}", read_small(index)))
 
 
 def _input_format(weight: CodedWeight, settings: Config) -> str:
@@ -251,10 +242,6 @@ def _in_nvfp4(codes: CheckpointTensor, scale: CheckpointTensor) -> bool:
     return (codes.dtype, scale.dtype) == ("uint8", "float8_e4m3fn")
 
 
-def _required_if_packed(codes: CheckpointTensor, scale: CheckpointTensor) -> tuple[str, ...]:
-    return ("_shape",) if codes.dtype == "int32" else ("_global_scale",) if _in_nvfp4(codes, scale) else ()
-
-
 def _packed_scale_shapes(weight: PackedWeight, tensors: Tensors, config: Config) -> Shapes:
     codes, scale = tensors[weight.codes], tensors[weight.scale]
     if len(codes.shape) < 2:
@@ -293,7 +280,8 @@ def _scale_shapes(weight: PackedWeight, tensors: Tensors, config: Config) -> Sha
 _PACKED = Layout(
     "packed by compressed-tensors", "_packed", "_scale", BYTES | WORDS,
     ("_shape", "_zero_point", "_g_idx", "_global_scale"), ("input_global_scale",), alone=("weight_packed",),
-    orphans=("weight_global_scale",), fused_scale="_global_scale", exponents=True, required=_required_if_packed,
+    orphans=("weight_global_scale",), fused_scale="_global_scale", exponents=True,
+    required=lambda codes, scale: ("_shape",) if codes.dtype == "int32" else ("_global_scale",) if _in_nvfp4(codes, scale) else (),
     scale_shapes=_packed_scale_shapes, part_shapes=lambda scale: {"_shape": (2,), "_global_scale": (1,)},
 )  # fmt: skip
 SCALED = Layout(

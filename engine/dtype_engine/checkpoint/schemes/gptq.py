@@ -64,10 +64,6 @@ def _read(tensors: Tensors, config: Config, metadata: Metadata) -> Weights:
         yield CodedWeight(f"{stem}weight", (rows, columns), SCHEME, form, parts, numbers)
 
 
-def _needs_codes(settings: Config) -> bool:
-    return quant_method(settings) in ("gptq", "auto-round")
-
-
 def _needed_parts(settings: Config) -> tuple[tuple[str, str], ...]:
     return (("g_idx", "config.json declares ordered columns (desc_act)"),) if settings.get("desc_act") is True else ()
 
@@ -105,5 +101,7 @@ _LAYOUT = Layout(
 )  # fmt: skip
 SCHEME = Scheme(
     "gptq", "gptq", _read, (_LAYOUT,), settings_files=("quantize_config.json", "quantization_config.json"),
-    declared=Declared(_covers, _needs_codes, _needed_parts, _zero_points),
+    declared=Declared(
+        _covers, lambda settings: quant_method(settings) in ("gptq", "auto-round"), _needed_parts, _zero_points,
+    ),
 )  # fmt: skip

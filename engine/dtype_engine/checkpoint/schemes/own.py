@@ -59,7 +59,8 @@ def _read_weight(
         return None
     shape = data.shape
     if row.blocks is not None and row.blocks.packing != "none":
-        shape = _read_shape(packed_shape)
+        words = (packed_shape or "").split(",")
+        shape = tuple(map(int, words)) if all(word.isdecimal() and len(word) < 16 for word in words) else ()
         if math.prod(shape) > 8 * data.nbytes:  # before anything is worked out by it
             return None
     found = {}
@@ -72,11 +73,6 @@ def _read_weight(
     if of_inputs is not None and (of_inputs.dtype, of_inputs.shape) != ("float32", (1,)):
         return None
     return CodedWeight(name, shape, SCHEME, dtype, found, beside=() if of_inputs is None else (of_inputs,))
-
-
-def _read_shape(text: str | None) -> tuple[int, ...]:
-    words = (text or "").split(",")
-    return tuple(map(int, words)) if all(word.isdecimal() and len(word) < 16 for word in words) else ()
 
 
 def codes_names(name: str, dtype: str) -> tuple[str, str]:

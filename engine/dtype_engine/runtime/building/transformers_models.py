@@ -41,7 +41,7 @@ def load_transformers(
     checkpoint: Checkpoint, title: str, options: ModelOptions, on_step: Callable[[str], None], memory: MemoryBudget
 ) -> Loaded:
     """Load the module of a transformers checkpoint, as `load_module` does."""
-    folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+    folder = checkpoint.folder
     on_step("importing transformers")
     with quiet(), ExitStack() as meanwhile:
         import transformers

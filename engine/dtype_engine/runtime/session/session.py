@@ -59,7 +59,6 @@ from dtype_engine.search.constraints import parse_bytes
 from dtype_engine.search.families import FAMILIES
 from dtype_engine.search.pareto import Constraints, ParetoFront, make_front
 from dtype_engine.search.sensitivity import predict
-from dtype_engine.search.solve import solve
 
 if TYPE_CHECKING:
     import torch
@@ -649,7 +648,7 @@ class Session:
         """
         front = self.front(constraints)
         most = parse_bytes(budget, self.tree.stored_bytes) if isinstance(budget, str) else budget
-        solution = solve(front, most, max_drift)
+        solution = front.solve(most, max_drift)
         recipe = minimize(self.tree, solution.dtypes)
         plan, context = make_plan(self.tree, recipe), None if constraints is None else constraints.context
         if measure:
