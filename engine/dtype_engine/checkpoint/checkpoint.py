@@ -73,6 +73,11 @@ class Checkpoint:
     """A sentence for the user if the values are only on a hub, with the way to download them. "" if the values are here."""
 
     @property
+    def folder(self) -> Path:
+        """The folder of the files. It may hold other models, too, if `path` is a single file."""
+        return self.path if self.path.is_dir() else self.path.parent
+
+    @property
     def of_sets(self) -> tuple[str, ...]:
         """One sentence for the user if the folder has more weights than those that are read, otherwise ()."""
         if self.read_by is None or not self.passed_over:
@@ -126,8 +131,7 @@ class Checkpoint:
         """What the files say about how the weights were quantized."""
         from dtype_engine.checkpoint.provenance import provenance  # the first screen needs no YAML parser
 
-        folder = self.path if self.path.is_dir() else self.path.parent
-        return provenance(folder, self.config, self.metadata)
+        return provenance(self.folder, self.config, self.metadata)
 
     @cached_property
     @gc_paused()

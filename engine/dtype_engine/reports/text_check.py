@@ -71,7 +71,7 @@ def _uri(finding: Finding, checkpoint: Checkpoint) -> str:
 
 
 def _files_of(finding: Finding, checkpoint: Checkpoint) -> Iterator[Path]:
-    folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+    folder = checkpoint.folder
     if (tensor := checkpoint.tensors.get(finding.tensor)) is not None:
         yield tensor.file
     yield folder / finding.file

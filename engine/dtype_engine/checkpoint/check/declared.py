@@ -71,8 +71,7 @@ def _finding(entry: str, what: str, kind: str = "declared-scheme") -> Finding:
 
 def _beside(checkpoint: Checkpoint) -> bool:
     """Return whether a JSON file beside config.json may hold quantization settings."""
-    folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
-    return any(re.search("quant|qmap", file.name) for file in folder.glob("*.json"))
+    return any(re.search("quant|qmap", file.name) for file in checkpoint.folder.glob("*.json"))
 
 
 def _misplaced_settings(config: Mapping[str, Any], modules: set[str]) -> Iterator[Finding]:

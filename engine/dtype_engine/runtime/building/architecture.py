@@ -72,7 +72,7 @@ def architecture(transformers: ModuleType, checkpoint: Checkpoint, options: Mode
     Raises NoForward if the installed transformers lacks the architecture or rejects the configuration, and UserError if the name in
     `options` is not a model class.
     """
-    folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+    folder = checkpoint.folder
     config = checkpoint.config or {}
     refuse_impossible(config, checkpoint, f"{folder / 'config.json'}")
     for name in _READ_WITH_WEIGHTS:
@@ -94,8 +94,7 @@ def make(chosen: Architecture, checkpoint: Checkpoint) -> tuple[nn.Module, Mappi
     checkpoint is loaded in it. Raises NoForward if the module can't be constructed, and Misfit if the checkpoint's tensors are not
     the module's. Shapes are not compared (see `shapes.py`).
     """
-    folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
-    auto = getattr(chosen.model_class, "from_config", None)
+    folder, auto = checkpoint.folder, getattr(chosen.model_class, "from_config", None)
     config = without_quantization(chosen.config)
     with few_modules(len(checkpoint.weights)), reasons(folder), torch.device("meta"):
         module = auto(config, trust_remote_code=chosen.trust_remote_code) if auto else chosen.model_class(config)

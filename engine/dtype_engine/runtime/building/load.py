@@ -109,10 +109,9 @@ def _from_checkpoint(
     on_step: OnStep,
     memory: MemoryBudget,
 ) -> LiveModel:
-    folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     loaded = load_module(checkpoint, source.title, options, on_step, memory)
     if is_diffusers(checkpoint.config):
-        run_decoder(loaded.module, is_inside_sound_pipeline(folder))
+        run_decoder(loaded.module, is_inside_sound_pipeline(checkpoint.folder))
     on_step("listing the weights")
     live = LiveModel.wrap(
         loaded.module,
@@ -120,7 +119,7 @@ def _from_checkpoint(
         device,
         sources=loaded.sources,
         files=checkpoint.files,
-        folder=folder,
+        folder=checkpoint.folder,
         notices=loaded.notices,
         checkpoint=checkpoint,
         placements=loaded.placements,

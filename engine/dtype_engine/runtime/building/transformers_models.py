@@ -1,6 +1,4 @@
-"""Loads a model of transformers: `from_pretrained` places tensors, mostly memory-mapped, and placeholders in the module. If it
-changes the dtype of a tensor, the stored tensor is restored afterwards.
-"""
+"""Loads a model of transformers: `from_pretrained` places tensors, mostly memory-mapped, and placeholders in the module."""
 
 from __future__ import annotations
 
@@ -22,11 +20,11 @@ from dtype_engine.core.units import plural
 from dtype_engine.results.coverage import Coverage
 from dtype_engine.runtime.building.architecture import architecture, make, reason, without_quantization
 from dtype_engine.runtime.building.constructed_buffers import construct_buffers
-from dtype_engine.runtime.building.filling import Loaded, fill, loading_dtype
+from dtype_engine.runtime.building.filling import Loaded, loading_dtype
 from dtype_engine.runtime.building.module_sources import inputs_notice, sources_of_module
 from dtype_engine.runtime.building.quantized_loading import refuse_unread
 from dtype_engine.runtime.building.shapes import refuse_misshapen
-from dtype_engine.runtime.formats.dequantize import dtype_name, torch_dtype
+from dtype_engine.runtime.formats.dequantize import torch_dtype
 from dtype_engine.runtime.libraries.hf_private import with_dtypes
 from dtype_engine.runtime.libraries.hub import offline
 from dtype_engine.runtime.libraries.silence_libraries import no_stderr, quiet, silence_transformers
@@ -41,7 +39,7 @@ def load_transformers(
     checkpoint: Checkpoint, title: str, options: ModelOptions, on_step: Callable[[str], None], memory: MemoryBudget
 ) -> Loaded:
     """Load the module of a transformers checkpoint, as `load_module` does."""
-    folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+    folder = checkpoint.folder
     on_step("importing transformers")
     with quiet(), ExitStack() as meanwhile:
         import transformers
@@ -69,8 +67,6 @@ def load_transformers(
     held = module.state_dict(keep_vars=True)
     for name, source in sources.items():
         held[name].data = source.held(CPU)
-    others = {name: place for name, place in restorable(checkpoint, placements).items() if place.name not in sources}
-    _restore_stored(module, checkpoint, others)
     coverage = Coverage(sum(info.persistent for info in collect_tensors(module)[0]), tuple(sorted(missing)))
     notices = (
         *checkpoint.notices, *chosen.notices, *of_buffers, *inputs_notice(checkpoint),
@@ -134,21 +130,3 @@ def _of_unused(unexpected: list[str], class_name: str) -> tuple[str, ...]:
     if not unused:
         return ()
     return (f"{plural(len(unused), 'tensor')} of the checkpoint not used by {class_name}, first {unused[0]}",)
-
-
-def _restore_stored(module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> None:
-    """If loading changed the dtype of a tensor of a module, replace the tensor's data by the stored data, memory-mapped from the
-    file. A tensor that was packed from several parts is cast back to the parts' dtype instead, which is exact, because loading only
-    widened it.
-    """
-    tensors = dict((*module.named_parameters(), *module.named_buffers()))
-    wanted = stored_dtypes(checkpoint, placements)
-    for name, placement in placements.items():
-        tensor, dtype = tensors.get(placement.name), wanted[placement.name]
-        if tensor is None or dtype_name(tensor.dtype) == dtypes.BY_NAME[dtype].torch_name:
-            continue
-        stored = checkpoint.weights[name]
-        if not placement.part and stored.shape == tuple(tensor.shape):
-            fill(tensor, read_stored(checkpoint, stored))
-        elif dtype in dtypes.COMPUTE_DTYPES:
-            tensor.data = tensor.data.to(torch_dtype(dtype))

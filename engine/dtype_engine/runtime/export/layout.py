@@ -98,7 +98,7 @@ def layout_of(checkpoint: Checkpoint) -> Layout:
     is_adapter = checkpoint.form == "adapter"
     if not is_adapter and (not config.get("_class_name") or config.get("model_type")):
         return PLAIN
-    copy = _FolderCopy(checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent)
+    copy = _FolderCopy(checkpoint.folder)
     copy.top(("config.json", *_TOP))
     copied, notices = tuple(copy.copied), copy.notices()
     if is_adapter:
