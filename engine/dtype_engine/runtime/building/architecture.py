@@ -268,11 +268,8 @@ def few_modules(tensors: int) -> Iterator[None]:
                 "these are not one model"
             )
 
-    handle = register_module_module_registration_hook(count)
-    try:
+    with register_module_module_registration_hook(count):
         yield
-    finally:
-        handle.remove()
 
 
 def refuse_misfit(module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement], folder: Path) -> None:
