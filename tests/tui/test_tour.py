@@ -19,8 +19,8 @@ from dtype_tui.app import DtypeApp
 from dtype_tui.config.config import Config
 from dtype_tui.state.first_start import is_first_start
 from dtype_tui.state.tour import STEPS
+from dtype_tui.tour_guide import TourPanel
 from dtype_tui.widgets.module_tree import ModuleTree
-from dtype_tui.widgets.tour_panel import TourPanel
 
 pytestmark = pytest.mark.slow
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 
 from dtype_tui.process.early_engine import start_early
-from dtype_tui.process.gc_policy import pause_gc
 
 _SWITCH_S = 0.001
 """Python's thread switch interval in seconds. At the default of 5 ms, the thread that reads events delays a key by 30 ms."""
@@ -17,7 +17,7 @@ _FRAMES_A_SECOND = 120
 def main() -> None:
     os.environ.setdefault("TEXTUAL_FPS", str(_FRAMES_A_SECOND))  # Textual reads this when it is imported
     sys.setswitchinterval(_SWITCH_S)
-    pause_gc()
+    gc.disable()  # `resume_gc` turns it on again
     start_early(sys.argv[1:])
     from dtype_tui.cli.main import main as run
 

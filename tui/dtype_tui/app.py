@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import threading
@@ -32,7 +33,7 @@ from dtype_tui.config.bindings import APP_KEYS, KEYS, refuses
 from dtype_tui.config.key_names import keys_of, on_keyboard
 from dtype_tui.config.questions import questions_without_keys
 from dtype_tui.main_screen import PAUSE_S, MainScreen, message_text
-from dtype_tui.process.gc_policy import pause_gc, resume_gc
+from dtype_tui.process.gc_policy import resume_gc
 from dtype_tui.process.terminal import restore_at_once, server_disconnected, terminal_settings
 from dtype_tui.screens.engine_event import EventWaits
 from dtype_tui.state.controller import Controller
@@ -135,8 +136,8 @@ class DtypeApp(BaseApp[None]):
         await asyncio.sleep(PAUSE_S)
         if self.return_code is not None:
             return
-        pause_gc()
-        # In case the engine never sends the event after which `MainScreen` resumes it.
+        gc.disable()
+        # In case the engine never sends the event after which `MainScreen` turns it on again.
         asyncio.get_running_loop().call_later(LONGEST_WITHOUT_GC_S, resume_gc, True)
         self.controller.engine.start()
 

@@ -22,23 +22,10 @@ from textual.worker import WorkerFailed
 from dtype_engine.cli.program import TRACEBACK, unexpected
 from dtype_tui.config.ascii import AsciiFilter, wants_ascii
 from dtype_tui.config.config import Config
-from dtype_tui.config.themes import HIGH_CONTRAST
+from dtype_tui.process import textual_private
 from dtype_tui.process.crash_log import recorded
 from dtype_tui.process.key_parser import KeyParser
 from dtype_tui.process.short_frames import with_short_frames
-from dtype_tui.process.textual_private import (
-    active_message_pump,
-    add_filters,
-    end_by_error,
-    error_of,
-    forget_drawings,
-    forget_message,
-    messages_of,
-    paste_into,
-    run_bound,
-    type_into,
-    use_parser,
-)
 from dtype_tui.rendering.palette import DARK, LIGHT, THEMES, cursor_variables
 from dtype_tui.rendering.printable_lines import PrintableLines
 from dtype_tui.widgets.message_line import MessageLine
@@ -61,13 +48,13 @@ class BaseApp(App[ReturnType]):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        use_parser(KeyParser)
-        for theme in (*THEMES, HIGH_CONTRAST):
+        textual_private.use_parser(KeyParser)
+        for theme in THEMES:
             self.register_theme(theme)
         self.set_reactive(App.ansi_theme_dark, DARK)  # applied when `self.theme` is set below
         self.set_reactive(App.ansi_theme_light, LIGHT)
         self.theme = config.theme or THEMES[0].name
-        add_filters(self, PrintableLines(), *([AsciiFilter()] if wants_ascii(config.ascii) else []))
+        textual_private.add_filters(self, PrintableLines(), *([AsciiFilter()] if wants_ascii(config.ascii) else []))
         self._read: Notification | None = None
         """The last message that the user has read."""
 
@@ -91,7 +78,7 @@ class BaseApp(App[ReturnType]):
     @property
     def messages(self) -> list[Notification]:
         """All messages, the oldest first."""
-        return messages_of(self)
+        return textual_private.messages_of(self)
 
     def _refresh_notifications(self) -> None:
         """Show the newest message, if it is unread, instead of Textual's toasts. Textual calls this after every new message, and
@@ -99,7 +86,7 @@ class BaseApp(App[ReturnType]):
         """
         said = self.messages
         for old in said[:-MOST_MESSAGES]:
-            forget_message(self, old)
+            textual_private.forget_message(self, old)
         if not self.screen_stack or self.return_code is not None:
             return  # while the app ends, nothing can be mounted
         newest = said[-1] if said and said[-1] is not self._read else None
@@ -142,7 +129,7 @@ class BaseApp(App[ReturnType]):
 
     def pop_screen(self) -> AwaitComplete:
         closed = super().pop_screen()
-        forget_drawings()
+        textual_private.forget_drawings()
         return closed
 
     async def on_event(self, event: Event) -> None:
@@ -163,19 +150,19 @@ class BaseApp(App[ReturnType]):
             self._note_read(event.key == "escape")
             await self._take_key(event)
         elif isinstance(event, Paste) and isinstance(self.focused, Input):
-            paste_into(self.focused, event)
+            textual_private.paste_into(self.focused, event)
 
     async def _take_key(self, key: Key) -> None:
         """Handle a key at once, in Textual's order: priority bindings, text input, then bindings from the focus outwards."""
-        if await run_bound(self, key, priority=True):
+        if await textual_private.run_bound(self, key, priority=True):
             return
         without_alt = _after_escape(key)
         if without_alt is None and key.is_printable and isinstance(self.focused, Input):
-            await type_into(self.focused, key)
+            await textual_private.type_into(self.focused, key)
             return
         if key.key == "escape":
             self.screen.clear_selection()
-        if not await run_bound(self, key) and without_alt is not None:
+        if not await textual_private.run_bound(self, key) and without_alt is not None:
             await self._take_key(Key("escape", "\x1b"))
             await self._take_key(without_alt)
 
@@ -197,7 +184,7 @@ class BaseApp(App[ReturnType]):
         if isinstance(error, WorkerFailed) and isinstance(error.error, Exception):
             # The palette's search runs in a task, whose errors arrive in a wrapper without a traceback.
             error = error.error
-        pump = active_message_pump.get(None)
+        pump = textual_private.active_message_pump.get(None)
         if is_from_closed_window(error, self):
             return
         above = pump.ancestors_with_self if isinstance(pump, Widget) else []
@@ -215,12 +202,12 @@ class BaseApp(App[ReturnType]):
         self.notify(f"{what}: {unexpected(error)}{recorded(error)}", severity="error", markup=False)
 
     def _fatal_error(self) -> None:
-        error = sys.exc_info()[1] or error_of(self)
+        error = sys.exc_info()[1] or textual_private.error_of(self)
         if os.environ.get(TRACEBACK) or error is None:
             super()._fatal_error()
             return
         words = f"{self.title.partition(' ')[0] or 'dtype-tui'}: {unexpected(error)}{recorded(error)}"
-        end_by_error(self, Text(words, overflow="fold"))
+        textual_private.end_by_error(self, Text(words, overflow="fold"))
 
 
 def _after_escape(key: Key) -> Key | None:

@@ -8,6 +8,7 @@ from textual.app import App
 from textual.binding import Binding
 from textual.screen import Screen
 from textual.timer import Timer
+from textual.widgets import Static
 
 from dtype_tui.config.bindings import KEYS
 from dtype_tui.config.key_names import keys_of, on_keyboard
@@ -17,7 +18,6 @@ from dtype_tui.state.launch import Launch
 from dtype_tui.state.tour import Tour
 from dtype_tui.widgets.module_tree import ModuleTree
 from dtype_tui.widgets.prompts import CastPrompt
-from dtype_tui.widgets.tour_panel import TourPanel
 
 _LOOK_EVERY_S = 0.1
 """Seconds between two checks for new windows, which need the tour's panel, and for the completion of the current step."""
@@ -114,3 +114,22 @@ class TourGuide:
         else:
             words = "`dtype-tui tour` teaches the keys in two minutes, on a built-in model."
             panel.show("New here?", f"{words} {self.key_of('stop')} closes this; it is not shown again.")
+
+
+class TourPanel(Static):
+    """The panel that shows the tour's step. It covers nothing: the widgets above it become smaller."""
+
+    DEFAULT_CSS = """
+    TourPanel { split: bottom; height: auto; border-top: solid $accent; border-title-color: $accent; padding: 0 1;
+        background: $background; }
+    """
+
+    def __init__(self) -> None:
+        super().__init__(markup=False)
+
+    def show(self, heading: str, words: str) -> None:
+        """Show a heading and a text. Redraws only if they have changed, since a redraw costs bytes on a slow connection."""
+        if self.border_title != heading:
+            self.border_title = heading
+        if self.content != words:
+            self.update(words)

@@ -74,7 +74,7 @@ class Checkpoint:
 
     @property
     def folder(self) -> Path:
-        """The folder that was opened, or the one that holds the opened file."""
+        """The folder of the files. It may hold other models, too, if `path` is a single file."""
         return self.path if self.path.is_dir() else self.path.parent
 
     @property

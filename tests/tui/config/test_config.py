@@ -16,8 +16,8 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.results.drift import ImplicitCastStats
 from dtype_tui.config.ascii import line_in_ascii, wants_ascii
 from dtype_tui.config.config import Config, config_path, read_config
-from dtype_tui.config.themes import HIGH_CONTRAST
 from dtype_tui.rendering.cells import wrap_dotted
+from dtype_tui.rendering.palette import HIGH_CONTRAST
 from dtype_tui.screens.flow import flow_screen
 from dtype_tui.screens.overlay import Answer, Overlay
 from dtype_tui.widgets.module_tree import ModuleTree

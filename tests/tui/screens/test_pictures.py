@@ -14,7 +14,7 @@ from dtype_engine.recipe import Recipe, Rule
 from dtype_engine.results.pictures import Picture, PicturePair
 from dtype_engine.service import events
 from dtype_tui.app import DtypeApp
-from dtype_tui.rendering.half_blocks import half_blocks
+from dtype_tui.screens.pictures import half_blocks
 
 BF16 = Recipe((Rule("*", "bfloat16"),))
 

@@ -14,7 +14,7 @@ from dtype_engine.results.serving_memory import ActivationMemory
 from dtype_engine.service import events
 from dtype_engine.service.jobs import ACTIVATIONS, PassSizes
 from dtype_tui.app import DtypeApp
-from dtype_tui.state.cache_nodes import add_cache_nodes
+from dtype_tui.state.served import add_cache_nodes
 from dtype_tui.widgets.command_line import CommandLine
 from dtype_tui.widgets.module_tree import ModuleTree
 from dtype_tui.widgets.prompts import CastPrompt

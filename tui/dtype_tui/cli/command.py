@@ -279,12 +279,11 @@ def configured() -> Config:
     from textual.theme import BUILTIN_THEMES
 
     from dtype_tui.config.bindings import KEYS
-    from dtype_tui.config.themes import HIGH_CONTRAST
     from dtype_tui.rendering.palette import THEMES
     from dtype_tui.widgets.module_tree import ModuleTree
 
     bindings = [binding for binding in (*KEYS, *ModuleTree.BINDINGS) if isinstance(binding, Binding)]
-    themes = [*BUILTIN_THEMES, *(theme.name for theme in (*THEMES, HIGH_CONTRAST))]
+    themes = [*BUILTIN_THEMES, *(theme.name for theme in THEMES)]
     return read_config([binding.id for binding in bindings if binding.id], themes, click_options())
 
 

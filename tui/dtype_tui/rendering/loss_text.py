@@ -1,4 +1,4 @@
-"""Texts about the weight values that casts make infinite, clip or make zero: for the Drift pane, the tree and the status line."""
+"""Texts about the weight values that casts make infinite, clip or make zero: for the Drift pane, the tree and the history."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import ancestors
-from dtype_engine.reports.text_losses import headline, loss_sentences, remedy_words
+from dtype_engine.reports.text_losses import loss_sentences, remedy_words
 from dtype_engine.results.losses import ValueLoss, severe
 
 if TYPE_CHECKING:
@@ -53,9 +53,3 @@ def loss_rows(
         rows.append(("a applies" if remedy_next else "then a", rules))
         rows.append(("", remedy_words(remedy)))
     return rows
-
-
-def loss_status(losses: Sequence[ValueLoss]) -> str:
-    """Return a warning for the status line, such as `⚠ 64 values became infinite, in 1 tensor`. "" if losses are only rounding."""
-    words = headline(losses)
-    return f"⚠ {words}" if words else ""

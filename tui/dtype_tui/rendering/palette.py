@@ -83,7 +83,23 @@ def _theme(name: str, index: int) -> Theme:
 
 DARK, LIGHT = _meanings(0), _meanings(1)
 """The values that the names of the 16 terminal colors have in a dark theme and in a light theme."""
-THEMES = _theme("dtype-dark", 0), _theme("dtype-light", 1)
+HIGH_CONTRAST = Theme(
+    name="high-contrast",
+    primary="#ffffff",
+    secondary="#ffff00",
+    accent="#00ffff",
+    foreground="#ffffff",
+    background="#000000",
+    surface="#000000",
+    panel="#000000",
+    success="#00ff00",
+    warning="#ffff00",
+    error="#ff6b6b",
+    dark=True,
+    variables={"surface-lighten-2": "#ffffff", "block-cursor-text-style": "reverse"},
+)
+"""White on black, with yellow and cyan. Every pair of colors has a contrast ratio of at least 7:1."""
+THEMES = _theme("dtype-dark", 0), _theme("dtype-light", 1), HIGH_CONTRAST
 """The app's own themes, the default first. All of Textual's themes work, too."""
 
 

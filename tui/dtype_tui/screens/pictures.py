@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from rich.color import Color
 from rich.console import Group
+from rich.style import Style
 from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
@@ -13,7 +15,7 @@ from textual.widgets import Static
 
 from dtype_engine.results.drift import DriftReport
 from dtype_engine.results.figures import psnr_and_ssim
-from dtype_tui.rendering.half_blocks import half_blocks
+from dtype_engine.results.pictures import Picture
 from dtype_tui.rendering.plain_table import PlainTable
 from dtype_tui.screens.modal import ModalScreen
 from dtype_tui.state.experiment import Experiment
@@ -78,3 +80,23 @@ class PicturesScreen(ModalScreen[None]):
         if similarity := psnr_and_ssim(report.output):
             words += f"   all: {similarity}"
         place.update(Group(Text(words, "dim"), Text(), grid))
+
+
+def half_blocks(picture: Picture, columns: int, lines: int) -> Text:
+    """Return a picture as text, as large as fits into `columns` x `lines` cells without distortion. Each cell shows two pixels, one
+    above the other.
+    """
+    from PIL import Image  # imported here, because few models make pictures
+
+    share = min(columns / picture.width, 2 * lines / picture.height)
+    width, height = max(1, int(share * picture.width)), max(2, int(share * picture.height) // 2 * 2)
+    whole = Image.frombytes("RGB", (picture.width, picture.height), picture.pixels)
+    pixels = whole.resize((width, height), Image.Resampling.BOX).tobytes()
+    colours = [Color.from_rgb(*pixels[at : at + 3]) for at in range(0, len(pixels), 3)]
+    text = Text(no_wrap=True)
+    for row in range(0, height, 2):
+        upper, lower = (colours[each * width : (each + 1) * width] for each in (row, row + 1))
+        for one, other in zip(upper, lower, strict=True):
+            text.append("▀", Style(color=one, bgcolor=other))
+        text.append("\n")
+    return text

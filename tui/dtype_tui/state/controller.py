@@ -13,20 +13,7 @@ from dtype_engine.core.callbacks import ignore
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.units import human_bytes
 from dtype_engine.recipe import History, Recipe, Rule, explain_no_match, make_plan
-from dtype_engine.service import events
-from dtype_engine.service.commands import (
-    Command,
-    Download,
-    FollowRecipe,
-    Measure,
-    MeasureRecipes,
-    OpenOverMemory,
-    Pause,
-    Scan,
-    SetInputs,
-    SetRecipe,
-    SetSettings,
-)
+from dtype_engine.service import commands, events
 from dtype_engine.service.engine import Engine
 from dtype_engine.service.jobs import ACTIVATIONS, PassSizes
 from dtype_tui.rendering.hint_keys import with_keys
@@ -81,7 +68,7 @@ class Controller:
         self._notified: set[str] = set()
         self._told = Recipe()
         """The recipe that the engine knows."""
-        self._pending: set[tuple[Command, Recipe, RunSettings]] = set()
+        self._pending: set[tuple[commands.Command, Recipe, RunSettings]] = set()
         """The requests of `ask_once` that the engine has yet to answer, each with its recipe and settings."""
 
     @property
@@ -163,7 +150,9 @@ class Controller:
             case events.JobDone():
                 self._pending = {key for key in self._pending if key[0] != event.ask}
             case events.ModelReady():
-                self._pending = {key for key in self._pending if not isinstance(key[0], Download | OpenOverMemory)}
+                self._pending = {
+                    key for key in self._pending if not isinstance(key[0], commands.Download | commands.OpenOverMemory)
+                }
             case events.Idle() | events.EngineEnded() | events.Failed() | events.Refused() | events.Stopped():
                 self._pending.clear()
 
@@ -232,7 +221,7 @@ class Controller:
         """Send the current recipe to the engine if the engine has another one. changed: whether to redraw; it is also returned."""
         if self.experiment.recipe != self._told:
             if self.experiment.same_plan and not self.activity.busy:
-                self._tell_recipe(FollowRecipe)
+                self._tell_recipe(commands.FollowRecipe)
             else:
                 self._tell_recipe()
                 if self.open_error is None:
@@ -242,7 +231,7 @@ class Controller:
             self._changed()
         return changed
 
-    def _tell_recipe(self, command: type[SetRecipe | FollowRecipe] = SetRecipe) -> None:
+    def _tell_recipe(self, command: type[commands.SetRecipe | commands.FollowRecipe] = commands.SetRecipe) -> None:
         self._told = self.experiment.recipe
         self.engine.request(command(self._told))
 
@@ -395,7 +384,7 @@ class Controller:
             return
         if self.activity.running != "measure":
             self.experiment.forget_figures()
-        self.engine.request(Measure(read_values=True, in_full=True))
+        self.engine.request(commands.Measure(read_values=True, in_full=True))
         self._changed()
 
     def set_settings(self, settings: RunSettings) -> None:
@@ -403,16 +392,16 @@ class Controller:
         if settings == self.experiment.settings:
             return
         self.experiment.set_settings(settings)
-        self.engine.request(SetSettings(settings))
+        self.engine.request(commands.SetSettings(settings))
         self._changed()
 
     def set_inputs(self, line: str) -> None:
         """Run the model, from now on, on the inputs that `line` names: a prompt or the paths of files."""
         self._pending.clear()
-        self.engine.request(SetInputs(line))
+        self.engine.request(commands.SetInputs(line))
         self._expect("inputs")
 
-    def ask(self, command: Command) -> None:
+    def ask(self, command: commands.Command) -> None:
         """Request a job. If it has to run the model and the model can't run, only tell the user why."""
         if command.traits.needs_model and self.experiment.model.no_forward:
             self.notify(self.experiment.model.no_forward, "warning")
@@ -420,7 +409,7 @@ class Controller:
         self.engine.request(command)
         self._expect(command.name)
 
-    def ask_once(self, command: Command) -> None:
+    def ask_once(self, command: commands.Command) -> None:
         """Request a job, unless the engine has yet to answer the same request for the same recipe and settings."""
         request = command, self.experiment.recipe, self.experiment.settings
         if request not in self._pending:
@@ -462,7 +451,7 @@ class Controller:
     def measure_recipes(self, recipes: Sequence[Recipe]) -> None:
         """Measure several recipes without making them current. Each is then added to the history."""
         if recipes:
-            self.ask(MeasureRecipes(tuple(dict.fromkeys(recipes))))
+            self.ask(commands.MeasureRecipes(tuple(dict.fromkeys(recipes))))
 
     # -- the scan ------------------------------------------------------------------------------------------------
 
@@ -503,12 +492,12 @@ class Controller:
         if dtypes != scan.requested:
             scan.clear()
         scan.begin(dtypes)
-        self.ask(Scan(dtypes, keep=not self.read_only))
+        self.ask(commands.Scan(dtypes, keep=not self.read_only))
 
     def pause_scan(self) -> None:
         scan = self.experiment.scan
         if scan.running or scan.paused:
             scan.paused = not scan.paused
             scan.version += 1
-            self.engine.request(Pause(scan.paused))
+            self.engine.request(commands.Pause(scan.paused))
             self._changed()

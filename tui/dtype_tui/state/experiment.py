@@ -25,12 +25,11 @@ from dtype_engine.results.thresholds import Limit
 from dtype_engine.service import events
 from dtype_engine.service.jobs import ACTIVATIONS, CAUSES, FLOOR, LOSS_REMEDY, NONFINITE, SPEED, WEIGHTS
 from dtype_tui.rendering.hint_keys import with_keys
-from dtype_tui.state.cache_nodes import add_cache_nodes
 from dtype_tui.state.measurement_log import MeasuredRecipe, ModuleLog, lost_counts, mark, measured, remember
-from dtype_tui.state.results import Losses, Results, measured_modules
+from dtype_tui.state.results import Losses, Results
 from dtype_tui.state.rule_list import RuleList
 from dtype_tui.state.scan import ScanState
-from dtype_tui.state.served import Served
+from dtype_tui.state.served import Served, add_cache_nodes
 
 if TYPE_CHECKING:
     from dtype_engine.core.kv_cache import KVCacheTensor
@@ -363,7 +362,8 @@ class Experiment:
             self.served.peaks = peaks
 
     def _set_report(self, report: DriftReport) -> None:
-        self.results = replace(self.results, report=report, partial_drift=None, modules=measured_modules(report))
+        modules = {module.name: module for module in report.modules}
+        self.results = replace(self.results, report=report, partial_drift=None, modules=modules)
         self._keep(self.plan, self.settings, report)
         key = self.recipe, self.settings
         self._known.pop(key, None)

@@ -98,7 +98,3 @@ def sqnr_range(modules: Iterable[ModuleDrift]) -> tuple[float, float]:
     measured = [drift.sqnr_db for drift in modules if drift.sqnr_db is not None and drift.is_finite]
     finite = [value for value in measured if math.isfinite(value)]
     return min([SQNR_FP8, *finite]), max([SQNR_BF16, *finite])
-
-
-def measured_modules(report: DriftReport) -> Mapping[str, ModuleDrift]:
-    return {module.name: module for module in report.modules}

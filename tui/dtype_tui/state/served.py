@@ -7,11 +7,15 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from dtype_engine.core.kv_cache import KV_CACHE, KVCacheTensor
+from dtype_engine.core.tree import Module, Tree
 from dtype_engine.recipe.serving_memory import interpolated
-from dtype_tui.state.cache_nodes import CacheNodes
 
 if TYPE_CHECKING:
     from dtype_engine.results.serving_memory import ActivationMemory, ServingMemory
+
+CacheNodes = dict[str, tuple[KVCacheTensor, ...]]
+"""The cache tensors at or below each node of a KV cache, by the node's name."""
 
 
 class Served(msgspec.Struct):
@@ -32,3 +36,37 @@ class Served(msgspec.Struct):
         """Return the memory of activations at `context` tokens, interpolated between the contexts in `peaks`."""
         known = {peak.context: peak.nbytes for peak in self.peaks}
         return dataclasses.replace(self.peaks[0], nbytes=max(0, round(interpolated(known, context))), context=context)
+
+
+def add_cache_nodes(tree: Tree) -> CacheNodes:
+    """Add the nodes of KV caches to a tree that lacks them, as modules without weights. Returns the cache tensors at or below each
+    added node.
+    """
+    found: CacheNodes = {}
+    for tensor in tree.kv_cache.tensors:
+        attention = tree.modules.get(tensor.module)
+        node = f"{tensor.module}.{KV_CACHE}"
+        if (
+            attention is None
+            or tensor.name in found
+            or (node in tree.modules and node not in found and _is_real(tree, node))
+        ):
+            continue
+        _child(tree, _child(tree, attention, KV_CACHE), tensor.part)
+        found[node] = (*found.get(node, ()), tensor)
+        found[tensor.name] = (tensor,)
+    return found
+
+
+def _is_real(tree: Tree, node: str) -> bool:
+    """Return whether a module is one of the model's own, and not one that `add_cache_nodes` made."""
+    module = tree.modules[node]
+    return module.class_name is not None or bool(module.tensors) or module.end > module.first
+
+
+def _child(tree: Tree, parent: Module, label: str) -> Module:
+    known = parent.children.get(label)
+    if known is None:
+        name = f"{parent.name}.{label}"
+        known = parent.children[label] = tree.modules[name] = Module(name, first=parent.end, end=parent.end)
+    return known

@@ -123,10 +123,10 @@ def status_line(
     else:
         line.append(idle)
     if losses := experiment.results.losses.values:
-        from dtype_tui.rendering.loss_text import loss_status  # imported late, for a faster first paint
+        from dtype_engine.reports.text_losses import headline  # imported late, for a faster first paint
 
-        if lost := loss_status(losses):
-            line.append(f"  {lost}", style="bold red")
+        if lost := headline(losses):
+            line.append(f"  ⚠ {lost}", style="bold red")
     count = f" {len(experiment.measured)}" if experiment.measured else ""
     more = _entries((("jobs", "jobs"), ("messages", "messages"), ("history", f"history{count}")), chosen)
     while more and line.cell_len + sum(each.cell_len + 2 for each in more) + 2 > width:

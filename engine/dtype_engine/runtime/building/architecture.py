@@ -94,8 +94,7 @@ def make(chosen: Architecture, checkpoint: Checkpoint) -> tuple[nn.Module, Mappi
     checkpoint is loaded in it. Raises NoForward if the module can't be constructed, and Misfit if the checkpoint's tensors are not
     the module's. Shapes are not compared (see `shapes.py`).
     """
-    folder = checkpoint.folder
-    auto = getattr(chosen.model_class, "from_config", None)
+    folder, auto = checkpoint.folder, getattr(chosen.model_class, "from_config", None)
     config = without_quantization(chosen.config)
     with few_modules(len(checkpoint.weights)), reasons(folder), torch.device("meta"):
         module = auto(config, trust_remote_code=chosen.trust_remote_code) if auto else chosen.model_class(config)
@@ -269,11 +268,8 @@ def few_modules(tensors: int) -> Iterator[None]:
                 "these are not one model"
             )
 
-    handle = register_module_module_registration_hook(count)
-    try:
+    with register_module_module_registration_hook(count):
         yield
-    finally:
-        handle.remove()
 
 
 def refuse_misfit(module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement], folder: Path) -> None:

@@ -94,11 +94,8 @@ def parameters_without_data() -> Iterator[None]:
             return None
         return nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
 
-    handle = register_module_parameter_registration_hook(without_data)
-    try:
+    with register_module_parameter_registration_hook(without_data):
         yield
-    finally:
-        handle.remove()
 
 
 @contextmanager

@@ -22,8 +22,7 @@ from dtype_engine.runtime.weights.blockwise import BlockwiseSource
 from dtype_engine.runtime.weights.budget import SMALLEST, MemoryBudget
 from dtype_engine.runtime.weights.checkpoint_weights import source_of
 from dtype_engine.runtime.weights.coded import CodedSource
-from dtype_engine.runtime.weights.plain import PlainSource
-from dtype_engine.runtime.weights.source import WeightSource
+from dtype_engine.runtime.weights.source import PlainSource, WeightSource
 from dtype_engine.runtime.weights.stacked import StackedSource
 
 

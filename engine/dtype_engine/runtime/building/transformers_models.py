@@ -1,6 +1,4 @@
-"""Loads a model of transformers: `from_pretrained` places tensors, mostly memory-mapped, and placeholders in the module. If it
-changes the dtype of a tensor, the stored tensor is restored afterwards.
-"""
+"""Loads a model of transformers: `from_pretrained` places tensors, mostly memory-mapped, and placeholders in the module."""
 
 from __future__ import annotations
 
@@ -13,6 +11,9 @@ from torch import nn
 from dtype_engine.checkpoint import Checkpoint
 from dtype_engine.checkpoint.completeness import what_is_missing
 from dtype_engine.checkpoint.kv_cache import CACHE_SCALES
+from dtype_engine.checkpoint.packed_weights import quantized_parts
+from dtype_engine.checkpoint.schemes import CODES
+from dtype_engine.checkpoint.schemes.fp8_blocks import LAYOUT
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import NoForward
 from dtype_engine.core.foreign_code import failures_as
@@ -22,16 +23,15 @@ from dtype_engine.core.units import plural
 from dtype_engine.results.coverage import Coverage
 from dtype_engine.runtime.building.architecture import architecture, make, reason, without_quantization
 from dtype_engine.runtime.building.constructed_buffers import construct_buffers
-from dtype_engine.runtime.building.filling import Loaded, fill, loading_dtype
+from dtype_engine.runtime.building.filling import Loaded, loading_dtype
 from dtype_engine.runtime.building.module_sources import inputs_notice, sources_of_module
-from dtype_engine.runtime.building.quantized_loading import refuse_unread
 from dtype_engine.runtime.building.shapes import refuse_misshapen
-from dtype_engine.runtime.formats.dequantize import dtype_name, torch_dtype
+from dtype_engine.runtime.formats.dequantize import torch_dtype
 from dtype_engine.runtime.libraries.hf_private import with_dtypes
 from dtype_engine.runtime.libraries.hub import offline
 from dtype_engine.runtime.libraries.silence_libraries import no_stderr, quiet, silence_transformers
 from dtype_engine.runtime.model.module_tree import collect_tensors
-from dtype_engine.runtime.model.name_mapping import Placement, restorable, stored_dtypes, without_place
+from dtype_engine.runtime.model.name_mapping import Placement, stored_dtypes, without_place
 from dtype_engine.runtime.weights.budget import SMALLEST, MemoryBudget
 from dtype_engine.runtime.weights.checkpoint_weights import read_stored
 from dtype_engine.runtime.weights.source import CPU, WeightSource
@@ -53,7 +53,7 @@ def load_transformers(
         # On the meta device: what can't be loaded is refused before memory is taken for it.
         made, placements = make(chosen, checkpoint)
         refuse_misshapen(made, checkpoint, placements, folder)
-        refuse_unread(title, checkpoint, made, placements)
+        _refuse_unread(title, checkpoint, made, placements)
         if not options.architecture and (strange := without_place(checkpoint, placements)):
             raise NoForward(
                 f"{title}: no forward pass: the tensor {printable(strange[0])} has no place in {type(made).__name__}"
@@ -69,14 +69,50 @@ def load_transformers(
     held = module.state_dict(keep_vars=True)
     for name, source in sources.items():
         held[name].data = source.held(CPU)
-    others = {name: place for name, place in restorable(checkpoint, placements).items() if place.name not in sources}
-    _restore_stored(module, checkpoint, others)
     coverage = Coverage(sum(info.persistent for info in collect_tensors(module)[0]), tuple(sorted(missing)))
     notices = (
         *checkpoint.notices, *chosen.notices, *of_buffers, *inputs_notice(checkpoint),
         *_of_missing(coverage, checkpoint, title, options), *_of_unused(unexpected, type(module).__name__),
     )  # fmt: skip
     return Loaded(module, sources, notices, placements, coverage)
+
+
+def _refuse_unread(title: str, checkpoint: Checkpoint, module: nn.Module, placements: Mapping[str, Placement]) -> None:
+    """Raise NoForward if the files have codes or scales of a weight that can't be decoded. Loading would treat codes as values,
+    ignore scales, or initialize the weight randomly, all without an error.
+
+    module: the model on the meta device. placements: where each tensor of the files is loaded in it.
+    """
+    tensors = checkpoint.unread
+    floats = {name for name, each in module.named_parameters(remove_duplicate=False) if each.is_floating_point()}
+    into_floats = {
+        name: each for name, each in tensors.items() if name in placements and placements[name].name in floats
+    }
+    integers = {
+        name: f"holds {row.name}, where {type(module).__name__} has floating-point values"
+        for name, tensor in into_floats.items()
+        if (row := dtypes.BY_NAME.get(tensor.dtype)) is not None and row.kind == "int"
+    }
+    for name, why in (*quantized_parts(tensors, checkpoint.config).items(), *integers.items()):
+        weight = name.removesuffix(LAYOUT.scale)
+        codes = tensors[weight].dtype if weight in tensors else "not there"
+        if weight != name and codes not in LAYOUT.dtypes:
+            what = f"has no weight to scale: {printable(weight)} is {codes}"
+        else:
+            what = why if why.startswith(("holds", "belongs")) else f"is {why}"
+        raise NoForward(
+            f"{title}: no forward pass: {printable(name)} {what}, and it is incomplete or in a scheme that is not decoded here; "
+            "`dtype-engine check` lists what is missing. Open the checkpoint that this one was made from to measure"
+        )
+    # A float dtype says nothing: bitsandbytes can store the bytes of codes as bfloat16 beside plain weights in bfloat16.
+    others = [weight for weight in checkpoint.coded.values() if not weight.own]
+    held = {weight.parts[CODES].dtype for weight in others} - set(dtypes.COMPUTE_DTYPES)
+    for name, tensor in into_floats.items():
+        if tensor.dtype in held and len(tensor.shape) > 1:
+            raise NoForward(
+                f"{title}: no forward pass: {printable(name)} holds {tensor.dtype} codes, and its scales are not there; "
+                "`dtype-engine check` lists all such tensors"
+            )
 
 
 def _placed(
@@ -98,8 +134,9 @@ def _placed(
         if name not in checkpoint.coded and (name not in placements or placements[name].name not in sources)
     }
     state |= {name: source.held(CPU) for name, source in sources.items()}
-    stored = stored_dtypes(checkpoint, restorable(checkpoint, placements))
-    wanted = {name: torch_dtype(dtype) for name, dtype in stored.items() if dtype in dtypes.COMPUTE_DTYPES}
+    # Tensors in other dtypes, such as integers, stay as transformers loads them.
+    exact = {name: place for name, place in placements.items() if checkpoint.dtype(name) in dtypes.COMPUTE_DTYPES}
+    wanted = {name: torch_dtype(dtype) for name, dtype in stored_dtypes(checkpoint, exact).items()}
     wanted |= {name: source.holds for name, source in sources.items()}
     module, info = with_dtypes(type(made), wanted).from_pretrained(
         None,
@@ -134,21 +171,3 @@ def _of_unused(unexpected: list[str], class_name: str) -> tuple[str, ...]:
     if not unused:
         return ()
     return (f"{plural(len(unused), 'tensor')} of the checkpoint not used by {class_name}, first {unused[0]}",)
-
-
-def _restore_stored(module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> None:
-    """If loading changed the dtype of a tensor of a module, replace the tensor's data by the stored data, memory-mapped from the
-    file. A tensor that was packed from several parts is cast back to the parts' dtype instead, which is exact, because loading only
-    widened it.
-    """
-    tensors = dict((*module.named_parameters(), *module.named_buffers()))
-    wanted = stored_dtypes(checkpoint, placements)
-    for name, placement in placements.items():
-        tensor, dtype = tensors.get(placement.name), wanted[placement.name]
-        if tensor is None or dtype_name(tensor.dtype) == dtypes.BY_NAME[dtype].torch_name:
-            continue
-        stored = checkpoint.weights[name]
-        if not placement.part and stored.shape == tuple(tensor.shape):
-            fill(tensor, read_stored(checkpoint, stored))
-        elif dtype in dtypes.COMPUTE_DTYPES:
-            tensor.data = tensor.data.to(torch_dtype(dtype))

@@ -17,7 +17,7 @@ from dtype_engine.runtime.export.contents import Contents, ExportTensor
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.model.name_mapping import map_names
 from dtype_engine.runtime.numerics.quantize import amax_to_scale
-from dtype_engine.runtime.weights.plain import PlainSource
+from dtype_engine.runtime.weights.source import PlainSource
 
 _FP8 = dtypes.BY_NAME["float8_e4m3fn"]
 _STRATEGIES = {"float8_e4m3fn@tensor": "tensor", "fp8@head": "attn_head"}

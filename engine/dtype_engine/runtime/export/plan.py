@@ -154,9 +154,7 @@ def _placed_contents(
     items = with_packed_scales(items, infos, placements)
     items = with_shared_scales(items, {name: info.name for name, info in infos.items() if not placements[name].part})
     items = with_quantised_inputs(items, settings, input_ranges, checkpoint)
-    folder = checkpoint.path if checkpoint.path.is_dir() else None
-    if folder is None and checkpoint.config is not None:
-        folder = checkpoint.path.parent
+    folder = checkpoint.folder if checkpoint.path.is_dir() or checkpoint.config is not None else None
     files = (checkpoint.path, *checkpoint.files)
     layout = layout_of(checkpoint)
     refuse_unstored(items)

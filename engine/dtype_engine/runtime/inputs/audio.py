@@ -16,13 +16,7 @@ from dtype_engine.core.options import InputOptions
 from dtype_engine.core.text import printable
 from dtype_engine.runtime.inputs.batch import Batch, Inputs
 from dtype_engine.runtime.inputs.images import decoder_start
-from dtype_engine.runtime.inputs.preprocessing import (
-    accepted,
-    feature_extractor_of,
-    needed_tokenizer,
-    parameters,
-    running,
-)
+from dtype_engine.runtime.inputs.preprocessing import accepted, loaded_by, needed_tokenizer, parameters, running
 from dtype_engine.runtime.inputs.processor_limits import made_features
 from dtype_engine.runtime.inputs.text import encoded, sequence_length, sources, text_samples
 from dtype_engine.runtime.libraries.silence_libraries import without_panic_message
@@ -54,7 +48,7 @@ def sound_inputs(model: LiveModel, options: InputOptions) -> Inputs:
     """
     argument = sound_argument(model)
     assert argument is not None
-    extractor = feature_extractor_of(model)
+    extractor = loaded_by(model, "AutoFeatureExtractor")
     decoders, how_decoder = _decoders(model, options)
     limits = options.limits
     shape = None if extractor is not None else _spectrogram_shape(model.module.config, argument)

@@ -16,7 +16,7 @@ from dtype_engine.core.input_limits import InputLimits
 from dtype_engine.core.options import InputOptions
 from dtype_engine.core.text import printable
 from dtype_engine.runtime.inputs.batch import Batch, Inputs
-from dtype_engine.runtime.inputs.preprocessing import accepted, image_processor_of, parameters, random_ids, running
+from dtype_engine.runtime.inputs.preprocessing import accepted, loaded_by, parameters, random_ids, running
 from dtype_engine.runtime.inputs.processor_limits import made_values
 from dtype_engine.runtime.libraries.silence_libraries import without_panic_message
 from dtype_engine.runtime.model.live import LiveModel
@@ -62,7 +62,7 @@ def make_pictures(model: LiveModel, options: InputOptions) -> tuple[list[Picture
     """Return (the user's pictures or a synthetic one, preprocessed for the model; phrases which say how they were created).
     Raises UserError for a picture that can't be used, and NoForward if the model's processor returns no pixels.
     """
-    processor = image_processor_of(model)
+    processor = loaded_by(model, "AutoImageProcessor")
     vision = vision_config(model)
     limits = options.limits
     width, height = sides(model)

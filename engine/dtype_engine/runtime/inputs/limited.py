@@ -34,7 +34,6 @@ _LONGEST_SETTINGS = 10_000
 """A tokenizer whose steps have settings of more characters is also tried, because `Prepend` can have a text of any length."""
 _DECODER_GROWTH = 1000
 _TEMPLATE_COPIES = 16
-_TIME_IS_UP = getattr(signal, "SIGPROF", 0)
 _tried: set[bytes] = set()
 """SHA-256 digests of (tokenizer, texts) that this process has tried and that stayed within the limits."""
 
@@ -195,7 +194,7 @@ def _run(job: dict[str, Any], limits: InputLimits, memory: int, allowances: int)
     if done.returncode == 0:
         answers: list[dict[str, Any]] = json.loads(done.stdout)
         return answers
-    if done.returncode == -_TIME_IS_UP:
+    if done.returncode == -signal.SIGPROF:
         raise _Ended(too_long)
     if done.returncode == OUT_OF_MEMORY or done.returncode < 0:  # Rust ends the process if it gets no memory
         raise _Ended(f"needs more memory than the {memory >> 20:,} MiB that it may have")

@@ -8,14 +8,10 @@ its standard output. This file imports neither torch nor this package.
 from __future__ import annotations
 
 import json
+import resource
 import signal
 import sys
 from typing import Any
-
-try:
-    import resource
-except ImportError:  # Windows has no such limits; there the parent's time limit remains
-    resource = None  # type: ignore[assignment]
 
 OUT_OF_MEMORY = 3
 """The exit status of the child process if it needs more memory than it may use."""
@@ -63,7 +59,7 @@ def split(job: dict[str, Any]) -> list[dict[str, Any]]:
 
 def limit_memory(more: int) -> None:
     """On Linux, limit the address space of this process to its current size plus `more` bytes."""
-    if resource is not None and sys.platform.startswith("linux"):
+    if sys.platform.startswith("linux"):
         with open("/proc/self/statm", encoding="ascii") as file:
             most = int(file.read().split()[0]) * resource.getpagesize() + more
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
@@ -71,8 +67,7 @@ def limit_memory(more: int) -> None:
 
 def limit_seconds(seconds: int) -> None:
     """Let the operating system end this process after `seconds` more seconds of CPU time, even inside a function in C or Rust."""
-    if hasattr(signal, "setitimer"):
-        signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 if __name__ == "__main__":

@@ -61,24 +61,15 @@ def _load_tokenizer(folder: Path, **options: Any) -> Any:
     return tokenizer
 
 
-def image_processor_of(model: LiveModel) -> Any:
-    """Return the image processor in the model's folder, or None if the folder has none or it can't be loaded."""
-    return _processor(model, "AutoImageProcessor")
-
-
-def feature_extractor_of(model: LiveModel) -> Any:
-    """Return the feature extractor for audio in the model's folder, or None if the folder has none or it can't be loaded."""
-    return _processor(model, "AutoFeatureExtractor")
-
-
 def processor_of(model: LiveModel) -> Any:
     """Return the processor for text and pictures in the model's folder, or None if the folder has none or it can't be loaded."""
-    processor = _processor(model, "AutoProcessor")
+    processor = loaded_by(model, "AutoProcessor")
     together = hasattr(processor, "image_processor") and hasattr(processor, "tokenizer")
     return processor if together else None
 
 
-def _processor(model: LiveModel, kind: str) -> Any:
+def loaded_by(model: LiveModel, kind: str) -> Any:
+    """Return what a class of transformers, such as `AutoImageProcessor`, loads from the model's folder, or None if it can't."""
     import transformers
 
     return _loaded(model, _PROCESSORS, getattr(transformers, kind).from_pretrained)

@@ -28,6 +28,7 @@ from dtype_engine.checkpoint import Checkpoint
 from dtype_engine.core.errors import NoForward
 from dtype_engine.core.foreign_code import failures_as
 from dtype_engine.core.options import ModelOptions
+from dtype_engine.core.replaced import replaced
 from dtype_engine.recipe.serving_memory import interpolated
 from dtype_engine.results.serving_memory import ActivationMemory
 from dtype_engine.runtime.building.constructed_buffers import default_dtype
@@ -158,13 +159,8 @@ class ActivationEstimator:
     def _estimate(self, context: int, batch: int) -> tuple[ActivationMemory, int]:
         """Return the estimate, and the number of operations of the pass."""
         logger = logging.getLogger("torch._subclasses.fake_tensor")
-        level = logger.level
-        logger.setLevel(logging.CRITICAL + 1)  # what it would log about a failure is also in the exception
-        try:
-            with self._mode:
-                return _pass(self._module, _inputs(self._module, context, batch), context, batch, estimated=True)
-        finally:
-            logger.setLevel(level)
+        with replaced(logger, "disabled", True), self._mode:  # what it would log of a failure is also in the exception
+            return _pass(self._module, _inputs(self._module, context, batch), context, batch, estimated=True)
 
 
 def estimator_of(checkpoint: Checkpoint, options: ModelOptions, dtype: str) -> ActivationEstimator:

@@ -41,8 +41,11 @@ def measure_speed(
     Raises NoForward, KernelError, Cancelled.
     """
     model, planned = runner.model, plan.dtypes
-    reference = _reference_dtypes(model)
     stored = {name: weight.info.dtype for name, weight in model.weights.items()}
+    reference = {
+        name: "float32" if model.weights[name].info.castable and dtype != "float64" else dtype
+        for name, dtype in stored.items()
+    }
     wanted: list[tuple[str, Mapping[str, str]]] = [("reference", reference)]
     wanted += [("as stored", stored)] if stored not in (reference, dict(planned)) else []
     wanted += [("candidate", planned)]
@@ -118,14 +121,6 @@ def _tokens(batch: Batch) -> int:
     if ids is None and batch.args and isinstance(batch.args[0], torch.Tensor) and not batch.args[0].is_floating_point():
         ids = batch.args[0]
     return int(ids.numel()) if isinstance(ids, torch.Tensor) else 0
-
-
-def _reference_dtypes(model: LiveModel) -> dict[str, str]:
-    """Return the dtype that each weight has when the model is timed in float32."""
-    return {
-        name: "float32" if weight.info.castable and weight.info.dtype != "float64" else weight.info.dtype
-        for name, weight in model.weights.items()
-    }
 
 
 def _missing_bytes(model: LiveModel, casts: Mapping[str, str]) -> int:

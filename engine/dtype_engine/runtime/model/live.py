@@ -44,8 +44,7 @@ from dtype_engine.runtime.numerics.overflow_underflow import all_losses, count_l
 from dtype_engine.runtime.numerics.quantize import cast_or_quantize
 from dtype_engine.runtime.weights.blockwise import BlockwiseSource
 from dtype_engine.runtime.weights.budget import BLOCKS, MemoryBudget
-from dtype_engine.runtime.weights.plain import PlainSource
-from dtype_engine.runtime.weights.source import WeightSource, placeholder
+from dtype_engine.runtime.weights.source import PlainSource, WeightSource, placeholder
 
 
 @dataclass(slots=True)

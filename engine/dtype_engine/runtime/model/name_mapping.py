@@ -63,15 +63,6 @@ def without_place(checkpoint: Checkpoint, placements: Mapping[str, Placement]) -
     return [name for name, each in checkpoint.weights.items() if name not in placements and each.refusal is None]
 
 
-def restorable(checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> dict[str, Placement]:
-    """Return the entries of `placements` for the tensors that must be in the module exactly as the files store them: those in a
-    compute dtype such as bfloat16. All others, such as integers, stay as transformers loads them.
-    """
-    return {
-        name: placement for name, placement in placements.items() if checkpoint.dtype(name) in dtypes.COMPUTE_DTYPES
-    }
-
-
 def stored_dtypes(checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> dict[str, str]:
     """Return the stored dtype of each tensor of the module that the checkpoint has, keyed by its name in the module. A tensor that
     is packed from several parts gets the widest dtype of the parts or, if any part is stored as codes, the format of the first such

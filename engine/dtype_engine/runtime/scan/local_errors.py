@@ -28,8 +28,7 @@ from dtype_engine.runtime.numerics.activations import InputFormat
 from dtype_engine.runtime.numerics.quantize import values_in
 from dtype_engine.runtime.scan.companions import companions_of
 from dtype_engine.runtime.scan.weight_ops import WeightOp, WeightOrigin
-from dtype_engine.runtime.weights.plain import PlainSource
-from dtype_engine.runtime.weights.source import WeightSource
+from dtype_engine.runtime.weights.source import PlainSource, WeightSource
 
 # Products of two 16-bit numbers are exact in float32, and kernels sum them in float32 and round once at the end. On a CPU without
 # 16-bit instructions, a 16-bit kernel takes eight times as long as a float32 kernel with rounding before and after it.

@@ -12,6 +12,7 @@ from dtype_engine.core.options import Options, RunSettings
 from dtype_engine.core.throttle import Throttle
 from dtype_engine.recipe import Plan
 from dtype_engine.results.drift import DriftReport
+from dtype_engine.runtime.device import reset_peak
 from dtype_engine.runtime.inputs import Inputs
 from dtype_engine.runtime.measure.drift import DriftMeter, budget_for
 from dtype_engine.runtime.measure.listener import MeasurementListener
@@ -21,7 +22,7 @@ from dtype_engine.runtime.passes.model_behavior import ModelBehavior
 from dtype_engine.runtime.scan.saved import Fingerprint
 from dtype_engine.runtime.session import saved_drift
 from dtype_engine.runtime.session.component_inputs import inputs_of
-from dtype_engine.runtime.session.process_memory import memory_stats, reset_peaks
+from dtype_engine.runtime.session.process_memory import memory_stats, reset_peak_rss
 
 
 @dataclass
@@ -65,7 +66,8 @@ class DriftMeasurements:
             precision=listener.precision or (lambda: self.options.precision),
             all_modules=listener.all_modules or (lambda: self.options.modules == "exact"),
         )
-        reset_peaks(self.model.device)
+        reset_peak_rss()
+        reset_peak(self.model.device)
         self.model.memory.bytes_read = 0
         if save is None:
             totals = meter.measure(listener)

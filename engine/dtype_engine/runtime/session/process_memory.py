@@ -16,7 +16,7 @@ import torch
 from dtype_engine.recipe import Plan
 from dtype_engine.recipe.serving_memory import cache_change, default_context
 from dtype_engine.results.memory import MemoryStats
-from dtype_engine.runtime.device import allocated_bytes, reset_peak
+from dtype_engine.runtime.device import allocated_bytes
 from dtype_engine.runtime.model.live import LiveModel
 
 _KIB = 1024
@@ -53,12 +53,6 @@ def reset_peak_rss() -> None:
     if sys.platform.startswith("linux"):
         with suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
-
-
-def reset_peaks(device: torch.device) -> None:
-    """Reset the peak memory of this process and of a device to the current values."""
-    reset_peak_rss()
-    reset_peak(device)
 
 
 def memory_stats(

@@ -16,8 +16,7 @@ from dtype_engine.checkpoint import Checkpoint, open_checkpoint, unchanged
 from dtype_engine.checkpoint.packed_weights import packed_weights, quantized_parts
 from dtype_engine.checkpoint.source import Source
 from dtype_engine.core import dtypes
-from dtype_engine.core.cancellation import IsCancelled, never
-from dtype_engine.core.errors import Cancelled, UserError
+from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import ModelOptions
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree
@@ -78,17 +77,13 @@ def _of_values(values: SourceValues) -> _Side:
 
 
 def compare_foreign(
-    path: Path,
-    source: Source,
-    options: ModelOptions,
-    on_bytes: OnBytes = lambda done, total: None,
-    cancelled: IsCancelled = never,
+    path: Path, source: Source, options: ModelOptions, on_bytes: OnBytes = lambda done, total: None
 ) -> CastReport:
     """Compare each tensor of the checkpoint at `path`, a folder or a file, with the tensor of the same name in `source`. Weights
     that the architecture ties are compared under any of their names.
 
     on_bytes: called with the number of bytes compared until now and the number of all bytes. Raises UserError if the checkpoint or
-    the source can't be read, or if they have no name in common, and Cancelled.
+    the source can't be read, or if they have no name in common.
     """
     started = time.perf_counter()
     other, checkpoint = open_checkpoint(path, options.trust_pickle), source.open()
@@ -108,8 +103,6 @@ def compare_foreign(
         tensors, differences, undecoded = list[ComparedTensor](), list[TensorDifference](), dict(pairs.undecoded)
         done = 0
         for name, found in pairs.same.items():
-            if cancelled():
-                raise Cancelled
             if (shape := theirs.stored[name][1]) != (wanted := ours.stored[found][1]):
                 differences.append(TensorDifference(name, f"is {list(shape)}, and {list(wanted)} in the source"))
             else:

@@ -1,4 +1,6 @@
-"""The base class of all objects from which a weight is read: in memory or in files, plain or coded, one tensor or several."""
+"""The base class of all objects from which a weight is read: in memory or in files, plain or coded, one tensor or several. Also the
+simplest of them, for plain values in memory.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import math
 from abc import ABC, abstractmethod
 
 import torch
+from torch.nn import functional
 
 from dtype_engine.checkpoint import CheckpointTensor
 from dtype_engine.runtime.numerics.activations import InputFormat
@@ -89,3 +92,33 @@ class WeightSource(ABC):
 def placeholder(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return a tensor of this shape with the memory of one element, which is NaN, so that using it by mistake becomes visible."""
     return torch.full((1,), torch.nan, device=device).to(dtype).expand(shape)
+
+
+class PlainSource(WeightSource):
+    """A weight of plain values that stay in memory, usually memory-mapped from a file. Reading it copies nothing, unless it moves
+    the values to another device.
+    """
+
+    plain = True
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self.shape, self.dtype, self.holds = tuple(tensor.shape), tensor.dtype, tensor.dtype
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return (self._tensor,)
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        return self._tensor.nbytes
+
+    def held(self, device: torch.device) -> torch.Tensor:
+        return self._tensor.to(device)
+
+    def read(self, device: torch.device = CPU) -> torch.Tensor:
+        return self.held(device)
+
+    def gather(self, ids: torch.Tensor) -> torch.Tensor:
+        table = self._tensor  # if it is in a file, only its rows go to the accelerator
+        return functional.embedding(ids.to(table.device), table).to(ids.device)

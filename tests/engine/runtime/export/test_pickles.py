@@ -19,7 +19,7 @@ import dtype_engine as de
 from dtype_engine.checkpoint import open_checkpoint
 from dtype_engine.core.errors import UserError
 from dtype_engine.runtime.inputs.tensor_files import read_tensors
-from dtype_engine.runtime.weights.plain import PlainSource
+from dtype_engine.runtime.weights.source import PlainSource
 
 Make = Callable[..., Path]
 
