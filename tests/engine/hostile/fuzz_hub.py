@@ -26,7 +26,7 @@ _NAMES = (
     ".", "model.safetensors/x.json", "x" * 300 + ".json", "a/" * 600 + "b.json", "pytorch_model.bin", "m-00001-of-00002.gguf",
     "model-00001-of-00002.safetensors", "model.safetensors.index.json", "model.fp16.safetensors", "model_index.json", "x.gguf",
 )  # fmt: skip
-_SIZES = (
+_SIZES: tuple[Any, ...] = (
     0,
     1,
     7,
