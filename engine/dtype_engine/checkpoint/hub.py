@@ -17,17 +17,16 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import IO
-from urllib.parse import quote, unquote, urlsplit
+from typing import IO, Annotated
+from urllib.parse import quote, unquote
 
 import msgspec
 
 from dtype_engine.checkpoint.checkpoint import Checkpoint
 from dtype_engine.checkpoint.gguf_header import read_gguf_header
-from dtype_engine.checkpoint.hub_cache import CachedRepository, has_size, written
-from dtype_engine.checkpoint.hub_reader import HubReader, hub_faults
+from dtype_engine.checkpoint.hub_cache import INCOMPLETE, CachedRepository, has_size, written
+from dtype_engine.checkpoint.hub_reader import HubReader, hub_faults, hub_server
 from dtype_engine.checkpoint.safetensors_header import LONGEST_HEADER, CheckpointTensor, read_header
 from dtype_engine.checkpoint.schemes.gguf import ROPE_FACTORS
 from dtype_engine.checkpoint.schemes.registry import schemes
@@ -36,9 +35,10 @@ from dtype_engine.checkpoint.weight_sets import weight_sets
 from dtype_engine.core.callbacks import ignore
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import UserError, one_line
+from dtype_engine.core.export_lock import remove_stale_files
 from dtype_engine.core.hints import hint
 from dtype_engine.core.text import is_printable, printable
-from dtype_engine.core.typed_data import as_type
+from dtype_engine.core.typed_data import json_as_type
 from dtype_engine.core.units import human_bytes
 from dtype_engine.core.user_folders import HEADERS, cache_folder
 
@@ -51,6 +51,7 @@ _ADDRESS = re.compile(
     r"(?:/(?P<path>.+?))?/?"
 )
 _COMMIT = re.compile(r"[0-9a-f]{7,64}")
+_SHA1, _SHA256 = re.compile(r"[0-9a-f]{40}"), re.compile(r"[0-9a-f]{64}")
 _SIDE_FILES = ("config.json", PIPELINE_INDEX, "adapter_config.json", "recipe.yaml")
 _INDEX_FILE = re.compile(r"[\w.-]+\.index(\.[\w-]+)?\.json")
 _LARGEST_DESCRIPTION = 1 << 18
@@ -63,13 +64,17 @@ _MOST_BYTES = 1 << 30
 """The most bytes to read for the headers of one model. A model of 671 billion parameters has 20 MB of headers and index."""
 _MOST_SECONDS = 3600
 """The maximum time for reading the list of files, or the headers of one model, in seconds."""
+_LARGEST_LISTING, _MOST_LISTED = 1 << 26, 200_000
+"""The most bytes and files of a hub's list of files. A repository of 20,000 files has a list of 6 MB."""
 _MOST_FILES = 20_000
 _TOGETHER, _TOGETHER_IN_A_FILE = 16, 4
 """How many files are read at once, and how many ranges of each: 64 requests, fewer than the 100 connections of the HTTP client."""
 _DOWNLOADS_TOGETHER = 8
+_LONGEST_PATH = 1000
+"""The most characters of the path of a file in a repository."""
 _BRANCH = "main"
 """The branch that is used if an address names no revision."""
-_MODEL_FILES = ("*.json", "*.txt", "*.model", "*.py", "*.jinja")
+_MODEL_FILES = (".json", ".txt", ".model", ".py", ".jinja")
 """The files that a model needs in addition to its weights."""
 
 
@@ -132,25 +137,33 @@ class HubAddress:
     def listing(self) -> HubModel:
         """Request the list of the model's files from the hub, and return it. Raises UserError."""
         with self.faults():
-            from huggingface_hub import constants  # HfApi, which says the same, takes long to import
-
-            endpoint = constants.ENDPOINT
-            if not is_printable(endpoint) or not urlsplit(endpoint).hostname:
-                raise UserError(f"HF_ENDPOINT is no address of a server: {printable(endpoint, 100)}")
+            endpoint, _ = hub_server()
             revision = quote(self.revision or _BRANCH, safe="")
-            reader = _HeaderReader(self)
-            answer = reader.read(f"{endpoint}/api/models/{self.repo}/revision/{revision}?blobs=true", 0, LARGEST_JSON)
+            url = f"{endpoint}/api/models/{self.repo}/revision/{revision}?blobs=true"
+            answer = _HeaderReader(self).read(url, 0, _LARGEST_LISTING)
             try:
-                said = as_type(msgspec.json.decode(answer), _Repository)
-            except (UserError, msgspec.DecodeError, RecursionError) as error:
-                raise UserError(f"{self}: the hub's list of files can't be read: {one_line(error)}") from None
+                said = json_as_type(answer, _Repository)
+            except UserError as error:
+                raise UserError(f"{self}: the hub's list of files can't be read: {error}") from None
             if _COMMIT.fullmatch(said.sha) is None:
                 raise UserError(f"{self}: the hub names no commit: {printable(said.sha)!r}")
-            named = [file for file in said.siblings if all(map(_is_name, file.rfilename.split("/")))]
-            sizes = {file.rfilename: file.size for file in named}
-            if self.path and not any(name == self.path or name.startswith(f"{self.path}/") for name in sizes):
+            if len(said.siblings) > _MOST_LISTED:
+                raise UserError(
+                    f"{self}: the hub lists {len(said.siblings):,} files, over the limit of {_MOST_LISTED:,}"
+                )
+            named = {file.rfilename: file for file in said.siblings if _is_path(file.rfilename)}
+            at = f"{self.path}/" if self.path else ""
+            if self.path and not any(name == self.path or name.startswith(at) for name in named):
                 raise UserError(f"{self}: there is no {printable(self.path, 200)} in this repository")
-            return HubModel(self, said.sha, endpoint, sizes, {file.rfilename: file.digest for file in named})
+            others = {file.rfilename for file in said.siblings} - named.keys()
+            return HubModel(
+                self,
+                said.sha,
+                endpoint,
+                {name: file.size for name, file in named.items()},
+                {name: file.digest for name, file in named.items()},
+                tuple(sorted(name for name in others if name.startswith(at) and _is_of_model(name))),
+            )
 
 
 class _LargeFile(msgspec.Struct):
@@ -159,14 +172,18 @@ class _LargeFile(msgspec.Struct):
 
 class _File(msgspec.Struct):
     rfilename: str
-    size: int | None = None
+    size: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = None
     blobId: str | None = None
     lfs: _LargeFile | None = None
 
     @property
     def digest(self) -> str | None:
-        """The digest by which huggingface_hub names the file's content in its cache. None if the hub's answer lacks it."""
-        return self.lfs.sha256 if self.lfs is not None else self.blobId
+        """The digest by which huggingface_hub names the file's content in its cache: the SHA-256 of a large file, or the SHA-1 of a
+        git object. None if the hub's answer lacks it, or has something else in its place.
+        """
+        if self.lfs is not None:
+            return self.lfs.sha256 if _SHA256.fullmatch(self.lfs.sha256 or "") else None
+        return self.blobId if _SHA1.fullmatch(self.blobId or "") else None
 
 
 class _Repository(msgspec.Struct):
@@ -184,7 +201,16 @@ class HubModel:
     sizes: dict[str, int | None]
     """The size of each file in bytes, by the file's path in the repository; None if the hub does not tell it."""
     digests: dict[str, str | None] = field(default_factory=dict)
-    """The digest of each file's content according to the hub (untrusted), by the file's path. None if the hub gives none."""
+    """The digest of each file's content according to the hub, by the file's path. None if the hub gives none."""
+    left_out: tuple[str, ...] = ()
+    """The names (untrusted) of files that the model may need, and that are not read because their names are not safe here."""
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """A sentence about the files in `left_out`, if there are any."""
+        names = ", ".join(printable(name, 60) for name in self.left_out[:3])
+        more = f" and {len(self.left_out) - 3} more" if len(self.left_out) > 3 else ""
+        return (f"files whose names are not safe here are left out: {names}{more}",) if names else ()
 
     def downloaded(self, cache: Path) -> Path | None:
         """Return the folder or file of the model in the Hugging Face cache, or None if the cache lacks some of its weights."""
@@ -208,18 +234,19 @@ class HubModel:
             raise UserError(
                 f"{self.address}: it has {len(readable):,} files of weights, over the limit of {_MOST_FILES:,}"
             )
-        place = re.sub(r"\W+", "-", self.endpoint.partition("://")[2])
+        place = quote(self.endpoint, safe="")  # a folder for each server, whose name is that of no other
         folder = cache_folder() / HEADERS / place / self.address.repo.replace("/", "--") / self.commit
         missing = [name for name in (*wanted, *readable) if not has_size(folder / name, self.sizes[name])]
 
         def save(name: str) -> None:
-            reader.save_header(self._url(name), folder / name, self._size(name))
+            reader.save_header(self._url(name), folder / name, self._size(name), self.digests.get(name))
 
         def on_done(count: int) -> None:
             on_progress("reading headers", count, len(missing))
 
         with self.address.faults():
             reader = _HeaderReader(self.address)
+            remove_stale_files(folder.parent, INCOMPLETE)
             _in_threads(_TOGETHER, reader, save, missing, on_done)
         return folder / self.address.path
 
@@ -228,6 +255,8 @@ class HubModel:
         from huggingface_hub import constants
 
         cache, names = Path(constants.HF_HUB_CACHE).expanduser(), self._files_to_download()
+        if not names:
+            raise UserError(f"{self.address}: it has no files of a model, so there is nothing to download")
         total = sum(map(self._size, names))
         self._refuse_full_disk(cache, total)
         repository, lock, done = CachedRepository(cache, self.address.repo), threading.Lock(), 0
@@ -239,18 +268,19 @@ class HubModel:
                 on_progress("downloading", done, total)
 
         def fetch(name: str) -> None:
-            size = self._size(name)
+            size, digest = self._size(name), self.digests.get(name)
             if repository.holds(self.commit, name, size):
                 count(size)
                 return
 
             def write(file: IO[bytes]) -> None:
-                reader.save(self._url(name), size, file, count)
+                reader.save(self._url(name), size, digest, file, count)
 
-            if not repository.add(self.commit, name, size, self.digests.get(name), write):
+            if not repository.add(self.commit, name, size, digest, write):
                 count(size)
 
         with self.address.faults():
+            repository.remove_stale()
             reader = HubReader(str(self.address), cancelled=cancelled)
             _in_threads(_DOWNLOADS_TOGETHER, reader, fetch, names)
             if self.address.revision is None and not self.address.path:
@@ -281,13 +311,9 @@ class HubModel:
         """Return the files that the model needs, or only those with weights if the address names a file. Raises UserError."""
         weights = self._to_download()
         at = f"{self.address.path}/" if self.address.path else ""
-        beside = [
-            name
-            for name in self.sizes
-            if self.address.path not in weights
-            and name.startswith(at)
-            and any(fnmatchcase(name[len(at) :], pattern) for pattern in _MODEL_FILES)
-        ]
+        beside = [name for name in self.sizes if name.startswith(at) and name.endswith(_MODEL_FILES)]
+        if self.address.path in weights:
+            beside = []
         names = list(dict.fromkeys((*weights, *beside)))
         if len(names) > _MOST_FILES:
             raise UserError(
@@ -392,6 +418,15 @@ def _is_name(word: str) -> bool:
     )
 
 
+def _is_path(text: str) -> bool:
+    """Return whether a text is the path of a file in a folder, without anything that could lead out of the folder."""
+    return len(text) <= _LONGEST_PATH and all(map(_is_name, text.split("/")))
+
+
+def _is_of_model(name: str) -> bool:
+    return name.endswith((".safetensors", ".gguf", *PICKLES, *_MODEL_FILES))
+
+
 def _is_repository(text: str) -> bool:
     """Return whether a text is `org/name` or `name`. It must have no `..`, and no `--`, which replaces the slash in the cache."""
     words = text.split("/")
@@ -410,7 +445,7 @@ class _HeaderReader(HubReader):
     def __init__(self, address: HubAddress) -> None:
         super().__init__(str(address), _MOST_BYTES, _MOST_SECONDS)
 
-    def save_header(self, url: str, path: Path, size: int) -> None:
+    def save_header(self, url: str, path: Path, size: int, digest: str | None) -> None:
         """Save a file of `size` bytes: only the header, as a sparse file, if it is a weights file; otherwise all of it."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with written(path) as partial:
@@ -421,7 +456,8 @@ class _HeaderReader(HubReader):
             else:
                 if size > LARGEST_JSON:
                     raise UserError(f"{self.title}: {path.name} has {size:,} bytes, which are too many for such a file")
-                partial.write_bytes(self.read(url, 0, size, size))
+                with open(partial, "wb") as file:
+                    self.save(url, size, digest, file)
 
     def _save_safetensors(self, url: str, partial: Path, size: int) -> None:
         start = self.read(url, 0, min(_FIRST_RANGE, size), size)

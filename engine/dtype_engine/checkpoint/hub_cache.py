@@ -3,22 +3,30 @@
 The cache has a folder for each repository. There, `blobs/` holds the contents of files under their digests, `snapshots/COMMIT/` has
 links to them under the names of the files, and `refs/BRANCH` has the commit of a branch. huggingface_hub names a content after the
 header `ETag`. Here, names are made only of what was checked: hexadecimal digests, a commit, and the parts of a file's path.
+
+A file is written under a name that ends in `.incomplete`, as huggingface_hub's, and locked until it has its own name. What a killed
+process has left is therefore known from what another process is writing.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import threading
+import secrets
+import socket
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
 from dtype_engine.core.atomic_write import write_text_atomic
+from dtype_engine.core.export_lock import locked, remove_stale_files
 
-_DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
-"""The SHA-1 of a git object, or the SHA-256 of a large file."""
+_HERE = f"{zlib.crc32(socket.gethostname().encode()):08x}"
+"""Stands for this machine in the names of files that are being written, because locks may not work across a network."""
+INCOMPLETE = re.compile(rf".*\.{_HERE}\.[0-9a-f]{{16}}\.incomplete", re.DOTALL)
+"""Matches the names of files that are being written, or were when a process was killed, on this machine."""
 
 
 class CachedRepository:
@@ -32,18 +40,21 @@ class CachedRepository:
         """Return the folder with the files of a commit."""
         return self._folder / "snapshots" / commit
 
+    def remove_stale(self) -> None:
+        """Remove the unfinished files of killed processes."""
+        remove_stale_files(self._folder, INCOMPLETE)
+
     def holds(self, commit: str, name: str, size: int | None) -> bool:
         return has_size(self.snapshot(commit) / name, size)
 
     def add(self, commit: str, name: str, size: int, digest: str | None, write: Callable[[IO[bytes]], object]) -> bool:
         """Store the file `name` of a commit. If the cache already has a content of this digest and size, only a link to the content
         is made. Otherwise `write` is called with an open file, to which it must write the content. Returns whether `write` was
-        called. digest: as the hub gives it, or None if unknown. Raises OSError, and whatever `write` raises; then nothing is
-        stored.
+        called. digest: hexadecimal, or None if unknown. Raises OSError, and whatever `write` raises; then nothing is stored.
         """
         path = self.snapshot(commit) / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        if digest is None or _DIGEST.fullmatch(digest) is None:
+        if digest is None:
             with written(path) as partial, open(partial, "wb") as file:
                 write(file)
             return True
@@ -58,7 +69,12 @@ class CachedRepository:
             os.symlink(os.path.relpath(blob, path.parent), link)
         except OSError:  # a file system or a system without links
             link = blob
-        os.replace(link, path)
+        try:
+            os.replace(link, path)
+        except OSError:
+            if link != blob:
+                link.unlink()
+            raise
         return is_new
 
     def name_branch(self, branch: str, commit: str) -> None:
@@ -75,16 +91,18 @@ def written(path: Path) -> Iterator[Path]:
     """A context manager with the path of a temporary file, which is renamed to `path` at the end, or deleted after an error."""
     partial = _beside(path)
     try:
-        yield partial
-        os.replace(partial, path)
+        partial.touch(exist_ok=False)
+        with locked(partial):
+            yield partial
+            os.replace(partial, path)
     finally:
         with suppress(OSError):
             partial.unlink()
 
 
 def _beside(path: Path) -> Path:
-    """Return the path of this thread's temporary file for `path`. Its name ends like those of huggingface_hub's temporary files."""
-    return path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.incomplete")
+    """Return an unused path of a temporary file for `path`."""
+    return path.with_name(f"{path.name}.{_HERE}.{secrets.token_hex(8)}.incomplete")
 
 
 def has_size(path: Path, size: int | None) -> bool:

@@ -5,7 +5,10 @@ Every byte that comes from a hub goes through `HubReader`, so that these limits 
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import math
+import os
 import re
 import threading
 import time
@@ -14,13 +17,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 from typing import IO, Any
-from urllib.parse import unquote
+from urllib.parse import unquote, urlsplit
 
 from dtype_engine.core.callbacks import ignore
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import Cancelled, UserError, one_line
 from dtype_engine.core.replaced import replaced
-from dtype_engine.core.text import printable
+from dtype_engine.core.text import is_printable, printable
 from dtype_engine.core.units import human_bytes
 
 _TRIES = 3
@@ -43,7 +46,34 @@ _ENCODINGS = {"identity": False, "gzip": True, "deflate": True}
 """Accepted `Content-Encoding`s, and whether they compress. With others, a few bytes could decompress to any size."""
 _ZLIB_OR_GZIP = 32 + zlib.MAX_WBITS
 _OVERHEAD = 1 << 16
-"""How many bytes longer a compressed answer may be than the decompressed one."""
+"""How many bytes longer a compressed answer may be than the decompressed one, and how many of a redirect are read."""
+_MOST_REDIRECTS = 10
+_HOST = re.compile(r"([A-Za-z0-9._-]{1,253}|\[[0-9a-fA-F:.]{2,45}\])(:[0-9]{1,5})?")
+
+
+class _TooLate(UserError):
+    """Raised if the headers of an answer take too long. The thread that waits for them still runs."""
+
+
+def hub_server() -> tuple[str, str | None]:
+    """Return (the address of the hub without a user name and password, the header `Authorization` made of these or None). Raises
+    UserError, whose sentence does not quote them.
+    """
+    from huggingface_hub import constants  # HfApi, which says the same, takes long to import
+
+    try:
+        parts = urlsplit(constants.ENDPOINT)
+        user, at, host = parts.netloc.rpartition("@")
+        valid = parts.scheme in ("http", "https") and _HOST.fullmatch(host) and (parts.port or 0) >= 0
+    except ValueError:
+        valid = None
+    if not valid or parts.query or parts.fragment or "@" in parts.path or not is_printable(constants.ENDPOINT):
+        shown = printable(constants.ENDPOINT.rpartition("@")[2], 100)
+        raise UserError(f"HF_ENDPOINT is no address of a server: {shown}")
+    return (
+        f"{parts.scheme}://{host}{parts.path}",
+        f"Basic {base64.b64encode(unquote(user).encode()).decode()}" if at else None,
+    )
 
 
 class HubReader:
@@ -63,6 +93,8 @@ class HubReader:
 
         self.title = title
         self._headers = {**build_hf_headers(), "accept-encoding": "identity"}
+        if (password := hub_server()[1]) is not None:
+            self._headers["authorization"] = password
         self._lock = threading.Lock()
         self._most = self._left = most_bytes
         self._seconds, self._latest = most_seconds, time.monotonic() + most_seconds
@@ -82,19 +114,33 @@ class HubReader:
                 return b"".join(self._pieces(url, start, count, size)) if count else b""
         raise AssertionError
 
-    def save(self, url: str, size: int, file: IO[bytes], on_bytes: Callable[[int], object] = ignore) -> None:
-        """Write the whole file at `url`, of `size` bytes, to `file`. After a failure, only the missing bytes are requested again.
-        on_bytes: called with the number of bytes of each piece. Raises UserError and Cancelled.
+    def save(
+        self, url: str, size: int, digest: str | None, file: IO[bytes], on_bytes: Callable[[int], object] = ignore
+    ) -> None:
+        """Write the whole file at `url`, of `size` bytes, to `file`. digest: of the content, or None if unknown. on_bytes: called
+        with the number of bytes of each piece. Raises UserError, also if the content has another digest, and Cancelled.
+
+        After a failure, only the missing bytes are requested again. Without a digest, all are, since the rest might be of another
+        content.
         """
-        done, attempt = 0, 1
+        done, attempt, hasher = 0, 1, content_hash(digest, size)
         while done < size:
             before = done
             with self._tried_again(attempt):
                 for piece in self._pieces(url, done, size - done, size):
                     file.write(piece)
+                    if hasher is not None:
+                        hasher.update(piece)
                     done += len(piece)
                     on_bytes(len(piece))
+            if hasher is None and done < size:
+                file.seek(0)
+                file.truncate()
+                on_bytes(-done)
+                done = 0
             attempt = 1 if done - before >= _PROGRESS_BYTES else attempt + 1
+        if hasher is not None and hasher.hexdigest() != digest:
+            raise self._lie("its content has another digest than its list of files says", url)
 
     @contextmanager
     def _tried_again(self, attempt: int) -> Iterator[None]:
@@ -145,8 +191,8 @@ class HubReader:
             raise self._lie(f"its answer ends after {arrived:,} of {wanted:,} bytes", url)
 
     def _send(self, url: str, headers: dict[str, str]) -> Any:
-        """Return the response of a GET request, once its headers are here. A thread waits for them and is abandoned if they take
-        too long, since the HTTP client limits only the time between two bytes. Raises UserError.
+        """Return the response of a GET request after redirects, once its headers are here. A thread waits for them and is abandoned
+        if they take too long, since the HTTP client limits only the time between two bytes. Raises UserError.
         """
         from huggingface_hub import constants
         from huggingface_hub.utils import get_session
@@ -158,7 +204,7 @@ class HubReader:
 
         def ask() -> None:
             try:
-                response = client.send(request, stream=True)
+                response = self._redirected(client, request)
             except BaseException as error:
                 answers.put(error)
                 return
@@ -171,13 +217,32 @@ class HubReader:
             answer = answers.get(timeout=_PHASES * seconds)
         except Empty:
             too_late.set()
-            raise UserError(f"{self.title}: the hub {_TOO_LATE}") from None
+            raise _TooLate(f"{self.title}: the hub {_TOO_LATE}") from None
         if isinstance(answer, BaseException):
             raise answer
         return answer
 
+    def _redirected(self, client: Any, request: Any) -> Any:
+        """Return the first response that is no redirect. The HTTP client would read and decompress the bodies of redirects, of any
+        size; here a body is read only if it is short, which leaves the connection open for the next request.
+        """
+        for _ in range(_MOST_REDIRECTS + 1):
+            response = client.send(request, stream=True, follow_redirects=False)
+            if not response.has_redirect_location:
+                return response
+            url, last, request = str(request.url), request.url.scheme, response.next_request
+            arrived = 0
+            for piece in response.iter_raw():
+                arrived += len(piece)
+                if arrived > _OVERHEAD:
+                    break
+            response.close()
+            if request is None or request.url.scheme not in ("https", last):
+                raise self._lie("it redirects to what is no address of a server, or from https to http", url)
+        raise self._lie(f"it redirects over {_MOST_REDIRECTS} times", url)
+
     def _refuse_other_range(self, response: Any, whole: bool, start: int, size: int, url: str) -> None:
-        said = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", response.headers.get("content-range", ""))
+        said = re.fullmatch(r"bytes (\d{1,20})-\d{1,20}/(\d{1,20})", response.headers.get("content-range", ""))
         total = response.headers.get("content-length") if whole else said[2] if said else None
         if "content-encoding" in response.headers:
             total = None  # the length is that of the compressed answer
@@ -238,6 +303,17 @@ class HubReader:
         return UserError(f"{self.title}: what the hub says of {name} can't be trusted: {what}")
 
 
+def content_hash(digest: str | None, size: int) -> Any:
+    """Return the hash, of no bytes yet, whose result has to be `digest` for a content of `size` bytes: SHA-256, or git's SHA-1 of a
+    blob, which begins with the size. None if there is no digest.
+    """
+    if digest is None:
+        return None
+    if len(digest) == 64:
+        return hashlib.sha256(usedforsecurity=False)
+    return hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
+
+
 @contextmanager
 def hub_faults(title: str, revision: str) -> Iterator[None]:
     """A context manager that turns the errors of huggingface_hub into a UserError, which says what to do. title: the model's
@@ -247,13 +323,16 @@ def hub_faults(title: str, revision: str) -> Iterator[None]:
     would first download a list of agents, whose size is not limited.
     """
     from huggingface_hub import constants, errors
-    from huggingface_hub.utils import logging
+    from huggingface_hub.utils import close_session, logging
 
     level = logging.get_verbosity()
     logging.set_verbosity(logging.CRITICAL)
     try:
         with replaced(constants, "HF_HUB_DISABLE_TELEMETRY", True):
             yield
+    except _TooLate:
+        close_session()  # ends the threads that still wait for headers
+        raise
     except errors.GatedRepoError:
         raise UserError(
             f"{title} is gated: accept its conditions on the hub with your account, and set HF_TOKEN or run `hf auth login`"
@@ -277,6 +356,11 @@ def hub_faults(title: str, revision: str) -> Iterator[None]:
         why = f"it {_TOO_LATE}" if slow else one_line(error)
         raise UserError(f"{title}: the hub can't be reached: {why}") from None
     except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # of a file; those of connections are HTTPErrors
+            raise UserError(
+                f"{title} can't be saved: {os.strerror(error.errno)}; HF_HUB_CACHE names another folder for downloads, "
+                "XDG_CACHE_HOME for headers"
+            ) from None
         raise UserError(f"{title} could not be read: {one_line(error, 300)}") from None
     finally:
         logging.set_verbosity(level)

@@ -43,6 +43,8 @@ class Source:
     """The model on a hub of which only the headers are at `path`, or None for a model on this machine."""
     asked: str | None = field(default=None, compare=False)
     """The text from which `locate` found this model, or None for the demo."""
+    notices: tuple[str, ...] = field(default=(), compare=False)
+    """What the list of a hub's files is to be said about, for `Checkpoint.notices`."""
     _opened: list[tuple[Checkpoint, tuple[FileIdentity, ...]]] = field(
         default_factory=list, init=False, repr=False, compare=False
     )
@@ -68,6 +70,8 @@ class Source:
                 checkpoint = with_absent_values(open_checkpoint(self.path), self.hub)
             except UserError as error:
                 raise UserError(error.sentence.replace(str(self.path), str(self.hub.address))) from None
+        if self.notices:
+            checkpoint = dataclasses.replace(checkpoint, notices=(*checkpoint.notices, *self.notices))
         self._opened[:] = [(checkpoint, described_by)]
         return checkpoint
 
@@ -117,7 +121,9 @@ def locate(
 
     found = HubAddress.parse(model).listing()
     folder = found.downloaded(hub_cache()) or (found.download(on_progress) if download else None)
-    source = Source("checkpoint", found.address.title, folder, trust_pickle=trust_pickle, asked=model)
+    source = Source(
+        "checkpoint", found.address.title, folder, trust_pickle=trust_pickle, asked=model, notices=found.notices
+    )
     return source if folder is not None else dataclasses.replace(source, path=found.headers(on_progress), hub=found)
 
 
@@ -147,7 +153,8 @@ def _located(
     if download and _HUB_ID.fullmatch(model):
         from dtype_engine.checkpoint.hub import HubAddress
 
-        return Source("checkpoint", model, HubAddress.of_id(model).listing().download(on_progress))
+        found = HubAddress.of_id(model).listing()
+        return Source("checkpoint", model, found.download(on_progress), notices=found.notices)
     raise UserError(
         f"{printable(model, 200)}: no such folder or file, and no Hugging Face model of this name is in the local cache "
         f"({hub_cache()}); --download fetches one"

@@ -1,4 +1,4 @@
-"""Locks on unfinished exports, which tell the remains of a killed process from what a running process is writing.
+"""Locks on unfinished exports and downloads, which tell the remains of a killed process from what a running process is writing.
 
 An export to `out` is written to a folder next to it, `.out.partial-HOST.*`. A folder that it replaces is moved to
 `.out.replaced-HOST.*` until the new one is in place. The writer locks both folders. The system releases a lock when its process
@@ -23,12 +23,12 @@ PARTIAL, REPLACED = "partial", "replaced"
 OLD = "old"
 """The name of the replaced export inside its `.replaced` folder."""
 _UNLOCKED_S = 60.0
-"""Seconds after which an empty, unlocked folder counts as abandoned. A running process fills or locks its folder sooner."""
+"""Seconds after which an empty, unlocked folder or file counts as abandoned. A running process fills or locks its folder sooner."""
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """A context manager that locks an empty folder, which may be filled and renamed meanwhile."""
+    """A context manager that locks an empty folder or file, which may be filled and renamed meanwhile."""
     number = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):  # a file system without locks
@@ -58,6 +58,29 @@ def recover_stale(target: Path) -> None:
         for folder in [entry for entry in target.parent.iterdir() if ours.fullmatch(entry.name)]:
             with contextlib.suppress(OSError):
                 _clear_up(folder, target)
+
+
+def remove_stale_files(folder: Path, names: re.Pattern[str]) -> None:
+    """Remove the files in a folder and its subfolders that are named so and whose processes have ended."""
+    for place, _, files in os.walk(folder):
+        for file in filter(names.fullmatch, files):
+            with contextlib.suppress(OSError):
+                _remove_stale_file(Path(place, file))
+
+
+def _remove_stale_file(file: Path) -> None:
+    if file.is_symlink():  # a link can't be locked; it is renamed as soon as it is made
+        if time.time() - file.lstat().st_mtime >= _UNLOCKED_S:
+            file.unlink()
+        return
+    number = os.open(file, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while the writer lives
+        status = os.fstat(number)
+        if status.st_size or time.time() - status.st_mtime >= _UNLOCKED_S:
+            file.unlink()
+    finally:
+        os.close(number)
 
 
 def _clear_up(folder: Path, target: Path) -> None:

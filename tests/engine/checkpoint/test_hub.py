@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 import os
@@ -258,8 +259,8 @@ def tensors(size: int, name: str = "model.safetensors") -> dict[str, object]:
 
 def too_large(request: Request) -> bool:
     first = reading._FIRST_RANGE
-    span = body(b"x" * first, ".safetensors", 206, Content_Range=f"bytes 0-{first - 1}/{1 << 63}")
-    return listed(tensors(1 << 63))(request) or span(request)
+    span = body(b"x" * first, ".safetensors", 206, Content_Range=f"bytes 0-{first - 1}/{1 << 62}")
+    return listed(tensors(1 << 62))(request) or span(request)
 
 
 def endless(request: Request, code: int) -> bool:
@@ -293,9 +294,13 @@ FAULTS = {
     ),
     "redirected in a circle": (
         body(b"", "", 302, Location="/api/models/org/name/revision/main"),
-        "the hub can't be reached: .*redirect",
+        "can't be trusted: it redirects over 10 times",
     ),
-    "redirected to a file": (body(b"", ".safetensors", 302, Location="file:///etc/passwd"), "the hub can't be reached: "),
+    "redirected to a file": (
+        body(b"", ".safetensors", 302, Location="file:///etc/passwd"),
+        "what the hub says of model.safetensors can't be trusted: it redirects to what is no address of a server",
+    ),
+    "redirected to no address": (body(b"", "/api/", 302, Location="http://["), "it redirects to what|be reached"),
     "silent": (silent, "the hub can't be reached: "),
     "no JSON": (body(b"<html>", "/api/"), "the hub's list of files can't be read"),
     "no list": (body(b'{"sha": 1}', "/api/"), "the hub's list of files can't be read"),
@@ -303,6 +308,20 @@ FAULTS = {
     "no commit": (listed(sha="../../x"), "the hub names no commit: '../../x'"),
     "no files": (listed(), "it has no weights in a known form, so nothing can be read"),
     "no sizes": (listed({"rfilename": "model.safetensors"}), "the hub does not say how large model.safetensors is"),
+    "a negative size": (listed(tensors(-1)), r"siblings\[0\].size: expected int >= 0"),
+    "a size beyond any file system": (listed(tensors(10**400)), r"siblings\[0\].size: expected int <= 9223372036854775807"),
+    "a text for a size": (listed({"rfilename": "a", "size": "9"}), r"siblings\[0\].size: expected int \| null, got str"),
+    "texts for files": (listed("a"), r"siblings\[0\]: expected object, got str"),
+    "a text for a large file": (listed({"rfilename": "a", "lfs": "x"}), r"siblings\[0\].lfs: expected object \| null, got str"),
+    "many files": (listed(*map(tensors, range(6))), "the hub lists 6 files, over the limit of 5"),
+    "another config of the same size": (
+        body(b'{"model_type": "lemma"}', "config.json"),
+        "what the hub says of config.json can't be trusted: its content has another digest",
+    ),
+    "a range of 5,000 digits": (
+        body(HEADER, ".safetensors", 206, Content_Range=f"bytes {'9' * 5000}-1/2224"),
+        "can't be trusted: its answer ends after 10 of 2,224 bytes",
+    ),
     "pickles": (listed(tensors(9, "pytorch_model.bin")), "its weights are pickles, which have no header, .* --download fetches"),
     "names out of the folder": (
         listed(tensors(9, "../model.safetensors"), tensors(9, "/a.safetensors")),
@@ -334,7 +353,8 @@ def test_every_hub_failure_is_reported_in_one_line(
     serve: Serve, small: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], name: str
 ) -> None:
     monkeypatch.setattr(hub_reader, "_PAUSE_S", 0.0)
-    monkeypatch.setattr(reading, "LARGEST_JSON", 1_000_000)
+    monkeypatch.setattr(reading, "_LARGEST_LISTING", 1_000_000)
+    monkeypatch.setattr(reading, "_MOST_LISTED", 5)
     hub = serve(small)
     assert os.path.getsize(small / "model.safetensors") == 2224
     hub.fault, words = FAULTS[name]
@@ -365,15 +385,83 @@ def test_missing_network_or_permission_is_reported(serve: Serve, small: Path, mo
     with pytest.raises(UserError, match="the hub can't be reached: "):
         locate(MODEL)
     monkeypatch.setattr(constants, "ENDPOINT", hub.address)
-    for address in ("hub", "http://", "http://\x01", "http://[::x"):
+    for address in (
+        "hub",
+        "http://",
+        "http://\x01",
+        "http://[::x",
+        "file:///tmp",
+        "http://a b",
+        "http://a:99999",
+        "http://a/?b",
+    ):
         monkeypatch.setattr(constants, "ENDPOINT", address)
-        with pytest.raises(UserError, match=r"HF_ENDPOINT is no address of a server|Invalid IPv6 URL"):
+        with pytest.raises(UserError, match="HF_ENDPOINT is no address of a server"):
             locate(MODEL)
     monkeypatch.setattr(constants, "ENDPOINT", hub.address)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match="HF_HUB_OFFLINE forbids asking the hub"):
         locate(MODEL)
     assert hub.requests == []
+
+
+def test_password_in_the_address_of_the_hub_is_sent_and_not_shown_or_stored(
+    serve: Serve, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from huggingface_hub import constants
+
+    caplog.set_level("DEBUG")
+    hub = serve(small)
+    sent: list[str | None] = []
+    hub.fault = lambda request: bool(sent.append(request.headers.get("authorization")))  # type: ignore[func-returns-value]
+    with_password = hub.address.replace("://", "://me:s3cret%40x@")
+    monkeypatch.setattr(constants, "ENDPOINT", with_password)
+    assert rows(locate(MODEL)) == rows(locate(str(small)))
+    assert set(sent) == {"Basic bWU6czNjcmV0QHg="}
+    assert not [path for path in (tmp_path / "cache").rglob("*") if "s3cret" in str(path)]
+    for address in (
+        f"{with_password}:1",
+        "http://me:s3cret@",
+        "http://me:s3cret/x@host",
+        "me:s3cret@host",
+        "http://me:s3cret@[::1",
+    ):
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        with pytest.raises(UserError, match="HF_ENDPOINT is no address of a server") as found:
+            locate(MODEL)
+        assert "s3cret" not in str(found.value)
+    assert "s3cret" not in caplog.text
+
+
+def test_headers_of_hubs_with_similar_addresses_are_kept_apart(serve: Serve, small: Path, tmp_path: Path) -> None:
+    hub = serve(small)
+    model = HubAddress.parse(MODEL).listing()
+    model.headers()
+    asked = len(hub.requests)
+    other = dataclasses.replace(model, endpoint=hub.address.replace("127.0.0.1:", "127-0-0-1-"))
+    with pytest.raises(UserError, match="the hub can't be reached"):
+        other.headers()
+    model.headers()
+    assert len(hub.requests) == asked
+
+
+def test_files_with_unsafe_names_are_said_to_be_left_out(
+    serve: Serve, small: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    files = [{"rfilename": file.name, "size": file.stat().st_size} for file in small.iterdir()]
+    odd = [
+        {"rfilename": name, "size": 2}
+        for name in ("../up.json", "a\x1b[2J.jinja", "x\u202e.safetensors", "notes\x07.md")
+    ]
+    serve(small).fault = listed(*files, *odd)
+    for words in (["inspect", MODEL], ["inspect", MODEL, "--download"], ["inspect", MODEL]):
+        assert run(cli, "dtype-engine", words) == 0
+        said = capfd.readouterr().err
+        assert (
+            r"note: files whose names are not safe here are left out: ../up.json, a\x1b[2J.jinja, x\u202e.safetensors"
+            in said
+        )
+        assert "notes" not in said
 
 
 def test_request_to_a_silent_hub_times_out_and_an_interrupted_request_is_repeated(
@@ -418,7 +506,7 @@ def test_hub_sending_byte_by_byte_times_out(serve: Serve, small: Path, monkeypat
         return True
 
     serve(small).fault = fault
-    monkeypatch.setattr(reading, "LARGEST_JSON", 1_000)
+    monkeypatch.setattr(reading, "_LARGEST_LISTING", 1_000)
     with pytest.raises(UserError, match="the hub sends less than 100,000 bytes per second"):
         locate(MODEL)
     over.set()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
+import hashlib
+import io
 import json
 import os
+import subprocess
 import threading
 import zlib
 from collections.abc import Callable, Iterator
@@ -13,9 +17,10 @@ from pathlib import Path
 
 import pytest
 from tests.helpers.hub_server import COMMIT, Hub, Request, hub_of
+from tests.helpers.hub_server import digest as blob_digest
 
 from dtype_engine.checkpoint import hub as addresses
-from dtype_engine.checkpoint import hub_reader
+from dtype_engine.checkpoint import hub_cache, hub_reader
 from dtype_engine.checkpoint.hub import HubAddress
 from dtype_engine.checkpoint.source import locate
 from dtype_engine.core.errors import UserError
@@ -220,6 +225,158 @@ def test_repeatedly_interrupted_download_is_given_up(tmp_path: Path, hub: Hub, m
     assert not any("safetensors" in name or "incomplete" in name for name in files(tmp_path / "cache"))
 
 
+# -- contents that are not what the list of files says -------------------------------------------------------------------
+
+
+def large_file(name: str, content: bytes) -> dict[str, object]:
+    """A row of a list of files, as a hub gives it for a file in Git LFS."""
+    return {
+        "rfilename": name,
+        "size": len(content),
+        "blobId": "0" * 40,
+        "lfs": {"sha256": hashlib.sha256(content).hexdigest()},
+    }
+
+
+def listing(small: Path, *rows: dict[str, object]) -> bytes:
+    others = [{"rfilename": "config.json", "size": (small / "config.json").stat().st_size}]
+    return json.dumps({"sha": COMMIT, "siblings": [*rows, *others]}).encode()
+
+
+@pytest.mark.parametrize(
+    "row", [large_file, lambda name, content: {"rfilename": name, "size": len(content), "blobId": "a" * 40}]
+)
+def test_download_with_another_digest_is_refused_and_not_stored(
+    tmp_path: Path, small: Path, hub: Hub, row: Callable[[str, bytes], dict[str, object]]
+) -> None:
+    said = row("model.safetensors", bytes(os.path.getsize(small / "model.safetensors")))
+    answer = listing(small, said)
+    hub.fault = lambda request: bool(request.path.startswith("/api/") and (request.send(200, answer) or True))
+    with pytest.raises(
+        UserError, match=r"the hub says of model.safetensors can't be trusted: its content has another digest"
+    ):
+        locate(MODEL, download=True)
+    assert not any(
+        name in path for path in files(tmp_path / "cache") for name in ("safetensors", "blobs", "incomplete")
+    )
+
+
+def test_digests_of_large_files_and_of_git_are_those_of_sha256_and_of_git(
+    small: Path, hub: Hub, tmp_path: Path
+) -> None:
+    content = (small / "model.safetensors").read_bytes()
+    config = subprocess.run(["git", "hash-object", small / "config.json"], capture_output=True, text=True, check=True)
+    siblings = [
+        large_file("model.safetensors", content),
+        {"rfilename": "config.json", "size": 23, "blobId": config.stdout.strip()},
+    ]
+    answer = json.dumps({"sha": COMMIT, "siblings": siblings}).encode()
+    hub.fault = lambda request: bool(request.path.startswith("/api/") and (request.send(200, answer) or True))
+    found = locate(MODEL, download=True).path
+    assert found is not None
+    assert contents(found) == contents(small)
+    blobs = {path.name for path in (tmp_path / "cache/hub/models--org--name/blobs").iterdir()}
+    assert blobs == {hashlib.sha256(content).hexdigest(), config.stdout.strip()}
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_resumed_download_is_not_a_mixture_of_two_contents(
+    tmp_path: Path, small: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, known: bool
+) -> None:
+    """The first answer breaks off, and the hub then sends another file of the same size. known: whether the list has a digest."""
+    monkeypatch.setattr(hub_reader, "_PAUSE_S", 0.0)
+    first = (small / "model.safetensors").read_bytes()
+    second = first[:-1000] + bytes(1000)
+    row = large_file("model.safetensors", first) if known else {"rfilename": "model.safetensors", "size": len(first)}
+    answer = listing(small, row)
+    begun: list[int] = []
+
+    def changing(request: Request) -> bool:
+        if request.path.startswith("/api/"):
+            request.send(200, answer)
+        elif request.path.endswith(".safetensors"):
+            start = int(request.headers["Range"].partition("=")[2].partition("-")[0])
+            begun.append(start)
+            body = first if len(begun) == 1 else second[start:]
+            request.send_response(206)
+            request.send_header("Content-Range", f"bytes {start}-{len(first) - 1}/{len(first)}")
+            request.send_header("Content-Length", str(len(body)))
+            request.end_headers()
+            request.wfile.write(body[:100] if len(begun) == 1 else body)
+            request.close_connection = True
+        return not request.path.endswith(".json")
+
+    hub.fault = changing
+    if known:
+        with pytest.raises(UserError, match="its content has another digest"):
+            locate(MODEL, download=True)
+        assert begun == [0, 100]
+        assert not any("safetensors" in path for path in files(tmp_path / "cache"))
+    else:
+        found = locate(MODEL, download=True).path
+        assert found is not None
+        assert (found / "model.safetensors").read_bytes() == second
+        assert begun == [0, 0], "nothing tells whether the rest would be of the same content"
+
+
+def test_full_disk_during_a_download_is_reported_and_leaves_no_partial_file(
+    tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class FullDisk(io.BytesIO):
+        def write(self, content: object) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(hub_cache, "open", lambda path, mode: FullDisk(), raising=False)
+    with pytest.raises(
+        UserError, match="hf://org/name can't be saved: No space left on device; HF_HUB_CACHE names another folder"
+    ):
+        locate(MODEL, download=True)
+    assert files(tmp_path / "cache") == set()
+
+
+def test_unfinished_files_of_killed_downloads_are_removed_and_others_kept(
+    tmp_path: Path, small: Path, hub: Hub
+) -> None:
+    folder = tmp_path / "cache/hub/models--org--name"
+    (folder / "blobs").mkdir(parents=True)
+    (folder / "snapshots").mkdir()
+    with hub_cache.written(folder / "blobs" / "running") as running:
+        killed = [running.with_name(f"killed.{running.name.partition('.')[2]}"), folder / "snapshots" / running.name]
+        elsewhere = folder / "blobs" / "x.00000000.0123456789abcdef.incomplete"
+        theirs = folder / "blobs" / "y.incomplete"
+        for file in (running, *killed, elsewhere, theirs):
+            file.write_bytes(b"some")
+        found = locate(MODEL, download=True).path
+        assert found is not None
+        assert contents(found) == contents(small)
+        assert {path.name for path in folder.rglob("*.incomplete")} == {running.name, elsewhere.name, theirs.name}
+
+
+def test_file_named_like_a_folder_leaves_nothing_unfinished(tmp_path: Path, small: Path, hub: Hub) -> None:
+    content = (small / "config.json").read_bytes()
+    row = {"size": len(content), "blobId": blob_digest(small / "config.json")}
+    siblings = [{"rfilename": name, **row} for name in ("a.json/b.json", "a.json")]
+    answer = json.dumps({"sha": COMMIT, "siblings": siblings}).encode()
+
+    def fault(request: Request) -> bool:
+        request.send(200, answer if request.path.startswith("/api/") else content)
+        return True
+
+    hub.fault = fault
+    with pytest.raises(UserError, match="hf://org/name can't be saved: "):
+        locate(MODEL, download=True)
+    assert not list((tmp_path / "cache").rglob("*.incomplete"))
+
+
+def test_list_with_many_weights_is_searched_once(small: Path, hub: Hub) -> None:
+    """A search of the list for each of its files would take minutes."""
+    siblings = [{"rfilename": f"{number}.safetensors", "size": 1} for number in range(100_000)]
+    answer = json.dumps({"sha": COMMIT, "siblings": siblings}).encode()
+    hub.fault = lambda request: bool(request.path.startswith("/api/") and (request.send(200, answer) or True))
+    with pytest.raises(UserError, match="it has 100,000 files to download, over the limit of 20,000"):
+        locate("org/name", download=True)
+
+
 # -- answers without an end ----------------------------------------------------------------------------------------------
 
 
@@ -268,7 +425,7 @@ ENDLESS: dict[str, tuple[str, bytes, bytes, float, str]] = {
 def test_endless_hub_response_is_ended_with_an_error(
     tmp_path: Path, hub: Hub, impatient: threading.Event, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(addresses, "LARGEST_JSON", 1_000_000)
+    monkeypatch.setattr(addresses, "_LARGEST_LISTING", 1_000_000)
     of, head, piece, pause, words = ENDLESS[name]
     hub.fault = bytes_forever(impatient, of, head, piece, pause)
     with pytest.raises(UserError, match=words):
@@ -283,6 +440,52 @@ def test_total_time_for_headers_is_limited(
     hub.fault = bytes_forever(impatient, "/api/", OK + b"\r\n", b" " * 1000, 0.02)
     with pytest.raises(UserError, match="the hub needs over 0 seconds for the headers, which is too long"):
         locate(MODEL)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_body_of_a_redirect_is_not_read(small: Path, hub: Hub, packed: bool) -> None:
+    """The HTTP client would read it to its end, and decompress it."""
+    sent, most = [0], 50_000_000
+    piece = b"\0" * 100_000
+
+    def fault(request: Request) -> bool:
+        if not request.path.endswith(".safetensors"):
+            return False
+        request.send_response(302)
+        request.send_header("Location", f"{request.path}?again")
+        request.send_header("Content-Length", str(most))
+        if packed:
+            request.send_header("Content-Encoding", "gzip")
+        request.end_headers()
+        with suppress(OSError):
+            while sent[0] < most:
+                sent[0] += request.wfile.write(piece)
+        request.close_connection = True
+        return True
+
+    hub.fault = fault
+    found = locate(MODEL, download=True).path
+    assert found is not None
+    assert contents(found) == contents(small)
+    assert sent[0] < most
+
+
+def test_thread_that_waits_for_headers_ends_after_the_error(hub: Hub, impatient: threading.Event) -> None:
+    ended = threading.Event()
+
+    def fault(request: Request) -> bool:
+        request.close_connection = True
+        try:
+            while not impatient.wait(0.0):
+                request.wfile.write(b"HTTP/1.1 103 Early Hints\r\nX: y\r\n\r\n" * 100)
+        except OSError:
+            ended.set()
+        return True
+
+    hub.fault = fault
+    with pytest.raises(UserError, match="the hub did not answer in time"):
+        locate(MODEL)
+    assert ended.wait(10), "the connection is closed"
 
 
 @pytest.mark.parametrize("text", ["..", "../x", "a/b/c", "a/../b", "a--b", "a/..b", ""])

@@ -29,12 +29,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.engine.hostile import fuzz_events, fuzz_inputs, fuzz_quantized
+from tests.engine.hostile import fuzz_events, fuzz_hub, fuzz_inputs, fuzz_quantized
 from tests.helpers import preloaded
 from tests.helpers.mutations import STRANGE, changed
 
 PROGRAM = preloaded.module("tests.engine.hostile.fuzz")
-_OTHERS = (fuzz_inputs, fuzz_events, fuzz_quantized)
+_OTHERS = (fuzz_inputs, fuzz_events, fuzz_quantized, fuzz_hub)
 KINDS = ("gguf", "pth", "recipe", "config", "session", "scan", *(kind for other in _OTHERS for kind in other.KINDS))
 LONGEST_S = 20
 MOST_BYTES = 1_500_000_000
@@ -323,6 +323,8 @@ def run_case(kind: str, content: bytes, folder: Path, seed: int) -> tuple[int, s
             return fuzz_events.run_case(content, folder, seed), said.getvalue()
         if kind in fuzz_quantized.KINDS:
             return fuzz_quantized.run_case(content, folder, seed), "refused\n"
+        if kind in fuzz_hub.KINDS:
+            return fuzz_hub.run_case(content, folder, seed), said.getvalue()
         if kind in fuzz_inputs.KINDS:
             with fuzz_inputs.children_are_forked():
                 status = run(cli, "dtype-engine", fuzz_inputs.command(kind, content, folder, seed))
