@@ -40,7 +40,7 @@ from dtype_engine.core.hints import hint
 from dtype_engine.core.text import is_printable, printable
 from dtype_engine.core.typed_data import as_type
 from dtype_engine.core.units import human_bytes
-from dtype_engine.core.user_folders import HEADERS, cache_folder
+from dtype_engine.core.user_folders import HEADERS, cache_folder, expanded
 
 SCHEME = "hf://"
 Progress = Callable[[str, int, int], None]
@@ -227,7 +227,7 @@ class HubModel:
         """Download the model into the Hugging Face cache, and return its folder or file there. Raises UserError and Cancelled."""
         from huggingface_hub import constants
 
-        cache, names = Path(constants.HF_HUB_CACHE).expanduser(), self._files_to_download()
+        cache, names = expanded(constants.HF_HUB_CACHE), self._files_to_download()
         total = sum(map(self._size, names))
         self._refuse_full_disk(cache, total)
         repository, lock, done = CachedRepository(cache, self.address.repo), threading.Lock(), 0

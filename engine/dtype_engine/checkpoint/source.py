@@ -18,7 +18,7 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import ModelOptions
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree
-from dtype_engine.core.user_folders import HEADERS, cache_folder
+from dtype_engine.core.user_folders import HEADERS, cache_folder, expanded
 
 if TYPE_CHECKING:
     from dtype_engine.checkpoint.hub import HubModel, Progress
@@ -199,9 +199,9 @@ def _path(model: str | None) -> Path:
     if model is None:
         return DEMO
     try:
-        path = Path(model).expanduser()
+        path = expanded(model)
         path.exists()
-    except (OSError, RuntimeError, ValueError) as error:
+    except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"{printable(model)} is no model: {printable(str(reason), 200)}") from None
     return path
@@ -223,7 +223,7 @@ def _python(module_or_file: str, attribute: str) -> Source:
     if not attribute.isidentifier():
         raise UserError(f"{printable(attribute)!r} is not the name of a class or function: write file.py:Name")
     if module_or_file.endswith(".py"):
-        path = Path(module_or_file).expanduser()
+        path = expanded(module_or_file)
         if not path.is_file():
             raise UserError(f"there is no file {printable(module_or_file, 200)}")
         return Source("python", f"{path.name}:{attribute}", path=path, attribute=attribute)
@@ -245,9 +245,9 @@ def _python(module_or_file: str, attribute: str) -> Source:
 def hub_cache() -> Path:
     """Return the Hugging Face hub's cache folder, without importing huggingface_hub, which is slow."""
     if hub := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
-        return Path(hub).expanduser()
+        return expanded(hub)
     home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")
-    return Path(home).expanduser() / "hub"
+    return expanded(home) / "hub"
 
 
 def _cached(model: str) -> Path | None:
