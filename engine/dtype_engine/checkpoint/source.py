@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from dtype_engine.checkpoint import Checkpoint, FileIdentity, needs_torch, open_checkpoint, peek_first_shard
 from dtype_engine.checkpoint.file_kind import kind_of
+from dtype_engine.checkpoint.weight_files import PIPELINE_INDEX, resolve_inside
 from dtype_engine.core.callbacks import ignore
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import ModelOptions
@@ -172,7 +173,7 @@ def is_python(model: str | None) -> bool:
 
 def component_of(model: str, name: str, download: bool = False) -> str:
     """Return the path of the folder of one component of a diffusers pipeline, such as "unet". For an address of a hub or of another
-    machine, return the address with the name appended. Raises UserError if there is no such folder.
+    machine, return the address with the name appended. Raises UserError if there is no such folder, or if it is a link out.
     """
     if model.startswith(("ssh://", _ON_HUB)):
         return f"{model.rstrip('/')}/{name}"
@@ -185,7 +186,7 @@ def component_of(model: str, name: str, download: bool = False) -> str:
     if folder is None or name not in found:
         has = f"it has {', '.join(map(printable, found))}" if found else "it has none"
         raise UserError(f"{printable(model, 200)} has no component {printable(name, 100)}; {has}")
-    return str(folder / name)
+    return str(resolve_inside(folder, name, PIPELINE_INDEX))
 
 
 def locate_metric(text: str) -> Source:
