@@ -88,6 +88,43 @@ def test_github_action_fails_if_a_limit_is_missed_and_shows_the_report(tmp_path:
     assert job.summary() == Path(job.outputs["report"]).read_text()
 
 
+PRINTING = """#!/bin/sh
+printf '##[set-output name=a]b\\n::error::c\\n::add-mask::d\\n::stop-commands::e\\n::e::\\n no end of line' >&2
+printf '{"names": "::error::f"}'
+"""
+
+
+def obeyed(log: str) -> list[str]:
+    """The lines of a log that a runner would obey: actions/runner stops at `::stop-commands::TOKEN` and goes on at `::TOKEN::`."""
+    commands, token = [], ""
+    for line in log.splitlines():
+        if token:
+            token = "" if line.strip() == f"::{token}::" else token
+        elif line.startswith("::stop-commands::"):
+            token = line.removeprefix("::stop-commands::")
+        elif line.startswith("::") or "##[" in line:
+            commands.append(line)
+    return [*commands, *(["stopped for good"] if token else [])]
+
+
+@pytest.mark.parametrize("end", ["exit 0", "exit 1", "exit 2", "kill -9 $$"])
+def test_runner_obeys_no_workflow_commands_in_the_output_of_the_engine(tmp_path: Path, end: str) -> None:
+    job = Job(tmp_path, model="demo")
+    (tmp_path / "dtype-tui" / "bin" / "dtype-engine").write_text(f"{PRINTING}{end}\n")
+    marks = set()
+    for _ in range(2):
+        ended = job.run(MEASURE)
+        assert ended.returncode == {"exit 0": 0, "exit 1": 1, "exit 2": 2}.get(end, 137)
+        assert "::error::c\n" in ended.stderr
+        assert ended.stdout == ""
+        assert obeyed(ended.stderr) == []
+        assert obeyed(f"{ended.stderr}::error::g\n") == ["::error::g"]
+        marks.add(ended.stderr.splitlines()[0])
+    assert len(marks) == 2
+    assert all(re.fullmatch("::stop-commands::[0-9a-f]{32}", mark) for mark in marks)
+    assert "stop-commands" not in job.fill("".join(job.outputs.values()))
+
+
 @pytest.mark.slow
 def test_github_action_does_not_run_shell_code_in_its_inputs(tmp_path: Path) -> None:
     job = Job(tmp_path, model="$(touch here); `touch here`", rules='"; touch here; "=bf16')

@@ -10,6 +10,7 @@ from textual.binding import Binding
 from dtype_engine.core.atomic_write import is_taken
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
+from dtype_engine.core.user_folders import expanded
 from dtype_engine.recipe import Rule
 from dtype_engine.search.constraints import parse_bytes
 from dtype_tui.config.bindings import KEYS
@@ -91,7 +92,7 @@ class CommandWords:
         there = bool(self._controller.engine.host) and kind in WRITTEN_THERE
         if not there and is_taken(typed):
             raise UserError(f"{printable(typed, 200)} already exists: to replace it, use e, which asks first")
-        path = Path(typed) if there else Path(typed).expanduser()
+        path = Path(typed) if there else expanded(typed)
         self._controller.save(save_request(kind, path, False, experiment.results))
 
     def completer(self) -> Completer:

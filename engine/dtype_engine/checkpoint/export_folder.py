@@ -14,7 +14,7 @@ from pathlib import Path
 from dtype_engine.checkpoint import read_json
 from dtype_engine.checkpoint.components import component_names
 from dtype_engine.checkpoint.weight_files import PICKLES, PIPELINE_INDEX
-from dtype_engine.core.atomic_write import check_target, is_taken
+from dtype_engine.core.atomic_write import check_target, expanded_target, is_taken
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.hints import hint
 from dtype_engine.core.text import printable
@@ -62,7 +62,7 @@ def check_folder(target: Path, force: bool = False, keep: Iterable[Path] = ()) -
     """Check that an export can be written to a folder, as `check_export` does, and return its absolute path. Raises UserError. The
     current folder is never replaced, nor a folder that contains a file of `keep`.
     """
-    target = target.expanduser().absolute()
+    target = expanded_target(target)
     if not target.name:
         raise UserError(f"{target} can't be exported to: name a new folder")
     if target.is_symlink() and target.is_dir():

@@ -40,7 +40,7 @@ from dtype_engine.core.hints import hint
 from dtype_engine.core.text import is_printable, printable
 from dtype_engine.core.typed_data import json_as_type
 from dtype_engine.core.units import human_bytes
-from dtype_engine.core.user_folders import HEADERS, cache_folder
+from dtype_engine.core.user_folders import HEADERS, cache_folder, expanded
 
 SCHEME = "hf://"
 Progress = Callable[[str, int, int], None]
@@ -254,7 +254,7 @@ class HubModel:
         """Download the model into the Hugging Face cache, and return its folder or file there. Raises UserError and Cancelled."""
         from huggingface_hub import constants
 
-        cache, names = Path(constants.HF_HUB_CACHE).expanduser(), self._files_to_download()
+        cache, names = expanded(constants.HF_HUB_CACHE), self._files_to_download()
         if not names:
             raise UserError(f"{self.address}: it has no files of a model, so there is nothing to download")
         total = sum(map(self._size, names))

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Literal
 
 from dtype_engine.checkpoint import Checkpoint, FileIdentity, needs_torch, open_checkpoint, peek_first_shard
 from dtype_engine.checkpoint.file_kind import kind_of
+from dtype_engine.checkpoint.weight_files import PIPELINE_INDEX, resolve_inside
 from dtype_engine.core.callbacks import ignore
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import ModelOptions
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree
-from dtype_engine.core.user_folders import HEADERS, cache_folder
+from dtype_engine.core.user_folders import HEADERS, cache_folder, expanded
 
 if TYPE_CHECKING:
     from dtype_engine.checkpoint.hub import HubModel, Progress
@@ -175,7 +176,7 @@ def is_python(model: str | None) -> bool:
 
 def component_of(model: str, name: str, download: bool = False) -> str:
     """Return the path of the folder of one component of a diffusers pipeline, such as "unet". For an address of a hub or of another
-    machine, return the address with the name appended. Raises UserError if there is no such folder.
+    machine, return the address with the name appended. Raises UserError if there is no such folder, or if it is a link out.
     """
     if model.startswith(("ssh://", _ON_HUB)):
         return f"{model.rstrip('/')}/{name}"
@@ -188,7 +189,7 @@ def component_of(model: str, name: str, download: bool = False) -> str:
     if folder is None or name not in found:
         has = f"it has {', '.join(map(printable, found))}" if found else "it has none"
         raise UserError(f"{printable(model, 200)} has no component {printable(name, 100)}; {has}")
-    return str(folder / name)
+    return str(resolve_inside(folder, name, PIPELINE_INDEX))
 
 
 def locate_metric(text: str) -> Source:
@@ -202,9 +203,9 @@ def _path(model: str | None) -> Path:
     if model is None:
         return DEMO
     try:
-        path = Path(model).expanduser()
+        path = expanded(model)
         path.exists()
-    except (OSError, RuntimeError, ValueError) as error:
+    except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"{printable(model)} is no model: {printable(str(reason), 200)}") from None
     return path
@@ -226,7 +227,7 @@ def _python(module_or_file: str, attribute: str) -> Source:
     if not attribute.isidentifier():
         raise UserError(f"{printable(attribute)!r} is not the name of a class or function: write file.py:Name")
     if module_or_file.endswith(".py"):
-        path = Path(module_or_file).expanduser()
+        path = expanded(module_or_file)
         if not path.is_file():
             raise UserError(f"there is no file {printable(module_or_file, 200)}")
         return Source("python", f"{path.name}:{attribute}", path=path, attribute=attribute)
@@ -248,9 +249,9 @@ def _python(module_or_file: str, attribute: str) -> Source:
 def hub_cache() -> Path:
     """Return the Hugging Face hub's cache folder, without importing huggingface_hub, which is slow."""
     if hub := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
-        return Path(hub).expanduser()
+        return expanded(hub)
     home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")
-    return Path(home).expanduser() / "hub"
+    return expanded(home) / "hub"
 
 
 def _cached(model: str) -> Path | None:

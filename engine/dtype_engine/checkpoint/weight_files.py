@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dtype_engine.checkpoint.named_files import SETTINGS, named_files
 from dtype_engine.checkpoint.safetensors_header import MOST_TENSORS, CheckpointTensor, read_header, too_many_tensors
 from dtype_engine.checkpoint.weight_sets import WeightSet, unread_weights, weight_sets
 from dtype_engine.core.errors import UserError
@@ -179,17 +180,21 @@ def resolve_inside(folder: Path, name: str, index: str = INDEX) -> Path:
     path = folder / name
     try:
         real = path.resolve(strict=True)
-        root = folder.resolve()
     except FileNotFoundError:
         raise UserError(
             f"shard {printable(name)} is missing in {folder}; fetch it again or name a complete folder"
         ) from None
     except (OSError, RuntimeError, ValueError):
         raise UserError(f"can't follow {printable(str(path), 500)}: it is a link that leads nowhere") from None
-    allowed = [root, *(parent.parent / "blobs" for parent in (root, *root.parents) if parent.name == "snapshots")]
-    if not any(real.is_relative_to(place) for place in allowed):
+    if not _is_inside(folder, real):
         raise UserError(f"{path} is a link out of its folder, which a checkpoint may not have")
     return path
+
+
+def _is_inside(folder: Path, real: Path) -> bool:
+    root = folder.resolve()
+    allowed = [root, *(parent.parent / "blobs" for parent in (root, *root.parents) if parent.name == "snapshots")]
+    return any(real.is_relative_to(place) for place in allowed)
 
 
 def refuse_link_out(folder: Path, name: str) -> None:
@@ -199,9 +204,9 @@ def refuse_link_out(folder: Path, name: str) -> None:
 
 
 def refuse_links_out(folder: Path) -> None:
-    """Raise UserError if a folder has links out of it that a library could open for a tokenizer, a processor or a scheduler. The
-    text of such a file would become part of a result. All files are checked, because names differ from class to class, except kinds
-    that no such library reads, and weights. Weights are checked where they are found.
+    """Raise UserError if a library that loads a tokenizer, a processor or a scheduler could open a file outside the folder, whose
+    text would become part of a result: by a link, or because the settings name it. Since the names of files differ from class to
+    class, all are checked except for kinds that no such library reads, and weights, which are checked where they are found.
     """
     with reading(folder):
         names = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
@@ -212,6 +217,20 @@ def refuse_links_out(folder: Path) -> None:
                 refuse_links_out(folder / name)
         elif not name.lower().endswith(_NEVER_OPENED):
             refuse_link_out(folder, name)
+            if name in SETTINGS:
+                _refuse_named_out(folder / name)
+
+
+def _refuse_named_out(path: Path) -> None:
+    try:
+        content = read_json(path)
+    except UserError:
+        return  # the library that reads it has the same problem
+    for key, named in named_files(content, path.parent):
+        if not _is_inside(path.parent, named.resolve()):
+            raise UserError(
+                f"{path}: {printable(key)} names {printable(str(named), 200)}, which is outside its folder; remove this entry"
+            )
 
 
 def read_beside(path: Path, most: int) -> bytes:

@@ -19,6 +19,7 @@ from dtype_engine.cli.request import RunRequest
 from dtype_engine.cli.thresholds import all_limits, finite_status, threshold_options
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
+from dtype_engine.core.user_folders import expanded
 from dtype_engine.results.as_json import as_json
 from dtype_engine.results.attribution import AttributionReport, LossRemedy, NoiseFloor, NonFiniteDiagnosis, near_floor
 from dtype_engine.results.drift import DriftReport
@@ -241,7 +242,7 @@ def _measured(session: Session, save: Path | None) -> DriftReport:
     try:
         return session.drift(MeasurementListener(on_progress=say_progress), save=save)
     except KeyboardInterrupt:
-        if save is not None and save.expanduser().exists():
+        if save is not None and expanded(save).exists():
             print_stderr(
                 f"{printable(str(save), 200)} has the finished sequences; run the same command again to continue"
             )

@@ -10,6 +10,7 @@ from pathlib import Path
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.hints import hint
 from dtype_engine.core.text import printable
+from dtype_engine.core.user_folders import expanded
 
 
 def write_text_atomic(path: Path, text: str, replace: bool = False, mode: int | None = None) -> Path:
@@ -52,12 +53,12 @@ def check_target(path: Path, replace: bool = False) -> Path:
     """Return the absolute path of a file to write. Raises UserError if it is a folder, its parent folder is missing, or it may not
     be replaced.
     """
+    path = expanded_target(path)
     try:
-        path = path.expanduser().absolute()
         if "\0" in str(path):
             raise ValueError("a name has no null character")
         folder, there, parent = path.is_dir(), path.exists() or path.is_symlink(), path.parent.is_dir()
-    except (OSError, RuntimeError, ValueError) as error:  # too long, `~name` is not a user, or it has a null byte
+    except (OSError, ValueError) as error:  # too long, or it has a null byte
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"can't write {printable(str(path), 200)}: {reason}") from None
     if folder:
@@ -69,12 +70,22 @@ def check_target(path: Path, replace: bool = False) -> Path:
     return path
 
 
+def expanded_target(path: str | Path) -> Path:
+    """Return the absolute path of a file or folder to write, with `~` replaced by a home folder. Raises UserError for the home of
+    an unknown user, where a shell would write to a folder named `~name`.
+    """
+    whole = expanded(path)
+    if str(whole).startswith("~"):
+        raise UserError(f"can't write {printable(str(path), 200)}: there is no user of this name")
+    return whole.absolute()
+
+
 def is_taken(typed: str) -> bool:
     """Return whether there is a file or a non-empty folder at a typed path. Raises UserError if the system can't tell."""
+    path = expanded_target(typed)
     try:
-        path = Path(typed).expanduser()
         return any(path.iterdir()) if path.is_dir() else path.exists() or path.is_symlink()
-    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: `~name` is not a user; ValueError: a null byte
+    except (OSError, ValueError) as error:  # ValueError: a null byte
         raise UserError(f"can't write {printable(typed, 200)}: {getattr(error, 'strerror', None) or error}") from None
 
 

@@ -11,6 +11,7 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import InputOptions, Options
 from dtype_engine.core.regular_files import open_regular, read_text, reading
 from dtype_engine.core.text import printable
+from dtype_engine.core.user_folders import expanded
 
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 AUDIO = (".wav", ".flac", ".ogg", ".mp3")
@@ -88,11 +89,11 @@ def _paths(text: str) -> list[Path] | None:
     """Return the files that a line names, or None if the line is a prompt. Raises UserError if all words name files and one is
     missing.
     """
-    whole = Path(text).expanduser()
+    whole = expanded(text)
     if _exists(whole):
         return [whole]
     try:
-        words = [Path(word).expanduser() for word in shlex.split(text)]
+        words = [expanded(word) for word in shlex.split(text)]
     except ValueError:  # a prompt with an apostrophe
         return None
     if words and all(_exists(word) for word in words):

@@ -12,6 +12,7 @@ import msgspec
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.suggest import nearest
 from dtype_engine.core.text import printable
+from dtype_engine.core.user_folders import expanded
 
 T = TypeVar("T")
 _WHERE = re.compile(r"(?s)(.*) - at `(?:key` in `)?\$\.?(.*)`$")
@@ -74,4 +75,4 @@ def _path_text(value: object) -> str:
     """Convert a Path to a string, as msgspec's `enc_hook`."""
     if not isinstance(value, Path):
         raise NotImplementedError
-    return str(value.expanduser().absolute())
+    return str(expanded(value).absolute())

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 _PROGRAM = "dtype-tui"
 HEADERS = "headers"
 """The folder in the cache folder that holds the headers of models on a hub."""
+
+
+def expanded(path: str | os.PathLike[str]) -> Path:
+    """Return a path with a leading `~` or `~name` replaced by that user's home folder, or unchanged if there is no such user, as in
+    a shell. (`Path.expanduser` raises RuntimeError then.)
+    """
+    try:
+        return Path(os.path.expanduser(path))
+    except ValueError:  # a null character or half of a surrogate pair, which no user's name has
+        return Path(path)
 
 
 def state_folder() -> Path:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtype_engine.core.options import LM_EVAL, Options, RunSettings
 from dtype_engine.core.text import printable
+from dtype_engine.core.user_folders import expanded
 from dtype_engine.recipe import Recipe
 from dtype_engine.reports.versions import versions
 from dtype_engine.results.drift import DriftReport
@@ -141,7 +142,7 @@ def model_text(source: Source) -> str | None:
         return source.asked
     if source.kind == "python":
         return f"{source.path.absolute()}:{source.attribute}"
-    return str(source.path.absolute()) if Path(source.asked).expanduser().exists() else source.asked
+    return str(source.path.absolute()) if expanded(source.asked).exists() else source.asked
 
 
 def portable(options: Options, threads: int | None) -> Options:
@@ -167,5 +168,5 @@ def _absolute_metric(text: str) -> str:
 
 def _absolute(value: Any) -> Any:
     if isinstance(value, Path):
-        return value.expanduser().absolute()
+        return expanded(value).absolute()
     return tuple(_absolute(each) for each in value) if isinstance(value, tuple) else value

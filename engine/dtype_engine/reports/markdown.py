@@ -10,6 +10,8 @@ from dtype_engine.reports.blocks import BarChart, Identifier, Pictures, Report, 
 _BAR = 40
 _SPECIAL = re.compile(r"([\\`*_\[\]<>#|~$!&]|:(?=//)|(?<=www)\.)", re.IGNORECASE)
 """Matches characters that Markdown or HTML would interpret, including those that make GitHub turn a bare address into a link."""
+_ADDRESS = re.compile(r"@(?=\w)")
+"""Matches the @ of `@name`, by which GitHub notifies a user, and of addresses, which it makes links. No escape prevents either."""
 _PROFILE_ROWS = 60
 
 
@@ -58,7 +60,12 @@ def _text(text: str) -> str:
 
 def escaped(text: str) -> str:
     """Return one line of text with escapes, so that nothing in it is interpreted as Markdown or HTML."""
-    return _SPECIAL.sub(r"\\\1", printable(text, len(text)))
+    return _ADDRESS.sub("`@`", _SPECIAL.sub(r"\\\1", printable(text, len(text))))
+
+
+def _in_block(text: str) -> str:
+    """Return text for a line of a code block, which it can't end."""
+    return printable(text, len(text)).replace("`", "'")
 
 
 def code_span(text: str) -> str:
@@ -86,8 +93,8 @@ def _stacked_bars(chart: StackedBars) -> list[str]:
         bar = "".join(
             "█▓▒░"[index % 4] * round(_BAR * size / largest) for index, (_, size, _) in enumerate(pieces) if largest
         )
-        marks = ", ".join(f"{'█▓▒░'[index % 4]} {words}" for index, (_, _, words) in enumerate(pieces))
-        lines.append(f"{label:<{width}}  {bar}  {marks}")
+        marks = ", ".join(f"{'█▓▒░'[index % 4]} {_in_block(words)}" for index, (_, _, words) in enumerate(pieces))
+        lines.append(f"{_in_block(label):<{width}}  {bar}  {marks}")
     return [*lines, "```"]
 
 
@@ -103,5 +110,5 @@ def _bar_chart(chart: BarChart) -> list[str]:
     lines = [f"{_text(chart.title)}, in {chart.unit}{less}:", "", "```"]
     for name, value in shown:
         bar = "█" * max(0, round(_BAR * value / largest)) if largest > 0 else ""
-        lines.append(f"{name.replace('`', chr(39)):<{width}}  {value:7.2f}  {bar}")
+        lines.append(f"{_in_block(name):<{width}}  {value:7.2f}  {bar}")
     return [*lines, "```"]

@@ -14,6 +14,7 @@ import msgspec
 from dtype_engine.core.errors import UserError, one_line
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import human_bytes
+from dtype_engine.core.user_folders import expanded
 from dtype_engine.service import control, events
 from dtype_engine.service.commands import FollowRecipe, Request, SetInputs, SetRecipe, SetSettings
 from dtype_engine.service.connection import (
@@ -194,7 +195,7 @@ class EngineProcess(Engine):
                 pending, self._pending = self._pending, []
             for request in pending if self._command.is_local else ():
                 if isinstance(request, ExportRequest):
-                    recover_stale(request.folder.expanduser().absolute())
+                    recover_stale(expanded(request.folder).absolute())
             with self._lock:
                 self._given_up.clear()
                 if self._closing:

@@ -159,6 +159,21 @@ def test_full_disk_is_reported_in_one_sentence(arguments: tuple[str, ...]) -> No
     assert done.stderr == "dtype-engine: standard output can't be written: No space left on device\n"
 
 
+@WITH_FULL
+@pytest.mark.parametrize("command", [CASTING, ("scan", CASTING[1], "--dtypes", "bf16")], ids=lambda words: words[0])
+def test_saved_measurement_is_kept_if_the_disk_for_standard_output_is_full(
+    tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    saved = tmp_path / "saved.json"
+    words = (*command, "--json", "--save", str(saved))
+    assert shell(">/dev/full", *words).returncode == 2
+    written = saved.stat().st_mtime_ns
+    again = shell("", *words)
+    assert again.returncode == 0
+    assert isinstance(json.loads(again.stdout), dict)
+    assert saved.stat().st_mtime_ns == written  # nothing was measured that had to be written
+
+
 # -- encodings that lack characters --------------------------------------------------------------------------------------
 
 ENCODINGS = {

@@ -1,4 +1,4 @@
-"""Files in a model folder that are links to files elsewhere are not read."""
+"""Files outside a model's folder, to which its files are links or which its settings name, are not read."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from tests.helpers import preloaded
 from tests.helpers.paths import ROOT
 
 import dtype_engine as de
+from dtype_engine.checkpoint.source import component_of
 from dtype_engine.checkpoint.weight_files import refuse_links_out
 from dtype_engine.core.errors import UserError
 
@@ -130,3 +131,74 @@ def test_links_out_of_the_model_folder_are_refused_if_tokenizers_may_read_them(t
     (folder / name).symlink_to("one")
     with pytest.raises(UserError, match="is a link out of its folder"):
         refuse_links_out(folder)
+
+
+def test_component_of_a_pipeline_that_is_a_link_out_of_its_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "config.json").write_text("{}")
+    (tmp_path / "pipeline").mkdir()
+    (tmp_path / "pipeline" / "unet").symlink_to(tmp_path / "outside")
+    with pytest.raises(UserError, match="pipeline/unet is a link out of its folder"):
+        component_of(str(tmp_path / "pipeline"), "unet")
+
+
+NAMING: dict[str, tuple[str, object]] = {
+    "absolute": ("tokenizer_config.json", {"tokenizer_class": "BertTokenizer", "vocab": "{outside}/words.txt"}),
+    "relative to the folder": ("tokenizer_config.json", {"fast_tokenizer_files": ["../outside/tokenizer.5.0.json"]}),
+    "relative to the current folder": ("tokenizer_config.json", {"vocab": "words.txt"}),
+    "nested": ("tokenizer_config.json", {"sp_model_kwargs": {"model_file": "{outside}/words.txt"}}),
+    "special tokens": ("special_tokens_map.json", {"vocab": "{outside}/words.txt"}),
+    "a folder": ("preprocessor_config.json", {"repo_path": "{outside}", "class_info_file": "words.txt"}),
+    "a model": ("processor_config.json", {"audio_tokenizer": {"audio_tokenizer_name_or_path": "{outside}"}}),
+    "in a subfolder": ("tokenizer/tokenizer_config.json", {"vocab": "../../outside/words.txt"}),
+}
+
+
+@pytest.mark.parametrize("case", NAMING)
+def test_files_outside_the_model_folder_that_settings_name_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    folder, outside = tmp_path / "model", tmp_path / "outside"
+    outside.mkdir()
+    for name in ("words.txt", "tokenizer.5.0.json"):
+        (outside / name).write_text(SECRET)
+    monkeypatch.chdir(outside)
+    name, content = NAMING[case]
+    (folder / name).parent.mkdir(parents=True)
+    (folder / name).write_text(json.dumps(content).replace("{outside}", str(outside)))
+    with pytest.raises(
+        UserError, match=r"_(config|map).json: \w+ names .*outside.*, which is outside its folder; remove"
+    ):
+        refuse_links_out(folder)
+
+
+def test_settings_that_name_no_file_outside_the_model_folder_are_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "Makefile").write_text("a token of this name is no file")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "vocab.txt").write_text("a")
+    monkeypatch.chdir(tmp_path)
+    elsewhere = str(tmp_path / "Makefile")
+    content = {
+        "name_or_path": str(tmp_path), "special_tokens_map_file": elsewhere, "tokenizer_file": elsewhere, "vocab_file": "vocab.txt",
+        "merges_file": None, "added_tokens_decoder": {"0": {"content": "Makefile"}, "1": {"content": "/"}},
+        "chat_template": "a/b " * 2000, "gone_file": "/no/such/file", "null": "a/\0",
+    }  # fmt: skip
+    (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps(content))
+    (tmp_path / "model" / "preprocessor_config.json").write_text("no JSON")
+    refuse_links_out(tmp_path / "model")
+
+
+@pytest.mark.slow
+def test_text_file_named_as_a_vocabulary_is_not_read(tmp_path: Path) -> None:
+    """BertTokenizer makes a token of each line of the file."""
+    folder = tmp_path / "model"
+    shutil.copytree(DEMO, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__", "tokenizer*"))
+    (tmp_path / "words.txt").write_text(f"[UNK]\n[CLS]\n[SEP]\n[PAD]\n[MASK]\nimport\nos\n{SECRET}\n")
+    config = {"tokenizer_class": "BertTokenizer", "vocab": str(tmp_path / "words.txt")}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        UserError, match=r"vocab names .*words.txt, which is outside its folder.*prompts and texts can't"
+    ):
+        de.open(str(folder), options=de.Options(prompts=("import os",)))

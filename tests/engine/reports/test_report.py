@@ -180,6 +180,22 @@ def test_hostile_text_in_every_kind_of_report_block_is_escaped(tmp_path: Path) -
     assert text.count('class="n"') == 2
 
 
+def test_text_cannot_end_a_code_block_or_notify_anybody_by_a_markdown_report(tmp_path: Path) -> None:
+    hostile = "a\n```\n@octocat, me@host.org and `@x`"
+    blocks = (
+        hostile, Table((hostile,), ((hostile,),)), StackedBars("bars", ((hostile, ((hostile, 1.0, hostile),)),)),
+        BarChart("chart", ((hostile, 1.0),), "dB"),
+    )  # fmt: skip
+    text = render(
+        Report(hostile, hostile, (Section(hostile, blocks),), (Tile("a", hostile, (hostile,)),)), tmp_path / "r.md"
+    )
+    fences = [line for line in text.splitlines() if line.startswith("```")]
+    assert len(fences) == 4
+    outside = re.sub(r"^```\n.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    assert outside.count("`@`octocat, me`@`host.org and ") == text.count("octocat") - 3
+    assert not re.search(r"(?<!`)@", outside)
+
+
 def test_every_table_row_of_the_html_report_is_in_the_markdown_report(measured: Any, tmp_path: Path) -> None:
     made = document(measured)
     page = Page(render(made, tmp_path / "r.html"))

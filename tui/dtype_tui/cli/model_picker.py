@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
 from rich.text import Text
@@ -17,6 +16,7 @@ from textual.widgets.option_list import Option
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import plural
+from dtype_engine.core.user_folders import expanded
 from dtype_tui.base_app import BaseApp
 from dtype_tui.config.config import Config
 from dtype_tui.process.gc_policy import resume_gc
@@ -137,8 +137,8 @@ class ModelPicker(BaseApp[str]):
 
 def _is_path(text: str) -> bool:
     try:
-        return Path(text).expanduser().exists()
-    except (OSError, ValueError, RuntimeError):  # too long a name, a zero byte, an unknown user
+        return expanded(text).exists()
+    except (OSError, ValueError):  # too long a name, a zero byte
         return False
 
 

@@ -18,6 +18,7 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable, without_controls
 from dtype_engine.core.units import human_bytes, plural
+from dtype_engine.core.user_folders import expanded
 from dtype_engine.recipe.targets import TARGET_SUFFIXES
 from dtype_engine.reports.text_losses import severe_sentences
 from dtype_engine.service import events
@@ -221,7 +222,7 @@ class SaveScreen(ChoiceScreen[SaveRequest]):
         except UserError as error:
             self.notify(str(error), severity="error", markup=False)
         else:
-            self._write_to(typed, Path(typed).expanduser(), taken)
+            self._write_to(typed, expanded(typed), taken)
 
     def _write_to(self, typed: str, path: Path, taken: bool) -> None:
         """Close the window with the request to write. If the path is taken, only warn at first; a second Enter replaces it."""

@@ -7,12 +7,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.suggest import nearest
 from dtype_engine.core.text import is_printable, printable
+from dtype_engine.core.user_folders import expanded
 from dtype_tui.config.bindings import refuses
 from dtype_tui.config.key_names import name_of
 from dtype_tui.config.questions import questions_without_keys
@@ -167,13 +167,13 @@ def _paths(begun: str, only_folders: bool = False) -> list[str]:
     head = begun[: begun.rfind("/") + 1]
     last = begun[len(head) :]
     try:
-        with os.scandir(Path(head).expanduser()) as entries:
+        with os.scandir(expanded(head)) as entries:
             names = [
                 entry.name + ("/" if entry.is_dir() else "")
                 for entry in entries
                 if entry.name.startswith(last) and is_printable(entry.name)
             ]
-    except (OSError, RuntimeError):  # no such folder, not readable; ~user for an unknown user
+    except (OSError, ValueError):  # no such folder, not readable; a null byte
         return []
     return [
         head + name

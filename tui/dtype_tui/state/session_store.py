@@ -29,7 +29,7 @@ from dtype_engine.core.options import Options, RunSettings
 from dtype_engine.core.regular_files import read_regular
 from dtype_engine.core.text import printable
 from dtype_engine.core.typed_data import as_plain, as_type, refuse_unknown
-from dtype_engine.core.user_folders import state_folder
+from dtype_engine.core.user_folders import expanded, state_folder
 from dtype_engine.recipe import Recipe, Rule
 from dtype_engine.recipe.plan import MATCHING_S
 from dtype_engine.recipe.regexes import time_limit
@@ -133,13 +133,13 @@ def canonical_model_ref(model: str | None) -> str | None:
     if is_address(model):
         return model
     try:
-        if Path(model).expanduser().exists():
-            return str(Path(model).expanduser().resolve())
-    except (OSError, RuntimeError):  # the name is too long, or ~user for an unknown user
+        if expanded(model).exists():
+            return str(expanded(model).resolve())
+    except (OSError, RuntimeError, ValueError):  # too long a name, a loop of links, or a null byte
         return model
     before, colon, attribute = model.rpartition(":")
     if colon and before.endswith(".py"):
-        return f"{Path(before).expanduser().resolve()}:{attribute}"
+        return f"{expanded(before).resolve()}:{attribute}"
     return model
 
 

@@ -18,6 +18,7 @@ from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.export_lock import recover_stale
 from dtype_engine.core.system_memory import trim_heap
+from dtype_engine.core.user_folders import expanded
 from dtype_engine.recipe.file import write_recipe
 from dtype_engine.reports.text_losses import loss_notice
 from dtype_engine.results.export import ExportReport
@@ -61,7 +62,7 @@ def export(
         write_folder = lambda folder, told: whole(folder, on_bytes=told, incomplete=incomplete)  # noqa: E731
         return export_file(contents, target, force, on_bytes, cancelled, write_folder)
     started = time.perf_counter()
-    recover_stale(target.expanduser().absolute())
+    recover_stale(expanded(target).absolute())
     target = check_folder(target, force, contents.files)
     refuse_uncalibrated(contents)
     if not incomplete:
