@@ -28,11 +28,11 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.plain_yaml import load_yaml
+from dtype_engine.core.regexes import time_limit
 from dtype_engine.core.regular_files import read_regular, reading
 from dtype_engine.core.text import printable
 from dtype_engine.core.typed_data import as_type
 from dtype_engine.recipe.plan import MATCHING_S
-from dtype_engine.recipe.regexes import time_limit
 from dtype_engine.recipe.rules import Recipe, Rule
 from dtype_engine.results.losses import ValueLoss
 

@@ -26,13 +26,13 @@ from dtype_engine.core.dtypes import COMPUTE_DTYPES
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.kv_formats import parse_scanned
 from dtype_engine.core.options import Options, RunSettings
+from dtype_engine.core.regexes import time_limit
 from dtype_engine.core.regular_files import read_regular
 from dtype_engine.core.text import printable
 from dtype_engine.core.typed_data import as_plain, as_type, refuse_unknown
 from dtype_engine.core.user_folders import state_folder
 from dtype_engine.recipe import Recipe, Rule
 from dtype_engine.recipe.plan import MATCHING_S
-from dtype_engine.recipe.regexes import time_limit
 from dtype_engine.results.drift import Extent, OutputDrift
 from dtype_engine.results.metrics import MetricChange
 from dtype_tui.state.addresses import is_address
