@@ -109,8 +109,8 @@ def _whole(value: object) -> int:
 
 
 def _numbers(config: Mapping[str, Any], before: str = "", depth: int = 0) -> Iterator[tuple[str, float]]:
-    """Yield (dotted name, number) for every number in a configuration, nested mappings included. A list of numbers yields the
-    largest. before: the beginning of names. depth: how many mappings enclose this one.
+    """Yield (dotted name, number) for every number in a configuration, nested mappings included. A list yields the largest absolute
+    number in it and in the lists in it. before: the beginning of names. depth: how many mappings enclose this one.
     """
     for key, value in config.items():
         name = f"{before}{key}"
@@ -118,8 +118,23 @@ def _numbers(config: Mapping[str, Any], before: str = "", depth: int = 0) -> Ite
             yield from _numbers(value, f"{name}.", depth + 1)
         elif _is_number(value):
             yield name, value
-        elif isinstance(value, list) and value and all(map(_is_number, value)):
-            yield name, max(value)
+        elif isinstance(value, list):
+            items = [*_items(value)]
+            for item in items if depth < _DEEPEST else ():
+                if isinstance(item, Mapping):
+                    yield from _numbers(item, f"{name}.", depth + 1)
+            finite = [item for item in items if _is_number(item) and not (item != item or abs(item) == math.inf)]
+            if finite:
+                yield name, max(finite, key=abs)
+
+
+def _items(values: list[Any], depth: int = 0) -> Iterator[Any]:
+    """Yield the items of a list, and of the lists in it. depth: how many lists enclose this one."""
+    for value in values:
+        if isinstance(value, list):
+            yield from _items(value, depth + 1) if depth < _DEEPEST else ()
+        else:
+            yield value
 
 
 def _is_number(value: object) -> bool:

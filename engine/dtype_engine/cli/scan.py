@@ -23,6 +23,7 @@ from dtype_engine.core.kv_formats import SCANNED
 from dtype_engine.core.shard import Shard
 from dtype_engine.recipe import Recipe, Rule
 from dtype_engine.results.as_json import as_json
+from dtype_engine.results.scan import MOST_DRAWS
 from dtype_engine.search.constraints import parse_allowed, parse_bytes, parse_dtypes
 from dtype_engine.search.families import FAMILIES, loaded_scores, require_loadable
 
@@ -64,7 +65,7 @@ _scan_options = with_options(
     ),
     click.option(
         "--draws",
-        type=click.IntRange(min=1),
+        type=click.IntRange(1, MOST_DRAWS),
         help="Number of backward passes for each sequence. More passes make the estimated scores more precise.  [default: 24 "
         "divided by the number of sequences, at least 4]",
     ),

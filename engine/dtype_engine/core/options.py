@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Literal
 
 from dtype_engine.core.input_limits import InputLimits
+from dtype_engine.core.number_ranges import Count, Dimension
 
 FLOAT32, STORED = "float32", "stored"
 """The values of `Options.reference` for the model itself, in float32 arithmetic or in its stored dtypes."""
 LM_EVAL = "lm-eval:"
 """The prefix of a metric in `Options.metrics` that is a task of lm-eval."""
-ClassesDim = int | Literal["auto", "none"]
+ClassesDim = Dimension | Literal["auto", "none"]
 """In which dimension of the main output the logits lie: an index, "auto" to determine it, or "none" for no distribution."""
 
 
@@ -83,7 +84,7 @@ class ModelOptions:
     """Whether to download a model that is not in the local cache."""
     over_memory: bool = False
     """Whether to run a model that is larger than the memory, reading its weights from the disk whenever it runs."""
-    max_memory: Mapping[str, int] = field(default_factory=dict)
+    max_memory: Mapping[str, Count] = field(default_factory=dict)
     """The most bytes that weights may take, keyed by device, "cpu" or "cuda:0". Without an entry, all memory may be used."""
     device_map: str = ""
     """How to distribute the model over devices. "auto": fill all accelerators of the chosen type, each up to its entry in

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from dtype_engine.core.errors import UserError
+from dtype_engine.core.number_ranges import Positive
 from dtype_engine.core.text import printable
 
 T = TypeVar("T")
@@ -18,8 +19,8 @@ _SLURM = "SLURM_ARRAY_TASK_"
 class Shard:
     """The share `number`, counted from 1, of the `count` shares into which work is split."""
 
-    number: int
-    count: int
+    number: Positive
+    count: Positive
 
     def __str__(self) -> str:
         return f"{self.number}/{self.count}"

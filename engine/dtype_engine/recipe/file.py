@@ -19,20 +19,21 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 import yaml
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
-from dtype_engine.core.options import RunSettings
+from dtype_engine.core.number_ranges import Count, Positive
+from dtype_engine.core.options import ClassesDim, RunSettings
 from dtype_engine.core.plain_yaml import load_yaml
+from dtype_engine.core.regexes import time_limit
 from dtype_engine.core.regular_files import read_regular, reading
 from dtype_engine.core.text import printable
 from dtype_engine.core.typed_data import as_type
 from dtype_engine.recipe.plan import MATCHING_S
-from dtype_engine.recipe.regexes import time_limit
 from dtype_engine.recipe.rules import Recipe, Rule
 from dtype_engine.results.losses import ValueLoss
 
@@ -113,16 +114,16 @@ class _Settings(msgspec.Struct):
     autocast: str | None = None
     float_inputs: Literal["given", "model"] | None = None
     quantize_activations: Literal["none", "weights"] | None = None
-    classes_dim: int | Literal["auto", "none"] | None = None
+    classes_dim: ClassesDim | None = None
 
 
 class _Loss(msgspec.Struct):
     tensor: str
     dtype: str
-    overflowed: Annotated[int, msgspec.Meta(ge=0)]
-    vanished: Annotated[int, msgspec.Meta(ge=0)]
-    elements: Annotated[int, msgspec.Meta(ge=1)]
-    channels: Annotated[int, msgspec.Meta(ge=0)] = 0
+    overflowed: Count
+    vanished: Count
+    elements: Positive
+    channels: Count = 0
 
 
 @contextmanager

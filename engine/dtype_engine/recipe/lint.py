@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from dtype_engine.core.errors import PatternError, TooSlow
+from dtype_engine.core.regexes import time_limit
 from dtype_engine.recipe.kv_serving import CacheServing, cache_serving
 from dtype_engine.recipe.plan import MATCHING_S
-from dtype_engine.recipe.regexes import time_limit
 from dtype_engine.recipe.targets.base import Context, Match, Target
 
 

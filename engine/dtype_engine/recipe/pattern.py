@@ -27,8 +27,8 @@ from math import prod
 import msgspec
 
 from dtype_engine.core.errors import PatternError
+from dtype_engine.core.regexes import compile_regex, limited, shortened
 from dtype_engine.core.tree import ancestors, numbered_parts
-from dtype_engine.recipe.regexes import compile_regex, limited, shortened
 
 _RANGE = re.compile(r"(-?[0-9]+)\.\.(-?[0-9]+)")
 _ANYWHERE = re.compile(r"\*+\.")

@@ -10,12 +10,12 @@ import msgspec
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import TooSlow, UserError
 from dtype_engine.core.kv_formats import KV_FORMATS, ONLY_KV, may_name_caches, names_caches
+from dtype_engine.core.regexes import shortened, time_limit
 from dtype_engine.core.suggest import nearest
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Module, TensorInfo, Tree
 from dtype_engine.core.units import human_bytes, plural
 from dtype_engine.recipe.pattern import Pattern, compile_pattern, generalisations
-from dtype_engine.recipe.regexes import shortened, time_limit
 from dtype_engine.recipe.rules import Recipe, Rule
 
 MATCHING_S = 5.0

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from dtype_engine.core import dtypes
+from dtype_engine.core.number_ranges import Amount, Count
 from dtype_engine.core.text import Name
 from dtype_engine.core.units import decibels, plural
 from dtype_engine.results.coverage import Coverage
@@ -44,7 +45,7 @@ class OutputDrift:
     Each of `NAMES` is an attribute, which is None if it was not measured. c is the candidate's output and r the reference's.
     """
 
-    elements: int
+    elements: Count
     mean_abs: float
     """The mean of |c - r|, in the output's own unit."""
     max_abs: float
@@ -55,20 +56,20 @@ class OutputDrift:
     """20 log10(‖r‖ / ‖c - r‖) in decibels. Infinity if c equals r."""
     cosine: float
     """The cosine similarity r·c / (‖r‖ ‖c‖)."""
-    nonfinite: int
+    nonfinite: Count
     """The number of elements of c that are not finite and differ from r's."""
-    nonfinite_reference: int = 0
+    nonfinite_reference: Count = 0
     """The number of elements of r that are NaN or +infinity. -infinity is not counted, since masks have it."""
-    nonfinite_candidate: int = 0
+    nonfinite_candidate: Count = 0
     """The number of elements of c that are not finite, without those where both are -infinity."""
-    positions: int | None = None
+    positions: Count | None = None
     """At how many positions the output has a distribution, or None if the output has no distributions."""
     kl_mean: float | None = None
     """The mean of KL(p ‖ q) = Σ p log(p / q) over positions, in nats."""
     kl_mean_se: float | None = None
     top1_agreement: float | None = None
     """The share of positions (0 to 1) at which the candidate and the reference have the same most likely class."""
-    scored_tokens: int | None = None
+    scored_tokens: Count | None = None
     """At how many positions the actual next token is known."""
     values: Mapping[str, float] = field(default_factory=dict)
     """The metrics that have no field, by name."""
@@ -115,9 +116,9 @@ class ModuleDrift:
     """The SQNR in dB; infinity for equal outputs. None if they can't be compared, for example if an expert got other tokens."""
     max_abs: float
     """The largest absolute difference, in the output's own unit."""
-    nonfinite: int
+    nonfinite: Count
     """The number of elements that are not finite and differ from the reference's."""
-    nonfinite_reference: int = 0
+    nonfinite_reference: Count = 0
     """The number of elements that are NaN or +infinity in the reference."""
 
     @property
@@ -208,8 +209,8 @@ class ImplicitCastStats:
 class Seconds:
     """The wall times of forward passes over all inputs, without the time for comparing outputs."""
 
-    reference: float | None = None
-    candidate: float | None = None
+    reference: Amount | None = None
+    candidate: Amount | None = None
     reused: bool = False
     """Whether the candidate's passes skipped modules whose outputs were known from earlier passes."""
 
@@ -222,17 +223,17 @@ class Extent:
     once all inputs were run, and None if unknown.
     """
 
-    done: int
+    done: Count
     """How many sequences were run."""
-    total: int
+    total: Count
     """How many sequences the inputs have."""
-    positions: int
+    positions: Count
     """How many positions of the main output (its rows, such as tokens) were compared."""
     of_tokens: bool = False
     """Whether positions are tokens of a text."""
     rel_l2_error: float | None = 0.0
     kl_error: float | None = None
-    left_out: int = 0
+    left_out: Count = 0
     """How many positions a mask marks as padding. No metric includes them."""
 
     @property

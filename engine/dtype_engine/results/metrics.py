@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dtype_engine.core.number_ranges import Count
+
 
 @dataclass(frozen=True, slots=True)
 class MetricChange:
@@ -16,14 +18,14 @@ class MetricChange:
     """The standard error of `difference`: of the mean of the examples' differences or, if `resampled`, the standard deviation over
     resamples of the examples. None for a single example, and if the metric is defined on fewer than two resamples.
     """
-    examples: int
-    changed: int
+    examples: Count
+    changed: Count
     """The number of examples on which reference and candidate have different values."""
     resampled: bool = False
     """Whether the metric is computed from all examples together, as an F1 score is. Otherwise it is a mean over examples."""
-    undefined: int = 0
+    undefined: Count = 0
     """On how many resamples the metric is undefined, as a precision is where nothing is found. `error` leaves them out."""
-    draws: int = 0
+    draws: Count = 0
     """The number of all resamples."""
     epsilon: float = 2.0**-52
     """The relative spacing of the floats in which the metric was computed: that of float64, or of float32."""

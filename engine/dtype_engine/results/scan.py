@@ -33,6 +33,10 @@ class WeightScore:
     """
 
 
+MOST_DRAWS = 100_000
+"""Maximum number of backward passes for each sequence of a scan."""
+
+
 def loader_name(formats: str) -> str:
     """Return the name of the program that loads the formats of a search, such as "vllm"."""
     return "dtype-engine" if formats == "own" else formats

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dtype_engine.core.number_ranges import Count
 from dtype_engine.core.text import Name
 from dtype_engine.results.drift import ModuleDrift
 
@@ -77,7 +78,7 @@ class WeightDifference:
     """The dtype or format in the reference's files, such as "bfloat16" or "gptq:int4@g128"."""
     candidate: str
     """The dtype or format in the candidate's files."""
-    shape: tuple[int, ...]
+    shape: tuple[Count, ...]
     equal: bool
     """Whether all values are equal. NaN equals NaN."""
     sqnr_db: float
@@ -88,7 +89,7 @@ class WeightDifference:
     """The mean of |Δ|."""
     rel_l2: float
     """‖Δ‖ over the norm of the reference's values: 0 if all Δ are 0, infinity if only the reference's values are all 0."""
-    nonfinite: int
+    nonfinite: Count
     """How many of the candidate's values are not finite and differ from the reference's."""
     rows: str = ""
     """How the candidate's rows are reordered, such as "permuted as by llama.cpp, 32 heads". The metrics compare the same rows."""

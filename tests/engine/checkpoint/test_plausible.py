@@ -32,6 +32,10 @@ IMPOSSIBLE: dict[str, tuple[dict[str, Any], str]] = {
     "beyond floats": ({"in_channels": 10**400}, "in_channels is beyond 1e300"),
     "nested": ({"vae": {"z_dim": 10**9}}, "vae.z_dim is 1000000000"),
     "in a list": ({"axes_dims_rope": [10**9, 4, 8]}, "axes_dims_rope is 1000000000"),
+    "in a list with others": ({"axes_dims_rope": [4, None, math.nan, "8", 10**9]}, "axes_dims_rope is 1000000000"),
+    "in lists in a list": ({"block_out_channels": [[4, 8], [[10**9, 8]]]}, "block_out_channels is 1000000000"),
+    "below zero in a list": ({"dim_mult": [1, -(10**9)]}, "dim_mult is -1000000000"),
+    "in a mapping in a list": ({"blocks": [{"dim": 4}, {"dim": 10**9}]}, "blocks.dim is 1000000000"),
     "an area": (
         {"sample_size": 100_000, "patch_size": 4, "num_attention_heads": 2, "attention_head_dim": 8},
         "sample_size is 100000, which makes a table of positions of 74.51 GiB; at most 512.00 MiB are made",

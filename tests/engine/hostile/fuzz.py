@@ -4,9 +4,9 @@
 `python -m tests.engine.hostile.fuzz --one pth 1234 FOLDER` writes the file and runs what is run on it, with a traceback.
 `--from 5000 5000 tokenizer picture` makes other cases than the first run did, of these kinds only.
 
-A case holds when the program ends with status 0 or 2 (1 for `recipe lint`: it differs), without a traceback or an unexpected
-error, in 20 s and 1.5 GB, and does not take the process down. Workers run many cases each, and are forked from a process that has
-imported torch.
+A case holds when the program ends with status 0 or 2 (or 1: for `recipe lint` where it differs, for `drift` where outputs are not
+finite), without a traceback or an unexpected error, in 10 s and 1 GiB, and does not take the process down. Workers run many cases
+each, and are forked from a process that has imported torch.
 """
 
 from __future__ import annotations
@@ -29,15 +29,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.engine.hostile import fuzz_events, fuzz_hub, fuzz_inputs, fuzz_quantized
+from tests.engine.hostile import fuzz_events, fuzz_hub, fuzz_inputs, fuzz_models, fuzz_quantized, fuzz_saved
 from tests.helpers import preloaded
 from tests.helpers.mutations import STRANGE, changed
 
 PROGRAM = preloaded.module("tests.engine.hostile.fuzz")
-_OTHERS = (fuzz_inputs, fuzz_events, fuzz_quantized, fuzz_hub)
+_OTHERS = (fuzz_inputs, fuzz_events, fuzz_quantized, fuzz_models, fuzz_saved, fuzz_hub)
+_PAIRED = (*fuzz_inputs.KINDS, *fuzz_models.KINDS)
+"""The kinds whose cases are each made of the good file by whose number they are run."""
 KINDS = ("gguf", "pth", "recipe", "config", "session", "scan", *(kind for other in _OTHERS for kind in other.KINDS))
-LONGEST_S = 20
-MOST_BYTES = 1_500_000_000
+LONGEST_S = 10
+MOST_BYTES = 1 << 30
 _ADDRESS_SPACE = 12 << 30  # of which torch maps several without using them
 _A_WORKER = 250
 _EXTREMES = (0, 1, 2, 7, 255, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**62, 2**63, 2**64 - 1)
@@ -78,8 +80,8 @@ def make_good(kind: str, folder: Path) -> list[bytes]:
         case "config":
             return [_CONFIG.encode()]
         case "session":
-            return [_session(folder)]
-    return [_scan(folder)]
+            return fuzz_saved.make_good("session", folder)
+    return fuzz_saved.make_good("scan", folder)
 
 
 def _gguf(folder: Path, tensors: int) -> bytes:
@@ -148,56 +150,13 @@ def _recipe(folder: Path) -> bytes:
     return write_recipe(rules, str(folder / "model.safetensors"), measured={"sqnr_db": 40.5}).encode()
 
 
-def _session(folder: Path) -> bytes:
-    from tests.helpers.recording_engine import report
-
-    from dtype_engine import Options, Recipe, Rule, RunSettings
-    from dtype_tui.state.measurement_log import measured
-    from dtype_tui.state.rule_list import RuleList
-    from dtype_tui.state.session_store import SavedSession, SessionFile
-
-    bf16 = Recipe((Rule("*", "bfloat16"),))
-    entry = measured(report(bf16), bf16, RunSettings(), 1_415_616)
-    rule_lists = (
-        RuleList(),
-        RuleList.of([Rule("*", "bfloat16")]),
-        RuleList.of([Rule("re:.*up.*", "float16"), Rule("*", "bfloat16")]).toggled(0),
-    )
-    model = str(folder / "model.safetensors")
-    file = SessionFile()
-    file.path = folder / "session.json"
-    file.save(
-        SavedSession(model, "model", Path(model), folder, Options(device="cpu"), rule_lists, 1, "model", (entry,))
-    )
-    return file.path.read_bytes()
-
-
-def _scan(folder: Path) -> bytes:
-    from dtype_engine.runtime.scan import saved as scan_file
-    from dtype_engine.runtime.scan.routing import TopKSample
-    from dtype_engine.runtime.scan.scores import SequenceScores
-
-    keys = {("a.weight", "bfloat16"): 0.5, ("b.weight", "float16"): 1.5}
-    sample = TopKSample(3, 0.5, [0.1, 0.2], 0.3, keys, keys)
-    done = {0: SequenceScores(16.0, keys, keys, True, [sample], keys), 2: SequenceScores(8.0, keys)}
-    path = folder / "scan.json"
-    scan_file.write(path, scan_file.SavedScan(FINGERPRINT(), 4, "nats", 1.5, 2.5, 3, done))
-    return path.read_bytes()
-
-
-def FINGERPRINT() -> Any:
-    from dtype_engine.runtime.scan.saved import Fingerprint
-
-    return Fingerprint("m" * 64, "i" * 64, ("bfloat16", "float16"), "defaults")
-
-
 # -- mutations -----------------------------------------------------------------------------------------------------
 
 
 def mutated(kind: str, good: list[bytes], seed: int) -> bytes:
     """Return the file of a case."""
     chooser = random.Random(f"{kind} {seed}")
-    content = good[seed % len(good)] if kind in fuzz_inputs.KINDS else chooser.choice(good)
+    content = good[seed % len(good)] if kind in _PAIRED else chooser.choice(good)
     if chooser.random() < 0.02:
         return content
     for other in _OTHERS:
@@ -309,6 +268,8 @@ def commands(kind: str, path: Path, folder: Path, seed: int) -> list[str]:
 
 def run_case(kind: str, content: bytes, folder: Path, seed: int) -> tuple[int, str]:
     """Run a case. Returns the exit status and the text on standard error. Errors of the program are not caught."""
+    import click
+
     from dtype_engine.cli import cli
     from dtype_engine.cli.program import run
 
@@ -325,17 +286,20 @@ def run_case(kind: str, content: bytes, folder: Path, seed: int) -> tuple[int, s
             return fuzz_quantized.run_case(content, folder, seed), "refused\n"
         if kind in fuzz_hub.KINDS:
             return fuzz_hub.run_case(content, folder, seed), said.getvalue()
+        if kind in fuzz_models.KINDS:
+            return run(cli, "dtype-engine", fuzz_models.command(kind, content, seed)), said.getvalue()
         if kind in fuzz_inputs.KINDS:
             with fuzz_inputs.children_are_forked():
                 status = run(cli, "dtype-engine", fuzz_inputs.command(kind, content, folder, seed))
             return status, said.getvalue()
         path.write_bytes(content)
+        if kind in fuzz_saved.KINDS:
+            whole = click.Command(kind, callback=lambda: fuzz_saved.use(kind, path))
+            return run(whole, "dtype-engine", []), said.getvalue()
         if kind == "scan":
-            import click
-
             from dtype_engine.runtime.scan.saved import read
 
-            whole = click.Command("scan", callback=lambda: read(path, FINGERPRINT(), 4) and None)
+            whole = click.Command("scan", callback=lambda: read(path, fuzz_saved.fingerprint(), 4) and None)
             return run(whole, "dtype-engine", []), said.getvalue()
         return run(cli, "dtype-engine", commands(kind, path, folder, seed)), said.getvalue()
 
@@ -412,7 +376,7 @@ def judged(kind: str, seed: int, good: list[bytes], folder: Path, seen: Seen) ->
     lines = [line for line in said.splitlines() if "note:" not in line]
     if wrong:
         pass
-    elif status not in ((0, 1, 2) if kind == "recipe" else (0, 2)):
+    elif status not in ((0, 1, 2) if kind in ("recipe", *fuzz_models.KINDS) else (0, 2)):
         wrong = f"status {status}"
     elif "Traceback" in said or ": unexpected " in said[:30] or (status == 2 and len(lines) != 1):
         wrong = f"status {status}, said {said[:300]!r}"

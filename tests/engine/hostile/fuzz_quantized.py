@@ -268,7 +268,7 @@ def _written_gguf(case: dict[str, Any], path: Path) -> Path:
                         else writer.add_uint64
                     )(name, value)
                 elif isinstance(value, float):
-                    writer.add_float32(name, value)
+                    (writer.add_float32 if abs(value) < 3e38 else writer.add_float64)(name, value)
                 elif isinstance(value, str):
                     value.encode()
                     writer.add_string(name, value)

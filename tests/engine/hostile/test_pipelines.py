@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,17 @@ def test_impossible_number_in_a_pipeline_config_is_refused_by_name(tmp_path: Pat
     changed(folder, file, more)
     with pytest.raises(UserError, match=f"{file}: {words}"):
         de.open(str(folder / part))
+
+
+@pytest.mark.slow
+def test_warnings_of_a_scheduler_with_strange_numbers_are_not_shown(tmp_path: Path) -> None:
+    folder = save_pipeline("flux", tmp_path)
+    changed(folder, "scheduler/scheduler_config.json", {"shift": float("inf")})
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        with contextlib.suppress(UserError):
+            de.open(str(folder)).drift()
+    assert not [each for each in shown if "scheduling" in str(each.filename)]
 
 
 @pytest.mark.slow

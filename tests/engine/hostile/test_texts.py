@@ -187,7 +187,6 @@ def test_saved_scan_with_nan_scores_is_refused(tmp_path: Path) -> None:
     for scan in (
         dataclasses.replace(exact, measured={key: (nan, None)}),
         dataclasses.replace(estimated, done={0: dataclasses.replace(whole, sums={key: nan})}),
-        dataclasses.replace(estimated, done={0: dataclasses.replace(whole, normalizer=nan)}),
     ):
         write_scan(path, scan)
         with pytest.raises(UserError, match=r"scan\.json is not a saved scan \(a score is NaN\)"):

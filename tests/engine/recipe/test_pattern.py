@@ -10,8 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dtype_engine.core.errors import PatternError, TooSlow
+from dtype_engine.core.regexes import time_limit
 from dtype_engine.recipe import compile_pattern, generalisations
-from dtype_engine.recipe.regexes import time_limit
 
 PARTS = st.sampled_from(
     ["model", "layers", "0", "1", "10", "11", "mlp", "gate", "gate_proj", "up_proj", "weight", "a[0]"]

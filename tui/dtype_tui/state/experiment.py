@@ -11,9 +11,9 @@ import msgspec
 from msgspec.structs import replace
 
 from dtype_engine.core.options import RunSettings
+from dtype_engine.core.regexes import shortened
 from dtype_engine.core.tree import Totals
 from dtype_engine.recipe import History, Plan, Recipe, Rule, explain_no_match, make_plan
-from dtype_engine.recipe.regexes import shortened
 from dtype_engine.recipe.serving_memory import (
     Load,
     cache_tensor_bytes,

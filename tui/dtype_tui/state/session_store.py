@@ -25,14 +25,15 @@ from dtype_engine.core.atomic_write import write_text_atomic
 from dtype_engine.core.dtypes import COMPUTE_DTYPES
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.kv_formats import parse_scanned
+from dtype_engine.core.number_ranges import LARGEST_COUNT, Amount, Count, Positive
 from dtype_engine.core.options import Options, RunSettings
+from dtype_engine.core.regexes import time_limit
 from dtype_engine.core.regular_files import read_regular
 from dtype_engine.core.text import printable
 from dtype_engine.core.typed_data import as_plain, as_type, refuse_unknown
 from dtype_engine.core.user_folders import expanded, state_folder
 from dtype_engine.recipe import Recipe, Rule
 from dtype_engine.recipe.plan import MATCHING_S
-from dtype_engine.recipe.regexes import time_limit
 from dtype_engine.results.drift import Extent, OutputDrift
 from dtype_engine.results.metrics import MetricChange
 from dtype_tui.state.addresses import is_address
@@ -48,8 +49,6 @@ NOT_KEPT = frozenset({"trust_pickle", "trust_remote_code", "download", "read_onl
 _OPTIONS = [option.name for option in dataclasses.fields(Options) if option.name not in {*NOT_KEPT, "settings"}]
 _SETTINGS = [setting.name for setting in dataclasses.fields(RunSettings)]
 _LARGEST = 64 << 20
-_LARGEST_COUNT = 1 << 60
-_COUNT = msgspec.Meta(ge=1, le=_LARGEST_COUNT)
 _MOST = {"threads": 4096, "workers": 9999}
 
 
@@ -242,13 +241,13 @@ class _Measurement(msgspec.Struct, kw_only=True):
     rules: list[str]
     settings: RunSettings
     inputs: str
-    planned_bytes: int
+    planned_bytes: Count
     output: OutputDrift
     """In the file, its figures are keyed by name (`OutputDrift.by_name`)."""
     extent: Extent
-    seconds: float | None
-    overflowed: int | None
-    vanished: int | None
+    seconds: Amount | None
+    overflowed: Count | None
+    vanished: Count | None
     pinned: bool
     metrics: tuple[MetricChange, ...] = ()
     """Missing in files of older versions."""
@@ -270,11 +269,11 @@ class _File(msgspec.Struct):
     cursor: str
     measured: list[_Measurement]
     scanned: tuple[str, ...] = ()
-    disabled: list[list[tuple[int, str]]] = []
+    disabled: list[list[tuple[Count, str]]] = []
     """The disabled rules of each step: (index among all rules of the step, rule). Empty in files of older versions."""
-    context: Annotated[int, _COUNT] | None = None
-    batch: Annotated[int, _COUNT] = 1
-    budget: Annotated[int, _COUNT] | None = None
+    context: Positive | None = None
+    batch: Positive = 1
+    budget: Positive | None = None
 
 
 _ALIKE = ("model", "title", "path", "folder", "saved", "options", "cursor", "context", "batch")
@@ -293,7 +292,7 @@ def _encoded(session: SavedSession) -> dict[str, Any]:
         at=session.at - first,
         measured=[_measurement(each) for each in session.measured],
         scanned=session.scanned,
-        budget=None if session.budget is None else min(session.budget, _LARGEST_COUNT),
+        budget=None if session.budget is None else min(session.budget, LARGEST_COUNT),
     )
     plain = as_plain(file)
     for entry, each in zip(plain["measured"], session.measured, strict=True):
@@ -343,7 +342,7 @@ def _refuse_options(options: Options, settings: RunSettings) -> None:
     counts |= dataclasses.asdict(options.limits)
     counts["workers"] = options.workers if isinstance(options.workers, int) else None
     for name, count in counts.items():
-        if count is not None and not (name != "reference_bytes") <= count <= _MOST.get(name, _LARGEST_COUNT):
+        if count is not None and not (name != "reference_bytes") <= count <= _MOST.get(name, LARGEST_COUNT):
             raise UserError(f"{name}: {count} is out of range")
     if isinstance(options.workers, str) and not options.workers.startswith(("tcp://", "tls://")):
         raise UserError(f"workers: {options.workers} is no address")

@@ -24,6 +24,8 @@ def adapter_findings(adapter: Checkpoint, base: Checkpoint | None) -> Iterator[F
     config = read_json(adapter.path / ADAPTER_CONFIG) if adapter.path.is_dir() else {}
     if not all(map(_PLAIN.fullmatch, mapping(config.get("rank_pattern")))):
         config["r"] = None  # regular expressions may take long, and are not evaluated
+    targets = config.get("target_modules")
+    config["target_modules"] = {each for each in targets if isinstance(each, str)} if isinstance(targets, list) else ()
     pairs: dict[tuple[str, bool], dict[str, CheckpointTensor]] = {}
     for name, tensor in adapter.tensors.items():
         if (match := _LORA.fullmatch(name)) is not None:
@@ -80,7 +82,7 @@ def _contradiction(
     if type(declared) is int and declared != rank:
         return f"has rank {rank}, and {ADAPTER_CONFIG} declares {declared}"
     targets = config.get("target_modules")
-    if isinstance(targets, list) and targets and not any(name in targets for name in ends_of(module)):
+    if targets and not any(name in targets for name in ends_of(module)):
         return f"adapts {printable(module)}, which is none of the target_modules of {ADAPTER_CONFIG}"
     magnitude = f"{pair['A'].name.partition('.lora_')[0]}.lora_magnitude_vector"
     if config.get("use_dora") is True and not {magnitude, f"{magnitude}.weight"} & adapter.tensors.keys():

@@ -53,7 +53,12 @@ def _four_bits(name: str, tensors: Tensors) -> CodedWeight | None:
             return None
         settings |= {"nested_block": nested, "offset": offset}
         wanted |= {"nested_absmax": (-(-blocks // nested),), "nested_quant_map": (256,)}
-    if block % 2 or codes.nbytes != -(-count // 2) or {role: part.shape for role, part in parts.items()} != wanted:
+    if (
+        block % 2
+        or block > _BLOCKS[-1]
+        or codes.nbytes != -(-count // 2)
+        or {role: part.shape for role, part in parts.items()} != wanted
+    ):
         return None
     if any(part.dtype != "float32" for part in parts.values() if part.dtype != "uint8" or part is not scale):
         return None

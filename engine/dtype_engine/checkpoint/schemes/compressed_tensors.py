@@ -24,10 +24,11 @@ from dtype_engine.checkpoint.schemes.configuration import (
     block_in,
     config_groups,
     declared,
+    is_target,
     mapping,
-    matches,
     size,
     sizes,
+    targets_of,
 )
 from dtype_engine.checkpoint.schemes.layout import BYTES, FLOAT8, WORDS, Config, Layout, PackedWeight, Shapes, Tensors
 from dtype_engine.checkpoint.schemes.scaled_codes import EXPONENTS, FLOATS, FP8, describe, same_grid, with_beside
@@ -80,11 +81,10 @@ def _arguments(module: str, groups: Mapping[str, Any], usual: object) -> list[Ma
     of_classes: list[Mapping[str, Any]] = []
     others: list[Mapping[str, Any]] = []
     for group in map(mapping, groups.values()):
-        arguments, targets = group.get("weights"), group.get("targets")
+        arguments, targets = group.get("weights"), targets_of(group)
         if not isinstance(arguments, Mapping) or (group.get("format") or usual) in _UNREAD:
             continue
-        targets = targets if isinstance(targets, list) else []
-        if any(matches(target, module) for target in targets):
+        if is_target(targets, module):
             named.append(arguments)
         elif any(isinstance(target, str) and target.isidentifier() for target in targets):
             of_classes.append(arguments)
@@ -164,7 +164,7 @@ def _read_words(
 def _read_small_floats(
     name: str, packed: CheckpointTensor, arguments: Mapping[str, Any], block: tuple[int, int] | str, tensors: Tensors
 ) -> CodedWeight | None:
-    bits = arguments.get("num_bits")
+    bits = size(arguments.get("num_bits"))
     if packed.dtype != "uint8" or arguments.get("type") != "float" or bits not in (4, 6) or not packed.shape:
         return None
     shape = (*packed.shape[:-1], packed.shape[-1] * 8 // bits)
@@ -202,7 +202,7 @@ def _input_format(weight: CodedWeight, settings: Config) -> str:
     module, of_class = weight.name.rpartition(".")[0], ""
     for targets, arguments in config_groups(settings, "input_activations"):
         form = _of_arguments(arguments) if targets else ""
-        if any(matches(target, module) for target in targets):
+        if is_target(targets, module):
             return form
         of_class = of_class or form
     return of_class

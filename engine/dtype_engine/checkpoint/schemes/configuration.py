@@ -3,8 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import lru_cache
 from typing import Any
+
+from dtype_engine.core.errors import PatternError, TooSlow, UserError
+from dtype_engine.core.regexes import compile_regex, limited
+from dtype_engine.core.text import printable
+
+_LARGEST = 2**31 - 1
+"""The largest number that settings may declare. No tensor has as many rows or columns."""
+_LONGEST_REGEX = 10_000
+_ALWAYS_ENTRIES, _ENTRIES_PER_TENSOR = 100_000, 4
+"""How many modules the settings may list. A tensor may hold hundreds of experts, each of which is listed as a module."""
+_MOST_GROUPS = 1_000
+_DEEPEST = 4
 
 
 def declared(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -24,30 +37,90 @@ def mapping(value: object) -> Mapping[str, Any]:
 
 
 def size(value: object) -> int | None:
-    """Return a number that a configuration declares, such as a number of rows, or None if it is not a positive integer."""
-    return value if type(value) is int and value > 0 else None
+    """Return a number that a configuration declares, such as a number of rows, or None if it is not a positive integer
+    below 2^31.
+    """
+    return value if type(value) is int and 0 < value <= _LARGEST else None
 
 
 def sizes(value: object) -> tuple[int, int] | None:
     """Return the (rows, columns) of a block that a configuration declares as [128, 128] or "128x128", or None for other values."""
-    pair = [int(word) if word.isdecimal() else 0 for word in value.split("x")] if isinstance(value, str) else value
-    if not isinstance(pair, list) or len(pair) != 2 or size(pair[0]) is None or size(pair[1]) is None:
+    if isinstance(value, str):
+        words = value[:20].split("x")
+        value = [int(word) if word.isdecimal() else 0 for word in words]
+    if not isinstance(value, list) or len(value) != 2 or size(value[0]) is None or size(value[1]) is None:
         return None
-    return pair[0], pair[1]
+    return value[0], value[1]
 
 
-def matches(pattern: object, module: str) -> bool:
-    """Return whether a module's name matches a pattern: a name in which `*` stands for any text, or `re:` and a regular expression
-    for the beginning of the name.
+class Targets:
+    """Finds the entries of settings that apply to a module: its name, names in which `*` stands for any text, and `re:` with a
+    regular expression for the beginning of its name. Others apply to no module.
     """
-    if not isinstance(pattern, str):
-        return False
-    if not pattern.startswith("re:"):
-        return re.fullmatch(re.escape(pattern).replace(r"\*", ".*"), module) is not None
+
+    def __init__(self, entries: Iterable[object]) -> None:
+        self._names: dict[str, int] = {}
+        self._patterns: list[tuple[int, str, Callable[[str], bool]]] = []
+        for place, entry in enumerate(entries):
+            if not isinstance(entry, str):
+                continue
+            if entry.startswith("re:") or "*" in entry:
+                if (pattern := _compiled(entry)) is not None:
+                    self._patterns.append((place, entry, pattern))
+            else:
+                self._names[entry] = place
+
+    def of(self, module: str) -> list[str]:
+        """Return the entries that apply to a module, in their order. Raises TooSlow."""
+        found = [(place, entry) for place, entry, matches in self._patterns if matches(module)]
+        found += [(self._names[module], module)] if module in self._names else []
+        return [entry for _, entry in sorted(found)]
+
+
+def _compiled(pattern: str) -> Callable[[str], bool] | None:
+    """Return a function that tells whether a module's name matches, or None for an invalid regular expression. Raises TooSlow."""
     try:
-        return re.match(pattern.removeprefix("re:"), module) is not None
-    except re.error:
-        return False
+        if pattern.startswith("re:"):
+            return compile_regex(pattern.removeprefix("re:"), pattern, "match", dotall=False, longest=_LONGEST_REGEX)
+        return limited(".*".join(map(re.escape, pattern.split("*"))), pattern, dotall=False)
+    except TooSlow:
+        raise
+    except PatternError:
+        return None
+
+
+class _Same:
+    """A part of the settings as a key of a cache: it equals itself alone, so that its content need not be compared."""
+
+    def __init__(self, part: Any) -> None:
+        self.part = part
+
+    def __hash__(self) -> int:
+        return id(self.part)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.part is other.part
+
+
+@lru_cache(64)
+def _targets(listed: _Same) -> Targets:
+    return Targets(listed.part)
+
+
+def refuse_many_entries(settings: object, where: str, tensors: int, depth: int = _DEEPEST) -> None:
+    """Raise UserError if quantization settings list far more modules than a model of so many tensors has. where: the file that has
+    the settings. depth: how many mappings inside of each other are looked into.
+    """
+    for key, value in mapping(settings).items():
+        most = _MOST_GROUPS if key == "config_groups" else _ALWAYS_ENTRIES + _ENTRIES_PER_TENSOR * tensors
+        if isinstance(value, (Mapping, list)) and len(value) > most:
+            name = printable(str(key), 60)
+            raise UserError(
+                f"{where}: {name} of the quantization settings has {len(value):,} entries, and beside {tensors:,} tensors at most "
+                f"{most:,} are read"
+            )
+        if depth:
+            refuse_many_entries(value, where, tensors, depth - 1)
 
 
 def ends_of(module: str) -> Iterator[str]:
@@ -64,13 +137,18 @@ def quant_method(settings: Mapping[str, Any]) -> str:
 
 def declared_values(settings: Mapping[str, Any], key: str) -> list[object]:
     """Return all values under a key, including those for single modules in `dynamic` (GPTQModel) or `extra_config` (AutoRound)."""
-    modules = (module for key in ("dynamic", "extra_config") for module in mapping(settings.get(key)).values())
-    return [place[key] for place in map(mapping, (settings, *modules)) if key in place]
+    return list(_declared_values(_Same(settings), key))
+
+
+@lru_cache(64)
+def _declared_values(settings: _Same, key: str) -> list[object]:
+    modules = (module for key in ("dynamic", "extra_config") for module in mapping(settings.part.get(key)).values())
+    return [place[key] for place in map(mapping, (settings.part, *modules)) if key in place]
 
 
 def declared_numbers(settings: Mapping[str, Any], key: str) -> set[int]:
-    """Return those of the `declared_values` under a key that are integers."""
-    return {number for number in declared_values(settings, key) if type(number) is int}
+    """Return those of the `declared_values` under a key that are integers of at most 31 bits."""
+    return {number for number in declared_values(settings, key) if type(number) is int and abs(number) <= _LARGEST}
 
 
 def group_size(sizes: Iterable[int], columns: int, groups: int) -> int | None:
@@ -91,11 +169,19 @@ def block_name(wide: int, columns: int) -> str:
 
 def config_groups(settings: Mapping[str, Any], key: str) -> list[tuple[list[object], Mapping[str, Any]]]:
     """Return a pair for each group of compressed-tensors: (names, patterns and classes of modules; settings under `key`)."""
-    found = []
-    for group in map(mapping, mapping(settings.get("config_groups")).values()):
-        targets = group.get("targets")
-        found.append((targets if isinstance(targets, list) else [], mapping(group.get(key))))
-    return found
+    groups = map(mapping, mapping(settings.get("config_groups")).values())
+    return [(targets_of(group), mapping(group.get(key))) for group in groups]
+
+
+def targets_of(group: Mapping[str, Any]) -> list[object]:
+    """Return the names, patterns and classes of modules in a group of compressed-tensors."""
+    targets = group.get("targets")
+    return targets if isinstance(targets, list) else []
+
+
+def is_target(targets: list[object], module: str) -> bool:
+    """Return whether one of the targets of a group applies to a module. Each list is compiled once. Raises TooSlow."""
+    return bool(targets) and bool(_targets(_Same(targets)).of(module))
 
 
 def block_in(config: Mapping[str, Any]) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
-from dtype_engine.checkpoint.schemes.configuration import declared, mapping, matches, size
+from dtype_engine.checkpoint.schemes.configuration import Targets, declared, mapping, refuse_many_entries, size
 from dtype_engine.checkpoint.schemes.layout import Config, Tensors
 from dtype_engine.checkpoint.schemes.scaled_codes import EXPONENTS, FLOATS, FP8, describe, with_beside
 from dtype_engine.checkpoint.schemes.scheme import CODES, CodedWeight, Metadata, Scheme, Weights
@@ -72,21 +72,23 @@ def _read(tensors: Tensors, config: Config, metadata: Metadata) -> Weights:
         return
     beside = next(iter(tensors.values())).file.parent / _BESIDE_CONFIG
     if beside.is_file():
-        settings |= mapping(read_json(beside).get("quantization"))
+        more = mapping(read_json(beside).get("quantization"))
+        refuse_many_entries(more, str(beside), len(tensors))
+        settings |= more
+    layers = settings.get("quantized_layers") if settings.get("quant_algo") == "MIXED_PRECISION" else None
+    found = Targets(layers) if isinstance(layers, Mapping) else None
     for scale in tensors if settings.get("quant_algo") is not None else ():
         name = scale.removesuffix("_scale")
         if name != scale and name.endswith("weight"):
-            yield _read_weight(name, _of_layer(name.rpartition(".")[0], settings), tensors)
+            own = settings if found is None else _of_layer(name.rpartition(".")[0], mapping(layers), found)
+            yield _read_weight(name, own, tensors)
 
 
-def _of_layer(module: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the settings of a module. With the algorithm "MIXED_PRECISION", they are in `quantized_layers`, by name or pattern."""
-    layers = settings.get("quantized_layers")
-    if settings.get("quant_algo") != "MIXED_PRECISION" or not isinstance(layers, Mapping):
-        return settings
+def _of_layer(module: str, layers: Mapping[str, Any], found: Targets) -> Mapping[str, Any]:
+    """Return the settings of a module in `layers`, which has them by name or pattern. found: finds the entries of `layers`."""
     holders = [module[:end] for end in range(len(module), 0, -1) if end == len(module) or module[end] == "."]
     entry = next((layers[holder] for holder in holders if holder in layers), None)
-    return mapping(entry or next((layers[name] for name in layers if matches(name, module)), None))
+    return mapping(entry or next((layers[name] for name in found.of(module)), None))
 
 
 def _read_weight(name: str, settings: Mapping[str, Any], tensors: Tensors) -> CodedWeight | None:

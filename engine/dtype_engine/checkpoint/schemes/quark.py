@@ -16,7 +16,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
-from dtype_engine.checkpoint.schemes.configuration import declared, mapping, matches, size, sizes
+from dtype_engine.checkpoint.schemes.configuration import Targets, declared, mapping, size, sizes
 from dtype_engine.checkpoint.schemes.layout import Config, Tensors
 from dtype_engine.checkpoint.schemes.scaled_codes import EXPONENTS, FLOATS, FP8, describe, same_grid, with_beside
 from dtype_engine.checkpoint.schemes.scheme import CODES, CodedWeight, Metadata, Scheme, Weights
@@ -33,13 +33,16 @@ _PACKED = {
 def _read(tensors: Tensors, config: Config, metadata: Metadata) -> Weights:
     settings = declared(config)
     order = _IN_ORDER if mapping(settings.get("export")).get("pack_method") == "order" else _REORDERED
-    for scale in tensors if settings.get("quant_method") == "quark" else ():
+    if settings.get("quant_method") != "quark":
+        return
+    of_layers = mapping(settings.get("layer_quant_config"))
+    targets = Targets(of_layers)
+    for scale in tensors:
         name = scale.removesuffix("_scale")
         if name == scale or not name.endswith("weight"):
             continue
-        entry = settings.get("global_quant_config")
-        for pattern, of_layer in mapping(settings.get("layer_quant_config")).items():
-            entry = of_layer if matches(pattern, name.rpartition(".")[0]) else entry
+        patterns = targets.of(name.rpartition(".")[0])
+        entry = of_layers[patterns[-1]] if patterns else settings.get("global_quant_config")
         yield _read_weight(name, mapping(mapping(entry).get("weight")), order, tensors)
 
 

@@ -12,11 +12,16 @@ from msgspec.structs import replace
 
 from dtype_engine.checkpoint import schemes as package
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
-from dtype_engine.checkpoint.schemes.configuration import declared
+from dtype_engine.checkpoint.schemes.configuration import declared, refuse_many_entries
 from dtype_engine.checkpoint.schemes.layout import Layout
 from dtype_engine.checkpoint.schemes.scheme import CodedWeight, Scheme
 from dtype_engine.core.dtypes import PER_TENSOR
+from dtype_engine.core.errors import TooSlow, UserError
 from dtype_engine.core.gc_pause import gc_paused
+from dtype_engine.core.regexes import time_limit
+
+_MATCHING_S = 10.0
+"""Limit on the seconds in which the patterns of settings are matched with the names of all modules."""
 
 
 @cache
@@ -41,11 +46,16 @@ def read_coded(
 ) -> dict[str, CodedWeight]:
     """Return the weights that other programs quantized, by name. Raises UserError if a small tensor can't be read."""
     found: dict[str, CodedWeight] = {}
-    with gc_paused():
-        for scheme in schemes():
-            read = scheme.read(tensors, config or {}, metadata)
-            if own := {weight.name: weight for weight in read if weight is not None}:
-                found = _with_beside(own, tensors, scheme.beside) | found
+    for settings in (declared(config or {}), (config or {}).get("quantization")):
+        refuse_many_entries(settings, "config.json", len(tensors))
+    try:
+        with gc_paused(), time_limit(_MATCHING_S):
+            for scheme in schemes():
+                read = scheme.read(tensors, config or {}, metadata)
+                if own := {weight.name: weight for weight in read if weight is not None}:
+                    found = _with_beside(own, tensors, scheme.beside) | found
+    except TooSlow as error:
+        raise UserError(f"config.json: {error}") from None
     return found
 
 

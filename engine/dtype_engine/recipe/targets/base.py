@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 from dtype_engine.core import dtypes
+from dtype_engine.core.regexes import Anchored, compile_regex
 from dtype_engine.core.tree import Module, TensorInfo, Tree
 from dtype_engine.recipe.loader_facts import loaded_dtype
 from dtype_engine.recipe.plan import Plan
-from dtype_engine.recipe.regexes import Anchored, compile_regex
 
 Part = Literal["dtype", "scale"]
 

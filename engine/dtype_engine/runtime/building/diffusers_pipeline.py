@@ -59,7 +59,8 @@ class PipelineModule(nn.Module):
         held = [(tensor, tensor.data) for tensor in (*self.parameters(), *self.buffers())]
         generator = torch.Generator().manual_seed(int(seed))
         try:
-            output = self.__dict__["pipeline"](**call, generator=generator, output_type="pt")
+            with quiet():  # schedulers divide by numbers of their configuration, and numpy warns
+                output = self.__dict__["pipeline"](**call, generator=generator, output_type="pt")
         finally:
             for tensor, data in held:
                 tensor.data = data

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import torch
 
+from dtype_engine.core.number_ranges import Amount, Count, Dimension, Dimensions
 from dtype_engine.core.units import plural
 from dtype_engine.results.drift import NATS, Extent, ModuleDrift, OutputDrift, PartialDrift, Seconds, unit_for
 from dtype_engine.results.pictures import MOST_PICTURES, PicturePair
@@ -48,24 +49,31 @@ class ReferenceRecord:
 class SavedSequence(msgspec.Struct):
     """The results of one sequence, as they are written to a file. `SequenceFigures` describes the fields."""
 
-    number: int
+    number: Count
     """The index of the sequence among the inputs."""
-    rows: int
-    left_out: int
+    rows: Count
+    left_out: Count
     sums: ElementSums
     positions: tuple[list[float], list[bool], list[float], list[float]] | None
     """The fields `kl`, `same_top`, `log_p` and `log_q` of `PositionFigures` as lists, or None if the output is no distribution."""
     modules: dict[str, ModuleSums] | None
+
+    def fits(self, classes_dim: int | None) -> bool:
+        """Return whether there are figures of as many positions as there are rows, and only if the output is a distribution."""
+        if self.positions is None:
+            return classes_dim is None
+        kl, same, log_p, log_q = (len(values) for values in self.positions)
+        return classes_dim is not None and self.rows == kl == same and log_p == log_q
 
 
 class SavedTotals(msgspec.Struct):
     """The content of a `RunningTotals`, as it is written to a file, without pictures."""
 
     output_name: str
-    dimensions: int
+    dimensions: Dimensions
     """The number of dimensions of the output."""
-    classes_dim: int | None
-    seconds: tuple[float, float]
+    classes_dim: Dimension | None
+    seconds: tuple[Amount, Amount]
     """The durations of all reference runs and of all candidate runs, in seconds."""
     modules_left_out: list[str]
     left_wide: list[str]

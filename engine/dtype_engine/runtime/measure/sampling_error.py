@@ -36,8 +36,8 @@ _BLOCK = 16
 
 def relative_error(weights: Sequence[float], means: Sequence[float], total: int, within: float = 0.0) -> float | None:
     """Return the relative standard error of the weighted mean of `means`, as an estimate of the mean over all `total` sequences. It
-    is 0.0 if all sequences were run, and None if the mean is 0 or not finite. weights, means: one number for each sequence that was
-    run. within: the standard error of the first sequence's own mean (see `batch_means_error`).
+    is 0.0 if all sequences were run, and None if the mean is 0, or the mean or the error is not finite. weights, means: one number
+    for each sequence that was run. within: the standard error of the first sequence's own mean (see `batch_means_error`).
     """
     count, weight = len(means), sum(weights)
     if count >= total:
@@ -47,11 +47,17 @@ def relative_error(weights: Sequence[float], means: Sequence[float], total: int,
         return None
     squares = 0.0
     if count > 1:
-        squares = sum((w * count / weight * (y - mean)) ** 2 for w, y in zip(weights, means, strict=True))
-    expected = (_BETWEEN * mean) ** 2 + within**2
+        squares = sum(_square(w * count / weight * (y - mean)) for w, y in zip(weights, means, strict=True))
+    expected = _square(_BETWEEN * mean) + _square(within)
     variance = (_PRIOR_FREEDOM * expected + squares) / (_PRIOR_FREEDOM + count - 1)
     error = math.sqrt(variance * (total - count) / (count * total)) / abs(mean)
-    return log_normal_error((_student_factor(_PRIOR_FREEDOM + count - 1) * error) ** 2)
+    error = log_normal_error(_square(_student_factor(_PRIOR_FREEDOM + count - 1) * error))
+    return error if math.isfinite(error) else None
+
+
+def _square(value: float) -> float:
+    """Return a square, infinite if it is too large for a float, where `**` raises OverflowError."""
+    return value * value
 
 
 def log_normal_error(variance: float) -> float:

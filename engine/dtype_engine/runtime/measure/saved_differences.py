@@ -22,7 +22,9 @@ _EVERY = 300
 """The minimum time between two writes, in tenths of a second. Each write replaces the whole file."""
 
 
-class _File(msgspec.Struct):
+class ComparisonFile(msgspec.Struct):
+    """The content of a file of a saved comparison."""
+
     kind: str
     files: list[tuple[str, int, int]]
     """(name, size in bytes, modification time in nanoseconds) of each file of both checkpoints."""
@@ -53,13 +55,13 @@ class SavedDifferences:
 
     def write(self) -> None:
         """Save all differences to the file. Raises UserError if it can't be written."""
-        file = _File(_KIND, self._files, [*self.found.values()])
+        file = ComparisonFile(_KIND, self._files, [*self.found.values()])
         write_text_atomic(self._path, json.dumps(as_plain(file)), replace=True)
 
-    def _read(self) -> _File:
+    def _read(self) -> ComparisonFile:
         try:
             with reading(f"the saved comparison {self._path}"):
-                file = as_type(json.loads(read_regular(self._path, _LARGEST)), _File)
+                file = as_type(json.loads(read_regular(self._path, _LARGEST)), ComparisonFile)
         except (ValueError, RecursionError, UserError) as error:
             if isinstance(error, UserError) and "can't read" in str(error):
                 raise

@@ -21,11 +21,13 @@ import torch
 from dtype_engine.checkpoint import ByteRange, CheckpointTensor, FileIdentity
 from dtype_engine.core.atomic_write import write_text_atomic
 from dtype_engine.core.errors import UserError
+from dtype_engine.core.number_ranges import Amount, Count
 from dtype_engine.core.options import STORED, RunSettings
 from dtype_engine.core.regular_files import read_regular, reading
 from dtype_engine.core.shard import WHOLE, Shard
 from dtype_engine.core.text import printable
 from dtype_engine.core.typed_data import as_plain, as_type
+from dtype_engine.results.scan import MOST_DRAWS
 from dtype_engine.runtime.inputs import Inputs
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.scan.routing import Key, TopKSample
@@ -117,39 +119,41 @@ class SavedScan:
 class _TopKSample(msgspec.Struct):
     """The saved form of a `TopKSample`."""
 
-    place: int
-    share: float
+    place: Count
+    share: Amount
     margins: list[float]
     cost: float
-    sums: list[tuple[str, str, float | None, float | None]]
+    sums: list[tuple[str, str, Amount, float]]
     """Rows of (weight, dtype, squares, independent)."""
 
 
 class _Sequence(msgspec.Struct):
     """The saved form of a `SequenceScores`."""
 
-    mass: float
+    mass: Amount
     """The value of `SequenceScores.normalizer`."""
     complete: bool
     sums: list[tuple[str, str, float | None, float | None, float | None]]
     """Rows of (weight, dtype, sums, independent, measured)."""
     selections: list[_TopKSample]
-    index: int
+    index: Count
 
 
-class _File(msgspec.Struct):
+class ScanFile(msgspec.Struct):
+    """The content of a file of a saved scan, except its version."""
+
     fingerprint: Fingerprint
-    draws: int
+    draws: Count
     unit: str
-    forward_seconds: float
-    scan_seconds: float
+    forward_seconds: Amount
+    scan_seconds: Amount
     sequences: list[_Sequence]
-    parts: int
+    parts: Count
     scores: list[tuple[str, str, float, float | None]] | None = None
     shard: Shard = WHOLE
 
 
-def _shared(scan: SavedScan | _File) -> dict[str, Any]:
+def _shared(scan: SavedScan | ScanFile) -> dict[str, Any]:
     """Return the fields that are the same in a scan and in its file."""
     names = ("fingerprint", "draws", "unit", "forward_seconds", "scan_seconds", "parts", "shard")
     return {name: getattr(scan, name) for name in names}
@@ -166,7 +170,7 @@ def write(path: Path, saved: SavedScan) -> None:
         rows = _rows(one.sums, one.independent, one.measured)
         sequences.append(_Sequence(one.normalizer, one.complete, rows, samples, index))
     scores = None if saved.measured is None else [(*key, *value) for key, value in sorted(saved.measured.items())]
-    file = _File(**_shared(saved), sequences=sequences, scores=scores)
+    file = ScanFile(**_shared(saved), sequences=sequences, scores=scores)
     # The json module is used because msgspec's JSON can't represent infinity.
     write_text_atomic(path, json.dumps({"version": _VERSION} | as_plain(file)), replace=True)
 
@@ -220,7 +224,7 @@ def read_any(path: Path) -> SavedScan:
             f"{path}: saved scan version {printable(repr(version), 60)} is unknown; this program reads version {_VERSION}"
         )
     try:
-        file = as_type(data, _File)
+        file = as_type(data, ScanFile)
     except UserError as error:
         raise UserError(f"{path} is not a saved scan ({error}); remove it or give another file") from None
     if any(number is not None and math.isnan(number) for number in _drifts(file)):
@@ -229,20 +233,30 @@ def read_any(path: Path) -> SavedScan:
     measured = (
         None if file.scores is None else {(name, dtype): (score, error) for name, dtype, score, error in file.scores}
     )
-    if len(done) != len(file.sequences) or any(not 0 <= index < file.parts for index in done):
-        raise UserError(f"{path} is not a saved scan (sequences: their indexes); remove it or give another file")
+    wrong = next((what for what, fits in _rules(file) if not fits), None)
+    if wrong is not None:
+        raise UserError(f"{path} is not a saved scan ({wrong}); remove it or give another file")
     return SavedScan(**_shared(file), done=done, measured=measured)
 
 
-def _drifts(file: _File) -> Iterator[float | None]:
-    """Yield the numbers that must not be NaN: drifts, and the numbers by which they are divided."""
+def _rules(file: ScanFile) -> Iterator[tuple[str, bool]]:
+    """Yield (entry, whether it fits the other entries) for entries whose types do not say what they may be."""
+    indexes = {sequence.index for sequence in file.sequences}
+    fits = len(indexes) == len(file.sequences) and max(indexes, default=-1) < file.parts
+    yield "sequences: their indexes", fits
+    yield f"draws: {file.draws}", file.scores is not None or 1 <= file.draws <= MOST_DRAWS
+    yield f"shard: {file.shard}", file.shard.number <= file.shard.count
+    yield f"parts: {file.parts}", len(file.scores or ()) <= file.parts
+
+
+def _drifts(file: ScanFile) -> Iterator[float | None]:
+    """Yield the numbers that must not be NaN, although they may be negative: the drifts."""
     yield from (score for _, _, score, _ in file.scores or ())
     for sequence in file.sequences:
-        yield sequence.mass
         for _, _, drift, _, measured in sequence.sums:
             yield from (drift, measured)
         for sample in sequence.selections:
-            yield from (sample.share, sample.cost, *(squares for _, _, squares, _ in sample.sums))
+            yield from (sample.cost, *(squares for _, _, squares, _ in sample.sums))
 
 
 def _rows(*columns: Mapping[Key, float]) -> list[Any]:

@@ -28,7 +28,7 @@ from dtype_engine.core.callbacks import ignore
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import STORED
-from dtype_engine.results.scan import ScanReport
+from dtype_engine.results.scan import MOST_DRAWS, ScanReport
 from dtype_engine.runtime.scan import saved as scan_file
 from dtype_engine.runtime.scan.savable_scan import OnEstimate, OnStep, SavableScan
 from dtype_engine.runtime.scan.saved import SavedScan
@@ -65,6 +65,8 @@ class Scan(SavableScan):
                 "--exact, or leave out --reference stored"
             )
         self.backward_passes = self.draws or default_draws(len(self.inputs.batches))
+        if not 1 <= self.backward_passes <= MOST_DRAWS:
+            raise UserError(f"draws: {self.backward_passes} is out of range; there may be 1 to {MOST_DRAWS:,}")
         super().__post_init__()
         self.budget = self.budget or self.model.cache_budget
         self._scans = SequenceScans(self.model, self.inputs, self.settings, self.budget, self.wanted)

@@ -97,6 +97,10 @@ def read(path: Path, expected: Fingerprint, sequences: int) -> SavedTotals:
     if differing := different(saved.fingerprint, expected):
         what = " and ".join(_OTHER[each] for each in differing)
         raise UserError(f"the saved drift {path} was measured with {what}; remove it or give another file")
-    if len(numbers) < len(saved.totals.sequences) or not numbers <= set(range(sequences)):
+    if (
+        len(numbers) < len(saved.totals.sequences)
+        or not all(number < sequences for number in numbers)
+        or not all(one.fits(saved.totals.classes_dim) for one in saved.totals.sequences)
+    ):
         raise UserError(f"{path} is not a saved drift (its sequences); remove it or give another file")
     return saved.totals

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from dtype_engine.core.number_ranges import Count
 from dtype_engine.results.drift import ModuleDrift
 from dtype_engine.runtime.device import for_sums
 from dtype_engine.runtime.numerics.compare.element_sums import ElementSums, sum_chunks, sums_of_any, widen
@@ -29,7 +30,7 @@ class ModuleSums:
     sums: ElementSums = field(default_factory=ElementSums)
     comparable: bool = True
     """Whether the outputs could be compared: shapes are equal, and each row of an expert belongs to the same token."""
-    rerouted: int = 0
+    rerouted: Count = 0
     """For a router that chose other experts for at least one token: the number of all tokens in that call. Otherwise 0."""
 
     def add(self, other: ModuleSums) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from dtype_engine.core.number_ranges import Amount, Count
 from dtype_engine.runtime.formats.row_blocks import parallel_map, single_intraop_thread
 
 _CHUNK_ELEMENTS = 1 << 16
@@ -24,22 +25,22 @@ _GPU_CHUNK_ELEMENTS = 1 << 22
 class ElementSums:
     """Sums over elements of the reference's output r and the candidate's output c, all in float64, with Δ = c - r."""
 
-    elements: int = 0
-    nonfinite: int = 0
+    elements: Count = 0
+    nonfinite: Count = 0
     """Number of elements where the candidate is NaN or infinite, and the reference has another value."""
-    nonfinite_reference: int = 0
+    nonfinite_reference: Count = 0
     """Number of elements that are NaN or plus infinity in the reference. Minus infinity is a mask and is not counted."""
-    nonfinite_candidate: int = 0
+    nonfinite_candidate: Count = 0
     """Number of elements that are NaN or infinite in the candidate, without those that are minus infinity in both."""
-    sum_abs: float = 0.0
+    sum_abs: Amount = 0.0
     """Σ|Δ|: the sum of the absolute differences."""
-    max_abs: float = 0.0
+    max_abs: Amount = 0.0
     """max |Δ|: the largest absolute difference."""
-    noise: float = 0.0
+    noise: Amount = 0.0
     """ΣΔ²: the sum of the squared differences."""
-    energy: float = 0.0
+    energy: Amount = 0.0
     """Σr²: the sum of the reference's squared values."""
-    energy_candidate: float = 0.0
+    energy_candidate: Amount = 0.0
     """Σc²: the sum of the candidate's squared values."""
     product: float = 0.0
     """Σrc: the sum of the products of reference and candidate."""

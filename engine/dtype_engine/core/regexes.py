@@ -42,16 +42,22 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def compile_regex(
-    source: str, shown: str, kind: Anchored = "fullmatch", before: int = 0, dotall: bool = True
+    source: str,
+    shown: str,
+    kind: Anchored = "fullmatch",
+    before: int = 0,
+    dotall: bool = True,
+    longest: int = LONGEST_REGEX,
 ) -> Callable[[str], bool]:
     """Compile a regular expression to a function that returns whether a name matches, and raises TooSlow if that takes too long.
 
     shown: the user's whole pattern, for messages. kind: how much of a name must match. before: index of `source` in `shown`.
-    dotall: whether `.` matches line breaks. Raises PatternError, with the position of the error if it is known.
+    dotall: whether `.` matches line breaks. longest: the most characters. Raises PatternError, with the position of the error if it
+    is known.
     """
-    if len(source) > LONGEST_REGEX:
+    if len(source) > longest:
         raise PatternError(
-            f"a regular expression of {len(source)} characters is too long: the limit is {LONGEST_REGEX}; use several rules",
+            f"a regular expression of {len(source)} characters is too long: the limit is {longest}; use several rules",
             before,
         )
     counts = [(found.start() + before, found[0], found[1] or found[2]) for found in _COUNTS.finditer(source)]

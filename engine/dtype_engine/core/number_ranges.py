@@ -1,0 +1,17 @@
+"""Types of numbers in saved files and messages. Decoding refuses a number outside the range of its type."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+LARGEST_COUNT = 1 << 60
+Count = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_COUNT)]
+Positive = Annotated[int, msgspec.Meta(ge=1, le=LARGEST_COUNT)]
+Amount = Annotated[float, msgspec.Meta(ge=0)]
+"""A number that can't be negative or NaN, such as a number of seconds or a sum of squares. It may be infinite."""
+Dimensions = Annotated[int, msgspec.Meta(ge=0, le=64)]
+"""A number of dimensions of a tensor. torch's limit is 64."""
+Dimension = Annotated[int, msgspec.Meta(ge=-64, le=63)]
+"""The index of a dimension of a tensor, from the end if it is negative."""
