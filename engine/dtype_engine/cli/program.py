@@ -135,15 +135,20 @@ def _ended_by(error: BaseException) -> int:
 
 @contextlib.contextmanager
 def _raised_signals() -> Iterator[None]:
-    """A context manager in which SIGHUP and SIGTERM raise `_EndedBySignal`, unless these signals are ignored, as under nohup."""
+    """A context manager in which SIGHUP, SIGQUIT and SIGTERM raise `_EndedBySignal`, unless these signals are ignored, as under
+    nohup. A second SIGQUIT ends the process at once.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread can set handlers
         return
 
     def end(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGQUIT:
+            signal.signal(number, signal.SIG_DFL)
         raise _EndedBySignal(number)
 
-    ours = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+    ending = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    ours = [number for number in ending if signal.getsignal(number) is signal.SIG_DFL]
     try:
         for number in ours:
             signal.signal(number, end)
