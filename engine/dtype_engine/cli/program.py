@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 from dtype_engine.cli.streams import ReaderGone, answers, answers_can_hold, drop_unwritten, fill_closed, own_output
-from dtype_engine.core.errors import UserError, lacks_memory, one_line
+from dtype_engine.core.errors import UserError, exhausted, one_line
 from dtype_engine.core.job_pace import JobPace
 from dtype_engine.core.text import is_printable, printable, without_controls
 from dtype_engine.core.units import time_left
@@ -218,9 +218,10 @@ def report_unexpected(program: str, error: BaseException) -> int:
 
 def unexpected(error: BaseException) -> str:
     """Return one line about an error for which the program has no message of its own."""
-    if lacks_memory(error):
-        return "there is not enough memory for this"
+    reason = exhausted(error)
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
-        return f"can't read or write {printable(str(error.filename), 200)}: {error.strerror}"
+        return f"can't read or write {printable(str(error.filename), 200)}: {reason or error.strerror}"
+    if reason:
+        return reason
     reason = one_line(error, 300, with_type=True)
     return f"unexpected {reason}; this is a fault of the program or of the file; {TRACEBACK}=1 shows where it arose"
