@@ -119,6 +119,27 @@ def say_progress(run: str, done: int, total: int) -> None:
     say_share(f"measuring: {run}", done, total, job="measuring")
 
 
+class UnwrittenFiles:
+    """Reports files that can't be written after something was measured, so that a command still prints what it measured."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        """BAD_INPUT if a file was not written."""
+
+    def add(self, reason: str) -> None:
+        """Print why a file was not written."""
+        _last_line(f"dtype-engine: {reason}")
+        self.status = BAD_INPUT
+
+    @contextlib.contextmanager
+    def reported(self) -> Iterator[None]:
+        """A context manager that prints the UserError of its block."""
+        try:
+            yield
+        except UserError as error:
+            self.add(str(error))
+
+
 class _EndedBySignal(KeyboardInterrupt):
     """Raised if the signal `number` asks this program to end."""
 

@@ -240,6 +240,13 @@ def test_unwritable_path_is_refused_in_one_sentence(target: str) -> None:
         check_target(Path(target))
 
 
+def test_device_is_not_replaced_by_a_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="is a device or a pipe, which a file would replace; name another file"):
+        write_text_atomic(tmp_path / "pipe", "text", replace=True)
+    assert [entry.is_fifo() for entry in tmp_path.iterdir()] == [True]
+
+
 def test_full_output_device_is_reported_in_one_sentence() -> None:
     code = f"import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 1); {preloaded.COMMAND}"
     done = preloaded.run(code, "inspect", "--json")
