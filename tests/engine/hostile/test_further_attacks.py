@@ -254,6 +254,23 @@ def test_full_output_device_is_reported_in_one_sentence() -> None:
     assert done.stderr == "dtype-engine: standard output can't be written: No space left on device\n"
 
 
+# -- names that are not UTF-8 -------------------------------------------------------------------------------------------
+
+
+def test_model_folder_whose_name_is_not_utf_8_is_opened(make_llama: Callable[..., Path], tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"odd\xffname")
+    make_llama().rename(folder)
+    assert de.open(str(folder), options=de.Options(device="cpu")).model.title == "odd\\udcffname"
+
+
+def test_pytorch_file_whose_name_is_not_utf_8_is_refused_for_that_reason(tmp_path: Path) -> None:
+    torch.save({"weight": torch.ones(2)}, tmp_path / "x.pth")
+    odd = (tmp_path / "x.pth").rename(tmp_path / os.fsdecode(b"x\xff.pth"))
+    done = preloaded.run(preloaded.COMMAND, "inspect", str(odd))
+    assert done.returncode == BAD_INPUT
+    assert "x\\udcff.pth: this name is not UTF-8, which torch needs to read a file: rename it\n" in done.stderr
+
+
 # -- an engine that is halted ------------------------------------------------------------------------------------------
 
 
