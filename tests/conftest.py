@@ -36,7 +36,12 @@ os.environ["TORCH_COMPILE_DISABLE"] = "1"  # what compressed-tensors compiles ta
 # With Python's own thresholds a tenth of the processor's time goes to collections over what torch and pytest keep for good.
 gc.set_threshold(20_000, 20, 20)
 # Started by nohup, or in the background of a script, a process ignores these, and so do the programs that it starts.
-for number, handler in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+_HANDLERS = (
+    (signal.SIGHUP, signal.SIG_DFL),
+    (signal.SIGQUIT, signal.SIG_DFL),
+    (signal.SIGINT, signal.default_int_handler),
+)
+for number, handler in _HANDLERS:
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, handler)
 

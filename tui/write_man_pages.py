@@ -27,7 +27,8 @@ STATUS = {
     "0": "Done.",
     "1": "A check failed: a limit is exceeded, or two checkpoints differ.",
     "2": "Bad input; a one-line message names it.",
-    "129, 130, 143": "Ended by a hang-up, an interrupt or a termination signal.",
+    "129, 130, 131, 143": "Ended by a hang-up, an interrupt, a quit or a termination signal.",
+    "135": "A file of the model was cut short while it was read; a one-line message names it.",
 }
 FILES = {
     "$XDG_CONFIG_HOME/dtype-tui/config.yaml": "Theme, keys and defaults.",

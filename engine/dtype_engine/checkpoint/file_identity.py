@@ -25,13 +25,20 @@ class FileIdentity:
     inode: int
     size: int
     mtime_ns: int
+    ctime_ns: int
+    """The time of the last change of the content or of the permissions, names and times. No program can set it back."""
 
     @classmethod
     def of(cls, path: Path) -> FileIdentity:
         """Return the state of the file at `path`, after following links. Raises UserError if there is no such file."""
         with reading(printable(str(path), 500)):
             status = os.stat(path)
-        return cls(path, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+        return cls(path, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+    @property
+    def state(self) -> tuple[int, int, int, int, int]:
+        """What the system says of the file, without its path, in the order of the fields."""
+        return self.device, self.inode, self.size, self.mtime_ns, self.ctime_ns
 
     def change(self) -> str | None:
         """Return how the file has changed since it was opened, such as `was written to`, or None."""
@@ -45,6 +52,8 @@ class FileIdentity:
             return "was replaced by another file"
         if (now.st_size, now.st_mtime_ns) != (self.size, self.mtime_ns):
             return "was written to"
+        if now.st_ctime_ns != self.ctime_ns:
+            return "was written to and its time set back, or its name or permissions were changed,"
         return None
 
 

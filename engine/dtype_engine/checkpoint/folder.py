@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dtype_engine.checkpoint import crash_watch
 from dtype_engine.checkpoint.checkpoint import Checkpoint
 from dtype_engine.checkpoint.file_identity import FileIdentity, refuse_changed
 from dtype_engine.checkpoint.file_kind import kind_of
@@ -54,6 +55,7 @@ def open_checkpoint(path: Path, trust_pickle: bool = False, absent_shards: bool 
 
             notices = (*checkpoint.notices, *zero_point_sentences(checkpoint))
             checkpoint = dataclasses.replace(checkpoint, notices=notices)
+    crash_watch.watch(checkpoint.identities)
     refuse_changed(checkpoint.identities)
     return checkpoint
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dtype_engine.checkpoint.pickle_size import TooManyOpcodes, some_opcodes
-from dtype_engine.core.errors import UserError, one_line
+from dtype_engine.core.errors import UserError, exhausted, one_line
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import human_bytes
 
@@ -58,7 +58,7 @@ def check_archive(path: Path, trust: bool) -> tuple[bool, bool]:
                 for key, size in claims.items():
                     _check_claim(path, key, size, by_name.get(f"{root}/data/{key}"))
     except (OSError, EOFError, RuntimeError, NotImplementedError, ValueError, zipfile.BadZipFile, zlib.error) as error:
-        reason = getattr(error, "strerror", None) or one_line(error)
+        reason = exhausted(error) or getattr(error, "strerror", None) or one_line(error)
         raise UserError(f"can't read {path}: {reason}") from None
     return compressed, scripted
 

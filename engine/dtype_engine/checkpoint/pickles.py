@@ -163,6 +163,8 @@ def load_pickle(path: Path, trust: bool) -> Any:
             "code into PYTHONPATH, or start in it"
         ) from None
     except Exception as error:  # torch.load meets damage in many places, each with an error of its own
+        if isinstance(error, UnicodeEncodeError):
+            raise UserError(f"{path}: this name is not UTF-8, which torch needs to read a file: rename it") from None
         if "unexpected EOF" in str(error):
             raise UserError(f"{path} is cut short: its last tensors are missing; copy or download it again") from None
         if isinstance(error, EOFError) or "pickle data was truncated" in str(error):

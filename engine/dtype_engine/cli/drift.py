@@ -14,7 +14,18 @@ import msgspec
 
 from dtype_engine.cli.options import MEASURING, REFERENCE, ModelCommand, json_option
 from dtype_engine.cli.parallel import over_workers, workers_option
-from dtype_engine.cli.program import NO, answer, note, print_json, print_stderr, say, say_count, say_progress, say_share
+from dtype_engine.cli.program import (
+    NO,
+    UnwrittenFiles,
+    answer,
+    note,
+    print_json,
+    print_stderr,
+    say,
+    say_count,
+    say_progress,
+    say_share,
+)
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.cli.thresholds import all_limits, finite_status, threshold_options
 from dtype_engine.core.errors import UserError
@@ -123,18 +134,21 @@ def drift(
     source = request.locate()
     session = request.open_session(source)
     _refuse_before_measuring(session, tokens, save_pictures, force)
-    report = _measured(session, save)
+    unwritten = UnwrittenFiles()
+    report = _measured(session, save, unwritten)
     if save_recipe is not None:
         from dtype_engine.core.atomic_write import write_text_atomic
         from dtype_engine.recipe.provenance import recipe_text
         from dtype_engine.reports.versions import versions
 
         recipe = recipe_text(session.tree, session.plan, session.model.title, session.settings, report, versions())
-        write_text_atomic(save_recipe, recipe, replace=force)
+        with unwritten.reported():
+            write_text_atomic(save_recipe, recipe, replace=force)
     if save_pictures is not None:
         from dtype_engine.runtime.session import saved_pictures
 
-        note(tuple(f"{file} is written" for file in saved_pictures.save_pictures(session, save_pictures, force)))
+        with unwritten.reported():
+            note(tuple(f"{file} is written" for file in saved_pictures.save_pictures(session, save_pictures, force)))
     texts: tuple[Generation, ...] = ()
     if tokens:
         texts = session.generate(tokens, lambda which, done, most: say_share(f"generating: {which}", done, most))
@@ -146,13 +160,14 @@ def drift(
         from dtype_engine.reports.document import Measured
 
         measured = Measured(report, nonfinite=details.nonfinite)
-        write_report(report_file, force, source, of_session(session), measured)
+        with unwritten.reported():
+            write_report(report_file, force, source, of_session(session), measured)
     say("")
     if as_object:
         calibration = {"calibration": as_json(session.inputs_reading)}
         generated = {"generated": [_generation(text) for text in texts]} if tokens else {}
         print_json(as_json(report) | calibration | generated | details.as_json() | {"thresholds": as_json(reached)})
-        return _exit_status(reached, report)
+        return _exit_status(reached, report) if not unwritten.status else unwritten.status
     from dtype_engine.reports.text import drift_text, generation_text
 
     answer(drift_text(report))
@@ -160,7 +175,7 @@ def drift(
     for text in texts:
         answer(generation_text(text))
     note(report.notices)
-    return _exit_status(reached, report)
+    return _exit_status(reached, report) if not unwritten.status else unwritten.status
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,14 +250,16 @@ def _refuse_targets(recipe: Path | None, report: Path | None, force: bool) -> No
             check_target(file, force)
 
 
-def _measured(session: Session, save: Path | None) -> DriftReport:
-    """Return the measured drift. If the user interrupts the measurement, say how to continue it from the file `save`."""
+def _measured(session: Session, save: Path | None, unwritten: UnwrittenFiles) -> DriftReport:
+    """Return the measured drift, also if it can't be saved in the file `save`. If the user interrupts the measurement, say how to
+    continue it from this file.
+    """
     from dtype_engine.runtime.measure.listener import MeasurementListener
 
     try:
-        return session.drift(MeasurementListener(on_progress=say_progress), save=save)
+        return session.drift(MeasurementListener(on_progress=say_progress, on_unsaved=unwritten.add), save=save)
     except KeyboardInterrupt:
-        if save is not None and expanded(save).exists():
+        if save is not None and not unwritten.status and expanded(save).exists():
             print_stderr(
                 f"{printable(str(save), 200)} has the finished sequences; run the same command again to continue"
             )

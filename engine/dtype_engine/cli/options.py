@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any, cast
 
 import click
 
+from dtype_engine.checkpoint import crash_watch
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.cli.streams import answers_alone
 from dtype_engine.core.errors import UserError
@@ -423,9 +423,7 @@ class ModelCommand(click.Command):
         """Call the command's function with a `RunRequest`. Raises UserError for invalid options."""
         if ctx.parent is None:  # this is the app's command, which prints nothing and draws on the terminal
             return self._invoke(ctx)
-        # After a crash, such as by a mapped file that was cut short, standard error shows where it happened.
-        if not faulthandler.is_enabled():
-            faulthandler.enable(2)
+        crash_watch.start()
         with answers_alone(), foreign_code():
             return self._invoke(ctx)
 

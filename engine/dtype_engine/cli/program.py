@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 from dtype_engine.cli.streams import ReaderGone, answers, answers_can_hold, drop_unwritten, fill_closed, own_output
-from dtype_engine.core.errors import UserError, lacks_memory, one_line
+from dtype_engine.core.errors import UserError, exhausted, one_line
 from dtype_engine.core.job_pace import JobPace
 from dtype_engine.core.text import is_printable, printable, without_controls
 from dtype_engine.core.units import time_left
@@ -119,6 +119,27 @@ def say_progress(run: str, done: int, total: int) -> None:
     say_share(f"measuring: {run}", done, total, job="measuring")
 
 
+class UnwrittenFiles:
+    """Reports files that can't be written after something was measured, so that a command still prints what it measured."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        """BAD_INPUT if a file was not written."""
+
+    def add(self, reason: str) -> None:
+        """Print why a file was not written."""
+        _last_line(f"dtype-engine: {reason}")
+        self.status = BAD_INPUT
+
+    @contextlib.contextmanager
+    def reported(self) -> Iterator[None]:
+        """A context manager that prints the UserError of its block."""
+        try:
+            yield
+        except UserError as error:
+            self.add(str(error))
+
+
 class _EndedBySignal(KeyboardInterrupt):
     """Raised if the signal `number` asks this program to end."""
 
@@ -129,15 +150,20 @@ class _EndedBySignal(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def _raised_signals() -> Iterator[None]:
-    """A context manager in which SIGHUP and SIGTERM raise `_EndedBySignal`, unless these signals are ignored, as under nohup."""
+    """A context manager in which SIGHUP, SIGQUIT and SIGTERM raise `_EndedBySignal`, unless these signals are ignored, as under
+    nohup. A second SIGQUIT ends the process at once.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread can set handlers
         return
 
     def end(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGQUIT:
+            signal.signal(number, signal.SIG_DFL)
         raise _EndedBySignal(number)
 
-    ours = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+    ending = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    ours = [number for number in ending if signal.getsignal(number) is signal.SIG_DFL]
     try:
         for number in ours:
             signal.signal(number, end)
@@ -208,9 +234,10 @@ def report_unexpected(program: str, error: BaseException) -> int:
 
 def unexpected(error: BaseException) -> str:
     """Return one line about an error for which the program has no message of its own."""
-    if lacks_memory(error):
-        return "there is not enough memory for this"
+    reason = exhausted(error)
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
-        return f"can't read or write {printable(str(error.filename), 200)}: {error.strerror}"
+        return f"can't read or write {printable(str(error.filename), 200)}: {reason or error.strerror}"
+    if reason:
+        return reason
     reason = one_line(error, 300, with_type=True)
     return f"unexpected {reason}; this is a fault of the program or of the file; {TRACEBACK}=1 shows where it arose"

@@ -13,7 +13,7 @@ import click
 
 from dtype_engine.cli.options import METRICS, REFERENCE, ModelCommand, force_option, json_option, with_options
 from dtype_engine.cli.parallel import over_workers, workers_option
-from dtype_engine.cli.program import NO, answer, note, print_json, print_stderr, say, say_count
+from dtype_engine.cli.program import NO, UnwrittenFiles, answer, note, print_json, print_stderr, say, say_count
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.cli.thresholds import min_and_max_limits, min_and_max_options
 from dtype_engine.core.errors import OutOfReach, UserError
@@ -115,7 +115,8 @@ def scan(request: RunRequest, shard: str | None, as_object: bool, **how: Any) ->
     if shard is not None:
         _scan_shard(request, Shard.parse(shard, os.environ), as_object, options)
         return 0
-    session, task = _scanned(request, options)
+    unwritten = UnwrittenFiles()
+    session, task = _scanned(request, options, unwritten)
     report, left_out = task.report(), ""
     if options.dtype_names is None or options.family is not None:
         report, left_out = loaded_scores(session.tree, report, options.family or report.loader)
@@ -128,7 +129,7 @@ def scan(request: RunRequest, shard: str | None, as_object: bool, **how: Any) ->
     note((*report.notices, *([fill_hints(left_out, ON_THE_COMMAND_LINE)] if left_out else [])))
     if reason := _why_all_infinite(report):
         print_stderr(f"dtype-engine: {reason}")
-    return NO if reason else 0
+    return unwritten.status or (NO if reason else 0)
 
 
 def _why_all_infinite(report: ScanReport) -> str:
@@ -253,7 +254,8 @@ def search(
     rules = [parse_allowed(text) for text in only]
     if context is None and SCANNED in (scanning.dtype_names or ""):
         raise UserError(f"formats that begin with {SCANNED} are for KV caches, whose bytes depend on --context TOKENS")
-    session, _ = _scanned(request, scanning, only_loadable=True)
+    unwritten = UnwrittenFiles()
+    session, _ = _scanned(request, scanning, unwritten, only_loadable=True)
     most = parse_bytes(budget, session.tree.stored_bytes) if budget is not None else None
     constraints = Constraints(keep, groups, (), tuple(rules), context, batch, scanning.family or session.model.loader)
     try:
@@ -275,11 +277,12 @@ def search(
         print_stderr(f"dtype-engine: {error}")
         return NO
     if output is not None:
-        from dtype_engine.recipe.file import write_recipe
+        with unwritten.reported():
+            from dtype_engine.recipe.file import write_recipe
 
-        recipe = Recipe.of(map(Rule.parse, report.rules))
-        text = write_recipe(recipe, report.model, session.settings, lost=report.lost)
-        write_text_atomic(output, text, replace=force)
+            recipe = Recipe.of(map(Rule.parse, report.rules))
+            text = write_recipe(recipe, report.model, session.settings, lost=report.lost)
+            write_text_atomic(output, text, replace=force)
     finite = report.measured is None or math.isfinite(report.measured)
     if not finite:
         print_stderr("dtype-engine: the output is not finite under this recipe")
@@ -290,7 +293,7 @@ def search(
 
         answer(search_text(report))
     note(report.notices)
-    return 0 if finite else NO
+    return unwritten.status or (0 if finite else NO)
 
 
 @click.command
@@ -333,7 +336,7 @@ def _scan_shard(request: RunRequest, shard: Shard, as_object: bool, scanning: _S
     save = scanning.save
     if save is None:
         raise UserError("--shard needs --save FILE, another file for every shard")
-    session, task = _scanned(request, scanning, shard=shard)
+    session, task = _scanned(request, scanning, shard=shard)  # a share that can't be saved is of no use
     task.write(save)
     count = len(shard.of(range(task.parts)))
     if as_object:
@@ -346,12 +349,21 @@ def _scan_shard(request: RunRequest, shard: Shard, as_object: bool, scanning: _S
 
 
 def _scanned(
-    request: RunRequest, scanning: _Scanning, shard: Shard | None = None, only_loadable: bool = False
+    request: RunRequest,
+    scanning: _Scanning,
+    unwritten: UnwrittenFiles | None = None,
+    shard: Shard | None = None,
+    only_loadable: bool = False,
 ) -> tuple[Session, ScanTask]:
     """Open a session and run its scan, or only the share of the scan that `shard` names.
 
-    only_loadable: whether to raise UserError if the program that is to load the model loads no weight in one of the dtypes.
+    unwritten: is told if the scan can't be saved, and the scan continues. If None, UserError is raised.
+    only_loadable: whether to raise UserError for a dtype in which the program that is to load the model loads no weight.
     """
+    from dtype_engine.core.atomic_write import check_target
+
+    if scanning.save is not None:
+        check_target(scanning.save, replace=True)  # before hours of scanning
     given = parse_dtypes(scanning.dtype_names) if scanning.dtype_names is not None else None
     source = request.locate()
     session = request.open_session(source)
@@ -361,6 +373,7 @@ def _scanned(
         require_loadable(session.tree, family, names)
     draws, exact, save = scanning.draws, scanning.exact, scanning.save
     task = session.scan_task(names, draws, exact, save)
+    task.on_unsaved = unwritten.add if unwritten is not None else None
     if shard is not None:
         task.shard = shard
     if scanning.workers is not None and (parts := len(task.pending())):

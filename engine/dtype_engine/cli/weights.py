@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING
 import click
 
 from dtype_engine.cli.options import ModelCommand, json_option
-from dtype_engine.cli.program import NO, answer, note, print_json, print_stderr, say, say_count, say_share
+from dtype_engine.cli.program import (
+    NO,
+    UnwrittenFiles,
+    answer,
+    note,
+    print_json,
+    print_stderr,
+    say,
+    say_count,
+    say_share,
+)
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.core.errors import UserError
 from dtype_engine.recipe import require_matches
@@ -86,6 +96,7 @@ def _compare(request: RunRequest, against: str, save: Path | None, as_object: bo
     there.
     """
     from dtype_engine.checkpoint.source import locate
+    from dtype_engine.core.atomic_write import check_target
     from dtype_engine.reports.text_weights import comparison_text
     from dtype_engine.runtime.measure.saved_differences import SavedDifferences
     from dtype_engine.runtime.measure.weight_differences import TwoCheckpoints, sorted_worst_first
@@ -97,7 +108,10 @@ def _compare(request: RunRequest, against: str, save: Path | None, as_object: bo
     for source, checkpoint in zip(sources, (reference, candidate), strict=True):
         note(f"{source.title}: {sentence}" for sentence in checkpoint.of_sets)
     two = TwoCheckpoints(reference, candidate, request.options)
+    if save is not None:
+        check_target(save, replace=True)  # before hours of comparing
     saved = SavedDifferences(save, reference, candidate) if save is not None else None
+    unwritten = UnwrittenFiles()
     done: list[WeightDifference] = []
     shapes: list[DifferentShape] = []
 
@@ -118,19 +132,21 @@ def _compare(request: RunRequest, against: str, save: Path | None, as_object: bo
                 shapes.append(each)
                 continue
             done.append(each)
-            if saved is not None:
-                saved.add(each)
+            if saved is not None and not unwritten.status:
+                with unwritten.reported():
+                    saved.add(each)
     except KeyboardInterrupt:
         show()
-        if saved is not None:
+        if saved is not None and not unwritten.status:
             print_stderr(f"dtype-engine: note: {save} has what is done, and the same command continues from it")
         raise
     finally:
-        if saved is not None:
-            saved.write()
+        if saved is not None and not unwritten.status:
+            with unwritten.reported():
+                saved.write()
     same = show()
     note((*reference.remarks, *candidate.remarks))
-    return 0 if same else NO
+    return unwritten.status or (0 if same else NO)
 
 
 def _checkpoint(source: Source) -> Checkpoint:

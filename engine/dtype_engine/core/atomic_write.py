@@ -7,14 +7,25 @@ import os
 import tempfile
 from pathlib import Path
 
-from dtype_engine.core.errors import UserError
+from dtype_engine.core.errors import UserError, exhausted
 from dtype_engine.core.hints import hint
 from dtype_engine.core.text import printable
 from dtype_engine.core.user_folders import expanded
 
 
 def write_text_atomic(path: Path, text: str, replace: bool = False, mode: int | None = None) -> Path:
-    """Write a text file so that no crash, full disk or power failure leaves it incomplete. Returns its absolute path.
+    """Write a text file in UTF-8 as `write_atomic` does."""
+    try:
+        content = text.encode()
+    except UnicodeEncodeError:
+        raise UserError(
+            f"can't write {printable(str(path), 200)}: a name in it is not Unicode; rename the file or folder that has it"
+        ) from None
+    return write_atomic(path, content, replace, mode)
+
+
+def write_atomic(path: Path, content: bytes, replace: bool = False, mode: int | None = None) -> Path:
+    """Write a file so that no crash, full disk or power failure leaves it incomplete. Returns its absolute path.
 
     replace: whether an existing file may be replaced. mode: the file's permissions; None: the usual ones. Raises UserError if
     the file can't be written; an existing file is then unchanged.
@@ -23,8 +34,8 @@ def write_text_atomic(path: Path, text: str, replace: bool = False, mode: int | 
     temporary: str | None = None
     try:
         number, temporary = tempfile.mkstemp(prefix=f".{path.name[:100]}.partial-", dir=path.parent)
-        with open(number, "w", encoding="utf-8") as file:
-            file.write(text)
+        with open(number, "wb") as file:
+            file.write(content)
             file.flush()
             os.fchmod(number, mode if mode is not None else 0o666 & ~umask())
             os.fsync(number)
@@ -37,11 +48,7 @@ def write_text_atomic(path: Path, text: str, replace: bool = False, mode: int | 
     except FileExistsError:
         raise UserError(f"{path} exists; name another file{hint('replace')}") from None
     except OSError as error:
-        raise UserError(f"can't write {printable(str(path), 200)}: {error.strerror}") from None
-    except UnicodeEncodeError:
-        raise UserError(
-            f"can't write {printable(str(path), 200)}: a name in it is not Unicode; rename the file or folder that has it"
-        ) from None
+        raise UserError(f"can't write {printable(str(path), 200)}: {exhausted(error) or error.strerror}") from None
     finally:
         if temporary is not None:
             with contextlib.suppress(OSError):
@@ -58,11 +65,14 @@ def check_target(path: Path, replace: bool = False) -> Path:
         if "\0" in str(path):
             raise ValueError("a name has no null character")
         folder, there, parent = path.is_dir(), path.exists() or path.is_symlink(), path.parent.is_dir()
+        special = path.exists() and not folder and not path.is_file()
     except (OSError, ValueError) as error:  # too long, or it has a null byte
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"can't write {printable(str(path), 200)}: {reason}") from None
     if folder:
         raise UserError(f"{path} is a folder; name a file in it")
+    if special and replace:
+        raise UserError(f"{path} is a device or a pipe, which a file would replace; name another file")
     if not replace and there:
         raise UserError(f"{path} exists; name another file{hint('replace')}")
     if not parent:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from dtype_engine.core.hints import ON_THE_COMMAND_LINE, fill_hints
 from dtype_engine.core.text import printable
 
@@ -15,9 +17,32 @@ def one_line(error: BaseException, most: int = 200, with_type: bool = False) -> 
     return f"{name}: {text}" if text and with_type else text or name
 
 
+_NO_MEMORY = "there is not enough memory for this"
+_LIMITS = {
+    r"can(no|')t allocate memory|failed to map segment|bad_alloc": _NO_MEMORY,
+    "too many open files": "Too many open files: raise the limit, as by `ulimit -n 1024`",
+    "no usable temporary directory": "no folder for temporary files can be written: set TMPDIR to one that can",
+    "can't start new thread": "no more threads can be started: raise the limit, `ulimit -u`",
+    "no space left on device": "No space left on device: free some space there, or write elsewhere",
+    "disk quota exceeded": "Disk quota exceeded: free some space there, or write elsewhere",
+    "file too large": "File too large: raise the limit, `ulimit -f`",
+}
+"""What an exception's message is matched with, whatever its type is, and a sentence. Libraries wrap the system's errors in types of
+their own, and torch has RuntimeError for most.
+"""
+
+
+def exhausted(error: BaseException) -> str:
+    """Return a sentence if an exception says that memory, on the CPU or an accelerator, or another resource ran out, or ""."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return _NO_MEMORY
+    said = str(error)
+    return next((sentence for words, sentence in _LIMITS.items() if re.search(words, said, re.IGNORECASE)), "")
+
+
 def lacks_memory(error: BaseException) -> bool:
     """Return whether an exception says that memory ran out, on the CPU or on torch's accelerator."""
-    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return exhausted(error) == _NO_MEMORY
 
 
 class UserError(Exception):

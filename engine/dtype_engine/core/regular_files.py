@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from dtype_engine.core.errors import UserError
+from dtype_engine.core.errors import UserError, exhausted
 from dtype_engine.core.input_limits import BYTES_PER_TOKEN, InputLimits
 
 _PIECE_BYTES = 1 << 20
@@ -46,7 +46,7 @@ def reading(what: object) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(f"can't read {what}: {error.strerror}") from None
+        raise UserError(f"can't read {what}: {exhausted(error) or error.strerror}") from None
 
 
 def _refuse_special(path: Path, status: os.stat_result) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import math
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -14,10 +15,12 @@ from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future
 from concurrent.futures import CancelledError as FutureCancelled
 from contextlib import AbstractContextManager
 from itertools import islice
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait as wait_for
 from multiprocessing.context import BaseContext
 from multiprocessing.sharedctypes import Synchronized
 from multiprocessing.synchronize import Event
+from multiprocessing.util import get_temp_dir
 
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import Cancelled, UserError
@@ -27,6 +30,8 @@ from dtype_engine.evaluation.specs import Evaluated, Evaluation
 
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"
 """The environment variables that say which GPUs a process sees: of CUDA and ROCm, and of Intel (XPU)."""
+_TO_PROGRAM = (signal.SIGHUP, signal.SIGQUIT) if sys.platform != "win32" else ()
+"""Signals that a terminal sends to this program and to all processes that it has started. This program alone answers them."""
 _POLL_S = 0.1
 _MOST_BREAKS = 3
 """The pool gives up after the workers have died this many times in a row without finishing a single evaluation."""
@@ -66,7 +71,7 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
     def _started(self) -> Executor:
         if self._executor is None:
             started = self._context.Value("i", 0)
-            given = (self._stop, self.workers, started, self._gpus)
+            given = (self._stop, self.workers, started, self._gpus, get_temp_dir())
             self._executor = ProcessPoolExecutor(self.workers, self._context, initializer=_start_worker, initargs=given)
         return self._executor
 
@@ -87,6 +92,14 @@ def _context() -> BaseContext:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["dtype_engine.runtime.session.preload"])
+    # Processes inherit the blocked signals. Without this, a hang-up ends the tracker of semaphores, and the next one prints a
+    # traceback for each semaphore that it does not know.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _TO_PROGRAM)
+    try:
+        resource_tracker.ensure_running()
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return context
 
 
@@ -163,24 +176,26 @@ def assigned(index: int, gpus: tuple[str, ...], environment: MutableMapping[str,
         environment.update(dict.fromkeys(VISIBLE_GPUS, gpus[index % len(gpus)]))
 
 
-def _start_worker(stop: Event, workers: int, started: Synchronized[int], gpus: tuple[str, ...]) -> None:
-    """Prepare a new worker process: give it its GPU, make it ignore Ctrl+C, and end it with its parent process.
+def _start_worker(stop: Event, workers: int, started: Synchronized[int], gpus: tuple[str, ...], sockets: str) -> None:
+    """Prepare a new worker process: give it its GPU, make it ignore the signals of a terminal, and end it with its parent process.
 
     stop: set to cancel the evaluations. workers: the number of processes that share the machine's memory. started: the number of
-    processes that the pool has started before.
+    processes that the pool has started before. sockets: the parent's temporary folder, which is removed if the parent was killed.
     """
     with started.get_lock():
         index, started.value = started.value, started.value + 1
     assigned(index, gpus)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, *_TO_PROGRAM):
+        signal.signal(number, signal.SIG_IGN)
     share_memory(workers)
     cancel_by(stop.is_set)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(sockets,), daemon=True).start()
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(sockets: str) -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         with contextlib.suppress(OSError):
             wait_for([parent.sentinel])
+        shutil.rmtree(sockets, ignore_errors=True)
         os._exit(1)

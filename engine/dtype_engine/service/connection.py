@@ -104,7 +104,7 @@ def start_process(arguments: Sequence[str], own_group: bool = True) -> subproces
 def last_line(output: bytes) -> str:
     """Return the last line of a process's output, or ""."""
     lines = output.decode(errors="replace").strip().splitlines()
-    return printable(lines[-1], 200) if lines else ""
+    return printable(lines[-1], 800) if lines else ""  # a path of 500 letters, and what happened to it
 
 
 def signal_words(number: int) -> str:

@@ -255,6 +255,8 @@ class EngineProcess(Engine):
                 return None
         if status >= 0:
             return f"{name} ended: {connection.last_words()}"
+        if -status == signal.SIGBUS and (line := connection.last_line()):
+            return f"{name} ended: {line.removeprefix('dtype-engine: ')}"
         held = self._memory.rss_bytes if self._memory is not None and -status == signal.SIGKILL else None
         return f"{name} ended: {signal_words(-status)}" + (f"; it held {human_bytes(held)}" if held is not None else "")
 

@@ -165,9 +165,11 @@ def main(compressed: bool = False) -> None:
     os.nice(max(0, NICENESS - os.nice(0)))  # the app's screen has priority
     gc.disable()  # until the model is open, because what is imported and loaded is long-lived
     imports.begin_imports()
+    from dtype_engine.checkpoint import crash_watch
     from dtype_engine.service.frames import FrameReader, FrameWriter
 
     read, write = own_streams()
+    crash_watch.start()
     server = EngineServer()
     reader, writer = FrameReader(read), FrameWriter(write, compressed)
     try:

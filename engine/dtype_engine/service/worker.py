@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 
 from dtype_engine.checkpoint.export_folder import check_typed_path
 from dtype_engine.core.cancellation import CancelToken
-from dtype_engine.core.errors import Cancelled, KernelError, UserError, lacks_memory
+from dtype_engine.core.errors import Cancelled, KernelError, UserError, exhausted, lacks_memory
 from dtype_engine.core.foreign_code import foreign_code, with_type
 from dtype_engine.core.options import Options
 from dtype_engine.recipe import Recipe
@@ -245,7 +245,7 @@ class Worker(Engine):
     def _emit_failure(self, recipe: Recipe, command: Command, error: Exception) -> None:
         """Emit that `command` failed: as `Failed` for a measurement, which then has no metrics, otherwise as `Refused`."""
         small = "not enough memory; cast to a smaller dtype or use shorter inputs"
-        other = small if lacks_memory(error) else with_type(error)
+        other = small if lacks_memory(error) else exhausted(error) or with_type(error)
         message = error.sentence if isinstance(error, UserError) else other
         if isinstance(command, Measure):
             self._emit(events.Failed(recipe, message, error.module if isinstance(error, KernelError) else None))

@@ -6,6 +6,7 @@ file has no more is SIGBUS, which ends the process.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -18,7 +19,7 @@ from tests.helpers import preloaded
 from tests.helpers.recorded_worker import RecordedProcess
 
 from dtype_engine import Options, Recipe
-from dtype_engine.checkpoint import FileIdentity, unchanged
+from dtype_engine.checkpoint import FileIdentity, crash_watch, unchanged
 from dtype_engine.core.errors import Cancelled, UserError
 from dtype_engine.service import events
 from dtype_engine.service.commands import SetRecipe
@@ -92,7 +93,9 @@ def source(make_llama: Callable[..., Path]) -> Path:
 def run_cutting(source: Path, where: str, name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command, *rest = arguments
     file = str(source / "model.safetensors")
-    return preloaded.run(CUTTING, where, name, file, "dtype_engine.cli", command, str(source), *rest)
+    program = preloaded.command(CUTTING, where, name, file, "dtype_engine.cli", command, str(source), *rest)
+    # This reads until the process that says what was cut short, a moment after the program has ended, has closed the pipe as well.
+    return subprocess.run(program, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.slow
@@ -106,13 +109,40 @@ def run_cutting(source: Path, where: str, name: str, *arguments: str) -> subproc
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_command_killed_by_sigbus_prints_the_python_stack(
+def test_command_killed_by_sigbus_names_the_truncated_file_in_one_line(
     where: str, name: str, arguments: list[str], source: Path
 ) -> None:
+    file = source / "model.safetensors"
+    size = file.stat().st_size
     done = run_cutting(source, where, name, *arguments)
     assert (done.returncode, done.stdout) == (-signal.SIGBUS, "")
-    assert "Fatal Python error: Bus error" in done.stderr
-    assert f"{Path('dtype_engine', 'runtime')}" in done.stderr
+    assert done.stderr.startswith(f"dtype-engine: {file} was cut short: it had {size} bytes and has 40000 ")
+    assert done.stderr.endswith("; open the model again\n")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("told", "says"),
+    [
+        (b"", ""),
+        (
+            b"Fatal Python error: Segmentation fault\n\nThread 1\n",
+            "Fatal Python error: Segmentation fault\n\nThread 1\n",
+        ),
+        (
+            b"Fatal Python error: Bus error\n\nThread 1\n",
+            "dtype-engine: a file that is mapped into memory can't be read (SIGBUS): its disk failed; "
+            "DTYPE_TUI_TRACEBACK=1 shows where\n",
+        ),
+    ],
+    ids=["no crash", "another crash", "a failed disk"],
+)
+def test_crash_that_no_file_explains_is_reported(told: bytes, says: str, source: Path) -> None:
+    file = FileIdentity.of(source / "model.safetensors")
+    entries = [json.dumps(entry) for entry in (sys.path, [str(file.path), *file.state])]
+    given = "".join(f"file {entry}\n" for entry in entries).encode() + told
+    done = subprocess.run([sys.executable, "-S", crash_watch.__file__], input=given, capture_output=True, check=True)
+    assert (done.stdout, done.stderr.decode()) == (b"", says)
 
 
 @pytest.mark.slow
@@ -141,6 +171,7 @@ def test_app_reports_an_engine_killed_by_a_truncated_file(source: Path) -> None:
     try:
         recorded.worker.request(SetRecipe(Recipe()))
         ended = recorded.wait_for(events.EngineEnded, seconds=100)
-        assert "a file that it reads was cut short, or its disk failed (SIGBUS)" in ended.message
+        assert f"ended: {file} was cut short: it had " in ended.message
+        assert "open the model again" in ended.message
     finally:
         recorded.worker.close()

@@ -18,6 +18,12 @@ def overwrite(path: Path) -> None:
         file.write(b"y")
 
 
+def overwrite_and_restore_the_time(path: Path) -> None:
+    before = os.stat(path)
+    overwrite(path)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
 def append(path: Path) -> None:
     with open(path, "ab") as file:
         file.write(b"y")
@@ -37,6 +43,10 @@ def truncate(path: Path) -> None:
     ("change", "says"),
     [
         (overwrite, "was written to"),
+        (
+            overwrite_and_restore_the_time,
+            "was written to and its time set back, or its name or permissions were changed,",
+        ),
         (append, "was written to"),
         (replace, "was replaced by another file"),
         (truncate, "was cut short: it had 3 bytes and has 1"),

@@ -240,11 +240,35 @@ def test_unwritable_path_is_refused_in_one_sentence(target: str) -> None:
         check_target(Path(target))
 
 
+def test_device_is_not_replaced_by_a_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="is a device or a pipe, which a file would replace; name another file"):
+        write_text_atomic(tmp_path / "pipe", "text", replace=True)
+    assert [entry.is_fifo() for entry in tmp_path.iterdir()] == [True]
+
+
 def test_full_output_device_is_reported_in_one_sentence() -> None:
     code = f"import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 1); {preloaded.COMMAND}"
     done = preloaded.run(code, "inspect", "--json")
     assert done.returncode == BAD_INPUT
     assert done.stderr == "dtype-engine: standard output can't be written: No space left on device\n"
+
+
+# -- names that are not UTF-8 -------------------------------------------------------------------------------------------
+
+
+def test_model_folder_whose_name_is_not_utf_8_is_opened(make_llama: Callable[..., Path], tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"odd\xffname")
+    make_llama().rename(folder)
+    assert de.open(str(folder), options=de.Options(device="cpu")).model.title == "odd\\udcffname"
+
+
+def test_pytorch_file_whose_name_is_not_utf_8_is_refused_for_that_reason(tmp_path: Path) -> None:
+    torch.save({"weight": torch.ones(2)}, tmp_path / "x.pth")
+    odd = (tmp_path / "x.pth").rename(tmp_path / os.fsdecode(b"x\xff.pth"))
+    done = preloaded.run(preloaded.COMMAND, "inspect", str(odd))
+    assert done.returncode == BAD_INPUT
+    assert "x\\udcff.pth: this name is not UTF-8, which torch needs to read a file: rename it\n" in done.stderr
 
 
 # -- an engine that is halted ------------------------------------------------------------------------------------------

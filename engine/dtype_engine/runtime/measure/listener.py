@@ -38,6 +38,8 @@ class MeasurementListener:
     casts of a model larger than memory lose, and the user's metrics. The report lacks these metrics, and its `lost` is None if such
     values are still to be counted.
     """
+    on_unsaved: Callable[[str], None] | None = None
+    """Called with the reason if the measurement can't be saved; it then continues unsaved. If None, UserError is raised."""
     saves: bool = False
     """Whether `on_sequence` saves the totals. Fewer sequences then run side by side, so that an interrupt loses fewer results."""
     cancelled: IsCancelled = never

@@ -26,8 +26,8 @@ class ComparisonFile(msgspec.Struct):
     """The content of a file of a saved comparison."""
 
     kind: str
-    files: list[tuple[str, int, int]]
-    """(name, size in bytes, modification time in nanoseconds) of each file of both checkpoints."""
+    files: list[tuple[str, int, int, int]]
+    """(name, size in bytes, times of the last modification and the last change in nanoseconds) of each file of both checkpoints."""
     weights: list[WeightDifference]
 
 
@@ -40,7 +40,7 @@ class SavedDifferences:
         self._path = path
         self._throttle = Throttle(first=False, every=_EVERY)
         identities = (*reference.identities, *candidate.identities)
-        self._files = [(file.path.name, file.size, file.mtime_ns) for file in identities]
+        self._files = [(file.path.name, file.size, file.mtime_ns, file.ctime_ns) for file in identities]
         self.found: dict[tuple[str, str], WeightDifference] = {}
         """All differences so far, by (name of the weight in the reference checkpoint, its name in the candidate)."""
         if path.exists():

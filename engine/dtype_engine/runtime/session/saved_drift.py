@@ -56,11 +56,24 @@ def saving(
     )
     finished: list[RunningTotals] = []
     throttle = Throttle(every=_BETWEEN_S / INTERVAL_S)
+    is_unsaved = False
+
+    def save(totals: RunningTotals) -> None:
+        nonlocal is_unsaved
+        if is_unsaved:
+            return
+        try:
+            write(path, fingerprint, totals.saved())
+        except UserError as error:
+            if listener.on_unsaved is None:
+                raise
+            is_unsaved = True
+            listener.on_unsaved(str(error))
 
     def keep(totals: RunningTotals) -> None:
         finished[:] = [totals]
         if throttle.due():
-            write(path, fingerprint, totals.saved())
+            save(totals)
         if on_sequence is not None:
             on_sequence(totals)
 
@@ -68,7 +81,7 @@ def saving(
         yield dataclasses.replace(listener, on_sequence=keep, saves=True), begun
     finally:
         for totals in finished:
-            write(path, fingerprint, totals.saved())
+            save(totals)
 
 
 def write(path: Path, fingerprint: Fingerprint, totals: SavedTotals) -> None:

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from dtype_engine.core.atomic_write import write_atomic
 from dtype_engine.core.cancellation import never
-from dtype_engine.core.errors import UserError
+from dtype_engine.core.errors import UserError, exhausted
 from dtype_engine.runtime.numerics.compare.pictures import first_picture, picture_range
 from dtype_engine.runtime.passes.outputs import main_output
 from dtype_engine.runtime.passes.runner import ForwardRunner
@@ -59,18 +60,22 @@ def _file(module: Any, folder: Path, number: int, side: str) -> Path:
 def _write(file: Path, output: torch.Tensor, module: Any) -> None:
     """Write the first picture or the first sound of a batch that a module has made."""
     pixels = picture_range(module)
-    content = _wave(output, module.sound_rate) if pixels is None else b""
+    content = _wave(output, module.sound_rate) if pixels is None else _png(output, *pixels)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        if pixels is None:
-            file.write_bytes(content)
-        else:
-            from PIL import Image
-
-            values = (255 * first_picture(output, *pixels)).round().to(torch.uint8).movedim(0, -1)
-            Image.fromarray(values.numpy()).save(file)
     except OSError as error:
-        raise UserError(f"can't write {file}: {error.strerror or error}") from None
+        raise UserError(f"can't write {file}: {exhausted(error) or error.strerror}") from None
+    write_atomic(file, content, replace=True)
+
+
+def _png(output: torch.Tensor, lowest: float, highest: float) -> bytes:
+    """Return the first picture of a batch as a PNG file. lowest, highest: the values of black and white."""
+    from PIL import Image
+
+    values = (255 * first_picture(output, lowest, highest)).round().to(torch.uint8).movedim(0, -1)
+    file = io.BytesIO()
+    Image.fromarray(values.numpy()).save(file, "PNG")
+    return file.getvalue()
 
 
 def _wave(output: torch.Tensor, rate: int) -> bytes:

@@ -4,16 +4,18 @@ freed, or by a copy. If another program truncates a mapped file, a signal (SIGBU
 
 from __future__ import annotations
 
+import functools
 import math
 import mmap
 import os
+import sys
 from contextlib import suppress
 
 import msgspec
 import torch
 
 from dtype_engine.checkpoint import ByteRange, CheckpointTensor
-from dtype_engine.core.errors import UserError
+from dtype_engine.core.errors import UserError, exhausted
 from dtype_engine.core.regular_files import reading
 from dtype_engine.core.text import printable
 from dtype_engine.runtime.formats.dequantize import torch_dtype
@@ -34,13 +36,16 @@ def read_mapped(stored: CheckpointTensor, alone: bool = False) -> torch.Tensor:
     if not byte_range.nbytes:
         return torch.empty(shape, dtype=dtype)
     before = byte_range.start % mmap.ALLOCATIONGRANULARITY
+    _allow_many_files()
     try:
         with open(byte_range.file, "rb") as file:
             mapping = mmap.mmap(
                 file.fileno(), before + byte_range.nbytes, access=mmap.ACCESS_COPY, offset=byte_range.start - before
             )
     except (OSError, ValueError) as error:
-        raise UserError(f"can't read {byte_range.file}: {getattr(error, 'strerror', None) or error}") from None
+        raise UserError(
+            f"can't read {byte_range.file}: {exhausted(error) or getattr(error, 'strerror', None) or error}"
+        ) from None
     if alone and hasattr(mmap, "MADV_RANDOM"):
         with suppress(OSError):  # some file systems take no advice
             mapping.madvise(mmap.MADV_RANDOM)
@@ -51,6 +56,19 @@ def read_mapped(stored: CheckpointTensor, alone: bool = False) -> torch.Tensor:
     else:
         values = torch.frombuffer(mapping, dtype=dtype, count=math.prod(shape), offset=before)
     return values.view(shape)
+
+
+@functools.cache
+def _allow_many_files() -> None:
+    """Let this process open as many files as the system allows. Python keeps a file descriptor for each mapping, and a model may
+    have more weights than the usual limit of 1,024 descriptors.
+    """
+    if sys.platform != "win32":
+        import resource
+
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def read_part(part: CheckpointTensor) -> torch.Tensor:

@@ -396,7 +396,7 @@ that the writing thread is sent there, or 0.
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals are POSIX's")
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGINT])
 def test_killed_export_leaves_no_target_folder(make_llama: Any, tmp_path: Path, number: int) -> None:
     source = make_llama()
     before = {entry.name: entry.read_bytes() for entry in source.iterdir()}

@@ -423,7 +423,7 @@ def test_killed_pickle_export_leaves_no_incomplete_target(source: Path, tmp_path
     casts = [f"{rule.pattern}={rule.dtype}" for rule in RECIPE.rules]
     arguments = [str(folder), "-o", str(out), "--force", "--max-shard-size", "3MB"]
     arguments += [part for cast in casts for part in ("--cast", cast)]
-    signals = [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
+    signals = [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT]
     generator = random.Random(7)
     ended: dict[int, list[int]] = {number: [] for number in signals}
     whole = math.inf
@@ -431,7 +431,7 @@ def test_killed_pickle_export_leaves_no_incomplete_target(source: Path, tmp_path
         there = set(parent.glob(".out.*"))
         program = preloaded.Program(preloaded.COMMAND, "export", *arguments)
         started = time.perf_counter()
-        number = signals[moment % 4]
+        number = signals[moment % len(signals)]
         if moment >= 0:
             # The first signal of each kind comes once the program writes, when it surely answers to signals in its own way. The
             # others come at any time, but for the beginning of a run.
