@@ -240,7 +240,7 @@ def test_recurrent_layer_compares_dtypes_again_after_passes_of_several_threads()
         outer.close()
         assert other.submit(module, ROWS).result()[0].dtype == torch.bfloat16
         other.submit(mode.__exit__, None, None, None).result()
-    with pytest.raises(ValueError, match="does not match weight dtype|input must have the type"):  # torch 2.10
+    with pytest.raises(ValueError, match=r"does not match weight dtype|input must have the type"):  # torch 2.10
         module(ROWS)
     with de.mixed_dtypes(), pytest.raises(RuntimeError, match=r"input\.size"):
         module(ROWS[..., :7])
