@@ -111,7 +111,7 @@ def _sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 def _past_the_end(tensor: torch.Tensor) -> bool:
     if not tensor.numel():
         return False
-    last = tensor.storage_offset() + sum(
+    last = int(tensor.storage_offset()) + sum(
         (extent - 1) * step for extent, step in zip(tensor.shape, tensor.stride(), strict=True)
     )
     return (last + 1) * tensor.element_size() > tensor.untyped_storage().nbytes()
