@@ -306,3 +306,13 @@ def _experts(name: str, tensor: CheckpointTensor) -> dict[str, CodedWeight]:
 def _coded(name: str, tensor: CheckpointTensor) -> CodedWeight:
     form = f"{SCHEME.name}:{dtypes.short_name(tensor.dtype)}"
     return CodedWeight(name, tensor.shape, SCHEME, form, {CODES: tensor})
+
+
+def unpacked_dtype(weight: CodedWeight) -> str | None:
+    """Return the dtype that holds the values of a weight that a GGUF file has in float32, float16 or bfloat16, but in another
+    order or shape than transformers or with a norm's offset. None for a weight in blocks or of another format.
+    """
+    dtype = weight.parts[CODES].dtype
+    if weight.scheme is not SCHEME or dtype not in ("float32", "float16", "bfloat16"):
+        return None
+    return "float32" if "offset" in weight.settings else dtype
