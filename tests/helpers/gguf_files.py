@@ -41,6 +41,8 @@ def write_model(path: Path, architecture: str, model: Any, *changes: Change, kin
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
         writer.add_vocab_size(config.vocab_size)
         for name, tensor in model.state_dict().items():
+            if name == "lm_head.weight" and config.tie_word_embeddings:
+                continue
             values, (stem, _, local) = tensor.float().numpy(), name.rpartition(".")
             if local == "gate_up_proj":  # experts of one layer: the file has gate and up apart
                 for part, half in zip(("gate", "up"), np.split(values, 2, axis=1), strict=True):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from dtype_engine.checkpoint.file_identity import FileIdentity
 from dtype_engine.checkpoint.kv_cache import kv_cache
-from dtype_engine.checkpoint.packed_weights import NOT_CODES, parameters_meant, quantized_parts
+from dtype_engine.checkpoint.packed_weights import NOT_CODES, output_scales, parameters_meant, quantized_parts
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes import CODES, CodedWeight
 from dtype_engine.checkpoint.schemes.own import read as read_own
@@ -184,7 +184,7 @@ class Checkpoint:
     def tree(self) -> Tree:
         """Return the module tree, built from the tensor names. Module classes are unknown, and the only ties are `aliases`."""
         unread, own = self.unread, {name for name, weight in self.coded.items() if weight.own}
-        parts = quantized_parts(unread, self.config)
+        parts = output_scales(unread) | quantized_parts(unread, self.config)
         further: dict[str, tuple[str, ...]] = {}
         for alias, first in self.aliases.items():
             further[first] = (*further.get(first, ()), alias)

@@ -87,6 +87,8 @@ class _Family:
     """Whether the file stores 1 + w for each weight w of a norm."""
     biases: frozenset[str] = frozenset()
     """llama.cpp's names of the layers of a block that may have a bias."""
+    optional_window: bool = False
+    """Whether layers have a sliding window only if `use_sliding_window` in config.json is true, for which GGUF has no entry."""
 
 
 _FAMILIES = {
@@ -97,17 +99,19 @@ _FAMILIES = {
         {**_WINDOW_FIELDS, "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
         reordered=True,
     ),
-    "qwen2": _Family("qwen2", "Qwen2ForCausalLM", _DENSE, biases=_QKV),
+    "qwen2": _Family("qwen2", "Qwen2ForCausalLM", _DENSE, biases=_QKV, optional_window=True),
     "qwen2moe": _Family(
         "qwen2_moe", "Qwen2MoeForCausalLM", {**_ATTENTION, **_NORMS, **_EXPERTS, **_SHARED_EXPERT},
         {**_FIELDS, **_EXPERT_FIELDS, "expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
-        {"norm_topk_prob": False}, biases=_QKV,
+        {"norm_topk_prob": False}, biases=_QKV, optional_window=True,
     ),
-    "qwen3": _Family("qwen3", "Qwen3ForCausalLM", {**_DENSE, **_HEAD_NORMS}, biases=_ALL_ATTENTION),
+    "qwen3": _Family(
+        "qwen3", "Qwen3ForCausalLM", {**_DENSE, **_HEAD_NORMS}, biases=_ALL_ATTENTION, optional_window=True
+    ),
     "qwen3moe": _Family(
         "qwen3_moe", "Qwen3MoeForCausalLM",
         {**_ATTENTION, **_HEAD_NORMS, **_NORMS, **_EXPERTS, "ffn_gate_inp": "mlp.gate"},
-        {**_FIELDS, **_EXPERT_FIELDS}, {"norm_topk_prob": True}, biases=_ALL_ATTENTION,
+        {**_FIELDS, **_EXPERT_FIELDS}, {"norm_topk_prob": True}, biases=_ALL_ATTENTION, optional_window=True,
     ),
     "gemma": _Family("gemma", "GemmaForCausalLM", _DENSE, shifted_norms=True, biases=_ALL_ATTENTION),
     "gemma2": _Family(
@@ -155,7 +159,7 @@ def model_of(
             else isinstance(value, ListLength)
             or (name in (_WINDOW, *_CAPS) and not value and family.model_type == "gemma2")
             if name in family.fields
-            else not changes_nothing(name, value, config)
+            else not (name == _WINDOW and family.optional_window) and not changes_nothing(name, value, config)
         )
     ]
     blocks = config["num_hidden_layers"]
@@ -165,8 +169,13 @@ def model_of(
         if (name in rope.lost if name in ROPE_FACTORS else _name(name, family, blocks)[0] is None)
     ]
     sentences = [
-        f"{each} changes what the model computes, and {family.model_class} has no place for it" for each in lost
+        f"{each} changes what the model computes, and is not translated for {family.model_class}" for each in lost
     ]
+    if family.optional_window and not changes_nothing(_WINDOW, own.get(_WINDOW, 0), config):
+        sentences.append(
+            f"llama.cpp does not use the entry {printable(begin + _WINDOW)} ({printable(str(own[_WINDOW]), 60)}), and the header "
+            f"does not say which layers of {family.model_class} have a sliding window (use_sliding_window)"
+        )
     if _EPSILON not in own:
         sentences.append(f"the header has no entry {printable(begin + _EPSILON)}, which the norms of the model need")
     return config, tuple(sentences)
@@ -294,3 +303,13 @@ def _experts(name: str, tensor: CheckpointTensor) -> dict[str, CodedWeight]:
 def _coded(name: str, tensor: CheckpointTensor) -> CodedWeight:
     form = f"{SCHEME.name}:{dtypes.short_name(tensor.dtype)}"
     return CodedWeight(name, tensor.shape, SCHEME, form, {CODES: tensor})
+
+
+def unpacked_dtype(weight: CodedWeight) -> str | None:
+    """Return the dtype that holds the values of a weight that a GGUF file has in float32, float16 or bfloat16, but in another
+    order or shape than transformers or with a norm's offset. None for a weight in blocks or of another format.
+    """
+    dtype = weight.parts[CODES].dtype
+    if weight.scheme is not SCHEME or dtype not in ("float32", "float16", "bfloat16"):
+        return None
+    return "float32" if "offset" in weight.settings else dtype

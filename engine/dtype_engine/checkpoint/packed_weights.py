@@ -126,6 +126,22 @@ def quantized_parts(tensors: Mapping[str, Stored], config: Mapping[str, Any] | N
     return found
 
 
+def output_scales(tensors: Mapping[str, Stored]) -> dict[str, str]:
+    """Return the names of the scales and zero points with which modules of torch.ao quantize their outputs, as in a state dict
+    after `quantize_dynamic`. Each is mapped to the reason why it is never cast.
+    """
+    found: dict[str, str] = {}
+    for name, zero in tensors.items():
+        module, dot, local = name.rpartition(".")
+        scale = tensors.get(f"{module}{dot}scale") if local == "zero_point" else None
+        if scale is None or zero.dtype != "int64" or scale.dtype != "float32":
+            continue
+        if scale.shape == zero.shape and scale.shape in ((), (1,)):
+            pair = f"{module}{dot}scale", name
+            found |= dict.fromkeys(pair, "belongs to a module that is quantized by torch, as a number for its outputs")
+    return found
+
+
 def is_of_activations(name: str) -> bool:
     """Return whether a tensor's name shows that it is a scale of activations or of the KV cache."""
     return _OF_INPUTS.search(name.rpartition(".")[2]) is not None

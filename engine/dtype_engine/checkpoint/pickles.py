@@ -23,7 +23,7 @@ from dtype_engine.core.errors import UserError, one_line
 from dtype_engine.core.foreign_code import foreign_code
 from dtype_engine.core.regular_files import reading
 from dtype_engine.core.text import printable
-from dtype_engine.core.units import human_bytes
+from dtype_engine.core.units import human_bytes, plural
 
 if TYPE_CHECKING:
     import torch
@@ -67,6 +67,11 @@ def read_pickles(
             values[name] = tensor
             if (key := _storage_key(tensor)) is not None and (first := firsts.setdefault(key, name)) != name:
                 aliases[name] = first
+        quantized = [name for name, tensor in held.items() if tensor.is_quantized]
+        if quantized:
+            what = plural(len(quantized), "tensor")
+            first = f"{printable(quantized[0])}: {tensors[quantized[0]].refusal}"
+            notices.append(f"{file.name}: {what} can't be cast and exported, first {first}")
     return tensors, values, aliases, tuple(notices)
 
 

@@ -57,7 +57,7 @@ class OutputDrift:
     cosine: float
     """The cosine similarity r·c / (‖r‖ ‖c‖)."""
     nonfinite: Count
-    """The number of elements of c that are not finite and differ from r's."""
+    """The number of elements of c that are not finite and differ from r's, which is 0 if both are NaN everywhere."""
     nonfinite_reference: Count = 0
     """The number of elements of r that are NaN or +infinity. -infinity is not counted, since masks have it."""
     nonfinite_candidate: Count = 0

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.helpers.quantized.quantizers import gptq
 
 import dtype_engine as de
 from dtype_engine.checkpoint import open_checkpoint
@@ -270,6 +271,17 @@ def test_check_finds_a_column_whose_group_has_no_scale(
     _, found = checked(capsys, tmp_path, "--no-modules")
     wanted = [] if spoilt is None else [("group-index", f"{stem}.g_idx")]
     assert [(each["kind"], each["tensor"]) for each in found["findings"]] == wanted
+
+
+@pytest.mark.parametrize("bits", [3, 4, 8])
+@pytest.mark.parametrize(("part", "short"), [("g_idx", (slice(0, 88),)), ("qzeros", (slice(None), slice(0, -1)))])
+def test_check_names_the_part_of_a_gptq_weight_that_is_cut(
+    part: str, short: tuple[slice, ...], bits: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case = gptq(bits, order="shuffled")
+    case.tensors[f"m.{part}"] = case.tensors[f"m.{part}"][short].clone()
+    _, found = checked(capsys, case.save(tmp_path / "m"), "--no-modules")
+    assert [(each["kind"], each["tensor"]) for each in found["findings"]] == [("part-shape", f"m.{part}")]
 
 
 def _adapter(folder: Path, layers: dict[str, tuple[int, int]], rank: int = 4) -> Path:

@@ -210,7 +210,6 @@ _REFUSED: dict[str, tuple[str, Change]] = {
     "llama.rope.scaling.yarn_ext_factor (1.0)": ("llama", lambda writer: writer.add_rope_scaling_yarn_ext_factor(1.0)),
     "llama.something.new (7)": ("llama", lambda writer: writer.add_uint32("llama.something.new", 7)),
     "llama.context_length (2)": ("llama", lambda writer: None),
-    "qwen2.attention.sliding_window (8)": ("qwen2", lambda writer: writer.add_sliding_window(8)),
     "qwen2.pooling_type (3)": ("qwen2", lambda writer: writer.add_pooling_type(gguf.PoolingType.LAST)),
     "the tensor blk.0.ffn_up.bias": ("qwen2", add_vector("blk.0.ffn_up.bias", 48)),
     "the tensor blk.1.attn_q_norm.weight": ("llama", add_vector("blk.1.attn_q_norm.weight", 16)),
@@ -245,6 +244,35 @@ def test_gguf_entry_for_an_unsupported_computation_is_refused_by_name(
     assert not (tmp_path / "out").exists()
     assert run(cli, "dtype-engine", ["inspect", str(path), "--json"]) == 0
     assert any(entry in notice for notice in json.loads(capsys.readouterr().out)["notices"])
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    [("qwen2", "Qwen2"), ("qwen2moe", "Qwen2Moe"), ("qwen3", "Qwen3"), ("qwen3moe", "Qwen3Moe")],
+)
+def test_gguf_window_without_its_layers_is_refused_with_the_reason(
+    tmp_path: Path, architecture: str, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """transformers' configurations have the window, and use_sliding_window, for which GGUF has no entry."""
+    path, model_class = tmp_path / "x.gguf", getattr(transformers, f"{name}ForCausalLM")
+    assert {"sliding_window", "use_sliding_window"} <= model_class.config_class().to_dict().keys()
+    moe = "moe" in architecture
+    model = made(model_class, num_experts=4, num_experts_per_tok=2) if moe else made(model_class)
+
+    def add(writer: gguf.GGUFWriter) -> None:
+        writer.add_sliding_window(8)
+        writer.add_key_length(model.model.layers[0].self_attn.head_dim)
+        if moe:
+            writer.add_expert_count(4)
+            writer.add_expert_used_count(2)
+
+    write(path, architecture, model, add)
+    assert run(cli, "dtype-engine", ["export", str(path), "--cast", "*=f32", "-o", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert f"llama.cpp does not use the entry {architecture}.attention.sliding_window (8)" in said
+    assert f"which layers of {name}ForCausalLM have a sliding window (use_sliding_window)" in said
+    assert "no place" not in said
+    assert not (tmp_path / "out").exists()
 
 
 def test_check_reports_refused_gguf_entries(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

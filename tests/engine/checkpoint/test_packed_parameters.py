@@ -38,13 +38,50 @@ def dynamic(tmp_path: Path) -> Path:
 
 
 def test_packed_parameters_of_torch_open_as_weight_and_bias(dynamic: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, err = engine(capsys, "inspect", dynamic, "--json")
+    status, out, _ = engine(capsys, "inspect", dynamic, "--json")
     assert status == 0
     shapes = {each["name"]: each["shape"] for each in json.loads(out)["tensors"]}
     right = {name: list(tensor.shape) for name, tensor in net().state_dict().items()}
     assert {name: shapes[name] for name in right} == right
-    assert not json.loads(out)["notices"]
-    assert not err
+    (notice,) = json.loads(out)["notices"]
+    assert notice == f"dynamic.pth: 2 tensors can't be cast and exported, first 0.weight: {BY_TORCH}"
+
+
+BY_TORCH = "is quantized by torch (qint8), with a scale of its own kind"
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("how", ["dynamic", "static", "tensor", "float16"])
+def test_layers_quantized_by_torch_are_counted_and_explained_alike(
+    how: str, dynamic: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / f"{how}.pth"
+    if how == "static":
+        wrapped = torch.ao.quantization.QuantWrapper(net())
+        wrapped.qconfig = torch.ao.quantization.default_qconfig  # type: ignore[assignment]
+        prepared = torch.ao.quantization.prepare(wrapped)
+        prepared(torch.randn(4, 16))
+        torch.save(torch.ao.quantization.convert(prepared).state_dict(), path)
+    if how == "tensor":
+        values = net().state_dict()
+        quantized = {
+            name: torch.quantize_per_tensor(values[name], 0.01, 0, torch.qint8) for name in ("0.weight", "2.weight")
+        }
+        torch.save(values | quantized, path)
+    if how == "float16":
+        made = torch.ao.quantization.quantize_dynamic(net(), {nn.Linear}, dtype=torch.float16)
+        torch.save(made.state_dict(), path)
+    _, out, _ = engine(capsys, "inspect", path, "--json")
+    assert json.loads(out)["parameters"] == sum(parameter.numel() for parameter in net().parameters())
+    _, out, _ = engine(capsys, "weights", path, "--cast", "*=bf16")
+    assert "scale" not in out.partition("left out")[0]
+    if how == "float16":
+        return
+    prefix = "module." if how == "static" else ""
+    assert "quantized by torch" in out.partition("left out")[2]
+    for command in (("inspect", path), ("check", path), ("weights", path, "--cast", "*=bf16")):
+        _, _, err = engine(capsys, *command)
+        assert f"note: {path.name}: 2 tensors can't be cast and exported, first {prefix}0.weight: {BY_TORCH}" in err
 
 
 @pytest.mark.parametrize("target", ["out", "out.pth"])

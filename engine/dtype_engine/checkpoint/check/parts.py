@@ -74,7 +74,8 @@ def find_misshapen(tensors: Tensors, weights: list[PackedWeight], config: Mappin
             wanted = " or ".join(str(list(shape)) for shape in expected[:3])
             what = f"is {list(scale.shape)}, where the codes {list(codes.shape)} ask for {wanted}"
             yield _finding("part-shape", weight.scale, tensors, what)
-        for suffix, shape in weight.layout.part_shapes(scale.shape).items():
+            continue
+        for suffix, shape in weight.layout.part_shapes(weight, tensors, config).items():
             part = tensors.get(weight.part(suffix))
             if part is not None and part.shape != shape:
                 what = f"is {list(part.shape)}, where its weight asks for {list(shape)}"
@@ -104,7 +105,7 @@ def find_unread(
             continue
         if covered or (weight.layout, tensors[weight.codes].dtype) in kinds:
             what = "belongs to a weight whose tensors do not fit together as the configuration declares"
-            yield _finding("part-shape", weight.scale, tensors, what)
+            yield _finding("part-shape", weight.codes, tensors, what)
 
 
 def _finding(kind: str, name: str, tensors: Tensors, what: str) -> Finding:

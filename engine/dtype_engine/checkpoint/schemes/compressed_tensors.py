@@ -282,7 +282,7 @@ _PACKED = Layout(
     ("_shape", "_zero_point", "_g_idx", "_global_scale"), ("input_global_scale",), alone=("weight_packed",),
     orphans=("weight_global_scale",), fused_scale="_global_scale", exponents=True,
     required=lambda codes, scale: ("_shape",) if codes.dtype == "int32" else ("_global_scale",) if _in_nvfp4(codes, scale) else (),
-    scale_shapes=_packed_scale_shapes, part_shapes=lambda scale: {"_shape": (2,), "_global_scale": (1,)},
+    scale_shapes=_packed_scale_shapes, part_shapes=lambda *_: {"_shape": (2,), "_global_scale": (1,)},
 )  # fmt: skip
 SCALED = Layout(
     "quantized with scales (compressed-tensors)", "", "_scale", FLOAT8 | BYTES | {"int32"},

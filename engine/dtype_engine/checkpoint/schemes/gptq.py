@@ -7,6 +7,8 @@ zero point minus one. `x.scales` [groups, out] holds the scales. `x.g_idx` [in] 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes.configuration import (
     block_name,
@@ -78,23 +80,36 @@ def _zero_points(weight: CodedWeight, settings: Config) -> tuple[CheckpointTenso
     return weight.parts["zero"], pattern.to_bytes(4 * bits, "little")
 
 
-def _scale_shapes(weight: PackedWeight, tensors: Tensors, config: Config) -> Shapes:
-    """Return the possible shapes of the scales, [groups, outputs], or () if unknown. GPTQ packs along inputs, AWQ along outputs."""
+def _shape(weight: PackedWeight, tensors: Tensors, config: Config) -> tuple[int, int, int] | None:
+    """Return (groups, inputs, outputs) of a weight, or None if unknown. GPTQ packs along inputs, AWQ along outputs."""
     settings, codes = declared(config), tensors[weight.codes]
     bits, size, zeros = settings.get("bits"), settings.get("group_size"), tensors.get(weight.part("qzeros"))
     if zeros is None or codes.dtype == "int16" or len(codes.shape) < 2:
-        return ()
+        return None
     if type(bits) is not int or type(size) is not int or bits < 1:
-        return ()
+        return None
     rows, columns = codes.shape[:2]
     is_awq = zeros.shape[-1:] == codes.shape[-1:]
     inputs, outputs = (rows, columns * 32 // bits) if is_awq else (rows * 32 // bits, columns)
-    return ((-(-inputs // size) if size > 0 else 1, outputs),)
+    return -(-inputs // size) if size > 0 else 1, inputs, outputs
+
+
+def _scale_shapes(weight: PackedWeight, tensors: Tensors, config: Config) -> Shapes:
+    shape = _shape(weight, tensors, config)
+    return () if shape is None else ((shape[0], shape[2]),)
+
+
+def _part_shapes(weight: PackedWeight, tensors: Tensors, config: Config) -> Mapping[str, tuple[int, ...]]:
+    shape = _shape(weight, tensors, config)
+    if shape is None:
+        return {}
+    groups, inputs, outputs = shape
+    return {"g_idx": (inputs,), "qzeros": (groups, outputs * declared(config)["bits"] // 32)}
 
 
 _LAYOUT = Layout(
     "packed by GPTQ or AWQ", "qweight", "scales", WORDS | {"int16"}, ("qzeros", "g_idx", "bias_scales", "scaled_zeros"),
-    alone=(".qweight", ".qzeros"), orphans=(".qzeros",), signed=True, scale_shapes=_scale_shapes,
+    alone=(".qweight", ".qzeros"), orphans=(".qzeros",), signed=True, scale_shapes=_scale_shapes, part_shapes=_part_shapes,
     # AWQ's "gemv" and "gemv_fast" pad the scales to whole words. The latter may name the zero points otherwise.
     padded=lambda codes, scale: scale.shape[:1] == codes.shape[:1] or codes.dtype == "int16",
     required=lambda codes, scale: () if codes.dtype == "int16" else ("qzeros",),

@@ -67,7 +67,7 @@ _LAYOUT = Layout(
     ("zero", "meta", "axis", "channel_wise", "compute_dtype", "encoded_state_dict", "group_size", "nbits", "offload_meta",
      "optimize", "packing", "quant_scale", "quant_zero", "round_zero", "shape", "stores_quant_config", "unpack_view_dtype",
      "view_as_float"),
-    alone=(".W_q",), signed=True, part_shapes=lambda scale: {"zero": scale},
+    alone=(".W_q",), signed=True, part_shapes=lambda weight, tensors, _: {"zero": tensors[weight.scale].shape},
 )  # fmt: skip
 SCHEME = Scheme(
     "hqq", "hqq", _read, (_LAYOUT,), describing=tuple(f".{local}" for local in (*_NEEDED, _SIZE, *_UNREAD)),

@@ -62,8 +62,8 @@ class Layout(msgspec.Struct, frozen=True, eq=False):
     """A function of (codes, scales) that returns the other tensors which the weight must have."""
     scale_shapes: Callable[[PackedWeight, Tensors, Config], Shapes] = lambda weight, tensors, config: ()
     """A function of (weight, all tensors, content of config.json) that returns the possible shapes of scales, or () if unknown."""
-    part_shapes: Callable[[Shape], Mapping[str, Shape]] = lambda scale: {}
-    """A function of the shape of the scales that returns the shapes of other tensors of the weight, by suffix."""
+    part_shapes: Callable[[PackedWeight, Tensors, Config], Mapping[str, Shape]] = lambda weight, tensors, config: {}
+    """A function like `scale_shapes` that returns the known shapes of other tensors of the weight, by suffix."""
 
     def holds_codes(self, name: str, dtype: str, tensors: Mapping[str, object]) -> bool:
         """Return whether a tensor's name and dtype, or tensors beside it (`proofs`), show that it holds codes of this layout."""

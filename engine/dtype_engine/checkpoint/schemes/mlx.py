@@ -107,6 +107,7 @@ def _scale_shapes(weight: PackedWeight, tensors: Tensors, config: Config) -> Sha
 
 _LAYOUT = Layout(
     "packed by MLX", "weight", "scales", frozenset({"uint32"}), ("biases", "qbiases"), exponents=True, signed=True,
-    scale_shapes=_scale_shapes, part_shapes=lambda scale: {"biases": scale, "qbiases": scale},
+    scale_shapes=_scale_shapes,
+    part_shapes=lambda weight, tensors, _: dict.fromkeys(("biases", "qbiases"), tensors[weight.scale].shape),
 )  # fmt: skip
 SCHEME = Scheme("mlx", "mlx", _read, (_LAYOUT,), fused=False)

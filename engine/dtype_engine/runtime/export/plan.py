@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dtype_engine.checkpoint import Checkpoint
 from dtype_engine.checkpoint.check.parts import unpaired_sentences
 from dtype_engine.checkpoint.completeness import what_is_missing
+from dtype_engine.checkpoint.gguf_model import unpacked_dtype
 from dtype_engine.checkpoint.modeling_source import foreign_prefix
 from dtype_engine.checkpoint.source import Source
 from dtype_engine.checkpoint.weight_sets import is_diffusers
@@ -238,6 +239,8 @@ def _planned_in_files(
             dtype = planned[info.name]
             # If no rule changes the dtype of the live tensor, each part that is packed into it keeps its stored dtype.
             found[name] = stored if placements[name].part and dtype == info.dtype else dtype
+        if found[name] == stored and name in checkpoint.coded:
+            found[name] = unpacked_dtype(checkpoint.coded[name]) or stored
     return found
 
 

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from dtype_engine.core import dtypes
-from dtype_engine.core.tree import Tree, is_number
+from dtype_engine.core.tree import Tree, ancestors, is_number
 from dtype_engine.recipe import Recipe, Rule, make_plan
 from dtype_engine.recipe.minimize import minimize
 
@@ -45,6 +45,8 @@ def scopes(
 
     - the culprit's weight (first to float64 if float32 can't hold its values), or the weights of the operations before it;
     - the culprit's module;
+    - the weights of the operations before it, and those in their place wherever such a module has values beyond the dtype's range
+      in the reference run;
     - all weights of the culprit's dtype whose operations have values beyond the dtype's range in the reference run;
     - each module above the culprit's; in a list of numbered layers, the culprit's layer is followed by it with all later ones;
     - all weights of the culprit's dtype;
@@ -62,10 +64,12 @@ def scopes(
     row = dtypes.BY_NAME.get(dtype)
     beyond = _beyond(narrow, row.max, reached) if row is not None else []
     before = [name for name in narrow if name in sources]
+    alike = _in_the_same_place(before, module, row.max, reached, narrow) if row is not None else before
     return [
         *own,
         *([partial(_in_bfloat16, tree, recipe, before)] if before else []),
         *around[:1],
+        *([partial(_in_bfloat16, tree, recipe, alike)] if alike != before else []),
         *([partial(_in_bfloat16, tree, recipe, beyond)] if beyond else []),
         *around[1:],
         *([partial(_in_bfloat16, tree, recipe, narrow)] if narrow else []),
@@ -88,6 +92,21 @@ def _beyond(names: list[str], limit: float, reached: Magnitudes) -> list[str]:
     """
     modules = tuple(f"{module}." for module, largest in reached.modules.items() if module and largest > limit)
     return [name for name in names if reached.weights.get(name, 0.0) > limit or name.startswith(modules)]
+
+
+def _in_the_same_place(
+    before: list[str], module: str, limit: float, reached: Magnitudes, names: list[str]
+) -> list[str]:
+    """Return the weights among `names` that have the place of one in `before` beside another module, whose own code has values
+    beyond `limit` in the reference run. A place is a weight's path from the last module that contains both it and the culprit's.
+    """
+    found = set(before)
+    for name in before:
+        above = next((f"{each}." for each in ancestors(f"{module}.") if name.startswith(f"{each}.")), "")
+        culprit, weight = f"{module}.".removeprefix(above), name.removeprefix(above)
+        others = (f"{other}." for other, largest in reached.modules.items() if other and largest > limit)
+        found |= {other.removesuffix(culprit) + weight for other in others if f".{other}".endswith(f".{culprit}")}
+    return [name for name in names if name in found]
 
 
 def _around(tree: Tree, module: str) -> Iterator[str]:

@@ -24,7 +24,6 @@ from dtype_engine.core.errors import NoForward
 from dtype_engine.runtime.formats.dequantize import dtype_name
 from dtype_engine.runtime.libraries.torch_private import (
     WeakIdKeyDictionary,
-    WithoutModes,
     base_of,
     is_wrapped,
     unwrapped,
@@ -180,11 +179,9 @@ class WeightMode(TorchFunctionMode):
         keyword arguments with None as `max_norm`.
         """
         ids, table = args[:2]
-        if table.requires_grad:
-            with WithoutModes():
-                table = table.detach()
         given = table, ids.contiguous(), kwargs["max_norm"], kwargs.get("norm_type", 2.0)
-        self.__torch_function__(torch.embedding_renorm_, types, given)
+        with torch.no_grad():  # torch has no gradient of this call
+            self.__torch_function__(torch.embedding_renorm_, types, given)
         return kwargs | {"max_norm": None}
 
     def run(self, func: Any, name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
@@ -323,23 +320,17 @@ class WeightMode(TorchFunctionMode):
             return args, kwargs
         tensors, new = tensors_in(args, kwargs), {}
         for tensor in tensors:
-            if tensor.dtype not in self._narrow or id(tensor) in self.weights:
-                continue
-            if tensor in self.standing_for or base_of(tensor) in self.standing_for:
-                continue
-            inner, wrap = unwrapped(tensor)
-            weight = next((each for each in self.sharing_memory(inner) if id(each) in self.replaced), None)
+            weight = self._hidden_weight(tensor)
             if weight is None:
                 continue
+            inner, wrap = unwrapped(tensor)
             self.note_use(id(weight))
             found = {id(weight): self.weights[id(weight)]}
             others = [each for each in tensors if each.dtype not in self._narrow]
             value = self.current_values(found, self._activation_dtype(others), name)[id(weight)]
             if unwrapped(value)[0].data_ptr() == weight.data_ptr():
                 continue  # here the pass uses the weight as the module holds it
-            if wrap is None or (inner.shape, inner.stride(), inner.data_ptr()) != (
-                weight.shape, weight.stride(), weight.data_ptr(),
-            ):  # fmt: skip
+            if wrap is None or not _same_elements(inner, weight):
                 raise NoForward(
                     f"{self.module or 'the model'} gives {found[id(weight)].info.name} to {name} in a way in which its values "
                     f"in {dtype_name(inner.dtype)} can't be replaced; the model runs only with this weight in float32"
@@ -349,6 +340,14 @@ class WeightMode(TorchFunctionMode):
                 self.rounding.left_wide.add(name)
             self.added = True
         return replace_tensors(args, kwargs, new)
+
+    def _hidden_weight(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return the weight to replace whose memory a tensor shares, of which the mode did not see it made, or None."""
+        if tensor.dtype not in self._narrow or id(tensor) in self.weights:
+            return None
+        if tensor in self.standing_for or base_of(tensor) in self.standing_for:
+            return None
+        return next((each for each in self.sharing_memory(unwrapped(tensor)[0]) if id(each) in self.replaced), None)
 
     def _with_values(
         self,
@@ -443,8 +442,11 @@ class WeightMode(TorchFunctionMode):
         destination = kwargs.get("out", args[0] if args else None)
         new: dict[int, torch.Tensor] = {}
         for each in tensors_in((destination,), {}):
+            hidden = self._hidden_weight(each)
             if id(each) in self.weights:
                 new[id(each)] = self._written_copy(each)
+            elif hidden is not None and not is_wrapped(each) and _same_elements(each, hidden):
+                new[id(each)] = self._written_copy(hidden)
             else:
                 self._keep_shared(each)
         return replace_tensors(args, kwargs, new)
@@ -493,6 +495,11 @@ class WeightMode(TorchFunctionMode):
             if last <= start:
                 return
             yield lasting_tensor
+
+
+def _same_elements(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """Return whether two tensors with memory consist of the same elements in the same order."""
+    return (one.shape, one.stride(), one.data_ptr()) == (two.shape, two.stride(), two.data_ptr())
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:

@@ -10,8 +10,10 @@ import gguf
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from tests.helpers.exporting import engine
+from tests.helpers.gguf_files import write_model
 from tests.helpers.recorded_worker import RecordedWorker
 
 import dtype_engine as de
@@ -101,6 +103,44 @@ def test_gguf_blocks_are_exported_in_formats_with_scales(tmp_path: Path) -> None
     assert torch.equal(found["blk.0.weight_scale"].reshape(-1), scale)
     assert torch.equal(found["blk.0.weight_quantized"], (values / scale[:, None]).round().to(torch.int8))
     assert engine("verify", tmp_path / "out", "--against", path) == 0
+
+
+FAMILIES = {"llama": "Llama", "gemma": "Gemma", "qwen2moe": "Qwen2Moe"}
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_gguf_without_blocks_is_exported_without_a_rule_in_its_own_dtypes(
+    architecture: str, kind: str, tmp_path: Path
+) -> None:
+    """llama.cpp has the rows of queries, Gemma's norms, experts and a gate in another form than transformers."""
+    model_class = getattr(transformers, f"{FAMILIES[architecture]}ForCausalLM")
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+             "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
+             "moe_intermediate_size": 48, "shared_expert_intermediate_size": 48, "pad_token_id": None}  # fmt: skip
+    torch.manual_seed(0)
+    model = model_class(model_class.config_class(**sizes)).eval()
+
+    def add(writer: gguf.GGUFWriter) -> None:
+        writer.add_key_length(16)
+        if architecture == "qwen2moe":
+            writer.add_expert_count(4)
+            writer.add_expert_used_count(2)
+            writer.add_expert_feed_forward_length(48)
+            writer.add_expert_shared_feed_forward_length(48)
+
+    write_model(tmp_path / "x.gguf", architecture, model, add, kind=kind)
+    stored = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[kind]
+    assert engine("export", tmp_path / "x.gguf", "-o", tmp_path / "out") == 0
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    norms = {name: tensor.dtype for name, tensor in tensors.items() if tensor.ndim == 1}
+    assert set(norms.values()) == {torch.float32}
+    assert {tensor.dtype for name, tensor in tensors.items() if name.endswith("_proj.weight")} == {stored}
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    found = loaded.state_dict()
+    for name, tensor in model.state_dict().items():
+        assert torch.allclose(found[name], tensor, rtol=2**-8, atol=1e-7), name
+    assert engine("verify", tmp_path / "out", "--against", tmp_path / "x.gguf") == 0
 
 
 def test_export_refuses_gguf_blocks_that_no_rule_casts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

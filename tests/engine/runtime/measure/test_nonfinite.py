@@ -306,6 +306,49 @@ def test_operation_that_makes_a_mask_infinite_is_named(attention: type[LowestMas
     assert mended(session, found)
 
 
+class Masking(nn.Module):
+    """A module of its own for the sum that overflows."""
+
+    def forward(self, scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(scores + mask, -1)
+
+
+class MasksInAModule(LowestMask):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask = Masking()
+
+    def masked(self, scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.mask(scores, mask)
+        return result
+
+
+class Twice(nn.Module):
+    """Two layers of attention, in a list or under names of their own, between which values are added."""
+
+    def __init__(self, attention: type[LowestMask], names: tuple[str, str]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({name: Inside(attention()) for name in names})
+        for layer in self.layers.values():
+            layer.post = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, keep: torch.Tensor) -> Any:
+        for layer in self.layers.values():
+            x = x + layer(x, keep)
+        return x
+
+
+@pytest.mark.parametrize("names", [("0", "1"), ("near", "far")])
+@pytest.mark.parametrize("attention", [LowestMask, SoftmaxByHand, MasksInAModule])
+def test_remedy_of_two_alike_attentions_leaves_their_other_weights(
+    attention: type[LowestMask], names: tuple[str, str]
+) -> None:
+    session, found = diagnosed(Twice(attention, names), padded())
+    numbered = ("layers.{0,1}.attention.{k,q}=bfloat16",)
+    assert found.remedy == (numbered if names == ("0", "1") else ("*.k=bfloat16", "*.q=bfloat16"))
+    assert mended(session, found)
+
+
 class ZeroTimesInfinity(LowestMask):
     """A product becomes zero in float16, and zero times the -infinity of the model's code is NaN."""
 

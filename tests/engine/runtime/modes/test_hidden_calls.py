@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Thread
 
@@ -128,6 +129,21 @@ class RenormsDetached(nn.Module):
         return x + self.table[:5].float()
 
 
+class RenormsRows(RenormsDetached):
+    """Brings rows of a part of a table to a norm, and reads the whole table afterwards."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.embedding(x[:, :5].argsort(), self.table[:6], max_norm=1.0).sum(1) + self.table[:5].float()
+
+
+class WritesToAWrapped(Vectors):
+    """Writes to another tensor of the memory of a weight, which a mode does not see made."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        nn.Parameter(self.one, requires_grad=False).mul_(0.5)
+        return x * self.one + self.two
+
+
 class AsksForType(nn.Module):
     """Asks torch what a weight and integers are promoted to."""
 
@@ -140,7 +156,13 @@ class AsksForType(nn.Module):
 
 
 WITH_HIDDEN_WEIGHTS = [MapsItsWeight, WrapsItsWeight, WritesToAList]
-WRITING = [Renormed, RenormsDetached, WritesInPlace]
+WRITING = [Renormed, RenormsDetached, RenormsRows, WritesInPlace, WritesToAWrapped]
+
+
+def fp8(tensor: torch.Tensor) -> torch.Tensor:
+    """A weight's values in float8_e4m3fn with one scale a row; one for all of a vector."""
+    scales = tensor.abs().amax(-1, keepdim=True) / 448
+    return (tensor / scales).to(torch.float8_e4m3fn).float() * scales
 
 
 def int8(tensor: torch.Tensor) -> torch.Tensor:
@@ -176,6 +198,38 @@ def test_drift_through_calls_hidden_from_torch_function_equals_plain_torch(kind:
         assert (dtype == "float32") == (output.max_abs == 0)
     for name, tensor in session.model.module.state_dict().items():
         assert torch.equal(tensor, made().state_dict()[name]), "a measurement writes to no weight"
+
+
+@pytest.mark.parametrize("cast", [fp8, int8])
+@pytest.mark.parametrize("kind", WRITING)
+def test_weight_that_requires_a_gradient_and_is_written_keeps_the_written_values(
+    kind: type[nn.Module], cast: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    x = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
+
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return placed(kind())
+
+    session = de.open(made(), inputs=(x,))
+    session.cast("*", cast.__name__)
+    by_hand = made()
+    for parameter in by_hand.parameters():
+        parameter.data = cast(parameter.data)
+    with torch.no_grad():
+        reference = made()(x).double()
+        error = by_hand(x).double() - reference
+    expected = float(error.norm() / reference.norm())
+    assert session.drift().output.rel_l2 == pytest.approx(expected, rel=1e-4)
+    exact = session.scan([cast.__name__], exact=True)
+    dtype = {"fp8": "float8_e4m3fn"}.get(cast.__name__, cast.__name__)
+    for name in by_hand.state_dict():
+        module = made()
+        module.state_dict()[name].copy_(cast(module.state_dict()[name]))
+        with torch.no_grad():
+            error = module(x).double() - reference
+        squared = float(error.square().sum() / reference.square().sum())
+        assert exact.scores()[name, dtype] == pytest.approx(squared, rel=1e-3), name
 
 
 @pytest.mark.parametrize("kind", [*WITH_HIDDEN_WEIGHTS, *WRITING])
