@@ -26,7 +26,7 @@ from dtype_tui.state.session_store import read_session
 
 SIGNALS = (signal.SIGBUS, signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT)
 WORDS = {  # one each: sentences are broken between words
-    signal.SIGBUS: "cut",
+    signal.SIGBUS: "SIGBUS",
     signal.SIGKILL: "killed",
     signal.SIGSEGV: "crashed",
     signal.SIGABRT: "crashed",

@@ -122,14 +122,14 @@ def test_ssh_option_as_a_host_in_a_session_is_refused() -> None:
 async def test_hostile_session_texts_are_drawn_escaped() -> None:
     text = "\x1b]0;owned\x07\u202e"
     output = dataclasses.replace(
-        MEASURED.output, kl_mean=float("nan"), sqnr_db=float("inf"), mean_abs=1e308, elements=-1
+        MEASURED.output, kl_mean=float("nan"), sqnr_db=float("inf"), mean_abs=1e308, elements=2**60
     )
     entry = msgspec.structs.replace(
         MEASURED,
         inputs=text,
         output=output,
         planned_bytes=2**60,
-        seconds=float("nan"),
+        seconds=float("inf"),
         recipe=Recipe((Rule(text, "int8"),)),
     )
     path = edited()
@@ -176,7 +176,7 @@ async def test_two_apps_that_resume_one_session_save_to_separate_files() -> None
 REFUSALS: dict[str, tuple[str, str]] = {
     "no folder": ("/proc/self/nowhere", "can't keep the session in /proc/self/nowhere"),
     "a file in its place": ("/dev/null", "can't keep the session in /dev/null"),
-    "a full disk": ("", "File too large; --resume will not know this session"),
+    "a full disk": ("", "File too large: raise the limit, `ulimit -f`; --resume will not know this session"),
 }
 
 

@@ -19,7 +19,7 @@ from mcp.server.mcpserver.exceptions import ToolError
 from mcp_types import CallToolResult, InputRequiredResult, TextContent, ToolAnnotations
 from pydantic import Field, ValidationError
 
-from dtype_engine.cli.mcp_server import INSTRUCTIONS, LEFT_OUT, TOOLS, Access, Tool
+from dtype_engine.cli.mcp_tools import INSTRUCTIONS, LEFT_OUT, TOOLS, Access, Tool
 from dtype_engine.cli.program import unexpected
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import without_controls

@@ -17,7 +17,8 @@ import pytest
 from tests.helpers import preloaded
 
 from dtype_engine.cli import cli
-from dtype_engine.cli.mcp_server import Access, make_server
+from dtype_engine.cli.mcp_server import make_server
+from dtype_engine.cli.mcp_tools import Access
 from dtype_engine.cli.program import run
 
 pytest.importorskip("mcp")
@@ -198,7 +199,8 @@ import sys
 from pathlib import Path
 import anyio
 from mcp import Client
-from dtype_engine.cli.mcp_server import Access, make_server
+from dtype_engine.cli.mcp_server import make_server
+from dtype_engine.cli.mcp_tools import Access
 async def call():
     async with Client(make_server(Access((Path(),)), 300, sys.argv[1:])) as client:
         await client.call_tool("inspect", {"model": "demo"})

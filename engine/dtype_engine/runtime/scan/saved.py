@@ -123,7 +123,7 @@ class _TopKSample(msgspec.Struct):
     share: Amount
     margins: list[float]
     cost: float
-    sums: list[tuple[str, str, Amount, float]]
+    sums: list[tuple[str, str, Amount | None, float]]
     """Rows of (weight, dtype, squares, independent)."""
 
 
