@@ -3,93 +3,40 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
+from tests.engine.cli.interrupted_jobs import interrupt, undisturbed
 from tests.helpers import preloaded
-
-SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGKILL]
-TIMES = frozenset({"seconds", "forward_seconds", "scan_seconds"})
-
-# The last argument but those of the command is the number of a signal, which the program sends itself after the first sequence is
-# saved and while the second file is being written; 0 sends none.
-ENDING = """
-import os, sys
-from dtype_engine.core import atomic_write
-number, ready, before = int(sys.argv.pop(1)), [], os.fsync
-def fsync(file):
-    ready.append(file)
-    if number and len(ready) == 3:  # a file and its folder are flushed for each write
-        os.kill(os.getpid(), number)
-    before(file)
-os.fsync = fsync
-from dtype_engine.core.throttle import Throttle
-Throttle.due = lambda self: True  # saves after every sequence
-from dtype_engine.cli import main
-main()
-"""
-JOBS = {
-    "drift": ["drift", "--cast", "*.mlp=int8"],
-    "scan": ["scan", "--dtypes", "int8"],
-    "search": ["search", "--dtypes", "int8", "--budget", "60%"],
-    "over memory": ["drift", "--cast", "*.mlp=int8", "--over-memory", "--max-memory", "cpu=2MB"],
-}
-
-
-def figures(value: Any) -> Any:
-    """Return a result without times and memory."""
-    if isinstance(value, dict):
-        return {key: figures(each) for key, each in value.items() if key not in TIMES and key != "memory"}
-    return [figures(each) for each in value] if isinstance(value, list) else value
-
-
-@pytest.fixture(scope="module")
-def undisturbed() -> Callable[[str], Any]:
-    """A function that returns the figures of a job that nothing interrupts."""
-    known: dict[str, Any] = {}
-
-    def of(job: str) -> Any:
-        if job not in known:
-            known[job] = figures(json.loads(preloaded.run(ENDING, "0", *JOBS[job], "--json").stdout))
-        return known[job]
-
-    return of
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
-@pytest.mark.parametrize("job", JOBS)
-def test_interrupted_job_leaves_nothing_and_continues_to_the_same_figures(
-    job: str, number: signal.Signals, tmp_path: Path, undisturbed: Callable[[str], Any]
+@pytest.mark.parametrize(
+    ("job", "number"),
+    [
+        ("drift", signal.SIGINT),
+        ("drift", signal.SIGKILL),
+        ("scan", signal.SIGTERM),
+        ("search", signal.SIGHUP),
+        ("over memory", signal.SIGQUIT),
+    ],
+    ids=str,
+)
+def test_job_interrupted_while_it_saves_leaves_nothing_and_continues_to_the_same_figures(
+    job: str, number: signal.Signals, tmp_path: Path
 ) -> None:
-    command = [*JOBS[job], "--json", "--save", str(tmp_path / "saved.json")]
-    done = preloaded.run(ENDING, str(int(number)), *command)
-    assert done.stdout == ""
-    names = {entry.name for entry in tmp_path.iterdir()}
-    if number == signal.SIGKILL:
-        assert done.returncode == -signal.SIGKILL
-        assert {name for name in names if not name.startswith(".saved.json.partial-")} == {"saved.json"}
-    else:
-        assert done.returncode == 128 + number, done.stderr
-        assert "Traceback" not in done.stderr
-        assert names == {"saved.json"}
-    continued = preloaded.run(ENDING, "0", *command)
-    assert continued.returncode == 0, continued.stderr
-    assert figures(json.loads(continued.stdout)) == undisturbed(job)
+    assert interrupt(job, number, "saving", tmp_path, undisturbed(job)) == []
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="workers are forked from a server on Linux only")
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGQUIT, signal.SIGKILL], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGKILL], ids=lambda number: number.name)
 def test_signal_during_a_scan_with_workers_leaves_no_traceback_and_no_folder(
     number: signal.Signals, tmp_path: Path
 ) -> None:
