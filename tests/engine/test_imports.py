@@ -40,6 +40,7 @@ def test_packages_other_than_runtime_do_not_import_torch() -> None:
     assert loaded_after(f"import {', '.join(TORCH_FREE)}", "torch", "transformers", "numpy") == set()
 
 
+@pytest.mark.slow
 def test_first_paint_imports_neither_jinja2_nor_soxr() -> None:
     statement = "import dtype_tui.app, dtype_tui.cli.command, dtype_engine.service.worker"
     assert loaded_after(statement, "jinja2", "soxr") == set()
@@ -68,12 +69,14 @@ asyncio.run(paint())
 """The app after its first paint, before its engine has sent anything."""
 
 
+@pytest.mark.slow
 def test_first_paint_imports_no_modules_of_results() -> None:
     """It takes milliseconds to define dataclasses with many fields."""
     names = ("dtype_engine.results.drift", "dtype_engine.results.attribution", "dtype_engine.results.memory")
     assert loaded_after(f"import dtype_tui.cli.command\n{_PAINTED}", *names, "torch") == set()
 
 
+@pytest.mark.slow
 def test_app_start_without_workers_imports_no_multiprocessing() -> None:
     """From the start to what draws the screen: the engine is a thread here, which nothing has started yet."""
     statement = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import pytest
 from tests.helpers.recorded_worker import make_engine
 from tests.helpers.recording_engine import demo_tree, launched, report
 from tests.helpers.screen_text import notices, screen, until
@@ -21,6 +22,7 @@ from dtype_tui.state.launch import Launch
 from dtype_tui.widgets.status import status_line
 
 
+@pytest.mark.slow
 async def test_app_runs_a_model_larger_than_memory_from_disk_on_request(tmp_path: Path) -> None:
     folder = str(made("folder, bf16", tmp_path / "made").model)
     source, options = locate(folder), Options(max_memory={"cpu": 1 << 12}, sequences=2, floor="never")

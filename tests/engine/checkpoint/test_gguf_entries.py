@@ -83,6 +83,7 @@ def write_longrope(path: Path, attention: float, **more: Any) -> Any:
     return model
 
 
+@pytest.mark.slow
 def test_longrope_factors_switch_at_the_original_context_length(tmp_path: Path) -> None:
     model = write_longrope(tmp_path / "x.gguf", math.sqrt(1 + math.log(2) / math.log(64)))
     model.save_pretrained(tmp_path / "hf")

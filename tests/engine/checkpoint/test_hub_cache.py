@@ -368,6 +368,7 @@ def test_file_named_like_a_folder_leaves_nothing_unfinished(tmp_path: Path, smal
     assert not list((tmp_path / "cache").rglob("*.incomplete"))
 
 
+@pytest.mark.slow
 def test_list_with_many_weights_is_searched_once(small: Path, hub: Hub) -> None:
     """A search of the list for each of its files would take minutes."""
     siblings = [{"rfilename": f"{number}.safetensors", "size": 1} for number in range(100_000)]
