@@ -18,6 +18,7 @@ from dtype_engine.checkpoint.checkpoint import Checkpoint
 from dtype_engine.checkpoint.file_identity import FileIdentity, refuse_changed
 from dtype_engine.checkpoint.file_kind import kind_of
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor, read_header
+from dtype_engine.checkpoint.schemes.configuration import declared, refuse_many_entries
 from dtype_engine.checkpoint.schemes.own import SCALED_KEY
 from dtype_engine.checkpoint.weight_files import (
     ADAPTER_CONFIG,
@@ -50,6 +51,12 @@ def open_checkpoint(path: Path, trust_pickle: bool = False, absent_shards: bool 
         checkpoint = (
             _open_folder(path, trust_pickle, absent_shards) if path.is_dir() else _open_file(path, trust_pickle)
         )
+        for place, config in (
+            (checkpoint.folder, checkpoint.config),
+            *((component.folder, component.config) for component in checkpoint.components),
+        ):  # also of plain weights, since transformers copies and compares all entries
+            for settings in (declared(config or {}), (config or {}).get("quantization")):
+                refuse_many_entries(settings, f"{place / 'config.json'}", len(checkpoint.tensors))
         if checkpoint.coded:
             from dtype_engine.checkpoint.check.declared import zero_point_sentences
 

@@ -46,7 +46,7 @@ def reading(what: object) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(f"can't read {what}: {exhausted(error) or error.strerror}") from None
+        raise UserError(f"can't read {what}: {exhausted(error) or error.strerror or error}") from None
 
 
 def _refuse_special(path: Path, status: os.stat_result) -> None:

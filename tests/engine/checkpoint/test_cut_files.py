@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,8 +21,11 @@ from tests.helpers import preloaded
 from tests.helpers.recorded_worker import RecordedProcess
 
 from dtype_engine import Options, Recipe
-from dtype_engine.checkpoint import FileIdentity, crash_watch, unchanged
+from dtype_engine.checkpoint import ByteRange, FileIdentity, crash_watch, open_checkpoint, unchanged
+from dtype_engine.checkpoint.check import check
+from dtype_engine.checkpoint.check.values import pieces
 from dtype_engine.core.errors import Cancelled, UserError
+from dtype_engine.core.regular_files import reading
 from dtype_engine.service import events
 from dtype_engine.service.commands import SetRecipe
 from dtype_engine.service.connection import EngineCommand
@@ -96,6 +101,52 @@ def run_cutting(source: Path, where: str, name: str, *arguments: str) -> subproc
     program = preloaded.command(CUTTING, where, name, file, "dtype_engine.cli", command, str(source), *rest)
     # This reads until the process that says what was cut short, a moment after the program has ended, has closed the pipe as well.
     return subprocess.run(program, capture_output=True, text=True, check=False)
+
+
+def overwrite(path: Path) -> None:
+    """Replace the last value of a file by zeros in place, and set its time back."""
+    status = path.stat()
+    with path.open("r+b") as file:
+        file.seek(-4, os.SEEK_END)
+        file.write(bytes(4))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (overwrite, "was written to and its time set back"),
+        (lambda path: os.truncate(path, 40_000), "was cut short: it had [0-9]+ bytes and has 40000"),
+    ],
+    ids=["overwritten in place", "cut short"],
+)
+@pytest.mark.parametrize("changed", ["model", "against"])
+def test_check_refuses_a_file_that_changes_while_values_are_read(
+    change: Callable[[Path], None], says: str, changed: str, source: Path, tmp_path: Path
+) -> None:
+    folders = {"model": source, "against": Path(shutil.copytree(source, tmp_path / "against"))}
+    model, against = (open_checkpoint(folder) for folder in folders.values())
+    file = folders[changed] / "model.safetensors"
+    begun: list[str] = []
+
+    def on_progress(what: str, done: int, total: int) -> None:
+        if what == "values" and not begun:
+            begun.append(what)
+            change(file)
+
+    with pytest.raises(UserError, match=rf"^{re.escape(str(file))} {says}.*; open the model again$"):
+        check(model, "x", against, values=True, progress=on_progress)
+
+
+def test_bytes_beyond_the_end_of_a_truncated_file_are_refused_by_its_name(opened: FileIdentity) -> None:
+    cut(opened)
+    with pytest.raises(UserError, match=rf"^{re.escape(str(opened.path))} was cut short .*; open the model again$"):
+        list(pieces(ByteRange(opened.path, 0, opened.size)))
+
+
+def test_read_error_without_a_number_is_reported_by_its_message() -> None:
+    with pytest.raises(UserError, match=r"^can't read weights: Bad address$"), reading("weights"):
+        raise OSError("Bad address")
 
 
 @pytest.mark.slow

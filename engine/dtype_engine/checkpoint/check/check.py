@@ -15,6 +15,7 @@ from dtype_engine.checkpoint.check.parts import find_misshapen, find_unpaired, f
 from dtype_engine.checkpoint.check.tokenizer import tokenizer_findings
 from dtype_engine.checkpoint.check.values import count_scales, find_bad_values, integer_range, same_bytes
 from dtype_engine.checkpoint.checkpoint import Checkpoint
+from dtype_engine.checkpoint.file_identity import unchanged
 from dtype_engine.checkpoint.modeling_source import foreign_prefix, kept_in_float32, wrappers
 from dtype_engine.checkpoint.packed_weights import (
     OF_ACTIVATIONS,
@@ -53,8 +54,22 @@ def check(
 ) -> CheckReport:
     """Check a checkpoint for errors, and return a report of the findings. title, against_title: the names of `checkpoint` and
     `against` in the report. against: the source, which should have the same tensors, or None. values: whether to check the values
-    of all tensors, too. Raises UserError if a file can't be read, or if `values` is set and the values are not on this machine.
+    of all tensors, too. Raises UserError if a file can't be read or has changed since it was opened, or if `values` is set and the
+    values are not on this machine.
     """
+    files = checkpoint.identities + (against.identities if against is not None else ())
+    with unchanged(files):  # a report of values that were read from two contents of a file would be wrong
+        return _report(checkpoint, title, against, against_title, values, progress)
+
+
+def _report(
+    checkpoint: Checkpoint,
+    title: str,
+    against: Checkpoint | None,
+    against_title: str,
+    values: bool,
+    progress: Progress,
+) -> CheckReport:
     started = time.perf_counter()
     if values:
         checkpoint.need_values()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtype_engine.checkpoint.safetensors_header import ByteRange, CheckpointTensor
 from dtype_engine.core import dtypes
+from dtype_engine.core.errors import UserError
 from dtype_engine.core.regular_files import open_regular, reading
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def pieces(where: ByteRange, nbytes: int = _PIECE_BYTES) -> Iterator[bytes]:
         while left > 0:
             piece = file.read(min(nbytes, left))
             if not piece:
-                raise OSError(f"ends {left} bytes early")
+                raise UserError(f"{where.file} was cut short while it was read; open the model again")
             left -= len(piece)
             yield piece
 

@@ -223,15 +223,20 @@ def _class_named(transformers: ModuleType, name: str) -> Any:
 
 def _asked_for(transformers: ModuleType, name: str) -> Any:
     model_class = _class_named(transformers, name)
-    if model_class is not None and model_class.config_class is not None:
+    if (
+        model_class is not None
+        and model_class.config_class is not None
+        and model_class.forward is not nn.Module.forward
+    ):
         return model_class
     if name.startswith("AutoModel") and hasattr(getattr(transformers, name, None), "from_config"):
         return getattr(transformers, name)
+    of = f"--architecture {printable(name, 100)}: transformers {transformers.__version__}"
+    if model_class is not None or name in transformers.__all__:
+        raise UserError(f"{of} can make no model of this class here; name one such as LlamaForCausalLM")
     near = nearest(name, (other for other in transformers.__all__ if "For" in other or other.endswith("Model")))
     hint = f"; did you mean {near}?" if near else ""
-    raise UserError(
-        f"--architecture {printable(name, 100)}: transformers {transformers.__version__} has no model class of that name{hint}"
-    )
+    raise UserError(f"{of} has no model class of that name{hint}")
 
 
 def _configuration(

@@ -90,11 +90,13 @@ def run_template(
 
 def try_tokenizer(title: str, tokenizer: Any, texts: Sequence[str], limits: InputLimits) -> None:
     """Try the normalizers and regular expressions of a tokenizer on the texts, in a child process. Raises PartFails if they fail.
-    Raises NoForward if they exceed the limits on time or memory, or if the decoder or the post-processor expands a text too much.
+    Raises NoForward if they exceed the limits on time or memory, if the decoder or the post-processor expands a text too much, or
+    if the post-processor would add more tokens to the texts than the limit.
     Tokenizers whose few steps can't expand a text much, and tokenizers written in Python, are not tried.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    copies = _copies(_state(getattr(backend, "post_processor", None)))
+    copies, added = _copies(_state(getattr(backend, "post_processor", None)))
+    limits.refuse_model("tokens", title, "the post-processor in its tokenizer.json", added * len(texts))
     if copies > _TEMPLATE_COPIES:
         raise NoForward(
             f"{title}: no forward pass: the post-processor in its tokenizer.json repeats a text {copies:,} times; {hint('tensors')}"
@@ -160,13 +162,18 @@ def _growth(decoder: Any) -> int:
     return math.prod(map(_growth, decoder.get("decoders", ())))
 
 
-def _copies(processor: Any) -> int:
-    """Return the maximum number of copies of a text that a tokenizer's post-processor can insert."""
+def _copies(processor: Any) -> tuple[int, int]:
+    """Return the maximum number of (copies of a text, special tokens) that a tokenizer's post-processor can insert."""
     if not isinstance(processor, dict):
-        return 1
+        return 1, 0
+    sizes = {name: len(token["ids"]) for name, token in processor.get("special_tokens", {}).items()}
     templates = (processor.get("single", ()), processor.get("pair", ()))
     copies = max(1, *(sum("Sequence" in piece for piece in pieces) for pieces in templates))
-    return copies * math.prod(map(_copies, processor.get("processors", ())))
+    special = [[piece["SpecialToken"]["id"] for piece in pieces if "SpecialToken" in piece] for pieces in templates]
+    added = max(sum(sizes.get(name, 0) for name in names) for names in special)
+    for step in map(_copies, processor.get("processors", ())):  # each works on what the last one made
+        copies, added = copies * step[0], added * step[0] + step[1]
+    return copies, added
 
 
 def _run(job: dict[str, Any], limits: InputLimits, memory: int, allowances: int) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +22,8 @@ from dtype_engine.checkpoint import open_checkpoint
 from dtype_engine.checkpoint.check import check
 from dtype_engine.checkpoint.provenance import provenance
 from dtype_engine.checkpoint.schemes.registry import input_format
+from dtype_engine.cli import cli
+from dtype_engine.cli.program import run
 from dtype_engine.core.errors import UserError
 from dtype_engine.runtime.weights.coded import CodedSource
 
@@ -151,6 +154,29 @@ def test_time_for_settings_of_many_modules_is_limited(key: str, tmp_path: Path) 
         UserError, match=rf"config\.json: {key} .* has 600,000 entries, and beside 4 tensors at most 100,016"
     ):
         open_checkpoint(_many(600_000, key, 2).save(tmp_path / "more"))
+
+
+@pytest.mark.parametrize("command", ["memory", "check", "inspect"])
+def test_settings_of_many_modules_are_refused_although_no_weight_is_coded(
+    command: str, make_llama: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = make_llama() / "config.json"
+    settings = {"quant_method": "auto-round", "extra_config": {f"m.{number}": {"bits": 4} for number in range(200_000)}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": settings}))
+    capsys.readouterr()  # of saving the model
+    assert run(cli, "dtype-engine", [command, str(path.parent)]) == 2
+    said = capsys.readouterr().err
+    assert re.fullmatch(rf"dtype-engine: {re.escape(str(path))}: extra_config .* has 200,000 entries, and .*\n", said)
+
+
+def test_settings_of_many_modules_are_refused_for_each_component_of_a_pipeline(tmp_path: Path) -> None:
+    component = _many(2, "targets", 2).save(tmp_path / "unet")
+    (component / "model.safetensors").rename(component / "diffusion_pytorch_model.safetensors")
+    config = {"quantization_config": {"quant_method": "auto-round", "extra_config": dict.fromkeys(range(200_000), 4)}}
+    (component / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model_index.json").write_text(json.dumps({"unet": ["diffusers", "UNet2DConditionModel"]}))
+    with pytest.raises(UserError, match=r"unet/config\.json: extra_config .* has 200,000 entries"):
+        open_checkpoint(tmp_path)
 
 
 def test_number_of_config_groups_is_limited(tmp_path: Path) -> None:

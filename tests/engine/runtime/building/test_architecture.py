@@ -79,7 +79,18 @@ def test_architecture_option_opens_a_part_of_a_composite_model(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    "name", ["LlamaForCausalLm", "Nope", "Trainer", "LlamaConfig", "torch", "PreTrainedModel", "a b", ""]
+    "name",
+    [
+        "LlamaForCausalLm",
+        "Nope",
+        "Trainer",
+        "LlamaConfig",
+        "torch",
+        "PreTrainedModel",
+        "LlamaPreTrainedModel",
+        "a b",
+        "",
+    ],
 )
 def test_architecture_option_that_is_not_a_model_class_is_refused(
     make_llama: Make, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
@@ -93,6 +104,8 @@ def test_architecture_option_that_is_not_a_model_class_is_refused(
         assert "\n" not in said
     if name == "LlamaForCausalLm":
         assert said.endswith("did you mean LlamaForCausalLM?")
+    if name in transformers.__all__:
+        assert said.endswith(" can make no model of this class here; name one such as LlamaForCausalLM")
 
 
 def test_architecture_option_whose_class_does_not_fit_the_weights_is_refused(make_llama: Make) -> None:

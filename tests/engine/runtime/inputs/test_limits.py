@@ -225,6 +225,15 @@ def replacing(pattern: dict[str, str], content: str) -> dict[str, Any]:
     return {"type": "Replace", "pattern": pattern, "content": content}
 
 
+def adding(kind: str, pieces: int, ids: int) -> dict[str, Any]:
+    """Return a post-processor that adds pieces x ids tokens to a text, or to a pair of texts. kind: `single` or `pair`."""
+    text = {"Sequence": {"id": "A", "type_id": 0}}
+    templates = {"single": [text], "pair": [text, {"Sequence": {"id": "B", "type_id": 1}}]}
+    templates[kind] = [{"SpecialToken": {"id": "s", "type_id": 0}}] * pieces + templates[kind]
+    tokens = {"s": {"id": "s", "ids": [0] * ids, "tokens": ["s"] * ids}}
+    return {"type": "TemplateProcessing", **templates, "special_tokens": tokens}
+
+
 MANY = [replacing({"String": "a"}, "a" * 60)] * 5
 SPACING = {"type": "BPEDecoder", "suffix": ""}  # puts a space beside each character of a token
 PARTS: dict[str, tuple[dict[str, Any], str]] = {
@@ -249,6 +258,13 @@ PARTS: dict[str, tuple[dict[str, Any], str]] = {
         },
         "the post-processor in its tokenizer.json repeats a text 3,000 times",
     ),
+    **{
+        f"special tokens of the {kind} template": (
+            {"post_processor": {"type": "Sequence", "processors": [adding(kind, 300, 20_000)]}},
+            "the post-processor in its tokenizer.json asks for ",
+        )
+        for kind in ("single", "pair")
+    },
     "expression": (
         {
             "pre_tokenizer": {
