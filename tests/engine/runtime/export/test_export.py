@@ -371,7 +371,7 @@ def test_too_little_disk_space_is_reported_before_writing(
     place = tmp_path / "place"
     place.mkdir()
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 99, 1))  # type: ignore[attr-defined]
-    with pytest.raises(UserError, match=r"needs .* KiB and 1 B are free"):
+    with pytest.raises(UserError, match=r"needs 1\.\d\d MiB and 1 B are free"):
         export(source, place / "out")
     assert list(place.iterdir()) == []
 
