@@ -120,4 +120,4 @@ def test_missing_dask_scheduler_and_missing_workers_are_reported(
 @pytest.mark.parametrize("workers", ["0", "many"])
 def test_workers_option_with_an_invalid_value_is_refused(workers: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(cli, "dtype-engine", ["scan", "--workers", workers]) == 2
-    assert "give a number of processes, or tcp://HOST:PORT" in capsys.readouterr().err
+    assert "give a number of processes from 1 to 9999, or tcp://HOST:PORT" in capsys.readouterr().err
