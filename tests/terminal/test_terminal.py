@@ -97,7 +97,12 @@ def test_model_of_a_python_file_is_opened_and_measured_in_the_app(opened: Opener
 
 @pytest.mark.parametrize(
     ("number", "state", "forked"),
-    [(signal.SIGTERM, "ready", True), (signal.SIGHUP, "embed_tokens", False), (signal.SIGQUIT, "embed_tokens", True)],
+    [
+        (signal.SIGTERM, "ready", True),
+        (signal.SIGHUP, "embed_tokens", False),
+        (signal.SIGQUIT, "embed_tokens", True),
+        (signal.SIGUSR1, "ready", True),
+    ],
     ids=lambda each: getattr(each, "name", each),
 )
 def test_signals_end_the_app_cleanly(opened: Opener, number: signal.Signals, state: str, forked: bool) -> None:

@@ -22,6 +22,7 @@ from textual.dom import DOMNode
 from textual.screen import Screen
 from textual.widgets import Input
 
+from dtype_engine.cli.program import ENDING_SIGNALS
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.tree import Tree
 from dtype_engine.core.units import plural
@@ -123,7 +124,7 @@ class DtypeApp(BaseApp[None]):
     def on_mount(self) -> None:
         self.set_interval(_SAVE_EVERY_S, self._save_session)
         if not self.is_headless:
-            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            for number in ENDING_SIGNALS:
                 signal.signal(number, self._end_by_signal)
         if self.is_web:
             self.set_interval(_SERVER_EVERY_S, self._end_with_the_server)

@@ -1,4 +1,5 @@
-"""Names the file that was cut short if reading it ends this process by SIGBUS, which leaves no Python code that could say so.
+"""Says in one line why this process ended by SIGBUS or SIGABRT, which leave no Python code that could say so: which file was cut
+short while it was read, or that a library aborted the process.
 
 Weights are mapped from their files, and reading a page that the file no longer has is a signal in the thread that reads. A small
 process, which is this file run as a script, waits at the other end of the pipe to which `faulthandler` writes in a crash. It checks
@@ -20,6 +21,7 @@ if TYPE_CHECKING:  # the script imports the rest only after a crash, so that it 
     from dtype_engine.checkpoint.file_identity import FileIdentity
 
 _BUS_ERROR = b"Fatal Python error: Bus error"
+_ABORTED = b"Fatal Python error: Aborted"
 _FILE = b"file "
 _TRACEBACK = "DTYPE_TUI_TRACEBACK"
 _watcher: tuple[subprocess.Popen[bytes], int] | None = None
@@ -74,15 +76,17 @@ def _report(told: bytes) -> None:
     crash = b"".join(line for line in lines if not line.startswith(_FILE))
     if not crash:
         return
-    if not crash.startswith(_BUS_ERROR) or os.environ.get(_TRACEBACK):
+    explained = crash.startswith((_BUS_ERROR, _ABORTED))
+    if not explained or os.environ.get(_TRACEBACK):
         sys.stderr.buffer.write(crash)
         sys.stderr.flush()
-    if crash.startswith(_BUS_ERROR):
+    if explained:
         sys.path[:] = entries[0]
-        print(f"dtype-engine: {_sentence(entries[1:])}", file=sys.stderr)
+        print(f"dtype-engine: {_sentence(entries[1:], crash.startswith(_ABORTED))}", file=sys.stderr)
 
 
-def _sentence(entries: list[Any]) -> str:
+def _sentence(entries: list[Any], aborted: bool) -> str:
+    """Return why the process ended. entries: its files. aborted: whether SIGABRT ended it, otherwise SIGBUS."""
     from pathlib import Path
 
     from dtype_engine.checkpoint.file_identity import FileIdentity, refuse_changed
@@ -92,6 +96,8 @@ def _sentence(entries: list[Any]) -> str:
         refuse_changed(FileIdentity(Path(path), *state) for path, *state in entries)
     except UserError as error:
         return str(error)
+    if aborted:
+        return f"the process was aborted (SIGABRT), probably for want of memory; {_TRACEBACK}=1 shows where"
     return f"a file that is mapped into memory can't be read (SIGBUS): its disk failed; {_TRACEBACK}=1 shows where"
 
 

@@ -1,7 +1,7 @@
 """The command line `dtype-engine`: everything that the app can do, for scripts and batch jobs.
 
 Results go to standard output (with `--json`: exactly one JSON object); progress, notes and errors go to standard error.
-Exit status: 0 success; 1 a check failed; 2 bad input; 129, 130, 131, 143 ended by SIGHUP, SIGINT, SIGQUIT, SIGTERM; 135 a
+Exit status: 0 success; 1 a check failed; 2 bad input; 128 + n ended by signal n, such as 130 (SIGINT) and 143 (SIGTERM); 135 a
 file was cut short while it was read; 141 standard output closed.
 """
 

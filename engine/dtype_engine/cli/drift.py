@@ -268,11 +268,13 @@ def _measured(session: Session, save: Path | None, unwritten: UnwrittenFiles) ->
 
 def _refuse_before_measuring(session: Session, tokens: int | None, pictures: Path | None, force: bool) -> None:
     """Raise UserError before the measurement, which may take hours, if --generate or --save-pictures can't be done after it."""
-    from dtype_engine.runtime.measure.generation import why_no_text
+    from dtype_engine.runtime.measure.generation import refuse_tokens, why_no_text
     from dtype_engine.runtime.session.saved_pictures import check_pictures
 
-    if tokens and (reason := why_no_text(session.model.module)):
-        raise UserError(reason)
+    if tokens:
+        if reason := why_no_text(session.model.module):
+            raise UserError(reason)
+        refuse_tokens(session.model, tokens, session.options.limits)
     if pictures is not None:
         check_pictures(session, pictures, force)
 

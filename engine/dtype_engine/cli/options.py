@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -385,6 +386,16 @@ MEASURING = (*REFERENCE, *_MEASURING, *METRICS)
 """The options of a command that measures drift."""
 
 
+def _need_working_folder() -> None:
+    """Raise UserError if the working folder was removed: Intel's MKL, which torch loads, then ends the process without a reason."""
+    try:
+        os.getcwd()
+    except OSError:
+        raise UserError(
+            "the working folder has been removed: change to one that exists, and run the command again"
+        ) from None
+
+
 class ModelCommand(click.Command):
     """A command about one model. Its function receives a `RunRequest` as `request`, and the command's other parameters.
 
@@ -421,6 +432,7 @@ class ModelCommand(click.Command):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Call the command's function with a `RunRequest`. Raises UserError for invalid options."""
+        _need_working_folder()
         if ctx.parent is None:  # this is the app's command, which prints nothing and draws on the terminal
             return self._invoke(ctx)
         crash_watch.start()

@@ -140,6 +140,12 @@ class UnwrittenFiles:
             self.add(str(error))
 
 
+_REPEATED = (signal.SIGXCPU, signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF)
+"""Signals that the system may send again every second or oftener. After the first, the program must still remove its files."""
+ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, *_REPEATED)
+"""Signals that end a process by default. SIGINT is Python's own; the others that can be handled say that the program crashed."""
+
+
 class _EndedBySignal(KeyboardInterrupt):
     """Raised if the signal `number` asks this program to end."""
 
@@ -150,8 +156,8 @@ class _EndedBySignal(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def _raised_signals() -> Iterator[None]:
-    """A context manager in which SIGHUP, SIGQUIT and SIGTERM raise `_EndedBySignal`, unless these signals are ignored, as under
-    nohup. A second SIGQUIT ends the process at once.
+    """A context manager in which `ENDING_SIGNALS` raise `_EndedBySignal`, unless they are ignored, as under nohup. A second SIGQUIT
+    ends the process at once.
     """
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread can set handlers
@@ -160,17 +166,19 @@ def _raised_signals() -> Iterator[None]:
     def end(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGQUIT:
             signal.signal(number, signal.SIG_DFL)
+        elif number in _REPEATED:
+            signal.signal(number, signal.SIG_IGN)
         raise _EndedBySignal(number)
 
-    ending = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-    ours = [number for number in ending if signal.getsignal(number) is signal.SIG_DFL]
+    ours = [number for number in ENDING_SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
     try:
         for number in ours:
             signal.signal(number, end)
         yield
     finally:
         for number in ours:
-            signal.signal(number, signal.SIG_DFL)
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, signal.SIG_DFL)
 
 
 def run(command: click.Command, program: str, arguments: Sequence[str] | None = None) -> int:

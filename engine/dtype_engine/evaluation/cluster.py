@@ -15,6 +15,8 @@ from dtype_engine.evaluation.pool import results
 from dtype_engine.evaluation.specs import Evaluated, Evaluation
 
 _CONNECT_S = 10
+_ANSWER_S = 20
+"""The maximum number of seconds for connecting and for the scheduler's first answer."""
 _AHEAD = 8
 """The maximum number of unfinished evaluations submitted for each worker. The rest is left for workers that join later."""
 
@@ -23,7 +25,7 @@ class DaskPool(AbstractContextManager["DaskPool"]):
     """The workers of a running Dask scheduler at `tcp://HOST:PORT`. on_gpu: use only workers that offer a GPU (`--resources
     GPU=1`).
 
-    Raises UserError if `distributed` is not installed, no scheduler answers, or it has no suitable workers.
+    Raises UserError if `distributed` is not installed, no scheduler answers in time, or it has no suitable workers.
     """
 
     def __init__(self, address: str, on_gpu: bool = False) -> None:
@@ -33,10 +35,25 @@ class DaskPool(AbstractContextManager["DaskPool"]):
             raise UserError("--workers tcp://... needs Dask: pip install 'dtype-tui[cluster]'") from None
         logging.getLogger("distributed").setLevel(logging.CRITICAL)  # errors are reported by UserError instead
         self.address = address
+
+        class BoundedClient(Client):  # type: ignore[misc]
+            """A client whose `timeout` is not only for connecting, but also for the scheduler's first answer."""
+
+            def start(self, **options: Any) -> None:
+                super().start(callback_timeout=_ANSWER_S, **options)
+
         try:
-            self._client: Any = Client(address, timeout=_CONNECT_S, set_as_default=False)
+            self._client: Any = BoundedClient(address, timeout=_CONNECT_S, set_as_default=False)
+        except TimeoutError:
+            raise UserError(
+                f"no Dask scheduler answers at {address} within {_ANSWER_S} s: see whether one listens there"
+            ) from None
         except (OSError, ValueError) as error:
             raise UserError(f"no Dask scheduler answers at {address}: {one_line(error)}") from None
+        except Exception as error:  # Dask trusts every length and field that it receives, so this may be of any type
+            raise UserError(
+                f"what answers at {address} is no Dask scheduler, or one of another version: {one_line(error, with_type=True)}"
+            ) from None
         found = self._client.scheduler_info(n_workers=-1)["workers"].values()  # without -1 some versions list only five
         self.workers = sum(1 for worker in found if not on_gpu or worker.get("resources", {}).get("GPU"))
         wanted: dict[str, Any] = {"resources": {"GPU": 1}} if on_gpu else {}

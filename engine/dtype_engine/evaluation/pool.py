@@ -30,8 +30,10 @@ from dtype_engine.evaluation.specs import Evaluated, Evaluation
 
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"
 """The environment variables that say which GPUs a process sees: of CUDA and ROCm, and of Intel (XPU)."""
-_TO_PROGRAM = (signal.SIGHUP, signal.SIGQUIT) if sys.platform != "win32" else ()
-"""Signals that a terminal sends to this program and to all processes that it has started. This program alone answers them."""
+_TO_PROGRAM = (signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2) if sys.platform != "win32" else ()
+"""Signals that a terminal or a batch system sends to this program and to all processes that it has started. This program alone
+answers them.
+"""
 _POLL_S = 0.1
 _MOST_BREAKS = 3
 """The pool gives up after the workers have died this many times in a row without finishing a single evaluation."""
@@ -177,7 +179,7 @@ def assigned(index: int, gpus: tuple[str, ...], environment: MutableMapping[str,
 
 
 def _start_worker(stop: Event, workers: int, started: Synchronized[int], gpus: tuple[str, ...], sockets: str) -> None:
-    """Prepare a new worker process: give it its GPU, make it ignore the signals of a terminal, and end it with its parent process.
+    """Prepare a new worker process: give it its GPU, make it ignore signals that the program answers, and end it with its parent.
 
     stop: set to cancel the evaluations. workers: the number of processes that share the machine's memory. started: the number of
     processes that the pool has started before. sockets: the parent's temporary folder, which is removed if the parent was killed.

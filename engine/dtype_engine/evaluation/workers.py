@@ -18,13 +18,17 @@ if TYPE_CHECKING:
     from dtype_engine.evaluation.cluster import DaskPool
     from dtype_engine.runtime.session.session import Session
 
+_MOST_PROCESSES = 9999
+
 
 def parse_workers(text: str) -> int | str:
     """Parse `--workers`: a number of processes, or a Dask scheduler such as `tcp://HOST:PORT`. Raises UserError."""
     if text.startswith(("tcp://", "tls://")):
         return text
-    if not re.fullmatch("[0-9]{1,4}", text) or not int(text):
-        raise UserError(f"--workers {printable(text, 80)}: give a number of processes, or tcp://HOST:PORT")
+    if not re.fullmatch("[0-9]{1,9}", text) or not 1 <= int(text) <= _MOST_PROCESSES:
+        raise UserError(
+            f"--workers {printable(text, 80)}: give a number of processes from 1 to {_MOST_PROCESSES}, or tcp://HOST:PORT"
+        )
     return int(text)
 
 

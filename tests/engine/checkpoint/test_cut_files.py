@@ -181,12 +181,17 @@ def test_command_killed_by_sigbus_names_the_truncated_file_in_one_line(
             "Fatal Python error: Segmentation fault\n\nThread 1\n",
         ),
         (
+            b"Fatal Python error: Aborted\n\nThread 1\n",
+            "dtype-engine: the process was aborted (SIGABRT), probably for want of memory; "
+            "DTYPE_TUI_TRACEBACK=1 shows where\n",
+        ),
+        (
             b"Fatal Python error: Bus error\n\nThread 1\n",
             "dtype-engine: a file that is mapped into memory can't be read (SIGBUS): its disk failed; "
             "DTYPE_TUI_TRACEBACK=1 shows where\n",
         ),
     ],
-    ids=["no crash", "another crash", "a failed disk"],
+    ids=["no crash", "another crash", "an abort", "a failed disk"],
 )
 def test_crash_that_no_file_explains_is_reported(told: bytes, says: str, source: Path) -> None:
     file = FileIdentity.of(source / "model.safetensors")

@@ -201,6 +201,17 @@ def test_verbose_version_lists_libraries_threads_and_hardware(capsys: pytest.Cap
     assert "--version" in capsys.readouterr().err
 
 
+def test_command_in_a_removed_folder_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert run(cli, "dtype-engine", ["drift", str(tmp_path), "--cast", "*=bf16"]) == 2
+    assert capsys.readouterr().err.startswith("dtype-engine: the working folder has been removed: change to one ")
+
+
 @pytest.mark.parametrize(
     ("asked", "words"),
     [

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import signal
 import sys
+import time
 
 import click
 import pytest
@@ -41,3 +43,28 @@ def test_error_message_overwrites_the_progress_line(
     assert len(lines) == 2
     assert lines[0].startswith(last)
     assert said.count("\x1b[K") == len(steps) + bool(steps and steps[-1])
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals are POSIX's")
+def test_signal_that_the_system_repeats_does_not_interrupt_the_removal_of_files(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    removed = []
+
+    @click.command()
+    def wait() -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0.01, 0.01)
+        try:
+            time.sleep(20)
+        finally:
+            time.sleep(0.2)
+            removed.append(True)
+
+    before = signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    try:
+        assert run(wait, "program", []) == 128 + signal.SIGALRM
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert removed == [True]
+    assert capsys.readouterr().err.strip() == "program: interrupted by SIGALRM"

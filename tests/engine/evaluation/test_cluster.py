@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import struct
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,7 @@ import dtype_engine as de
 from dtype_engine.checkpoint.source import Source
 from dtype_engine.cli import cli
 from dtype_engine.cli.program import run
-from dtype_engine.evaluation import work
+from dtype_engine.evaluation import cluster, work
 from dtype_engine.evaluation.cluster import DaskPool
 from dtype_engine.evaluation.specs import Opened
 from dtype_engine.runtime.session import opening
@@ -117,7 +120,40 @@ def test_missing_dask_scheduler_and_missing_workers_are_reported(
         DaskPool(nobody)
 
 
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (b"", r"no Dask scheduler answers at tcp://127.0.0.1:\d+ within 2 s"),
+        (struct.pack("<Q", 2**60), "is no Dask scheduler, or one of another version: MemoryError"),
+        (struct.pack("<QQ", 1, 2**62), "is no Dask scheduler, or one of another version: error: unpack_from"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "is no Dask scheduler, or one of another version"),
+    ],
+    ids=["nothing", "a length beyond memory", "a frame of one byte", "a web server"],
+)
+def test_server_that_is_no_dask_scheduler_is_reported(
+    answer: bytes, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("distributed")
+    monkeypatch.setattr(cluster, "_ANSWER_S", 2)
+    accepted = []  # connections that stay open
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    accepted.append(server.accept()[0])
+                    accepted[-1].sendall(answer)
+
+        threading.Thread(target=serve, daemon=True).start()
+        with pytest.raises(de.UserError, match=says):
+            DaskPool(f"tcp://127.0.0.1:{server.getsockname()[1]}")
+        server.shutdown(socket.SHUT_RDWR)
+    for connection in accepted:
+        connection.close()
+
+
 @pytest.mark.parametrize("workers", ["0", "many"])
 def test_workers_option_with_an_invalid_value_is_refused(workers: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(cli, "dtype-engine", ["scan", "--workers", workers]) == 2
-    assert "give a number of processes, or tcp://HOST:PORT" in capsys.readouterr().err
+    assert "give a number of processes from 1 to 9999, or tcp://HOST:PORT" in capsys.readouterr().err

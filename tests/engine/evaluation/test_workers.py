@@ -46,9 +46,9 @@ def test_number_of_workers_is_limited_by_gpus_number_of_tasks_and_free_memory() 
     assert said[-1] == "the memory that is free holds 1 worker of the 4 asked for"
 
 
-@pytest.mark.parametrize("text", ["0", "-3", "many", "http://x", "99999999", "1.5", ""])
+@pytest.mark.parametrize("text", ["0", "-3", "many", "http://x", "10000", "99999999999", "1.5", ""])
 def test_invalid_number_or_address_of_workers_is_refused(text: str) -> None:
-    with pytest.raises(de.UserError, match="give a number of processes, or tcp://HOST:PORT"):
+    with pytest.raises(de.UserError, match="give a number of processes from 1 to 9999, or tcp://HOST:PORT"):
         parse_workers(text)
     assert [parse_workers(text) for text in ("1", "64", "tcp://10.0.0.1:8786")] == [1, 64, "tcp://10.0.0.1:8786"]
 

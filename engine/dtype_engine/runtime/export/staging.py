@@ -34,8 +34,8 @@ _SLACK = 1 << 20
 
 def need_space(target: Path, needed: int) -> None:
     """Raise UserError if the disk of an export's target has less free space than the `needed` bytes of the weights."""
-    free = shutil.disk_usage(target.parent).free
-    if free < needed + _SLACK:
+    needed, free = needed + _SLACK, shutil.disk_usage(target.parent).free
+    if free < needed:
         raise UserError(
             f"exporting to {target} needs {human_bytes(needed)} and {human_bytes(free)} are free there; free some space or name "
             "a path elsewhere"

@@ -117,12 +117,17 @@ def text_inputs(model: LiveModel, options: InputOptions) -> Inputs:
     return Inputs(batches, described, tokenizer, prompts=bool(options.prompts) and not options.texts, made_of=made_of)
 
 
+def position_count(model: LiveModel) -> int:
+    """Return the number of the positions of a model with a configuration, or 10**9 if neither it nor the weights limit them."""
+    named = int(getattr(text_config(model.module.config), "max_position_embeddings", 0) or _ANY_LENGTH)
+    return min(named, learned_positions(model.module) or _ANY_LENGTH)
+
+
 def sequence_length(model: LiveModel, options: InputOptions) -> int:
     """Return the maximum number of tokens in a sequence: the number that the user set or, without it, 512 or the number of the
     model's positions if that is smaller. Raises UserError if the user set a number above the model's positions.
     """
-    named = int(getattr(text_config(model.module.config), "max_position_embeddings", 0) or _ANY_LENGTH)
-    known = min(named, learned_positions(model.module) or _ANY_LENGTH)
+    known = position_count(model)
     if options.sequence_length is not None:
         if options.sequence_length > known:
             raise UserError(

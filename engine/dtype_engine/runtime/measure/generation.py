@@ -10,9 +10,11 @@ from typing import Any, Literal
 
 import torch
 
-from dtype_engine.core.errors import Cancelled, NoForward
+from dtype_engine.core.errors import Cancelled, NoForward, UserError
+from dtype_engine.core.input_limits import InputLimits
 from dtype_engine.results.runs import Generation, Written
 from dtype_engine.runtime.inputs import Batch, Inputs, running, tokenizer_of
+from dtype_engine.runtime.inputs.text import position_count
 from dtype_engine.runtime.measure.progress import part_of
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.numerics.compare.pictures import picture_range
@@ -75,6 +77,13 @@ def why_no_text(module: Any) -> str | None:
     if picture_range(module) is not None:
         return f"a {type(module).__name__} makes pictures and no text; they can be seen when they are measured"
     return f"a {type(module).__name__} does not generate text; open a model with a language model head or a captioner"
+
+
+def refuse_tokens(model: LiveModel, tokens: int, limits: InputLimits) -> None:
+    """Raise UserError if more tokens shall be generated than the model has positions or the limits allow, which has no end."""
+    if hasattr(model.module, "config") and tokens > (known := position_count(model)):
+        raise UserError(f"texts of {tokens} tokens are too long for {model.title}: it has {known} positions")
+    limits.refuse_file("tokens", "a text to generate", tokens)
 
 
 def _own_generate(module: Any) -> bool:

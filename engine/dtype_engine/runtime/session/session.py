@@ -35,7 +35,7 @@ from dtype_engine.runtime.inputs.text import with_next_tokens, without_cache
 from dtype_engine.runtime.inputs.validate import with_labels
 from dtype_engine.runtime.measure.attribution import Attribution, OnCauses, Part, PartDrift
 from dtype_engine.runtime.measure.attribution import OnProgress as OnParts
-from dtype_engine.runtime.measure.generation import OnText, OnTokens, generate
+from dtype_engine.runtime.measure.generation import OnText, OnTokens, generate, refuse_tokens
 from dtype_engine.runtime.measure.implicit_casts import implicit_casts
 from dtype_engine.runtime.measure.listener import MeasurementListener
 from dtype_engine.runtime.measure.loss_remedy import tried_remedy, untried_remedy
@@ -515,7 +515,8 @@ class Session:
         on_text: OnText = ignore,
     ) -> tuple[Generation, ...]:
         """Continue the user's prompts, or else the first input, in a reference run and in a candidate run, by greedy decoding.
-        Returns both texts for each prompt. Raises NoForward also for a model that can't generate.
+        Returns both texts for each prompt. Raises NoForward also for a model that can't generate, and UserError for more `tokens`
+        than the model has positions.
 
         Args:
             tokens: The maximum number of tokens to generate for each prompt in each run.
@@ -528,6 +529,7 @@ class Session:
             >>> session.generate(2)[0].differs  # nothing is cast
             False
         """
+        refuse_tokens(self.model, tokens, self.options.limits)
         with ForwardRunner(self.model, self.settings, cancelled, behavior=self._behavior) as runner:
             inputs = self.need_inputs()
             runner.calibrate_caches(inputs.batches)

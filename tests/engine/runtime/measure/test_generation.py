@@ -102,6 +102,18 @@ def test_generation_is_refused_for_a_model_that_cannot_generate(tinynet: Any) ->
         tinynet.generate(4)
 
 
+def test_more_tokens_than_the_model_has_positions_are_refused(make_llama: Callable[..., Path]) -> None:
+    session = de.open(str(make_llama()))
+    known = session.model.module.config.max_position_embeddings
+    with pytest.raises(
+        de.UserError, match=rf"texts of {known + 1} tokens are too long for .*: it has {known} positions"
+    ):
+        session.generate(known + 1)
+    session.model.module.config.max_position_embeddings = 10**9
+    with pytest.raises(de.UserError, match="a text to generate has 1,000,001 tokens, more than the limit of 1,000,000"):
+        session.generate(1_000_001)
+
+
 def test_cancelled_generation_stops_within_one_token(make_llama: Callable[..., Path]) -> None:
     session = de.open(str(make_llama()))
     written: list[int] = []
