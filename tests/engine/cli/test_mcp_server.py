@@ -120,6 +120,12 @@ async def test_each_mcp_tool_answers_like_its_command(capfd: pytest.CaptureFixtu
         ("inspect", {"model": "inside/../../secret"}, "is outside the folders"),
         ("inspect", {"model": "link"}, "link is outside the folders"),
         ("inspect", {"model": "net.py:Net"}, "net.py:Net is Python code, which no tool runs"),
+        (
+            "inspect",
+            {"model": "https://x/y.safetensors"},
+            "https://x/y.safetensors is an address: name a folder or file",
+        ),
+        ("inspect", {"model": "file:///etc/passwd"}, "file:///etc/passwd is an address"),
         ("inspect", {"model": "os:system"}, "os:system is Python code"),
         ("inspect", {"model": "hf://org/name"}, "models on a hub are served with dtype-engine mcp --hub"),
         ("inspect", {"model": "--help"}, "--help: no such folder or file"),
