@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import IO, Annotated
 from urllib.parse import quote, unquote
@@ -152,6 +153,12 @@ class HubAddress:
                     f"{self}: the hub lists {len(said.siblings):,} files, over the limit of {_MOST_LISTED:,}"
                 )
             named = {file.rfilename: file for file in said.siblings if _is_path(file.rfilename)}
+            for words, following in pairwise(sorted(name.split("/") for name in named)):
+                if following[: len(words)] == words:
+                    both = printable("/".join(words), 200)
+                    raise UserError(
+                        f"{self}: the hub's list of files contradicts itself: {both} is a file and a folder"
+                    )
             at = f"{self.path}/" if self.path else ""
             if self.path and not any(name == self.path or name.startswith(at) for name in named):
                 raise UserError(f"{self}: there is no {printable(self.path, 200)} in this repository")

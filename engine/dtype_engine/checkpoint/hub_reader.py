@@ -14,10 +14,10 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 from typing import IO, Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
 from dtype_engine.core.callbacks import ignore
 from dtype_engine.core.cancellation import IsCancelled, never
@@ -41,6 +41,8 @@ _SLOWEST = 1000
 """The minimum rate of an answer in bytes per second, measured over HF_HUB_DOWNLOAD_TIMEOUT seconds at a time."""
 _PHASES = 3
 """The connection, the request and the beginning of the answer may take HF_HUB_DOWNLOAD_TIMEOUT seconds each."""
+_LOOK_S, _MOST_CPU_S = 0.2, 2.0
+"""How often to look at the thread that waits for headers, and how many seconds of CPU time it may take."""
 _TOO_LATE = "did not answer in time; HF_HUB_DOWNLOAD_TIMEOUT sets the seconds"
 _ENCODINGS = {"identity": False, "gzip": True, "deflate": True}
 """Accepted `Content-Encoding`s, and whether they compress. With others, a few bytes could decompress to any size."""
@@ -48,11 +50,13 @@ _ZLIB_OR_GZIP = 32 + zlib.MAX_WBITS
 _OVERHEAD = 1 << 16
 """How many bytes longer a compressed answer may be than the decompressed one, and how many of a redirect are read."""
 _MOST_REDIRECTS = 10
+_OWN_HUB = "https://huggingface.co"
+"""The hub without HF_ENDPOINT."""
 _HOST = re.compile(r"([A-Za-z0-9._-]{1,253}|\[[0-9a-fA-F:.]{2,45}\])(:[0-9]{1,5})?")
 
 
 class _TooLate(UserError):
-    """Raised if the headers of an answer take too long. The thread that waits for them still runs."""
+    """Raised if the headers of an answer take too long, or too much comes before them. The thread that waits still runs."""
 
 
 def hub_server() -> tuple[str, str | None]:
@@ -61,19 +65,24 @@ def hub_server() -> tuple[str, str | None]:
     """
     from huggingface_hub import constants  # HfApi, which says the same, takes long to import
 
-    try:
-        parts = urlsplit(constants.ENDPOINT)
-        user, at, host = parts.netloc.rpartition("@")
-        valid = parts.scheme in ("http", "https") and _HOST.fullmatch(host) and (parts.port or 0) >= 0
-    except ValueError:
-        valid = None
-    if not valid or parts.query or parts.fragment or "@" in parts.path or not is_printable(constants.ENDPOINT):
-        shown = printable(constants.ENDPOINT.rpartition("@")[2], 100)
-        raise UserError(f"HF_ENDPOINT is no address of a server: {shown}")
+    parts = _parts_of_server(constants.ENDPOINT)
+    user, at, host = parts.netloc.rpartition("@")
     return (
         f"{parts.scheme}://{host}{parts.path}",
         f"Basic {base64.b64encode(unquote(user).encode()).decode()}" if at else None,
     )
+
+
+def _parts_of_server(address: str) -> SplitResult:
+    try:
+        parts = urlsplit(address)
+        host = parts.netloc.rpartition("@")[2]
+        valid = parts.scheme in ("http", "https") and _HOST.fullmatch(host) and (parts.port or 0) >= 0
+    except ValueError:
+        valid = None
+    if not valid or parts.query or parts.fragment or "@" in parts.path or not is_printable(address):
+        raise UserError(f"HF_ENDPOINT is no address of a server: {printable(address.rpartition('@')[2], 100)}")
+    return parts
 
 
 class HubReader:
@@ -166,7 +175,11 @@ class HubReader:
         response = self._send(url, headers)
         try:
             if not response.is_success:  # the body is not needed and can have any size, so it is not read
-                said_why = {name: text for name, text in response.headers.items() if name.startswith("x-error-")}
+                said_why = {
+                    name: text
+                    for name, text in response.headers.items()
+                    if name.startswith("x-error-") and text.isascii()  # no others can be put into a response
+                }
                 hf_raise_for_status(type(response)(response.status_code, headers=said_why, request=response.request))
             whole = response.status_code != 206
             if size is not None:
@@ -200,10 +213,12 @@ class HubReader:
         client, seconds = get_session(), constants.HF_HUB_DOWNLOAD_TIMEOUT
         request = client.build_request("GET", url, headers=headers, timeout=seconds)
         answers: SimpleQueue[Any] = SimpleQueue()
-        too_late = threading.Event()
+        too_late, clocks = threading.Event(), list[int]()
 
         def ask() -> None:
             try:
+                if hasattr(time, "pthread_getcpuclockid"):  # macOS lacks it
+                    clocks.append(time.pthread_getcpuclockid(threading.get_ident()))
                 response = self._redirected(client, request)
             except BaseException as error:
                 answers.put(error)
@@ -214,13 +229,25 @@ class HubReader:
 
         threading.Thread(target=ask, daemon=True).start()
         try:
-            answer = answers.get(timeout=_PHASES * seconds)
-        except Empty:
+            answer = self._waited(answers, clocks, time.monotonic() + _PHASES * seconds)
+        except _TooLate:
             too_late.set()
-            raise _TooLate(f"{self.title}: the hub {_TOO_LATE}") from None
+            raise
         if isinstance(answer, BaseException):
             raise answer
         return answer
+
+    def _waited(self, answers: SimpleQueue[Any], clocks: list[int], latest: float) -> Any:
+        """Return the entry that a thread adds to `answers`. clocks: its CPU clock, if known. Raises _TooLate, also if the thread
+        takes much CPU time: the HTTP client passes over any number of answers with status 100 to 199.
+        """
+        while (left := latest - time.monotonic()) > 0:
+            with suppress(Empty):
+                return answers.get(timeout=min(left, _LOOK_S))
+            with suppress(OSError):  # the thread has just ended
+                if any(time.clock_gettime(clock) > _MOST_CPU_S for clock in clocks):
+                    raise _TooLate(f"{self.title}: the hub sends too much before the headers of its answer")
+        raise _TooLate(f"{self.title}: the hub {_TOO_LATE}")
 
     def _redirected(self, client: Any, request: Any) -> Any:
         """Return the first response that is no redirect. The HTTP client would read and decompress the bodies of redirects, of any
@@ -322,6 +349,7 @@ def hub_faults(title: str, revision: str) -> Iterator[None]:
     In its `with` block, huggingface_hub logs nothing, because its messages quote the server. It also sends no telemetry, because it
     would first download a list of agents, whose size is not limited.
     """
+    _parts_of_server(os.environ.get("HF_ENDPOINT") or _OWN_HUB)  # the imports fail if it is no address
     from huggingface_hub import constants, errors
     from huggingface_hub.utils import close_session, logging
 

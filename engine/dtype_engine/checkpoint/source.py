@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 DEMO = Path(__file__).parent.parent / "demo"
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _ON_HUB = "hf://"
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -140,6 +141,7 @@ def _located(
         return Source("checkpoint", printable(path.resolve().name), path, trust_pickle=trust_pickle)
     if path.exists() or path.is_symlink():
         return _file(path, trust_pickle)
+    refuse_address(model)
     before, colon, attribute = model.rpartition(":")
     if colon and before:
         if python_only_by is not None:
@@ -171,7 +173,16 @@ def is_python(model: str | None) -> bool:
     except UserError:
         return False
     before, colon, _ = model.rpartition(":")
-    return bool(colon and before) and not (path.exists() or path.is_symlink())
+    return bool(colon and before) and _SCHEME.match(model) is None and not (path.exists() or path.is_symlink())
+
+
+def refuse_address(model: str) -> None:
+    """Raise UserError for the address of anything but a model on a hub, such as `https://host/model.safetensors`."""
+    if _SCHEME.match(model) and not model.startswith(_ON_HUB):
+        opens = ", and ssh://HOST/PATH with dtype-tui" if model.startswith("ssh://") else ""
+        raise UserError(
+            f"{printable(model, 200)} is an address: name a folder or file on this machine, or {_ON_HUB}org/name{opens}"
+        )
 
 
 def component_of(model: str, name: str, download: bool = False) -> str:

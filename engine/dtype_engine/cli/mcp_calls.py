@@ -5,6 +5,7 @@ and marks the output as what it is, a text that quotes a model's files.
 from __future__ import annotations
 
 import inspect
+import json as json_text
 import os
 import secrets
 import subprocess
@@ -19,6 +20,7 @@ from mcp.server.mcpserver.exceptions import ToolError
 from mcp_types import CallToolResult, InputRequiredResult, TextContent, ToolAnnotations
 from pydantic import Field, ValidationError
 
+from dtype_engine.cli.mcp_input import HALF_A_PAIR
 from dtype_engine.cli.mcp_tools import INSTRUCTIONS, LEFT_OUT, TOOLS, Access, Tool
 from dtype_engine.cli.program import unexpected
 from dtype_engine.core.errors import UserError
@@ -53,6 +55,7 @@ class Server(MCPServer):
     ) -> CallToolResult | InputRequiredResult:
         """Call a tool by its name. An error is a result, too."""
         try:
+            _refuse_half_pairs(json_text.dumps([name, arguments], ensure_ascii=False))
             refuse_unknown("tool", [name], self._calls)
             refuse_unknown("argument", arguments, ("model", *self._calls[name].options))
             return await super().call_tool(name, arguments, context)
@@ -150,14 +153,22 @@ def _marked(text: str, is_error: bool = False) -> CallToolResult:
     return CallToolResult(content=[TextContent(text=part) for part in (before, text, mark)], is_error=is_error)
 
 
+def _refuse_half_pairs(text: str) -> None:
+    """Raise UserError for a text that can't be encoded, so that no sentence quotes it. It comes from a call as JSON."""
+    try:
+        text.encode()
+        found = HALF_A_PAIR in text
+    except UnicodeEncodeError:  # of a client that sends no bytes
+        found = True
+    if found:
+        raise UserError("an argument is not Unicode: it has half of a pair of surrogates")
+
+
 def _refuse_unfit(words: Sequence[str]) -> None:
     """Raise UserError for arguments that can't be those of a process."""
     if any("\0" in word for word in words):
         raise UserError("an argument has a null character")
-    try:
-        length = sum(len(os.fsencode(word)) for word in words)
-    except UnicodeEncodeError:
-        raise UserError("an argument is not Unicode: it has half of a pair of surrogates") from None
+    length = sum(len(word.encode()) for word in words)
     if length > _MOST_BYTES:
         raise UserError(f"the arguments have {length:,} bytes, and a call takes {_MOST_BYTES:,} at most")
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 from dtype_engine.cli import main as run_command
 
-_SECONDS_TO_END = 10.0
+_SECONDS_TO_END = 1.0
 
 
 def main() -> None:

@@ -6,6 +6,8 @@ or write files.
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from dtype_engine.cli.mcp_input import replace_half_pairs
 from dtype_engine.cli.mcp_tools import Access
 from dtype_engine.core.errors import UserError
 
@@ -51,7 +54,20 @@ def mcp(folders: tuple[Path, ...], hub: bool, seconds: int) -> None:
     """
     if sys.stdin.isatty():
         raise UserError("this is for programs: an agent's configuration names the command `dtype-engine mcp`")
-    make_server(Access(folders or (Path(),), hub), seconds).run()
+    server = make_server(Access(folders or (Path(),), hub), seconds)
+    _end_with_signals()
+    replace_half_pairs()
+    server.run()
+
+
+def _end_with_signals() -> None:
+    """Make the signals that ask a program to end do so at once, unless they are ignored. The process of a call then ends by itself.
+
+    An exception would first wait for the threads that read standard input and write standard output, as long as the agent likes.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda number, frame: os._exit(128 + number))
 
 
 def make_server(access: Access, seconds: float, engine: Sequence[str] = ENGINE) -> Server:

@@ -74,12 +74,13 @@ class Access:
 
     def model(self, text: str) -> str:
         """Return what to pass as MODEL for the model that an agent named. Raises UserError unless the agent may read the model."""
-        from dtype_engine.checkpoint.source import is_python
+        from dtype_engine.checkpoint.source import is_python, refuse_address
 
         if self._resolved(text).exists():
             return self.file(text)
         if text == "demo":
             return text
+        refuse_address(text)
         if is_python(text) or text.endswith(".py"):
             raise UserError(f"{printable(text, 200)} is Python code, which no tool runs: name a checkpoint")
         if not self.hub:

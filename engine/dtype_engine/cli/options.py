@@ -16,7 +16,7 @@ from dtype_engine.cli.streams import answers_alone
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.foreign_code import foreign_code
 from dtype_engine.core.input_limits import KINDS
-from dtype_engine.core.options import FLOAT32, STORED, ClassesDim
+from dtype_engine.core.options import FLOAT32, MOST_SEQUENCES, STORED, ClassesDim
 from dtype_engine.recipe.serving_memory import DEFAULT_CONTEXT, MOST_TOKENS
 
 _FILE = click.Path(path_type=Path)
@@ -236,14 +236,14 @@ _RUNNING = (
     ),
     click.Option(
         ["--sequence-length"],
-        type=click.IntRange(min=2),
+        type=click.IntRange(2, MOST_TOKENS),
         metavar="N",
         help="Maximum number of tokens in a sequence; longer texts are split. By default 512, or as many as the model supports "
         "if they are fewer.",
     ),
     click.Option(
         ["--sequences"],
-        type=click.IntRange(min=1),
+        type=click.IntRange(1, MOST_SEQUENCES),
         metavar="N",
         help="Maximum number of sequences to run the model on. By default, all that the texts contain.",
     ),

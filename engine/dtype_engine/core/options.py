@@ -102,6 +102,10 @@ class ModelOptions:
         return None if self.reference in (FLOAT32, STORED) else self.reference
 
 
+MOST_SEQUENCES = 1_000_000
+"""The most calibration sequences for which a command can ask."""
+
+
 @dataclass(frozen=True)
 class InputOptions:
     """The options that say on which inputs a model is run."""

@@ -8,7 +8,10 @@ import json
 import os
 import re
 import struct
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
@@ -17,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.helpers import large_checkpoints
+from tests.helpers import large_checkpoints, preloaded
 from tests.helpers.gguf_files import gguf_file
 from tests.helpers.hub_server import COMMIT, Hub, Request, hub_of
 from tests.helpers.quantized import CASES
@@ -328,6 +331,14 @@ FAULTS = {
         "no weights in a known form",
     ),
     "a file too large for any disk": (too_large, "can't write headers to"),
+    "a file that is a folder, too": (
+        listed(tensors(9), tensors(9, "model.safetensors.json"), tensors(9, "model.safetensors/config.json")),
+        "the hub's list of files contradicts itself: model.safetensors is a file and a folder",
+    ),
+    "a message that is not ASCII": (
+        body(b"", "/api/", 404, X_Error_Code="RepoNotFound", X_Error_Message="nicht gefunden: \xfc"),
+        "the hub has no such model, or it is private",
+    ),
     "another size": (
         listed(tensors(5000)),
         "what the hub says of model.safetensors can't be trusted: its list of files says 5,000 bytes, its answer",
@@ -462,6 +473,39 @@ def test_files_with_unsafe_names_are_said_to_be_left_out(
             in said
         )
         assert "notes" not in said
+
+
+@pytest.mark.skipif(not hasattr(time, "pthread_getcpuclockid"), reason="the system has no CPU clock of a thread")
+def test_endless_interim_responses_of_a_hub_are_ended_with_an_error(
+    serve: Serve, small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_reader, "_MOST_CPU_S", 0.2)
+    hub, ended = serve(small), threading.Event()
+
+    def endless(request: Request) -> bool:
+        with suppress(OSError):
+            while True:
+                request.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n" * 1000)
+        ended.set()
+        return silent(request)
+
+    hub.fault = endless
+    with pytest.raises(UserError, match="the hub sends too much before the headers of its answer"):
+        locate(MODEL)
+    assert ended.wait(10), "the connection is closed"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("address", ["http://127.0.0.1:99999", "http://[::1"])
+def test_address_that_huggingface_hub_cannot_import_with_is_reported(address: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", preloaded.COMMAND, "inspect", MODEL],
+        env=os.environ | {"HF_ENDPOINT": address},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 2
+    assert ended.stderr == f"dtype-engine: HF_ENDPOINT is no address of a server: {address}\n"
 
 
 def test_request_to_a_silent_hub_times_out_and_an_interrupted_request_is_repeated(

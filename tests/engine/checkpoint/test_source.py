@@ -70,6 +70,13 @@ def test_hub_cache_ids_are_located(
         (f"{TINYNET}:1x", "not the name of a class"),
         (f"{TINYNET}", "add the class or function"),
         ("\x1b[2Jevil", "no such folder"),
+        (
+            "https://x/y.safetensors",
+            "https://x/y.safetensors is an address: name a folder or file on this machine, or hf://",
+        ),
+        ("https://x:80/y", "is an address"),
+        ("file:///etc/passwd", "is an address"),
+        ("ssh://host/model", "is an address: .* ssh://HOST/PATH with dtype-tui"),
     ],
 )
 def test_path_without_a_model_is_refused(model: str, says: str) -> None:

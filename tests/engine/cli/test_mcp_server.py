@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 from tests.helpers import preloaded
 
 from dtype_engine.cli import cli
+from dtype_engine.cli.mcp_input import without_half_pairs
 from dtype_engine.cli.mcp_server import make_server
 from dtype_engine.cli.mcp_tools import Access
 from dtype_engine.cli.program import run
@@ -118,6 +120,12 @@ async def test_each_mcp_tool_answers_like_its_command(capfd: pytest.CaptureFixtu
         ("inspect", {"model": "inside/../../secret"}, "is outside the folders"),
         ("inspect", {"model": "link"}, "link is outside the folders"),
         ("inspect", {"model": "net.py:Net"}, "net.py:Net is Python code, which no tool runs"),
+        (
+            "inspect",
+            {"model": "https://x/y.safetensors"},
+            "https://x/y.safetensors is an address: name a folder or file",
+        ),
+        ("inspect", {"model": "file:///etc/passwd"}, "file:///etc/passwd is an address"),
         ("inspect", {"model": "os:system"}, "os:system is Python code"),
         ("inspect", {"model": "hf://org/name"}, "models on a hub are served with dtype-engine mcp --hub"),
         ("inspect", {"model": "--help"}, "--help: no such folder or file"),
@@ -129,7 +137,7 @@ async def test_each_mcp_tool_answers_like_its_command(capfd: pytest.CaptureFixtu
         ("inspect", {"model": "~nosuchuser/x"}, "~nosuchuser/x: no such folder or file"),
         ("inspect", {"model": "loop"}, "loop: "),
         ("inspect", {"model": "demo\0"}, "can't read demo\\x00: embedded null byte"),
-        ("inspect", {"model": "demo\ud800"}, "can't read demo\\ud800: 'utf-8' codec can't encode"),
+        ("inspect", {"model": "demo\ud800"}, "an argument is not Unicode: it has half of a pair of surrogates"),
         ("drift", {"model": "demo", "casts": [], "texts": ["~nosuchuser/x"]}, "can't start dtype-engine drift"),
     ],
 )
@@ -264,3 +272,89 @@ async def test_mcp_server_answers_over_standard_streams(tmp_path: Path) -> None:
         assert len((await client.list_tools()).tools) == 6
         result = await client.call_tool("inspect", {"model": "demo", "depth": 0})
     assert "707.8 k" in text_of(result)
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Run the server of the command line, to which `sent` sends messages, until the block ends."""
+    command = [sys.executable, "-c", preloaded.COMMAND, "mcp", "--allow", str(folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=folder) as server:
+        try:
+            asked = {
+                "protocolVersion": "2025-06-18",
+                "capabilities": {},
+                "clientInfo": {"name": "test", "version": "1"},
+            }
+            send(server, "initialize", asked)
+            assert server.stdout is not None
+            assert server.stdout.readline()
+            yield server
+        finally:
+            server.kill()
+
+
+def send(server: subprocess.Popen[bytes], method: str, parameters: dict[str, Any]) -> None:
+    """Send a request, in whose JSON characters that are not ASCII are escapes."""
+    assert server.stdin is not None
+    message = {"jsonrpc": "2.0", "id": 1, "method": method, "params": parameters}
+    server.stdin.write(json.dumps(message).encode() + b"\n")
+    server.stdin.flush()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("search", {"model": "demo", "budget": "\ud800"}),
+        ("inspect", {"model": "m\udc00"}),
+        ("inspect", {"model": "demo", "\ud800\ud800": 1}),
+        ("inspect\ud800", {"model": "demo"}),
+    ],
+)
+def test_mcp_server_answers_a_call_with_half_of_a_pair_of_surrogates(
+    tmp_path: Path, name: str, arguments: dict[str, Any]
+) -> None:
+    with served(tmp_path) as server:
+        send(server, "tools/call", {"name": name, "arguments": arguments})
+        assert server.stdout is not None
+        assert select.select([server.stdout], [], [], 20)[0]
+        said = json.loads(server.stdout.readline())["result"]
+    assert said["isError"]
+    assert said["content"][0]["text"] == "an argument is not Unicode: it has half of a pair of surrogates"
+
+
+@pytest.mark.parametrize(
+    ("line", "read"),
+    [
+        (rb'"\ud83d\ude00 \uD83D\uDE00"', rb'"\ud83d\ude00 \uD83D\uDE00"'),
+        (rb'"\\ud800 \\\\ud800 \n"', rb'"\\ud800 \\\\ud800 \n"'),
+        (rb'"\\\ud800"', rb'"\\\uffff"'),
+        (rb'"\ud800\ud83d\ude00\uDC00"', rb'"\uffff\ud83d\ude00\uffff"'),
+        (rb'"\ud800', rb'"\uffff'),
+    ],
+)
+def test_only_escapes_of_half_a_pair_of_surrogates_are_replaced(line: bytes, read: bytes) -> None:
+    assert without_half_pairs(line) == read
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("calls", [False, True])
+def test_mcp_server_ends_at_a_signal_while_its_input_is_open(
+    tmp_path: Path, number: signal.Signals, calls: bool
+) -> None:
+    children = list[str]()
+    with served(tmp_path) as server:
+        if calls:
+            send(
+                server, "tools/call", {"name": "scan", "arguments": {"model": "demo", "exact": True, "draws": 100_000}}
+            )
+        while calls and not children:
+            time.sleep(0.05)
+            children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
+        server.send_signal(number)
+        assert server.wait(20) == 128 + number
+        ended = time.monotonic() + 30
+        while time.monotonic() < ended and any(Path(f"/proc/{child}").exists() for child in children):
+            time.sleep(0.05)
+        assert not [child for child in children if Path(f"/proc/{child}").exists()]

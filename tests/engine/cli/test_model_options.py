@@ -62,3 +62,11 @@ def test_option_that_does_not_apply_to_the_model_is_refused(
     file.write_text("from torch import nn\n\ndef make(): return nn.Linear(2, 2)\n")
     assert run(cli, "dtype-engine", [text.format(net=f"{file}:make") for text in arguments]) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--sequences", "--sequence-length"])
+def test_number_of_sequences_or_tokens_beyond_its_bound_is_refused(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(cli, "dtype-engine", ["drift", "demo", f"{option}={10**30}"]) == 2
+    assert f"Invalid value for '{option}': {10**30} is not in the range" in capsys.readouterr().err
