@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import random
+from collections.abc import Iterator
 from typing import Any
 
 STRANGE: tuple[Any, ...] = (
@@ -37,3 +39,22 @@ def changed(value: Any, chooser: random.Random) -> Any:
             nested = [nested]
         return nested
     return chooser.choice(STRANGE)
+
+
+def places(value: Any, at: tuple[str | int, ...] = (), lists: bool = False) -> Iterator[tuple[str | int, ...]]:
+    """The keys and indexes that lead to each number in a JSON value and, with `lists`, to each list."""
+    if (lists and isinstance(value, list)) or (isinstance(value, (int, float)) and not isinstance(value, bool)):
+        yield at
+    if isinstance(value, (dict, list)):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from places(inner, (*at, key), lists)
+
+
+def replaced_at(value: Any, place: tuple[str | int, ...], new: Any) -> Any:
+    """A copy of a JSON value with `new` at one of its `places`."""
+    made = copy.deepcopy(value)
+    holder = made
+    for key in place[:-1]:
+        holder = holder[key]
+    holder[place[-1]] = new
+    return made

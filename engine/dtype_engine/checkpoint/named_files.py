@@ -1,7 +1,7 @@
 """Finds the files that the settings of a tokenizer, a processor or a scheduler name.
 
 transformers passes every entry of such a file to the constructor of a class, and some constructors open a file if a value is a
-string: `"vocab": "/home/me/notes.txt"` makes each line of that file a token of a `BertTokenizer`.
+string: `"vocab": "../notes.txt"` makes each line of that file a token of a `BertTokenizer`.
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ def drift(
         calibration = {"calibration": as_json(session.inputs_reading)}
         generated = {"generated": [_generation(text) for text in texts]} if tokens else {}
         print_json(as_json(report) | calibration | generated | details.as_json() | {"thresholds": as_json(reached)})
-        return _exit_status(reached, report) if not unwritten.status else unwritten.status
+        return _exit_status(reached, report, unwritten)
     from dtype_engine.reports.text import drift_text, generation_text
 
     answer(drift_text(report))
@@ -175,7 +175,7 @@ def drift(
     for text in texts:
         answer(generation_text(text))
     note(report.notices)
-    return _exit_status(reached, report) if not unwritten.status else unwritten.status
+    return _exit_status(reached, report, unwritten)
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,13 +279,14 @@ def _refuse_before_measuring(session: Session, tokens: int | None, pictures: Pat
         check_pictures(session, pictures, force)
 
 
-def _exit_status(reached: Sequence[Verdict], report: DriftReport) -> int:
+def _exit_status(reached: Sequence[Verdict], report: DriftReport, unwritten: UnwrittenFiles) -> int:
     """Return the exit status. Prints on standard error each limit that was not met, and a line if the output is not finite."""
     missed = [verdict for verdict in reached if not verdict.passed]
     for verdict in missed:
         option = "--" + (verdict.name if " " in verdict.name else verdict.name.replace("_", "-"))
         print_stderr(f"dtype-engine: {option} is missed: {verdict}")
-    return finite_status(report) or (NO if missed else 0)
+    status = finite_status(report) or (NO if missed else 0)
+    return unwritten.status or status
 
 
 def _generation(text: Generation) -> dict[str, Any]:

@@ -44,3 +44,10 @@ def test_unwritable_save_file_is_refused_before_measuring(command: list[str], tm
     done = preloaded.run(preloaded.COMMAND, *command, "--save", str(tmp_path / "none" / "x.json"))
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"dtype-engine: there is no folder {tmp_path / 'none'} to write x.json to\n"
+
+
+@pytest.mark.slow
+def test_missed_limit_is_reported_although_a_file_cannot_be_written(tmp_path: Path) -> None:
+    done = preloaded.run(FULL, *DRIFT, "--max-kl", "0", "--json", "-o", str(tmp_path / "recipe.yaml"))
+    assert done.returncode == 2
+    assert "dtype-engine: --max-kl is missed: " in done.stderr

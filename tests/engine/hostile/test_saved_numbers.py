@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 from tests.engine.hostile.fuzz_saved import FORMS
+from tests.helpers.mutations import places, replaced_at
 
 from dtype_engine.core.errors import UserError
 from dtype_engine.runtime.measure import saved_differences
@@ -37,25 +37,6 @@ VALUES: tuple[Any, ...] = (
     {},
 )
 """What each number and each list is replaced by."""
-Place = tuple[str | int, ...]
-
-
-def _places(value: Any, at: Place = ()) -> Iterator[Place]:
-    """Yield the place of each number, and of each list, in a JSON value."""
-    if isinstance(value, list) or (isinstance(value, (int, float)) and not isinstance(value, bool)):
-        yield at
-    if isinstance(value, (dict, list)):
-        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _places(inner, (*at, key))
-
-
-def _with(value: Any, at: Place, new: Any) -> Any:
-    made = copy.deepcopy(value)
-    holder = made
-    for key in at[:-1]:
-        holder = holder[key]
-    holder[at[-1]] = new
-    return made
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -66,9 +47,9 @@ def test_each_number_of_a_saved_file_is_used_or_refused_by_file_name(form: str, 
     path.write_text(json.dumps(sound))
     use(path)
     failures = []
-    for place in _places(sound):
+    for place in places(sound, lists=True):
         for value in VALUES:
-            path.write_text(json.dumps(_with(sound, place, value)))
+            path.write_text(json.dumps(replaced_at(sound, place, value)))
             try:
                 use(path)
             except UserError as error:
@@ -90,7 +71,11 @@ def test_each_number_of_a_saved_file_is_used_or_refused_by_file_name(form: str, 
 def test_sample_of_a_saved_file_has_every_numeric_field_of_its_type(kind: type, form: str, tmp_path: Path) -> None:
     """A new field of a record is tried as well, because the sample must have it."""
     samples = [json.loads(make(tmp_path)) for name, (make, _) in FORMS.items() if name.endswith(form)]
-    held = {tuple(key for key in place if isinstance(key, str)) for sample in samples for place in _places(sample)}
+    held = {
+        tuple(key for key in place if isinstance(key, str))
+        for sample in samples
+        for place in places(sample, lists=True)
+    }
     names = {place[-1] for place in held if place}
     for name in _numeric_fields(msgspec.inspect.type_info(kind)):
         assert name in names, name

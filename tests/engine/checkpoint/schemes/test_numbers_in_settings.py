@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import re
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.helpers.mutations import places, replaced_at
 from tests.helpers.quantized import CASES
 from tests.helpers.quantized.block_scaled import ct, modelopt
 from tests.helpers.quantized.case import Case
@@ -52,45 +52,27 @@ WITH_ONE_GROUP: dict[str, Callable[[], Case]] = {
 """Weights with one scale in a row, which larger groups would have as well."""
 
 
-def _places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yield the place of each number in a JSON value."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        yield at
-    if isinstance(value, (dict, list)):
-        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _places(inner, (*at, key))
-
-
-def _with(value: Any, at: tuple[Any, ...], new: Any) -> Any:
-    made = copy.deepcopy(value)
-    holder = made
-    for key in at[:-1]:
-        holder = holder[key]
-    holder[at[-1]] = new
-    return made
-
-
 def _changed(make: Callable[[], Case]) -> Iterator[tuple[str, Case]]:
     """Yield (description, a case with another number) for each number in the settings of a case, and each of `VALUES`."""
     sound = make()
     for value in VALUES:
         for part in ("config", "hf_quant_config"):
-            for place in _places(getattr(sound, part)):
+            for place in places(getattr(sound, part)):
                 case = make()
-                setattr(case, part, _with(getattr(sound, part), place, value))
+                setattr(case, part, replaced_at(getattr(sound, part), place, value))
                 yield f"{place} {str(value)[:20]}", case
         for key, text in sound.metadata.items():
             settings = json.loads(text) if text[:1] == "{" else {}
-            for place in _places(settings):
+            for place in places(settings):
                 case = make()
-                case.metadata[key] = json.dumps(_with(settings, place, value))
+                case.metadata[key] = json.dumps(replaced_at(settings, place, value))
                 yield f"{key} {place} {str(value)[:20]}", case
         for name, tensor in sound.tensors.items():
             raw = tensor.numpy().tobytes() if tensor.dtype == torch.uint8 else b""
             settings = json.loads(raw) if raw[:2] == b'{"' else {}
-            for place in _places(settings):
+            for place in places(settings):
                 case = make()
-                text = json.dumps(_with(settings, place, value))
+                text = json.dumps(replaced_at(settings, place, value))
                 case.tensors[name] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
                 yield f"{name} {place} {str(value)[:20]}", case
 
