@@ -85,6 +85,12 @@ def pytest_collection(session: pytest.Session) -> None:
                 importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
 
 
+def pytest_sessionfinish() -> None:
+    """Keep pytest's five collections at its end from going through all that the tests have left in memory."""
+    gc.collect()  # what raises an error while it is taken apart still does
+    gc.freeze()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """Skip a test that failed because an accelerator does not support an operation and raised the error expected for it."""

@@ -151,6 +151,7 @@ async def test_cast_prompt_completes_format_names(app: DtypeApp) -> None:
         assert engine(app).recipes == [Recipe((Rule("model.layers.*.mlp", "int4@g128"),))]
 
 
+@pytest.mark.slow
 async def test_tab_in_the_cast_prompt_widens_the_pattern_and_updates_the_preview(app: DtypeApp) -> None:
     async with running(app) as pilot:
         tree_of(app).go_to("model.layers.3.mlp")

@@ -17,6 +17,7 @@ from dtype_engine.service import events
 from dtype_tui.state.full_rows import drift_rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kl", [1e-3, None])
 async def test_new_figure_is_shown_in_drift_pane_details_comparison_and_history(
     monkeypatch: pytest.MonkeyPatch, kl: float | None

@@ -444,6 +444,7 @@ def test_password_in_the_address_of_the_hub_is_sent_and_not_shown_or_stored(
     assert "s3cret" not in caplog.text
 
 
+@pytest.mark.slow
 def test_headers_of_hubs_with_similar_addresses_are_kept_apart(serve: Serve, small: Path, tmp_path: Path) -> None:
     hub = serve(small)
     model = HubAddress.parse(MODEL).listing()

@@ -471,6 +471,7 @@ def test_body_of_a_redirect_is_not_read(small: Path, hub: Hub, packed: bool) -> 
     assert sent[0] < most
 
 
+@pytest.mark.slow
 def test_thread_that_waits_for_headers_ends_after_the_error(hub: Hub, impatient: threading.Event) -> None:
     ended = threading.Event()
 

@@ -36,6 +36,7 @@ FIGURE_NAMES = SPEAKABLE.filter(lambda name: name != LOST)
 """Without the name that a recipe file uses for lost values."""
 
 
+@pytest.mark.slow
 @given(
     st.lists(
         st.builds(Rule, SPEAKABLE.map(str.strip).filter(bool), st.sampled_from(dtypes.CASTABLE_DTYPES)), max_size=5

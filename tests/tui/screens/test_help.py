@@ -16,6 +16,7 @@ from dtype_tui.screens.help import HelpScreen, search, sections
 from dtype_tui.widgets.module_tree import ModuleTree
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "pages"), [((120, 36), 1), ((80, 24), 2)])
 async def test_help_shows_all_keys_of_the_main_screen_uncut(size: tuple[int, int], pages: int) -> None:
     async with launched(size=size) as (app, pilot):

@@ -82,6 +82,7 @@ def test_narrow_history_drops_empty_columns_first() -> None:
     assert set(narrower) == set(names) - {"KL nats"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [(80, 24), (120, 36)])
 async def test_user_metrics_are_shown_in_drift_pane_history_and_comparison(size: tuple[int, int]) -> None:
     async with launched(size=size) as (app, pilot):

@@ -202,6 +202,7 @@ async def test_save_screen_says_why_one_file_cannot_hold_the_export(app: DtypeAp
         assert "torch.load" not in screen(app)
 
 
+@pytest.mark.slow
 async def test_save_screen_says_what_loads_an_export_to_one_file(app: DtypeApp) -> None:
     async with running(app, (120, 36)) as pilot:
         await pilot.press("2", "e")

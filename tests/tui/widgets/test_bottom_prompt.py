@@ -44,6 +44,7 @@ async def test_tree_and_panes_do_not_move_when_a_prompt_opens(key: str, size: tu
         assert app.main.tree_view.region == tree
 
 
+@pytest.mark.slow
 async def test_opening_a_prompt_lays_out_the_screen_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four layouts of the screen took longer than all the rest of the key."""
     app, layouts = make_app(), []
@@ -87,6 +88,7 @@ async def test_cursor_and_message_are_above_the_prompt(size: tuple[int, int], be
             assert "Tour 1" in screen(app)
 
 
+@pytest.mark.slow
 async def test_hint_of_several_lines_does_not_cover_the_cursor() -> None:
     async with opened(size=(100, 30)) as (app, pilot):
         await pilot.press("E", "end", "c", "ctrl+u", *"*=int3")

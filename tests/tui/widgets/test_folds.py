@@ -224,6 +224,7 @@ async def test_folded_layers_are_opened_when_the_cursor_goes_to_a_module_inside(
         assert app.main.tree_view.current.name == LAYERS
 
 
+@pytest.mark.slow
 async def test_filter_counts_matches_inside_folded_layers() -> None:
     async with opened() as (app, pilot):
         await pilot.press("slash", *"layers.3.mlp")

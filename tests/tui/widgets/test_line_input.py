@@ -203,6 +203,7 @@ async def test_line_input_reports_refused_parts_of_a_paste(pasted: str, taken: s
         assert notices(app) == said
 
 
+@pytest.mark.slow
 async def test_typing_replaces_a_suggested_pattern_and_cursor_keys_keep_it() -> None:
     app = make_app()
     async with running(app, (80, 24)) as pilot:

@@ -163,6 +163,7 @@ async def test_rules_are_edited_in_the_recipe_pane_and_restored_by_undo() -> Non
         assert all(row.enabled for row in experiment.rules.rows)
 
 
+@pytest.mark.slow
 async def test_recipe_pane_scrolls_with_its_cursor() -> None:
     async with opened(size=(80, 24)) as (app, pilot):
         rules = [
