@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shutil
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,10 +13,12 @@ from tests.helpers.terminal import Terminal
 
 _BAR = re.compile(r"^ ● (?P<job>\S.*?) +(?P<percent>\d+) % (?P<bar>[█▏▎▍▌▋▊▉]*) ", re.MULTILINE)
 _READY = r"(?m)^ ● ready"
+_JOBS = (("d", "running each module as cast by itself"), ("g\r", "generating"), ("t", "timing"), ("s\r", "scan"))
+"""The keys that start a job, and the name beside its bar."""
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
     """A Llama of 2 M parameters in bfloat16: each job takes long enough to be seen."""
     import torch
     import transformers
@@ -27,19 +28,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         vocab_size=1024, hidden_size=192, intermediate_size=576, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=4, tie_word_embeddings=True, max_position_embeddings=512,
     )  # fmt: skip
-    folder = tmp_path_factory.mktemp("bars") / "llama"
+    folder = tmp_path / "llama"
     transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO / name, folder / name)
     return folder
-
-
-@pytest.fixture(scope="module")
-def terminal(model: Path) -> Iterator[Terminal]:
-    """Its imports are done: what the bar is while they are not, `test_terminal.py` sees."""
-    options = ("--cast", "model.layers.{0..1}.mlp=float16", "--device", "cpu", "--sequences", "2")
-    with Terminal(str(model), *options, forked=True) as opened:
-        yield opened
 
 
 def bars_until(terminal: Terminal, pattern: str, seconds: float = 240) -> dict[str, list[int]]:
@@ -62,37 +55,27 @@ def bars_until(terminal: Terminal, pattern: str, seconds: float = 240) -> dict[s
     raise AssertionError(f"never saw {pattern!r} after a bar on this screen:\n{terminal.text}")
 
 
-def never_go_back(shares: list[int]) -> bool:
-    return shares == sorted(shares)
+def test_each_job_has_a_progress_bar_that_fills(model: Path) -> None:
+    """One app for all jobs, since each that starts measures the noise floor first. Its imports are done: `test_terminal.py` sees
+    the bar while they are not.
+    """
+    options = ("--cast", "model.layers.{0..1}.mlp=float16", "--device", "cpu", "--sequences", "2")
+    with Terminal(str(model), *options, forked=True) as terminal:
+        _has_bars(bars_until(terminal, _READY), "measuring", "measuring the noise floor")
+        for keys, job in _JOBS:
+            terminal.wait_for(_READY)
+            terminal.press(keys[0])
+            if keys.endswith("\r"):
+                terminal.wait_for("Enter scans|Enter generates")
+                terminal.press("\r")
+            _has_bars(bars_until(terminal, _READY), job)
+            _close_what_opened(terminal)
 
 
-def test_first_measurement_has_a_progress_bar(terminal: Terminal) -> None:
-    seen = bars_until(terminal, _READY)
-    assert len(seen["measuring"]) > 1
-    assert never_go_back(seen["measuring"])
-    assert len(seen["measuring the noise floor"]) > 1
-    assert never_go_back(seen["measuring the noise floor"])
-
-
-@pytest.mark.parametrize(
-    ("keys", "job"),
-    [
-        ("d", "running each module as cast by itself"),
-        ("g\r", "generating"),
-        ("t", "timing"),
-        ("s\r", "scan"),
-    ],
-)
-def test_each_job_has_a_progress_bar_that_fills(terminal: Terminal, keys: str, job: str) -> None:
-    terminal.wait_for(_READY)
-    terminal.press(keys[0])
-    if keys.endswith("\r"):
-        terminal.wait_for("Enter scans|Enter generates")
-        terminal.press("\r")
-    seen = bars_until(terminal, _READY)
-    _close_what_opened(terminal)
-    assert len(seen[job]) > 1, seen
-    assert never_go_back(seen[job]), seen[job]
+def _has_bars(seen: dict[str, list[int]], *jobs: str) -> None:
+    for job in jobs:
+        assert len(seen[job]) > 1, (job, seen)
+        assert seen[job] == sorted(seen[job]), (job, seen)
 
 
 def _close_what_opened(terminal: Terminal) -> None:

@@ -36,7 +36,7 @@ def test_job_interrupted_while_it_saves_leaves_nothing_and_continues_to_the_same
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="workers are forked from a server on Linux only")
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1, signal.SIGKILL], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGKILL], ids=lambda number: number.name)
 def test_signal_during_a_scan_with_workers_leaves_no_traceback_and_no_folder(
     number: signal.Signals, tmp_path: Path
 ) -> None:

@@ -199,9 +199,8 @@ def in_encoding(name: str, *arguments: str) -> subprocess.CompletedProcess[bytes
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ENCODINGS)
-def test_unencodable_character_in_a_drift_report_is_escaped(name: str) -> None:
-    done = in_encoding(name, "drift", "--cast", "*.mlp=fp8", "--prompt", "import os")
+def test_unencodable_character_in_a_drift_report_is_escaped() -> None:
+    done = in_encoding("cp1252", "drift", "--cast", "*.mlp=fp8", "--prompt", "import os")
     assert done.returncode == 0
     assert b"\\u0394p" in done.stdout
     assert b"UnicodeEncodeError" not in done.stderr
