@@ -73,6 +73,15 @@ def hub_server() -> tuple[str, str | None]:
     )
 
 
+def refuse_unreadable_address(address: str) -> None:
+    """Raise UserError if huggingface_hub, and so transformers, can't be imported because HF_ENDPOINT is `address`."""
+    try:
+        parts = urlsplit(address)
+        _ = parts.port
+    except ValueError:
+        _parts_of_server(address)
+
+
 def _parts_of_server(address: str) -> SplitResult:
     try:
         parts = urlsplit(address)

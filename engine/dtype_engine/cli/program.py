@@ -194,6 +194,10 @@ def run(command: click.Command, program: str, arguments: Sequence[str] | None = 
 def _status(command: click.Command, program: str, arguments: Sequence[str] | None) -> int:
     try:
         with _raised_signals():
+            if os.environ.get("HF_ENDPOINT"):
+                from dtype_engine.checkpoint.hub_reader import refuse_unreadable_address
+
+                refuse_unreadable_address(os.environ["HF_ENDPOINT"])
             result = command.main(args=arguments, prog_name=program, standalone_mode=False)
             sys.stdout.flush()
         return result if isinstance(result, int) else 0

@@ -15,8 +15,9 @@ from dtype_engine.evaluation.pool import results
 from dtype_engine.evaluation.specs import Evaluated, Evaluation
 
 _CONNECT_S = 10
+"""The maximum number of seconds for each step: connecting, and each answer of the scheduler to it."""
 _ANSWER_S = 20
-"""The maximum number of seconds for connecting and for the scheduler's first answer."""
+"""The maximum number of seconds for all steps until a client is connected."""
 _AHEAD = 8
 """The maximum number of unfinished evaluations submitted for each worker. The rest is left for workers that join later."""
 
@@ -37,16 +38,25 @@ class DaskPool(AbstractContextManager["DaskPool"]):
         self.address = address
 
         class BoundedClient(Client):  # type: ignore[misc]
-            """A client whose `timeout` is not only for connecting, but also for the scheduler's first answer."""
+            """A client whose `timeout` is not only for connecting, but also for the scheduler's first answer, and which closes
+            soon, also if it is closed by the garbage collector.
+            """
 
             def start(self, **options: Any) -> None:
                 super().start(callback_timeout=_ANSWER_S, **options)
 
+            def close(self, timeout: float = 1) -> None:
+                with contextlib.suppress(Exception):  # closing fails where the scheduler is gone
+                    super().close(timeout=timeout)
+
         try:
             self._client: Any = BoundedClient(address, timeout=_CONNECT_S, set_as_default=False)
+            # `scheduler_info` would wait without end. Without -1 some versions list only five workers.
+            told = self._client.sync(self._client.scheduler.identity, n_workers=-1, callback_timeout=_CONNECT_S)
+            found = told["workers"].values()
         except TimeoutError:
             raise UserError(
-                f"no Dask scheduler answers at {address} within {_ANSWER_S} s: see whether one listens there"
+                f"no Dask scheduler answers at {address} within {_ANSWER_S} s: see whether one listens there, and works"
             ) from None
         except (OSError, ValueError) as error:
             raise UserError(f"no Dask scheduler answers at {address}: {one_line(error)}") from None
@@ -54,7 +64,6 @@ class DaskPool(AbstractContextManager["DaskPool"]):
             raise UserError(
                 f"what answers at {address} is no Dask scheduler, or one of another version: {one_line(error, with_type=True)}"
             ) from None
-        found = self._client.scheduler_info(n_workers=-1)["workers"].values()  # without -1 some versions list only five
         self.workers = sum(1 for worker in found if not on_gpu or worker.get("resources", {}).get("GPU"))
         wanted: dict[str, Any] = {"resources": {"GPU": 1}} if on_gpu else {}
         self._executor: Executor = self._client.get_executor(pure=False, **wanted)
@@ -66,8 +75,7 @@ class DaskPool(AbstractContextManager["DaskPool"]):
             )
 
     def __exit__(self, *exception: object) -> None:
-        with contextlib.suppress(Exception):  # closing fails where the scheduler is gone
-            self._client.close(timeout=1)
+        self._client.close()
 
     def results(
         self, evaluations: Sequence[Evaluation], cancelled: IsCancelled = never

@@ -39,6 +39,8 @@ from dtype_engine.results.losses import ValueLoss
 
 VERSION = 1
 _LARGEST = 1_000_000
+_MOST_RULES = 5_000
+"""Each rule is compiled, and matched with the names of a model: this many may take 12 s."""
 _KEYS = {"version", "model", "rules", "settings", "measured"}
 
 Figure = str | int | float | bool | None
@@ -83,6 +85,11 @@ def _recipe_file(data: dict[Any, Any]) -> RecipeFile:
         raise UserError(f"recipe version {_shown(version)} is unknown; this program reads version {VERSION}")
     if unknown := set(map(str, data)) - _KEYS:
         raise UserError(f"unknown entry {_shown(min(unknown))}; a recipe has {', '.join(sorted(_KEYS))}")
+    if (rules_given := len(data["rules"])) > _MOST_RULES:
+        raise UserError(
+            f"it has {rules_given:,} rules, over the limit of {_MOST_RULES:,}: use patterns that name several "
+            "tensors, such as '*.mlp'"
+        )
     model, settings, measured = data.get("model"), data.get("settings"), data.get("measured")
     if model is not None and not isinstance(model, str):
         raise UserError("'model' must be a string")

@@ -497,10 +497,11 @@ def test_endless_interim_responses_of_a_hub_are_ended_with_an_error(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("address", ["http://127.0.0.1:99999", "http://[::1"])
-def test_address_that_huggingface_hub_cannot_import_with_is_reported(address: str) -> None:
+@pytest.mark.parametrize("address", ["http://127.0.0.1:99999", "http://[::1", "http://host:b"])
+@pytest.mark.parametrize("words", [["inspect", MODEL], ["memory"], ["drift"]], ids=" ".join)
+def test_address_that_huggingface_hub_cannot_import_with_is_reported(words: list[str], address: str) -> None:
     ended = subprocess.run(
-        [sys.executable, "-c", preloaded.COMMAND, "inspect", MODEL],
+        [sys.executable, "-c", preloaded.COMMAND, *words],
         env=os.environ | {"HF_ENDPOINT": address},
         capture_output=True,
         text=True,

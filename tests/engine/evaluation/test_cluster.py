@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import queue
 import socket
 import struct
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -151,6 +154,39 @@ def test_server_that_is_no_dask_scheduler_is_reported(
         server.shutdown(socket.SHUT_RDWR)
     for connection in accepted:
         connection.close()
+
+
+def test_scheduler_that_is_silent_after_its_greeting_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("distributed")
+    from distributed.comm import listen
+
+    monkeypatch.setattr(cluster, "_CONNECT_S", 2)
+    asked: list[str] = []
+
+    async def handle(comm: Any) -> None:
+        while True:
+            asked.append((await comm.read())["op"])
+            if asked == ["identity"]:
+                await comm.write({"type": "Scheduler", "workers": {}})
+            elif asked[-1] == "register-client":
+                await comm.write([{"op": "stream-start"}])
+
+    async def serve() -> None:
+        async with listen("tcp://127.0.0.1:0", handle) as listener:
+            address.put(listener.contact_address)
+            await asyncio.to_thread(ended.wait, 60)
+
+    address: queue.SimpleQueue[str] = queue.SimpleQueue()
+    ended = threading.Event()
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
+    thread.start()
+    began = time.monotonic()
+    with pytest.raises(de.UserError, match=r"no Dask scheduler answers at tcp://127.0.0.1:\d+ within 20 s"):
+        DaskPool(address.get())
+    assert asked.count("identity") == 2
+    assert time.monotonic() - began < 15
+    ended.set()
+    thread.join(10)
 
 
 @pytest.mark.parametrize("workers", ["0", "many"])

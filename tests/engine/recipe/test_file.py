@@ -133,6 +133,7 @@ def test_recipe_file_of_an_earlier_version_is_read_and_written_unchanged() -> No
             "measured.lost: stored is not a dtype",
         ),
         ("notes: 3", "unknown entry 'notes'"),
+        ("version: 1\nrules: [" + "a," * 5_001 + "]", "it has 5,001 rules, over the limit of 5,000: use patterns"),
     ],
 )
 def test_invalid_recipe_entry_is_refused_by_name(tmp_path: Path, entry: str, says: str) -> None:

@@ -16,6 +16,8 @@ _LARGEST = 2**31 - 1
 _LONGEST_REGEX = 10_000
 _ALWAYS_ENTRIES, _ENTRIES_PER_TENSOR = 100_000, 4
 """How many modules the settings may list. A tensor may hold hundreds of experts, each of which is listed as a module."""
+_MOST_OF_ONE_MODULE = 100
+"""The most entries in the settings of a single module."""
 _MOST_GROUPS = 1_000
 _DEEPEST = 4
 
@@ -107,20 +109,38 @@ def _targets(listed: _Same) -> Targets:
     return Targets(listed.part)
 
 
-def refuse_many_entries(settings: object, where: str, tensors: int, depth: int = _DEEPEST) -> None:
-    """Raise UserError if quantization settings list far more modules than a model of so many tensors has. where: the file that has
-    the settings. depth: how many mappings inside of each other are looked into.
+def refuse_many_entries(settings: object, where: str, tensors: int) -> None:
+    """Raise UserError if quantization settings list far more modules, in one list or in all together, than a model of so many
+    tensors has. where: the file that has the settings.
     """
-    for key, value in mapping(settings).items():
-        most = _MOST_GROUPS if key == "config_groups" else _ALWAYS_ENTRIES + _ENTRIES_PER_TENSOR * tensors
-        if isinstance(value, (Mapping, list)) and len(value) > most:
-            name = printable(str(key), 60)
+    most_modules, together = _ALWAYS_ENTRIES + _ENTRIES_PER_TENSOR * tensors, 0
+    for key, value in _lists(settings):
+        most = _MOST_GROUPS if key == "config_groups" else most_modules
+        if len(value) > most:
+            listed = f"{printable(str(key), 60)} of the quantization settings has {len(value):,} entries"
+            raise UserError(f"{where}: {listed}, and beside {tensors:,} tensors at most {most:,} are read")
+        together += _modules_in(value)
+        if together > most_modules:
             raise UserError(
-                f"{where}: {name} of the quantization settings has {len(value):,} entries, and beside {tensors:,} tensors at most "
-                f"{most:,} are read"
+                f"{where}: the lists of the quantization settings have over {most_modules:,} entries together, and no more are "
+                f"read beside {tensors:,} tensors"
             )
-        if depth:
-            refuse_many_entries(value, where, tensors, depth - 1)
+
+
+def _lists(settings: object, depth: int = _DEEPEST) -> Iterator[tuple[object, Mapping[str, Any] | list[Any]]]:
+    """Yield (key, value) of the lists and mappings in settings. depth: how many mappings inside of each other are looked into."""
+    for key, value in mapping(settings).items():
+        if isinstance(value, (Mapping, list)):
+            yield key, value
+            if depth:
+                yield from _lists(value, depth - 1)
+
+
+def _modules_in(listed: Mapping[str, Any] | list[Any]) -> int:
+    """Return how many modules a list or mapping may name. A short mapping has the settings of one module."""
+    if isinstance(listed, list):
+        return sum(isinstance(entry, str) for entry in listed)
+    return len(listed) if len(listed) > _MOST_OF_ONE_MODULE else 0
 
 
 def ends_of(module: str) -> Iterator[str]:

@@ -39,7 +39,7 @@ from dtype_engine.runtime.building.transformers_models import load_transformers
 from dtype_engine.runtime.device import has_streams, pick_device
 from dtype_engine.runtime.formats.dequantize import torch_dtype
 from dtype_engine.runtime.libraries.hub import offline
-from dtype_engine.runtime.libraries.silence_libraries import quiet
+from dtype_engine.runtime.libraries.silence_libraries import quiet, silence_transformers
 from dtype_engine.runtime.model.device_map import limit_of, places_of, require_fit
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.model.module_tree import collect_tensors
@@ -270,5 +270,6 @@ def build_on_meta(checkpoint: Checkpoint, options: ModelOptions) -> tuple[nn.Mod
     with quiet():
         import transformers
 
+        silence_transformers()
         with offline(options):
             return make(architecture(transformers, checkpoint, options), checkpoint)

@@ -15,6 +15,7 @@ from dtype_engine.core.input_limits import InputLimits
 from dtype_engine.results.runs import Generation, Written
 from dtype_engine.runtime.inputs import Batch, Inputs, running, tokenizer_of
 from dtype_engine.runtime.inputs.text import position_count
+from dtype_engine.runtime.libraries.silence_libraries import quiet
 from dtype_engine.runtime.measure.progress import part_of
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.numerics.compare.pictures import picture_range
@@ -144,12 +145,13 @@ def _write(
 
     def call() -> torch.Tensor:
         began.clear()
-        written: torch.Tensor = module.generate(
-            *prompt.args,
-            **prompt.kwargs,
-            **_greedy(runner.model, tokens),
-            stopping_criteria=StoppingCriteriaList([Progress()]),
-        )
+        with quiet():  # transformers warns of lengths in the model's own settings
+            written: torch.Tensor = module.generate(
+                *prompt.args,
+                **prompt.kwargs,
+                **_greedy(runner.model, tokens),
+                stopping_criteria=StoppingCriteriaList([Progress()]),
+            )
         return written
 
     ran = runner.reference(call) if run == "reference" else runner.candidate(call)

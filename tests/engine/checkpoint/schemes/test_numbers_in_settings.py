@@ -151,6 +151,21 @@ def test_settings_of_many_modules_are_refused_although_no_weight_is_coded(
     assert re.fullmatch(rf"dtype-engine: {re.escape(str(path))}: extra_config .* has 200,000 entries, and .*\n", said)
 
 
+@pytest.mark.parametrize("listed", [list, dict.fromkeys], ids=["lists", "mappings"])
+def test_settings_of_many_modules_in_several_lists_are_refused(
+    listed: Callable[[list[str]], Any], tmp_path: Path
+) -> None:
+    case = CASES["ct fp8 by rows"]()
+    modules = [f"m.{number}" for number in range(30_000)]
+    for key in ("ignore", "exclude", "skip_modules"):
+        case.config["quantization_config"][key] = listed(modules)
+    open_checkpoint(case.save(tmp_path / "as many"))
+    case.config["quantization_config"]["exclude_modules"] = listed(modules)
+    says = r"more/config\.json: the lists of the quantization settings have over 100,\d+ entries together"
+    with pytest.raises(UserError, match=says):
+        open_checkpoint(case.save(tmp_path / "more"))
+
+
 def test_settings_of_many_modules_are_refused_for_each_component_of_a_pipeline(tmp_path: Path) -> None:
     component = _many(2, "targets", 2).save(tmp_path / "unet")
     (component / "model.safetensors").rename(component / "diffusion_pytorch_model.safetensors")

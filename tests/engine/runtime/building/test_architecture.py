@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tests.helpers import checkpoint_folders
+from tests.helpers import checkpoint_folders, preloaded
 
 import dtype_engine as de
 from dtype_engine.checkpoint import open_checkpoint
@@ -274,3 +276,11 @@ def test_damaged_tokenizer_and_tokenizer_that_needs_code_are_reported(tmp_path: 
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         (folder / name).unlink(missing_ok=True)
     assert no_tokenizer(de.open(str(folder)).model) == "has no tokenizer"
+
+
+@pytest.mark.slow
+def test_warning_about_the_model_type_is_not_printed(make_llama: Callable[..., Path]) -> None:
+    path = make_llama() / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": 5}))
+    command = [sys.executable, "-c", preloaded.COMMAND, "check", str(path.parent)]  # its first import of transformers
+    assert subprocess.run(command, capture_output=True, text=True).stderr == ""

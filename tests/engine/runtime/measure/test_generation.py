@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,6 +72,20 @@ def test_prompt_is_continued_token_by_token_as_by_transformers() -> None:
     assert not any(part.finished for part in grown)
     assert grown[-1].reference.text == text.reference.text
     assert grown[-1].candidate.text == text.candidate.text
+
+
+def test_warnings_about_lengths_in_the_generation_config_are_not_shown(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    from dtype_engine.checkpoint.source import DEMO
+
+    folder = Path(shutil.copytree(DEMO, tmp_path / "demo"))
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"min_new_tokens": 1e9}))
+    session = de.open(str(folder))
+    with pytest.raises(de.UserError, match="`min_length` has to be a non-negative integer"):
+        session.generate(3)
+    assert not [each for each in recwarn if "Unfeasible" in str(each.message)]
 
 
 @pytest.mark.parametrize("name", ["blip", "t5", "mamba", "qwen3_moe", "llama"])
