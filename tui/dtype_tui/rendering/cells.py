@@ -63,9 +63,9 @@ def drift_share(sqnr_db: float, scale: tuple[float, float]) -> float:
 
 
 def short_bytes(size: int) -> str:
-    """Return a size in bytes as text of at most nine cells, such as `396.8 KiB`."""
+    """Return a size in bytes as text of at most nine cells, such as `396.8 KiB` or `1001 KiB`."""
     number, unit = human_bytes(size).split(" ")
-    return f"{float(number):.1f} {unit}" if "." in number else f"{number} {unit}"
+    return f"{float(number):.{1 if float(number) < 999.95 else 0}f} {unit}" if "." in number else f"{number} {unit}"
 
 
 def bar(share: float, width: int) -> str:

@@ -95,13 +95,13 @@ def columns_for(
     wide = width >= _WIDE
     columns = Columns(0, 25 if wide else 13)
     if wide and "params" not in hidden:
-        columns = replace(columns, parameters=9)
+        columns = replace(columns, parameters=10)
     if "bytes" not in hidden:
         columns = replace(columns, size=10, share=5)
     if "drift" not in hidden:
         columns = replace(columns, drift=8, track=6)
         if compares:
-            columns = replace(columns, other=7, change=7)
+            columns = replace(columns, other=8, change=7)
     if scanned:
         columns = replace(columns, scan=10, heat=4)
     for most, steps in ((width // 2, _LESS), (2 * width // 5, _STILL_LESS)):
