@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import math
 
 import pytest
 from tests.helpers.recording_engine import demo_tree, make_app, report, say
@@ -125,6 +126,58 @@ async def test_key_z_sorts_children_by_bytes_and_drift() -> None:
         assert layers() == [reading.name.rpartition(".")[2] for reading in by_drift] + ["5"]
         await pilot.press("z")
         assert layers() == list("012345")
+
+
+def tree_with_lists() -> Tree:
+    """A model whose first child is exact, and whose list of blocks holds all the drift."""
+    names = ("embed.weight", *(f"net.{i}.{part}.weight" for i in range(3) for part in ("a", "b")), "tail.weight")
+    classes = {"": "Net", "embed": "Embedding", "net": "ModuleList", "tail": "Linear"}
+    classes |= {f"net.{i}": "ModuleList" for i in range(3)}
+    return Tree([TensorInfo(name, (4, 4), "float32") for name in names], classes)
+
+
+READINGS = (
+    ModuleDrift("embed", math.inf, 0.0, 0),
+    *(ModuleDrift(f"net.{i}.{part}", 50.0 - 10 * i, 0.1, 0) for i in range(3) for part in ("a", "b")),
+    ModuleDrift("tail", 45.0, 0.1, 0),
+)
+
+
+async def test_lists_show_the_sqnr_of_their_worst_child_in_dim() -> None:
+    app = make_app(tree_with_lists())
+    async with app.run_test(size=(120, 36)) as pilot:
+        tree = app.main.tree_view
+        await measured(app, pilot, *READINGS)
+        await pilot.press("E")
+        strips = {row.name: tree.line(y) for y, row in enumerate(tree.rows, 1)}
+        for name, sqnr in (
+            ("net", "30.0"),
+            ("net.0", "50.0"),
+            ("net.2", "30.0"),
+            ("net.2.a", "30.0"),
+            ("embed", "exact"),
+        ):
+            (cell,) = [segment for segment in strips[name] if sqnr in segment.text]
+            assert bool(cell.style and cell.style.dim) == (name in ("net", "net.0", "net.2")), name
+
+
+async def test_details_of_a_list_name_its_worst_child() -> None:
+    app = make_app(tree_with_lists())
+    async with app.run_test(size=(120, 36)) as pilot:
+        await measured(app, pilot, *READINGS)
+        app.main.tree_view.go_to("net")
+        await pilot.press("enter")
+        await until(pilot, lambda: "the worst is net.2.a" in screen(app))
+        assert "SQNR 30.00 dB" in screen(app)
+
+
+async def test_order_by_drift_puts_a_list_by_its_worst_child_and_exact_nodes_last() -> None:
+    app = make_app(tree_with_lists())
+    async with app.run_test(size=(120, 36)) as pilot:
+        tree = app.main.tree_view
+        await measured(app, pilot, *READINGS)
+        tree.sort_by("drift")
+        assert [row.name for row in tree.rows if row.depth == 1] == ["net", "tail", "embed"]
 
 
 async def test_names_and_rules_are_copied_to_the_clipboard_of_the_terminal() -> None:

@@ -34,8 +34,9 @@ class DepthPane(Pane):
     CORNER = "d causes  w worst"
     HELP = (
         "SQNR of the output of each layer, of the embedding, the last norm and the head, in the order of the forward pass; of a "
-        "model without numbered layers, of its topmost modules. ○ is the module that drifts most, joined to the layer "
-        "that contains it. The dim line is the baseline (P in the history) or else the recipe before. Layers that do not drift are left out."
+        "model without numbered layers, of its topmost modules. ○ is the module that drifts most, joined to the layer that "
+        "contains it. The dim line is the baseline (P in the history) or else the recipe before. Layers that do not drift are "
+        "left out."
     )
 
     def __init__(self, experiment: Experiment, id: str) -> None:
