@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
+from dataclasses import replace
 
 import pytest
 from tests.helpers.recording_engine import demo_tree, make_app, report, say
@@ -178,6 +179,23 @@ async def test_order_by_drift_puts_a_list_by_its_worst_child_and_exact_nodes_las
         await measured(app, pilot, *READINGS)
         tree.sort_by("drift")
         assert [row.name for row in tree.rows if row.depth == 1] == ["net", "tail", "embed"]
+
+
+@pytest.mark.parametrize(("width", "shown"), [(120, True), (60, False)])
+async def test_shapes_of_linear_layers_and_embeddings_are_in_the_blank_cells_beside_the_class(
+    width: int, shown: bool
+) -> None:
+    shapes = {"embed": (512, 96), "proj": (256, 96), "norm": (96,), "packed": (256, 12)}
+    classes = {"": "Net", "embed": "Embedding", "proj": "Linear", "norm": "RMSNorm", "packed": "Linear"}
+    tensors = [TensorInfo(f"{name}.weight", shape, "float32") for name, shape in shapes.items()]
+    tensors[-1] = replace(tensors[-1], dtype="int32", logical_numel=256 * 96)
+    app = make_app(Tree(tensors, {name: f"{kind:_>24}" if width < 80 else kind for name, kind in classes.items()}))
+    async with app.run_test(size=(width, 36)):
+        text = screen(app)
+        assert ("Linear 96 → 256 " in text) == shown
+        assert ("Embedding 512 × 96 " in text) == shown
+        assert "12 →" not in text
+        assert "RMSNorm 96" not in text
 
 
 async def test_names_and_rules_are_copied_to_the_clipboard_of_the_terminal() -> None:

@@ -73,7 +73,10 @@ def needed_width(rows: Iterable[Row], title: str) -> tuple[int, int]:
     label, whole = _LEAST_NAME, 0
     for row in rows:
         name = EDGE + 2 * row.depth + 2 + len(row.label or title) + 1
-        label, whole = max(label, name), max(whole, name + 2 + max(len(row.about), _LEAST_ABOUT))
+        label, whole = (
+            max(label, name),
+            max(whole, name + 2 + max(len(f"{row.about} {row.sizes}".rstrip()), _LEAST_ABOUT)),
+        )
     return label, -(-whole // _STEP) * _STEP
 
 

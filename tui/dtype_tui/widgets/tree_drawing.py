@@ -165,6 +165,8 @@ def _name(experiment: Experiment, row: Row, width: int, state: RowState) -> tupl
         kept = "keep f32 " if row.tensor.name in experiment.tree.kept_in_fp32 else ""
         about = kept + (f"= {row.tensor.name}" if row.alias else row.about)
     width -= len(label) + 2
+    whole = f"{about} {row.sizes}"
+    about = whole if row.sizes and len(whole) <= width else about
     return twist, label, name_cell(about, width) if width >= min(len(about), 5) else ""
 
 

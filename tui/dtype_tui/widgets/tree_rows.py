@@ -71,6 +71,20 @@ class Row(msgspec.Struct, frozen=True):
         return self.module.class_name or ""
 
     @property
+    def sizes(self) -> str:
+        """The numbers of inputs and outputs of a linear layer, such as `576 → 1536`, the shape of an embedding, or ""."""
+        weight, class_name = self.module.tensors.get("weight"), self.module.class_name or ""
+        is_module = self.tensor is None and not self.members
+        if not is_module or weight is None or len(weight.shape) != 2:
+            return ""
+        if weight.packed_bytes is not None or weight.logical_numel is not None:  # the shape is of codes
+            return ""
+        rows, columns = weight.shape
+        if class_name.endswith("Linear"):
+            return f"{columns} → {rows}"
+        return f"{rows} × {columns}" if class_name.endswith("Embedding") else ""
+
+    @property
     def alias(self) -> bool:
         """Whether the row is a tied tensor under another name than its canonical name."""
         return self.tensor is not None and self.tensor.name != self.name
