@@ -105,3 +105,16 @@ def test_bars_in_ascii_have_whole_cells_in_proportion_to_the_shares() -> None:
     assert sections == [Segment("#####", Style(color="cyan")), Segment("###", Style(color="magenta"))]
     half = [Segment(text, Style.parse(style)) for text, style in stacked(shares[:1], 8, 0.4)]
     assert "".join(segment.text for segment in AsciiFilter().apply(half, Color(0, 0, 0))) == "###_____"
+
+
+@pytest.mark.parametrize(
+    ("width", "filled", "drawn"), [(36, 0.452, "14 cyan 2 magenta 20"), (12, 0.452, "5 cyan 1 magenta 6")]
+)
+def test_empty_part_of_a_bar_in_ascii_comes_after_the_sections(width: int, filled: float, drawn: str) -> None:
+    behind = Style(bgcolor="black")
+    bar = stacked([("bfloat16", 0.88), ("float8_e4m3fn", 0.115), ("float32", 0.005)], width, filled)
+    line = [Segment(text, behind + Style.parse(style)) for text, style in bar] + [Segment(" 55 % less", behind)]
+    words, found = drawn.split(), AsciiFilter().apply(line, Color(0, 0, 0))
+    sections = [Segment("#" * int(words[at]), behind + Style(color=words[at + 1])) for at in (0, 2)]
+    assert [segment for segment in found if "#" in segment.text] == sections
+    assert "".join(segment.text for segment in found).startswith("#" * (width - int(words[-1])) + "_" * int(words[-1]))

@@ -94,7 +94,9 @@ def _whole_cells(segments: list[Segment]) -> Iterator[Segment]:
         for character, style in cells[match.start() : at]:
             filled, style = _EIGHTHS.index(character) + 1, style or plain
             eighths[style.color] += filled
-            eighths[None if style.bgcolor == plain.bgcolor else style.bgcolor] += 8 - filled
+            if filled < 8 and style.bgcolor != plain.bgcolor:
+                eighths[style.bgcolor] += 8 - filled
+        eighths[None] = 8 * (match.end() - match.start()) - eighths.total()  # the empty part comes last
         counts = apportioned(list(eighths.values()), match.end() - match.start())
         for colour, count in zip(eighths, counts, strict=True):
             yield Segment("█" * count, plain + Style(color=colour)) if colour else Segment(after * count, plain)
