@@ -26,6 +26,7 @@ from textual.pilot import Pilot
 from dtype_engine import Options, Recipe, Rule
 from dtype_engine.checkpoint.source import locate
 from dtype_engine.service.connection import EngineCommand
+from dtype_engine.service.control import Open
 from dtype_engine.service.process import EngineProcess
 from dtype_tui.app import DtypeApp
 from dtype_tui.config.config import Config
@@ -59,9 +60,8 @@ def demo_app(recipe: Recipe = AS_STORED, config: Config | None = None, begins_to
         is_demo=True,
         begins_tour=begins_tour,
     )
-    return DtypeApp(
-        launch, lambda emit, _: EngineProcess(EngineCommand(), None, Options(), emit, read_headers=not whole)
-    )
+    opening = Open(None, Options(), read_headers=not whole)
+    return DtypeApp(launch, lambda emit, wait: EngineProcess(EngineCommand(), opening, emit, wait=wait))
 
 
 async def until(pilot: Pilot[None], condition: Callable[[], object]) -> None:

@@ -71,7 +71,7 @@ def test_status_line_is_cleared_after_two_results_in_a_row(opened: Opener) -> No
 
 def test_command_line_rules_can_be_undone(opened: Opener) -> None:
     terminal = opened("--cast", "*.mlp=bf16", "--cast", "model.layers.0=f16", *QUICK, size=(80, 24))
-    terminal.wait_for(r"▄ bf16")
+    terminal.wait_for(r"█ bf16")
     terminal.wait_for("ready")
     terminal.press("u")
     terminal.wait_for("f32")

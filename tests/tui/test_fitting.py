@@ -39,7 +39,7 @@ async def test_smallest_terminal_shows_six_tree_lines_and_panes_as_tabs() -> Non
     async with app.run_test(size=(60, 15)) as pilot:
         await mixed(app, pilot)
         await pilot.press("G")
-        for title, words in (("Drift", "KL"), ("Memory", "▄"), ("Recipe", "1 ")):
+        for title, words in (("Drift", "KL"), ("Memory", "█"), ("Recipe", "1 ")):
             await pilot.pause()
             shown = lines(app)
             tabs = next(place for place, line in enumerate(shown) if f"[{title}]" in line)

@@ -376,8 +376,10 @@ async def test_tree_shows_shares_of_dtypes_in_modules_and_the_stored_dtype_of_ca
         await pilot.press("2")
         text = screen(app)
         assert "f32→ bf16 " in text
+        tree_of(app).go_to("model.layers.3")
+        await pilot.press("2")
         (mixed,) = (line for line in lines(app) if "▾ layers" in line)
-        assert re.search(r"▄▖▄ f32 ", mixed), "a section for each dtype, and the name of the first"
+        assert re.search(r" █████[▏▎▍▌▋▊▉] f32 ", mixed), "a section for each dtype, and the name of the first"
 
 
 async def test_tree_of_the_loaded_model_replaces_the_tree_of_headers(app: DtypeApp) -> None:

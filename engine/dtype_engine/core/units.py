@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 
 def human_bytes(size: float) -> str:
@@ -30,6 +31,19 @@ def percent(share: float) -> str:
     if 0.99 < share < 1:
         return ">99"
     return f"{100 * share:.0f}"
+
+
+def apportioned(shares: Sequence[float], whole: int) -> list[int]:
+    """Return integers whose sum is `whole`, in proportion to the shares, by the largest remainder. All are 0 if the shares are."""
+    total = math.fsum(shares)
+    if not total:
+        return [0] * len(shares)
+    exact = [whole * share / total for share in shares]
+    found = [int(each) for each in exact]
+    by_remainder = sorted(range(len(shares)), key=lambda index: found[index] - exact[index])
+    for index in by_remainder[: whole - sum(found)]:
+        found[index] += 1
+    return found
 
 
 def change_text(before: int, after: int) -> str:

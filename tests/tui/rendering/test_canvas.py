@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 import re
+from decimal import Decimal
+from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dtype_tui.config.ascii import line_in_ascii
-from dtype_tui.rendering.canvas import Series, axes_around, linear_axes, plot
+from dtype_tui.rendering.canvas import Axes, Series, axes_around, linear_axes, plot
+from dtype_tui.rendering.palette import TRACK
 
 WIDTH, HEIGHT = 60, 14
 points = st.lists(
@@ -50,8 +54,7 @@ def test_marks_in_a_plot_are_drawn_at_the_rows_and_columns_of_their_values() -> 
         columns[2] - columns[1] + 1,
     )
     assert [lines[row].split("┤")[0].strip() for row in rows] == ["1e-1", "1e-2", "1e-3"]
-    assert lines[-1].split()[0] == "1.00"
-    assert lines[-1].split()[-1] == "3.00"
+    assert lines[-1].split() == ["1", "2", "3"]
 
 
 def test_zero_and_tiny_values_are_plotted_on_a_separate_line() -> None:
@@ -91,6 +94,56 @@ def test_linear_axis_has_round_labels_in_equal_steps(shown: list[tuple[float, fl
     for row, figure in labels:
         place = (axes.high - figure) / (axes.high - axes.low) * (height - 3)
         assert abs(row - place) < 1.01
+
+
+@given(st.floats(1e-3, 1e6), st.floats(1e-9, 10.0), st.integers(30, 140))
+def test_labels_of_the_horizontal_axis_are_round_and_distinct(left: float, share: float, width: int) -> None:
+    axes = axes_around([(left, 1.0), (left * (1 + share), 2.0)])
+    labels = plot([], axes, width, HEIGHT).plain.split("\n")[-1].split()
+    figures = [Decimal(label) for label in labels]
+    assert len(set(labels)) == len(labels) >= 1
+    if len(figures) > 1:
+        step = figures[1] - figures[0]
+        assert {b - a for a, b in pairwise(figures)} == {step}
+        assert all(figure % step == 0 for figure in figures) or len(figures) == 2
+
+
+def test_axis_of_nearly_equal_sizes_has_distinct_labels() -> None:
+    axes = axes_around([(2.69998, 1e-3), (2.70003, 2e-3)])
+    assert plot([], axes, 60, HEIGHT).plain.split("\n")[-1].split() == ["2.69998", "2.70000", "2.70002"]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "labels"),
+    [
+        (1e-6, 1e-2, ["1e-2", "1e-3", "1e-4", "1e-5", "1e-6"]),
+        (1.3e-3, 7e-3, ["5e-3", "2e-3"]),
+        (2.71e-3, 2.9e-3, ["3.5e-3", "3.0e-3", "2.5e-3"]),
+    ],
+)
+def test_logarithmic_axis_has_round_and_distinct_labels(low: float, high: float, labels: list[str]) -> None:
+    lines = plot([], axes_around([(1.0, low), (2.0, high)]), WIDTH, HEIGHT).plain.split("\n")
+    assert [line.split("┤")[0].strip() for line in lines if "┤" in line] == labels
+
+
+@given(st.floats(-8, 2), st.floats(0.2, 9), st.integers(4, 40))
+def test_every_logarithmic_axis_has_two_labels_or_more(low: float, span: float, height: int) -> None:
+    axes = Axes(0.0, 1.0, low, low + span, zero=False)
+    lines = plot([], axes, WIDTH, height).plain.split("\n")
+    labels = [line.split("┤")[0].strip() for line in lines if "┤" in line]
+    assert len(labels) >= (2 if height > 8 else 1)
+    assert len(set(labels)) == len(labels)
+    assert all(10**low * 0.99 <= float(label) <= 10 ** (low + span) * 1.01 for label in labels)
+
+
+def test_faint_lines_lead_from_the_labels_across_the_plot() -> None:
+    shown = [(0.0, 0.0), (4.0, 40.0)]
+    drawn = plot([Series(shown)], linear_axes(shown), 40, 17)
+    rows = [line for line in drawn.plain.split("\n") if "┤" in line]
+    assert len(rows) > 2
+    assert all(line.count("┈") > 25 for line in rows)
+    assert drawn.plain.count("┈") == sum(line.count("┈") for line in rows)
+    assert all(span.style == TRACK for span in drawn.spans if "┈" in drawn.plain[span.start : span.end])
 
 
 def test_linear_axis_draws_negative_values_at_their_place() -> None:

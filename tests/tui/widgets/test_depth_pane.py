@@ -48,6 +48,19 @@ async def test_axis_of_the_depth_plot_includes_the_worst_module() -> None:
         assert "▲ layers.0 mlp  20.00 dB" in "".join(rows)
 
 
+async def test_mark_of_the_worst_module_is_joined_to_the_curve() -> None:
+    async with opened() as (app, pilot):
+        app.controller.apply_recipe(BF16)
+        layers = tuple(ModuleDrift(f"model.layers.{layer}", 50.0, 1e-3, 0) for layer in range(6))
+        found = (*layers, ModuleDrift("model.layers.3.mlp", 20.0, 1e-2, 0))
+        await say(app, pilot, events.Measured(BF16, report(BF16, 1e-3, found)), events.Idle())
+        rows = drawn(app)
+        ((mark, column),) = [(y, line.index("○")) for y, line in enumerate(rows) if "○" in line]
+        curve = next(y for y, line in enumerate(rows) if 0x2800 < ord(line[20]) < 0x2900)
+        assert mark > curve + 2
+        assert all(0x2800 < ord(rows[y][column]) < 0x2900 for y in range(curve, mark))
+
+
 async def test_depth_plot_grows_while_modules_are_measured() -> None:
     async with opened() as (app, pilot):
         assert dots(app) == 0

@@ -112,6 +112,15 @@ def test_layers_with_different_shapes_or_planned_dtypes_are_not_folded_together(
 
 
 @pytest.mark.slow
+def test_layer_that_is_in_two_files_is_folded_with_the_others() -> None:
+    parts = ["attn.q", "attn.o", "mlp.up", "mlp.down"]
+    names = [f"model.layers.{i}.{part}.weight" for i in range(8) for part in (parts if i != 5 else reversed(parts))]
+    tensors = [TensorInfo(name, (4, 4), "float32") for name in names]
+    assert _runs(from_tensors(tensors)) == [8]
+    classes = {name.removesuffix(".weight"): "Linear" for name in names}
+    assert _runs(Tree(tensors, classes)) == [5, 1, 1, 1], "the order of a loaded model is its own"
+
+
 @pytest.mark.parametrize("opens", ["l", "right", "space"])
 async def test_folded_layers_are_opened_and_closed_by_keys(opens: str) -> None:
     async with opened() as (app, pilot):

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import accumulate
+
 import pytest
 from tests.helpers.recording_engine import make_app, report, say
-from tests.helpers.scenes import mixed, ready
+from tests.helpers.scenes import mixed, opened, ready
 from tests.helpers.screen_text import lines
 
+from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.results.drift import ModuleDrift
 from dtype_engine.service import events
+from dtype_tui.rendering.cells import short_bytes
 from dtype_tui.screens.history import MeasurementsScreen
 from dtype_tui.widgets.header import header_line
 from dtype_tui.widgets.tree_columns import columns_for
@@ -87,8 +92,39 @@ async def test_drift_bars_use_the_range_of_the_drift_within_the_model() -> None:
         experiment = app.controller.experiment
         await say(app, pilot, events.Measured(experiment.recipe, report(experiment.recipe, modules=readings)))
         assert experiment.results.sqnr_range[1] == 54.0
-        drawn = [line for line in lines(app) if any(f" {54.0 - 2 * i:.1f} " in line for i in range(6))]
+        drawn = [
+            line
+            for line in lines(app)
+            if any(f" {54.0 - 2 * i:.1f} " in line for i in range(6)) and "▾ layers" not in line
+        ]
         halves = [2 * line[50:].count("▄") + line[50:].count("▖") for line in drawn]
         assert len(drawn) == 6
         assert halves == sorted(halves)
         assert halves[-1] - halves[0] >= 3
+
+
+@pytest.mark.parametrize("rows", [2600, 2667])
+async def test_numbers_in_the_columns_of_the_tree_never_touch(rows: int) -> None:
+    tensors = [TensorInfo(f"layers.{layer}.weight", (rows, 97), "float32") for layer in range(3)]
+    packed = replace(tensors[0], name="packed", logical_numel="unknown")
+    async with opened(tree=Tree([*tensors, packed]), size=(200, 50)) as (app, _):
+        tree = app.main.tree_view
+        bounds = list(accumulate((tree._columns.name, tree._columns.dtype, tree._columns.parameters)))
+        for y in range(1, len(tree.rows) + 1):
+            line = tree.line(y).text
+            assert all(line[bound] == " " for bound in bounds), line
+
+
+def test_sizes_have_at_most_nine_cells() -> None:
+    sizes = [int(1024**power * share) for power in range(1, 5) for share in (0.9764, 0.9771, 0.99, 0.99999, 1, 1.5)]
+    assert max(len(short_bytes(size)) for size in sizes) <= 9
+    assert short_bytes(1024512) == "1000 KiB"
+    assert short_bytes(1023897) == "999.9 KiB"
+
+
+@pytest.mark.parametrize("width", [92, 120, 200])
+def test_columns_leave_a_blank_before_the_longest_numbers(width: int) -> None:
+    columns = columns_for(width, compares=True)
+    assert columns.parameters > len("> 707.8 k") or not columns.parameters
+    assert columns.size > len("999.9 KiB")
+    assert min(columns.drift, columns.other or 99) > len("inf/nan")

@@ -119,7 +119,7 @@ async def test_activation_memory_at_a_context_is_interpolated() -> None:
         experiment = app.controller.experiment
         peaks = tuple(ActivationMemory(tokens * 1000, "mlp", tokens, 1, True) for tokens in (1024, 2048, 4096))
         await say(app, pilot, events.JobDone(experiment.recipe, ACTIVATIONS.ask(PassSizes((), 1)), peaks))
-        assert "together 5.93 MiB, a pass 1000.0 KiB" in screen(app)
+        assert "together 5.93 MiB, a pass 1000 KiB" in screen(app)
         await enter(app, pilot, "context 300")
         assert experiment.serving().activations == ActivationMemory(300_000, "mlp", 300, 1, True)
         await enter(app, pilot, "context 300 2")

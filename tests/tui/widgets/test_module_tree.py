@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import math
+from dataclasses import replace
 
 import pytest
 from tests.helpers.recording_engine import demo_tree, make_app, report, say
@@ -125,6 +127,75 @@ async def test_key_z_sorts_children_by_bytes_and_drift() -> None:
         assert layers() == [reading.name.rpartition(".")[2] for reading in by_drift] + ["5"]
         await pilot.press("z")
         assert layers() == list("012345")
+
+
+def tree_with_lists() -> Tree:
+    """A model whose first child is exact, and whose list of blocks holds all the drift."""
+    names = ("embed.weight", *(f"net.{i}.{part}.weight" for i in range(3) for part in ("a", "b")), "tail.weight")
+    classes = {"": "Net", "embed": "Embedding", "net": "ModuleList", "tail": "Linear"}
+    classes |= {f"net.{i}": "ModuleList" for i in range(3)}
+    return Tree([TensorInfo(name, (4, 4), "float32") for name in names], classes)
+
+
+READINGS = (
+    ModuleDrift("embed", math.inf, 0.0, 0),
+    *(ModuleDrift(f"net.{i}.{part}", 50.0 - 10 * i, 0.1, 0) for i in range(3) for part in ("a", "b")),
+    ModuleDrift("tail", 45.0, 0.1, 0),
+)
+
+
+async def test_lists_show_the_sqnr_of_their_worst_child_in_dim() -> None:
+    app = make_app(tree_with_lists())
+    async with app.run_test(size=(120, 36)) as pilot:
+        tree = app.main.tree_view
+        await measured(app, pilot, *READINGS)
+        await pilot.press("E")
+        strips = {row.name: tree.line(y) for y, row in enumerate(tree.rows, 1)}
+        for name, sqnr in (
+            ("net", "30.0"),
+            ("net.0", "50.0"),
+            ("net.2", "30.0"),
+            ("net.2.a", "30.0"),
+            ("embed", "exact"),
+        ):
+            (cell,) = [segment for segment in strips[name] if sqnr in segment.text]
+            assert bool(cell.style and cell.style.dim) == (name in ("net", "net.0", "net.2")), name
+
+
+async def test_details_of_a_list_name_its_worst_child() -> None:
+    app = make_app(tree_with_lists())
+    async with app.run_test(size=(120, 36)) as pilot:
+        await measured(app, pilot, *READINGS)
+        app.main.tree_view.go_to("net")
+        await pilot.press("enter")
+        await until(pilot, lambda: "the worst is net.2.a" in screen(app))
+        assert "SQNR 30.00 dB" in screen(app)
+
+
+async def test_order_by_drift_puts_a_list_by_its_worst_child_and_exact_nodes_last() -> None:
+    app = make_app(tree_with_lists())
+    async with app.run_test(size=(120, 36)) as pilot:
+        tree = app.main.tree_view
+        await measured(app, pilot, *READINGS)
+        tree.sort_by("drift")
+        assert [row.name for row in tree.rows if row.depth == 1] == ["net", "tail", "embed"]
+
+
+@pytest.mark.parametrize(("width", "shown"), [(120, True), (60, False)])
+async def test_shapes_of_linear_layers_and_embeddings_are_in_the_blank_cells_beside_the_class(
+    width: int, shown: bool
+) -> None:
+    shapes = {"embed": (512, 96), "proj": (256, 96), "norm": (96,), "packed": (256, 12)}
+    classes = {"": "Net", "embed": "Embedding", "proj": "Linear", "norm": "RMSNorm", "packed": "Linear"}
+    tensors = [TensorInfo(f"{name}.weight", shape, "float32") for name, shape in shapes.items()]
+    tensors[-1] = replace(tensors[-1], dtype="int32", logical_numel=256 * 96)
+    app = make_app(Tree(tensors, {name: f"{kind:_>24}" if width < 80 else kind for name, kind in classes.items()}))
+    async with app.run_test(size=(width, 36)):
+        text = screen(app)
+        assert ("Linear 96 → 256 " in text) == shown
+        assert ("Embedding 512 × 96 " in text) == shown
+        assert "12 →" not in text
+        assert "RMSNorm 96" not in text
 
 
 async def test_names_and_rules_are_copied_to_the_clipboard_of_the_terminal() -> None:

@@ -92,8 +92,8 @@ async def test_drift_bar_of_a_module_has_the_same_length_in_drift_pane_and_tree(
 
 
 def _after(words: str, drawn: list[str]) -> str:
-    """Return the text after these words, up to the next blank."""
-    (line,) = (line for line in drawn if words in line)
+    """Return the text after these words, up to the next blank: of the module, not of the list that holds it."""
+    (line,) = (line for line in drawn if words in line and "▾ layers" not in line)
     return line.split(words)[1].split()[0]
 
 

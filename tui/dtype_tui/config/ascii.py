@@ -8,12 +8,20 @@ from __future__ import annotations
 import locale
 import os
 import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
+from itertools import groupby
+from operator import itemgetter
 
 from rich.cells import cell_len
+from rich.color import Color as RichColor
 from rich.segment import Segment
+from rich.style import Style
 from textual.color import Color
 from textual.filter import LineFilter
+
+from dtype_engine.core.units import apportioned
 
 _SAME_WIDTH = {
     "▾": "v", "▸": ">", "❯": ">", "•": "*", "›": ">", "‹": "<", "→": ">", "←": "<", "↑": "^", "↓": "v", "·": ".",
@@ -26,6 +34,9 @@ _SAME_WIDTH = {
 _WIDER = {"→": "->", "←": "<-", "±": "+-", "≥": ">=", "≤": "<="}
 _RANGE = re.compile(r"(?<=\S) … (?=\S)")
 """An ellipsis between the ends of a range. Elsewhere, an ellipsis says that a text was cut."""
+_EIGHTHS = "▏▎▍▌▋▊▉█"
+_BAR = re.compile(f"[{_EIGHTHS}]*█[{_EIGHTHS}]*|[{_EIGHTHS}]{{2,}}")
+"""A bar in eighths of a cell. A single character may be the edge of the cursor."""
 _ARROWS = "←↑→↓"
 _BOX_FROM, _BOX_TO = 0x2500, 0x257F
 _BRAILLE_FROM, _BRAILLE_TO = 0x2800, 0x28FF
@@ -61,10 +72,40 @@ class AsciiFilter(LineFilter):
         line = "".join(segment.text for segment in segments)
         if line.isascii():
             return segments
+        if _BAR.search(line):
+            segments = list(_whole_cells(segments))
+            line = "".join(segment.text for segment in segments)
         drawn = iter(line_in_ascii(line))
         return [
             Segment("".join(next(drawn) for _ in segment.text), segment.style, segment.control) for segment in segments
         ]
+
+
+def _whole_cells(segments: list[Segment]) -> Iterator[Segment]:
+    """Yield the segments of a line with the sections of its bars in whole cells, in proportion to their eighths of a cell."""
+    cells = [(character, segment.style) for segment in segments for character in segment.text]
+    line, at = "".join(character for character, _ in cells), 0
+    for match in _BAR.finditer(line):
+        yield from _joined(cells[at : match.start()])
+        at = match.end()
+        after, empty = next(iter(cells[at:]), (" ", None))
+        after, plain = after if after == "▁" else " ", empty or Style()
+        eighths = Counter[RichColor | None]()
+        for character, style in cells[match.start() : at]:
+            filled, style = _EIGHTHS.index(character) + 1, style or plain
+            eighths[style.color] += filled
+            if filled < 8 and style.bgcolor != plain.bgcolor:
+                eighths[style.bgcolor] += 8 - filled
+        eighths[None] = 8 * (match.end() - match.start()) - eighths.total()  # the empty part comes last
+        counts = apportioned(list(eighths.values()), match.end() - match.start())
+        for colour, count in zip(eighths, counts, strict=True):
+            yield Segment("█" * count, plain + Style(color=colour)) if colour else Segment(after * count, plain)
+    yield from _joined(cells[at:])
+
+
+def _joined(cells: Iterable[tuple[str, Style | None]]) -> Iterator[Segment]:
+    for style, same in groupby(cells, itemgetter(1)):
+        yield Segment("".join(character for character, _ in same), style)
 
 
 def line_in_ascii(line: str) -> list[str]:

@@ -10,11 +10,14 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
+from dtype_engine.core.units import scientific
 from dtype_tui.rendering.palette import TRACK
 
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 """The bit of each dot in a braille character, by row and column."""
 _BRAILLE = 0x2800
+_GRID = "┈"
+"""The character of the faint lines at the labels of the vertical axis."""
 _GAP = 2
 """Minimum number of cells between two labels of the horizontal axis."""
 
@@ -88,7 +91,7 @@ def linear_axes(points: Sequence[tuple[float, float]]) -> Axes:
 
 def _sides(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     left, right = min((x for x, _ in points), default=0.0), max((x for x, _ in points), default=1.0)
-    if right - left <= 0:
+    if right - left <= 1e-6 * max(abs(left), abs(right)):
         return (0.9 * left, 1.1 * right) if left > 0 else (left - 0.5, right + 0.5)
     return left, right
 
@@ -125,7 +128,7 @@ def plot(
         label = "0" if row == rows else labels.get(row, "")
         text.append(f"{label:>{margin - 1}} ", style="dim")
         text.append("┤" if label else "│", style=TRACK)
-        text.append_text(grid.line(row))
+        text.append_text(grid.line(row, _GRID if row in labels else " "))
         text.append("\n")
     text.append(" " * margin + "└" + "─" * columns + "\n", style=TRACK)
     text.append(" " * (margin + 1) + (_names_below(axes, columns, names) or _x_labels(axes, columns)), style="dim")
@@ -212,7 +215,8 @@ class _Grid:
             for index, character in enumerate(note.text):
                 self.put(start + index, near, character, note.style)
 
-    def line(self, row: int) -> Text:
+    def line(self, row: int, blank: str) -> Text:
+        """Return a row of cells. blank: the character where nothing is drawn."""
         text = Text()
         for column in range(self._columns):
             cell = column, row
@@ -221,39 +225,57 @@ class _Grid:
             elif cell in self._dots:
                 text.append(chr(_BRAILLE + self._dots[cell]), style=self._styles[cell])
             else:
-                text.append(" ")
+                text.append(blank, style=TRACK)
         return text
 
 
 def _y_labels(axes: Axes, rows: int) -> dict[int, str]:
-    """Return the labels of the vertical axis by row. On a linear axis, they are round numbers. On a logarithmic axis, they are
-    powers of ten in at most every other row or, if fewer than two fit, the two ends of the axis.
-    """
+    """Return the labels of the vertical axis by row, from the top, none in neighboring rows. All are round numbers."""
     if axes.linear:
-        return _round_figures(axes, rows)
-    first, last = math.ceil(axes.low - 1e-9), math.floor(axes.high + 1e-9)
-    if last > first:
-        step = max(1, math.ceil((last - first + 1) / max(1, rows // 2)))
-        ticks = [(power, f"1e{power}") for power in range(last, first - 1, -step)]
-        span = axes.high - axes.low
-        return {round((axes.high - power) / span * (4 * rows - 1)) // 4: label for power, label in ticks}
-    return {0: f"{10**axes.high:.1e}", rows - 1: f"{10**axes.low:.1e}"} if rows > 1 else {0: f"{10**axes.high:.1e}"}
+        levels = _ticks(axes.low, axes.high, rows // 3)
+    else:
+        levels = [(math.log10(value), label) for value, label in _logarithmic_ticks(axes.low, axes.high, rows // 2)]
+    labels: dict[int, str] = {}
+    for level, label in reversed(levels):
+        row = round((axes.high - level) / (axes.high - axes.low) * (4 * rows - 1)) // 4
+        if not labels or row > max(labels) + 1:
+            labels[row] = label
+    return labels
 
 
-def _round_figures(axes: Axes, rows: int) -> dict[int, str]:
-    """Return the labels of a linear vertical axis by row, in at most every third row. They are multiples of 1, 2 or 5 times a
-    power of ten or, if fewer than two of these fit, the two ends of the axis.
+def _ticks(low: float, high: float, most: int) -> list[tuple[float, str]]:
+    """Return round numbers from `low` to `high` with their texts: at most `most`, but two if `most` is less. They are multiples of
+    1, 2 or 5 times a power of ten or, if there are fewer than two of these, the first and the last multiple of the step below.
     """
-    span = axes.high - axes.low
-    least = span / max(1, rows // 3)
-    power = 10.0 ** math.floor(math.log10(least))
-    step = next(power * times for times in (1, 2, 5, 10) if power * times >= least * (1 - 1e-9))
-    digits = max(0, -math.floor(math.log10(step) + 1e-9))
-    ticks = [index * step for index in range(math.ceil(axes.low / step), math.floor(axes.high / step) + 1)]
-    if len(ticks) < 2:
-        digits = max(0, 1 - math.floor(math.log10(span)))
-        ticks = [axes.high, axes.low] if rows > 1 else [axes.high]
-    return {round((axes.high - tick) / span * (4 * rows - 1)) // 4: f"{tick:.{digits}f}" for tick in ticks}
+    most = max(2, most)
+    power = 10.0 ** math.floor(math.log10((high - low) / most))
+    finer: list[tuple[float, str]] = []
+    for step in (power * times for times in (0.5, 1, 2, 5, 10, 20)):
+        digits = max(0, -math.floor(math.log10(step) + 1e-9))
+        first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+        found = [(index * step, f"{index * step + 0.0:.{digits}f}") for index in range(first, last + 1)]
+        if len(found) <= most:
+            return found if len(found) > 1 else [finer[0], finer[-1]]
+        finer = found
+    return [finer[0], finer[-1]]
+
+
+def _logarithmic_ticks(low: float, high: float, most: int) -> list[tuple[float, str]]:
+    """Return round numbers on a logarithmic axis with their texts: powers of ten or, if there are fewer than two, 1, 2 and 5 times
+    powers of ten or, if there are fewer than two of these, as `_ticks`. low, high: logarithms to base ten.
+    """
+    first, last = math.ceil(low - 1e-9), math.floor(high + 1e-9)
+    if last > first:
+        step = max(1, math.ceil((last - first + 1) / max(1, most)))
+        return [(10.0**power, f"1e{power}") for power in reversed(range(last, first - 1, -step))]
+    between = [(times * 10.0**power, f"{times}e{power}") for power in range(first - 1, last + 1) for times in (1, 2, 5)]
+    inside = [(value, label) for value, label in between if low - 1e-9 <= math.log10(value) <= high + 1e-9]
+    if len(inside) > 1:
+        return inside
+    found = [(value, len(text.partition(".")[2])) for value, text in _ticks(10**low, 10**high, most)]
+    return [
+        (value, scientific(value, max(0, digits + math.floor(math.log10(value) + 1e-9)))) for value, digits in found
+    ]
 
 
 def _names_below(axes: Axes, columns: int, names: Sequence[tuple[float, str]]) -> str:
@@ -267,14 +289,10 @@ def _names_below(axes: Axes, columns: int, names: Sequence[tuple[float, str]]) -
 
 
 def _x_labels(axes: Axes, columns: int) -> str:
-    """Return the line of numbers below the axis, `columns` wide, each centred at its x but kept inside the line."""
-    span = axes.right - axes.left
-    digits = max(0, min(4, 2 - math.floor(math.log10(span)))) if span > 0 else 2
+    """Return the line of round numbers below the axis, `columns` wide, each centred at its x but kept inside the line."""
     line = ""
-    wanted = max(2, columns // 14)
-    for index in range(wanted):
-        label = f"{axes.left + span * index / (wanted - 1):.{digits}f}"
-        middle = round(index / (wanted - 1) * (columns - 1))
+    for x, label in _ticks(axes.left, axes.right, columns // 14):
+        middle = round((x - axes.left) / (axes.right - axes.left) * (columns - 1))
         start = min(max(0, middle - len(label) // 2), columns - len(label))
         if start >= 0 and (not line or start >= len(line) + _GAP):
             line = f"{line:<{start}}{label}"

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
+from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from dtype_engine.core.text import printable
-from dtype_engine.core.units import human_bytes
+from dtype_engine.core.units import apportioned, human_bytes
 from dtype_tui.rendering.palette import TRACK, colour
 
 if TYPE_CHECKING:
@@ -60,9 +63,9 @@ def drift_share(sqnr_db: float, scale: tuple[float, float]) -> float:
 
 
 def short_bytes(size: int) -> str:
-    """Return a size in bytes as text of at most nine cells, such as `396.8 KiB`."""
+    """Return a size in bytes as text of at most nine cells, such as `396.8 KiB` or `1001 KiB`."""
     number, unit = human_bytes(size).split(" ")
-    return f"{float(number):.1f} {unit}" if "." in number else f"{number} {unit}"
+    return f"{float(number):.{1 if float(number) < 999.95 else 0}f} {unit}" if "." in number else f"{number} {unit}"
 
 
 def bar(share: float, width: int) -> str:
@@ -82,18 +85,26 @@ def meter(share: float, width: int, colour_name: str) -> list[tuple[str, str]]:
 
 
 def stacked(shares: Sequence[tuple[str, float]], width: int, filled: float = 1.0) -> list[tuple[str, str]]:
-    """Return a low bar of `width` cells with a section for each dtype, as pairs (text, style). Every section ends with half a cell,
-    which separates it from the next. If there are more dtypes than cells, the smallest are left out.
+    """Return a bar of `width` cells with a section for each dtype, in steps of an eighth of a cell, as pairs (text, style). Its
+    empty part is a line at the bottom. Sections shorter than an eighth are left out, and all but the two longest in one cell.
 
     shares: (dtype, its share of the whole), largest first. filled: the part of the bar that the sections fill, from 0 to 1.
     """
-    cells = min(width, max(round(width * filled), 1))
-    shown = [(dtype, share) for dtype, share in shares if share > 0][:cells]
-    pieces, used, passed = [], 0, 0.0
-    for index, (dtype, share) in enumerate(shown):
-        passed += share
-        left = len(shown) - index - 1
-        end = cells if not left else max(used + 1, min(cells - left, round(cells * passed)))
-        pieces.append(("▄" * (end - used - 1) + ("▖" if left else "▄"), colour(dtype)))
-        used = end
-    return [*pieces, ("▁" * (width - used), TRACK)]
+    eighths = min(8 * width, max(round(8 * width * filled), 1)) if any(share for _, share in shares) else 0
+    shown = [(dtype, share) for dtype, share in shares if share * eighths >= 1] or list(shares[:1])
+    lengths = apportioned([share for _, share in shown], eighths)
+    drawn = [colour(dtype) for (dtype, _), length in zip(shown, lengths, strict=True) for _ in range(length)]
+    drawn += [""] * (-eighths % 8)
+    cells = [_cell(drawn[at : at + 8]) for at in range(0, len(drawn), 8)]
+    pieces = [("".join(text for text, _ in same), style) for style, same in groupby(cells, itemgetter(1))]
+    return [*pieces, ("▁" * (width - len(cells)), TRACK)]
+
+
+def _cell(eighths: Sequence[str]) -> tuple[str, str]:
+    """Return the character and the style of a bar's cell. eighths: the colors of its eighths from left to right, "" for none."""
+    kept = dict(Counter(eighths).most_common(2))
+    left, *right = sorted(kept, key=eighths.index)
+    if not right:
+        return "█", left
+    length = round(8 * kept[left] / sum(kept.values()))
+    return _EIGHTHS[length], f"{left} on {right[0]}" if right[0] else left

@@ -84,7 +84,7 @@ def _module_drift_rows(experiment: Experiment, node: str, modules: tuple[Module,
         yield from (*drift_rows(experiment), *memory_rows(experiment)[2:])
     elif drift is not None:
         words = f"SQNR {drift.sqnr_text}, max |Δ| {drift.max_abs:.4e}, non-finite {drift.nonfinite_text}"
-        worst = f"; the worst is {printable(drift.name, 500)}" if len(modules) > 1 else ""
+        worst = f"; the worst is {printable(drift.name, 500)}" if drift.name != node else ""
         yield "drift", f"{words}{_over(experiment.results.report)}{worst}"
 
 

@@ -55,9 +55,10 @@ class ModuleTree(ScrollView, can_focus=True):
     HELP = (
         "Every module and tensor: dtype (or a bar of the mix by bytes, and the name of the largest part), bytes under the recipe, "
         "with a bar of the share of the parent's bytes, and drift as SQNR in dB. The bar of the SQNR is full for the worst module "
-        "and empty for the best. Numbers of parameters appear in a wide terminal. Four or more neighbors that are alike, such as "
-        "layers, are folded into one row if they have the same structure and planned dtypes and SQNRs that differ by at most 6 dB. "
-        "This row has the bytes of all of them and the SQNR of the worst. F switches between it and a row for each."
+        "and empty for the best. A list of modules has the SQNR of its worst child, dimmed. Numbers of parameters appear in a "
+        "wide terminal. Four or more neighbors that are alike, such as layers, are folded into one row if they have the same "
+        "structure and planned dtypes and SQNRs that differ by at most 6 dB. This row has the bytes of all of them and the SQNR of "
+        "the worst. F switches between it and a row for each."
     )
 
     DEFAULT_CSS = """

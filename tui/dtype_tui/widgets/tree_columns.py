@@ -73,7 +73,10 @@ def needed_width(rows: Iterable[Row], title: str) -> tuple[int, int]:
     label, whole = _LEAST_NAME, 0
     for row in rows:
         name = EDGE + 2 * row.depth + 2 + len(row.label or title) + 1
-        label, whole = max(label, name), max(whole, name + 2 + max(len(row.about), _LEAST_ABOUT))
+        label, whole = (
+            max(label, name),
+            max(whole, name + 2 + max(len(f"{row.about} {row.sizes}".rstrip()), _LEAST_ABOUT)),
+        )
     return label, -(-whole // _STEP) * _STEP
 
 
@@ -95,13 +98,13 @@ def columns_for(
     wide = width >= _WIDE
     columns = Columns(0, 25 if wide else 13)
     if wide and "params" not in hidden:
-        columns = replace(columns, parameters=9)
+        columns = replace(columns, parameters=10)
     if "bytes" not in hidden:
         columns = replace(columns, size=10, share=5)
     if "drift" not in hidden:
         columns = replace(columns, drift=8, track=6)
         if compares:
-            columns = replace(columns, other=7, change=7)
+            columns = replace(columns, other=8, change=7)
     if scanned:
         columns = replace(columns, scan=10, heat=4)
     for most, steps in ((width // 2, _LESS), (2 * width // 5, _STILL_LESS)):

@@ -165,6 +165,8 @@ def _name(experiment: Experiment, row: Row, width: int, state: RowState) -> tupl
         kept = "keep f32 " if row.tensor.name in experiment.tree.kept_in_fp32 else ""
         about = kept + (f"= {row.tensor.name}" if row.alias else row.about)
     width -= len(label) + 2
+    whole = f"{about} {row.sizes}"
+    about = whole if row.sizes and len(whole) <= width else about
     return twist, label, name_cell(about, width) if width >= min(len(about), 5) else ""
 
 
@@ -274,7 +276,7 @@ def _drift(experiment: Experiment, row: Row) -> ModuleDrift | None:
 
 
 def _drift_of_modules(row: Row, output: OutputDrift | None, modules: Mapping[str, ModuleDrift]) -> ModuleDrift | None:
-    """Return the drift of a row's module, of the worst of its folded modules or, for the root, of the model's output."""
+    """Return the drift of a row's module, the worst of its folded modules or of a list or, for the root, the model's output's."""
     if row.name or output is None:
         return worst_drift(modules, row.modules)
     from dtype_engine.results.drift import ModuleDrift  # imported late, for a faster first paint
@@ -283,7 +285,9 @@ def _drift_of_modules(row: Row, output: OutputDrift | None, modules: Mapping[str
 
 
 def _add_drift(line: _Line, experiment: Experiment, row: Row, columns: Columns) -> None:
-    """Add a module's SQNR, and a bar that is longer the more the module drifts. The bar's range is `Results.sqnr_range`."""
+    """Add a module's SQNR, and a bar that is longer the more the module drifts. Both are dim for a list of modules, which has the
+    SQNR of its worst child. The bar's range is `Results.sqnr_range`.
+    """
     if not columns.drift:
         return
     drift = _drift(experiment, row)
@@ -292,7 +296,8 @@ def _add_drift(line: _Line, experiment: Experiment, row: Row, columns: Columns) 
     if drift is None or value is None:
         line.add(f"{number:>{columns.drift}}" + " " * columns.track)
         return
-    name = sqnr_colour(value, experiment.results.sqnr_limits)
+    is_of_child = row.tensor is None and drift.name not in ("", *row.nodes)
+    name = "dim" if is_of_child else sqnr_colour(value, experiment.results.sqnr_limits)
     line.add(f"{number:>{columns.drift}}" + " " * min(1, columns.track), _style(name))
     if columns.track and value == math.inf:
         line.fill(line.width + columns.track - 1)

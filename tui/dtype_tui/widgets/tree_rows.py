@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 ORDERS = ("model", "bytes", "drift")
 """Orders of a node's children: the model's, by bytes (largest first), or by drift (worst first)."""
+_LISTS = ("ModuleList", "ModuleDict")
+"""Classes of modules that hold others and are never called."""
 MOST_MATCHES = 1000
 """Maximum number of a filter's matches that are shown. Nobody steps through more, and every key press computes them again."""
 
@@ -67,6 +69,20 @@ class Row(msgspec.Struct, frozen=True):
         if self.tensor is not None:
             return f"[{' × '.join(map(str, self.tensor.shape))}]" if self.tensor.shape else "[scalar]"
         return self.module.class_name or ""
+
+    @property
+    def sizes(self) -> str:
+        """The numbers of inputs and outputs of a linear layer, such as `576 → 1536`, the shape of an embedding, or ""."""
+        weight, class_name = self.module.tensors.get("weight"), self.module.class_name or ""
+        is_module = self.tensor is None and not self.members
+        if not is_module or weight is None or len(weight.shape) != 2:
+            return ""
+        if weight.packed_bytes is not None or weight.logical_numel is not None:  # the shape is of codes
+            return ""
+        rows, columns = weight.shape
+        if class_name.endswith("Linear"):
+            return f"{columns} → {rows}"
+        return f"{rows} × {columns}" if class_name.endswith("Embedding") else ""
 
     @property
     def alias(self) -> bool:
@@ -156,20 +172,27 @@ def ordered(experiment: Experiment, groups: list[Members], order: str) -> list[M
     if order == "bytes":
         return sorted(groups, key=lambda group: -experiment.totals.of(group).total_bytes)
     if order == "drift":
-        modules = experiment.results.modules
-        return sorted(groups, key=lambda group: min(_drift_key(modules.get(module.name)) for module in group))
+        return sorted(groups, key=lambda group: _drift_key(worst_drift(experiment.results.modules, group)))
     return groups
 
 
-def worst_drift(drift: Mapping[str, ModuleDrift], modules: Members) -> ModuleDrift | None:
-    """Return the drift of the module that drifts most, or None if none is measured. drift: by module name."""
-    if len(modules) == 1:
-        return drift.get(modules[0].name)
-    return min((drift[module.name] for module in modules if module.name in drift), key=_drift_key, default=None)
+def worst_drift(drift: Mapping[str, ModuleDrift], modules: Iterable[Module]) -> ModuleDrift | None:
+    """Return the drift of the module that drifts most, or None if none is measured. A module without an output of its own, such as
+    a list of layers, has the drift of its worst child. drift: by module name.
+    """
+    if not drift:
+        return None
+    each = (drift.get(module.name) or worst_drift(drift, _children(drift, module)) for module in modules)
+    return min((one for one in each if one is not None), key=_drift_key, default=None)
+
+
+def _children(drift: Mapping[str, ModuleDrift], module: Module) -> Iterator[Module]:
+    """Yield the children of a module that have a drift, and those that are lists."""
+    return (child for child in module.children.values() if child.name in drift or child.class_name in _LISTS)
 
 
 def _drift_key(drift: ModuleDrift | None) -> tuple[float, float]:
-    """Return a sort key that puts the worst modules first and modules without a measurement last."""
+    """Return a sort key that puts the worst modules first, and modules without a measurement last, behind exact ones."""
     if drift is None:
-        return (0.0, math.inf)
+        return (1.0, math.inf)
     return (-float(drift.nonfinite + drift.nonfinite_reference), math.inf if drift.sqnr_db is None else drift.sqnr_db)

@@ -34,8 +34,9 @@ class DepthPane(Pane):
     CORNER = "d causes  w worst"
     HELP = (
         "SQNR of the output of each layer, of the embedding, the last norm and the head, in the order of the forward pass; of a "
-        "model without numbered layers, of its topmost modules. ○ is the module that drifts most. The dim line is the "
-        "baseline (P in the history) or else the recipe before. Layers that do not drift are left out."
+        "model without numbered layers, of its topmost modules. ○ is the module that drifts most, joined to the layer that "
+        "contains it. The dim line is the baseline (P in the history) or else the recipe before. Layers that do not drift are "
+        "left out."
     )
 
     def __init__(self, experiment: Experiment, id: str) -> None:
@@ -64,7 +65,9 @@ class DepthPane(Pane):
         low = fitted.low - _LOWER_SHARE * (fitted.high - fitted.low)
         axes = Axes(0.0, max(1.0, len(names) - 1.0), low, fitted.high, zero=False, linear=True)
         limits = self.experiment.results.sqnr_limits
+        stems = [((note.x, whole[int(note.x)][1]), (note.x, note.y)) for note in notes]
         series = [
+            *(Series(stem, style=sqnr_colour(stem[1][1], limits)) for stem in stems),
             Series(dim, style="dim"),
             Series(whole, styles=[sqnr_colour(y, limits) if math.isfinite(y) else "" for _, y in whole]),
         ]
