@@ -1,14 +1,25 @@
-"""The report of a search."""
+"""The recipe that a search found, and the report of the search."""
 
 from __future__ import annotations
 
-from dtype_engine.recipe import Plan
+from dtype_engine.recipe import Plan, Recipe, Rule
 from dtype_engine.results.drift import DriftReport
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.results.scan import SearchReport
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.search.pareto import ParetoFront, Solution
 from dtype_engine.search.sensitivity import scalar_drift
+
+
+class FoundRecipe(SearchReport):
+    """The report of a search, with the recipe that it found."""
+
+    __slots__ = ()
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe, as `Session.apply` takes it."""
+        return Recipe.of(map(Rule.parse, self.rules))
 
 
 def search_report(
@@ -20,14 +31,14 @@ def search_report(
     drift: DriftReport | None,
     context: int | None,
     lost: tuple[ValueLoss, ...],
-) -> SearchReport:
+) -> FoundRecipe:
     """Return the report of a search on `front` that found `solution`.
 
     unit: the unit of predicted and measured drifts. plan: the plan of the solution's recipe. drift, lost: the measured drift (None
     if it was not measured) and the lost values under this plan. context: the number of tokens for which the solution's bytes
     include KV caches, or None if they include no caches.
     """
-    return SearchReport(
+    return FoundRecipe(
         model=model.title,
         unit=unit,
         rules=tuple(map(str, plan.recipe.rules)),
