@@ -17,7 +17,7 @@ BYTES_PER_TOKEN = 256
 """Allowed bytes of a text file for each token of `InputLimits.tokens`. A JSON Lines file also holds other entries."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class InputLimits(TypedFields):
     """Limits on one input of a model. Each is checked before the memory is allocated or the time is spent.
 

@@ -24,7 +24,7 @@ ClassesDim = Dimension | Literal["auto", "none"]
 """In which dimension of the main output the logits lie: an index, "auto" to determine it, or "none" for no distribution."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class RunSettings(TypedFields):
     """The settings with which the candidate, the cast model, is run. The reference ignores them.
 
@@ -65,7 +65,7 @@ class RunSettings(TypedFields):
         return ", ".join(parts) or "defaults"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ModelOptions(TypedFields):
     """The options for opening a model and its reference."""
 
@@ -107,7 +107,7 @@ class ModelOptions(TypedFields):
         return None if self.reference in (FLOAT32, STORED) else self.reference
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class InputOptions(TypedFields):
     """The options that say on which inputs a model is run."""
 
@@ -131,7 +131,7 @@ class InputOptions(TypedFields):
     """The limits on images, audio, texts and model files. A file that exceeds a limit is refused."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class MeasureOptions(TypedFields):
     """The options for running the candidate and measuring its drift."""
 
@@ -154,7 +154,7 @@ class MeasureOptions(TypedFields):
     """Maximum bytes that are kept of the reference's outputs. If None, 1/4 of the free memory, at most 2 GiB."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class AppOptions(TypedFields):
     """The options of the app, for its engine."""
 
@@ -168,7 +168,7 @@ class AppOptions(TypedFields):
     """
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Options(AppOptions, MeasureOptions, InputOptions, ModelOptions):
     """All options for opening and running a model: those of `ModelOptions`, `InputOptions` and `MeasureOptions`, and the app's.
 

@@ -53,7 +53,9 @@ def _refusal(error: Exception) -> UserError:
 
 
 class TypedFields:
-    """The base class of a dataclass that callers make: a field of the wrong type or out of range raises UserError at once."""
+    """The base class of a dataclass that callers make: a field of the wrong type or out of range raises UserError at once. Its
+    `repr` has the fields that are not the defaults.
+    """
 
     __slots__ = ()
 
@@ -65,6 +67,12 @@ class TypedFields:
             except _REFUSED as error:
                 raise UserError(f"{kind.__name__}.{name}{_in_python(_refusal(error).sentence, field)}") from None
             object.__setattr__(self, name, value)  # the class is frozen
+
+    def __repr__(self) -> str:
+        plain = type(self)()
+        named = ((name, getattr(self, name)) for name in _types(type(self)))
+        given = (f"{name}={value!r}" for name, value in named if value != getattr(plain, name))
+        return f"{type(self).__name__}({', '.join(given)})"
 
 
 _known: dict[Any, dict[str, Any]] = {}
