@@ -164,7 +164,7 @@ class SearchReport:
     def __repr__(self) -> str:
         measured = "" if self.measured is None else f", measured {self.measured:.4e}"
         return brief(
-            f"SearchReport: {self.model}, the best of {plural(len(self.front), 'point')} of the Pareto front",
+            f"{type(self).__name__}: {self.model}, the best of {plural(len(self.front), 'point')} of the Pareto front",
             ("rules", ", ".join(self.rules) or "none: as stored"),
             ("memory", f"stored {human_bytes(self.stored_bytes)} → planned {human_bytes(self.planned_bytes)}"),
             ("drift", f"predicted {self.predicted:.4e}{measured} {self.unit}"),

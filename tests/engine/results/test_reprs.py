@@ -30,11 +30,7 @@ LARGE = [
 
 def is_brief(shown: object) -> bool:
     lines = repr(shown).split("\n")
-    return (
-        len(lines) <= 5
-        and max(map(len, lines)) <= 320
-        and repr(shown).startswith(type(shown).__name__.removeprefix("Found"))
-    )
+    return len(lines) <= 5 and max(map(len, lines)) <= 320 and repr(shown).startswith(type(shown).__name__)
 
 
 @pytest.mark.parametrize("result", LARGE, ids=lambda result: type(result).__name__)
@@ -54,7 +50,7 @@ def test_every_result_of_a_session_shows_itself_in_five_lines(tmp_path: Path) ->
         session.activation_memory(8), session.options, session.settings,
     ]  # fmt: skip
     assert [repr(each) for each in shown if not is_brief(each)] == []
-    assert repr(found).startswith("SearchReport: demo, the best of ")
+    assert repr(found).startswith("FoundRecipe: demo, the best of ")
 
 
 def test_options_show_what_is_not_the_default() -> None:
