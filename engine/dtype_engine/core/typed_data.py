@@ -1,4 +1,4 @@
-"""Validates data from JSON or YAML against the types of a class before it is used."""
+"""Validates data from JSON, YAML or callers in Python against the types of a class before it is used."""
 
 from __future__ import annotations
 

@@ -1,14 +1,22 @@
-"""The recipe that a search found, and the report of the search."""
+"""Searches the best recipe with the scores of a session's last scan."""
 
 from __future__ import annotations
 
-from dtype_engine.recipe import Plan, Recipe, Rule
+from typing import TYPE_CHECKING
+
+from dtype_engine.core.cancellation import IsCancelled
+from dtype_engine.recipe import Plan, Recipe, Rule, make_plan
+from dtype_engine.recipe.minimize import minimize
 from dtype_engine.results.drift import DriftReport
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.results.scan import SearchReport
 from dtype_engine.runtime.model.live import LiveModel
-from dtype_engine.search.pareto import ParetoFront, Solution
+from dtype_engine.search.constraints import parse_bytes
+from dtype_engine.search.pareto import Constraints, ParetoFront, Solution
 from dtype_engine.search.sensitivity import scalar_drift
+
+if TYPE_CHECKING:
+    from dtype_engine.runtime.session.session import Session
 
 
 class FoundRecipe(SearchReport):
@@ -20,6 +28,27 @@ class FoundRecipe(SearchReport):
     def recipe(self) -> Recipe:
         """The recipe, as `Session.apply` takes it."""
         return Recipe.of(map(Rule.parse, self.rules))
+
+
+def find(
+    session: Session,
+    budget: int | str | None,
+    max_drift: float | None,
+    constraints: Constraints | None,
+    measure: bool,
+    cancelled: IsCancelled,
+) -> FoundRecipe:
+    """Return what `Session.search` returns, and raise what it raises."""
+    front = session.front(constraints)
+    most = parse_bytes(budget, session.tree.stored_bytes) if isinstance(budget, str) else budget
+    solution = front.solve(most, max_drift)
+    recipe = minimize(session.tree, solution.dtypes)
+    plan, context = make_plan(session.tree, recipe), None if constraints is None else constraints.context
+    if measure:
+        session.apply(recipe, cancelled=cancelled)
+    report = session.drift(cancelled=cancelled) if measure else None
+    lost = session.lost_values(cancelled, plan)
+    return search_report(session.model, session.need_scan().unit, front, solution, plan, report, context, lost)
 
 
 def search_report(

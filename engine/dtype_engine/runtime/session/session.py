@@ -19,7 +19,6 @@ from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree
 from dtype_engine.core.units import human_bytes
 from dtype_engine.recipe import Plan, Recipe, Rule, make_plan
-from dtype_engine.recipe.minimize import minimize
 from dtype_engine.reports.notebook import drift_html, drift_repr, scan_html, session_html, tree_html
 from dtype_engine.results.attribution import AttributionReport, LossRemedy, NoiseFloor, NonFiniteDiagnosis
 from dtype_engine.results.drift import DriftReport, ImplicitCastStats, ModuleDrift
@@ -30,7 +29,7 @@ from dtype_engine.results.memory import MemoryStats
 from dtype_engine.results.runs import Generation, SpeedReport
 from dtype_engine.results.scan import Prediction, ScanReport
 from dtype_engine.results.serving_memory import ActivationMemory
-from dtype_engine.runtime.inputs import Inputs, one_of_each_shape, summarize
+from dtype_engine.runtime.inputs import Inputs, summarize
 from dtype_engine.runtime.inputs.text import with_next_tokens, without_cache
 from dtype_engine.runtime.inputs.validate import with_labels
 from dtype_engine.runtime.measure.attribution import Attribution, OnCauses, Part, PartDrift
@@ -51,11 +50,10 @@ from dtype_engine.runtime.scan.savable_scan import OnEstimate, OnStep
 from dtype_engine.runtime.session.activations import estimated_activations, measured_activations
 from dtype_engine.runtime.session.casting import Casting
 from dtype_engine.runtime.session.casting import OnProgress as OnCast
-from dtype_engine.runtime.session.component_inputs import inputs_of
+from dtype_engine.runtime.session.component_inputs import inputs_of, tried_inputs
 from dtype_engine.runtime.session.drift import DriftMeasurements
 from dtype_engine.runtime.session.process_memory import memory_stats
-from dtype_engine.runtime.session.search_report import FoundRecipe, search_report
-from dtype_engine.search.constraints import parse_bytes
+from dtype_engine.runtime.session.search_report import FoundRecipe, find
 from dtype_engine.search.families import FAMILIES
 from dtype_engine.search.pareto import Constraints, ParetoFront, make_front
 from dtype_engine.search.sensitivity import predict
@@ -94,6 +92,8 @@ class Session:
 
     Methods that read weights raise UserError if the model's files have changed since they were opened. Methods that run the model
     raise NoForward if it can't be run, and KernelError if an operation has no kernel for a dtype.
+
+    In the examples, `de` is `dtype_engine`, `session` an open model and `folder` a `pathlib.Path`.
 
     >>> print(session)
     Session: demo on cpu
@@ -285,7 +285,7 @@ class Session:
 
     def front(self, constraints: Constraints | None = None) -> ParetoFront:
         """Compute the Pareto front of the model's bytes and the drift that the last scan predicts: the recipes that no other recipe
-        beats in both, largest model first. Raises UserError if there is no scan. `constraints` name the weights that stay as
+        beats in both, smallest model first. Raises UserError if there is no scan. `constraints` name the weights that stay as
         stored, share a dtype, or may have only certain dtypes, and the program that is to load the export. By default, it is
         transformers for a checkpoint of transformers, otherwise this program.
 
@@ -677,16 +677,7 @@ class Session:
             >>> session.plan.planned_bytes == found.planned_bytes
             True
         """
-        front = self.front(constraints)
-        most = parse_bytes(budget, self.tree.stored_bytes) if isinstance(budget, str) else budget
-        solution = front.solve(most, max_drift)
-        recipe = minimize(self.tree, solution.dtypes)
-        plan, context = make_plan(self.tree, recipe), None if constraints is None else constraints.context
-        if measure:
-            self.apply(recipe, cancelled=cancelled)
-        report = self.drift(cancelled=cancelled) if measure else None
-        lost = self.lost_values(cancelled, plan)
-        return search_report(self.model, self.need_scan().unit, front, solution, plan, report, context, lost)
+        return find(self, budget, max_drift, constraints, measure, cancelled)
 
     @reading_weights
     def use_inputs(self, options: InputOptions, cancelled: IsCancelled = never) -> None:
@@ -700,10 +691,7 @@ class Session:
         >>> session.use_inputs(de.Options(prompts=("one short prompt",)))
         """
         options = self.options.with_inputs(options)
-        inputs = inputs_of(self.model, options)
-        with ForwardRunner(self.model, self.settings, cancelled, watch=False, behavior=self._behavior) as runner:
-            for tried in one_of_each_shape(inputs):
-                runner.reference(runner.reference_call(tried))
+        inputs = tried_inputs(self.model, options, self.settings, self._behavior, cancelled)
         self.inputs, self.options, self.why_no_forward = inputs, options, None
         self._drift, self.scanned = DriftMeasurements(self.model, options, self._behavior), None
         self._behavior.calibrations.clear()
