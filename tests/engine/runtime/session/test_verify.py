@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pydoc
 from collections.abc import Callable
 from pathlib import Path
@@ -67,6 +68,17 @@ def test_export_under_another_recipe_than_the_current_one_differs(tmp_path: Path
     assert session.verify(tmp_path / "out").same
     session.apply(session.recipe.then(de.Rule.parse("nothing=int8")))
     assert session.verify(tmp_path / "out").same
+
+
+def test_session_verifies_an_export_with_scales_of_activations_and_caches(tmp_path: Path) -> None:
+    options = dataclasses.replace(OPTIONS, settings=de.RunSettings(quantize_activations="weights"))
+    session = de.open(options=options)
+    session.apply(de.Recipe.of(map(de.Rule.parse, ("*.mlp=nvfp4", "*.kv_cache=fp8"))))
+    session.export(tmp_path / "out")
+    report = session.verify(tmp_path / "out")
+    assert report.same
+    assert "18 scales of activations come from calibration inputs" in report.unchecked[0]
+    assert report.drift_after is None
 
 
 def test_session_of_a_live_module_verifies_with_its_own_values(tmp_path: Path) -> None:
