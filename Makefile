@@ -13,7 +13,7 @@ QUICK := tests/test_layout.py tests/tui tests/lint tests/engine/test_imports.py 
 .PHONY: demo test quick lint unit coverage test-lowest test-newest matrix fuzz random-keys engine-deaths benchmarks screenshots man clean
 
 demo: $(VENV)/.runs
-	$(BIN)/dtype-tui demo
+	@$(BIN)/dtype-tui demo
 
 # Linters and tests run side by side, because mypy uses one core only. If one of the two fails, the other still ends, and `test` fails.
 test: $(VENV)/.tests
@@ -88,22 +88,25 @@ clean:
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "dtype-tui needs Python 3.11 or newer; name one with make PYTHON=python3.12"; exit 2; }
-	$(PYTHON) -m venv $(VENV)
+	@echo "Making a virtual environment in $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
 
 # The constraints hold the exact versions that the tests ran with, torch's among them. uv takes half of pip's time. Where it can't
-# install, because only pip is configured to reach a mirror, say, pip does.
+# install, because only pip is configured to reach a mirror, say, pip does, and says what is wrong if it can't either.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c $(CONSTRAINTS)
 define install
-	{ $(PIP) uv && UV_FIND_LINKS="$${UV_FIND_LINKS-$$PIP_FIND_LINKS}" \
-		$(BIN)/uv pip install --quiet --python $(BIN)/python -c $(CONSTRAINTS) -e $(1); } || $(PIP) -e $(1)
+	@echo "Installing $(2) and torch into $(VENV); this takes some minutes"
+	@{ $(PIP) uv && UV_FIND_LINKS="$${UV_FIND_LINKS-$$PIP_FIND_LINKS}" \
+		$(BIN)/uv pip install --quiet --python $(BIN)/python -c $(CONSTRAINTS) -e $(1); } 2> /dev/null || \
+		{ echo "uv can't install here, so pip does; this takes twice as long"; $(PIP) -e $(1); }
 endef
 
 $(VENV)/.runs: $(VENV)/bin/python pyproject.toml $(CONSTRAINTS)
-	$(call install,.)
+	$(call install,.,dtype-tui)
 	@touch $@
 
 $(VENV)/.tests: $(VENV)/bin/python pyproject.toml $(CONSTRAINTS)
-	$(call install,'.[dev]')
+	$(call install,'.[dev]',dtype-tui with the tools of its tests)
 	@touch $@ $(VENV)/.runs
 
 # uv is what can take the lowest versions; it looks for the oldest Python on PATH, and fetches it where there is none.

@@ -119,6 +119,18 @@ def set_to_read(folder: Path, config: Mapping[str, Any] | None) -> WeightSet | N
     return next(iter(weight_sets(_file_names(folder), config)), None)
 
 
+def described_by(path: Path) -> Path:
+    """Return the file that says what weights a model has, which need not be there: `path` itself if it is a file, or else the
+    folder's index, its configuration or any other file.
+    """
+    if path.is_file():
+        return path
+    names = _file_names(path)
+    indexes = [name for name in names if name.endswith(".index.json")]
+    known = [name for name in (*indexes, PIPELINE_INDEX, "config.json", ADAPTER_CONFIG) if name in names]
+    return path / next(iter((*known, *names)), "config.json")
+
+
 def _file_names(folder: Path) -> list[str]:
     with reading(folder):
         return sorted(entry.name for entry in folder.iterdir() if entry.is_file())

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import click
 
 from dtype_engine.cli.options import ModelCommand, json_option, sarif_option
-from dtype_engine.cli.program import NO, answer, note, print_json, say, say_share
+from dtype_engine.cli.program import BAD_INPUT, NO, answer, note, print_json, print_stderr, say, say_share
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.core.errors import UserError
 
@@ -52,7 +53,12 @@ def check(
         raise UserError("--sarif and --json are two forms of one answer: give one of them")
     source = request.locate()
     with gc_paused():
-        checkpoint = source.open(absent_shards=True)
+        try:
+            checkpoint = source.open(absent_shards=True)
+        except UserError as error:
+            if not as_sarif or source.path is None or source.hub is not None:
+                raise
+            return _unreadable(source.path, error)
         if checkpoint is None:
             raise UserError(f"{source.title} is code: check reads checkpoints, so name the file of its weights")
         other = locate(against, request.options.trust_pickle, request.options.download) if against is not None else None
@@ -81,3 +87,14 @@ def check(
         answer(check_text(report))
     note(checkpoint.remarks)
     return NO if report.findings else 0
+
+
+def _unreadable(path: Path, error: UserError) -> int:
+    """Print why a model can't be read as SARIF, as a result of the file that describes its weights, and return the exit status."""
+    from dtype_engine.checkpoint.weight_files import described_by
+    from dtype_engine.reports.sarif import failure
+
+    sentence = " ".join(str(error).split())
+    print_json(failure(sentence, "check", described_by(path)))
+    print_stderr(f"dtype-engine: {sentence}")
+    return BAD_INPUT

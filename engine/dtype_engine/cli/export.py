@@ -136,7 +136,7 @@ def verify(request: RunRequest, folder: Path, drift: bool, workers: str | int | 
 
         compared = compare_foreign(folder, source, options, _rate("comparing"))
         return _print_comparison(compared, cast_text(compared), as_object)
-    from dtype_engine.runtime.verify.verify import verify as check
+    from dtype_engine.runtime.session.verify import verify as check
 
     if workers is None:
         report = check(folder, source, drift, options, _rate("comparing"))

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import click
 
@@ -16,8 +16,9 @@ from dtype_engine.cli.streams import answers_alone
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.foreign_code import foreign_code
 from dtype_engine.core.input_limits import KINDS
-from dtype_engine.core.options import FLOAT32, MOST_SEQUENCES, STORED, ClassesDim
-from dtype_engine.recipe.serving_memory import DEFAULT_CONTEXT, MOST_TOKENS
+from dtype_engine.core.number_ranges import MOST_TOKENS, SequenceLength, Sequences
+from dtype_engine.core.options import FLOAT32, STORED, ClassesDim
+from dtype_engine.recipe.serving_memory import DEFAULT_CONTEXT
 
 _FILE = click.Path(path_type=Path)
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -97,6 +98,12 @@ def _precision(text: str) -> float:
     if not 0 < precision < 1:
         raise ValueError(f"{text!r}: give a share of the drift, such as 5%")
     return precision
+
+
+def _range_of(kind: Any) -> click.IntRange:
+    """Return the range of a type of `number_ranges`."""
+    limits = get_args(kind)[1]
+    return click.IntRange(limits.ge, limits.le)
 
 
 def _files(names: list[str], words: str) -> click.Option:
@@ -236,14 +243,14 @@ _RUNNING = (
     ),
     click.Option(
         ["--sequence-length"],
-        type=click.IntRange(2, MOST_TOKENS),
+        type=_range_of(SequenceLength),
         metavar="N",
         help="Maximum number of tokens in a sequence; longer texts are split. By default 512, or as many as the model supports "
         "if they are fewer.",
     ),
     click.Option(
         ["--sequences"],
-        type=click.IntRange(1, MOST_SEQUENCES),
+        type=_range_of(Sequences),
         metavar="N",
         help="Maximum number of sequences to run the model on. By default, all that the texts contain.",
     ),

@@ -262,7 +262,7 @@ def search(
         if session.scanned is not None and (reason := _why_all_infinite(session.scanned)):
             raise OutOfReach(reason)
         if candidates is None:
-            report = session.search(most, max_predicted, constraints, measure)
+            report: SearchReport = session.search(most, max_predicted, constraints, measure)
         else:
             scanned = session.scanned
             if held_out:

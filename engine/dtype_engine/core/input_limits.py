@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.hints import hint
+from dtype_engine.core.number_ranges import Positive
+from dtype_engine.core.typed_data import TypedFields
 
 CHARACTERS_PER_TOKEN = 16
 """Allowed characters of text for each token of `InputLimits.tokens`. A token has about 4 on average."""
@@ -15,8 +17,8 @@ BYTES_PER_TOKEN = 256
 """Allowed bytes of a text file for each token of `InputLimits.tokens`. A JSON Lines file also holds other entries."""
 
 
-@dataclass(frozen=True, slots=True)
-class InputLimits:
+@dataclass(frozen=True, slots=True, repr=False)
+class InputLimits(TypedFields):
     """Limits on one input of a model. Each is checked before the memory is allocated or the time is spent.
 
     Example:
@@ -24,19 +26,19 @@ class InputLimits:
         67108864
     """
 
-    pixels: int = 64 << 20
+    pixels: Positive = 64 << 20
     """Maximum number of pixels in an image file."""
-    seconds: int = 600
+    seconds: Positive = 600
     """Maximum length of an audio file in seconds."""
-    values: int = 64 << 20
+    values: Positive = 64 << 20
     """Maximum number of values in the tensor that the model gets for an image (pixels times channels times frames) or for audio
     (samples or frequency bins).
     """
-    tokens: int = 1_000_000
+    tokens: Positive = 1_000_000
     """Maximum number of tokens in all texts together. The texts may have 16 times as many characters."""
-    template_seconds: int = 5
+    template_seconds: Positive = 5
     """Maximum seconds for which the chat template may run on one conversation, and the tokenizer on each million characters."""
-    template_bytes: int = 1 << 20
+    template_bytes: Positive = 1 << 20
     """Maximum bytes of the text that the chat template makes from one conversation."""
 
     def refuse_file(self, kind: str, what: str, amount: float) -> None:

@@ -6,21 +6,26 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
+import msgspec
+
+from dtype_engine.core.dtypes import COMPUTE_DTYPES
 from dtype_engine.core.input_limits import InputLimits
-from dtype_engine.core.number_ranges import Count, Dimension
+from dtype_engine.core.number_ranges import Count, Dimension, Processes, SequenceLength, Sequences, Share, Threads
+from dtype_engine.core.typed_data import TypedFields
 
 FLOAT32, STORED = "float32", "stored"
 """The values of `Options.reference` for the model itself, in float32 arithmetic or in its stored dtypes."""
 LM_EVAL = "lm-eval:"
 """The prefix of a metric in `Options.metrics` that is a task of lm-eval."""
+ComputeDtype = Annotated[str, msgspec.Meta(pattern=f"^({'|'.join(COMPUTE_DTYPES)})$")]
 ClassesDim = Dimension | Literal["auto", "none"]
 """In which dimension of the main output the logits lie: an index, "auto" to determine it, or "none" for no distribution."""
 
 
-@dataclass(frozen=True, slots=True)
-class RunSettings:
+@dataclass(frozen=True, slots=True, repr=False)
+class RunSettings(TypedFields):
     """The settings with which the candidate, the cast model, is run. The reference ignores them.
 
     Example:
@@ -28,7 +33,7 @@ class RunSettings:
         autocast bfloat16
     """
 
-    compute: str = "float32"
+    compute: ComputeDtype = "float32"
     """The dtype to which quantized weights, such as float8 or int8, are dequantized for an operation without an activation,
     such as an embedding lookup. Other operations use the activation's dtype.
     """
@@ -60,15 +65,15 @@ class RunSettings:
         return ", ".join(parts) or "defaults"
 
 
-@dataclass(frozen=True)
-class ModelOptions:
+@dataclass(frozen=True, repr=False)
+class ModelOptions(TypedFields):
     """The options for opening a model and its reference."""
 
     device: str = "auto"
     """The torch device: "cpu"; an accelerator, such as "cuda:1", "mps" or "xpu"; or "auto": the accelerator if it computes in
     float64, as CUDA does, and else the CPU.
     """
-    threads: int | None = None
+    threads: Threads | None = None
     """The number of threads that torch uses for computing. If None, torch's default number."""
     weights: Path | None = None
     """A checkpoint file whose weights are loaded into the module of a Python file. None: the module keeps its own."""
@@ -102,12 +107,8 @@ class ModelOptions:
         return None if self.reference in (FLOAT32, STORED) else self.reference
 
 
-MOST_SEQUENCES = 1_000_000
-"""The most calibration sequences for which a command can ask."""
-
-
-@dataclass(frozen=True)
-class InputOptions:
+@dataclass(frozen=True, repr=False)
+class InputOptions(TypedFields):
     """The options that say on which inputs a model is run."""
 
     prompts: tuple[str, ...] = ()
@@ -116,9 +117,9 @@ class InputOptions:
     """Calibration text files. Each line of a `.jsonl` file is an object with `text`, `prompt` or `messages`."""
     chat: bool = False
     """Whether to format each prompt as a user's message with the chat template of the tokenizer or processor."""
-    sequence_length: int | None = None
+    sequence_length: SequenceLength | None = None
     """The maximum tokens in a sequence; longer texts are split. If None, 512 or the model's maximum if that is less."""
-    sequences: int | None = None
+    sequences: Sequences | None = None
     """The maximum number of calibration sequences to run. If None, all are run."""
     images: tuple[Path, ...] = ()
     """Image files, which the model's own processor converts to inputs."""
@@ -130,8 +131,8 @@ class InputOptions:
     """The limits on images, audio, texts and model files. A file that exceeds a limit is refused."""
 
 
-@dataclass(frozen=True)
-class MeasureOptions:
+@dataclass(frozen=True, repr=False)
+class MeasureOptions(TypedFields):
     """The options for running the candidate and measuring its drift."""
 
     settings: RunSettings = field(default_factory=RunSettings)
@@ -140,7 +141,7 @@ class MeasureOptions:
     """The user's own metrics: `file.py:NAME` or `package.module:NAME`, which run that code, or `lm-eval:TASK`."""
     data: tuple[Path, ...] = ()
     """Files of texts, images, audio or tensors, on which `metrics` are measured. If empty, they are measured on the inputs."""
-    precision: float | None = None
+    precision: Share | None = None
     """The relative standard error of the drift at which a measurement stops. If None, it runs all inputs."""
     floor: Literal["auto", "always", "never"] = "auto"
     """When to measure the noise floor: how much the reference differs from itself if the same arithmetic runs in another order.
@@ -149,15 +150,15 @@ class MeasureOptions:
     """
     modules: Literal["some", "exact"] = "some"
     """The sequences on which outputs of modules are compared: "some", up to about 1/6 of them, or all ("exact")."""
-    reference_bytes: int | None = None
+    reference_bytes: Count | None = None
     """Maximum bytes that are kept of the reference's outputs. If None, 1/4 of the free memory, at most 2 GiB."""
 
 
-@dataclass(frozen=True)
-class AppOptions:
+@dataclass(frozen=True, repr=False)
+class AppOptions(TypedFields):
     """The options of the app, for its engine."""
 
-    workers: int | str | None = None
+    workers: Processes | str | None = None
     """Where the app runs scans, the search for causes, and measurements of several recipes: in this many processes, on the
     cluster at this address (`tcp://HOST:8786`), or, if None, in its engine. A `Session` always works in its own process.
     """
@@ -167,11 +168,12 @@ class AppOptions:
     """
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Options(AppOptions, MeasureOptions, InputOptions, ModelOptions):
     """All options for opening and running a model: those of `ModelOptions`, `InputOptions` and `MeasureOptions`, and the app's.
 
-    A function that needs only one of these parts takes it, so it can be called with this part alone or with all options.
+    A function that needs only one of these parts takes it, so it can be called with this part alone or with all options. A value
+    of the wrong type or out of range raises UserError here, not later; a path may also be a string, and a tuple a list.
 
     Example:
         >>> de.Options(device="cpu", sequence_length=128).sequence_length

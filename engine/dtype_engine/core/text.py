@@ -33,6 +33,12 @@ def printable(text: str, limit: int = 80) -> str:
     return "".join(character if is_printable(character) else _escaped(character) for character in clipped)
 
 
+def brief(head: str, *rows: tuple[str, str]) -> str:
+    """Return the `repr` of a result: a line for its head, and one for each row (label, text) that has a text."""
+    lines = (f"  {label:<7} {printable(text, 300)}" for label, text in rows if text)
+    return "\n".join((printable(head, 300), *lines))
+
+
 def without_controls(text: str) -> str:
     """Return the whole text with all control and text-direction characters escaped, except line breaks."""
     return "\n".join(printable(line, len(line)) for line in text.split("\n"))

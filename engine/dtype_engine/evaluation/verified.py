@@ -62,8 +62,7 @@ def best(
     session.apply(recipes[index])
     plan, front = make_plan(session.tree, recipes[index]), session.front(constraints)
     lost, context = session.lost_values(plan=plan), constraints.context
-    assert session.scanned is not None
-    unit = session.scanned.unit
+    unit = session.need_scan().unit
     return dataclasses.replace(
         search_report(session.model, unit, front, found[index], plan, reports[index], context, lost),
         candidates=tuple(

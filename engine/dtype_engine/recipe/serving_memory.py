@@ -11,6 +11,7 @@ import msgspec
 from dtype_engine.core import dtypes
 from dtype_engine.core.kv_cache import KVCache, KVCacheTensor
 from dtype_engine.core.kv_formats import KV_FORMATS
+from dtype_engine.core.number_ranges import MOST_TOKENS
 from dtype_engine.core.tree import Totals, Tree
 from dtype_engine.recipe.plan import Plan
 
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     from dtype_engine.results.serving_memory import ActivationMemory, ServingMemory
 
 DEFAULT_CONTEXT = 8192
-MOST_TOKENS = 1 << 24
-"""The longest context, in tokens, for which memory is computed if the model's configuration names no maximum."""
 
 
 def serving_dtype(model: Totals, cache: KVCache) -> str:

@@ -27,20 +27,22 @@ _EFFECTS: Mapping[str, tuple[str, str]] = {
 def result(
     rule: str, message: str, tensor: str, file: str = "", line: int | None = None, level: str = "error"
 ) -> dict[str, Any]:
-    """Return a SARIF result. rule: the id of the rule that describes this kind of finding. file: its URI. line: counted from 1, or
-    None.
+    """Return a SARIF result. rule: the id of the rule that describes this kind of finding. tensor: its name, or "" for a file.
+    file: its URI. line: counted from 1, or None.
     """
-    place: dict[str, Any] = {"artifactLocation": {"uri": file}}
+    based = {} if file.startswith("file:") else {"uriBaseId": "%SRCROOT%"}
+    place: dict[str, Any] = {"artifactLocation": {"uri": file, **based}}
     if line is not None:
         place["region"] = {"startLine": line}
     location: dict[str, Any] = {"physicalLocation": place} if file else {}
-    location["logicalLocations"] = [{"fullyQualifiedName": tensor, "kind": "member"}]
+    if tensor:
+        location["logicalLocations"] = [{"fullyQualifiedName": tensor, "kind": "member"}]
     return {"ruleId": rule, "level": level, "message": {"text": _without_links(message)}, "locations": [location]}
 
 
 def uri_of(path: Path) -> str:
     """Return the URI of a file. It is relative to the git repository that contains the current folder or, without a repository, to
-    the current folder itself. It is absolute if the file is outside of these.
+    the current folder itself, which consumers of SARIF call %SRCROOT%. It is absolute if the file is outside of these.
     """
     here = Path.cwd()
     root = next((folder for folder in (here, *here.parents) if (folder / ".git").exists()), here)
@@ -48,9 +50,14 @@ def uri_of(path: Path) -> str:
     return quote(os.fsencode(whole.relative_to(root))) if whole.is_relative_to(root) else whole.as_uri()
 
 
-def failure(sentence: str) -> dict[str, Any]:
-    """Return the SARIF log of a command that has no results because of an error by the user. sentence: describes the error."""
-    log, notification = sarif("", {}, ()), {"level": "error", "message": {"text": _without_links(sentence)}}
+def failure(sentence: str, command: str = "", file: Path | None = None) -> dict[str, Any]:
+    """Return the SARIF log of a command that ended with an error, which `sentence` describes. file: the file that can't be read, or
+    None. The error is then also a result, since code hosts show nothing else, and take a log without results for a success.
+    """
+    rules = {"unreadable": ("a model that can't be read", "Nothing else was checked, and loaders stop here as well.")}
+    results = [] if file is None else [result("unreadable", sentence, "", uri_of(file))]
+    log = sarif(command, rules if results else {}, results)
+    notification = {"level": "error", "message": {"text": _without_links(sentence)}}
     ended = {"executionSuccessful": False, "exitCode": 2, "toolExecutionNotifications": [notification]}
     log["runs"][0]["invocations"] = [ended]
     return log

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from dtype_engine.core.text import Name
+from dtype_engine.core.text import Name, brief
+from dtype_engine.core.units import human_bytes, plural
 from dtype_engine.results.drift import OutputDrift, drifts_less
 
 REACH_OF_FLOOR = 1e-3
@@ -77,6 +78,15 @@ class AttributionReport:
     causes: tuple[Contribution, ...]
     """The contributions, largest first."""
 
+    def __repr__(self) -> str:
+        most = "".join(f"{each.name} {each.drift:.4e} alone" for each in self.causes[:1])
+        return brief(
+            f"AttributionReport: {self.model}, {plural(len(self.causes), 'cause')}",
+            ("rules", ", ".join(self.rules) or "none: as stored"),
+            ("drift", f"{self.whole:.4e} {self.unit}; the sum of all causes {self.together:.4e}"),
+            ("most", most),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class PartialAttribution:
@@ -123,6 +133,15 @@ class NonFiniteDiagnosis:
     after: OutputDrift | None = None
     """The drift of the main output with the rules in `remedy`, over the same inputs as `before`. None if `remedy` is empty."""
 
+    def __repr__(self) -> str:
+        return brief(
+            f"NonFiniteDiagnosis: {self.kind}, first in the output of {self.first_module or 'the model'}",
+            ("where", f"{self.operation} in {self.dtype}, in {self.module or 'the model'}"),
+            ("weights", ", ".join(self.weights)),
+            ("remedy", ", ".join(self.remedy)),
+            ("reason", self.reason),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class LossRemedy:
@@ -143,6 +162,16 @@ class LossRemedy:
     """The drift of the main output with these rules, over the same inputs. None if it was not measured."""
     reason: str = ""
     """Why the drift with the rules was not measured, or ""."""
+
+    def __repr__(self) -> str:
+        drifts = [each.max_abs for each in (self.before, self.after) if each is not None]
+        return brief(
+            f"LossRemedy: {plural(len(self.rules), 'rule')} for {plural(len(self.tensors), 'tensor')}",
+            ("rules", ", ".join(self.rules)),
+            ("memory", f"planned {human_bytes(self.planned_bytes_before)} → {human_bytes(self.planned_bytes)}"),
+            ("drift", f"max |Δ| {' → '.join(f'{each:.4e}' for each in drifts)}" if drifts else ""),
+            ("reason", self.reason),
+        )
 
     @property
     def improves(self) -> bool:

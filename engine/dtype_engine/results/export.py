@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
+from dtype_engine.core.dtypes import short_name
+from dtype_engine.core.text import brief
+from dtype_engine.core.units import human_bytes, plural
 from dtype_engine.results.coverage import Coverage
 from dtype_engine.results.drift import OutputDrift
 from dtype_engine.results.losses import ValueLoss
@@ -36,6 +39,16 @@ class ExportReport:
     """The weights of which the cast made values infinite or zero, or clipped them."""
     coverage: Coverage | None = None
     """Which tensors of the model's architecture, or else of the index, the source checkpoint has. None if both are unknown."""
+
+    def __repr__(self) -> str:
+        dtypes = (f"{each.tensors:,} in {short_name(name)}" for name, each in self.dtypes.items())
+        return brief(
+            f"ExportReport: {self.model}, {human_bytes(self.nbytes)} in {plural(len(self.files), 'file')}",
+            ("folder", self.folder),
+            ("rules", ", ".join(self.rules) or "none: as stored"),
+            ("tensors", ", ".join(dtypes)),
+            ("lost", f"values of {plural(len(self.lost), 'weight')}" if self.lost else ""),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +103,15 @@ class CastReport:
         """Whether every tensor is an exact cast of its counterpart in the source, and none is missing, new or left uncompared."""
         return not self.differences and not self.uncompared and all(tensor.exact for tensor in self.tensors)
 
+    def __repr__(self) -> str:
+        inexact = sum(not tensor.exact for tensor in self.tensors)
+        return brief(
+            f"CastReport: {self.folder} against {self.model}",
+            ("tensors", f"{len(self.tensors):,}, of which {inexact:,} are no exact cast"),
+            ("differs", _first(self.differences)),
+            ("unread", _first(self.uncompared)),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
@@ -116,4 +138,22 @@ class VerifyReport:
 
     @property
     def same(self) -> bool:
-        return not self.differences and repr(self.drift_before) == repr(self.drift_after)  # NaN equals itself here
+        return not self.differences and _figures(self.drift_before) == _figures(self.drift_after)
+
+    def __repr__(self) -> str:
+        return brief(
+            f"VerifyReport: {self.folder} against {self.model}: {'' if self.same else 'not '}the same, bit for bit",
+            ("rules", ", ".join(self.rules) or "none: as stored"),
+            ("tensors", f"{self.tensors:,}, {human_bytes(self.nbytes)}"),
+            ("differs", _first(self.differences)),
+            ("drift", "" if self.drift_after is None else f"max |Δ| {self.drift_after.max_abs:.4e} loaded back"),
+        )
+
+
+def _figures(output: OutputDrift | None) -> str:
+    return "" if output is None else repr(astuple(output))  # NaN equals itself here
+
+
+def _first(differences: tuple[TensorDifference, ...]) -> str:
+    more = f" and {len(differences) - 1:,} more" if len(differences) > 1 else ""
+    return "".join(f"{each.name} {each.what}{more}" for each in differences[:1])

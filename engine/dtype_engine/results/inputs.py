@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dtype_engine.core.text import brief
+from dtype_engine.core.units import plural
+
 
 @dataclass(frozen=True, slots=True)
 class InputTensor:
@@ -34,3 +37,13 @@ class InputsSummary:
     """A sentence for each component, such as text or images, that says where it comes from."""
     positions: int | None
     batches: tuple[InputBatch, ...]
+
+    def __repr__(self) -> str:
+        return brief(
+            f"InputsSummary: {self.description}",
+            ("made of", ", ".join(self.made_of)),
+            (
+                "batches",
+                f"{len(self.batches):,}" + ("" if self.positions is None else f", {plural(self.positions, 'token')}"),
+            ),
+        )

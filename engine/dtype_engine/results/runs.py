@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import takewhile
 
+from dtype_engine.core.text import brief
+from dtype_engine.core.units import plural, seconds_text
+
 
 @dataclass(frozen=True, slots=True)
 class Written:
@@ -42,6 +45,14 @@ class Generation:
             return self.reference.ids != self.candidate.ids
         return self.same_tokens < min(len(self.reference.ids), len(self.candidate.ids))
 
+    def __repr__(self) -> str:
+        return brief(
+            f"Generation: {plural(len(self.candidate.ids), 'token')}, of which the first {self.same_tokens:,} are the same",
+            ("prompt", repr(self.prompt)),
+            ("before", repr(self.reference.text)),
+            ("after", repr(self.candidate.text)),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class SpeedRow:
@@ -71,3 +82,11 @@ class SpeedReport:
     inputs: str
     rows: tuple[SpeedRow, ...]
     notices: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return brief(
+            f"SpeedReport: {self.model} on {self.device} with {plural(self.threads, 'thread')}",
+            ("rules", ", ".join(self.rules) or "none: as stored"),
+            ("pass", ", ".join(f"{row.what} {seconds_text(row.seconds)}" for row in self.rows)),
+            ("inputs", self.inputs),
+        )

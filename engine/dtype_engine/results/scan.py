@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from dtype_engine.core import dtypes
-from dtype_engine.core.text import Name, printable
+from dtype_engine.core.text import Name, brief
 from dtype_engine.core.units import human_bytes, plural, with_error
 from dtype_engine.results.coverage import Coverage
 from dtype_engine.results.losses import ValueLoss
@@ -31,6 +31,9 @@ class WeightScore:
     """The standard error over sequences or, for a single sequence, over backward passes. About 95 % of exact scores are within two
     standard errors.
     """
+
+    def __str__(self) -> str:
+        return f"{self.name} in {dtypes.short_name(self.dtype)}: {with_error(self.score, self.error)}"
 
 
 MOST_DRAWS = 100_000
@@ -73,19 +76,14 @@ class ScanReport:
 
     def __repr__(self) -> str:
         names = {weight.name for weight in self.weights}
-        lines = [
-            f"ScanReport: {printable(self.model, 100)} on {self.device} against {self.reference}",
-            f"  weights {len(names):,} in {', '.join(map(dtypes.short_name, self.dtypes))}, "
-            + ("each measured alone" if self.exact else f"estimated, {self.draws} backward passes a sequence"),
-            f"  inputs  {self.sequences} of {plural(self.all_sequences, 'sequence')}: {printable(self.inputs, 200)}",
-        ]
-        if self.weights:
-            most = max(self.weights, key=lambda weight: weight.score)
-            lines.append(
-                f"  most    {printable(most.name, 200)} in {dtypes.short_name(most.dtype)}: "
-                f"{with_error(most.score, most.error)} {self.unit}"
-            )
-        return "\n".join(lines)
+        how = "each measured alone" if self.exact else f"estimated, {self.draws} backward passes a sequence"
+        most = max(self.weights, key=lambda weight: weight.score, default=None)
+        return brief(
+            f"ScanReport: {self.model} on {self.device} against {self.reference}",
+            ("weights", f"{len(names):,} in {', '.join(map(dtypes.short_name, self.dtypes))}, {how}"),
+            ("inputs", f"{self.sequences} of {plural(self.all_sequences, 'sequence')}: {self.inputs}"),
+            ("most", "" if most is None else f"{most} {self.unit}"),
+        )
 
     def scores(self) -> dict[tuple[str, str], float]:
         """Return the scores by (weight, dtype)."""
@@ -165,10 +163,9 @@ class SearchReport:
 
     def __repr__(self) -> str:
         measured = "" if self.measured is None else f", measured {self.measured:.4e}"
-        rules = ", ".join(self.rules) or "none: as stored"
-        return (
-            f"SearchReport: {printable(self.model, 100)}, the best of {plural(len(self.front), 'point')} of the Pareto front\n"
-            f"  rules   {printable(rules, 300)}\n"
-            f"  memory  stored {human_bytes(self.stored_bytes)} → planned {human_bytes(self.planned_bytes)}\n"
-            f"  drift   predicted {self.predicted:.4e}{measured} {self.unit}"
+        return brief(
+            f"{type(self).__name__}: {self.model}, the best of {plural(len(self.front), 'point')} of the Pareto front",
+            ("rules", ", ".join(self.rules) or "none: as stored"),
+            ("memory", f"stored {human_bytes(self.stored_bytes)} → planned {human_bytes(self.planned_bytes)}"),
+            ("drift", f"predicted {self.predicted:.4e}{measured} {self.unit}"),
         )

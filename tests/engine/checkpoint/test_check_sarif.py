@@ -97,30 +97,72 @@ def test_name_of_a_tensor_is_no_link(
     assert result["locations"][0]["logicalLocations"][0]["fullyQualifiedName"] == f"{name}.weight"
 
 
-@pytest.mark.parametrize("kind", ["cut shard", "pointer", "lost index", "no folder", "recipe"])
-def test_run_without_results_says_why(
-    kind: str, make_llama: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def told(status: int, found: Any) -> str:
+    """What a log says about a run that ended with an error."""
+    (said,) = found["invocations"]
+    assert (status, said["executionSuccessful"], said["exitCode"]) == (2, False, 2)
+    (notification,) = said["toolExecutionNotifications"]
+    assert notification["level"] == "error"
+    return str(notification["message"]["text"])
+
+
+@pytest.mark.parametrize("kind", ["cut shard", "pointer", "lost index", "no shards", "one file"])
+def test_model_that_cannot_be_read_is_a_result(
+    kind: str, make_llama: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     folder = make_llama(max_shard_size="10KB")
     shard = min(folder.glob("model-*.safetensors"))
-    if kind == "cut shard":
+    model, file = "llama", "model.safetensors.index.json"
+    if kind in ("cut shard", "one file"):
         shard.write_bytes(shard.read_bytes()[:-10])
     elif kind == "pointer":
         shard.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 20123\n")
     elif kind == "lost index":
-        (folder / "model.safetensors.index.json").unlink()
-    elif kind == "no folder":
-        folder = tmp_path / "nothing"
+        (folder / file).unlink()
+        file = "config.json"
+    else:
+        for each in folder.glob("model-*.safetensors"):
+            each.unlink()
+    if kind == "one file":
+        model, file = f"llama/{shard.name}", shard.name
+    monkeypatch.chdir(tmp_path)
+    status = run(cli, "dtype-engine", ["check", model, "--sarif"])
+    printed = capsys.readouterr()
+    (found,) = json.loads(printed.out)["runs"]
+    (result,) = found["results"]
+    text = result["message"]["text"]
+    assert (result["ruleId"], result["level"]) == ("unreadable", "error")
+    assert told(status, found) == text
+    assert shard.name in text
+    assert ("git lfs pull" in text) == (kind == "pointer")
+    assert uris(found) == [f"llama/{file}"]
+    assert [rule["id"] for rule in found["tool"]["driver"]["rules"]] == ["unreadable"]
+    assert printed.err == f"dtype-engine: {text}\n"
+
+
+@pytest.mark.parametrize("kind", ["no folder", "recipe"])
+def test_run_without_a_model_says_why_it_has_no_results(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "r.yaml").write_text("version: 99\n")
     lint = ("recipe", "lint", str(tmp_path / "r.yaml"), "--for", "torchao", "--model", "demo")
-    status, found = sarif(capsys, *(lint if kind == "recipe" else ("check", str(folder))))
-    (said,) = found["invocations"]
-    assert (status, found["results"]) == (2, [])
-    assert (said["executionSuccessful"], said["exitCode"]) == (False, 2)
-    (notification,) = said["toolExecutionNotifications"]
-    text = notification["message"]["text"]
-    assert (notification["level"], shard.name in text) == ("error", kind in ("cut shard", "pointer", "lost index"))
-    assert ("git lfs pull" in text) == (kind == "pointer")
+    status, found = sarif(capsys, *(lint if kind == "recipe" else ("check", str(tmp_path / "nothing"))))
+    assert told(status, found)
+    assert found["results"] == []
+
+
+def test_only_relative_uris_are_below_the_root_of_the_sources(
+    make_llama: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By SARIF 2.1.0, 3.4.4, a relative reference has a base, and an absolute one has none."""
+    model = damaged(make_llama())
+    (tmp_path / "elsewhere").mkdir()
+    for here, base in ((tmp_path, "%SRCROOT%"), (tmp_path / "elsewhere", None)):
+        monkeypatch.chdir(here)
+        _, found = sarif(capsys, "check", str(model))
+        places = [place["physicalLocation"] for result in found["results"] for place in result["locations"]]
+        assert {place["artifactLocation"].get("uriBaseId") for place in places} == {base}
 
 
 def test_file_of_a_component_is_below_its_folder(

@@ -37,7 +37,7 @@ from dtype_engine.evaluation.specs import (
 from dtype_engine.results.export import VerifyReport
 from dtype_engine.runtime.measure import attribution
 from dtype_engine.runtime.session import opening
-from dtype_engine.runtime.verify.verify import verify
+from dtype_engine.runtime.session.verify import verify
 
 pytestmark = pytest.mark.slow
 RULES = [("*=bfloat16",), ("*.mlp=int8",), ("*=float16", "*norm*=float32")]

@@ -168,6 +168,7 @@ def test_every_event_of_a_real_worker_is_unchanged_by_encoding_and_decoding() ->
 
 
 FIELD_WORDS = {
+    "compute": "bfloat16",
     "kind": "missing-part",
     "dtype": "float16", "dtypes": "float16", "reference": "float16", "remedy": "*=float16", "rules": "*=float16",
     "job": "speed", "running": "speed", "waiting": "speed", "dropped": "speed",

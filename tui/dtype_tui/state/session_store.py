@@ -22,7 +22,6 @@ import msgspec
 
 from dtype_engine.checkpoint.source import is_python
 from dtype_engine.core.atomic_write import write_text_atomic
-from dtype_engine.core.dtypes import COMPUTE_DTYPES
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.kv_formats import parse_scanned
 from dtype_engine.core.number_ranges import LARGEST_COUNT, Amount, Count, Positive
@@ -49,7 +48,6 @@ NOT_KEPT = frozenset({"trust_pickle", "trust_remote_code", "download", "read_onl
 _OPTIONS = [option.name for option in dataclasses.fields(Options) if option.name not in {*NOT_KEPT, "settings"}]
 _SETTINGS = [setting.name for setting in dataclasses.fields(RunSettings)]
 _LARGEST = 64 << 20
-_MOST = {"threads": 4096, "workers": 9999}
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,7 +311,7 @@ def _decoded(data: Mapping[str, Any]) -> SavedSession:
     refuse_unknown("setting", data["settings"], _SETTINGS)
     for entry in data["measured"]:
         refuse_unknown("figure", entry, _Measurement.__struct_fields__)
-    _refuse_options(file.options, file.settings)
+    _refuse_options(file.options)
     if len(file.recipes) > 2 * MOST_STEPS + 1:
         raise UserError(f"it has {len(file.recipes):,} recipes, and a session keeps {2 * MOST_STEPS + 1}")
     if not 0 <= file.at < len(file.recipes):
@@ -336,22 +334,12 @@ def _in_fields(entry: Any) -> Any:
     return entry | {"output": OutputDrift.fields_of(entry["output"])} if has_figures else entry
 
 
-def _refuse_options(options: Options, settings: RunSettings) -> None:
-    """Raise UserError for a value that the command line would refuse as well."""
-    counts = {name: getattr(options, name) for name in ("sequences", "sequence_length", "threads", "reference_bytes")}
-    counts |= dataclasses.asdict(options.limits)
-    counts["workers"] = options.workers if isinstance(options.workers, int) else None
-    for name, count in counts.items():
-        if count is not None and not (name != "reference_bytes") <= count <= _MOST.get(name, LARGEST_COUNT):
-            raise UserError(f"{name}: {count} is out of range")
+def _refuse_options(options: Options) -> None:
+    """Raise UserError for an option that a file may not have, though its type allows it."""
     if isinstance(options.workers, str) and not options.workers.startswith(("tcp://", "tls://")):
         raise UserError(f"workers: {options.workers} is no address")
-    if options.precision is not None and not 0 < options.precision < 1:
-        raise UserError(f"precision: {options.precision} is out of range")
     if is_python(options.reference_model):
         raise UserError("reference: Python code is named on the command line")
-    if settings.compute not in COMPUTE_DTYPES:
-        raise UserError(f"compute: {settings.compute} is none of {', '.join(COMPUTE_DTYPES)}")
 
 
 def _rule_list(enabled: list[str], disabled: list[tuple[int, str]]) -> RuleList:

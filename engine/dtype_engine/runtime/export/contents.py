@@ -14,6 +14,8 @@ from dtype_engine.checkpoint.schemes import CodedWeight
 from dtype_engine.checkpoint.schemes.own import codes_names, input_scale_name, parts_in
 from dtype_engine.core import dtypes
 from dtype_engine.core.options import RunSettings
+from dtype_engine.core.text import printable
+from dtype_engine.core.units import human_bytes, plural
 from dtype_engine.recipe import Recipe
 from dtype_engine.results.coverage import Coverage
 from dtype_engine.runtime.export.layout import PLAIN, Layout
@@ -160,6 +162,9 @@ class Contents:
     """Whether the recipe gives KV caches a format."""
     cache_scheme: dict[str, Any] | None = None
     """compressed-tensors' `kv_cache_scheme`, if the export has scales of KV caches."""
+
+    def __repr__(self) -> str:
+        return f"Contents: {printable(self.title)}, {plural(len(self.items), 'tensor')}, {human_bytes(self.nbytes)}"
 
     @property
     def nbytes(self) -> int:

@@ -106,6 +106,9 @@ class Inputs:
     made_of: tuple[str, ...] = ()
     """Phrases for the user which say how these inputs were created."""
 
+    def __repr__(self) -> str:
+        return f"Inputs: {printable(self.description, 300)}"
+
 
 def from_values(values: Any, description: str) -> Inputs:
     """Convert a user's Python value to inputs. For one forward pass, the value is a mapping (keyword arguments), a tuple

@@ -26,6 +26,7 @@ from dtype_engine.core.dtypes import quantizes_activations
 from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.hints import hint
 from dtype_engine.core.options import RunSettings
+from dtype_engine.core.text import printable
 from dtype_engine.results.attribution import AttributionReport, Contribution, PartialAttribution
 from dtype_engine.results.drift import unit_for
 from dtype_engine.runtime.inputs import Batch, Inputs
@@ -123,6 +124,9 @@ class Attribution:
     _bases: list[_Base] = field(default_factory=list)
     _passes: int = 0
     _done: int = 0
+
+    def __repr__(self) -> str:
+        return f"Attribution: {printable(self.model.title)}, {len(self.known):,} parts measured"
 
     def report(
         self,

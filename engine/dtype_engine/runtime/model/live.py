@@ -27,6 +27,7 @@ from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import Cancelled, UserError
 from dtype_engine.core.fused import scale_groups, whole_scale_group
 from dtype_engine.core.system_memory import trim_heap
+from dtype_engine.core.text import printable
 from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.results.coverage import Coverage
 from dtype_engine.results.losses import ValueLoss, total
@@ -342,6 +343,9 @@ class LiveModel:
     """The weights, keyed by the `id` of the tensor object in the module."""
     cache_formats: dict[str, str] = field(default_factory=dict)
     """The formats to which KV caches are rounded in a candidate run, keyed by the name of the cache tensor."""
+
+    def __repr__(self) -> str:
+        return f"LiveModel: {printable(self.title)} on {self.device}"
 
     @property
     def loader(self) -> str:

@@ -48,7 +48,7 @@ class MeasuredWeight:
     scan_seconds: float
 
 
-@dataclass
+@dataclass(repr=False)
 class ExactScan(SavableScan):
     """Measures the drift of each weight in each dtype with a separate pass, in which the rest of the model equals the reference.
     Afterwards the model stays cast as in the last measurement, so the caller has to apply its recipe again.

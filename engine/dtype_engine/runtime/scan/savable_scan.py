@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dtype_engine.checkpoint import FileIdentity
+from dtype_engine.core.dtypes import short_name
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.shard import WHOLE, Shard
+from dtype_engine.core.text import printable
 from dtype_engine.results.scan import ScanReport, WeightScore
 from dtype_engine.runtime.inputs import Inputs
 from dtype_engine.runtime.model.live import LiveModel
@@ -50,6 +52,10 @@ class SavableScan(ABC):
     def __post_init__(self) -> None:
         self.fingerprint = Fingerprint.of(self.model, self.inputs, self.dtypes, self.settings)
         self.wanted = scanned_dtypes(self.model, self.dtypes)
+
+    def __repr__(self) -> str:
+        names = ", ".join(map(short_name, self.dtypes))
+        return f"{type(self).__name__}: {printable(self.model.title)} in {names}"
 
     @abstractmethod
     def saved(self) -> SavedScan:

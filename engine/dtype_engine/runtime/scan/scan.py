@@ -45,7 +45,7 @@ def default_draws(sequences: int) -> int:
     return max(FEWEST_DRAWS, math.ceil(SAMPLES / max(1, sequences)))
 
 
-@dataclass
+@dataclass(repr=False)
 class Scan(SavableScan):
     """Estimates a score for each weight and dtype: the drift of the model's output if only this weight is cast. `run` scans all
     sequences; callers that scan them in other processes call `measure` and `add` for each.

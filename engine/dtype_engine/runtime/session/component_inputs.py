@@ -1,4 +1,4 @@
-"""Creates inputs for a component of a diffusers pipeline whose own inputs fail, by one run of the whole pipeline."""
+"""Creates a session's inputs. Those of a component of a diffusers pipeline, if its own fail, come from one run of the pipeline."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from torch import nn
 
 from dtype_engine.checkpoint.components import index_around
 from dtype_engine.checkpoint.source import locate
-from dtype_engine.core.cancellation import never
+from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.foreign_code import failures_as
 from dtype_engine.core.options import InputOptions, ModelOptions, Options, RunSettings
 from dtype_engine.core.units import plural
 from dtype_engine.runtime.building.diffusers_models import run_decoder
 from dtype_engine.runtime.building.load import build_on_meta, load
-from dtype_engine.runtime.inputs import Batch, Inputs, make_inputs
+from dtype_engine.runtime.inputs import Batch, Inputs, make_inputs, one_of_each_shape
 from dtype_engine.runtime.inputs.diffusers_inputs import pipeline_inputs
 from dtype_engine.runtime.libraries.silence_libraries import quiet
 from dtype_engine.runtime.model.containers import copied, with_tensors
 from dtype_engine.runtime.model.live import LiveModel
+from dtype_engine.runtime.passes.model_behavior import ModelBehavior
 from dtype_engine.runtime.passes.runner import ForwardRunner
 
 _STEPS = 2
@@ -121,3 +122,16 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy on the CPU. Floating-point values become float32, or stay float64."""
     wide = tensor.is_floating_point() and tensor.dtype != torch.float64
     return copied(tensor.detach()).to("cpu", torch.float32 if wide else None)
+
+
+def tried_inputs(
+    model: LiveModel, options: Options, settings: RunSettings, behavior: ModelBehavior, cancelled: IsCancelled
+) -> Inputs:
+    """Return the inputs that `options` name, after a reference run over one batch of each shape. Raises UserError if they can't be
+    made or do not fit the model, and what a run raises.
+    """
+    inputs = inputs_of(model, options)
+    with ForwardRunner(model, settings, cancelled, watch=False, behavior=behavior) as runner:
+        for tried in one_of_each_shape(inputs):
+            runner.reference(runner.reference_call(tried))
+    return inputs

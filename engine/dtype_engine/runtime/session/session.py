@@ -19,18 +19,17 @@ from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree
 from dtype_engine.core.units import human_bytes
 from dtype_engine.recipe import Plan, Recipe, Rule, make_plan
-from dtype_engine.recipe.minimize import minimize
 from dtype_engine.reports.notebook import drift_html, drift_repr, scan_html, session_html, tree_html
 from dtype_engine.results.attribution import AttributionReport, LossRemedy, NoiseFloor, NonFiniteDiagnosis
 from dtype_engine.results.drift import DriftReport, ImplicitCastStats, ModuleDrift
-from dtype_engine.results.export import ExportReport
+from dtype_engine.results.export import ExportReport, VerifyReport
 from dtype_engine.results.inputs import InputsSummary
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.results.memory import MemoryStats
 from dtype_engine.results.runs import Generation, SpeedReport
-from dtype_engine.results.scan import Prediction, ScanReport, SearchReport
+from dtype_engine.results.scan import Prediction, ScanReport
 from dtype_engine.results.serving_memory import ActivationMemory
-from dtype_engine.runtime.inputs import Inputs, one_of_each_shape, summarize
+from dtype_engine.runtime.inputs import Inputs, summarize
 from dtype_engine.runtime.inputs.text import with_next_tokens, without_cache
 from dtype_engine.runtime.inputs.validate import with_labels
 from dtype_engine.runtime.measure.attribution import Attribution, OnCauses, Part, PartDrift
@@ -51,11 +50,10 @@ from dtype_engine.runtime.scan.savable_scan import OnEstimate, OnStep
 from dtype_engine.runtime.session.activations import estimated_activations, measured_activations
 from dtype_engine.runtime.session.casting import Casting
 from dtype_engine.runtime.session.casting import OnProgress as OnCast
-from dtype_engine.runtime.session.component_inputs import inputs_of
+from dtype_engine.runtime.session.component_inputs import inputs_of, tried_inputs
 from dtype_engine.runtime.session.drift import DriftMeasurements
 from dtype_engine.runtime.session.process_memory import memory_stats
-from dtype_engine.runtime.session.search_report import search_report
-from dtype_engine.search.constraints import parse_bytes
+from dtype_engine.runtime.session.search_report import FoundRecipe, find
 from dtype_engine.search.families import FAMILIES
 from dtype_engine.search.pareto import Constraints, ParetoFront, make_front
 from dtype_engine.search.sensitivity import predict
@@ -94,6 +92,8 @@ class Session:
 
     Methods that read weights raise UserError if the model's files have changed since they were opened. Methods that run the model
     raise NoForward if it can't be run, and KernelError if an operation has no kernel for a dtype.
+
+    In the examples, `de` is `dtype_engine`, `session` an open model and `folder` a `pathlib.Path`.
 
     >>> print(session)
     Session: demo on cpu
@@ -201,17 +201,20 @@ class Session:
         return self.plan
 
     @reading_weights
-    def apply(self, recipe: Recipe, on_progress: OnCast | None = None, cancelled: IsCancelled = never) -> None:
-        """Replace the recipe, as a step that `undo` can revert. The last rule that matches a tensor decides its dtype. Rules that
-        match nothing have no effect; `plan.unmatched` lists them. `on_progress` is called with the numbers of cast weights and of
-        weights to cast. Raises TooSlow, before anything is changed, if a pattern takes too long to match, and UserError if the
-        device lacks a dtype or memory; the previous recipe then stays. After Cancelled, the next call that applies a recipe
-        completes the cast.
+    def apply(
+        self, recipe: Recipe | FoundRecipe, on_progress: OnCast | None = None, cancelled: IsCancelled = never
+    ) -> None:
+        """Replace the recipe, also by one that `search` found, as a step that `undo` can revert. The last rule that matches a
+        tensor decides its dtype. Rules that match nothing have no effect; `plan.unmatched` lists them. `on_progress` is called with
+        the numbers of cast weights and of weights to cast. Raises TooSlow, before anything is changed, if a pattern takes too long
+        to match, and UserError if the device lacks a dtype or memory; the previous recipe then stays. After Cancelled, the next
+        call that applies a recipe completes the cast.
 
         >>> session.apply(de.Recipe.of([de.Rule.parse("*=float16"), de.Rule.parse("*norm*=float32")]))
         >>> len(session.recipe)
         2
         """
+        recipe = recipe if isinstance(recipe, Recipe) else recipe.recipe
         self._casting.push(recipe, on_progress, cancelled)
 
     @reading_weights
@@ -276,14 +279,13 @@ class Session:
         >>> session.predict(de.Recipe.of([de.Rule.parse("*=bf16")])).value > 0
         True
         """
-        if self.scanned is None:
-            raise UserError("nothing was scanned yet, so no drift can be predicted")
+        scanned = self.need_scan()
         plan = self.plan if recipe is None else make_plan(self.tree, recipe)
-        return predict(self.tree, plan, self.scanned, self.scanned.scores())
+        return predict(self.tree, plan, scanned, scanned.scores())
 
     def front(self, constraints: Constraints | None = None) -> ParetoFront:
         """Compute the Pareto front of the model's bytes and the drift that the last scan predicts: the recipes that no other recipe
-        beats in both, largest model first. Raises UserError if there is no scan. `constraints` name the weights that stay as
+        beats in both, smallest model first. Raises UserError if there is no scan. `constraints` name the weights that stay as
         stored, share a dtype, or may have only certain dtypes, and the program that is to load the export. By default, it is
         transformers for a checkpoint of transformers, otherwise this program.
 
@@ -291,11 +293,20 @@ class Session:
         >>> len(session.front().points) > 1
         True
         """
-        if self.scanned is None:
-            raise UserError("nothing was scanned yet, so there is nothing to search in")
         constraints = constraints or Constraints()
         formats = constraints.formats or self.model.loader
-        return make_front(self.tree, self.scanned.scores(), dataclasses.replace(constraints, formats=formats))
+        return make_front(self.tree, self.need_scan().scores(), dataclasses.replace(constraints, formats=formats))
+
+    def need_scan(self) -> ScanReport:
+        """Return the result of the last scan. Raises UserError if there is none.
+
+        >>> _ = session.scan(["bfloat16"], draws=1)
+        >>> session.need_scan().dtypes
+        ('bfloat16',)
+        """
+        if self.scanned is None:
+            raise UserError("nothing was scanned yet: call scan() first, which scores the weights")
+        return self.scanned
 
     def memory(self) -> MemoryStats:
         """Return the current memory of the weights and of the process, in bytes. `peak_rss_bytes` is the peak since the last
@@ -345,6 +356,22 @@ class Session:
         # Weights that stay on the disk are read only once, so losses are counted while they are written.
         lost = self.lost_values(cancelled) if not self.model.memory.limited else None
         return export(contents, Path(folder), max_shard_size, on_bytes, cancelled, force, lost, incomplete)
+
+    @reading_weights
+    def verify(self, folder: str | Path, on_bytes: OnCast = ignore, cancelled: IsCancelled = never) -> VerifyReport:
+        """Compare an exported folder bit for bit with this model, cast by the current recipe. Both are read by loaders that
+        `export` does not use. `report.same` says whether all tensors are equal, `report.differences` which are not. `on_bytes` is
+        called with the number of bytes already compared and the total. Raises UserError if the folder is no export or can't be
+        read.
+
+        >>> _ = session.cast("*.mlp", "bfloat16")
+        >>> _ = session.export(folder / "checked")
+        >>> session.verify(folder / "checked").same
+        True
+        """
+        from dtype_engine.runtime.session.verify import verify_open
+
+        return verify_open(self, Path(folder), on_bytes, cancelled)
 
     @reading_weights
     def export_contents(self, cancelled: IsCancelled = never) -> Contents:
@@ -630,10 +657,10 @@ class Session:
         constraints: Constraints | None = None,
         measure: bool = False,
         cancelled: IsCancelled = never,
-    ) -> SearchReport:
+    ) -> FoundRecipe:
         """Find the best recipe under one limit, either `budget` or `max_drift`, with the scores of the last scan. Returns the
-        rules, their bytes and drift, and the Pareto front. Raises UserError if there is no scan, and OutOfReach if no recipe meets
-        the limit.
+        recipe, which `apply` takes, its bytes and drift, and the Pareto front. Raises UserError if there is no scan, and OutOfReach
+        if no recipe meets the limit.
 
         Args:
             budget: The maximum size of the whole model, in bytes, as "12GiB", or as "45%" of the stored bytes. The result is the
@@ -645,20 +672,12 @@ class Session:
 
         Example:
             >>> _ = session.scan(["bfloat16"], draws=1)
-            >>> session.search(budget="100%").predicted
-            0.0
+            >>> found = session.search(budget="60%")
+            >>> session.apply(found)
+            >>> session.plan.planned_bytes == found.planned_bytes
+            True
         """
-        front = self.front(constraints)
-        most = parse_bytes(budget, self.tree.stored_bytes) if isinstance(budget, str) else budget
-        solution = front.solve(most, max_drift)
-        recipe = minimize(self.tree, solution.dtypes)
-        plan, context = make_plan(self.tree, recipe), None if constraints is None else constraints.context
-        if measure:
-            self.apply(recipe, cancelled=cancelled)
-        report = self.drift(cancelled=cancelled) if measure else None
-        lost = self.lost_values(cancelled, plan)
-        assert self.scanned is not None
-        return search_report(self.model, self.scanned.unit, front, solution, plan, report, context, lost)
+        return find(self, budget, max_drift, constraints, measure, cancelled)
 
     @reading_weights
     def use_inputs(self, options: InputOptions, cancelled: IsCancelled = never) -> None:
@@ -672,10 +691,7 @@ class Session:
         >>> session.use_inputs(de.Options(prompts=("one short prompt",)))
         """
         options = self.options.with_inputs(options)
-        inputs = inputs_of(self.model, options)
-        with ForwardRunner(self.model, self.settings, cancelled, watch=False, behavior=self._behavior) as runner:
-            for tried in one_of_each_shape(inputs):
-                runner.reference(runner.reference_call(tried))
+        inputs = tried_inputs(self.model, options, self.settings, self._behavior, cancelled)
         self.inputs, self.options, self.why_no_forward = inputs, options, None
         self._drift, self.scanned = DriftMeasurements(self.model, options, self._behavior), None
         self._behavior.calibrations.clear()

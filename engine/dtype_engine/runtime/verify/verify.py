@@ -11,33 +11,25 @@ from pathlib import Path
 
 import torch
 
-from dtype_engine.checkpoint import Checkpoint, open_checkpoint, refuse_changed
+from dtype_engine.checkpoint import Checkpoint, refuse_changed
 from dtype_engine.checkpoint.kv_cache import CACHE_SCALES
 from dtype_engine.checkpoint.schemes.own import SCALED_KEY
 from dtype_engine.checkpoint.source import Source
 from dtype_engine.core import dtypes
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import Cancelled, UserError
-from dtype_engine.core.options import ModelOptions, Options
+from dtype_engine.core.options import Options
 from dtype_engine.core.text import printable
-from dtype_engine.recipe import Recipe
 from dtype_engine.recipe.file import RecipeFile, read_recipe_file
-from dtype_engine.results.drift import OutputDrift
 from dtype_engine.results.export import TensorDifference, VerifyReport
-from dtype_engine.runtime.building.filling import load_into
-from dtype_engine.runtime.building.load import load, load_module
 from dtype_engine.runtime.export.contents import Contents, ExportTensor, TensorEntry
-from dtype_engine.runtime.export.plan import of_checkpoint, of_live
+from dtype_engine.runtime.export.plan import of_checkpoint
 from dtype_engine.runtime.export.write import OnBytes
 from dtype_engine.runtime.formats.dequantize import dtype_name, torch_dtype
-from dtype_engine.runtime.measure.drift import DriftMeter, budget_for
-from dtype_engine.runtime.model.live import LiveModel
-from dtype_engine.runtime.session.opening import open_session
-from dtype_engine.runtime.session.session import Session
 from dtype_engine.runtime.verify.exported_values import ExportedValues, read_export
 from dtype_engine.runtime.verify.foreign import bits_of, count_differing
 from dtype_engine.runtime.verify.independent_block_formats import finite_largest, quantize_blocks_independently
-from dtype_engine.runtime.verify.source_values import SourceValues, of_files, of_module, with_decoded
+from dtype_engine.runtime.verify.source_values import SourceValues, of_files, with_decoded
 
 CompareItems = Callable[[Contents], Iterator[tuple[Sequence[int], Sequence[str | None]]]]
 """A function that compares the tensors of an export with its source in other processes. Yields pairs in any order: the indexes of
@@ -132,8 +124,8 @@ def open_export(folder: Path, source: Source, options: Options) -> OpenExport:
     if checkpoint is None:
         raise UserError(f"{source.title} is code: what it makes can only be compared in one process")
     file = read_recipe_file(folder / "recipe.yaml")
-    contents, values = _of_checkpoint(checkpoint, source, file.recipe, _as_exported(options, file))
-    return OpenExport(contents, values, _read(folder, contents))
+    contents = of_checkpoint(checkpoint, source.title, file.recipe, as_exported(options, file))
+    return OpenExport(contents, values_of(checkpoint, contents, source.trust_pickle), _read(folder, contents))
 
 
 def fingerprint(contents: Contents, folder: Path) -> str:
@@ -153,58 +145,31 @@ def fingerprint(contents: Contents, folder: Path) -> str:
     return found.hexdigest()
 
 
-def verify(
+def report_on(
     folder: Path,
-    source: Source,
-    drift: bool = False,
-    options: Options | None = None,
+    contents: Contents,
+    source: SourceValues,
     on_bytes: OnBytes = lambda done, total: None,
     cancelled: IsCancelled = never,
     elsewhere: CompareItems | None = None,
 ) -> VerifyReport:
-    """Compare an exported folder with `source` cast by the folder's recipe. Both are read with loaders that the exporter does not
-    use.
-
-    drift: whether to also run the export and the cast source, whose drifts from the reference must be equal. on_bytes, elsewhere:
-    as for `compare`; with `elsewhere`, the source must be a checkpoint. Raises UserError if the folder or the source can't be read,
-    NoForward if the model can't be run for `drift`, and Cancelled.
+    """Compare an exported folder as `compare` does, and return a report on it, without drifts. Raises UserError, also if the
+    source's files have changed meanwhile, and Cancelled.
     """
     started = time.perf_counter()
-    file = read_recipe_file(folder / "recipe.yaml")
-    options = _as_exported(options or Options(), file)
-    recipe = file.recipe
-    checkpoint = source.open()
-    session: Session | None = None
-    if checkpoint is None:
-        if elsewhere is not None:
-            raise UserError(f"{source.title} is code: verify what it makes without --workers")
-        session = open_session(source, options)
-        values = of_module(session.model.module)  # values from the code, before the recipe is applied
-        session.apply(recipe)
-        contents = of_live(session.model, recipe, session.plan.dtypes, options.settings)
-    else:
-        if drift:
-            session = open_session(source, options)
-            session.apply(recipe)
-        contents, values = _of_checkpoint(checkpoint, source, recipe, options)
-    differences = compare(contents, values, folder, on_bytes, cancelled, elsewhere)
-    before = after = None
-    if drift and session is not None and not differences:
-        before = session.drift(cancelled=cancelled).output
-        after = drift_of_export(session, source, open_checkpoint(folder), options, cancelled)
+    lost = read_recipe_file(folder / "recipe.yaml").lost
+    differences = compare(contents, source, folder, on_bytes, cancelled, elsewhere)
     refuse_changed(contents.identities)
     return VerifyReport(
         folder=str(folder),
-        model=source.title,
-        rules=tuple(map(str, recipe.rules)),
+        model=contents.title,
+        rules=tuple(map(str, contents.recipe.rules)),
         tensors=len(contents.items),
         nbytes=contents.nbytes,
         differences=differences,
         seconds=time.perf_counter() - started,
-        lost=file.lost,
-        drift_before=before,
-        drift_after=after,
-        unchecked=(*values.unchecked, *_calibrated(contents), *_not_compared(folder, contents)),
+        lost=lost,
+        unchecked=(*source.unchecked, *_calibrated(contents), *_not_compared(folder, contents)),
     )
 
 
@@ -247,20 +212,21 @@ def compare(
     return (*differences, *_lost(contents, source))
 
 
-def _as_exported(options: Options, file: RecipeFile) -> Options:
+def as_exported(options: Options, file: RecipeFile) -> Options:
+    """Return the options with the run settings that an export's recipe file names."""
     return options if file.settings is None else dataclasses.replace(options, settings=file.settings)
 
 
-def _of_checkpoint(
-    checkpoint: Checkpoint, source: Source, recipe: Recipe, options: Options
-) -> tuple[Contents, SourceValues]:
-    contents = of_checkpoint(checkpoint, source.title, recipe, options)
+def values_of(checkpoint: Checkpoint, contents: Contents, trust: bool) -> SourceValues:
+    """Return the values of the checkpoint of which an export with these contents was made, read by other loaders than the
+    exporter's. trust: whether a pickle may run any code. Raises UserError if a file can't be read.
+    """
     names = frozenset(item.name for item in contents.items)
-    values = of_files(checkpoint.files, names, source.trust_pickle, checkpoint.form == "diffusers")
+    values = of_files(checkpoint.files, names, trust, checkpoint.form == "diffusers")
     decoded = {item.name: item.coded for item in contents.items if item.coded is not None and not item.copied}
     if checkpoint.in_config:
         values = dataclasses.replace(values, names=values.names - checkpoint.in_config)
-    return contents, with_decoded(values, decoded, checkpoint.renamed) if decoded or checkpoint.renamed else values
+    return with_decoded(values, decoded, checkpoint.renamed) if decoded or checkpoint.renamed else values
 
 
 def _read(folder: Path, contents: Contents) -> ExportedValues:
@@ -362,36 +328,3 @@ def _not_compared(folder: Path, contents: Contents) -> tuple[str, ...]:
         return ()
     shown = ", ".join(others[:4]) + (f" and {len(others) - 4} more" if len(others) > 4 else "")
     return (f"other files than weights were not compared: {shown}",)
-
-
-def drift_of_export(
-    session: Session,
-    source: Source,
-    exported: Checkpoint,
-    options: ModelOptions,
-    cancelled: IsCancelled = never,
-) -> OutputDrift:
-    """Measure the drift of the model that is loaded from an export (`exported`). The reference is the model that was exported.
-    session: the open source of the export. source: what the session was opened from. Raises UserError if the two models do not
-    have the same weights, or if the model can't be run.
-    """
-    model, inputs = session.model, session.inputs
-    if model.checkpoint is not None:
-        loaded = load_module(exported, exported.path.name, options)
-    else:
-        loaded = load_into(load(source, options).module, exported)
-    back = LiveModel.wrap(loaded.module, exported.path.name, model.device, sources=loaded.sources)
-    if back.weights.keys() != model.weights.keys():
-        raise UserError(
-            f"{exported.path}: its model has other weights than {model.title}, so their drift can't be compared"
-        )
-    for name, weight in back.weights.items():  # treat each as a cast of the source's weight
-        original = model.weights[name]
-        weight.dtype = weight.info.dtype
-        weight.info, weight.other_reference = original.info, original.reference
-    back.tree = model.tree
-    if inputs is None:
-        raise UserError(session.why_no_forward or "the model can't be run")
-    meter = DriftMeter(back, inputs, budget=budget_for(back))
-    meter.settings = session.settings
-    return meter.measure(cancelled=cancelled).output

@@ -25,7 +25,7 @@ from dtype_engine.cli import cli
 from dtype_engine.core.cancellation import never
 from dtype_engine.core.errors import UserError
 from dtype_engine.runtime.passes.runner import ForwardRunner
-from dtype_engine.runtime.verify.verify import verify
+from dtype_engine.runtime.session.verify import verify
 
 QUANTISED = RunSettings(quantize_activations="weights")
 OPTIONS = de.Options(device="cpu", settings=QUANTISED)

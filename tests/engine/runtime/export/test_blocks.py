@@ -19,7 +19,7 @@ from dtype_engine.checkpoint import open_checkpoint
 from dtype_engine.checkpoint.source import locate
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
-from dtype_engine.runtime.verify.verify import verify
+from dtype_engine.runtime.session.verify import verify
 
 LAYOUTS = {
     "mxfp8": ("mxfp8-quantized", {"weight": "F8_E4M3", "weight_scale": "U8"}),

@@ -18,7 +18,7 @@ from tests.helpers.quantized.case import Case
 from dtype_engine import Recipe, Rule
 from dtype_engine.checkpoint import open_checkpoint
 from dtype_engine.checkpoint.source import locate
-from dtype_engine.runtime.verify.verify import verify
+from dtype_engine.runtime.session.verify import verify
 
 MADE: dict[str, Callable[[], Case]] = {
     "GPTQ": quantizers.gptq,

@@ -23,7 +23,7 @@ from dtype_engine.checkpoint.weight_sets import NAMED_WEIGHTS, NO_WEIGHTS
 from dtype_engine.core.errors import UserError
 from dtype_engine.runtime.modes.candidate import candidate_value
 from dtype_engine.runtime.modes.reference import reference_value
-from dtype_engine.runtime.verify.verify import verify
+from dtype_engine.runtime.session.verify import verify
 
 SMALL = {
     "vocab_size": 64, "hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,

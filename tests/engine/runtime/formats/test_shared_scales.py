@@ -17,7 +17,7 @@ from dtype_engine.checkpoint.source import locate
 from dtype_engine.core import dtypes
 from dtype_engine.runtime.formats.dequantize import dequantize
 from dtype_engine.runtime.modes.candidate import candidate_value
-from dtype_engine.runtime.verify.verify import verify
+from dtype_engine.runtime.session.verify import verify
 
 ATTENTION = "model.layers.0.self_attn"
 WIDE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "tie_word_embeddings": False}

@@ -16,7 +16,7 @@ from dtype_engine import Recipe, Rule
 from dtype_engine.checkpoint import open_checkpoint
 from dtype_engine.checkpoint.source import locate
 from dtype_engine.core.errors import NoForward, UserError
-from dtype_engine.runtime.verify.verify import verify
+from dtype_engine.runtime.session.verify import verify
 
 IDS = torch.arange(2, 30)[None]
 DOWN = "model.language_model.layers.0.mlp.experts.down_proj"

@@ -17,7 +17,7 @@ import dtype_engine as de
 from dtype_engine.checkpoint.source import locate
 from dtype_engine.cli import cli
 from dtype_engine.cli.program import run
-from dtype_engine.runtime.verify.verify import verify
+from dtype_engine.runtime.session.verify import verify
 
 CASTS = ("*.mlp=fp8", "*.o_proj=int8@tensor", "*norm*=float32", "*.q_proj=float16", "*.v_proj=e5m2")
 
