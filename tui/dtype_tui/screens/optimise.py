@@ -73,6 +73,8 @@ class OptimiseScreen(ModalScreen[None]):
         self._measured_caches: dict[Recipe, int] = {}
         self._timer: Timer | None = None
         self._seen = -1
+        self._applies = False
+        """Whether Enter was pressed before the rules of the point were known. They are then applied, unless the user walks on."""
         self._warning = ""
         """The last warning of this window."""
         self.zoom = 1
@@ -112,7 +114,7 @@ class OptimiseScreen(ModalScreen[None]):
             return False
         at = self.front.points[self.index].bytes if self.front is not None else None
         moved = self.front is None or limits != before
-        self.front = front
+        self.front, self._applies = front, self._applies and not moved
         sizes = [point.bytes for point in front.points]
         middle = (self.experiment.tree.stored_bytes + self._cache_bytes({})) // 2
         self.index = max(0, bisect.bisect_right(sizes, at if at is not None else middle) - 1)
@@ -165,6 +167,8 @@ class OptimiseScreen(ModalScreen[None]):
         if self.is_mounted and solution == self.solution:
             self._rules = (solution, recipe)
             self._draw()
+            if self._applies:
+                self.app.call_later(self.app.run_action, "apply", self)  # as if Enter were pressed now, also for the tour
 
     # -- drawing -------------------------------------------------------------------------------------------------
 
@@ -268,7 +272,8 @@ class OptimiseScreen(ModalScreen[None]):
         elif recipe == self.experiment.recipe:
             text.append("  measuring…", style="dim")
         if recipe is None:
-            text.append("\nComputing its rules…", style="dim")
+            words = ": applied when they are known" if self._applies else "…"
+            text.append(f"\nComputing its rules{words}", style="bold" if self._applies else "dim")
         elif not recipe.rules:
             text.append("\nNo rules: every tensor is as stored.", style="dim")
         for rule in recipe.rules if recipe is not None else ():
@@ -292,7 +297,7 @@ class OptimiseScreen(ModalScreen[None]):
 
     def action_walk(self, step: int) -> None:
         if self.front is not None:
-            self.within = None
+            self.within, self._applies = None, False
             self.index = max(0, min(len(self.front.points) - 1, self.index + step))
             self._draw()
 
@@ -303,7 +308,10 @@ class OptimiseScreen(ModalScreen[None]):
     def action_apply(self) -> None:
         recipe = self.recipe
         if recipe is None:
+            self._applies = self.front is not None
+            self._draw()
             return
+        self._applies = False
         if not self._controller.apply_recipe(recipe):
             self._warn("this point is already applied")
         self._draw()
@@ -315,6 +323,7 @@ class OptimiseScreen(ModalScreen[None]):
     def action_compare(self) -> None:
         recipe = self.recipe
         if recipe is None:
+            self._warn("the rules of this point are still computed: c compares when they are known")
             return
         from dtype_tui.screens.comparison import comparison_screen, side_of_recipe
 
