@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from tests.helpers.screen_text import lines, notices, screen, until
 from textual.pilot import Pilot
 
 from dtype_engine.core.options import RunSettings
+from dtype_engine.results.attribution import AttributionReport, PartialAttribution
 from dtype_engine.results.drift import Extent, ModuleDrift, PartialDrift
 from dtype_engine.service import events
 from dtype_engine.service.save_requests import RecipeRequest
@@ -180,6 +182,27 @@ async def test_tour_goes_back_when_what_a_step_needs_is_undone() -> None:
         await pilot.press("c", "tab", "enter")
         await measured(app, pilot)
         await came_to(app, pilot, 3)
+
+
+async def test_tour_lets_a_module_be_put_back_while_the_others_are_measured() -> None:
+    async with launched(begins_tour=True, size=SMALL) as (app, pilot):
+        await ready(app, pilot)
+        await pilot.press(*["down"] * 4, "2")
+        await measured(app, pilot)
+        await pilot.press("c", "tab", "enter")
+        await measured(app, pilot)
+        await came_to(app, pilot, 3)
+        await pilot.press("d")
+        done = causes(app)
+        assert isinstance(done, events.JobDone)
+        assert isinstance(done.result, AttributionReport)
+        found = PartialAttribution(dataclasses.replace(done.result, causes=done.result.causes[:1]), 1, 48)
+        await say(app, pilot, events.JobGrown(done.recipe, done.ask, found))
+        await came_to(app, pilot, 4)
+        await pilot.press("x")
+        assert rules(app)[-1].endswith("=float32")
+        await measured(app, pilot)
+        await came_to(app, pilot, 5)
 
 
 async def test_tour_says_so_when_the_measurement_that_it_waits_for_was_stopped() -> None:

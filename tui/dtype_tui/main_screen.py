@@ -307,7 +307,7 @@ class MainScreen(OpensWindows):
     def action_cast(self) -> None:
         from dtype_tui.widgets.prompts import CastPrompt
 
-        if self.tree_view.rows:
+        if self.has_tensors() and self.tree_view.rows:
             self.query_one(CastPrompt).open(self.tree_view.current.name)
 
     def on_bottom_prompt_resized(self) -> None:
@@ -474,6 +474,8 @@ class MainScreen(OpensWindows):
         row, rule = self.side.recipe.cursor, self.side.recipe.current
         if rule is not None:
             self.query_one(CastPrompt).edit(rule, lambda changed: self.controller.change_rule(row, changed))
+        else:
+            self.say("there is no rule to edit: c adds one", "information")
 
     def action_zoom(self) -> None:
         """Show the active pane alone or, if a pane is already shown alone, everything again."""

@@ -370,7 +370,8 @@ class Controller:
         """Make a measured recipe the current one. The current settings stay, even if it was measured with others."""
         if measured.settings != self.experiment.settings:
             self.notify(f"that was measured with {measured.settings}; the current settings stay", "information")
-        self.apply_recipe(measured.recipe)
+        if not self.apply_recipe(measured.recipe):
+            self.notify("this recipe is already applied", "information")
 
     # -- requests to the engine ----------------------------------------------------------------------------------
 

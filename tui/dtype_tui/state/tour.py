@@ -53,6 +53,12 @@ def _has_figures(experiment: Experiment) -> bool:
     return _is_measured(experiment) or experiment.results.partial_drift is not None
 
 
+def _has_causes(experiment: Experiment) -> bool:
+    """Return whether at least one module is measured, which can then be put back."""
+    partial = experiment.results.partial_causes
+    return experiment.results.causes is not None or (partial is not None and bool(partial.report.causes))
+
+
 def _is_scanned(experiment: Experiment) -> bool:
     """Return whether the scan has estimates, which later sequences make more precise."""
     return experiment.scan.report is not None and not experiment.why_scan_is_stale
@@ -105,7 +111,7 @@ STEPS = (
         "{causes} finds the modules that the drift comes from: each runs as cast, all others as in the reference.",
         ("causes",),
         leaves="CausesScreen",
-        until=lambda now: now.results.causes is not None,
+        until=_has_causes,
         meanwhile="Each module appears when it has been measured, the one with the most drift first.",
         again="The causes are not known yet: {causes} finds them.",
         needs=lambda now: bool(now.recipe.rules),
