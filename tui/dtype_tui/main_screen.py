@@ -472,10 +472,8 @@ class MainScreen(OpensWindows):
         from dtype_tui.widgets.prompts import CastPrompt
 
         row, rule = self.side.recipe.cursor, self.side.recipe.current
-        if rule is not None:
+        if self.side.recipe.has_rule() and rule is not None:
             self.query_one(CastPrompt).edit(rule, lambda changed: self.controller.change_rule(row, changed))
-        else:
-            self.say("there is no rule to edit: c adds one", "information")
 
     def action_zoom(self) -> None:
         """Show the active pane alone or, if a pane is already shown alone, everything again."""

@@ -305,6 +305,8 @@ class Controller:
             self.notify(refusal, "warning")
         elif self.apply_rules(self.experiment.rules.with_rule(row, rule)):
             self._warn_unmatched()
+        else:
+            self.notify(f"rule {row + 1} is {rule} already", "information")
 
     def put_back(self, node: str) -> None:
         """Add a rule that gives a node the dtype of the reference, and tell the user how many bytes this costs."""
