@@ -168,7 +168,8 @@ class OptimiseScreen(ModalScreen[None]):
             self._rules = (solution, recipe)
             self._draw()
             if self._applies:
-                self.app.call_later(self.app.run_action, "apply", self)  # as if Enter were pressed now, also for the tour
+                # As if Enter were pressed now, so that the tour sees it, too.
+                self.app.call_later(self.app.run_action, "apply", self)
 
     # -- drawing -------------------------------------------------------------------------------------------------
 
