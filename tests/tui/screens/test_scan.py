@@ -222,7 +222,11 @@ async def test_recipe_of_a_point_on_the_pareto_front_is_applied(size: tuple[int,
         await pilot.pause()
         assert not missing(app, "measured 2.5e-04", "x")
         await pilot.press("enter")
-        assert "already applied" in notices(app)[-1]
+        await until(pilot, lambda: "already applied" in screen(app))
+        await pilot.press("right")
+        await until(pilot, lambda: "already applied" not in screen(app))
+        await pilot.press("m")
+        await until(pilot, lambda: "measuring this point and its neighbors" in screen(app))
         await pilot.press("u")
         assert app.controller.experiment.recipe == Recipe()
         await pilot.press("escape")
@@ -239,7 +243,9 @@ async def test_enter_on_a_point_waits_for_its_rules_and_says_so(monkeypatch: pyt
     monkeypatch.setattr(optimise, "minimize", slow)
     async with opened((80, 24)) as (app, pilot):
         await say(app, pilot, events.ScanUpdated(scan_report(), True))
-        await pilot.press("o", "enter")
+        await pilot.press("o", "c")
+        await until(pilot, lambda: "c compares when they are known" in screen(app))
+        await pilot.press("enter")
         await until(pilot, lambda: "Computing its rules: applied when they are known" in screen(app))
         await pilot.press("left", "left")
         await until(pilot, lambda: "Computing its rules…" in screen(app))  # the user walked on
@@ -249,6 +255,7 @@ async def test_enter_on_a_point_waits_for_its_rules_and_says_so(monkeypatch: pyt
         assert app.controller.experiment.recipe == Recipe()
         known.set()
         await until(pilot, lambda: app.controller.experiment.recipe == view.recipe != Recipe())
+        assert "still computed" not in screen(app)
         await pilot.press("right")
         await until(pilot, lambda: view.recipe is not None)
         assert engine(app).recipes == [app.controller.experiment.recipe], "one Enter, one recipe"

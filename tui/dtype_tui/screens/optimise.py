@@ -39,6 +39,7 @@ _RESTS_S = 0.05
 _MOST_ZOOM = 64
 _AROUND = 2
 """Number of points on either side of the cursor that are measured together with the point under it."""
+_COMPUTING = "the rules of this point are still computed: c compares when they are known"
 _UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 
 
@@ -166,6 +167,7 @@ class OptimiseScreen(ModalScreen[None]):
     def _rules_found(self, solution: Solution, recipe: Recipe) -> None:
         if self.is_mounted and solution == self.solution:
             self._rules = (solution, recipe)
+            self._controller.withdraw(_COMPUTING)
             self._draw()
             if self._applies:
                 # As if Enter were pressed now, so that the tour sees it, too.
@@ -299,6 +301,7 @@ class OptimiseScreen(ModalScreen[None]):
     def action_walk(self, step: int) -> None:
         if self.front is not None:
             self.within, self._applies = None, False
+            self._controller.withdraw(self._warning)  # it was about another point
             self.index = max(0, min(len(self.front.points) - 1, self.index + step))
             self._draw()
 
@@ -324,7 +327,7 @@ class OptimiseScreen(ModalScreen[None]):
     def action_compare(self) -> None:
         recipe = self.recipe
         if recipe is None:
-            self._warn("the rules of this point are still computed: c compares when they are known")
+            self._warn(_COMPUTING)
             return
         from dtype_tui.screens.comparison import comparison_screen, side_of_recipe
 
@@ -340,6 +343,7 @@ class OptimiseScreen(ModalScreen[None]):
         first = max(0, min(self.index - _AROUND, len(front.points) - 1 - 2 * _AROUND))
         near = [front.solution_at(index) for index in range(first, min(len(front.points), first + 2 * _AROUND + 1))]
         solutions = [here, *(solution for solution in near if solution != here)]
+        self._controller.notify("measuring this point and its neighbors", "information")
 
         def find() -> None:
             recipes = [minimize(self.experiment.tree, solution.dtypes) for solution in solutions]
