@@ -88,7 +88,7 @@ async def mixed(app: DtypeApp, pilot: Pilot[None]) -> None:
 async def measuring(app: DtypeApp, pilot: Pilot[None]) -> None:
     await ready(app, pilot)
     app.controller.apply_recipe(MIXED)
-    await say(app, pilot, events.MeasuringProgress(MIXED, "candidate", 150, 300))
+    await say(app, pilot, events.Jobs("measure", ()), events.MeasuringProgress(MIXED, "candidate", 150, 300))
     await say(app, pilot, events.ModulesMeasured(MIXED, modules()[:14]))
 
 

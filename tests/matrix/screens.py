@@ -153,7 +153,7 @@ async def _drift(app: DtypeApp, pilot: Pilot[None], made: Made) -> str:
     text = pane(app, "Drift")
     if made.module is None or made.inputs is None:
         assert app.controller.experiment.results.report is None
-        assert text.startswith("No drift: "), text
+        assert text.startswith("Drift unknown: "), text
         raise Refused(text)
     await _until_drift(app, pilot, made)
     return "plain torch"

@@ -422,7 +422,7 @@ async def test_casts_can_be_planned_from_headers_if_the_model_cannot_be_opened(a
     async with running(app) as pilot:
         await say(app, pilot, events.OpenFailed("no config.json beside the weights"), events.Idle())
         await pilot.press("2")
-        assert not missing(app, "No drift", "50.0 % less", "planning only")
+        assert not missing(app, "Drift unknown: ", "50.0 % less", "planning only")
 
 
 async def test_main_screen_shows_why_a_model_could_not_be_opened_and_ignores_casts() -> None:

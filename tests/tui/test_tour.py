@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -12,7 +13,9 @@ from tests.helpers.scenes import DOWN, causes, ready, scanned
 from tests.helpers.screen_text import lines, notices, screen, until
 from textual.pilot import Pilot
 
-from dtype_engine.results.drift import ModuleDrift
+from dtype_engine.core.options import RunSettings
+from dtype_engine.results.attribution import AttributionReport, PartialAttribution
+from dtype_engine.results.drift import Extent, ModuleDrift, PartialDrift
 from dtype_engine.service import events
 from dtype_engine.service.save_requests import RecipeRequest
 from dtype_tui.app import DtypeApp
@@ -119,9 +122,9 @@ async def test_tour_asks_again_for_a_window_that_was_closed_too_early() -> None:
     async with launched(begins_tour=True, size=SMALL) as (app, pilot):
         await ready(app, pilot)
         assert app.guide.tour is not None
-        app.guide.tour.index = 2
         await pilot.press("2")
         await measured(app, pilot)
+        app.guide.tour.index = 2
         await pilot.press("d")
         await say(app, pilot, causes(app), events.Idle())
         await came_to(app, pilot, 4)
@@ -132,6 +135,106 @@ async def test_tour_asks_again_for_a_window_that_was_closed_too_early() -> None:
         await pilot.press("x")
         await measured(app, pilot)
         await came_to(app, pilot, 5)
+
+
+async def test_tour_says_that_another_node_than_the_layers_was_cast() -> None:
+    async with launched(begins_tour=True, size=SMALL) as (app, pilot):
+        await ready(app, pilot)
+        await pilot.press(*["down"] * 5, "2")
+        assert rules(app) == ["model.norm=bfloat16"]
+        await measured(app, pilot)
+        await until(pilot, lambda: "That cast something else than the layers" in screen(app))
+        await pilot.press("u")
+        await until(pilot, lambda: "half their bytes" in " ".join(screen(app).split()))
+        await pilot.press("up", "2")
+        await until(pilot, lambda: "The model now runs" in screen(app))
+        await measured(app, pilot)
+        await came_to(app, pilot, 2)
+
+
+async def test_tour_says_that_a_pattern_matches_one_node_only() -> None:
+    async with launched(begins_tour=True, size=SMALL) as (app, pilot):
+        await ready(app, pilot)
+        await pilot.press("2")
+        await measured(app, pilot)
+        await came_to(app, pilot, 2)
+        await pilot.press(*["down"] * 2, "c", "enter")
+        assert rules(app) == ["*=bfloat16", "model.embed_tokens=bfloat16"]
+        await measured(app, pilot)
+        await until(pilot, lambda: "press Tab before Enter" in " ".join(screen(app).split()))
+        assert step(app) == 2, "the pattern of the rule before has a *, but it is not what was entered"
+        await pilot.press("c", "tab", "enter")
+        await measured(app, pilot)
+        await came_to(app, pilot, 3)
+
+
+async def test_tour_goes_back_when_what_a_step_needs_is_undone() -> None:
+    async with launched(begins_tour=True, size=SMALL) as (app, pilot):
+        await ready(app, pilot)
+        await pilot.press(*["down"] * 4, "2")
+        await measured(app, pilot)
+        await pilot.press("c", "tab", "enter")
+        await measured(app, pilot)
+        await came_to(app, pilot, 3)
+        await pilot.press("u", "u")
+        assert rules(app) == []
+        await came_to(app, pilot, 2)
+        await pilot.press("c", "tab", "enter")
+        await measured(app, pilot)
+        await came_to(app, pilot, 3)
+
+
+async def test_tour_lets_a_module_be_put_back_while_the_others_are_measured() -> None:
+    async with launched(begins_tour=True, size=SMALL) as (app, pilot):
+        await ready(app, pilot)
+        await pilot.press(*["down"] * 4, "2")
+        await measured(app, pilot)
+        await pilot.press("c", "tab", "enter")
+        await measured(app, pilot)
+        await came_to(app, pilot, 3)
+        await pilot.press("d")
+        done = causes(app)
+        assert isinstance(done, events.JobDone)
+        assert isinstance(done.result, AttributionReport)
+        found = PartialAttribution(dataclasses.replace(done.result, causes=done.result.causes[:1]), 1, 48)
+        await say(app, pilot, events.JobGrown(done.recipe, done.ask, found))
+        await came_to(app, pilot, 4)
+        await pilot.press("x")
+        assert rules(app)[-1].endswith("=float32")
+        await measured(app, pilot)
+        await came_to(app, pilot, 5)
+
+
+async def test_tour_says_so_when_the_measurement_that_it_waits_for_was_stopped() -> None:
+    async with launched(begins_tour=True, size=SMALL) as (app, pilot):
+        await ready(app, pilot)
+        await pilot.press(*["down"] * 4, "2")
+        await until(pilot, lambda: "The model now runs" in screen(app))
+        await say(app, pilot, events.Stopped(app.controller.experiment.recipe, "measure"), events.Idle())
+        await until(pilot, lambda: "The measurement has stopped: m measures" in screen(app))
+        await pilot.press("m")
+        extent = Extent(done=1, total=6, positions=150, of_tokens=True)
+        recipe = app.controller.experiment.recipe
+        await say(app, pilot, events.OutputMeasured(recipe, RunSettings(), PartialDrift(report(recipe).output, extent)))
+        await came_to(app, pilot, 2)  # the first sequence suffices
+
+
+async def test_tour_accepts_a_point_of_the_front_that_was_measured_before() -> None:
+    async with launched(begins_tour=True, size=SMALL) as (app, pilot):
+        await ready(app, pilot)
+        await say(app, pilot, scanned(app), events.Idle())
+        await pilot.press("o", "left")
+        await until(pilot, lambda: app.screen.recipe is not None)  # type: ignore[attr-defined]
+        await pilot.press("enter")
+        await measured(app, pilot)
+        await pilot.press("u", "escape")
+        assert app.guide.tour is not None
+        app.guide.tour.index = 6
+        await came_to(app, pilot, 7)
+        await pilot.press("o", "left")
+        await until(pilot, lambda: app.screen.recipe is not None)  # type: ignore[attr-defined]
+        await pilot.press("enter")
+        await came_to(app, pilot, 8)
 
 
 def test_tour_takes_at_most_two_minutes_to_read() -> None:
@@ -157,7 +260,7 @@ async def test_tour_names_remapped_keys() -> None:
         assert "Go to the layers with f7" in " ".join(screen(app).split())
         assert "f9 leaves it" in screen(app)
         assert "f6 casts them" in " ".join(screen(app).split())
-        await pilot.press(*["f7"] * 5, "f6")
+        await pilot.press(*["f7"] * 4, "f6")
         assert len(rules(app)) == 1
         await measured(app, pilot)
         await came_to(app, pilot, 2)

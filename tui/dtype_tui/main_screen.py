@@ -307,7 +307,7 @@ class MainScreen(OpensWindows):
     def action_cast(self) -> None:
         from dtype_tui.widgets.prompts import CastPrompt
 
-        if self.tree_view.rows:
+        if self.has_tensors() and self.tree_view.rows:
             self.query_one(CastPrompt).open(self.tree_view.current.name)
 
     def on_bottom_prompt_resized(self) -> None:
@@ -472,7 +472,7 @@ class MainScreen(OpensWindows):
         from dtype_tui.widgets.prompts import CastPrompt
 
         row, rule = self.side.recipe.cursor, self.side.recipe.current
-        if rule is not None:
+        if self.side.recipe.has_rule() and rule is not None:
             self.query_one(CastPrompt).edit(rule, lambda changed: self.controller.change_rule(row, changed))
 
     def action_zoom(self) -> None:

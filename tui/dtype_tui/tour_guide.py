@@ -50,7 +50,7 @@ class TourGuide:
         if self.tour is not None:
             self.tour = None
         elif self._launch.is_demo:
-            self.tour = Tour(self._controller.experiment, self.key_of)
+            self.tour = Tour(self._controller.experiment, self.key_of, lambda: self._controller.activity.busy)
             self._timer = self._app.set_interval(_LOOK_EVERY_S, self._follow)
         else:
             self._controller.notify("the tour is on the built-in model: start it with `dtype-tui tour`", "information")

@@ -95,8 +95,15 @@ class OpensWindows(Screen[None]):
         texts = last.texts if self._inputs_of_texts() == last.made_with else ()
         self.app.push_screen(GenerationScreen(last.wanted, texts, start, lambda: controller.life.stop(GENERATE.name)))
 
+    def has_tensors(self) -> bool:
+        """Return whether the model's tensors are known. If they are not, tell the user."""
+        if not self.experiment.model.has_tree:
+            words = self.controller.open_error or "the model's tensors are not known yet"
+            self.controller.notify(words, "information")
+        return self.experiment.model.has_tree
+
     def action_presets(self) -> None:
-        if self.experiment.model.has_tree:
+        if self.has_tensors():
             from dtype_tui.screens.presets import PresetsScreen
 
             self._open(PresetsScreen(self.experiment), self.controller.replace_rules)
@@ -184,13 +191,15 @@ class OpensWindows(Screen[None]):
         self.app.push_screen(OptimiseScreen(controller))
 
     def action_leave_with(self) -> None:
-        if self.experiment.model.has_tree:
+        if self.has_tensors():
             from dtype_tui.screens.save import SaveScreen
 
             self._open(SaveScreen(self.controller), self.controller.save)
             self.controller.engine.plan_export()
 
     def action_details(self) -> None:
+        if not self.has_tensors():
+            return
         from dtype_tui.screens.details import details_screen
 
         self.app.push_screen(details_screen(self.experiment, self.tree_view.current.name))

@@ -47,7 +47,7 @@ def shortfall(checkpoint: Checkpoint, limits: Mapping[str, int]) -> str | None:
     seconds = time_left(checkpoint.stored_bytes / speed)
     return (
         f"{sentence}; {hint('over-memory')} runs it from the disk, which reads all weights once for the reference and once for "
-        f"each recipe: about {seconds} each at the {human_bytes(speed)}/s measured now, or the time to compute if that is longer"
+        f"each recipe: at least {seconds} each at the {human_bytes(speed)}/s measured now; computing often takes longer"
     )
 
 

@@ -190,6 +190,19 @@ async def test_save_screen_says_what_will_be_written(app: DtypeApp, size: tuple[
         assert "ready" in screen(app)
 
 
+async def test_save_screen_waits_for_the_model_only_while_it_opens(app: DtypeApp) -> None:
+    async with running(app, (120, 36)) as pilot:
+        await pilot.press("e")
+        await until(pilot, lambda: "appears when the model is loaded" in screen(app))
+        app.controller.experiment.push(Recipe((Rule("*", "bfloat16"),)))  # by a preset that needs the classes
+        await say(app, pilot, model_ready(app))
+        await until(pilot, lambda: "Working out what will be written" in screen(app))
+        assert "when the model is loaded" not in screen(app)
+        assert engine(app).commands.count("plan export") == 2, "the engine was asked about another recipe"
+        await say(app, pilot, planned(app))
+        await until(pilot, lambda: "944.71 KiB in 2 files" in screen(app))
+
+
 async def test_save_screen_says_why_one_file_cannot_hold_the_export(app: DtypeApp) -> None:
     async with running(app, (120, 36)) as pilot:
         await pilot.press("2", "e")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
 import msgspec
@@ -15,11 +16,14 @@ from tests.helpers.slow_net import app_on
 from textual.pilot import Pilot
 from textual.widgets import DataTable, Input, Static
 
+from dtype_engine.core.tree import Tree
 from dtype_engine.recipe import Recipe, Rule, make_plan, tensor_bytes
+from dtype_engine.recipe.minimize import minimize
 from dtype_engine.results.drift import NATS
 from dtype_engine.results.scan import ScanReport, WeightScore
 from dtype_engine.service import events
 from dtype_tui.app import DtypeApp
+from dtype_tui.screens import optimise
 from dtype_tui.screens.optimise import OptimiseScreen
 from dtype_tui.screens.scan import ScanScreen, short_kinds
 from dtype_tui.screens.scan_setup import PRESET, ScanSetup
@@ -218,11 +222,43 @@ async def test_recipe_of_a_point_on_the_pareto_front_is_applied(size: tuple[int,
         await pilot.pause()
         assert not missing(app, "measured 2.5e-04", "x")
         await pilot.press("enter")
-        assert "already applied" in notices(app)[-1]
+        await until(pilot, lambda: "already applied" in screen(app))
+        await pilot.press("right")
+        await until(pilot, lambda: "already applied" not in screen(app))
+        await pilot.press("m")
+        await until(pilot, lambda: "measuring this point and its neighbors" in screen(app))
         await pilot.press("u")
         assert app.controller.experiment.recipe == Recipe()
         await pilot.press("escape")
         assert not isinstance(app.screen, OptimiseScreen)
+
+
+async def test_enter_on_a_point_waits_for_its_rules_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = threading.Event()
+
+    def slow(tree: Tree, dtypes: Mapping[str, str]) -> Recipe:
+        known.wait(30)
+        return minimize(tree, dtypes)
+
+    monkeypatch.setattr(optimise, "minimize", slow)
+    async with opened((80, 24)) as (app, pilot):
+        await say(app, pilot, events.ScanUpdated(scan_report(), True))
+        await pilot.press("o", "c")
+        await until(pilot, lambda: "c compares when they are known" in screen(app))
+        await pilot.press("enter")
+        await until(pilot, lambda: "Computing its rules: applied when they are known" in screen(app))
+        await pilot.press("left", "left")
+        await until(pilot, lambda: "Computing its rules…" in screen(app))  # the user walked on
+        await pilot.press("enter")
+        view = app.screen
+        assert isinstance(view, OptimiseScreen)
+        assert app.controller.experiment.recipe == Recipe()
+        known.set()
+        await until(pilot, lambda: app.controller.experiment.recipe == view.recipe != Recipe())
+        assert "still computed" not in screen(app)
+        await pilot.press("right")
+        await until(pilot, lambda: view.recipe is not None)
+        assert engine(app).recipes == [app.controller.experiment.recipe], "one Enter, one recipe"
 
 
 @pytest.mark.slow

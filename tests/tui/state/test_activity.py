@@ -58,3 +58,28 @@ def test_remaining_time_is_unknown_in_the_first_second_and_without_a_total() -> 
 )
 def test_remaining_times_are_formatted(seconds: float, shown: str) -> None:
     assert time_left(seconds) == shown
+
+
+def test_words_of_a_job_end_when_the_next_job_begins() -> None:
+    activity = Activity()
+    activity.follow(events.Idle())
+    activity.expect("write")
+    activity.follow(events.Jobs("write", ("floor",)))
+    activity.follow(events.SavingProgress(Recipe(), "exporting: 52.77 MiB/s", 5, 5))
+    activity.follow(events.Jobs("floor", ()))
+    assert activity.now() == ("measuring the noise floor", None)
+    activity.follow(events.WorkingProgress(Recipe(), "measuring the noise floor", 1, 4))
+    activity.follow(events.Jobs("floor", ("scan",)))
+    assert activity.now() == ("measuring the noise floor", 0.25), "the same job goes on"
+
+
+def test_job_that_waits_while_the_one_before_it_ends_can_be_stopped() -> None:
+    activity = Activity()
+    activity.expect("write")
+    activity.follow(events.Idle())  # it was on its way before the engine knew of the job
+    activity.follow(events.Jobs("", ("write",)))
+    assert activity.now() == ("writing", None)
+    activity.follow(events.Jobs("write", ()))
+    activity.follow(events.Jobs("", ()))
+    activity.follow(events.Idle())
+    assert activity.now() == ("", None)

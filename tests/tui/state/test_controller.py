@@ -167,8 +167,8 @@ def test_scan_key_asks_for_dtypes_then_waits_and_resumes_an_interrupted_scan(alo
 
 def test_cancelling_a_waiting_scan_keeps_the_running_measurement(alone: Alone) -> None:
     alone.opened()
-    alone.controller.handle(events.MeasuringProgress(Recipe(), "candidate", 1, 4))
     alone.controller.handle(events.Jobs("measure", ()))
+    alone.controller.handle(events.MeasuringProgress(Recipe(), "candidate", 1, 4))
     alone.controller.start_scan(("bfloat16",))
     alone.controller.stop_job("scan")
     assert alone.engine.commands == ["scan bfloat16", "cancel scan"]

@@ -191,3 +191,11 @@ def test_ending_an_unreachable_engine_is_not_offered(measuring: Told) -> None:
     measuring.follow_connection(events.EngineLost("the connection to host is cut"))
     measuring.check_stopped()
     assert not measuring.must_end
+
+
+def test_warning_when_quitting_goes_when_its_reason_is_gone(life: Told) -> None:
+    assert not life.may_quit(lost_rules=2)
+    assert life.withdrawn == []
+    life.forget_warning()
+    life.forget_warning()
+    assert life.withdrawn == life.said

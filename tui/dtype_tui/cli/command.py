@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from dtype_tui.config.config import Config
     from dtype_tui.state.session_saver import SessionSaver
 
+_TOUR_SEQUENCES = 2
+"""Number of sequences on which the tour runs the demo, so that it takes two minutes even on two busy cores."""
+
 
 @click.command(
     cls=ModelCommand, also=MEASURING, checks_inputs=False, context_settings={"help_option_names": ["-h", "--help"]}
@@ -103,6 +106,8 @@ def command(
     begins_tour = model == "tour" and not resume and engine_command is None and not Path("tour").exists()
     if begins_tour:
         model = "demo"
+        if "sequences" not in request.explicit:
+            options = dataclasses.replace(options, sequences=_TOUR_SEQUENCES)
     if read_only and (begins_tour or (model is None and engine_command is None and not resume)):
         why = "the tour writes a recipe" if begins_tour else "name a MODEL, which viewers can not choose"
         raise UserError(f"--read-only: {why}")

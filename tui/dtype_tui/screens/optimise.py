@@ -39,6 +39,7 @@ _RESTS_S = 0.05
 _MOST_ZOOM = 64
 _AROUND = 2
 """Number of points on either side of the cursor that are measured together with the point under it."""
+_COMPUTING = "the rules of this point are still computed: c compares when they are known"
 _UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 
 
@@ -73,6 +74,8 @@ class OptimiseScreen(ModalScreen[None]):
         self._measured_caches: dict[Recipe, int] = {}
         self._timer: Timer | None = None
         self._seen = -1
+        self._applies = False
+        """Whether Enter was pressed before the rules of the point were known. They are then applied, unless the user walks on."""
         self._warning = ""
         """The last warning of this window."""
         self.zoom = 1
@@ -112,7 +115,7 @@ class OptimiseScreen(ModalScreen[None]):
             return False
         at = self.front.points[self.index].bytes if self.front is not None else None
         moved = self.front is None or limits != before
-        self.front = front
+        self.front, self._applies = front, self._applies and not moved
         sizes = [point.bytes for point in front.points]
         middle = (self.experiment.tree.stored_bytes + self._cache_bytes({})) // 2
         self.index = max(0, bisect.bisect_right(sizes, at if at is not None else middle) - 1)
@@ -164,7 +167,11 @@ class OptimiseScreen(ModalScreen[None]):
     def _rules_found(self, solution: Solution, recipe: Recipe) -> None:
         if self.is_mounted and solution == self.solution:
             self._rules = (solution, recipe)
+            self._controller.withdraw(_COMPUTING)
             self._draw()
+            if self._applies:
+                # As if Enter were pressed now, so that the tour sees it, too.
+                self.app.call_later(self.app.run_action, "apply", self)
 
     # -- drawing -------------------------------------------------------------------------------------------------
 
@@ -268,7 +275,8 @@ class OptimiseScreen(ModalScreen[None]):
         elif recipe == self.experiment.recipe:
             text.append("  measuring…", style="dim")
         if recipe is None:
-            text.append("\nComputing its rules…", style="dim")
+            words = ": applied when they are known" if self._applies else "…"
+            text.append(f"\nComputing its rules{words}", style="bold" if self._applies else "dim")
         elif not recipe.rules:
             text.append("\nNo rules: every tensor is as stored.", style="dim")
         for rule in recipe.rules if recipe is not None else ():
@@ -292,7 +300,8 @@ class OptimiseScreen(ModalScreen[None]):
 
     def action_walk(self, step: int) -> None:
         if self.front is not None:
-            self.within = None
+            self.within, self._applies = None, False
+            self._controller.withdraw(self._warning)  # it was about another point
             self.index = max(0, min(len(self.front.points) - 1, self.index + step))
             self._draw()
 
@@ -303,7 +312,10 @@ class OptimiseScreen(ModalScreen[None]):
     def action_apply(self) -> None:
         recipe = self.recipe
         if recipe is None:
+            self._applies = self.front is not None
+            self._draw()
             return
+        self._applies = False
         if not self._controller.apply_recipe(recipe):
             self._warn("this point is already applied")
         self._draw()
@@ -315,6 +327,7 @@ class OptimiseScreen(ModalScreen[None]):
     def action_compare(self) -> None:
         recipe = self.recipe
         if recipe is None:
+            self._warn(_COMPUTING)
             return
         from dtype_tui.screens.comparison import comparison_screen, side_of_recipe
 
@@ -330,6 +343,7 @@ class OptimiseScreen(ModalScreen[None]):
         first = max(0, min(self.index - _AROUND, len(front.points) - 1 - 2 * _AROUND))
         near = [front.solution_at(index) for index in range(first, min(len(front.points), first + 2 * _AROUND + 1))]
         solutions = [here, *(solution for solution in near if solution != here)]
+        self._controller.notify("measuring this point and its neighbors", "information")
 
         def find() -> None:
             recipes = [minimize(self.experiment.tree, solution.dtypes) for solution in solutions]

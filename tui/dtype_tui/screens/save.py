@@ -79,6 +79,8 @@ class SaveScreen(ChoiceScreen[SaveRequest]):
         self._engine = controller.engine
         title = self._experiment.model.title.rpartition("/")[2]
         self._base = re.sub(r"[^A-Za-z0-9._-]+", "-", title).strip(".-") or "model"
+        self._asked = self._experiment.recipe
+        """The recipe for which the engine was asked what will be written."""
         self._planned: events.ExportPlanned | None = None
         self._warned: str | None = None
         """The existing path that the user was warned about."""
@@ -95,6 +97,10 @@ class SaveScreen(ChoiceScreen[SaveRequest]):
         self.action_move(0)
 
     def on_engine_event(self, message: EngineEvent) -> None:
+        if self._experiment.recipe != self._asked:  # a preset that waited for the model, for example
+            self._asked, self._planned = self._experiment.recipe, None
+            self._engine.plan_export()
+            self.redraw()
         match message.event:
             case events.ExportPlanned() as planned:
                 self._planned = planned
@@ -171,7 +177,9 @@ class SaveScreen(ChoiceScreen[SaveRequest]):
     def _about_export(self) -> list[tuple[str, str]]:
         planned = self._planned
         if planned is None:
-            return [("What will be written appears when the model is loaded.", "dim")]
+            opening = not self._experiment.model.live and self._experiment.model.no_forward is None
+            waits = "What will be written appears when the model is loaded."
+            return [(waits if opening else "Working out what will be written…", "dim")]
         if planned.plan is None:
             return [(with_keys(planned.reason), "bold")]
         plan = planned.plan

@@ -91,11 +91,18 @@ class Activity:
                 self.saving = True
                 self.begin(event.what, _share(event.done, event.total))
             case events.Jobs():
-                self.running, self.waiting = event.running, event.waiting
+                self._follow_jobs(event)
             case events.Idle():
                 self.busy, self.share, self.saving = False, None, False
                 self._pace.follow("", None)
                 self.running, self.waiting = "", ()
+
+    def _follow_jobs(self, jobs: events.Jobs) -> None:
+        """Show a job that has just begun, so that the words of the job before it end with that job."""
+        first = jobs.running or next(iter(jobs.waiting), "")
+        if first and (not self.busy or jobs.running not in ("", self.running)):
+            self.begin(row_of(first).running)
+        self.running, self.waiting = jobs.running, jobs.waiting
 
 
 def _share(done: int, total: int | None) -> float | None:

@@ -305,6 +305,8 @@ class Controller:
             self.notify(refusal, "warning")
         elif self.apply_rules(self.experiment.rules.with_rule(row, rule)):
             self._warn_unmatched()
+        else:
+            self.notify(f"rule {row + 1} is {rule} already", "information")
 
     def put_back(self, node: str) -> None:
         """Add a rule that gives a node the dtype of the reference, and tell the user how many bytes this costs."""
@@ -370,7 +372,8 @@ class Controller:
         """Make a measured recipe the current one. The current settings stay, even if it was measured with others."""
         if measured.settings != self.experiment.settings:
             self.notify(f"that was measured with {measured.settings}; the current settings stay", "information")
-        self.apply_recipe(measured.recipe)
+        if not self.apply_recipe(measured.recipe):
+            self.notify("this recipe is already applied", "information")
 
     # -- requests to the engine ----------------------------------------------------------------------------------
 

@@ -49,6 +49,8 @@ class EngineLife:
         self.lost = False
         self._warned_about: tuple[bool, int] | None = None
         """What the user was warned about when quitting: whether files are being written, and how many rules would be lost."""
+        self._quit_warning = ""
+        """The sentence of that warning."""
         self._stopping: str | None = None
         """The running job that was asked to stop."""
         self._stopping_since = 0.0
@@ -143,11 +145,14 @@ class EngineLife:
             words = "writing is not finished: Esc stops it, and q again quits without it"
         else:
             words = f"{plural(lost_rules, 'rule')} would be lost: e saves the recipe, and q again quits without it"
+        self._quit_warning = words
         self._notify(words, "warning")
         return False
 
     def forget_warning(self) -> None:
-        """Let the next call of `may_quit` warn again, because the reason for the last warning has changed."""
+        """Hide the last warning of `may_quit` and let its next call warn again, because the reason for it has changed."""
+        if self._warned_about is not None:
+            self._withdraw(self._quit_warning)
         self._warned_about = None
 
     @property

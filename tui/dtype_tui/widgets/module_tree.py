@@ -355,6 +355,7 @@ class ModuleTree(ScrollView, can_focus=True):
         """Go to the next (step > 0) or previous node whose castable tensors are all cast. After the last node, go to the first."""
         nodes = cast_nodes(self.experiment.tree, self.experiment.plan)
         if not nodes:
+            self.app.notify("no node is cast as a whole", markup=False)
             return
         order = {name: i for i, name in enumerate(self.experiment.tree.names[0])}
         row = self.current

@@ -89,7 +89,7 @@ class DriftPane(Pane):
         failure = results.failure
         if failure is None and experiment.model.no_forward:
             why = experiment.model.no_forward.removeprefix(f"{experiment.model.title}: ")
-            failure = f"No drift: {printable(why, 500)}"
+            failure = f"Drift unknown: {printable(why, 500)}"
         if failure is not None:
             return self._arranged([[Text(failure, "bold" if results.failure else "")]])
         if results.report is not None:

@@ -65,6 +65,12 @@ class RecipePane(Pane):
         rows = self.experiment.rules.rows
         return rows[min(self.cursor, len(rows) - 1)].rule if rows else None
 
+    def has_rule(self) -> bool:
+        """Return whether there is a rule to change. If there is none, tell the user."""
+        if self.current is None:
+            self._controller.notify("there are no rules yet: c adds one", "information")
+        return self.current is not None
+
     def go_to_deciding_rule(self, node: str) -> None:
         """Put the cursor on the last rule that matches tensors of a node or, if there is none, on the last rule."""
         effects = effects_on(self.experiment.tree, self.experiment.plan, node)
@@ -77,21 +83,21 @@ class RecipePane(Pane):
         self.show_again()
 
     def action_move(self, step: int) -> None:
-        if self.current is not None:
+        if self.has_rule():
             moved = self.experiment.rules.moved(self.cursor, step)
             self.cursor = max(0, min(self.cursor + step, len(moved.rows) - 1))
             self._controller.apply_rules(moved)
 
     def action_switch(self) -> None:
-        if self.current is not None:
+        if self.has_rule():
             self._controller.apply_rules(self.experiment.rules.toggled(self.cursor))
 
     def action_delete(self) -> None:
-        if self.current is not None:
+        if self.has_rule():
             self._controller.apply_rules(self.experiment.rules.without_row(self.cursor))
 
     def action_cast(self, dtype: str) -> None:
-        if (rule := self.current) is not None:
+        if self.has_rule() and (rule := self.current) is not None:
             self._controller.change_rule(self.cursor, Rule.make(rule.pattern, dtype))
 
     def on_click(self, event: events.Click) -> None:
