@@ -213,7 +213,8 @@ class MainScreen(OpensWindows):
         header.show(header_line(experiment, width))
         status.show(status_line(experiment, life.current_activity(), life.activity, idle, width, chosen))
         pairs = next_keys(experiment, bool(self.tree_view.filter_text), life.activity, life.error is not None)
-        keys.show(key_line(pairs, width, chosen))
+        hidden = HIDDEN if self.controller.read_only else frozenset()
+        keys.show(key_line([pair for pair in pairs if pair[0] not in hidden], width, chosen))
 
     def _draw_soon(self) -> None:
         """Schedule a redraw, unless one is scheduled already. A single redraw then shows the effects of many engine events."""
