@@ -35,6 +35,7 @@ def next_keys(experiment: Experiment, filtered: bool, working: Activity, ended: 
     a filter. working: the engine's jobs. ended: whether the engine has ended.
     """
     results, busy = experiment.results, working.busy
+    report = results.report or experiment.before  # while the next measurement runs, the keys stay where they are
     if filtered:
         first = [("match-next", "next match"), ("match-previous", "previous"), ("stop", "clear the filter"), *_CAST]
     elif ended:
@@ -47,9 +48,7 @@ def next_keys(experiment: Experiment, filtered: bool, working: Activity, ended: 
         first = [("remedy", "keep the lost values"), *_CAST]
     elif experiment.scan.finished and not experiment.recipe.rules:
         first = [("optimise", "optimise"), *_CAST[:2], ("presets", "presets"), ("filter", "find")]
-    elif (
-        experiment.scan.finished and results.report is not None
-    ):  # a recipe of the front, or one to be compared with it
+    elif experiment.scan.finished and report is not None:  # a recipe of the front, or one to compare with it
         first = [("leave-with", "save"), ("optimise", "optimise"), *_CAST]
     elif not experiment.recipe.rules:
         first = [*_CAST[:2], ("scan", "scan"), ("optimise", "optimise"), ("presets", "presets"), ("filter", "find")]
@@ -60,8 +59,10 @@ def next_keys(experiment: Experiment, filtered: bool, working: Activity, ended: 
     if working.queue:
         first.insert(0, ("jobs", "stop a job"))
     if busy and not filtered and not ended:  # Esc clears a filter first
-        first.insert(0, ("stop", "stop"))
-    report = results.report or experiment.before  # while the next measurement runs, the keys stay where they are
+        if experiment.recipe.rules and first[0] == _DTYPES:
+            first[0] = "stop", "stop "  # as wide as what it replaces, so that the other keys stay where they are
+        else:
+            first.insert(0, ("stop", "stop"))
     usual = _USUAL if report is not None and report.output.max_abs > 0 else _USUAL[1:]
     return list(dict.fromkeys((*first, *(each for each in usual if each[0] not in dict(first)))))
 
