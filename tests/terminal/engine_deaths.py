@@ -139,7 +139,7 @@ class Deaths:
         self.terminal.press("s")
         self.terminal.wait_for("Scores every weight", 20)
         self.terminal.press("\r")
-        self.terminal.wait_for("Esc stops", 20)
+        self.terminal.wait_for("Esc stop ", 20)
         self._dies(number, r"\* +f16")
         self._starts_again(r"\* +f16")
         self.terminal.press("s")

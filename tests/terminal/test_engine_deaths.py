@@ -21,7 +21,7 @@ def test_second_esc_ends_an_engine_that_does_not_stop(tmp_path: Path) -> None:
     """The engine opens a model whose code takes a minute, and then runs a layer that takes a minute."""
     deaths = Deaths(tmp_path, (80, 24), 60)
     with deaths.terminal as terminal:
-        terminal.wait_for("Esc stops", 60)
+        terminal.wait_for("Esc stop ", 60)
         first = deaths.engine()
         terminal.press(ESC)
         terminal.wait_for("stopping: ", 20)

@@ -16,6 +16,12 @@ parsed_styles.share()
 
 
 @pytest.fixture(autouse=True)
+def _all_colours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test's app has all colors, whatever terminal the tests run in."""
+    monkeypatch.setenv("COLORTERM", "truecolor")
+
+
+@pytest.fixture(autouse=True)
 def _nothing_frozen() -> Iterator[None]:
     yield
     gc.unfreeze()

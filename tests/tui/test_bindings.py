@@ -37,6 +37,9 @@ from dtype_tui.widgets.module_tree import ModuleTree
 
 SMALL = (80, 24)
 (CHECK,) = (question.meaning for question in questions_without_keys())
+ACTIVATIONS = next(command.meaning for command in WITH_ARGUMENTS if command.name == "activations")
+WITHOUT = {CHECK, DOWNLOAD, ACTIVATIONS}
+"""What neither a key runs nor a command with arguments."""
 
 
 @pytest.fixture(autouse=True)
@@ -105,7 +108,7 @@ async def test_every_key_does_what_the_help_says(walk: Walk) -> None:
 
 
 def by_no_palette(key: str) -> bool:
-    return of_the_app(key).action in ("app.quit", "help", "app.command_palette")
+    return of_the_app(key).action == "app.command_palette"
 
 
 def by_no_command(key: str) -> bool:
@@ -190,6 +193,7 @@ WORDS: dict[str, tuple[Look, Any]] = {
     "activations": (lambda app: engine(app).commands[-1:], ["activations"]),
     "download": (lambda app: engine(app).commands[-1:], ["download"]),
     "inputs import os": (lambda app: engine(app).lines, ["import os"]),
+    "help perplexity": (top, "HelpScreen"),
 }
 
 
@@ -213,11 +217,18 @@ async def test_entries_of_the_command_palette_without_keys_work() -> None:
         await ready(app, pilot)
         keys = {binding.description for binding in KEYS if isinstance(binding, Binding)}
         more = {command.title: command for command in app.get_system_commands(app.screen) if command.title not in keys}
-        assert set(more) == {"Theme", "Keys", "Maximize", "Screenshot", CHECK, DOWNLOAD}
+        typed = [command for command in WITH_ARGUMENTS if command.meaning in more and command.arguments]
+        assert {*more} - {command.meaning for command in typed} == {"Theme", "Keys", "Maximize", "Screenshot", *WITHOUT}
+        for command in typed:
+            more[command.meaning].callback()
+            await pilot.pause()
+            assert app.query_one(CommandLine).query_one(Input).value == f"{command.name} "
+            await pilot.press("escape")
         for name, look, seen in (
             ("Maximize", lambda app: app.screen.maximized is not None, True),
             ("Theme", top, "CommandPalette"),
             (CHECK, lambda app: engine(app).commands[-1:], ["check"]),
+            (ACTIVATIONS, lambda app: engine(app).commands[-1:], ["activations"]),
             (DOWNLOAD, lambda app: engine(app).commands[-1:], ["download"]),
             ("Keys", lambda app: len(app.screen.query("HelpPanel")), 1),
             ("Screenshot", lambda app: len(list(Path().glob("*.svg"))), 1),

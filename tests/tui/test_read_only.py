@@ -22,6 +22,7 @@ from dtype_tui.config.bindings import HIDDEN, KEYS
 from dtype_tui.config.key_names import name_of
 from dtype_tui.config.questions import questions_without_keys
 from dtype_tui.screens.help import key_blocks, sections
+from dtype_tui.state import commands as state
 from dtype_tui.state.commands import WITH_ARGUMENTS, all_commands
 from dtype_tui.widgets.command_line import CommandLine
 from dtype_tui.widgets.module_tree import ModuleTree
@@ -38,6 +39,7 @@ REFUSED_KEYS = {"leave-with": "e", "suspend-process": "ctrl+z", "tour": "ctrl+t"
 HARMLESS_COMMANDS = {
     "cast": "*.mlp bf16", "filter": "mlp", "go": "model", "sort": "bytes", "columns": "bytes", "context": "8192 2",
     "budget": "24GiB", "theme": "high-contrast", "preset": "all-bf16", "check": "", "activations": "", "inputs": "",
+    "help": "kl",
 }  # fmt: skip
 """Commands of the `:` line without a key, with arguments that a read-only session takes."""
 WRITING = {"export", "recipe", "report", "download"}
@@ -92,7 +94,7 @@ def test_every_key_and_command_is_classified_as_allowed_or_refused_when_read_onl
 
 def test_keys_and_commands_classified_as_refused_are_refused_when_read_only() -> None:
     assert set(REFUSED_KEYS) == HIDDEN
-    commands = all_commands((binding.action, "") for binding in of_keys())
+    commands = all_commands(state.of_keys(of_keys(), {}))
     for line in REFUSED_COMMANDS:
         name, _, rest = line.partition(" ")
         assert commands[name].is_refused((rest,)), line
@@ -151,7 +153,7 @@ async def test_keys_refused_when_read_only_are_not_shown() -> None:
         panel = {active.binding.description for active in app.screen.active_bindings.values()}
         assert "Cast by pattern" in panel
         assert not panel & hidden
-        completer = app.main._words.completer()
+        completer = app.main._words.completer({})
         offered = set(completer(""))
         assert offered == {name_of(name) for name in completer.commands} - HIDDEN - WRITING
         for line in ("export /", "inputs /", "report ~/", "recipe "):

@@ -11,15 +11,18 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from rich.text import Text
 from textual import events as textual_events
 from textual.actions import ActionParseResult
 from textual.app import SuspendNotSupported, SystemCommand
 from textual.binding import Binding, BindingType
+from textual.command import Hit, Hits, Provider
+from textual.content import Content
 from textual.dom import DOMNode
 from textual.screen import Screen
+from textual.system_commands import SystemCommandsProvider
 from textual.widgets import Input
 
 from dtype_engine.cli.program import ENDING_SIGNALS
@@ -32,7 +35,6 @@ from dtype_engine.service.engine import CLOSE_WAIT_S, Engine
 from dtype_tui.base_app import BaseApp
 from dtype_tui.config.bindings import APP_KEYS, KEYS, refuses
 from dtype_tui.config.key_names import keys_of, on_keyboard
-from dtype_tui.config.questions import questions_without_keys
 from dtype_tui.main_screen import PAUSE_S, MainScreen, message_text
 from dtype_tui.process.gc_policy import resume_gc
 from dtype_tui.process.terminal import restore_at_once, server_disconnected, terminal_settings
@@ -45,6 +47,7 @@ from dtype_tui.state.served import Served
 
 # Importing these would delay the first paint, so they are imported where they are used.
 if TYPE_CHECKING:
+    from dtype_tui.state.commands import Command
     from dtype_tui.state.session_saver import SessionSaver
     from dtype_tui.tour_guide import TourGuide
 
@@ -59,6 +62,28 @@ LONGEST_WITHOUT_GC_S = 60.0
 StartEngine = Callable[[Callable[[events.Event], None], Callable[[], None]], Engine]
 
 
+class PaletteSearch(SystemCommandsProvider):
+    """Finds the commands of the palette as the `:` line does. If no word finds any, it offers what the help says about the word,
+    and commands that have its letters in this order.
+    """
+
+    async def search(self, query: str) -> Hits:
+        app, matcher = cast(DtypeApp, self.app), self.matcher(query)
+        ranks = {command.meaning: command.rank(query) for command in app.palette_commands()}
+        entries = list(app.get_system_commands(self.screen))
+        found: list[float] = [ranks.get(entry.title, query.lower() in entry.title.lower()) for entry in entries]
+        is_known = any(found)
+        if not is_known:
+            found = [matcher.match(entry.title) / 1000 for entry in entries]
+        for rank, (title, hint, callback, _) in zip(found, entries, strict=True):
+            if rank:
+                yield Hit(rank, matcher.highlight(title), callback, help=hint)
+        word = query.strip()
+        searches = app.runner(f"help({word!r})")
+        rank = 1.0 if not is_known and app.main.help().finds(word) else 0.0
+        yield Hit(rank, Content(f"Search the help for {word}"), searches, help="command :help TEXT")
+
+
 class DtypeApp(BaseApp[None]):
     """The app for exploring a model. start_engine(emit, wait): creates the engine, which calls `emit` with every event, from any
     thread. `wait` returns when no event waits to be handled.
@@ -67,6 +92,7 @@ class DtypeApp(BaseApp[None]):
     CSS_PATH = "app.tcss"
     TITLE = "dtype-tui"
     ENABLE_COMMAND_PALETTE = True
+    COMMANDS: ClassVar[set[type[Provider] | Callable[[], type[Provider]]]] = {PaletteSearch}
     BINDINGS: ClassVar[list[BindingType]] = APP_KEYS
 
     def __init__(self, launch: Launch, start_engine: StartEngine) -> None:
@@ -294,21 +320,27 @@ class DtypeApp(BaseApp[None]):
         self.push_screen(CommandPalette(providers=[ThemeProvider], placeholder="Search for themes…"))
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
-        for binding in KEYS:
-            if not isinstance(binding, Binding) or binding.action in ("app.quit", "help", "app.command_palette"):
-                continue
-            if not (self.launch.read_only and refuses(binding.action)):
-                keys = on_keyboard(keys_of(binding, self.launch.config.keys))
-                yield SystemCommand(binding.description, f"key {keys}", self._runner(binding.action))
-        from dtype_tui.state.commands import DOWNLOAD
+        for command in self.palette_commands():
+            first = command.arguments and f"command('{command.name} ')"
+            yield SystemCommand(command.meaning, command.hint, self.runner(first or command.action))
+        for entry in super().get_system_commands(screen):
+            if entry.title != "Quit" and not (self.launch.read_only and entry.title == "Screenshot"):
+                yield entry
 
-        if not self.launch.read_only:
-            yield SystemCommand(DOWNLOAD, "command :download", self._runner("download_model"))
-        for row in questions_without_keys():
-            yield SystemCommand(row.meaning, f"command :{row.job}", self._runner(row.action))
-        for command in super().get_system_commands(screen):
-            if not (self.launch.read_only and command.title == "Screenshot"):
-                yield command
+    def palette_commands(self) -> Iterable[Command]:
+        """Return the commands that the palette offers: of keys, then others of the `:` line, whose arguments are typed there."""
+        from dtype_tui.state.commands import of_keys, without_keys
 
-    def _runner(self, action: str) -> Callable[[], object]:
+        keys = of_keys(KEYS, self.launch.config.keys)
+        names = {command.name for command in keys}
+        offered = (*keys, *(command for command in without_keys() if command.name not in names))
+        return [
+            command
+            for command in offered
+            if command.action != "app.command_palette"
+            and not (self.launch.read_only and command.is_refused(command.arguments[: command.needs]))
+        ]
+
+    def runner(self, action: str) -> Callable[[], object]:
+        """Return a function that runs an action of the main screen, after the palette has closed."""
         return lambda: self.call_later(self.run_action, action, self.main)

@@ -6,13 +6,17 @@ import math
 import os
 import sys
 import time
+from typing import Any
 
+from rich.segment import Segment
 from rich.text import Text
 from textual.app import App, ReturnType
 from textual.await_complete import AwaitComplete
+from textual.color import Color
 from textual.command import CommandList
 from textual.driver import Driver
 from textual.events import Event, Key, MouseEvent, Paste
+from textual.filter import NoColor
 from textual.message import Message
 from textual.notifications import Notification
 from textual.widget import AwaitMount, Widget
@@ -26,7 +30,7 @@ from dtype_tui.process import textual_private
 from dtype_tui.process.crash_log import recorded
 from dtype_tui.process.key_parser import KeyParser
 from dtype_tui.process.short_frames import with_short_frames
-from dtype_tui.rendering.palette import DARK, LIGHT, THEMES, cursor_variables
+from dtype_tui.rendering.palette import DARK, LIGHT, cursor_variables, default_theme, themes
 from dtype_tui.rendering.printable_lines import PrintableLines
 from dtype_tui.widgets.message_line import MessageLine
 
@@ -49,12 +53,14 @@ class BaseApp(App[ReturnType]):
     def __init__(self, config: Config) -> None:
         super().__init__()
         textual_private.use_parser(KeyParser)
-        for theme in THEMES:
+        for theme in themes(self.console.color_system):
             self.register_theme(theme)
         self.set_reactive(App.ansi_theme_dark, DARK)  # applied when `self.theme` is set below
         self.set_reactive(App.ansi_theme_light, LIGHT)
-        self.theme = config.theme or THEMES[0].name
+        self.theme = config.theme or default_theme(self.console.color_system)
         textual_private.add_filters(self, PrintableLines(), *([AsciiFilter()] if wants_ascii(config.ascii) else []))
+        if self.no_color:
+            textual_private.add_filters(self, _NoColors(self))
         self._read: Notification | None = None
         """The last message that the user has read."""
 
@@ -64,7 +70,7 @@ class BaseApp(App[ReturnType]):
     def get_css_variables(self) -> dict[str, str]:
         """Return the style sheets' variables. Those of the cursor are left out in a theme of the terminal's own colors."""
         theme = self.current_theme
-        own = {} if theme.ansi else {**cursor_variables(theme.dark), **theme.variables}
+        own = {} if theme.ansi else {**cursor_variables(theme.dark, self.console.color_system), **theme.variables}
         self.theme_variables = {**super().get_css_variables(), **own}
         return self.theme_variables
 
@@ -208,6 +214,19 @@ class BaseApp(App[ReturnType]):
             return
         words = f"{self.title.partition(' ')[0] or 'dtype-tui'}: {unexpected(error)}{recorded(error)}"
         textual_private.end_by_error(self, Text(words, overflow="fold"))
+
+
+class _NoColors(NoColor):
+    """With NO_COLOR, drop the terminal's own colors in a theme that has them. Textual turns all colors to gray, and these to black
+    on black.
+    """
+
+    def __init__(self, app: App[Any]) -> None:
+        super().__init__()
+        self._app = app
+
+    def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
+        return super().apply(segments, background) if self._app.native_ansi_color else segments
 
 
 def _after_escape(key: Key) -> Key | None:

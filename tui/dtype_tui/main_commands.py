@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from textual.binding import Binding
-
 from dtype_engine.core.atomic_write import is_taken
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
@@ -14,7 +12,7 @@ from dtype_engine.core.user_folders import expanded
 from dtype_engine.recipe import Rule
 from dtype_engine.search.constraints import parse_bytes
 from dtype_tui.config.bindings import KEYS
-from dtype_tui.state.commands import Completer, all_commands
+from dtype_tui.state.commands import Completer, all_commands, of_keys
 from dtype_tui.state.controller import Controller
 from dtype_tui.state.folds import patterns_for
 from dtype_tui.widgets.module_tree import ModuleTree
@@ -36,7 +34,6 @@ class CommandWords:
             "show_columns": self.show_columns,
             "use_context": self.use_context,
             "use_budget": lambda size="": controller.set_budget(parse_bytes(size, 0) if size else None),
-            "estimate_activations": controller.estimate_activations,
             "use_theme": self.use_theme,
             "use_preset": controller.use_preset,
             "export_to": lambda folder: self.save_to("checkpoint", folder),
@@ -95,16 +92,14 @@ class CommandWords:
         path = Path(typed) if there else expanded(typed)
         self._controller.save(save_request(kind, path, False, experiment.results))
 
-    def completer(self) -> Completer:
-        """Return a completer for key actions, commands with arguments, and the names of this model's nodes."""
-        actions = [
-            (binding.action, binding.description)
-            for binding in KEYS
-            if isinstance(binding, Binding) and binding.action not in ("command", "filter", "cast")
-        ]
+    def completer(self, chosen: Mapping[str, str]) -> Completer:
+        """Return a completer for key actions, commands with arguments, and the names of this model's nodes. chosen: the user's own
+        keys, by binding id.
+        """
+        keys = [command for command in of_keys(KEYS, chosen) if command.action != "command"]
         experiment = self._controller.experiment
         return Completer(
-            all_commands(actions),
+            all_commands(keys),
             lambda: experiment.tree.names[0],
             lambda: patterns_for(experiment.tree, self._tree.current.name),
             self._choices,

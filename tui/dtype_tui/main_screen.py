@@ -38,6 +38,7 @@ from dtype_tui.windows import OpensWindows
 # Importing these would delay the first paint. They are imported in `MainScreen.complete`, or where they are used.
 if TYPE_CHECKING:
     from dtype_tui.main_commands import CommandWords
+    from dtype_tui.screens.help import HelpScreen
     from dtype_tui.state.commands import Command
     from dtype_tui.widgets.bottom_prompt import BottomPrompt
     from dtype_tui.widgets.panes.base import Pane
@@ -132,7 +133,7 @@ class MainScreen(OpensWindows):
             from dtype_tui.widgets.panes.trade_off import TradeOffPane
             from dtype_tui.widgets.prompts import CastPrompt, FilterPrompt
 
-            completer = self._words.completer()
+            completer = self._words.completer(self.chosen_keys)
             self.side.make_panes()
             self.depth = DepthPane(self.experiment, "depth")
             self.trade_off = TradeOffPane(self.experiment, "trade-off")
@@ -212,7 +213,8 @@ class MainScreen(OpensWindows):
         header.show(header_line(experiment, width))
         status.show(status_line(experiment, life.current_activity(), life.activity, idle, width, chosen))
         pairs = next_keys(experiment, bool(self.tree_view.filter_text), life.activity, life.error is not None)
-        keys.show(key_line(pairs, width, chosen))
+        hidden = HIDDEN if self.controller.read_only else frozenset()
+        keys.show(key_line([pair for pair in pairs if pair[0] not in hidden], width, chosen))
 
     def _draw_soon(self) -> None:
         """Schedule a redraw, unless one is scheduled already. A single redraw then shows the effects of many engine events."""
@@ -348,6 +350,9 @@ class MainScreen(OpensWindows):
 
     def action_download_model(self) -> None:
         self.controller.ask_once(Download())
+
+    def action_estimate_activations(self) -> None:
+        self.controller.estimate_activations()
 
     def action_over_memory(self) -> None:
         memory = self.experiment.memory
@@ -490,7 +495,11 @@ class MainScreen(OpensWindows):
         if self.has_class("zoomed"):
             self.action_zoom()
 
-    def action_help(self) -> None:
+    def action_help(self, wanted: str = "") -> None:
+        """Show the help or, if a word is given, what the help says about it."""
+        self.app.push_screen(self.help(wanted))
+
+    def help(self, wanted: str = "") -> HelpScreen:
         from dtype_tui.screens.help import HelpScreen, keys_for_node
 
         experiment, node, node_keys = self.experiment, "", []
@@ -498,7 +507,7 @@ class MainScreen(OpensWindows):
             node, node_keys = self.tree_view.current.name, keys_for_node(experiment, self.tree_view.current)
         words = [(pane.TITLE, pane.HELP) for pane in (*self.side.panes, self.depth, self.trade_off)]
         hidden = HIDDEN if self.controller.read_only else frozenset()
-        self.app.push_screen(HelpScreen(node or experiment.model.title, node_keys, self.chosen_keys, words, hidden))
+        return HelpScreen(node or experiment.model.title, node_keys, self.chosen_keys, words, hidden, wanted)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Return whether an action is available. A read-only session hides the actions in `HIDDEN`."""
@@ -506,10 +515,10 @@ class MainScreen(OpensWindows):
 
     # -- the command line ----------------------------------------------------------------------------------------
 
-    def action_command(self) -> None:
+    def action_command(self, begun: str = "") -> None:
         from dtype_tui.widgets.command_line import CommandLine
 
-        self.query_one(CommandLine).open()
+        self.query_one(CommandLine).open(begun)
 
     async def _run(self, command: Command, arguments: tuple[str, ...]) -> None:
         if self.controller.read_only and command.is_refused(arguments):

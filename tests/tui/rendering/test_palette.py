@@ -8,13 +8,30 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
-from rich.color import Color
+from rich.color import Color, ColorSystem
 from rich.terminal_theme import TerminalTheme
+from tests.helpers.recording_engine import make_app
+from tests.helpers.scenes import ready
+from textual.theme import Theme
 
 from dtype_engine.core import dtypes
 from dtype_engine.results.meaning import GRADES, SQNR_BF16, SQNR_FP8, SQNR_SIGNS, Word, sqnr_limits
+from dtype_tui.config.config import Config
 from dtype_tui.rendering import palette
-from dtype_tui.rendering.palette import ACCENT, DARK, LIGHT, TRACK, colour, pill, ramp, sqnr_colour, verdict_pill
+from dtype_tui.rendering.palette import (
+    ACCENT,
+    DARK,
+    FEW,
+    LIGHT,
+    TRACK,
+    colour,
+    cursor_variables,
+    pill,
+    ramp,
+    sqnr_colour,
+    themes,
+    verdict_pill,
+)
 
 HUES = {colour(name) for name in dtypes.BY_NAME}
 RAMP = {ramp(word) for word in GRADES}
@@ -108,3 +125,44 @@ def test_colored_labels_contain_the_short_dtype_name_or_the_drift_word() -> None
     assert pill(dtypes.STORED)[0] == " stored "
     assert verdict_pill("small")[0] == " small "
     assert verdict_pill("under the floor")[1] == verdict_pill("exact")[1]
+
+
+@pytest.mark.parametrize("theme", themes(FEW)[:2], ids=["dark", "light"])
+def test_shades_of_256_colors_are_gray_and_differ(theme: Theme) -> None:
+    """Shown as the terminal shows them, by rich's choice of the 256. Only the light cursor has a tint."""
+    tint = cursor_variables(theme.dark, FEW)["block-cursor-background"]
+    shades = [theme.background, theme.surface, theme.panel, tint]
+    numbers = [Color.parse(shade or "").downgrade(ColorSystem.EIGHT_BIT).number for shade in shades]
+    assert len(set(numbers)) == len(shades)
+    gray = {16, 231, *range(232, 256)}
+    assert set(numbers[:3]) <= gray
+    assert numbers[3] in gray or not theme.dark
+
+
+@pytest.mark.parametrize(
+    ("term", "colorterm", "theme"),
+    [
+        ("xterm-16color", "", "ansi-dark"),
+        ("linux", "", "ansi-dark"),
+        ("screen-256color", "", "dtype-dark"),
+        ("xterm-16color", "truecolor", "dtype-dark"),
+    ],
+)
+def test_terminal_of_16_colors_gets_its_own_colors(
+    term: str, colorterm: str, theme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", term)
+    monkeypatch.setenv("COLORTERM", colorterm)
+    assert make_app().theme == theme
+    assert make_app(config=Config("nord")).theme == "nord"
+
+
+async def test_no_color_shows_text_in_the_terminals_own_colors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With Textual's own filter, it would be black on black."""
+    monkeypatch.setenv("NO_COLOR", "1")
+    app = make_app(config=Config("ansi-dark"))
+    async with app.run_test(size=(80, 24)) as pilot:
+        await ready(app, pilot)
+        styles = [segment.style for strip in app.screen._compositor.render_strips() for segment in strip]
+        colours = [part for style in styles if style is not None for part in (style.color, style.bgcolor)]
+        assert all(part is None or part.is_default for part in colours)

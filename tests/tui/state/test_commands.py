@@ -23,13 +23,23 @@ from dtype_tui.app import DtypeApp
 from dtype_tui.config.bindings import KEYS
 from dtype_tui.main_commands import CommandWords
 from dtype_tui.screens.inputs import InputsScreen
-from dtype_tui.state.commands import Completer, all_commands, parse
+from dtype_tui.state.commands import Completer, all_commands, of_keys, parse
 from dtype_tui.state.launch import Launch
 from dtype_tui.state.results import Results
 from dtype_tui.widgets.command_line import CommandLine
 from dtype_tui.widgets.module_tree import ModuleTree
 
-COMMANDS = all_commands([("undo", "Undo"), ("filter", "Filter"), ("next_order", "Order"), ("cast_node('x')", "no")])
+COMMANDS = all_commands(
+    of_keys(
+        [
+            Binding("u", "undo", "Undo"),
+            Binding("slash", "filter", "Filter"),
+            Binding("z", "next_order", "Order"),
+            Binding("1", "cast_node('x')", "no"),
+        ],
+        {},
+    )
+)
 TREE = demo_tree()
 COMPLETE = Completer(
     COMMANDS,

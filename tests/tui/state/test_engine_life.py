@@ -49,9 +49,9 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_shown_activity_of_the_engine_follows_the_events_of_the_engine(life: Told) -> None:
-    assert life.current_activity() == ("opening", None, "Esc stops")
+    assert life.current_activity() == ("opening", None, "")
     life.follow(MEASURING)
-    assert life.current_activity() == ("measuring: candidate", 0.25, "Esc stops")
+    assert life.current_activity() == ("measuring: candidate", 0.25, "")
     life.follow(events.Idle())
     assert life.current_activity() == ("", None, "")
     assert life.idle_words(False) == "ready"
@@ -68,7 +68,7 @@ def test_cancelling_is_shown_until_the_job_has_stopped(measuring: Told) -> None:
     measuring.follow(events.Idle())
     assert measuring.current_activity()[0] == ""
     measuring.follow(MEASURING)
-    assert measuring.current_activity()[2] == "Esc stops"
+    assert measuring.current_activity()[2] == ""
 
 
 def test_cancelling_without_a_job_does_nothing(life: Told) -> None:
@@ -101,7 +101,7 @@ def test_measurement_after_a_cancelled_measurement_is_not_shown_as_cancelled(mea
     measuring.note_stopped(events.Stopped(Recipe(), "measure"))
     measuring.check_stopped()
     assert not measuring.must_end
-    assert measuring.current_activity()[2] == "Esc stops"
+    assert measuring.current_activity()[2] == ""
 
 
 @pytest.mark.usefixtures("_at_once")
@@ -182,7 +182,7 @@ def test_lost_connection_is_shown_until_it_returns(measuring: Told) -> None:
     assert measuring.idle_words(False) == "connection cut: trying again"
     assert measuring.is_available()
     measuring.follow_connection(events.EngineBack())
-    assert measuring.current_activity() == ("measuring: candidate", 0.25, "Esc stops")
+    assert measuring.current_activity() == ("measuring: candidate", 0.25, "")
 
 
 @pytest.mark.usefixtures("_at_once")

@@ -31,7 +31,7 @@ class Config(msgspec.Struct, frozen=True):
     """The settings in the configuration file, or their defaults."""
 
     theme: str | None = None
-    """None for the app's dark theme."""
+    """None for the app's dark theme or, with 16 colors, the terminal's own colors."""
     ascii: str = "auto"
     """One of `ASCII_CHOICES`."""
     keys: Mapping[str, str] = msgspec.field(default_factory=dict)

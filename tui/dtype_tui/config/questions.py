@@ -25,6 +25,8 @@ class Question(msgspec.Struct, frozen=True):
     """The title of the group of keys in the help to which the key belongs."""
     help: str = ""
     """What the key does, short enough for one of the help's columns."""
+    also: str = ""
+    """Words that find the key or the `:` command, besides those of `meaning`."""
     own_action: str = ""
     """The name of the main screen's action that the key runs. If "", the key asks for the job, which then has no parameters."""
     window: str = ""
@@ -40,30 +42,34 @@ class Question(msgspec.Struct, frozen=True):
 QUESTIONS = [
     Question(
         "causes", "running each module as cast by itself", "causes", "d runs them again", key="d", group="Measure",
-        meaning="Drift over depth, and the modules that cause the drift", help="causes of the drift", own_action="causes",
+        meaning="Drift over depth, and the modules that cause the drift", help="causes of the drift",
+        also="blame depth arises origin", own_action="causes",
     ),
     Question(
         "flow", "tracing casts", "dtype flow", "f traces them again", key="f", group="Measure",
-        meaning="Dtype flow: list the implicit casts", help="dtype flow: implicit casts",
+        meaning="Dtype flow: list the implicit casts", help="dtype flow: implicit casts", also="implicit promotion trace",
         window="dtype_tui.screens.flow.flow_screen",
     ),
     Question(
         "generate", "generating", "text", "g generates again", key="g", group="Measure",
         meaning="Text or pictures of reference and candidate, side by side", help="generate text or pictures",
-        own_action="generate",
+        also="sample picture completion", own_action="generate",
     ),
     Question(
         "speed", "timing", "timing", "t times again", key="t", group="Measure",
-        meaning="Time forward passes", help="time forward passes", window="dtype_tui.screens.speed.speed_screen",
+        meaning="Time forward passes", help="time forward passes",
+        also="latency benchmark throughput seconds", window="dtype_tui.screens.speed.speed_screen",
     ),
     Question(
         "values", "reading the values", "values", "v reads them again", key="v", group="Look",
-        meaning="Values of the tensor: exponents, and the error of each cast", help="values of a tensor", own_action="values",
+        meaning="Values of the tensor: exponents, and the error of each cast", help="values of a tensor",
+        also="histogram distribution weights overflow underflow", own_action="values",
         window="dtype_tui.screens.weight_values.weight_screen",
     ),
     Question(
         "check", "checking the files", "check", ":check checks again",
-        meaning="Check the model's files: parts, scales, dtypes, what is missing", window="dtype_tui.screens.check.check_screen",
+        meaning="Check the model's files: parts, scales, dtypes, what is missing", also="broken missing lint verify",
+        window="dtype_tui.screens.check.check_screen",
     ),
     Question("activations", "following passes", "activations", ":activations estimates again"),
     Question("nonfinite", "looking for what makes the output finite", "what is not finite", "the drift stays valid"),
@@ -76,7 +82,11 @@ QUESTIONS = [
 
 def bindings_in(group: str) -> list[Binding]:
     """Return the key bindings of the questions in a group of the help, such as "Measure"."""
-    return [Binding(row.key, row.action, row.meaning) for row in QUESTIONS if row.key and row.group == group]
+    return [
+        Binding(row.key, row.action, row.meaning, tooltip=row.also)
+        for row in QUESTIONS
+        if row.key and row.group == group
+    ]
 
 
 def questions_without_keys() -> Iterator[Question]:

@@ -2,8 +2,9 @@
 
 Three groups share no color: a hue for each family of dtypes, a ramp from green to red for how bad a drift is, and an accent for
 titles, keys and the edge of the cursor. Drawing code uses the names of the terminal's 16 colors. The app shows each name in the
-table's color for a dark or a light theme; with `ansi-dark` and `ansi-light`, the terminal's own colors are used. A color never
-carries information alone: it accompanies a word, a number or the length of a bar.
+table's color for a dark or a light theme; with `ansi-dark` and `ansi-light`, the terminal's own colors are used. The former is
+chosen by itself on a terminal of 16 colors. A color never carries information alone: it accompanies a word, a number or the length
+of a bar.
 
 "bright_yellow" stands for the orange of the ramp, because "bright_red" would look like its red.
 """
@@ -43,10 +44,17 @@ _TABLE = {
     "bright_white": ("#b4bdd0", "#3f4960"),  # float64, and all that no rule casts to
 }
 _TEXT = "#c3cad9", "#262c38"
-_BACKGROUND = "#11131a", "#ffffff"
-_SURFACE = "#161923", "#f5f6fa"  # of panes and windows
-_PANEL = "#1b2030", "#e8ebf3"  # of the lines at the edges of the screen
-_BORDER = "#2a2f3d", "#ccd2de"
+_SHADES = {
+    # what has it: (dark theme, light theme, dark and light theme on a terminal of 256 colors)
+    "background": ("#11131a", "#ffffff", "#121212", "#ffffff"),
+    "surface": ("#161923", "#f5f6fa", "#1c1c1c", "#f5f5f5"),  # panes and windows
+    "panel": ("#1b2030", "#e8ebf3", "#262626", "#e4e4e4"),  # the lines at the edges of the screen
+    "border": ("#2a2f3d", "#ccd2de", "#3a3a3a", "#c6c6c6"),
+    "cursor": (*_TABLE["blue"], "#3a3a3a", "#d7d7ff"),
+}
+"""What lies below the text. Of the 256 colors, the nearest to a dark blue is navy, teal or black, so they are gray there."""
+FEW = "256"
+"""Rich's name for a terminal of 256 colors. One of 16 colors is `standard`."""
 ACCENT = "bright_blue"
 TRACK = "bright_black"
 _HUES = {"float64": "bright_white", "float32": "white", "bfloat16": "cyan", "float16": "bright_cyan"}
@@ -58,26 +66,31 @@ _HUES_BY_BITS = {
 
 def _meanings(index: int) -> TerminalTheme:
     colours = [Color.parse(pair[index]).get_truecolor() for pair in _TABLE.values()]
-    text, background = (Color.parse(pair[index]).get_truecolor() for pair in (_TEXT, _BACKGROUND))
+    text, background = (Color.parse(each).get_truecolor() for each in (_TEXT[index], _SHADES["background"][index]))
     return TerminalTheme(background, text, list(colours[:8]), list(colours[8:]))
 
 
-def _theme(name: str, index: int) -> Theme:
+def _shade(what: str, index: int, colours: str | None) -> str:
+    return _SHADES[what][index + (2 if colours == FEW else 0)]
+
+
+def _theme(name: str, index: int, colours: str | None) -> Theme:
     accent = _TABLE[ACCENT][index]
+    background, surface, panel, border = (_shade(what, index, colours) for what in list(_SHADES)[:4])
     return Theme(
         name=name,
         primary=accent,
         secondary=_TABLE["cyan"][index],
         accent=accent,
         foreground=_TEXT[index],
-        background=_BACKGROUND[index],
-        surface=_SURFACE[index],
-        panel=_PANEL[index],
+        background=background,
+        surface=surface,
+        panel=panel,
         success=_TABLE["green"][index],
         warning=_TABLE["yellow"][index],
         error=_TABLE["red"][index],
         dark=index == 0,
-        variables={"surface-lighten-2": _BORDER[index]},
+        variables={"surface-lighten-2": border},
     )
 
 
@@ -99,13 +112,28 @@ HIGH_CONTRAST = Theme(
     variables={"surface-lighten-2": "#ffffff", "block-cursor-text-style": "reverse"},
 )
 """White on black, with yellow and cyan. Every pair of colors has a contrast ratio of at least 7:1."""
-THEMES = _theme("dtype-dark", 0), _theme("dtype-light", 1), HIGH_CONTRAST
-"""The app's own themes, the default first. All of Textual's themes work, too."""
 
 
-def cursor_variables(dark: bool) -> dict[str, str]:
-    """Return the style sheet variables that set the background of the cursor's line in every list."""
-    tint = _TABLE["blue"][0 if dark else 1]
+def themes(colours: str | None) -> tuple[Theme, ...]:
+    """Return the app's own themes, the default first. All of Textual's themes work, too. colours: rich's name for the number of
+    colors that the terminal has, such as `truecolor`.
+    """
+    return _theme("dtype-dark", 0, colours), _theme("dtype-light", 1, colours), HIGH_CONTRAST
+
+
+THEMES = themes("truecolor")
+
+
+def default_theme(colours: str | None) -> str:
+    """Return the theme for who has chosen none. With 16 colors, they are the terminal's own: the nearest of the 16 to most of ours
+    is white.
+    """
+    return "ansi-dark" if colours == "standard" else THEMES[0].name
+
+
+def cursor_variables(dark: bool, colours: str | None) -> dict[str, str]:
+    """Return the style sheet variables that set the background of the cursor's line in every list. colours: as for `themes`."""
+    tint = _shade("cursor", 0 if dark else 1, colours)
     return {
         "block-cursor-background": tint,
         "block-cursor-foreground": _TEXT[0 if dark else 1],

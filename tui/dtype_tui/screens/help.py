@@ -55,7 +55,7 @@ _WINDOWS_KEYS_WIDTH = 20
 class HelpScreen(ModalScreen[None]):
     """Shows keys and explanations. node: the name of the node under the cursor. node_keys: (binding id, description) of the node's
     keys. chosen: the user's own keys, by binding id. words: (title, text) of explanations. hidden: the ids of bindings to leave
-    out.
+    out. wanted: what to search for at first.
     """
 
     DEFAULT_CSS = """
@@ -82,8 +82,10 @@ class HelpScreen(ModalScreen[None]):
         chosen: Mapping[str, str],
         words: Iterable[tuple[str, str]],
         hidden: Set[str] = frozenset(),
+        wanted: str = "",
     ) -> None:
         super().__init__()
+        self._wanted = wanted
         self._hidden = hidden
         self._node = node
         self._node_keys = node_keys
@@ -100,6 +102,9 @@ class HelpScreen(ModalScreen[None]):
 
     def on_mount(self) -> None:
         self.query_one(VerticalScroll).focus()
+        if self._wanted:
+            self.action_search()
+            self.query_one(LineInput).put(self._wanted)
 
     def on_resize(self) -> None:
         self.call_after_refresh(self._draw, self.query_one(LineInput).value)
@@ -130,6 +135,10 @@ class HelpScreen(ModalScreen[None]):
         node = f"Here: {printable(self._node, 500)}"
         here = (node, [(_keys((name,), self._chosen), words) for name, words in self._node_keys])
         return [here, *_groups(self._chosen, self._hidden), *self._sections]
+
+    def finds(self, wanted: str) -> bool:
+        """Return whether the help contains a text."""
+        return bool(_found(self._searched(), self._words, wanted.strip().lower(), sys.maxsize).plain)
 
     def action_search(self) -> None:
         field = self.query_one(LineInput)
@@ -267,6 +276,11 @@ def _keys(names: Sequence[str], chosen: Mapping[str, str]) -> str:
 def search(places: Iterable[Section], explained: Iterable[tuple[str, str]], wanted: str, width: int) -> Text:
     """Return the keys and the sentences of explanations that contain `wanted` in their text or title. Case is ignored."""
     wanted = wanted.strip().lower()
+    page = _found(places, explained, wanted, width)
+    return page if page.plain else Text(f"Nothing in the help contains {wanted!r}.")
+
+
+def _found(places: Iterable[Section], explained: Iterable[tuple[str, str]], wanted: str, width: int) -> Text:
     page = Text()
     for title, rows in places:
         found = [row for row in rows if wanted in f"{row[0]} {row[1]} {title}".lower()]
@@ -281,4 +295,4 @@ def search(places: Iterable[Section], explained: Iterable[tuple[str, str]], want
             page.append(f"{title}\n", style="bold")
             for line in textwrap.wrap(". ".join(sentences), width):
                 page.append(f"{line}\n")
-    return page if page.plain else Text(f"Nothing in the help contains {wanted!r}.")
+    return page

@@ -5,8 +5,11 @@ too.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+from textual.binding import Binding, BindingType
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
@@ -14,7 +17,7 @@ from dtype_engine.core.suggest import nearest
 from dtype_engine.core.text import is_printable, printable
 from dtype_engine.core.user_folders import expanded
 from dtype_tui.config.bindings import refuses
-from dtype_tui.config.key_names import name_of
+from dtype_tui.config.key_names import keys_of, name_of, on_keyboard
 from dtype_tui.config.questions import questions_without_keys
 
 MOST_COMPLETIONS = 200
@@ -22,6 +25,8 @@ PATHS = ("folder", "file")
 """The kinds of arguments that are a single path, which may contain spaces."""
 WITH_PATHS = (*PATHS, "line")
 """The kinds of arguments in which paths are completed. A `line` is a prompt or the paths of files."""
+_EXACT = 4
+"""The rank of a command that is found by a whole word."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,10 @@ class Command:
     meaning: str = ""
     needs: int | None = None
     """Minimum number of arguments. If None, all arguments are required."""
+    also: str = ""
+    """Words that find the command, besides its name and those of `meaning`."""
+    keys: tuple[str, ...] = ()
+    """The labels of its keys, such as `Ctrl+p`."""
 
     @property
     def least(self) -> int:
@@ -50,43 +59,113 @@ class Command:
         ]
         return " ".join((self.name, *words))
 
+    @property
+    def hint(self) -> str:
+        """How else to run the command, and the words that find it: `key e, also export, write`."""
+        how = (
+            f"key {' or '.join(self.keys)}"
+            if self.keys
+            else " ".join((f"command :{self.name}", *map(str.upper, self.arguments)))
+        )
+        return f"{how}, also {', '.join(self.also.split())}" if self.also else how
+
+    def rank(self, wanted: str) -> int:
+        """Return how well a text finds the command: 5 by its name or key, 4 by a word of `also`, 3 and 2 by the beginning of a
+        name or of such a word, 1 by the beginning of a word of `meaning`, 0 not at all. Each of several words must find it.
+        """
+        return min(map(self._rank_of, wanted.split()), default=0)
+
+    def _rank_of(self, word: str) -> int:
+        begun, also = word.lower().removeprefix(":") or word, self.also.split()
+        longer = [key.lower() for key in self.keys if len(key) > 1]
+        ways = (
+            word in self.keys or begun in (self.name, *longer),
+            begun in also,
+            any(part.startswith(begun) for part in (self.name, *self.name.split("-"))),
+            any(part.startswith(begun) for part in also),
+            any(part.startswith(begun) for part in re.findall(r"[\w.:-]+", self.meaning.lower())),
+        )
+        return next((len(ways) - index for index, found in enumerate(ways) if found), 0)
+
 
 DOWNLOAD = "Download the model of which only the headers are here"
 WITH_ARGUMENTS = (
-    Command("cast", "cast_as", ("pattern", "dtype"), "Cast the tensors that a pattern matches"),
-    Command("filter", "filter_by", ("text",), "Show only names that contain this; alone: show all", 0),
-    Command("go", "go_to", ("node",), "Go to a node by its name"),
-    Command("sort", "sort_by", ("order",), "Sort children by this"),
-    Command("context", "use_context", ("tokens", "sequences"), "Show KV caches at this many tokens and sequences", 1),
-    Command("budget", "use_budget", ("bytes",), "Show which context fits in this size; alone: show none", 0),
-    Command("columns", "show_columns", ("columns",), "Show these columns; alone: show all", 0),
-    Command("theme", "use_theme", ("theme",), "Use this color theme"),
-    Command("export", "export_to", ("folder",), "Write a checkpoint in the planned dtypes"),
-    Command("recipe", "save_recipe_to", ("file",), "Write the rules and their measurement"),
-    Command("report", "save_report_to", ("file",), "Write a report, .html or .md"),
+    Command(
+        "cast",
+        "cast_as",
+        ("pattern", "dtype"),
+        "Cast the tensors that a pattern matches",
+        also="quantise quantize convert",
+    ),
+    Command("filter", "filter_by", ("text",), "Show only names that contain this; alone: show all", 0, "find search"),
+    Command("go", "go_to", ("node",), "Go to a node by its name", also="goto module"),
+    Command("sort", "sort_by", ("order",), "Sort children by this", also="order"),
+    Command(
+        "context",
+        "use_context",
+        ("tokens", "sequences"),
+        "Show KV caches at this many tokens and sequences",
+        1,
+        "length batch",
+    ),
+    Command(
+        "budget", "use_budget", ("bytes",), "Show which context fits in this size; alone: show none", 0, "memory limit"
+    ),
+    Command("columns", "show_columns", ("columns",), "Show these columns; alone: show all", 0, "params bytes sqnr"),
+    Command("theme", "use_theme", ("theme",), "Use this color theme", also="colors colours dark light"),
+    Command("export", "export_to", ("folder",), "Write a checkpoint in the planned dtypes", also="safetensors"),
+    Command("recipe", "save_recipe_to", ("file",), "Write the rules and their measurement", also="yaml"),
+    Command("report", "save_report_to", ("file",), "Write a report, .html or .md", also="html markdown"),
     Command("preset", "use_preset", ("preset",), "Apply a preset, which replaces all rules"),
-    Command("activations", "estimate_activations", (), "Estimate the memory of activations at the context"),
-    Command("download", "download_model", (), DOWNLOAD),
-    Command("inputs", "inputs", ("line",), "Run on a prompt, or on a file; alone: show the current inputs", 0),
+    Command(
+        "activations", "estimate_activations", (), "Estimate the memory of activations at the context", also="peak"
+    ),
+    Command("download", "download_model", (), DOWNLOAD, also="fetch hub"),
+    Command(
+        "inputs", "inputs", ("line",), "Run on a prompt, or on a file; alone: show the current inputs", 0, "prompt text"
+    ),
+    Command("help", "help", ("text",), "Explain this word; alone: show all keys", 0, "words explain manual"),
 )
 """The commands that are not made from a key's action. Most take arguments."""
 
 
-def all_commands(actions: Iterable[tuple[str, str]]) -> dict[str, Command]:
-    """Return every command by name. actions: (name, description) of the actions of keys."""
-    asked = ((row.action, row.meaning) for row in questions_without_keys())
-    by_name = {
-        name_of(action): Command(name_of(action), action, (), text)
-        for action, text in (*actions, *asked)
-        if "(" not in action or action.startswith("ask(")
-    }
-    return by_name | {command.name: command for command in WITH_ARGUMENTS}
+def of_keys(bindings: Iterable[BindingType], chosen: Mapping[str, str]) -> list[Command]:
+    """Return a command for each key's action. chosen: the user's own keys, by binding id."""
+    return [
+        Command(
+            name_of(binding.action),
+            binding.action,
+            meaning=binding.description,
+            also=binding.tooltip,
+            keys=tuple(map(on_keyboard, keys_of(binding, chosen).split(","))),
+        )
+        for binding in bindings
+        if isinstance(binding, Binding)
+    ]
+
+
+def without_keys() -> list[Command]:
+    """Return the commands that no key runs: the questions without one, and those that take arguments."""
+    asked = [Command(row.job, row.action, meaning=row.meaning, also=row.also) for row in questions_without_keys()]
+    return [*asked, *WITH_ARGUMENTS]
+
+
+def all_commands(keys: Iterable[Command]) -> dict[str, Command]:
+    """Return every command of the `:` line by name. keys: the commands `of_keys`."""
+    plain = (command for command in keys if "(" not in command.action or command.action.startswith("ask("))
+    return {command.name: command for command in (*plain, *without_keys())}
+
+
+def find(name: str, commands: Mapping[str, Command]) -> Command | None:
+    """Return the command with a name, or the only one that has it as a key or as a word of `also`. None if there is none."""
+    found = [command for command in commands.values() if command.rank(name) >= _EXACT]
+    return commands.get(name) or (found[0] if len(found) == 1 and len(name.split()) == 1 else None)
 
 
 def parse(line: str, commands: dict[str, Command]) -> tuple[Command, tuple[str, ...]]:
     """Return the command of a line and its arguments. The last argument may contain spaces. Raises UserError."""
     name, _, rest = line.strip().removeprefix(":").strip().partition(" ")
-    command = commands.get(name)
+    command = find(name, commands)
     if command is None:
         near = nearest(name, commands)
         hint = f"did you mean {near}?" if near else "Tab shows all"
@@ -126,14 +205,22 @@ class Completer:
                 for name, command in self.commands.items()
                 if not (self.read_only and command.is_refused(command.arguments[: command.needs]))
             )
-            return sorted(name for name in offered if name.startswith(words[0]))
-        command = self.commands.get(words[0])
+            return self._names(words[0], list(offered))
+        command = find(words[0], self.commands)
         if command is None or not command.arguments:
             return []
         index = min(len(words) - 2, len(command.arguments) - 1)
         first = index + 1 if command.arguments[index] in PATHS else len(words) - 1
         before, begun = " ".join(words[:first]), " ".join(words[first:])
         return [f"{before} {word}" for word in self._words(command.arguments[index], begun)][:MOST_COMPLETIONS]
+
+    def _names(self, begun: str, offered: Sequence[str]) -> list[str]:
+        """Return the names that begin so. If none does, those of the commands that these letters find best."""
+        if named := sorted(name for name in offered if name.startswith(begun)):
+            return named
+        ranks = {name: self.commands[name].rank(begun) for name in offered}
+        best = max(ranks.values(), default=0)
+        return sorted(name for name in offered if ranks[name] == best > 0)
 
     def _words(self, kind: str, begun: str) -> list[str]:
         if kind == "dtype":

@@ -175,7 +175,7 @@ class EngineLife:
             self._changed()
 
     def current_activity(self) -> tuple[str, float | None, str]:
-        """Return (what the engine is doing or "", the fraction that is done or None, what Esc does now or "")."""
+        """Return (what the engine is doing or "", the fraction that is done or None, what Esc does now if not just to stop it)."""
         what, share = self.activity.now()
         if not what or self.lost:
             return "", None, ""
@@ -183,7 +183,7 @@ class EngineLife:
             return f"not stopped: {what}", None, "Esc again ends the engine"
         if self._stopping is not None:
             return f"stopping: {what}", None, ""
-        return what, share, "Esc stops"
+        return what, share, ""
 
     def check_stopped(self) -> None:
         """Offer to end the engine if a job still runs `STOP_WAIT_S` seconds after it was asked to stop."""

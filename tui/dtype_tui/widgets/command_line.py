@@ -11,7 +11,7 @@ from textual.binding import Binding, BindingType
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 from dtype_engine.recipe import Rule
-from dtype_tui.state.commands import WITH_PATHS, Command, Completer, parse
+from dtype_tui.state.commands import WITH_PATHS, Command, Completer, find, parse
 from dtype_tui.state.experiment import Experiment
 from dtype_tui.state.preview import Preview, preview
 from dtype_tui.widgets.bottom_prompt import BottomPrompt
@@ -46,11 +46,12 @@ class CommandLine(BottomPrompt):
         self._completing = False
         """Whether the text is being changed by a completion or the history, not by the user."""
 
-    def open(self) -> None:
+    def open(self, begun: str = "") -> None:
+        """Show the line, with a command that is already begun."""
         self._history_index = len(self.history)
         self._drop_completions()
-        self.show_with("")
-        self._explain("")
+        self.show_with(begun)
+        self._explain(begun)
 
     def _drop_completions(self) -> None:
         self._completions, self._completion = [], -1
@@ -69,7 +70,7 @@ class CommandLine(BottomPrompt):
         if len(self._completions) == 1:
             # A single completion is accepted at once, so the next word can follow.
             only = self._completions[0]
-            command = self.completer.commands.get(only.split(" ")[0])
+            command = find(only.split(" ")[0], self.completer.commands)
             more = command is not None and len(only.split(" ")) - 1 < len(command.arguments)
             self._drop_completions()
             self._complete_with(only + (" " if more and not only.endswith("/") else ""))
@@ -108,11 +109,13 @@ class CommandLine(BottomPrompt):
 
     def _suggest(self, words: Text, line: str) -> None:
         typed = line.split(" ")
-        command = self.completer.commands.get(typed[0])
-        if command is not None and (len(typed) > 1 or not command.arguments):
+        command = find(typed[0], self.completer.commands)
+        completions = self._completions if self._completion >= 0 else self.completer(line)
+        if command is None and len(completions) == 1:
+            command = self.completer.commands[completions[0]]
+        if command is not None and (len(typed) > 1 or not command.arguments or command.name != typed[0]):
             words.append(f" {command.usage}", style="bold")
             words.append(f"  {command.meaning}", style="dim")
-        completions = self._completions if self._completion >= 0 else self.completer(line)
         paths = command is not None and bool(command.arguments) and command.arguments[-1] in WITH_PATHS
         for index, completed in enumerate(completions):
             last = completed.rpartition(" ")[2]

@@ -35,6 +35,7 @@ def next_keys(experiment: Experiment, filtered: bool, working: Activity, ended: 
     a filter. working: the engine's jobs. ended: whether the engine has ended.
     """
     results, busy = experiment.results, working.busy
+    report = results.report or experiment.before  # while the next measurement runs, the keys stay where they are
     if filtered:
         first = [("match-next", "next match"), ("match-previous", "previous"), ("stop", "clear the filter"), *_CAST]
     elif ended:
@@ -45,6 +46,10 @@ def next_keys(experiment: Experiment, filtered: bool, working: Activity, ended: 
         first = [("remedy", "make it finite"), *_CAST]
     elif not busy and results.loss_remedy is not None:
         first = [("remedy", "keep the lost values"), *_CAST]
+    elif experiment.scan.finished and not experiment.recipe.rules:
+        first = [("optimise", "optimise"), *_CAST[:2], ("presets", "presets"), ("filter", "find")]
+    elif experiment.scan.finished and report is not None:  # a recipe of the front, or one to compare with it
+        first = [("leave-with", "save"), ("optimise", "optimise"), *_CAST]
     elif not experiment.recipe.rules:
         first = [*_CAST[:2], ("scan", "scan"), ("optimise", "optimise"), ("presets", "presets"), ("filter", "find")]
     elif results.report is None and not busy and experiment.model.no_forward is None:
@@ -53,7 +58,11 @@ def next_keys(experiment: Experiment, filtered: bool, working: Activity, ended: 
         first = [*_CAST]
     if working.queue:
         first.insert(0, ("jobs", "stop a job"))
-    report = results.report or experiment.before  # while the next measurement runs, the keys stay where they are
+    if busy and not filtered and not ended:  # Esc clears a filter first
+        if experiment.recipe.rules and first[0] == _DTYPES:
+            first[0] = "stop", "stop "  # as wide as what it replaces, so that the other keys stay where they are
+        else:
+            first.insert(0, ("stop", "stop"))
     usual = _USUAL if report is not None and report.output.max_abs > 0 else _USUAL[1:]
     return list(dict.fromkeys((*first, *(each for each in usual if each[0] not in dict(first)))))
 
@@ -100,7 +109,8 @@ def status_line(
     """Return the status line: what the engine is doing, its progress, the bytes that it has read if the model runs from the disk,
     the waiting jobs, and what Esc does; then, if there is room, the keys for jobs, messages and history.
 
-    doing: what the engine is doing, or "" if idle; the share (0 to 1) of it that is done; and what Esc does now. working: the
+    doing: what the engine is doing, or "" if idle; the share (0 to 1) of it that is done; and what Esc does now, or "" if it stops
+    that, which the keys below say. working: the
     engine's jobs. idle: the words to show while the engine is idle. chosen: the user's own keys, by binding id.
     """
     activity, share, stops = doing
@@ -119,7 +129,7 @@ def status_line(
             left = width - line.cell_len - len(f"  {waits}  {stops} ")
             line.append(f"  {_so_far(experiment.results.partial_drift, left)}")
         line.append(waits, style="dim")
-        line.append(f"  {stops}", style="dim")
+        line.append(f"  {stops}" if stops else "", style="dim")
     else:
         line.append(idle)
     if losses := experiment.results.losses.values:
