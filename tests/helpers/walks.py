@@ -515,6 +515,7 @@ OTHER_PLACES = (
         Key("end", point, -1),
         Key("less_than_sign", point, 0),
         Key("greater_than_sign", point, -1),
+        Key("f", on_page(lambda page: page.front.formats), "transformers"),
         Key("slash", typing, True),
         Key("escape", typing, False),
         Key("colon", typing, True),

@@ -54,7 +54,7 @@ HARMLESS_WINDOWS = {
     "JumpScreen": "leave",
     "LineInput": "cursor_left_word cursor_right_word delete_left_word delete_right_word",
     "MeasurementsScreen": "axis compare compare_all go_back leave measure move pin",
-    "OptimiseScreen": "apply compare end leave measure scroll type undo walk zoom",
+    "OptimiseScreen": "apply compare end leave loader measure scroll type undo walk zoom",
     "Overlay": "dismiss edge scroll",
     "Pane": "screen.next_pane screen.to_tree step",
     "PicturesScreen": "leave move",

@@ -15,6 +15,7 @@ from tests.helpers.slow_net import app_on
 from textual.pilot import Pilot
 from textual.widgets import DataTable, Input, Static
 
+from dtype_engine.core.tree import Tree
 from dtype_engine.recipe import Recipe, Rule, make_plan, tensor_bytes
 from dtype_engine.results.drift import NATS
 from dtype_engine.results.scan import ScanReport, WeightScore
@@ -223,6 +224,74 @@ async def test_recipe_of_a_point_on_the_pareto_front_is_applied(size: tuple[int,
         assert app.controller.experiment.recipe == Recipe()
         await pilot.press("escape")
         assert not isinstance(app.screen, OptimiseScreen)
+
+
+@asynccontextmanager
+async def front_of(
+    scores: ScanReport, size: tuple[int, int] = (120, 36)
+) -> AsyncIterator[tuple[DtypeApp, Pilot[None], OptimiseScreen]]:
+    """The Pareto front of a scan of a model that transformers loads."""
+    async with launched(size=size) as (app, pilot):
+        known = app.controller.experiment.tree
+        classes = {name: "Linear" if name.endswith("_proj") else "Module" for name in known.modules}
+        tree = Tree(known.tensors.values(), classes)
+        ready = msgspec.structs.replace(model_ready(app), loader="transformers", tree=tree)
+        await say(app, pilot, ready, events.Idle())
+        await say(app, pilot, events.ScanUpdated(dataclasses.replace(scores, loader="transformers"), True))
+        await pilot.press("o")
+        view = app.screen
+        assert isinstance(view, OptimiseScreen)
+        await until(pilot, lambda: view.facts is not None)
+        yield app, pilot, view
+
+
+@pytest.mark.parametrize("size", [(120, 36), (80, 24)])
+async def test_every_point_of_the_front_says_which_programs_load_it(size: tuple[int, int]) -> None:
+    async with front_of(scan_report(), size) as (app, pilot, view):
+        await pilot.press("home")
+        await until(pilot, lambda: view.facts is not None and "loads in: transformers ✓" in screen(app))
+        assert "dtype-engine ✓" in screen(app)
+        assert "vLLM ✗" in screen(app)  # int8 with wide activations
+        assert "less at no more drift if only dtype-engine reads it (f)" in screen(app)
+
+
+async def test_key_f_walks_through_the_programs_that_are_to_load_the_front() -> None:
+    async with front_of(scan_report()) as (app, pilot, view):
+        seen = []
+        for _ in range(5):
+            assert view.front is not None
+            seen.append(view.front.formats)
+            await pilot.press("f")
+        assert seen == ["transformers", "vllm", "sglang", "llama.cpp", "own"]
+        assert view.front.formats == "transformers"
+        assert "loads in transformers" in screen(app)
+        assert view.view.limits.lines == ("formats transformers",)
+
+
+async def test_front_names_a_format_that_fits_where_no_point_does() -> None:
+    async with front_of(scan_report()) as (app, pilot, _):
+        await pilot.press("slash", *"22%", "enter")
+        await until(pilot, lambda: "nothing fits" in screen(app) and "Computing" not in screen(app))
+        print(screen(app)); assert 0
+
+
+async def test_front_names_a_point_that_is_no_larger_and_drifts_far_less() -> None:
+    whole = scan_report()
+    better = (
+        dataclasses.replace(each, dtype="float16", score=each.score / 100)
+        for each in whole.weights
+        if each.dtype == "bfloat16"
+    )
+    found = dataclasses.replace(whole, dtypes=(*DTYPES, "float16"), weights=(*whole.weights, *better))
+    async with front_of(found) as (app, pilot, _):
+        await pilot.press("escape", "2", "o")  # everything in bfloat16
+        await until(pilot, lambda: "drifts 37 x less, mainly by bf16 → f16" in screen(app))
+
+
+async def test_enter_applies_a_point_as_soon_as_its_rules_are_computed() -> None:
+    async with front_of(scan_report()) as (app, pilot, view):
+        await pilot.press("left", "enter")
+        await until(pilot, lambda: view.recipe is not None and app.controller.experiment.recipe == view.recipe)
 
 
 @pytest.mark.slow
