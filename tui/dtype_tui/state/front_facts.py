@@ -48,7 +48,7 @@ class Fronts(msgspec.Struct):
 
     def _notes(self, solution: Solution) -> Iterator[str]:
         if (fits := self._format_that_fits()) is not None:
-            yield f"{dtypes.short_name(fits)} weights would fit in {human_bytes(self.budget or 0)}: scan them, too (s)"
+            yield f"{dtypes.short_name(fits)} weights would fit in {human_bytes(self.budget or 0)}: scan them, too"
         if (gain := self._gain(solution)) is not None:
             name, saved = gain
             who = f"only {LOADERS[name]} reads" if name == OWN else f"{LOADERS[name]} reads"

@@ -29,19 +29,28 @@ def loadings(experiment: Experiment, plan: Plan) -> tuple[Loading, ...]:
 
 def loading_lines(found: Sequence[Loading], width: int, most: int = 9) -> list[str]:
     """Return lines such as `loads in: transformers ✓  vLLM ✗ (q, k, v differ)`, at most `most` of at most `width` cells. The
-    reasons are left out if they do not fit.
+    reasons are left out if they do not fit. A reason that the next program shares stands after that one.
     """
     if not found:
         return []
-    full = _wrapped([each.words_and_reason for each in found], width)
+    shared = [each.short for each in found[1:]]
+    full = _wrapped(
+        [
+            each.words if each.short == next_one else each.words_and_reason
+            for each, next_one in zip(found, [*shared, ""], strict=True)
+        ],
+        width,
+    )
     return full if len(full) <= most else _wrapped([each.words for each in found], width)[:most]
 
 
 def loading_reasons(found: Sequence[Loading]) -> Iterator[str]:
-    """Yield a sentence for each program that does not load the export, or that computes with other values."""
-    for each in found:
-        if each.why:
-            yield f"{each.words.rpartition(' ')[0]}: {each.why}"
+    """Yield a sentence for each reason why programs do not load the export or compute with other values, if `loading_lines` has
+    only a few words of it.
+    """
+    for why in dict.fromkeys(each.why for each in found if each.why != each.short):
+        programs = ", ".join(each.words.rpartition(" ")[0] for each in found if each.why == why)
+        yield f"{programs}: {why}"
 
 
 def _wrapped(entries: Sequence[str], width: int) -> list[str]:
