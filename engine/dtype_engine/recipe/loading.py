@@ -122,7 +122,9 @@ def _llama_cpp(context: Context) -> Loading:
     for name, dtype in context.plan.dtypes.items():
         tensor = context.tree.tensors[name]
         if tensor.castable and dtype not in (*LLAMA_CPP, "float32", "float64", tensor.dtype):
-            return _refused("llama.cpp", f"a GGUF file has no {dtypes.short_name(dtype)} with these scales", name)
+            known = dtypes.short_name(dtype)
+            why = f"a GGUF file has no {known} with these scales"
+            return _refused("llama.cpp", why, name, short=f"no {known} in GGUF")
     return Loading("llama.cpp", "same")
 
 

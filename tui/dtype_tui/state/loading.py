@@ -33,14 +33,12 @@ def loading_lines(found: Sequence[Loading], width: int, most: int = 9) -> list[s
     """
     if not found:
         return []
-    shared = [each.short for each in found[1:]]
-    full = _wrapped(
-        [
-            each.words if each.short == next_one else each.words_and_reason
-            for each, next_one in zip(found, [*shared, ""], strict=True)
-        ],
-        width,
-    )
+    after = [*(each.short for each in found[1:]), ""]
+    entries = [
+        each.words if each.short == following or len(each.words_and_reason) + 2 > width else each.words_and_reason
+        for each, following in zip(found, after, strict=True)
+    ]
+    full = _wrapped(entries, width)
     return full if len(full) <= most else _wrapped([each.words for each in found], width)[:most]
 
 
