@@ -16,9 +16,10 @@ from dtype_tui.rendering.cells import truncate
 from dtype_tui.rendering.palette import pill
 from dtype_tui.state.controller import Controller
 from dtype_tui.state.folds import node_label
-from dtype_tui.state.loading import loading_lines, loadings
+from dtype_tui.state.loading import loading_lines
 from dtype_tui.state.node_rules import effects_on, never_cast_count
 from dtype_tui.widgets.cursor import EDGE, EDGE_STYLE, cursor_style
+from dtype_tui.widgets.loading import find_loadings
 from dtype_tui.widgets.panes.base import Pane
 
 if TYPE_CHECKING:
@@ -29,8 +30,6 @@ _WITH_BYTES = 46
 """Minimum width in cells of the pane for showing how many bytes each rule saves."""
 _LOADING = 5
 """The most lines about programs that load an export."""
-_MANY = 400
-"""The most tensors for which these lines are computed without a thread."""
 
 
 class RecipePane(Pane):
@@ -132,29 +131,17 @@ class RecipePane(Pane):
         return Text("\n").join([*lines, *below])
 
     def _loadings(self) -> tuple[Loading, ...]:
-        """Return how programs load an export of the recipe. It is computed after the next frame: in a thread for a large model."""
+        """Return how programs load an export of the recipe. Returns () until this is known."""
         experiment = self.experiment
         plan, activations = experiment.plan, experiment.settings.quantize_activations
         if self._loads is None or self._loads[0] is not plan or self._loads[1] != activations:
             self._loads = plan, activations, None
-
-            def find() -> None:
-                found = plan, activations, loadings(experiment, plan)
-                if large:
-                    self.app.call_from_thread(self._loadings_found, found)
-                else:
-                    self._loadings_found(found)
-
-            large = len(plan.dtypes) > _MANY
-            if large:
-                self.run_worker(find, thread=True, exclusive=True)
-            else:
-                self.call_after_refresh(find)
+            find_loadings(self, experiment, plan, lambda found: self._loadings_found(plan, found))
         return self._loads[2] or ()
 
-    def _loadings_found(self, found: tuple[Plan, str, tuple[Loading, ...]]) -> None:
-        if self._loads is not None and self._loads[0] is found[0]:
-            self._loads = found
+    def _loadings_found(self, plan: Plan, found: tuple[Loading, ...]) -> None:
+        if self._loads is not None and self._loads[0] is plan:
+            self._loads = (*self._loads[:2], found)
             self.show_again()
 
     def _rules(self, room: int) -> list[Text]:
