@@ -61,7 +61,7 @@ HARMLESS_WINDOWS = {
     "PresetsScreen": "apply leave move",
     "RecipePane": "cast delete move screen.edit_rule switch",
     "ScanScreen": "again all dtype go leave map move pause sort",
-    "ScanSetup": "choose leave move start",
+    "ScanSetup": "choose leave loader move start",
     "SettingsScreen": "apply change leave move",
 }
 """The actions of the keys of each window and prompt. The lines to type in are the prompts, and searches in what is shown."""

@@ -19,6 +19,7 @@ from dtype_engine.core.tree import Tree
 from dtype_engine.recipe import Recipe, Rule, make_plan, tensor_bytes
 from dtype_engine.results.drift import NATS
 from dtype_engine.results.scan import ScanReport, WeightScore
+from dtype_engine.search.families import FAMILIES
 from dtype_engine.service import events
 from dtype_tui.app import DtypeApp
 from dtype_tui.screens.optimise import OptimiseScreen
@@ -253,6 +254,29 @@ async def test_every_point_of_the_front_says_which_programs_load_it(size: tuple[
         assert "dtype-engine ✓" in screen(app)
         assert "vLLM ✗" in screen(app)  # int8 with wide activations
         assert "less at no more drift if only dtype-engine reads it (f)" in screen(app)
+
+
+@pytest.mark.parametrize("size", [(120, 36), (80, 24)])
+async def test_dtypes_to_scan_are_those_of_the_program_that_is_to_load_the_model(size: tuple[int, int]) -> None:
+    async with launched(size=size) as (app, pilot):
+        await say(app, pilot, msgspec.structs.replace(model_ready(app), loader="transformers"), events.Idle())
+        await pilot.press("s")
+        assert "to be loaded by ‹ transformers ›" in screen(app)
+        await pilot.press("right")
+        assert "to be loaded by ‹ vLLM ›" in screen(app)
+        await pilot.press("left", "right", "enter")
+        assert engine(app).commands[-1] == f"scan {','.join(FAMILIES['vllm'].dtypes)}"
+        await say(app, pilot, events.ScanUpdated(dataclasses.replace(scan_report(), loader="transformers"), True))
+        await pilot.press("o")
+        assert "loads in vLLM" in screen(app)
+
+
+async def test_model_that_transformers_does_not_load_is_scanned_for_this_program() -> None:
+    async with opened() as (app, pilot):
+        await pilot.press("s", "right")
+        assert "to be loaded by ‹ dtype-engine ›" in screen(app)
+        await pilot.press("enter")
+        assert engine(app).commands[-1] == f"scan {','.join(FAMILIES['own'].dtypes)}"
 
 
 async def test_key_f_walks_through_the_programs_that_are_to_load_the_front() -> None:
