@@ -287,6 +287,7 @@ async def test_key_f_walks_through_the_programs_that_are_to_load_the_front() -> 
             seen.append(view.front.formats)
             await pilot.press("f")
         assert seen == ["transformers", "vllm", "sglang", "llama.cpp", "own"]
+        assert view.front is not None
         assert view.front.formats == "transformers"
         assert "loads in transformers" in screen(app)
         assert view.view.limits.lines == ("formats transformers",)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import msgspec
 import pytest
@@ -208,9 +209,9 @@ async def test_recipe_pane_says_which_programs_load_an_export_of_the_rules(size:
         tree = Tree(known.tensors.values(), classes)
         await say(app, pilot, msgspec.structs.replace(model_ready(app), loader="transformers", tree=tree))
         pane = app.main.side.recipe
-        for rule, words in (("*.q_proj=fp8", "vLLM ✗"), ("*.{q,k,v}_proj=fp8", "vLLM ✓")):
+        for rule, mark in (("*.q_proj=fp8", "vLLM ✗"), ("*.{q,k,v}_proj=fp8", "vLLM ✓")):
             app.controller.apply_recipe(Recipe((Rule.parse(rule),)))
             app.main.side.activate(pane)
-            await until(pilot, lambda words=words: words in screen(app), 20)
+            await until(pilot, partial(lambda mark: mark in screen(app), mark), 20)
             assert "loads in: transformers ✓" in screen(app)
             assert "dtype-engine ✓" in screen(app)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 from dtype_engine.checkpoint import unchanged
 from dtype_engine.core.callbacks import ignore
 from dtype_engine.core.cancellation import IsCancelled, never
-from dtype_engine.core.errors import NoForward, UserError
+from dtype_engine.core.errors import NoForward, OutOfReach, UserError
 from dtype_engine.core.hints import ON_THE_COMMAND_LINE, fill_hints
 from dtype_engine.core.options import ClassesDim, InputOptions, Options, RunSettings
 from dtype_engine.core.text import printable
@@ -55,6 +55,7 @@ from dtype_engine.runtime.session.component_inputs import inputs_of
 from dtype_engine.runtime.session.drift import DriftMeasurements
 from dtype_engine.runtime.session.process_memory import memory_stats
 from dtype_engine.runtime.session.search_report import search_report
+from dtype_engine.search.advice import format_that_fits
 from dtype_engine.search.constraints import parse_bytes
 from dtype_engine.search.families import FAMILIES
 from dtype_engine.search.pareto import Constraints, ParetoFront, make_front
@@ -650,7 +651,10 @@ class Session:
         """
         front = self.front(constraints)
         most = parse_bytes(budget, self.tree.stored_bytes) if isinstance(budget, str) else budget
-        solution = front.solve(most, max_drift)
+        try:
+            solution = front.solve(most, max_drift)
+        except OutOfReach as error:
+            raise OutOfReach(f"{error}{self._fitting(front, constraints, most)}") from None
         recipe = minimize(self.tree, solution.dtypes)
         plan, context = make_plan(self.tree, recipe), None if constraints is None else constraints.context
         if measure:
@@ -659,6 +663,14 @@ class Session:
         lost = self.lost_values(cancelled, plan)
         assert self.scanned is not None
         return search_report(self.model, self.scanned.unit, front, solution, plan, report, context, lost)
+
+    def _fitting(self, front: ParetoFront, constraints: Constraints | None, budget: int | None) -> str:
+        """Return words that name a format that was not scanned and fits in a budget, or "" if there is none."""
+        if budget is None or self.scanned is None:
+            return ""
+        asked = dataclasses.replace(constraints or Constraints(), formats=front.formats)
+        fits = format_that_fits(self.tree, self.scanned.scores(), asked, budget)
+        return f"; weights in {fits} would fit, which were not scanned" if fits is not None else ""
 
     @reading_weights
     def use_inputs(self, options: InputOptions, cancelled: IsCancelled = never) -> None:
