@@ -206,7 +206,7 @@ class OptimiseScreen(ModalScreen[None]):
         self.query_one("#front-title", Static).update(title)
         keys = " ←→ walk  Enter applies  f loads in  / limit  + - zoom  c compares  m measures  Esc closes"
         if self.size.width < len(keys):
-            keys = " ←→  Enter applies  f loads in  / limit  + -  c compares  m measures"
+            keys = " ←→ Enter applies  f loads in  / limit  c compares  m measures  Esc closes"
         self.query_one("#front-keys", Static).update(Text(keys, style="dim", no_wrap=True, overflow="ellipsis"))
         self._find_rules()
         self._plot()
