@@ -60,7 +60,7 @@ class ScanSetup(ChoiceScreen[tuple[str, ...]]):
     def draw(self) -> Text:
         text = Text("to be loaded by ", style="dim")
         text.append(f"‹ {LOADERS[self._loader]} ›", style="bold not dim")
-        text.append("\nScores every weight in each marked dtype, from a few backward passes:\n")
+        text.append("\nEvery weight is scored in each marked dtype by backward passes:\n")
         for index, dtype in enumerate(self._offered):
             text.append("\n")
             text.append(*self.marker(index))
