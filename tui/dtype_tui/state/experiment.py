@@ -193,7 +193,7 @@ class Experiment:
             live=True,
             provenance=ready.provenance,
             reference=ready.reference,
-            loader=ready.loader,
+            loader=ready.loader if ready.loader == "transformers" else "own",
         )
         self._known.clear()  # the model's code or files may have changed
         self.replace_tree(ready.tree)
