@@ -58,7 +58,9 @@ def memory() -> MemoryStats:
 async def ready(app: DtypeApp, pilot: Pilot[None]) -> None:
     """The model is there and nothing is cast."""
     tree = app.controller.experiment.tree
-    await say(app, pilot, events.ModelReady(tree, "LlamaForCausalLM", "cpu", 1.0, "6 default prompts, 973 tokens", ()))
+    inputs = "6 default prompts, 973 tokens"
+    loaded = events.ModelReady(tree, "LlamaForCausalLM", "cpu", 1.0, inputs, (), loader="transformers")
+    await say(app, pilot, loaded)
     await say(app, pilot, events.Memory(app.controller.experiment.recipe, memory()), events.Idle())
 
 

@@ -102,6 +102,12 @@ def point(app: DtypeApp) -> int:
     return -1 if view.index == len(view.front.points) - 1 else view.index
 
 
+def loader(app: DtypeApp) -> str:
+    """The program that is to load the model, in the choice of dtypes to scan."""
+    view: Any = app.screen
+    return str(view._loader)
+
+
 def on_page(page: Callable[[Any], Any]) -> Look:
     """Observes the topmost screen."""
     return lambda app: page(app.screen)
@@ -457,6 +463,10 @@ OTHER_PLACES = (
         Key("down", marked_line, "▌ [ ] kv:int4@token kv:int4@token"),
         Key("j", marked_line, "▌ [x] bf16 bfloat16"),
         Key("space", marked_line, "▌ [ ] bf16 bfloat16"),
+        Key("right", loader, "vllm"),
+        Key("l", loader, "sglang"),
+        Key("left", loader, "vllm"),
+        Key("h", loader, "transformers"),
         *closing("s", "escape", "q"),
         press("s", "space"),
         Key("enter", last_command, "scan float16,float8_e4m3fn,int8"),
@@ -515,6 +525,7 @@ OTHER_PLACES = (
         Key("end", point, -1),
         Key("less_than_sign", point, 0),
         Key("greater_than_sign", point, -1),
+        Key("f", on_page(lambda page: page.front.formats), "transformers"),
         Key("slash", typing, True),
         Key("escape", typing, False),
         Key("colon", typing, True),

@@ -56,14 +56,14 @@ HARMLESS_WINDOWS = {
     "JumpScreen": "leave",
     "LineInput": "cursor_left_word cursor_right_word delete_left_word delete_right_word",
     "MeasurementsScreen": "axis compare compare_all go_back leave measure move pin",
-    "OptimiseScreen": "apply compare end leave measure scroll type undo walk zoom",
+    "OptimiseScreen": "apply compare end leave loader measure scroll type undo walk zoom",
     "Overlay": "dismiss edge scroll",
     "Pane": "screen.next_pane screen.to_tree step",
     "PicturesScreen": "leave move",
     "PresetsScreen": "apply leave move",
     "RecipePane": "cast delete move screen.edit_rule switch",
     "ScanScreen": "again all dtype go leave map move pause sort",
-    "ScanSetup": "choose leave move start",
+    "ScanSetup": "choose leave loader move start",
     "SettingsScreen": "apply change leave move",
 }
 """The actions of the keys of each window and prompt. The lines to type in are the prompts, and searches in what is shown."""

@@ -159,7 +159,7 @@ class OpensWindows(Screen[None]):
     def _choose_scan(self) -> None:
         from dtype_tui.screens.scan_setup import ScanSetup
 
-        self._open(ScanSetup(bool(self.experiment.tree.caches)), self.controller.start_scan)
+        self._open(ScanSetup(self.experiment), self.controller.start_scan)
 
     def _leave_scan(self, where: str) -> None:
         from dtype_tui.screens.scan import ScanScreen

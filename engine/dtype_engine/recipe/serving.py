@@ -40,6 +40,12 @@ class Finding:
     """The file and the function in the runtime's source code that has the limitation."""
     tensors: tuple[str, ...]
     """Canonical names of the affected tensors."""
+    short: str = ""
+    """`why` in a few words, if these are not its words before the colon."""
+
+    @property
+    def few_words(self) -> str:
+        return self.short or self.why.partition(":")[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +135,7 @@ def _split(export: _Export) -> Iterator[Finding]:
             why,
             export.source("compressed_tensors/utils.py: should_ignore_layer, find_matched_target"),
             group,
+            f"{', '.join(layer_name(name).removesuffix('_proj') for name in group)} differ",
         )
 
 
@@ -143,7 +150,7 @@ def _experts(export: _Export) -> Iterator[Finding]:
         if len({planned[name] for name in names}) > 1 and not export.quantised.keys().isdisjoint(names):
             why = f"the experts of a layer are in several formats: {_listed(names, planned)}"
             source = export.source("compressed_tensors/compressed_tensors_moe.py: get_moe_method")
-            yield Finding("refused", why, source, tuple(names))
+            yield Finding("refused", why, source, tuple(names), "experts differ")
 
 
 def _listed(names: Sequence[str], planned: Mapping[str, str]) -> str:
@@ -164,7 +171,8 @@ def _one_scale(export: _Export) -> Iterator[Finding]:
     """Yield a finding for each group of fused fp8 weights with one scale each: runtimes requantize them with the largest."""
     source = export.source("utils/w8a8_utils.py: requantize_with_max_scale", "fp8_utils.py")
     for group in fused_groups(name for name, dtype in export.written.items() if dtype == "float8_e4m3fn@tensor"):
-        yield Finding("other values", "fused, and quantized again with the largest scale of the members", source, group)
+        why = "fused, and quantized again with the largest scale of the members"
+        yield Finding("other values", why, source, group, "one scale for fused weights")
 
 
 def _blocks_of_merged(export: _Export) -> Iterator[Finding]:
@@ -208,7 +216,7 @@ def _whole_format(export: _Export) -> Iterator[Finding]:
     if export.runtime == "sglang" and len(layouts) > 1:
         source = export.source("compressed_tensors/compressed_tensors.py: _get_scheme_from_parts")
         why = f"several layouts in one checkpoint ({', '.join(layouts)}): SGLang reads one format for all"
-        yield Finding("refused", why, source, tuple(export.written))
+        yield Finding("refused", why, source, tuple(export.written), "several layouts")
 
 
 def _asymmetric(export: _Export) -> Iterator[Finding]:
@@ -228,7 +236,7 @@ def _int8(export: _Export) -> Iterator[Finding]:
     if export.context.activations == "none" and names:
         why = "int-quantized is for W8A8, and the recipe leaves activations wide: set quantize_activations, or use int8@g128"
         source = export.source("compressed_tensors/compressed_tensors.py: _quantization_scheme_map_from_config")
-        yield Finding("refused", why, source, names)
+        yield Finding("refused", why, source, names, "int8 needs quantized activations")
 
 
 def _always_quantised(export: _Export) -> Iterator[Finding]:
@@ -239,12 +247,12 @@ def _always_quantised(export: _Export) -> Iterator[Finding]:
     if deepseek:
         source = export.source("fp8.py: Fp8Config, activation_scheme dynamic", "fp8.py")
         why = "always served with quantized activations (W8A8): measure with --quantize-activations weights"
-        yield Finding("other values", why, source, deepseek)
+        yield Finding("other values", why, source, deepseek, "activations are quantized")
     names = tuple(name for name, dtype in export.quantised.items() if layout(dtype).startswith("mxfp"))
     if export.runtime == "vllm" and names:
         source = export.source("compressed_tensors/compressed_tensors.py: _get_scheme_from_parts")
         why = "always served with quantized activations (W4A4, W8A8): measure with --quantize-activations weights"
-        yield Finding("other values", why, source, names)
+        yield Finding("other values", why, source, names, "activations are quantized")
 
 
 def _block_rows(dtype: str) -> int:
@@ -261,7 +269,7 @@ def no_layout(tree: Tree, name: str, dtype: str, experts: bool = False) -> str |
         return f"no checkpoint layout has {dtypes.short_name(dtype)}"
     if not (experts and packed_experts(tree, name)):
         if len(tensor.shape) == 2 and tensor.aliases:
-            return "a tied weight is one tensor, and only linear layers are quantized"
+            return "a tied weight can't have scales: only linear layers are quantized"
         module = tree.modules[name.rpartition(".")[0]]
         if len(tensor.shape) != 2 or name.rpartition(".")[2] != "weight" or module.class_name != "Linear":
             return "only the weights of linear layers are quantized"

@@ -8,10 +8,11 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.kv_formats import SCANNED
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import human_bytes, plural, seconds_text, with_error
+from dtype_engine.recipe.loading import LOADERS
 from dtype_engine.reports.text import found_text
 from dtype_engine.reports.text_losses import loss_lines
 from dtype_engine.reports.text_table import table_lines
-from dtype_engine.results.scan import ScanReport, SearchReport, at_even_steps, loader_name
+from dtype_engine.results.scan import ScanReport, SearchReport, at_even_steps
 
 _ROWS = 20
 
@@ -56,7 +57,7 @@ def search_text(report: SearchReport) -> str:
     lines = [
         f"model      {report.model}{found_text(report.coverage)}",
         f"memory     stored {human_bytes(report.stored_bytes)} → planned {human_bytes(report.planned_bytes)}",
-        f"loads in   {loader_name(report.formats)}",
+        f"loads in   {LOADERS[report.formats]}",
         f"predicted  {report.predicted:.4e} {report.unit}",
     ]
     if report.context is not None:

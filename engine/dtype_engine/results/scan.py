@@ -40,11 +40,6 @@ MOST_DRAWS = 100_000
 """Maximum number of backward passes for each sequence of a scan."""
 
 
-def loader_name(formats: str) -> str:
-    """Return the name of the program that loads the formats of a search, such as "vllm"."""
-    return "dtype-engine" if formats == "own" else formats
-
-
 @dataclass(frozen=True, slots=True)
 class ScanReport:
     """The result of a scan: how much drift every castable weight causes in each scanned dtype."""

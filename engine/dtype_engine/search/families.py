@@ -18,6 +18,7 @@ from dtype_engine.core.tree import Tree
 from dtype_engine.core.units import plural
 from dtype_engine.recipe import select
 from dtype_engine.recipe.loader_facts import EXPERTS_ALONE, why_not_loaded
+from dtype_engine.recipe.loading import LLAMA_CPP
 from dtype_engine.recipe.serving import no_layout, packed_experts, whole_when_fused
 from dtype_engine.results.scan import ScanReport, WeightScore
 
@@ -72,7 +73,7 @@ FAMILIES = {
         Family("vllm", _VLLM, only_these=True, refusal=_by_runtime, fuses=True),
         Family("sglang", _SGLANG, only_these=True, refusal=_by_runtime, fuses=True),
         # llama.cpp has only the formats that `recipe convert` can write exactly.
-        Family("llama.cpp", ("bfloat16", "float16", "mxfp4:floor"), only_these=True),
+        Family("llama.cpp", LLAMA_CPP, only_these=True),
         Family(OWN, _SCANNED, only_these=False),
     )
 }

@@ -27,8 +27,9 @@ from dtype_engine.core.text import brief, printable
 from dtype_engine.core.tree import Tree, ancestors
 from dtype_engine.core.units import human_bytes, plural
 from dtype_engine.recipe import Selection, explain_no_match, select, tensor_bytes
+from dtype_engine.recipe.loading import LOADERS
 from dtype_engine.recipe.serving_memory import cache_tensor_bytes
-from dtype_engine.results.scan import FrontPoint, at_even_steps, loader_name
+from dtype_engine.results.scan import FrontPoint, at_even_steps
 from dtype_engine.results.thresholds import told_apart
 from dtype_engine.search.families import OWN, Loadable, stays_wide
 
@@ -248,7 +249,7 @@ class ParetoFront:
     def __repr__(self) -> str:
         first, last = self.points[0], self.points[-1]
         return brief(
-            f"ParetoFront: {plural(len(self.points), 'point')} that {loader_name(self.formats)} loads",
+            f"ParetoFront: {plural(len(self.points), 'point')} that {LOADERS[self.formats]} loads",
             ("from", f"{human_bytes(first.bytes)}, predicted {first.predicted:.4e}"),
             ("to", f"{human_bytes(last.bytes)}, predicted {last.predicted:.4e}"),
         )

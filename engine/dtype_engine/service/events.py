@@ -72,6 +72,8 @@ class ModelReady(Event, frozen=True):
     """As in `HeadersRead`."""
     reference: str = "float32"
     """The reference of the drift: "float32", "as stored (bfloat16)", or the path or name of another checkpoint."""
+    loader: str = "own"
+    """The program that loads an export of the model: "transformers", or "own" for this program alone."""
 
 
 class InputsReady(Event, frozen=True):

@@ -84,6 +84,7 @@ def _open_session(model: OpenModel, emit: Callable[[events.Event], None], read_h
             memory_bytes=total_bytes(session.model.device) or usable_memory(model.options.max_memory),
             provenance=model.provenance,
             reference=reference_name(session.model),
+            loader=session.model.loader,
         )
     )
     if (summary := session.inputs_reading) is not None:

@@ -240,6 +240,8 @@ def test_recipe_found_by_a_search_meets_the_budget_and_the_predicted_drift(scann
 def test_unreachable_byte_budget_is_refused(scanned: Any) -> None:
     with pytest.raises(de.UserError, match="nothing fits in 10 bytes"):
         scanned.search(10)
+    with pytest.raises(de.UserError, match=r"weights in int4@g128 would fit, which were not scanned"):
+        scanned.search("20%", constraints=Constraints(formats="own"))
     with pytest.raises(de.UserError, match="either a budget"):
         scanned.search()
     assert scanned.search(max_drift=0.0).predicted == 0.0

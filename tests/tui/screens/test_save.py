@@ -216,6 +216,24 @@ async def test_save_screen_says_why_one_file_cannot_hold_the_export(app: DtypeAp
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("size", SIZES)
+async def test_save_screen_says_which_programs_load_the_checkpoint_and_why_others_do_not(
+    app: DtypeApp, size: tuple[int, int]
+) -> None:
+    async with running(app, size) as pilot:
+        await say(app, pilot, msgspec.structs.replace(model_ready(app), loader="transformers"))
+        app.controller.apply_recipe(Recipe((Rule("*.q_proj", "float8_e4m3fn"), Rule("*.k_proj", "float8_e4m3fn"))))
+        await pilot.press("e")
+        await say(app, pilot, planned(app), events.Idle())
+        await until(pilot, lambda: "loads in: transformers ✓" in screen(app), 20)
+        assert "SGLang ✗ (q, k, v differ)" in screen(app)
+        if size[1] == 24:  # the reasons come last, below the window's edge
+            return
+        words = " ".join(screen(app).replace("│", " ").split())
+        assert "vLLM, SGLang: fused into one layer, and in several formats: q_proj fp8, k_proj fp8, v_proj f32" in words
+
+
+@pytest.mark.slow
 async def test_save_screen_says_what_loads_an_export_to_one_file(app: DtypeApp) -> None:
     async with running(app, (120, 36)) as pilot:
         await pilot.press("2", "e")

@@ -21,12 +21,13 @@ from dtype_engine.recipe import Recipe, Rule, make_plan, tensor_bytes
 from dtype_engine.recipe.minimize import minimize
 from dtype_engine.results.drift import NATS
 from dtype_engine.results.scan import ScanReport, WeightScore
+from dtype_engine.search.families import FAMILIES
 from dtype_engine.service import events
 from dtype_tui.app import DtypeApp
-from dtype_tui.screens import optimise
 from dtype_tui.screens.optimise import OptimiseScreen
 from dtype_tui.screens.scan import ScanScreen, short_kinds
 from dtype_tui.screens.scan_setup import PRESET, ScanSetup
+from dtype_tui.state import front_facts
 from dtype_tui.widgets.module_tree import ModuleTree
 
 DTYPES = ("bfloat16", "int8")
@@ -240,7 +241,7 @@ async def test_enter_on_a_point_waits_for_its_rules_and_says_so(monkeypatch: pyt
         known.wait(30)
         return minimize(tree, dtypes)
 
-    monkeypatch.setattr(optimise, "minimize", slow)
+    monkeypatch.setattr(front_facts, "minimize", slow)
     async with opened((80, 24)) as (app, pilot):
         await say(app, pilot, events.ScanUpdated(scan_report(), True))
         await pilot.press("o", "c")
@@ -259,6 +260,92 @@ async def test_enter_on_a_point_waits_for_its_rules_and_says_so(monkeypatch: pyt
         await pilot.press("right")
         await until(pilot, lambda: view.recipe is not None)
         assert engine(app).recipes == [app.controller.experiment.recipe], "one Enter, one recipe"
+
+
+@asynccontextmanager
+async def front_of(
+    scores: ScanReport, size: tuple[int, int] = (120, 36)
+) -> AsyncIterator[tuple[DtypeApp, Pilot[None], OptimiseScreen]]:
+    """The Pareto front of a scan of a model that transformers loads."""
+    async with launched(size=size) as (app, pilot):
+        known = app.controller.experiment.tree
+        classes = {name: "Linear" if name.endswith("_proj") else "Module" for name in known.modules}
+        tree = Tree(known.tensors.values(), classes)
+        ready = msgspec.structs.replace(model_ready(app), loader="transformers", tree=tree)
+        await say(app, pilot, ready, events.Idle())
+        await say(app, pilot, events.ScanUpdated(dataclasses.replace(scores, loader="transformers"), True))
+        await pilot.press("o")
+        view = app.screen
+        assert isinstance(view, OptimiseScreen)
+        await until(pilot, lambda: view.facts is not None)
+        yield app, pilot, view
+
+
+@pytest.mark.parametrize("size", [(120, 36), (80, 24)])
+async def test_every_point_of_the_front_says_which_programs_load_it(size: tuple[int, int]) -> None:
+    async with front_of(scan_report(), size) as (app, pilot, view):
+        await pilot.press("home")
+        await until(pilot, lambda: view.facts is not None and "loads in: transformers ✓" in screen(app))
+        assert "dtype-engine ✓" in screen(app)
+        assert "vLLM ✗" in screen(app)  # int8 with wide activations
+        assert "less at no more drift if only dtype-engine reads it (f)" in screen(app)
+
+
+@pytest.mark.parametrize("size", [(120, 36), (80, 24)])
+async def test_dtypes_to_scan_are_those_of_the_program_that_is_to_load_the_model(size: tuple[int, int]) -> None:
+    async with launched(size=size) as (app, pilot):
+        await say(app, pilot, msgspec.structs.replace(model_ready(app), loader="transformers"), events.Idle())
+        await pilot.press("s")
+        assert "to be loaded by ‹ transformers ›" in screen(app)
+        await pilot.press("right")
+        assert "to be loaded by ‹ vLLM ›" in screen(app)
+        await pilot.press("left", "right", "enter")
+        assert engine(app).commands[-1] == f"scan {','.join(FAMILIES['vllm'].dtypes)}"
+        await say(app, pilot, events.ScanUpdated(dataclasses.replace(scan_report(), loader="transformers"), True))
+        await pilot.press("o")
+        assert "loads in vLLM" in screen(app)
+
+
+async def test_model_that_transformers_does_not_load_is_scanned_for_this_program() -> None:
+    async with opened() as (app, pilot):
+        await pilot.press("s", "right")
+        assert "to be loaded by ‹ dtype-engine ›" in screen(app)
+        await pilot.press("enter")
+        assert engine(app).commands[-1] == f"scan {','.join(FAMILIES['own'].dtypes)}"
+
+
+async def test_key_f_walks_through_the_programs_that_are_to_load_the_front() -> None:
+    async with front_of(scan_report()) as (app, pilot, view):
+        seen = []
+        for _ in range(5):
+            assert view.front is not None
+            seen.append(view.front.formats)
+            await pilot.press("f")
+        assert seen == ["transformers", "vllm", "sglang", "llama.cpp", "own"]
+        assert view.front is not None
+        assert view.front.formats == "transformers"
+        assert "loads in transformers" in screen(app)
+        assert view.view.limits.lines == ("formats transformers",)
+
+
+async def test_front_names_a_format_that_fits_where_no_point_does() -> None:
+    async with front_of(scan_report()) as (app, pilot, _):
+        await pilot.press("f", "f", "f", "f", "slash", *"20%", "enter")
+        await until(pilot, lambda: "i4@128 weights would fit in 552.97 KiB: scan them, too" in screen(app), 60)
+        assert "nothing fits" in screen(app)
+
+
+async def test_front_names_a_point_that_is_no_larger_and_drifts_far_less() -> None:
+    whole = scan_report()
+    better = (
+        dataclasses.replace(each, dtype="float16", score=each.score / 100)
+        for each in whole.weights
+        if each.dtype == "bfloat16"
+    )
+    found = dataclasses.replace(whole, dtypes=(*DTYPES, "float16"), weights=(*whole.weights, *better))
+    async with front_of(found) as (app, pilot, _):
+        await pilot.press("escape", "2", "o")  # everything in bfloat16
+        await until(pilot, lambda: "drifts 37 x less, mainly by bf16 → f16" in screen(app))
 
 
 @pytest.mark.slow

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
+import msgspec
 import pytest
 from rich.segment import Segment
-from tests.helpers.recording_engine import engine, make_app, report, running, say
+from tests.helpers.recording_engine import engine, make_app, model_ready, report, running, say
 from tests.helpers.scenes import MIXED, measured_in_part, mixed, modules, opened, ready
 from tests.helpers.screen_text import lines, screen, until
 from textual.events import MouseScrollDown
 from textual.geometry import Region
 from textual.pilot import Pilot
 
+from dtype_engine.core.tree import Tree
 from dtype_engine.recipe import Recipe, Rule
 from dtype_engine.service import events
 from dtype_tui.app import DtypeApp
@@ -196,3 +199,19 @@ async def test_mouse_wheel_moves_the_cursor_among_rules() -> None:
             pane.post_message(MouseScrollDown(pane, 2, 2, 0, 1, 0, False, False, False))
             await pilot.pause()
             assert pane.cursor == expected
+
+
+@pytest.mark.parametrize("size", [(120, 36), (80, 24)])
+async def test_recipe_pane_says_which_programs_load_an_export_of_the_rules(size: tuple[int, int]) -> None:
+    async with opened(size=size) as (app, pilot):
+        known = app.controller.experiment.tree
+        classes = {name: "Linear" if name.endswith("_proj") else "Module" for name in known.modules}
+        tree = Tree(known.tensors.values(), classes)
+        await say(app, pilot, msgspec.structs.replace(model_ready(app), loader="transformers", tree=tree))
+        pane = app.main.side.recipe
+        for rule, mark in (("*.q_proj=fp8", "vLLM ✗"), ("*.{q,k,v}_proj=fp8", "vLLM ✓")):
+            app.controller.apply_recipe(Recipe((Rule.parse(rule),)))
+            app.main.side.activate(pane)
+            await until(pilot, partial(lambda mark: mark in screen(app), mark), 20)
+            assert "loads in: transformers ✓" in screen(app)
+            assert "dtype-engine ✓" in screen(app)

@@ -107,6 +107,7 @@ FRONT_KEYS: list[BindingType] = [
     Binding("down,j", "scroll(1)", "Scroll the rules", show=False),
     Binding("up,k", "scroll(-1)", "Scroll the rules", show=False),
     Binding("enter", "apply", "Apply the point's rules and measure them"),
+    Binding("f", "loader", "Only what the next program loads: transformers, vLLM, SGLang, llama.cpp, dtype-engine"),
     Binding("slash,colon,i", "type", "Type a limit: 8MiB, 45%, keep, alike, only, clear"),
     Binding("plus,equals_sign", "zoom(2)", "Zoom in around the point"),
     Binding("minus", "zoom(0.5)", "Zoom out"),

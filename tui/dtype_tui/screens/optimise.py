@@ -19,11 +19,12 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import human_bytes
 from dtype_engine.recipe import Recipe, make_plan
+from dtype_engine.recipe.loading import LOADERS
 from dtype_engine.recipe.minimize import minimize
 from dtype_engine.recipe.serving_memory import cache_bytes
 from dtype_engine.results.drift import SQUARED
-from dtype_engine.results.scan import loader_name
 from dtype_engine.search.constraints import SearchConstraints
+from dtype_engine.search.families import FAMILIES
 from dtype_engine.search.pareto import ParetoFront, Solution, written_dtype
 from dtype_tui.config.bindings import FRONT_KEYS
 from dtype_tui.rendering.canvas import Series, axes_around, plot
@@ -31,6 +32,8 @@ from dtype_tui.rendering.cells import truncate
 from dtype_tui.rendering.palette import ACCENT, colour
 from dtype_tui.screens.modal import ModalScreen
 from dtype_tui.state.controller import Controller
+from dtype_tui.state.front_facts import Fronts, PointFacts
+from dtype_tui.state.loading import loading_lines, loading_reasons
 from dtype_tui.state.scan import Point, figure
 from dtype_tui.widgets.line_input import LineInput
 
@@ -69,8 +72,12 @@ class OptimiseScreen(ModalScreen[None]):
         self.index = 0
         self.within: Solution | None = None
         """The best solution for the user's budget, if the cursor is on it. Its size may lie between two drawn points."""
-        self._rules: tuple[Solution, Recipe] | None = None
-        """The plan for which a recipe was computed last, and this recipe."""
+        self._fronts: Fronts | None = None
+        """The front, with those of other programs."""
+        self._facts: PointFacts | None = None
+        """What was computed last about a point."""
+        self._facts_by: Fronts | None = None
+        """What `_facts` was computed by."""
         self._measured_caches: dict[Recipe, int] = {}
         self._timer: Timer | None = None
         self._seen = -1
@@ -116,6 +123,9 @@ class OptimiseScreen(ModalScreen[None]):
         at = self.front.points[self.index].bytes if self.front is not None else None
         moved = self.front is None or limits != before
         self.front, self._applies = front, self._applies and not moved
+        constraints = self.view.constraints(self.experiment.tokens, self.experiment.served.batch)
+        now = self._measured_bytes(self.experiment.recipe, self.experiment.plan.planned_bytes)
+        self._fronts = Fronts(self.experiment, front, constraints, limits.budget, now)
         sizes = [point.bytes for point in front.points]
         middle = (self.experiment.tree.stored_bytes + self._cache_bytes({})) // 2
         self.index = max(0, bisect.bisect_right(sizes, at if at is not None else middle) - 1)
@@ -148,25 +158,29 @@ class OptimiseScreen(ModalScreen[None]):
     @property
     def recipe(self) -> Recipe | None:
         """The shortest recipe for the plan under the cursor, or None until it is computed."""
-        return self._rules[1] if self._rules is not None and self._rules[0] == self.solution else None
+        return self.facts.recipe if self.facts is not None else None
+
+    @property
+    def facts(self) -> PointFacts | None:
+        """What is known about the plan under the cursor, or None until it is computed."""
+        return self._facts if self._facts is not None and self._facts.solution == self.solution else None
 
     def _find_rules(self) -> None:
         """Compute the recipe under the cursor when the cursor rests. A thread does it, because it takes long for a large model."""
         if self._timer is not None:
             self._timer.stop()
-        solution = self.solution
-        if solution is None or self.recipe is not None:
+        solution, fronts = self.solution, self._fronts
+        if solution is None or fronts is None or (self.facts is not None and self._facts_by is fronts):
             return
 
         def find() -> None:
-            recipe = minimize(self.experiment.tree, solution.dtypes)
-            self.app.call_from_thread(self._rules_found, solution, recipe)
+            self.app.call_from_thread(self._facts_found, fronts, fronts.facts(solution))
 
         self._timer = self.set_timer(_RESTS_S, lambda: self.run_worker(find, thread=True, exclusive=True))
 
-    def _rules_found(self, solution: Solution, recipe: Recipe) -> None:
-        if self.is_mounted and solution == self.solution:
-            self._rules = (solution, recipe)
+    def _facts_found(self, fronts: Fronts, facts: PointFacts) -> None:
+        if self.is_mounted and facts.solution == self.solution:
+            self._facts, self._facts_by = facts, fronts
             self._controller.withdraw(_COMPUTING)
             self._draw()
             if self._applies:
@@ -186,16 +200,16 @@ class OptimiseScreen(ModalScreen[None]):
             title.append("  best within the budget", style="bold")
         elif self.view.limits.budget is not None and self.front.points[0].bytes > self.view.limits.budget:
             title.append(f"  nothing fits: the smallest has {human_bytes(self.front.points[0].bytes)}", style="bold")
-        title.append(f"  loads in {loader_name(self.front.formats)}", style="dim")
+        title.append(f"  loads in {LOADERS[self.front.formats]}", style="dim")
         if scan := self.view.progress_words:
             title.append(f"  {scan}", style="bold")
         if self.zoom > 1:
             title.append(f"  {self.zoom} x zoom", style="dim")
         title.append(f"  {limits}", style="dim")
         self.query_one("#front-title", Static).update(title)
-        keys = " ←→ walk  Enter applies  / limit  + - zoom  c compares  m measures  Esc closes"
+        keys = " ←→ walk  Enter applies  f loads in  / limit  + - zoom  c compares  m measures  Esc closes"
         if self.size.width < len(keys):
-            keys = " ←→  Enter applies  / limit  + -  c compares  m measures"
+            keys = " ←→ Enter applies  f loads in  / limit  c compares  m measures  Esc closes"
         self.query_one("#front-keys", Static).update(Text(keys, style="dim", no_wrap=True, overflow="ellipsis"))
         self._find_rules()
         self._plot()
@@ -274,6 +288,11 @@ class OptimiseScreen(ModalScreen[None]):
                 text.append(f" ({known.measured / known.predicted:.2f} x)", style="dim")
         elif recipe == self.experiment.recipe:
             text.append("  measuring…", style="dim")
+        width = max(20, self.size.width - 4)
+        for line in loading_lines(self.facts.loadings, width) if self.facts is not None else ():
+            text.append(f"\n{line}")
+        for note in self.facts.notes if self.facts is not None else ():
+            text.append(f"\n{note}", style="bold")
         if recipe is None:
             words = ": applied when they are known" if self._applies else "…"
             text.append(f"\nComputing its rules{words}", style="bold" if self._applies else "dim")
@@ -284,6 +303,8 @@ class OptimiseScreen(ModalScreen[None]):
             width = max(20, self.size.width - 16)
             text.append(f"\n{truncate(printable(rule.pattern, 500), width)} → ", style="")
             text.append(dtype, style=f"bold {colour(rule.dtype)}")
+        for reason in loading_reasons(self.facts.loadings) if self.facts is not None else ():
+            text.append(f"\n{printable(reason, 500)}", style="dim")
         others = [point for point in self.view.measured if point is not known]
         if others:
             text.append("\n\nmeasured before: bytes, predicted, measured", style="dim")
@@ -319,6 +340,13 @@ class OptimiseScreen(ModalScreen[None]):
         if not self._controller.apply_recipe(recipe):
             self._warn("this point is already applied")
         self._draw()
+
+    def action_loader(self) -> None:
+        """Restrict the front to what the next program loads."""
+        if self.front is not None:
+            names = list(FAMILIES)
+            name = names[(names.index(self.front.formats) + 1) % len(names)]
+            self._make(self.view.limits.with_line(f"formats {name}", self.experiment.tree.stored_bytes))
 
     def action_zoom(self, factor: float) -> None:
         self.zoom = min(_MOST_ZOOM, max(1, int(self.zoom * factor)))

@@ -19,6 +19,7 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable, without_controls
 from dtype_engine.core.units import human_bytes, plural
 from dtype_engine.core.user_folders import expanded
+from dtype_engine.recipe.loading import Loading
 from dtype_engine.recipe.targets import TARGET_SUFFIXES
 from dtype_engine.reports.text_losses import severe_sentences
 from dtype_engine.service import events
@@ -33,17 +34,19 @@ from dtype_tui.rendering.hint_keys import with_keys
 from dtype_tui.screens.choice import ChoiceScreen
 from dtype_tui.screens.engine_event import EngineEvent
 from dtype_tui.state.controller import Controller
+from dtype_tui.state.loading import loading_lines, loading_reasons
 from dtype_tui.state.results import Results
 from dtype_tui.widgets.line_input import LineInput
+from dtype_tui.widgets.loading import find_loadings
 
 TOOLS = {
     "torchao": "the recipe as torchao's configuration in config.json",
     "llama.cpp": "the recipe as types of tensors for llama-quantize",
-    "diffusers": "pipelines of pictures: the recipe as layerwise casting",
+    "diffusers": "pipelines: the recipe as layerwise casting",
     "llm-compressor": "the recipe for llm-compressor, which writes for vLLM",
     "transformers": "the recipe as Python that loads and casts the model",
     "modelopt": "the recipe as quant_cfg of NVIDIA ModelOpt",
-    "comfyui": "pipelines of pictures: the recipe as ComfyUI's metadata",
+    "comfyui": "pipelines: the recipe as ComfyUI's metadata",
 }
 """What is written for each tool of `TARGET_SUFFIXES`."""
 KINDS: tuple[tuple[str, str], ...] = (
@@ -86,6 +89,7 @@ class SaveScreen(ChoiceScreen[SaveRequest]):
         """The existing path that the user was warned about."""
         self._checking: str | None = None
         """The path that an engine on another machine is checking."""
+        self._loadings: tuple[Loading, ...] = ()
 
     def compose_box(self) -> ComposeResult:
         yield Static(id="kinds", markup=False)
@@ -95,6 +99,12 @@ class SaveScreen(ChoiceScreen[SaveRequest]):
     def on_mount(self) -> None:
         self.set_focus(self.query_one(LineInput))
         self.action_move(0)
+        find_loadings(self, self._experiment, self._experiment.plan, self._loadings_found)
+
+    def _loadings_found(self, found: tuple[Loading, ...]) -> None:
+        self._loadings = found
+        if self.is_mounted:
+            self.redraw()
 
     def on_engine_event(self, message: EngineEvent) -> None:
         if self._experiment.recipe != self._asked:  # a preset that waited for the model, for example
@@ -198,7 +208,11 @@ class SaveScreen(ChoiceScreen[SaveRequest]):
         else:
             lines += [(f"⚠ {sentence}", "bold") for sentence in severe_sentences(lost, 3)]
         lines += [(notice, "") for notice in plan.notices]
-        return [*lines, (_loading_one_file(self._typed) or plan.loading, "dim")]
+        if one_file:
+            return [*lines, (_loading_one_file(self._typed), "dim")]
+        width = max(30, self.query_one("#about", Static).size.width - 1)
+        lines += [(line, "") for line in loading_lines(self._loadings, width)]
+        return [*lines, *((line, "dim") for line in (plan.loading, *loading_reasons(self._loadings)))]
 
     def action_move(self, step: int) -> None:
         self._warned = self._checking = None
@@ -242,9 +256,7 @@ class SaveScreen(ChoiceScreen[SaveRequest]):
 
 
 def _loading_one_file(typed: str) -> str:
-    """Return how to load the file of weights that an export to `typed` makes, or "" if it makes a folder."""
-    if not is_one_file(Path(typed)):
-        return ""
+    """Return how to load the file of weights that an export to `typed` makes."""
     reader = "safetensors.torch.load_file" if typed.endswith(".safetensors") else "torch.load"
     return f"Weights alone: {reader} reads them, and module.load_state_dict(weights, assign=True) keeps these dtypes."
 

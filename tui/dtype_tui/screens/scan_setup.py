@@ -1,4 +1,4 @@
-"""The window in which the user chooses the dtypes of a scan."""
+"""The window in which the user chooses the dtypes of a scan, by the program that is to load the model."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from rich.text import Text
 from textual.binding import Binding, BindingType
 
 from dtype_engine.core import dtypes
-from dtype_engine.search.families import FAMILIES, TRANSFORMERS
+from dtype_engine.recipe.loading import LOADERS
+from dtype_engine.search.families import FAMILIES, OWN, TRANSFORMERS
 from dtype_tui.rendering.palette import colour
 from dtype_tui.screens.choice import ChoiceScreen
+from dtype_tui.state.experiment import Experiment
 
 SCANNED = (
     "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8", "int8@tensor", "mxfp8", "mxfp4", "nvfp4", "int4@g128",
@@ -24,39 +26,68 @@ class ScanSetup(ChoiceScreen[tuple[str, ...]]):
     """The window in which the user chooses the dtypes of a scan. Its result is the tuple of these dtypes."""
 
     HEADING = "Scan: how much does every weight matter?"
-    KEYS = "↑↓ Space choose  Enter scans  Esc closes"
+    KEYS = "↑↓ Space choose  ←→ loads in  Enter scans  Esc closes"
     DEFAULT_CSS = "ScanSetup > VerticalScroll { width: 90%; max-width: 72; }"
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("up,k", "move(-1)", "Dtype above"),
         Binding("down,j", "move(1)", "Dtype below"),
         Binding("space", "choose", "Mark or unmark the dtype"),
+        Binding("left,h", "loader(-1)", "Dtypes that the previous program loads"),
+        Binding("right,l", "loader(1)", "Dtypes that the next program loads"),
         Binding("enter", "start", "Scan in the marked dtypes"),
         Binding("escape,q", "leave", "Leave"),
     ]
 
-    def __init__(self, has_caches: bool = False) -> None:
-        self._offered = (*SCANNED, *OF_CACHES) if has_caches else SCANNED
+    def __init__(self, experiment: Experiment) -> None:
+        self._experiment = experiment
+        self._loader = experiment.scan.limits.constraints.formats or experiment.model.loader
         super().__init__(len(self._offered))
-        self._chosen = set(PRESET)
+        self._chosen = set(FAMILIES[self._loader].dtypes)
+
+    @property
+    def _offered(self) -> tuple[str, ...]:
+        """The dtypes to choose from: those that the program loads, or the usual ones if it loads others, too."""
+        family = FAMILIES[self._loader]
+        weights = family.dtypes if family.only_these else SCANNED
+        return (*weights, *OF_CACHES) if self._experiment.tree.caches else weights
+
+    @property
+    def _loaders(self) -> list[str]:
+        """The programs to choose from. An export of a model that transformers does not load is for this program alone."""
+        return list(FAMILIES) if self._experiment.model.loader == TRANSFORMERS else [OWN]
 
     def draw(self) -> Text:
-        text = Text("Scores every weight in each marked dtype, estimated from a few backward passes:\n", style="dim")
+        text = Text("to be loaded by ", style="dim")
+        text.append(f"‹ {LOADERS[self._loader]} ›", style="bold not dim")
+        text.append("\nEvery weight is scored in each marked dtype by backward passes:\n")
         for index, dtype in enumerate(self._offered):
             text.append("\n")
             text.append(*self.marker(index))
             text.append("[x] " if dtype in self._chosen else "[ ] ", style="bold")
             text.append(f"{dtypes.short_name(dtype):<14}", style=f"bold {colour(dtype)}")
             text.append(dtype, style="bold" if index == self.index else "dim")
-        if self._offered != SCANNED:
+        if self._experiment.tree.caches:
             text.append("\n\nkv: is for KV caches, which o then counts, at :context.", style="dim")
         text.append("\n\nIt takes the time of about 20 forward passes; Esc stops it, s resumes it.", style="dim")
         return text
+
+    def action_loader(self, step: int) -> None:
+        names = self._loaders
+        at = names.index(self._loader) if self._loader in names else 0
+        self._loader = names[(at + step) % len(names)]
+        self._chosen = set(FAMILIES[self._loader].dtypes)
+        self._count, self.index = len(self._offered), 0
+        self.redraw()
 
     def action_choose(self) -> None:
         self._chosen ^= {self._offered[self.index]}
         self.redraw()
 
     def action_start(self) -> None:
-        if self._chosen:
-            self.dismiss(tuple(dtype for dtype in self._offered if dtype in self._chosen))
+        chosen = tuple(dtype for dtype in self._offered if dtype in self._chosen)
+        if chosen:
+            scan = self._experiment.scan
+            if self._loader != (scan.limits.constraints.formats or self._experiment.model.loader):
+                scan.limits = scan.limits.with_line(f"formats {self._loader}", self._experiment.tree.stored_bytes)
+            self.dismiss(chosen)

@@ -80,6 +80,8 @@ class ModelFacts(msgspec.Struct, frozen=True):
     """Lines that say how the checkpoint was quantized, such as "written by dtype-tui"."""
     reference: str = "float32"
     """The reference of the drift: "float32", "as stored (bfloat16)", or the name of another checkpoint."""
+    loader: str = "own"
+    """The program that loads an export: "transformers", or "own" for dtype-engine alone."""
 
 
 @dataclass
@@ -191,6 +193,7 @@ class Experiment:
             live=True,
             provenance=ready.provenance,
             reference=ready.reference,
+            loader=ready.loader if ready.loader == "transformers" else "own",
         )
         self._known.clear()  # the model's code or files may have changed
         self.replace_tree(ready.tree)

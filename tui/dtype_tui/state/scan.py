@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from dtype_engine.results.drift import DriftReport
     from dtype_engine.results.scan import Prediction, ScanReport
     from dtype_engine.search.constraints import SearchConstraints
-    from dtype_engine.search.pareto import ParetoFront
+    from dtype_engine.search.pareto import Constraints, ParetoFront
 
 _DECADES = 3
 """Number of powers of ten that the bar of a score covers. The bar is full for the score of the whole model."""
@@ -152,11 +152,15 @@ class ScanState(msgspec.Struct, dict=True):
         """
         from dtype_engine.search.pareto import make_front
 
+        return make_front(tree, self.scores, self.constraints(context, batch))
+
+    def constraints(self, context: int | None = None, batch: int = 1) -> Constraints:
+        """Return the user's constraints, with the program that loads the model if the user names none. The arguments are those of
+        `front`.
+        """
         constraints = self.limits.constraints
         constraints = replace(constraints, formats=constraints.formats or (self.report.loader if self.report else ""))
-        if self.has_caches:
-            constraints = replace(constraints, context=context, batch=batch)
-        return make_front(tree, self.scores, constraints)
+        return replace(constraints, context=context, batch=batch) if self.has_caches else constraints
 
     def note_measured(self, tree: Tree, plan: Plan, report: DriftReport) -> None:
         """Store the measured drift of a plan beside its predicted drift, if the scan predicts one."""

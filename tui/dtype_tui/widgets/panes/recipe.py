@@ -16,15 +16,20 @@ from dtype_tui.rendering.cells import truncate
 from dtype_tui.rendering.palette import pill
 from dtype_tui.state.controller import Controller
 from dtype_tui.state.folds import node_label
+from dtype_tui.state.loading import loading_lines
 from dtype_tui.state.node_rules import effects_on, never_cast_count
 from dtype_tui.widgets.cursor import EDGE, EDGE_STYLE, cursor_style
+from dtype_tui.widgets.loading import find_loadings
 from dtype_tui.widgets.panes.base import Pane
 
 if TYPE_CHECKING:
+    from dtype_engine.recipe.loading import Loading
     from dtype_tui.state.rule_list import ListedRule
 
 _WITH_BYTES = 46
 """Minimum width in cells of the pane for showing how many bytes each rule saves."""
+_LOADING = 5
+"""The most lines about programs that load an export."""
 
 
 class RecipePane(Pane):
@@ -38,7 +43,8 @@ class RecipePane(Pane):
         "that it saves; the last rule that matches wins. r goes to the rules: Enter changes the one under the cursor, 1 to 8 its "
         "dtype, K and J move it, space disables it, x deletes it, u undoes. A disabled rule has no number. It casts nothing, and a "
         "saved recipe leaves it out; only the session keeps it. Below: the rules that match the node under the tree's cursor, and "
-        "how many of its tensors are never cast, such as those of quantized weights."
+        "how many of its tensors are never cast, such as those of quantized weights. Last: the programs that load an export of the "
+        "recipe, by their own rules: ✓ with these values, ≈ with other values, ✗ not at all. The save window says why not."
     )
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -56,6 +62,8 @@ class RecipePane(Pane):
         self.cursor = 0
         self._top = 0
         self._saved: tuple[Plan, list[int]] | None = None
+        self._loads: tuple[Plan, str, tuple[Loading, ...] | None] | None = None
+        """(A plan, the setting of activations, how programs load an export of this, or None while it is computed)."""
 
     # -- changing rules ------------------------------------------------------------------------------------------
 
@@ -120,10 +128,27 @@ class RecipePane(Pane):
             )
         self.cursor = max(0, min(self.cursor, len(rows) - 1))
         below = self._about_node(node)[: max(1, self.lines - len(rows) - 1)]
+        rest = self.lines - len(rows) - len(below) - 1
+        if rest > 0:
+            below += [Text(line, "dim") for line in loading_lines(self._loadings(), self.columns, min(rest, _LOADING))]
         room = max(1, self.lines - len(below) - 1)
         lines = self._rules(room)
         lines += [Text()] * max(0, min(1, self.lines - len(lines) - len(below)))
         return Text("\n").join([*lines, *below])
+
+    def _loadings(self) -> tuple[Loading, ...]:
+        """Return how programs load an export of the recipe. Returns () until this is known."""
+        experiment = self.experiment
+        plan, activations = experiment.plan, experiment.settings.quantize_activations
+        if self._loads is None or self._loads[0] is not plan or self._loads[1] != activations:
+            self._loads = plan, activations, None
+            find_loadings(self, experiment, plan, lambda found: self._loadings_found(plan, found))
+        return self._loads[2] or ()
+
+    def _loadings_found(self, plan: Plan, found: tuple[Loading, ...]) -> None:
+        if self._loads is not None and self._loads[0] is plan:
+            self._loads = (*self._loads[:2], found)
+            self.show_again()
 
     def _rules(self, room: int) -> list[Text]:
         """Return the lines of those rules that fit into `room` lines. The rule under the cursor is among them."""

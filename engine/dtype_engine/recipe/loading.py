@@ -1,0 +1,138 @@
+"""Says which programs load an export of a plan, and why the others do not. Everything that names loaders asks this module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from dtype_engine.core import dtypes
+from dtype_engine.recipe.loader_facts import misread_experts, why_not_loaded
+from dtype_engine.recipe.schemes import layout
+from dtype_engine.recipe.serving import Runtime, lint_serving, no_layout, packed_experts
+from dtype_engine.recipe.targets.base import Context
+
+LLAMA_CPP = ("bfloat16", "float16", "mxfp4:floor")
+"""The formats that `recipe convert` writes for llama.cpp without another rounding."""
+LOADERS = {
+    "transformers": "transformers",
+    "vllm": "vLLM",
+    "sglang": "SGLang",
+    "llama.cpp": "llama.cpp",
+    "own": "dtype-engine",
+}
+"""The programs that load an export: the name in options, and the name in sentences."""
+
+Outcome = Literal["same", "other values", "refused"]
+_MARKS: dict[Outcome, str] = {"same": "✓", "other values": "≈", "refused": "✗"}
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """How one program loads an export of a plan."""
+
+    loader: str
+    """A name in `LOADERS`."""
+    outcome: Outcome
+    why: str = ""
+    """Why the program refuses the export, or computes with other values. "" if it does neither."""
+    short: str = ""
+    """`why` in a few words."""
+    tensors: tuple[str, ...] = ()
+    """Canonical names of the tensors that `why` is about."""
+
+    @property
+    def words(self) -> str:
+        """The program's name and a mark: `✓` (it loads the planned values), `≈` (other values), or `✗` (it refuses the export)."""
+        return f"{LOADERS[self.loader]} {_MARKS[self.outcome]}"
+
+    @property
+    def words_and_reason(self) -> str:
+        return f"{self.words} ({self.short})" if self.short else self.words
+
+
+def loads_in(context: Context, of_transformers: bool) -> tuple[Loading, ...]:
+    """Return how each program loads an export of the context's plan. of_transformers: whether the model is a checkpoint of
+    transformers. An export of any other model is for this program alone.
+    """
+    by_loader: dict[str, Callable[[Context], Loading]] = {"own": _own}
+    if of_transformers:
+        by_loader = {
+            "transformers": _transformers,
+            "vllm": lambda given: _runtime(given, "vllm"),
+            "sglang": lambda given: _runtime(given, "sglang"),
+            "llama.cpp": _llama_cpp,
+            "own": _own,
+        }
+    return tuple(load(context) for load in by_loader.values())
+
+
+def _quantised(context: Context) -> Iterator[tuple[str, str]]:
+    """Yield (name, format) of each weight that the plan gives a format with scales."""
+    for name, dtype in context.plan.dtypes.items():
+        if dtype in dtypes.STORAGE_DTYPES and context.tree.tensors[name].castable:
+            yield name, dtype
+
+
+def _refused(loader: str, why: str, *names: str, short: str = "") -> Loading:
+    return Loading(loader, "refused", why, short or why.partition(":")[0], names)
+
+
+def _transformers(context: Context) -> Loading:
+    """Return how plain `from_pretrained` loads the export. It brings weights of several compute dtypes into the widest one, which
+    keeps their values.
+    """
+    tree, planned, quantised = context.tree, context.plan.dtypes, dict(_quantised(context))
+    if not quantised:
+        return Loading("transformers", "same")
+    experts = dict.fromkeys(name for name in planned if packed_experts(tree, name))
+    wide = dtypes.widest(planned.values())
+    one_layout = all(layout(dtype) == "fp8" for dtype in quantised.values())
+    for name, dtype in quantised.items():
+        why = no_layout(tree, name, dtype, experts=True)
+        expert = name in experts
+        if why is None and not one_layout:
+            why = why_not_loaded(dtype, expert, bool(experts) and not expert, wide)
+        if why is not None:
+            return _refused("transformers", why, name)
+    formats: dict[str, set[str]] = {}
+    for name in experts:
+        formats.setdefault(name.rpartition(".")[0], set()).add(planned[name])
+    first = next(iter(quantised.values()))
+    split = any(len(of_layer) > 1 for of_layer in formats.values())
+    why = misread_experts({planned[name] for name in experts}, first, split)
+    return _refused("transformers", why, *experts) if why is not None else Loading("transformers", "same")
+
+
+def _runtime(context: Context, runtime: Runtime) -> Loading:
+    """Return the worst finding of `lint_serving`. Layers that stay wide or run slower still have the planned values or better."""
+    if not context.plan.caches and not any(True for _ in _quantised(context)):
+        return Loading(runtime, "same")
+    findings = lint_serving(context, runtime).findings
+    outcomes: tuple[Outcome, ...] = ("refused", "other values")
+    for outcome in outcomes:
+        for finding in findings:
+            if finding.effect == outcome:
+                return Loading(runtime, outcome, finding.why, finding.few_words, finding.tensors)
+    return Loading(runtime, "same")
+
+
+def _llama_cpp(context: Context) -> Loading:
+    """Return whether a GGUF file that llama.cpp makes by the converted recipe has the planned values."""
+    for name, dtype in context.plan.dtypes.items():
+        tensor = context.tree.tensors[name]
+        if tensor.castable and dtype not in (*LLAMA_CPP, "float32", "float64", tensor.dtype):
+            known = dtypes.short_name(dtype)
+            why = f"a GGUF file has no {known} with these scales"
+            return _refused("llama.cpp", why, name, short=f"no {known} in GGUF")
+    return Loading("llama.cpp", "same")
+
+
+def _own(context: Context) -> Loading:
+    for name, dtype in _quantised(context):
+        blocks = dtypes.BY_NAME[dtype].blocks
+        if blocks is not None and not blocks.layout:
+            return _refused(
+                "own", f"no checkpoint layout has {dtypes.short_name(dtype)}: it can only be measured", name
+            )
+    return Loading("own", "same")
