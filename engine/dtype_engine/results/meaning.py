@@ -101,11 +101,13 @@ def _likely_top1(output: OutputDrift) -> float:
 
 HELP = (
     "One word says what a drift means. Exact: no value of the output differs. Under the floor: no more than the drift of the "
-    "reference from itself. If the output is a distribution, the worse of its mean KL in nats and its same top-1 decides, by limits "
-    f"that llama.cpp published for LLaMA-3-8B on Wikitext-2: invisible up to {KL_FLOATS:.1e} and from {100 * TOP1_FLOATS:.1f} % (a "
-    f"bfloat16 model in float16), small up to {KL_Q8:.1e} and from {100 * TOP1_Q8:.1f} % (q8_0), visible up to {KL_Q2:.3f} and "
-    f"from {100 * TOP1_Q2:.1f} % (q2_K; q4_K_M has {KL_Q4:.3f} and {100 * TOP1_Q4:.1f} %), otherwise broken. A same top-1 misses "
-    "a limit if it is lower by more than two standard errors. For any other output its SQNR decides, by the SQNR of rounding "
+    "reference from itself. If the output is a distribution, the worse of its mean KL in nats and its same top-1 decides, by "
+    "limits that llama.cpp published for LLaMA-3-8B on Wikitext-2: "
+    f"invisible up to {KL_FLOATS:.1e} and from {100 * TOP1_FLOATS:.1f} % (a bfloat16 model in float16), "
+    f"small up to {KL_Q8:.1e} and from {100 * TOP1_Q8:.1f} % (q8_0), "
+    f"visible up to {KL_Q2:.3f} and from {100 * TOP1_Q2:.1f} % (q2_K; q4_K_M has {KL_Q4:.3f} and {100 * TOP1_Q4:.1f} %), "
+    "otherwise broken. A same top-1 misses a limit if it is lower by more than two standard errors. "
+    "For any other output its SQNR decides, by the SQNR of rounding "
     f"the output itself: invisible from {SQNR_BF16:.1f} dB (bfloat16; cosine {cosine_at(SQNR_BF16):.6f}), small from "
     f"{SQNR_FP8:.1f} dB (fp8 e4m3; {cosine_at(SQNR_FP8):.4f}), visible from {SQNR_SIGNS:.1f} dB (1 bit: signs "
     "alone), otherwise broken. An output that is not finite is broken. Other models and texts may tolerate more or less."

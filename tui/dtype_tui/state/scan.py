@@ -134,7 +134,7 @@ class ScanState(msgspec.Struct, dict=True):
         if prediction is None or not plan.recipe.rules:
             return ""
         drift = "not finite" if math.isinf(prediction.value) else figure(prediction.value)
-        return f"{drift} {prediction.unit}" + ("" if self.finished else ", scan not finished")
+        return f"{drift} {prediction.unit}" + ("" if self.finished else " so far")
 
     def why_stale(self, inputs: str, settings: RunSettings) -> str:
         """Return why the scan does not apply to these inputs and settings, or "" if it does."""

@@ -38,10 +38,10 @@ class RecipePane(Pane):
     TITLE = "Recipe"
     HELP = (
         "Rules in the order in which they apply, with the number of tensors that each matches and, if there is room, the bytes "
-        "that it saves on those that it decides; the last rule that matches wins. r goes to the rules: Enter changes the one under the cursor, 1 to 8 its "
-        "dtype, K and J move it, space disables it, x deletes it, u undoes. A disabled rule has no number. It casts nothing, and a "
-        "saved recipe leaves it out; only the session keeps it. Here: how many tensors of the node under the tree's cursor get "
-        "their dtype from which rule, and how many are never cast, such as those of quantized weights."
+        "that it saves on those that it decides; the last rule that matches wins. r goes to the rules: Enter changes the one under "
+        "the cursor, 1 to 8 its dtype, K and J move it, space disables it, x deletes it, u undoes. A disabled rule has no number. "
+        "It casts nothing, and a saved recipe leaves it out; only the session keeps it. Here: how many tensors of the node under "
+        "the tree's cursor get their dtype from which rule, and how many are never cast, such as those of quantized weights."
     )
 
     BINDINGS: ClassVar[list[BindingType]] = [
