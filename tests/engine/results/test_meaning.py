@@ -122,7 +122,19 @@ def test_words_exact_broken_and_under_the_floor_take_precedence_over_drift_limit
 
 
 def test_help_on_drift_words_names_every_limit_and_its_source() -> None:
-    limits = ("2.5e-05", "1.4e-03", "0.031", "0.445", "99.7 %", "97.7 %", "91.9 %", "71.1 %", "52.9 dB", "28.9 dB", "4.4 dB")
+    limits = (
+        "2.5e-05",
+        "1.4e-03",
+        "0.031",
+        "0.445",
+        "99.7 %",
+        "97.7 %",
+        "91.9 %",
+        "71.1 %",
+        "52.9 dB",
+        "28.9 dB",
+        "4.4 dB",
+    )
     for words in ("llama.cpp", "LLaMA-3-8B", *limits):
         assert words in HELP
 

@@ -178,8 +178,8 @@ class RecipePane(Pane):
         if self._saved is None or self._saved[0] is not plan:
             sums = [0] * len(plan.recipe)
             for name, index in plan.decided_by.items():
-                tensor = tree.tensors[name]
-                sums[index] += tensor.nbytes - tensor_bytes(tensor, plan.dtypes[name])
+                if (tensor := tree.tensors.get(name)) is not None:  # a KV cache is no part of the planned bytes
+                    sums[index] += tensor.nbytes - tensor_bytes(tensor, plan.dtypes[name])
             self._saved = plan, sums
         saved = self._saved[1][at] if at is not None else 0
         return f"{'-' if saved > 0 else '+'}{short_bytes(abs(saved))}" if saved else ""
