@@ -83,11 +83,11 @@ def sqnr_limits(output: OutputDrift | None) -> tuple[tuple[float, Word], ...]:
     """
     if output is None or not output.kl_mean or not output.kl_mean > 0 or not math.isfinite(output.sqnr_db):
         return tuple((least, word) for least, word, _ in _SQNR)
-    other_top1 = 1 - _likely_top1(output)
+    kl_mean, other_top1 = output.kl_mean, 1 - _likely_top1(output)
 
     def least(most_kl: float, least_top1: float) -> float:
         by_top1 = 20 * math.log10(other_top1 / (1 - least_top1)) if other_top1 > 0 else -math.inf
-        return output.sqnr_db + max(10 * math.log10(output.kl_mean / most_kl), by_top1)
+        return output.sqnr_db + max(10 * math.log10(kl_mean / most_kl), by_top1)
 
     return tuple((least(most_kl, least_top1), word) for most_kl, least_top1, word, _ in _KL)
 

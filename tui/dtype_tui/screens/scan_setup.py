@@ -50,7 +50,7 @@ class ScanSetup(ChoiceScreen[tuple[str, ...]]):
             text.append(dtype, style="bold" if index == self.index else "dim")
         if self._offered != SCANNED:
             text.append(
-                "\n\nkv: scores KV caches. o then counts their bytes, too, for the context that :context sets.",
+                "\n\nkv: scores KV caches; o then adds their bytes at the set context.",
                 style="dim",
             )
         text.append("\n\nIt takes the time of about 20 forward passes; Esc stops it, s resumes it.", style="dim")
