@@ -95,6 +95,7 @@ class DriftPane(Pane):
         if results.report is not None:
             report = results.report
             figures = self._figures(report.output, report.sequences, report.modules)
+            figures[0] += self._limits(report)
             figures[0] += [_metric_line(change) for change in report.metrics[:_MOST_METRICS]]
             if self.is_zoomed:
                 shown = self._arranged(figures, [self._worst()])
@@ -133,7 +134,7 @@ class DriftPane(Pane):
         if self._width == self.columns or not others:
             return _joined([blocks[0], alerts, *blocks[1:], *others], self.columns, self.lines)
         if alerts:  # they take the whole width
-            alerts, blocks = [*blocks[0], *alerts], blocks[1:]
+            alerts, blocks = [*_in_pairs(blocks[0], self._width), *alerts], blocks[1:]
         grid = Table.grid(padding=(0, _BETWEEN, 0, 0))
         grid.add_column(width=self._width)
         grid.add_column(width=self._width)
@@ -166,9 +167,7 @@ class DriftPane(Pane):
         return worst_lines(worst, self._width, others, results.sqnr_range, results.sqnr_limits)
 
     def _alerts(self) -> Iterator[Text]:
-        """Yield the lines that the user has to see first: weight values that casts make infinite or zero or clip, outputs that are
-        not finite, and whether the user's limits are met.
-        """
+        """Yield the lines about weight values that casts make infinite or zero or clip, and about outputs that are not finite."""
         results = self.experiment.results
         losses = results.losses
         for label, words in loss_rows(losses.values, losses.reason, results.loss_remedy, results.loss_remedy_next):
@@ -178,13 +177,15 @@ class DriftPane(Pane):
             yield Text.assemble(("not finite ", "bold red"), measured.output.nonfinite_text)
         if results.nonfinite is not None:
             yield from _nonfinite_lines(results.nonfinite)
-        if results.report is not None:
-            limits = [
-                Text.assemble(("pass", "bold green") if verdict.passed else ("FAIL", "bold red"), f" {verdict.short}")
-                for verdict in verdicts(self.experiment.thresholds, results.report.output, results.report.metrics)
-            ]
-            line = Text("  ").join(limits)
-            yield from [line] if limits and line.cell_len <= self.columns else limits
+
+    def _limits(self, report: DriftReport) -> list[Text]:
+        """Return the lines that say whether the user's limits are met: one line if it has room for all."""
+        limits = [
+            Text.assemble(("pass", "bold green") if verdict.passed else ("FAIL", "bold red"), f" {verdict.short}")
+            for verdict in verdicts(self.experiment.thresholds, report.output, report.metrics)
+        ]
+        line = Text("  ").join(limits)
+        return [line] if limits and line.cell_len <= self._width else limits
 
     def _figures(
         self, output: OutputDrift, extent: Extent, modules: Iterable[ModuleDrift], compares: bool = True
@@ -249,6 +250,21 @@ def _joined(blocks: Sequence[list[Text]], columns: int, lines: int) -> Text:
         joined.append("" if not index else "\n\n" if index <= room else "\n")
         joined.append_text(Text("\n").join(block))
     return joined
+
+
+def _in_pairs(lines: Sequence[Text], width: int) -> list[Text]:
+    """Return the lines, two of them beside each other where both have room in `width` cells."""
+    paired: list[Text] = []
+    left: Text | None = None
+    for line in lines:
+        if left is not None and line.cell_len <= width:
+            left.pad_right(width + _BETWEEN - left.cell_len)
+            left.append_text(line)
+            left = None
+        else:
+            left = line.copy() if line.cell_len <= width else None
+            paired.append(left or line)
+    return paired
 
 
 def _dimmed(line: Text) -> Text:
