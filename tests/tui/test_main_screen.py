@@ -357,17 +357,17 @@ async def test_memory_pane_shows_planned_and_measured_bytes(app: DtypeApp) -> No
         assert not missing(app, "cpu 2.00 MiB", "1.00 GiB", "2.00 GiB of the")
 
 
-async def test_recipe_pane_shows_deciding_and_overridden_rules_of_a_node(app: DtypeApp) -> None:
+async def test_recipe_pane_counts_the_tensors_of_a_node_by_the_rule_that_decides_them(app: DtypeApp) -> None:
     async with running(app) as pilot:
         await pilot.press("2")
         tree_of(app).go_to("model.layers.3.mlp")
         await pilot.press("3")
         await pilot.pause()
         text = screen(app)
-        assert "mlp  rule 2 decides, rule 1 loses" in text
+        assert "here: 3 tensors by rule 2 " in text
         tree_of(app).go_to("model.layers.3")
         await pilot.pause()
-        await until(pilot, lambda: "3  rule 2 decides" in screen(app) and "rule 1 decides 6 of 9" in screen(app))
+        await until(pilot, lambda: "here: 6 tensors by rule 1 " in screen(app) and " 3 by rule 2 " in screen(app))
 
 
 async def test_tree_shows_shares_of_dtypes_in_modules_and_the_stored_dtype_of_cast_tensors(app: DtypeApp) -> None:

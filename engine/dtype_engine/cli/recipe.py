@@ -18,7 +18,7 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.system_memory import total_memory
 from dtype_engine.core.text import printable
-from dtype_engine.core.units import human_bytes
+from dtype_engine.core.units import human_bytes, plural
 from dtype_engine.recipe import require_matches
 from dtype_engine.recipe.serving import RUNTIMES, lint_serving, serving_lines
 from dtype_engine.recipe.targets import TARGET_SUFFIXES, Context, Conversion, target_named
@@ -155,11 +155,15 @@ def _lint_serving(sarif_of: Path | None, context: Context, target: str, as_objec
 
 
 def _lint_lines(reading: Lint) -> list[str]:
-    lines = [f"{reading.target}: {reading.matcher}", *(line for rule in reading.rules for line in _rule_lines(rule))]
+    lines = [
+        f"{reading.target}: {reading.matcher}",
+        *(line for rule in reading.rules for line in _rule_lines(rule, reading.target)),
+    ]
     if reading.overruled:
         name, here, there = reading.overruled[0]
         lines.append(
-            f"{len(reading.overruled)} tensors would go by another rule, first {name}: {here} decides here, {there} there"
+            f"another rule decides {plural(len(reading.overruled), 'tensor')} in {reading.target}, first {name}: {there} there, "
+            f"{here} in dtype-engine"
         )
     for problem in reading.caches.problems:
         lines += [f"! {problem.effect}: {problem.why}", f"    {_some(problem.tensors)}"]
@@ -172,16 +176,17 @@ def _lint_lines(reading: Lint) -> list[str]:
     return lines
 
 
-def _rule_lines(rule: RuleComparison) -> list[str]:
-    lines = [f"{'!' if rule.differs else ' '} {rule.pattern}={rule.dtype}: {rule.here} here, {rule.there} there"]
+def _rule_lines(rule: RuleComparison, target: str) -> list[str]:
+    matches = f"matches {plural(rule.here, 'tensor')} in dtype-engine, {rule.there:,} in {target}"
+    lines = [f"{'!' if rule.differs else ' '} {rule.pattern}={rule.dtype}: {matches}"]
     if rule.problem:
         lines.append(f"    {rule.problem}")
     if rule.only_here:
-        lines.append(f"    only here:  {_some(rule.only_here)}")
+        lines.append(f"    not in {target}: {_some(rule.only_here)}")
     if rule.only_there:
-        lines.append(f"    only there: {_some(rule.only_there)}")
+        lines.append(f"    only in {target}: {_some(rule.only_there)}")
     if rule.beyond:
-        lines.append(f"    {rule.beyond} more that no pattern reaches there")
+        lines.append(f"    {target} can't cast {rule.beyond:,} of them, whatever the pattern")
     return lines
 
 

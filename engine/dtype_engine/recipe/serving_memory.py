@@ -152,6 +152,8 @@ def serving_memory(
     if budget is not None:
         of_pass = None if activations is None else lambda tokens: activations(tokens).nbytes
         most = largest_context(fixed, of_pass, budget, longest or MOST_TOKENS)
+    free = None if budget is None else budget - plan.planned_bytes - (found.nbytes if found is not None else 0)
+    of_sequence = of_cache(context, 1)
     notes = cache.notes if cache.none_because is None else (f"without a KV cache: {cache.none_because}",)
     if longest is not None and context > longest:
         notes += (f"the model was made for at most {longest:,} tokens",)
@@ -169,5 +171,6 @@ def serving_memory(
         notes=notes,
         budget=budget,
         largest_context=most,
+        most_sequences=max(0, free // of_sequence) if free is not None and of_sequence else None,
         longest=longest,
     )

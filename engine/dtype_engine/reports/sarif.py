@@ -107,7 +107,7 @@ def lint_sarif(file: Path, lint: Lint) -> dict[str, Any]:
         for rule in lint.rules
         for line in [_line_of(file, rule.pattern)]
         for where, names in (
-            (f"here, and not in {lint.target}", rule.only_here),
+            (f"in dtype-engine, and not in {lint.target}", rule.only_here),
             (f"in {lint.target} alone", rule.only_there),
         )
         for name in names[:_MOST_TENSORS]
@@ -115,7 +115,7 @@ def lint_sarif(file: Path, lint: Lint) -> dict[str, Any]:
     results += [
         result("rule-overruled", f"{printable(name)}: {decide}", name, uri, _line_of(file, here))
         for name, here, there in lint.overruled[:_MOST_TENSORS]
-        for decide in [f"{printable(here)} decides here, and {printable(there)} in {lint.target}"]
+        for decide in [f"{printable(here)} decides in dtype-engine, {printable(there)} in {lint.target}"]
     ]
     results += [
         result("kv-cache", f"{printable(name)}: {problem.why}", name, uri)

@@ -53,8 +53,10 @@ def generation_text(text: Generation) -> str:
 def parting(text: Generation) -> str:
     """Return a sentence that says at which token both texts begin to differ."""
     if not text.differs:
-        return f"the same {len(text.reference.ids)} tokens"
-    return f"the first {text.same_tokens} tokens are the same; token {text.same_tokens + 1} differs"
+        return f"the same {plural(len(text.reference.ids), 'token')}"
+    if text.same_tokens < 2:
+        return "the first token is the same; token 2 differs" if text.same_tokens else "the first token differs"
+    return f"the first {text.same_tokens:,} tokens are the same; token {text.same_tokens + 1:,} differs"
 
 
 def _one_line(text: str) -> str:

@@ -31,6 +31,12 @@ def reference_words(reference: str) -> str:
     return f"the model {reference}" if reference.startswith("as stored") else f"the weights of {reference}"
 
 
+def versus(reference: str) -> str:
+    """Return short words for the `reference` of a drift, to stand beside a figure: `vs float32`, `vs stored bfloat16`."""
+    stored = reference.removeprefix("as stored (").removesuffix(")")
+    return f"vs {printable(reference, 200)}" if stored == reference else f"vs stored {stored}"
+
+
 def extent_text(extent: Extent) -> str:
     """Return words on the inputs that were measured, such as `2 of 6 sequences, 184 tokens`, and on padding that was left out."""
     whole = "sequence" if extent.of_tokens else "input"

@@ -57,6 +57,10 @@ def _of(count: int, loss: ValueLoss) -> str:
     return f"{count:,} of {loss.elements:,} values"
 
 
+def _others(count: int) -> str:
+    return f"{plural(count, 'more tensor')} lose{'s' if count == 1 else ''} values"
+
+
 def headline(losses: Sequence[ValueLoss]) -> str:
     """Return the numbers over all tensors: `64 values became infinite, 12 became zero, in 2 tensors`, or "" if all losses are only
     rounding.
@@ -93,7 +97,7 @@ def severe_sentences(losses: Sequence[ValueLoss], most: int = 8) -> list[str]:
     """
     lost = severe(losses)
     lines = [loss_sentence(loss) for loss in lost[:most]]
-    return [*lines, f"and {len(lost) - most:,} more tensors lose values"] if len(lost) > most else lines
+    return [*lines, f"and {_others(len(lost) - most)}"] if len(lost) > most else lines
 
 
 def loss_lines(losses: Sequence[ValueLoss]) -> list[str]:
@@ -106,7 +110,7 @@ def loss_notice(losses: Sequence[ValueLoss]) -> str:
     lost = severe(losses)
     if not lost:
         return ""
-    more = f"; {len(lost) - 1:,} more tensors lose values" if len(lost) > 1 else ""
+    more = f"; {_others(len(lost) - 1)}" if len(lost) > 1 else ""
     return f"{loss_sentence(lost[0])}{more}"
 
 

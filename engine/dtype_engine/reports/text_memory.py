@@ -38,14 +38,21 @@ def cache_words(memory: ServingMemory) -> str:
 
 
 def budget_words(memory: ServingMemory) -> list[str]:
-    """Return one sentence with the number of tokens up to which the model fits in the budget, or [] if there is no budget."""
+    """Return a sentence with the number of tokens up to which the model fits in the budget, and one with the number of sequences
+    for which it then has room. [] if there is no budget.
+    """
     if memory.budget is None or memory.largest_context is None:
         return []
     budget, batch = human_bytes(memory.budget), f" (batch {memory.batch})" if memory.batch > 1 else ""
     if memory.largest_context == 0:
         return [f"does not fit {budget} at any context{batch}"]
     if memory.largest_context == memory.longest:
-        return [f"fits {budget} at every context up to the model's {memory.longest:,} tokens{batch}"]
-    if memory.kv_bytes_per_token == 0 and memory.activations is None and memory.fits:
-        return [f"fits {budget} at any context{batch}"]
-    return [f"fits {budget} up to {memory.largest_context:,} tokens{batch}"]
+        words = f"fits {budget} at every context up to the model's {memory.longest:,} tokens{batch}"
+    elif memory.kv_bytes_per_token == 0 and memory.activations is None and memory.fits:
+        words = f"fits {budget} at any context{batch}"
+    else:
+        words = f"fits {budget} up to {memory.largest_context:,} tokens{batch}"
+    if memory.most_sequences is None:
+        return [words]
+    room = plural(memory.most_sequences, "sequence") if memory.most_sequences else "no sequence"
+    return [words, f"has room for {room} of {memory.context:,} tokens at a time"]

@@ -43,6 +43,10 @@ class ServingMemory:
     budget: int | None = None
     largest_context: int | None = None
     """The largest number of tokens that fits in the budget; 0 if one token does not fit. None without a budget."""
+    most_sequences: int | None = None
+    """How many sequences of `context` tokens the KV caches of fit in the budget, beside the weights and the activations. None
+    without a budget or without a KV cache.
+    """
     longest: int | None = None
     """The maximum length of a sequence in tokens, if the model's configuration names it."""
 

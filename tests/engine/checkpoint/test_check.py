@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -227,6 +228,17 @@ def test_text_report_of_check_explains_each_finding(quantised: Path, capsys: pyt
     said = capsys.readouterr().out
     assert KINDS["missing-part"].why in said
     assert f"{DOWN}.weight holds float8_e4m3fn codes and has no {DOWN}.weight_scale_inv" in said
+
+
+@pytest.mark.parametrize(("bad", "words"), [(1, "has 1 value that is not"), (2, "has 2 values that are not")])
+def test_check_counts_values_that_are_not_finite(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], bad: int, words: str
+) -> None:
+    weight = torch.ones(4, 4)
+    weight.view(-1)[:bad] = math.inf
+    save_file({"weight": weight}, tmp_path / "net.safetensors", {"format": "pt"})
+    assert run(cli, "dtype-engine", ["check", str(tmp_path / "net.safetensors"), "--values"]) == 1
+    assert words in capsys.readouterr().out
 
 
 def test_check_refuses_missing_folders_and_python_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

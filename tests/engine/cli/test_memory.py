@@ -31,6 +31,21 @@ def test_serving_memory_is_the_sum_of_weights_and_kv_cache(capsys: pytest.Captur
     assert memory["activations"] is None
     assert memory["fits"]
     assert memory["largest_context"] >= 300
+    assert memory["most_sequences"] == ((5 << 20) - memory["weights_bytes"]) // (300 * CACHE_OF_A_TOKEN)
+
+
+@pytest.mark.parametrize("kv", ["bf16", "int4@kivi", "fp8@token"])
+def test_one_more_sequence_than_the_budget_has_room_for_exceeds_the_budget(
+    capsys: pytest.CaptureFixture[str], kv: str
+) -> None:
+    def memory(batch: int, status: int = 0) -> Any:
+        load = ("--context", "300", "--batch", str(batch), "--kv", kv)
+        return found(capsys, "--activations", "none", "--budget", "5MiB", *load, status=status)
+
+    most = memory(1)["most_sequences"]
+    assert most > 1
+    assert memory(most)["fits"]
+    assert not memory(most + 1, status=1)["fits"]
 
 
 def test_kv_cache_dtype_is_that_of_the_weights_or_of_the_kv_option(capsys: pytest.CaptureFixture[str]) -> None:

@@ -638,7 +638,8 @@ def test_lint_command_exits_with_1_if_the_target_matches_differently(
     arguments = ["recipe", "lint", file, "--model", DEMO, "--for"]
     assert run(cli, "dtype-engine", [*arguments, "torchao"]) == 1
     text = capsys.readouterr().out
-    assert "only here:" in text
+    assert "! *.mlp=float8_e4m3fn: matches 18 tensors in dtype-engine, 0 in torchao" in text
+    assert "    not in torchao: " in text
     assert "it is a name, not a pattern" in text
     assert run(cli, "dtype-engine", [*arguments, "torchao", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["rules"][0]["differs"] is True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -40,6 +41,27 @@ def drift(kl_mean: float | None = None, sqnr_db: float = 40.0, max_abs: float = 
 )
 def test_drift_word_follows_from_the_mean_kl(kl: float, word: str) -> None:
     assert meaning(drift(kl, sqnr_db=200.0)).word == word
+
+
+@pytest.mark.parametrize(
+    ("kl", "top1", "error", "found"),
+    [
+        (1.2e-3, 0.859, 0.012, "visible: no worse than llama.cpp Q2_K in same top-1"),  # fp8 experts of Mixtral
+        (1.2e-3, 0.93, 0.001, "visible: no worse than llama.cpp Q4_K_M in same top-1"),
+        (1.2e-3, 0.9767, 0.001, "small: no worse than llama.cpp Q8_0"),
+        (1e-5, 0.98, 0.001, "small: no worse than llama.cpp Q8_0 in same top-1"),
+        (1e-5, 7 / 8, 0.125, "invisible: no worse than a bfloat16 model in float16"),  # one of eight may be chance
+        (1e-5, 0.0, None, "invisible: no worse than a bfloat16 model in float16"),  # one position tells no error
+        (0.01, 0.99, 0.001, "visible: no worse than llama.cpp Q4_K_M"),
+        (0.01, 0.5, 0.02, "broken: worse than llama.cpp Q2_K in same top-1"),
+        (0.6, 0.5, 0.02, "broken: worse than llama.cpp Q2_K"),
+    ],
+)
+def test_worse_of_mean_kl_and_same_top1_gives_the_word(kl: float, top1: float, error: float | None, found: str) -> None:
+    output = replace(drift(kl), top1_agreement=top1, values={"top1_agreement_se": error} if error is not None else {})
+    assert str(meaning(output)) == found
+    word = next((word for least, word in sqnr_limits(output) if output.sqnr_db >= least), "broken")
+    assert found.startswith(word), "a module with the output's SQNR has the output's word"
 
 
 @pytest.mark.parametrize("sqnr_db", [5.0, 28.0, 43.0, 60.0])
@@ -100,7 +122,20 @@ def test_words_exact_broken_and_under_the_floor_take_precedence_over_drift_limit
 
 
 def test_help_on_drift_words_names_every_limit_and_its_source() -> None:
-    for words in ("llama.cpp", "LLaMA-3-8B", "2.5e-05", "1.4e-03", "0.031", "0.445", "52.9 dB", "28.9 dB", "4.4 dB"):
+    limits = (
+        "2.5e-05",
+        "1.4e-03",
+        "0.031",
+        "0.445",
+        "99.7 %",
+        "97.7 %",
+        "91.9 %",
+        "71.1 %",
+        "52.9 dB",
+        "28.9 dB",
+        "4.4 dB",
+    )
+    for words in ("llama.cpp", "LLaMA-3-8B", *limits):
         assert words in HELP
 
 

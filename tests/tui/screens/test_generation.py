@@ -21,8 +21,8 @@ def _text(pieces: int, piece: str = "ab ") -> Generation:
     ("texts", "end"),
     [
         ((_text(4),) * 3000, f"and {3000 - MOST_TEXTS:,} more"),
-        ((_text(100_000),), "the first 99999 tokens are the same"),
-        ((_text(2, "x\n" * 3_000_000),), "the first 1 tokens are the same"),
+        ((_text(100_000),), "the first 99,999 tokens are the same"),
+        ((_text(2, "x\n" * 3_000_000),), "the first token is the same"),
     ],
     ids=["texts", "tokens", "lines"],
 )
@@ -43,3 +43,11 @@ async def test_slow_generation_is_shown_in_seconds_per_token() -> None:
         await app.push_screen(GenerationScreen(None, (text,), lambda wanted: True, lambda: None))
         await until(pilot, lambda: "1 token, 52.77 s, 52.77 s each" in screen(app))
         assert "30 tokens, 1.50 s, 20/s" in screen(app)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 36)])
+async def test_both_lines_of_the_generation_window_have_labels(size: tuple[int, int]) -> None:
+    async with launched(size=size) as (app, pilot):
+        await app.push_screen(GenerationScreen(None, (), lambda wanted: True, lambda: None))
+        await until(pilot, lambda: "prompt  empty: the model's inputs" in screen(app))
+        assert "tokens  48" in screen(app)

@@ -74,6 +74,14 @@ async def test_multiline_help_texts_are_aligned(searched: bool) -> None:
         assert lines(app)[first + 1][1:column].strip() == ""
 
 
+def test_help_lists_no_description_of_a_window_twice() -> None:
+    places = dict(sections({}, ())[0])
+    for title, rows in places.items():
+        descriptions = [words for _, words in rows]
+        assert len(descriptions) == len(set(descriptions)), title
+    assert ("1 to 8", "the rule's dtype") in [row for rows in places.values() for row in rows]
+
+
 def test_help_wrapped_into_lines_contains_all_words() -> None:
     for title, rows in sections({}, ())[0]:
         found = search([(title, rows)], (), title, 40).plain

@@ -157,12 +157,12 @@ async def test_scan_of_earlier_inputs_is_discarded() -> None:
     async with opened() as (app, pilot):
         await say(app, pilot, events.ScanUpdated(scan_report(), True))
         await pilot.press("2")
-        await until(pilot, lambda: "predicted" in screen(app))
+        await until(pilot, lambda: "scan predicts" in screen(app))
         experiment = app.controller.experiment
         experiment.model = msgspec.structs.replace(experiment.model, inputs="another text")
         app.main.show_all()
         await pilot.pause()
-        assert "predicted" not in screen(app)
+        assert "scan predicts" not in screen(app)
         await pilot.press("o")
         assert not isinstance(app.screen, OptimiseScreen)
         await pilot.press("s")
@@ -183,16 +183,16 @@ async def test_predicted_drift_is_shown_beside_the_measured_drift() -> None:
         await say(app, pilot, events.ScanUpdated(found, True))
         await pilot.press("2")
         whole = math.fsum(score.score for score in found.weights if score.dtype == "bfloat16")
-        assert f"predicted {whole:.1e} nats per token" in screen(app)
+        assert f"scan predicts {whole:.1e} nats per token" in screen(app)
         recipe = app.controller.experiment.recipe
         await say(app, pilot, events.Measured(recipe, report(recipe)))
         text = screen(app)
         assert "KL 2.50e-4" in text  # measured
-        assert f"predicted {whole:.1e}" in " ".join(text.split())
+        assert f"scan predicts {whole:.1e}" in " ".join(text.split())
         (point,) = app.controller.experiment.scan.measured
         assert (point.predicted, point.measured) == (pytest.approx(whole), 2.5e-4)
         await pilot.press("5")  # float8_e4m3fn was not scanned
-        assert "predicted" not in screen(app)
+        assert "scan predicts" not in screen(app)
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from dtype_tui.state import experiment as experiment_module
 from dtype_tui.state.controller import Controller
 from dtype_tui.state.experiment import Experiment, ModelFacts
 from dtype_tui.state.launch import Launch
-from dtype_tui.state.preview import preview
+from dtype_tui.state.preview import cache_change, preview
 from dtype_tui.state.rule_list import RuleList
 from dtype_tui.state.session_store import SavedSession
 from dtype_tui.widgets.header import header_line
@@ -198,7 +198,10 @@ def test_new_kv_cache_rule_clears_the_drift_of_the_previous_recipe(alone: Alone)
     assert alone.experiment.results.report is None
     assert len(alone.experiment.plan.caches) == 2
     shown = preview(alone.experiment.tree, alone.experiment.plan, Rule.parse("*.kv_cache=int4@kivi"))
-    assert shown.caches == 12
-    assert preview_words(shown) == "matches 12 tensors of KV caches"
+    assert len(shown.caches) == 12
+    change = cache_change(alone.experiment, shown, "int4@kivi")
+    assert change == "1.03 MiB → 420.00 KiB at 1,024 tokens", "of 6 layers, one has fp8 already"
+    assert preview_words(shown, change) == f"matches 12 tensors of KV caches · {change}"
+    assert cache_change(alone.experiment, shown, "stored").startswith("1.03 MiB → 1.12 MiB at ")
     alone.controller.undo()
     assert not alone.experiment.plan.caches

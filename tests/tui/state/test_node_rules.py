@@ -6,7 +6,7 @@ from tests.helpers.recording_engine import demo_tree
 
 from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.recipe import Recipe, Rule, make_plan
-from dtype_tui.state.node_rules import effects_on, never_cast_count
+from dtype_tui.state.node_rules import counts_by_rule, effects_on, never_cast_count
 from dtype_tui.state.preview import preview
 from dtype_tui.widgets.prompts import preview_words
 
@@ -33,6 +33,21 @@ def test_tensors_below_a_module_that_can_never_be_cast_are_counted() -> None:
     assert [never_cast_count(TREE, node) for node in ("", "mlp", "mlp.up.scales", "norm", "ids")] == [3, 3, 1, 0, 0]
     assert effects_on(TREE, plan, "mlp") == []
     assert [effect.decides for effect in effects_on(TREE, plan, "")] == [1]
+
+
+def test_tensors_of_a_node_are_counted_by_the_rule_that_decides_them() -> None:
+    assert counts_by_rule(TREE, make_plan(TREE, Recipe((Rule("*", "float16"),))), "") == [
+        "1 tensor by rule 1",
+        "1 as stored",
+        "3 never cast",
+    ]
+    tree = demo_tree()
+    plan = make_plan(tree, Recipe((Rule("*.mlp", "float16"), Rule("*.down_proj", "bfloat16"))))
+    assert counts_by_rule(tree, plan, "") == ["12 tensors by rule 1", "6 by rule 2", "38 as stored"]
+    assert counts_by_rule(tree, plan, "model.layers.0.mlp.down_proj") == ["1 tensor by rule 2"], (
+        "rule 1 matches it, too"
+    )
+    assert counts_by_rule(tree, plan, "model.norm.weight") == ["1 tensor as stored"]
 
 
 def test_preview_of_a_rule_counts_tensors_and_lists_overridden_rules() -> None:

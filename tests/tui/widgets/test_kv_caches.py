@@ -101,6 +101,7 @@ async def test_memory_pane_says_which_context_fits_the_budget() -> None:
     async with app.run_test(size=(120, 36)) as pilot:
         await enter(app, pilot, "budget 4MiB")
         assert "fits 4.00 MiB up to 591 tokens" in screen(app)
+        assert "has room for" in screen(app)
         await enter(app, pilot, "context 100 2")
         assert "fits 4.00 MiB up to 295 tokens" in screen(app)
         await enter(app, pilot, "budget")

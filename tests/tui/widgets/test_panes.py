@@ -17,6 +17,7 @@ from textual.pilot import Pilot
 
 from dtype_engine.core.tree import Tree
 from dtype_engine.recipe import Recipe, Rule
+from dtype_engine.results.losses import ValueLoss
 from dtype_engine.service import events
 from dtype_tui.app import DtypeApp
 from dtype_tui.widgets.panes.base import Pane
@@ -46,6 +47,40 @@ async def measured(app: DtypeApp, pilot: Pilot[None], recipe: Recipe, kl: float)
     found = report(recipe, modules=modules())
     output = dataclasses.replace(found.output, kl_mean=kl)
     await say(app, pilot, events.Measured(recipe, dataclasses.replace(found, output=output)), events.Idle())
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 36)])
+@pytest.mark.parametrize(
+    ("reference", "shown"),
+    [
+        ("float32", ["KL 2.20e-5 ± 1e-5 nats vs float32"]),
+        ("as stored (bfloat16)", ["KL 2.20e-5 nats vs stored bfloat16"]),
+        ("as stored (bfloat16, float32)", ["KL 2.20e-5 ± 1e-5 nats", "vs stored bfloat16, float32"]),
+        ("/models/other", ["KL 2.20e-5 nats vs /models/other"]),
+    ],
+)
+async def test_drift_pane_names_the_reference_beside_the_kl(
+    size: tuple[int, int], reference: str, shown: list[str]
+) -> None:
+    async with opened(size=size) as (app, pilot):
+        experiment = app.controller.experiment
+        experiment.model = msgspec.structs.replace(experiment.model, reference=reference)
+        await measured(app, pilot, BF16, 2.2e-5)
+        pane = app.main.side.panes[0]
+        rows = [pane.render_line(y).text for y in range(pane.size.height)]
+        at = next(index for index, row in enumerate(rows) if "KL 2.20e-5" in row)
+        assert all(words in row for words, row in zip(shown, rows[at:], strict=False))
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 36)])
+async def test_drift_pane_shows_lost_values_below_the_word_for_the_drift(size: tuple[int, int]) -> None:
+    async with opened(size=size) as (app, pilot):
+        await measured(app, pilot, BF16, 2.2e-5)
+        lost = ValueLoss("model.norm.weight", "bfloat16", overflowed=2, vanished=0, elements=96)
+        await say(app, pilot, events.CastDone(BF16, (lost,)))
+        rows = screen(app).splitlines()
+        places = [next(y for y, row in enumerate(rows) if words in row) for words in ("KL 2.20e-5", "small", "2 of 96")]
+        assert places == sorted(places)
 
 
 async def test_drift_pane_dims_figures_of_the_previous_recipe() -> None:

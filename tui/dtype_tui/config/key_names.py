@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
 
 from textual.binding import Binding, BindingType
 from textual.keys import format_key
@@ -26,10 +27,13 @@ def name_of(action: str) -> str:
 
 
 def described(bindings: Iterable[BindingType], chosen: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield (keys, description) of every binding. chosen: the user's own keys, by binding id."""
-    for binding in bindings:
-        if isinstance(binding, Binding):
-            yield ", ".join(map(on_keyboard, keys_of(binding, chosen).split(","))), binding.description
+    """Yield (keys, description) of every binding, and of neighbors with one description together, such as `1 to 8`. chosen: the
+    user's own keys, by binding id.
+    """
+    listed = [binding for binding in bindings if isinstance(binding, Binding)]
+    for description, alike in groupby(listed, lambda binding: binding.description):
+        keys = [", ".join(map(on_keyboard, keys_of(binding, chosen).split(","))) for binding in alike]
+        yield f"{keys[0]} to {keys[-1]}" if len(keys) > 1 else keys[0], description
 
 
 def keys_of(binding: Binding, chosen: Mapping[str, str]) -> str:

@@ -20,7 +20,7 @@ from dtype_tui.screens.overlay import Overlay
 from dtype_tui.state.experiment import Experiment
 from dtype_tui.state.folds import modules_at, node_label
 from dtype_tui.state.full_rows import drift_rows, memory_rows
-from dtype_tui.state.node_rules import effects_on
+from dtype_tui.state.node_rules import effects_on, touched_names
 from dtype_tui.widgets.tree_rows import worst_drift
 
 if TYPE_CHECKING:
@@ -117,11 +117,10 @@ def _tensor_rows(experiment: Experiment, tensor: TensorInfo) -> Iterator[Row]:
 
 def _rule_rows(experiment: Experiment, node: str) -> Iterator[Row]:
     effects = effects_on(experiment.tree, experiment.plan, node)
+    every = plural(len(touched_names(experiment.tree, node)), "tensor")
     for effect in effects:
-        won, taken = effect.decides, effect.matches
-        verdict = "decides" if won == taken else f"decides {won} of {taken} tensors"
-        verdict = verdict if won else "loses to a later rule"
-        yield f"rule {effect.index + 1}", f"{printable(str(effect.rule), 500)}  {verdict}"
+        counts = f"matches {effect.matches:,} of {every}, decides {effect.decides:,}"
+        yield f"rule {effect.index + 1}", f"{printable(str(effect.rule), 500)}  {counts}"
     if not effects:
         yield "rules", "none: as stored"
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import Vertical, VerticalScroll
+from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.widgets import Static
 
 from dtype_engine.core.text import printable
@@ -44,6 +44,9 @@ class GenerationScreen(ModalScreen[None]):
     GenerationScreen VerticalScroll { height: 1fr; margin-top: 1; scrollbar-size-vertical: 1; }
     GenerationScreen VerticalScroll > Static { height: auto; }
     GenerationScreen Vertical > Static { height: 1; }
+    GenerationScreen Horizontal { height: 1; }
+    GenerationScreen Horizontal > Static { width: auto; color: $text-muted; }
+    GenerationScreen Horizontal > LineInput { width: 1fr; }
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -70,8 +73,12 @@ class GenerationScreen(ModalScreen[None]):
         with Vertical() as box:
             box.border_title = "Generate with reference and candidate"
             box.border_subtitle = "Enter generates  Tab prompt, length  ↑↓ scroll  Esc closes"
-            yield LineInput("generate-prompt", self._enter, placeholder="a prompt; empty: the model's inputs")
-            yield LineInput("generate-tokens", self._enter, placeholder="length in tokens")
+            with Horizontal():
+                yield Static("prompt  ", markup=False)
+                yield LineInput("generate-prompt", self._enter, placeholder="empty: the model's inputs")
+            with Horizontal():
+                yield Static("tokens  ", markup=False)
+                yield LineInput("generate-tokens", self._enter, placeholder="how many to generate")
             yield Static(id="generate-says", markup=False)
             with VerticalScroll(can_focus=False):
                 yield Static(id="generate-texts", markup=False)

@@ -15,6 +15,7 @@ from dtype_engine.core.dtypes import BY_NAME
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import seconds_text
+from dtype_engine.reports.text_drift import versus
 from dtype_engine.results.figures import About, figures_in
 from dtype_engine.results.meaning import Meaning, meaning
 from dtype_tui.rendering.canvas import Series, axes_around, linear_axes, plot
@@ -69,7 +70,7 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe]):
 
     def compose(self) -> ComposeResult:
         with Vertical() as box:
-            box.border_title = "Measured recipes"
+            box.border_title = f"Measured recipes {versus(self._experiment.model.reference)}"
             box.border_subtitle = "Enter goes back  p pins  c compares  P all  m measures  Esc closes"
             yield DataTable(cursor_type="row", zebra_stripes=False, cursor_foreground_priority="renderable")
             yield Static(id="rules", markup=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from typing import ClassVar
 
@@ -10,9 +11,12 @@ from textual.binding import Binding, BindingType
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.text import printable
-from dtype_engine.core.units import change_text, human_bytes
-from dtype_engine.recipe import Recipe
+from dtype_engine.core.units import change_text, decibels, human_bytes, plural, scientific
+from dtype_engine.recipe import Recipe, make_plan
 from dtype_engine.recipe.presets import PRESETS, PresetEffect, preset_effects
+from dtype_engine.results.figures import has_kl
+from dtype_engine.results.meaning import meaning
+from dtype_engine.results.scan import Prediction
 from dtype_tui.screens.choice import ChoiceScreen
 from dtype_tui.state.experiment import Experiment
 
@@ -34,18 +38,23 @@ class PresetsScreen(ChoiceScreen[Recipe]):
         self._experiment = experiment
         self.effects: list[PresetEffect] = []
         """The effects of the presets that have been computed, in the order of the presets."""
+        self._predictions: list[Prediction | None] = []
+        """The drift that a scan predicts for each of `effects`."""
 
     def on_mount(self) -> None:
         self.run_worker(self._compute_effects, thread=True, exit_on_error=False)
 
     def _compute_effects(self) -> None:
-        for effect in preset_effects(self._experiment.tree, self._experiment.needed_bytes):
+        experiment = self._experiment
+        for effect in preset_effects(experiment.tree, experiment.needed_bytes):
             if not self.is_attached:
                 return
-            self.app.call_from_thread(self._add, effect)
+            plan = make_plan(experiment.tree, effect.recipe) if effect.recipe is not None else None
+            self.app.call_from_thread(self._add, effect, experiment.prediction(plan) if plan is not None else None)
 
-    def _add(self, effect: PresetEffect) -> None:
+    def _add(self, effect: PresetEffect, prediction: Prediction | None) -> None:
         self.effects.append(effect)
+        self._predictions.append(prediction)
         if self.is_attached:
             self.redraw()
 
@@ -57,15 +66,30 @@ class PresetsScreen(ChoiceScreen[Recipe]):
             chosen = index == self.index
             text.append(*self.marker(index))
             text.append(f"{name:<16}", style="bold" if chosen else "")
-            words = _effect_words(effect, self._experiment.room)
+            words = f"{_effect_words(effect, self._experiment.room)} {self._drift_words(index)}".rstrip()
             text.append(f"{words}\n", style="" if effect and effect.recipe else "dim")
             if chosen:
-                for line in textwrap.wrap(PRESETS[name].sentence, width - 4):
+                changes = f" Changes {plural(effect.tensors, 'tensor')}." if effect and effect.recipe else ""
+                for line in textwrap.wrap(PRESETS[name].sentence + changes, width - 4):
                     text.append(f"    {line}\n", style="dim")
                 _append_rules(text, effect, width - 6)
         for line in textwrap.wrap(self._footer(), width):
             text.append(f"\n{line}", style="dim")
         return text
+
+    def _drift_words(self, index: int) -> str:
+        """Return the drift of a preset: measured, with its word, otherwise as a scan predicts it, otherwise ""."""
+        effect = self.effects[index] if index < len(self.effects) else None
+        if effect is None or effect.recipe is None:
+            return ""
+        if (entry := self._experiment.measured_as(effect.recipe)) is not None:
+            output = entry.output
+            drift = scientific(output.kl_mean or 0.0, 1) if has_kl(output) else decibels(output.sqnr_db)
+            return f"{drift if output.is_finite else ''} {meaning(output).word}".lstrip()
+        prediction = self._predictions[index]
+        if prediction is None:
+            return ""
+        return f"{scientific(prediction.value, 1) if math.isfinite(prediction.value) else 'not finite'} predicted"
 
     def _footer(self) -> str:
         """Return sentences with the stored bytes of the model, and with the bytes into which it must fit, if known."""
@@ -76,6 +100,9 @@ class PresetsScreen(ChoiceScreen[Recipe]):
         elif experiment.room:
             of = experiment.model.device or "the machine"
             sentences += [f"The weights must fit in the {room} of memory of {of}."]
+        if units := {each.unit for each in self._predictions if each is not None}:
+            so_far = "" if experiment.scan.finished else " so far"
+            sentences += [f"Predicted: the drift by the scan{so_far}, in {', '.join(units)}."]
         return " ".join([*sentences, "A preset replaces all current rules."])
 
     def action_apply(self) -> None:
@@ -94,8 +121,8 @@ def _effect_words(effect: PresetEffect | None, room: int | None) -> str:
     if effect.recipe is None:
         return "available once the model has loaded" if effect.needs_classes else "nothing to do here"
     change = change_text(effect.stored_bytes, effect.planned_bytes)
-    fits = "" if room is None else "fits" if effect.needed_bytes <= room else "does not fit"
-    return f"{effect.tensors:>7,} tensors {human_bytes(effect.planned_bytes):>10}  {change:>11}  {fits}".rstrip()
+    fits = " " if room is None else f"  {'fits' if effect.needed_bytes <= room else 'does not fit':<12}"
+    return f"{human_bytes(effect.planned_bytes):>10}  {change:>11}{fits}"
 
 
 def _append_rules(text: Text, effect: PresetEffect | None, width: int) -> None:

@@ -68,7 +68,7 @@ class ScanSetup(ChoiceScreen[tuple[str, ...]]):
             text.append(f"{dtypes.short_name(dtype):<14}", style=f"bold {colour(dtype)}")
             text.append(dtype, style="bold" if index == self.index else "dim")
         if self._experiment.tree.caches:
-            text.append("\n\nkv: is for KV caches, which o then counts, at :context.", style="dim")
+            text.append("\n\nkv: scores KV caches; o then adds their bytes at the set context.", style="dim")
         text.append("\n\nIt takes the time of about 20 forward passes; Esc stops it, s resumes it.", style="dim")
         return text
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec.structs import replace
 
+from dtype_engine.core.dtypes import STORED
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.regexes import shortened
 from dtype_engine.core.tree import Totals
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from dtype_engine.results.drift import DriftReport, ModuleDrift
     from dtype_engine.results.inputs import InputsSummary
     from dtype_engine.results.memory import MemoryStats
+    from dtype_engine.results.scan import Prediction
     from dtype_engine.results.serving_memory import ServingMemory
 
 OF_ANY_RECIPE = (events.SavingProgress, events.Saved, events.Stopped)
@@ -132,10 +134,14 @@ class Experiment:
         """The context for which KV caches are shown, such as `512 tokens × 3`."""
         return f"{self.tokens:,} tokens" + (f" × {self.served.batch}" if self.served.batch > 1 else "")
 
-    def cache_totals(self, tensors: Iterable[KVCacheTensor]) -> Totals:
+    def cache_totals(self, tensors: Iterable[KVCacheTensor], to: str | None = None) -> Totals:
+        """Return the elements and bytes of KV cache tensors at the current context. to: the format of a rule for all of them, or
+        None for those that they have under the recipe.
+        """
         found, compute = Totals(), serving_dtype(self.totals[""], self.tree.kv_cache)
         for tensor in tensors:
-            form = self.plan.caches.get(tensor.name, tensor.state_dtype or compute)
+            given = self.plan.caches.get(tensor.name, STORED) if to is None else to
+            form = (tensor.state_dtype or compute) if given == STORED else given
             elements = tensor.elements(self.tokens, self.served.batch)
             found.add(form, elements, cache_tensor_bytes(tensor, form, self.tokens, self.served.batch))
         return found
@@ -408,6 +414,17 @@ class Experiment:
     def why_scan_is_stale(self) -> str:
         """Why the scan does not apply to the current inputs and settings, or "" if it does."""
         return self.scan.why_stale(self.model.inputs, self.settings)
+
+    def measured_as(self, recipe: Recipe) -> MeasuredRecipe | None:
+        """Return the latest measurement of a recipe with the current inputs and settings, or None."""
+        key = recipe, self.settings, self.model.inputs
+        return next(
+            (each for each in reversed(self.measured) if (each.recipe, each.settings, each.inputs) == key), None
+        )
+
+    def prediction(self, plan: Plan) -> Prediction | None:
+        """Return the drift that the scan predicts for a plan, or None if it is unknown."""
+        return None if self.why_scan_is_stale else self.scan.prediction(self.tree, plan)
 
     def predicted(self) -> str:
         """Return the drift that the scan predicts, such as `1.2e-03 nats per token`, or "" if it is unknown."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from dtype_engine.core.dtypes import BY_NAME
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import change_text, human_bytes, plural
@@ -26,9 +25,7 @@ def drift_rows(experiment: Experiment) -> Rows:
     """Return rows (label, text) about the drift of the model's output. Empty if nothing has been measured."""
     report, partial = experiment.results.report, experiment.results.partial_drift
     if report is not None:
-        rows = [("over", extent_text(report.sequences))]
-        if experiment.model.reference not in BY_NAME:
-            rows.append(("reference", printable(experiment.model.reference, 300)))
+        rows = [("over", extent_text(report.sequences)), ("reference", printable(experiment.model.reference, 300))]
         rows.append(("meaning", str(meaning(report.output, experiment.floor, report.modules))))
         if experiment.floor is not None and experiment.floor.ways:
             rows.append(("floor", floor_text(experiment.floor)))
@@ -53,7 +50,7 @@ def _figures(experiment: Experiment, output: OutputDrift, extent: Extent) -> Ite
         yield "not finite", output.nonfinite_text
     yield from shown("distribution")
     if guess := experiment.predicted():
-        yield "predicted", f"{guess}, sum of singles"
+        yield "scan predicts", guess
     yield from shown("predictions")
     report = experiment.results.report
     for change in report.metrics if report is not None else ():

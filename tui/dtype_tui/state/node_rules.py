@@ -8,6 +8,7 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.kv_cache import KV_CACHE
 from dtype_engine.core.kv_formats import names_caches
 from dtype_engine.core.tree import TensorInfo, Tree
+from dtype_engine.core.units import plural
 from dtype_engine.recipe import Plan, Rule, RuleEffect, generalisations
 from dtype_tui.state.folds import modules_at
 
@@ -71,6 +72,17 @@ def effects_on(tree: Tree, plan: Plan, node: str) -> list[RuleEffect]:
     """Return what the rules that match tensors of a node do to them, the last rule first."""
     effects = plan.effects(tree, touched_names(tree, node))
     return [effect for effect in effects if effect.matches][::-1]
+
+
+def counts_by_rule(tree: Tree, plan: Plan, node: str) -> list[str]:
+    """Return how many tensors of a node get their dtype from which rule, such as ["24 tensors by rule 1", "33 as stored"]."""
+    effects = [effect for effect in effects_on(tree, plan, node) if effect.decides]
+    fixed = never_cast_count(tree, node)
+    stored = len(touched_names(tree, node)) - sum(effect.decides for effect in effects) - fixed
+    counts = [(effect.decides, f"by rule {effect.index + 1}") for effect in reversed(effects)]
+    counts += [(stored, "as stored"), (fixed, "never cast")]
+    (first, how), *others = [each for each in counts if each[0]] or [(0, "as stored")]
+    return [f"{plural(first, 'tensor')} {how}", *(f"{count:,} {how}" for count, how in others)]
 
 
 def cast_nodes(tree: Tree, plan: Plan) -> list[str]:

@@ -9,11 +9,13 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from dtype_engine.core.dtypes import STORED
+from dtype_engine.core.units import human_bytes
 from dtype_engine.recipe import Plan, Rule, select, tensor_bytes, uncast_words
 from dtype_engine.recipe.fused_words import fused_words
 
 if TYPE_CHECKING:
     from dtype_engine.core.tree import Module, TensorInfo, Tree
+    from dtype_tui.state.experiment import Experiment
 
 PREVIEW_S = 0.5
 """Time limit in seconds for matching a pattern that the user is typing."""
@@ -39,8 +41,8 @@ class Preview:
     """The rules that the typed rule would override, such as `6 tensors of rule 1`, or ""."""
     fused: str = ""
     """What happens to other weights that inference runtimes fuse with the cast ones, such as `k_proj, v_proj: new scale`, or ""."""
-    caches: int = 0
-    """How many tensors of KV caches the rule would give a format."""
+    caches: frozenset[str] = frozenset()
+    """Names of the tensors of KV caches that the rule would give a format."""
     counts: tuple[int, ...] = ()
     """`counts[n]`: how many of the first n tensors of `Tree.order` the rule would cast."""
 
@@ -66,9 +68,18 @@ def preview(tree: Tree, plan: Plan, rule: Rule) -> Preview:
         uncast_words(tree, taken) if taken.uncastable else "",
         _overridden(plan, rule, tensors),
         fused_words(rule.dtype, names, plan.dtypes, tree.fused_groups),
-        len(taken.caches),
+        frozenset(taken.caches),
         tuple(accumulate((tensor.name in names for tensor in tree.order), initial=0)),
     )
+
+
+def cache_change(experiment: Experiment, preview: Preview, form: str) -> str:
+    """Return the bytes of the KV cache tensors of a preview now and in the format `form`, such as `2.25 MiB → 1.12 MiB at 1,024
+    tokens`.
+    """
+    tensors = [tensor for tensor in experiment.tree.kv_cache.tensors if tensor.name in preview.caches]
+    before, after = (experiment.cache_totals(tensors, to).total_bytes for to in (None, form))
+    return f"{human_bytes(before)} → {human_bytes(after)} at {experiment.context_words}"
 
 
 def _overridden(plan: Plan, rule: Rule, tensors: Sequence[TensorInfo]) -> str:

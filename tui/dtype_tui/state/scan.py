@@ -118,15 +118,16 @@ class ScanState(msgspec.Struct, dict=True):
         """Return the predicted drift of a plan, or None if its dtypes were not scanned."""
         if self.report is None:
             return None
-        if self._predicted is None or self._predicted[0] is not plan or self._predicted[1] != self.version:
+        known = self._predicted  # another thread may replace it
+        if known is None or known[0] is not plan or known[1] != self.version:
             from dtype_engine.search.sensitivity import predict
 
             try:
                 prediction = predict(tree, plan, self.report, self.scores)
             except UserError:
                 prediction = None
-            self._predicted = (plan, self.version, prediction)
-        return self._predicted[2]
+            self._predicted = known = (plan, self.version, prediction)
+        return known[2]
 
     def predicted(self, tree: Tree, plan: Plan) -> str:
         """Return the predicted drift as text, such as `1.2e-03 nats per token`, or "" if it is unknown or there are no rules."""
@@ -134,7 +135,7 @@ class ScanState(msgspec.Struct, dict=True):
         if prediction is None or not plan.recipe.rules:
             return ""
         drift = "not finite" if math.isinf(prediction.value) else figure(prediction.value)
-        return f"{drift} {prediction.unit}" + ("" if self.finished else ", scan not finished")
+        return f"{drift} {prediction.unit}" + ("" if self.finished else " so far")
 
     def why_stale(self, inputs: str, settings: RunSettings) -> str:
         """Return why the scan does not apply to these inputs and settings, or "" if it does."""

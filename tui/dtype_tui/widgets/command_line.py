@@ -13,7 +13,7 @@ from dtype_engine.core.text import printable
 from dtype_engine.recipe import Rule
 from dtype_tui.state.commands import WITH_PATHS, Command, Completer, find, parse
 from dtype_tui.state.experiment import Experiment
-from dtype_tui.state.preview import Preview, preview
+from dtype_tui.state.preview import Preview, cache_change, preview
 from dtype_tui.widgets.bottom_prompt import BottomPrompt
 from dtype_tui.widgets.prompts import preview_words
 
@@ -97,8 +97,9 @@ class CommandLine(BottomPrompt):
         try:
             command, arguments = parse(line, self.completer.commands)
             if command.name == "cast":
-                shown = preview(self.experiment.tree, self.experiment.plan, Rule.make(*arguments))
-                words.append(f" {preview_words(shown)}")
+                rule = Rule.make(*arguments)
+                shown = preview(self.experiment.tree, self.experiment.plan, rule)
+                words.append(f" {preview_words(shown, cache_change(self.experiment, shown, rule.dtype))}")
         except UserError as error:
             if line.strip() and not self.completer(line):
                 words = Text(f" {error}", style="bold")

@@ -17,7 +17,7 @@ from dtype_engine.core.units import human_bytes, human_count, plural
 from dtype_engine.recipe import Rule
 from dtype_tui.state.experiment import Experiment
 from dtype_tui.state.folds import patterns_for
-from dtype_tui.state.preview import Preview, preview
+from dtype_tui.state.preview import Preview, cache_change, preview
 from dtype_tui.widgets.bottom_prompt import BottomPrompt
 from dtype_tui.widgets.tree_rows import MOST_MATCHES
 
@@ -118,14 +118,15 @@ class CastPrompt(BottomPrompt):
             return
         shown: Preview | None = None
         try:
-            shown = preview(self.experiment.tree, self.experiment.plan, Rule.parse(self.field.value))
+            rule = Rule.parse(self.field.value)
+            shown = preview(self.experiment.tree, self.experiment.plan, rule)
         except UserError as error:
             pattern, _, begun = (part.strip() for part in self.field.value.rpartition("="))
             names = _completions(pattern, begun) if begun and not _is_target(pattern, begun) else []
             words = f"Tab: {'  '.join(names)}" if names else str(error)
             self.hint(Text(f" {words}", style="" if names else "bold", no_wrap=bool(names), overflow="ellipsis"))
         else:
-            self.hint(Text(f" {preview_words(shown)}"))
+            self.hint(Text(f" {preview_words(shown, cache_change(self.experiment, shown, rule.dtype))}"))
         self.post_message(self.Previewed(shown))
 
     def entered(self, line: str) -> None:
@@ -155,17 +156,20 @@ def _is_target(pattern: str, text: str) -> bool:
     return True
 
 
-def preview_words(preview: Preview) -> str:
-    """Return a description of a preview, as in `matches 12 tensors · 3.2 M parameters · 12.80 MiB → 6.40 MiB`."""
+def preview_words(preview: Preview, of_caches: str = "") -> str:
+    """Return a description of a preview, as in `matches 12 tensors · 3.2 M parameters · 12.80 MiB → 6.40 MiB`. of_caches: the bytes
+    of its KV caches before and after.
+    """
+    caches = f"{plural(len(preview.caches), 'tensor')} of KV caches · {of_caches}" if preview.caches else ""
     if preview.caches and not preview.tensors:
-        return f"matches {plural(preview.caches, 'tensor')} of KV caches"
+        return f"matches {caches}"
     if preview.uncastable_count and not preview.tensors:
         return f"casts nothing: leaves {plural(preview.uncastable_count, 'tensor')} as stored ({preview.uncastable})"
     if not preview.tensors:
         return "matches nothing in this model"
     more = f" · overrides {preview.overrides}" if preview.overrides else ""
     more += f" · {preview.fused}" if preview.fused else ""
-    more += f" · and {plural(preview.caches, 'tensor')} of KV caches" if preview.caches else ""
+    more += f" · and {caches}" if caches else ""
     return (
         f"matches {plural(len(preview.tensors), 'tensor')} · {human_count(preview.elements)} parameters · "
         f"{human_bytes(preview.bytes_before)} → {human_bytes(preview.bytes_after)}{more}"

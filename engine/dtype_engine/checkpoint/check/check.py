@@ -364,7 +364,8 @@ def _value_findings(checkpoint: Checkpoint, weights: Collection[str], progress: 
         read += 1
         bad, constant = found
         if bad:
-            findings.append(Finding("not-finite", name, f"has {bad:,} values that are not finite", tensor.file.name))
+            what = f"has {plural(bad, 'value')} that {'is' if bad == 1 else 'are'} not finite"
+            findings.append(Finding("not-finite", name, what, tensor.file.name))
         elif name.endswith("running_var") and (counted := count_scales(tensor, False)) and counted.negative:
             what = f"has {counted.negative:,} negative variances, whose square roots are NaN"
             findings.append(Finding("not-finite", name, what, tensor.file.name))

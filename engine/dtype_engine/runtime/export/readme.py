@@ -86,12 +86,12 @@ def loading_text(contents: Contents) -> str:
         return short(contents)
     if contents.config is None:
         return (
-            "dtype_engine.load_pretrained(folder, module=...) gives these dtypes; without a config.json from_pretrained can't load "
+            "dtype_engine.load_pretrained(folder, module=...) keeps these dtypes; without a config.json from_pretrained can't load "
             "it."
         )
     wide = export_dtype(contents)
     scaled = [item for item in contents.items if item.has_scales]
-    ours = f"dtype_engine.load_pretrained gives these dtypes{f', those with scales as values in {wide}' if scaled else ''}."
+    ours = f"dtype_engine.load_pretrained keeps these dtypes{f', but weights with scales become {wide}' if scaled else ''}."
     if own_layout(contents.items):
         return (
             f"{ours} Plain from_pretrained raises an error: some scales are in a layout that only dtype-engine reads."
@@ -105,13 +105,11 @@ def loading_text(contents: Contents) -> str:
         mended = not any(dequantized is Outcome.TAKEN_FOR_ONE_FORMAT for _, dequantized in given.values())
         without = " without dequantize=True" if mended else ""
         errors = f" Weights in {', '.join(failing)} give an error there{without}." if failing else ""
-        return (
-            f"{ours} Plain from_pretrained needs the {package} package, and brings everything else into {wide}.{errors}"
-        )
+        return f"{ours} Plain from_pretrained needs the {package} package, and casts weights without scales to {wide}.{errors}"
     if how := _quantised_before(contents):
         return f"Its weights are {how} already: from_pretrained needs the package for that, and load_pretrained decodes them."
     if {item.dtype for item in contents.items if item.dtype in dtypes.COMPUTE_DTYPES} - {wide}:
-        return f"{ours} Plain from_pretrained silently brings all of it into {wide}; the values stay the same."
+        return f"{ours} Plain from_pretrained silently casts all of it to {wide}; the values stay the same."
     return f"{ours} So does plain from_pretrained: all of it is {wide}."
 
 

@@ -20,6 +20,7 @@ from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import Cancelled, UserError
 from dtype_engine.core.options import Options
 from dtype_engine.core.text import printable
+from dtype_engine.core.units import plural
 from dtype_engine.recipe.file import RecipeFile, read_recipe_file
 from dtype_engine.results.export import TensorDifference, VerifyReport
 from dtype_engine.runtime.export.contents import Contents, ExportTensor, TensorEntry
@@ -299,7 +300,7 @@ def _values_differ(entry: TensorEntry, expected: torch.Tensor, stored: torch.Ten
     equal.
     """
     if expected.numel() != stored.numel() or expected.dtype != stored.dtype:
-        return f"{entry.name} has {expected.numel()} values in the source"
+        return f"{entry.name} has {plural(expected.numel(), 'value')} in the source"
     elements = count_differing(expected, stored, nan_is_equal=cast)
     return f"{elements} of {expected.numel()} values of {entry.name} differ" if elements else None
 

@@ -97,6 +97,7 @@ def test_exported_linear_layers_load_as_the_readme_says(
     recipe = Recipe((Rule("type:Linear", dtype), Rule("lm_head", "stored")))
     text = loading_text(of_checkpoint(open_checkpoint(tmp_path / "llama"), "model", recipe))
     assert (f"Weights in {dtype} give an error there without dequantize=True." in text) == fails
+    assert f"load_pretrained keeps these dtypes, but weights with scales become {wide}." in text
 
 
 MIXED = [
@@ -415,4 +416,4 @@ def test_readme_of_a_gptq_export_does_not_call_its_weights_float32(tmp_path: Pat
     text = loading_text(of_checkpoint(open_checkpoint(tmp_path), "x", Recipe()))
     assert "already" in text
     assert "gptq" in text.lower()
-    assert "brings all of it" not in text
+    assert "casts all of it" not in text

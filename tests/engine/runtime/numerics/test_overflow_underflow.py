@@ -23,7 +23,7 @@ from dtype_engine.core.errors import Cancelled
 from dtype_engine.core.options import Options
 from dtype_engine.recipe import Recipe, Rule, make_plan
 from dtype_engine.recipe.file import read_recipe_file, write_recipe
-from dtype_engine.reports.text_losses import headline, loss_sentence, loss_sentences
+from dtype_engine.reports.text_losses import headline, loss_notice, loss_sentence, loss_sentences
 from dtype_engine.results.losses import ValueLoss, severe
 from dtype_engine.runtime.formats import row_blocks
 from dtype_engine.runtime.measure.planned_casts import losses_in_files
@@ -255,6 +255,9 @@ def test_sentences_about_lost_values_give_counts_and_dtype() -> None:
     assert headline([ValueLoss("a", "float16", 64, 0, 128), ValueLoss("b", "float16", 1, 12, 20)]) == (
         "65 values became infinite, 12 became zero, in 2 tensors"
     )
+    lost = [ValueLoss(name, "float16", 1, 0, 2) for name in "abc"]
+    assert loss_notice(lost[:2]).endswith("; 1 more tensor loses values")
+    assert loss_notice(lost).endswith("; 2 more tensors lose values")
 
 
 # -- a session, and what is suggested ---------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The Drift pane: how far the model's output is from the float32 reference."""
+"""The Drift pane: how far the model's output is from that of the reference."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dtype_engine.core.options import RunSettings
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import decibels, plural, scientific
 from dtype_engine.recipe import Rule
-from dtype_engine.reports.text_drift import extent_text, first_sentence, floor_text, value_sentence
+from dtype_engine.reports.text_drift import extent_text, first_sentence, floor_text, value_sentence, versus
 from dtype_engine.reports.text_losses import HELP as HELP_LOSSES
 from dtype_engine.results.figures import FIGURES, Cell, cells, has_kl, kl_error, sqnr_error
 from dtype_engine.results.meaning import HELP as HELP_MEANING
@@ -57,7 +57,7 @@ class DriftPane(Pane):
 
     TITLE = "Drift"
     HELP = (
-        "mean |Δ|, max |Δ|, relative L2, SQNR and cosine compare the main output with the float32 reference. "
+        "mean |Δ|, max |Δ|, relative L2, SQNR and cosine compare the main output with that of the reference, which vs names. "
         "KL is in nats per position, ± its standard error; while inputs remain, ± says how far the KL over all inputs may differ. "
         "a → b: from the recipe before to this one, ▲ with more drift, ▼ with less. "
         "Same top-1: share of positions at which the most likely token is the same. "
@@ -95,6 +95,7 @@ class DriftPane(Pane):
         if results.report is not None:
             report = results.report
             figures = self._figures(report.output, report.sequences, report.modules)
+            figures[0] += self._limits(report)
             figures[0] += [_metric_line(change) for change in report.metrics[:_MOST_METRICS]]
             if self.is_zoomed:
                 shown = self._arranged(figures, [self._worst()])
@@ -121,7 +122,9 @@ class DriftPane(Pane):
         return self._arranged([self._waiting(activity)], [self._worst()])
 
     def _arranged(self, blocks: Sequence[list[Text]], others: Sequence[list[Text]] = ()) -> RenderableType:
-        """Return the alerts and, below them, `blocks` of lines. `others` are to the right of the blocks or, without room, below."""
+        """Return `blocks` of lines, with the alerts below the first. `others` are to the right of the other blocks or, without
+        room, below them.
+        """
         alerts = list(self._alerts())
         report = self.experiment.results.report
         if others and self.corner_text and not self.is_framed and not self.is_zoomed:  # the frame would show it
@@ -129,7 +132,9 @@ class DriftPane(Pane):
             words = Text(truncate(f"{self.corner_text}{inputs}", self._width), "dim")
             others = [*others[:-1], [*others[-1], words]]
         if self._width == self.columns or not others:
-            return _joined([alerts, *blocks, *others], self.columns, self.lines)
+            return _joined([blocks[0], alerts, *blocks[1:], *others], self.columns, self.lines)
+        if alerts:  # they take the whole width
+            alerts, blocks = [*_in_pairs(blocks[0], self._width), *alerts], blocks[1:]
         grid = Table.grid(padding=(0, _BETWEEN, 0, 0))
         grid.add_column(width=self._width)
         grid.add_column(width=self._width)
@@ -150,7 +155,7 @@ class DriftPane(Pane):
         stopped = "Stopped before the end: press m." if experiment.results.modules else "Not measured: press m."
         lines = [Text(activity or stopped, style="dim")]
         if guess := experiment.predicted():
-            lines.append(Text(f"predicted {guess}", style="bold"))
+            lines.append(Text(f"scan predicts {guess}", style="bold"))
         return lines
 
     def _worst(self) -> list[Text]:
@@ -162,9 +167,7 @@ class DriftPane(Pane):
         return worst_lines(worst, self._width, others, results.sqnr_range, results.sqnr_limits)
 
     def _alerts(self) -> Iterator[Text]:
-        """Yield the lines that the user has to see first: weight values that casts make infinite or zero or clip, outputs that are
-        not finite, and whether the user's limits are met.
-        """
+        """Yield the lines about weight values that casts make infinite or zero or clip, and about outputs that are not finite."""
         results = self.experiment.results
         losses = results.losses
         for label, words in loss_rows(losses.values, losses.reason, results.loss_remedy, results.loss_remedy_next):
@@ -174,13 +177,15 @@ class DriftPane(Pane):
             yield Text.assemble(("not finite ", "bold red"), measured.output.nonfinite_text)
         if results.nonfinite is not None:
             yield from _nonfinite_lines(results.nonfinite)
-        if results.report is not None:
-            limits = [
-                Text.assemble(("pass", "bold green") if verdict.passed else ("FAIL", "bold red"), f" {verdict.short}")
-                for verdict in verdicts(self.experiment.thresholds, results.report.output, results.report.metrics)
-            ]
-            line = Text("  ").join(limits)
-            yield from [line] if limits and line.cell_len <= self.columns else limits
+
+    def _limits(self, report: DriftReport) -> list[Text]:
+        """Return the lines that say whether the user's limits are met: one line if it has room for all."""
+        limits = [
+            Text.assemble(("pass", "bold green") if verdict.passed else ("FAIL", "bold red"), f" {verdict.short}")
+            for verdict in verdicts(self.experiment.thresholds, report.output, report.metrics)
+        ]
+        line = Text("  ").join(limits)
+        return [line] if limits and line.cell_len <= self._width else limits
 
     def _figures(
         self, output: OutputDrift, extent: Extent, modules: Iterable[ModuleDrift], compares: bool = True
@@ -189,7 +194,7 @@ class DriftPane(Pane):
         the other metrics. compares: whether to show the change from the previous recipe.
         """
         before = self._comparable() if compares else None
-        head = [_main_line(output, extent, before)]
+        head = _main_lines(output, extent, before, versus(self.experiment.model.reference), self._width)
         rating = meaning(output, self.experiment.floor, modules)
         head.append(Text.assemble(verdict_pill(rating.word), f" {rating.why}"))
         if (base := self.experiment.baseline) is not None:
@@ -198,7 +203,7 @@ class DriftPane(Pane):
             head.append(Text.assemble(("P ", "bold"), f"{words}  {printable(str(base.recipe), 200)}", style="dim"))
             head[-1].truncate(self._width, overflow="ellipsis")
         if guess := self.experiment.predicted():
-            head.append(Text.assemble(("predicted ", "dim"), f"{guess}, sum of singles"))
+            head.append(Text.assemble(("scan predicts ", "dim"), guess))
         return [head, _other_figures(output, extent, self._width)]
 
     def _comparable(self) -> OutputDrift | None:
@@ -247,23 +252,50 @@ def _joined(blocks: Sequence[list[Text]], columns: int, lines: int) -> Text:
     return joined
 
 
+def _in_pairs(lines: Sequence[Text], width: int) -> list[Text]:
+    """Return the lines, two of them beside each other where both have room in `width` cells."""
+    paired: list[Text] = []
+    left: Text | None = None
+    for line in lines:
+        if left is not None and line.cell_len <= width:
+            left.pad_right(width + _BETWEEN - left.cell_len)
+            left.append_text(line)
+            left = None
+        else:
+            left = line.copy() if line.cell_len <= width else None
+            paired.append(left or line)
+    return paired
+
+
 def _dimmed(line: Text) -> Text:
     return Text(line.plain, "dim")
 
 
-def _main_line(output: OutputDrift, extent: Extent, before: OutputDrift | None) -> Text:
-    """Return the line with the mean KL or, if there is none, the SQNR. before: the drift of the recipe to compare with."""
-    row, label, after = FIGURES["sqnr_db"], "SQNR ", sqnr_error(output, extent)
+def _main_lines(
+    output: OutputDrift, extent: Extent, before: OutputDrift | None, reference: str, width: int
+) -> list[Text]:
+    """Return the mean KL or, if there is none, the SQNR, with the reference and its error. A line of `width` cells that has no room
+    for both leaves out the error; the reference then gets a line of its own, if need be. before: the drift to compare with.
+    """
+    row, label, error, unit = FIGURES["sqnr_db"], "SQNR ", sqnr_error(output, extent), ""
     form: Callable[[float], str] = decibels
     if has_kl(output):
-        error = kl_error(output, extent)
-        row, label, after = FIGURES["kl_mean"], "KL ", f"{'' if error is None else f' ± {scientific(error, 0)}'} nats"
+        known = kl_error(output, extent)
+        row, label, unit = FIGURES["kl_mean"], "KL ", " nats"
+        error = "" if known is None else f" ± {scientific(known, 0)}"
         form = scientific
     earlier, now = (None if each is None else row.of(each) for each in (before, output))
     assert now is not None
     shown = None if earlier is None else form(earlier).removesuffix(" dB")
     figure = _change(shown, form(now), earlier is not None and row.worsened(earlier, now))
-    return Text.assemble((label, "dim"), figure, (after, "dim"))
+
+    def line(after: str) -> Text:
+        return Text.assemble((label, "dim"), figure, (after, "dim"))
+
+    for one in map(line, (f"{error}{unit} {reference}", f"{unit} {reference}")):
+        if one.cell_len <= width:
+            return [one]
+    return [line(f"{error}{unit}"), Text(truncate(reference, width), "dim")]
 
 
 def _change(before: str | None, now: str, worsened: bool) -> Text:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from rich.text import Text
@@ -9,15 +10,14 @@ from textual import events
 from textual.binding import Binding, BindingType
 
 from dtype_engine.core.text import printable
-from dtype_engine.core.units import human_bytes, plural
+from dtype_engine.core.units import plural
 from dtype_engine.recipe import Plan, Rule, tensor_bytes
 from dtype_tui.config.bindings import DIGITS
-from dtype_tui.rendering.cells import truncate
+from dtype_tui.rendering.cells import short_bytes, truncate
 from dtype_tui.rendering.palette import pill
 from dtype_tui.state.controller import Controller
-from dtype_tui.state.folds import node_label
 from dtype_tui.state.loading import loading_lines
-from dtype_tui.state.node_rules import effects_on, never_cast_count
+from dtype_tui.state.node_rules import counts_by_rule, effects_on
 from dtype_tui.widgets.cursor import EDGE, EDGE_STYLE, cursor_style
 from dtype_tui.widgets.loading import find_loadings
 from dtype_tui.widgets.panes.base import Pane
@@ -26,8 +26,11 @@ if TYPE_CHECKING:
     from dtype_engine.recipe.loading import Loading
     from dtype_tui.state.rule_list import ListedRule
 
-_WITH_BYTES = 46
-"""Minimum width in cells of the pane for showing how many bytes each rule saves."""
+_GAPS = 8
+"""Number of blank cells in a rule's line, and of the `·` in it."""
+_SHORT_PATTERN = 20
+"""The bytes that rules save are shown if the patterns, or this many cells of longer ones, have room beside them."""
+_BELOW_HERE = " " * len("here: ")
 _LOADING = 5
 """The most lines about programs that load an export."""
 
@@ -40,11 +43,12 @@ class RecipePane(Pane):
     TITLE = "Recipe"
     HELP = (
         "Rules in the order in which they apply, with the number of tensors that each matches and, if there is room, the bytes "
-        "that it saves; the last rule that matches wins. r goes to the rules: Enter changes the one under the cursor, 1 to 8 its "
-        "dtype, K and J move it, space disables it, x deletes it, u undoes. A disabled rule has no number. It casts nothing, and a "
-        "saved recipe leaves it out; only the session keeps it. Below: the rules that match the node under the tree's cursor, and "
-        "how many of its tensors are never cast, such as those of quantized weights. Last: the programs that load an export of the "
-        "recipe, by their own rules: ✓ with these values, ≈ with other values, ✗ not at all. The save window says why not."
+        "that it saves on those that it decides; the last rule that matches wins. r goes to the rules: Enter changes the one under "
+        "the cursor, 1 to 8 its dtype, K and J move it, space disables it, x deletes it, u undoes. A disabled rule has no number. "
+        "It casts nothing, and a saved recipe leaves it out; only the session keeps it. Here: how many tensors of the node under "
+        "the tree's cursor get their dtype from which rule, and how many are never cast, such as those of quantized weights. "
+        "Last: the programs that load an export of the recipe, by their own rules: ✓ with these values, ≈ with other values, ✗ not "
+        "at all. The save window says why not."
     )
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -158,12 +162,16 @@ class RecipePane(Pane):
         if self.has_focus:
             self._top = max(self.cursor - room + 1, min(self._top, self.cursor))
         counts = [f"{len(plan.selections[at]):,}" if at is not None else "off" for at in indices]
+        saved = [self._saved_by(at) for at in indices]
         badges = [pill(row.rule.dtype)[0] for row in rows]
-        widths = len(str(len(rows))), max(map(len, badges)), max(map(len, counts))
+        widths = [len(str(len(rows))), max(map(len, badges)), max(map(len, counts)), max(map(len, saved))]
+        longest = max(min(_SHORT_PATTERN, len(row.rule.pattern)) for row in rows)
+        if self.columns - sum(widths) - _GAPS < longest:
+            widths[-1] = 0
         lines: list[Text] = []
         for place in range(self._top, len(rows)):
             at = indices[place]
-            line = self._row(rows[place], at, counts[place], widths)
+            line = self._row(rows[place], at, (counts[place], saved[place]), widths)
             if self.has_focus and place == self.cursor:
                 line = Text.assemble((EDGE, EDGE_STYLE), line[1:])
                 line.pad_right(self.columns - line.cell_len)
@@ -178,35 +186,35 @@ class RecipePane(Pane):
                 break
         return lines[:room]
 
-    def _row(self, row: ListedRule, at: int | None, count: str, widths: tuple[int, int, int]) -> Text:
-        """Return the line of a rule. at: the rule's index in the recipe, or None if it is disabled. count: the number of tensors
-        that it matches. widths: in cells, of the columns of numbers, badges and counts.
+    def _row(self, row: ListedRule, at: int | None, effect: tuple[str, str], widths: Sequence[int]) -> Text:
+        """Return the line of a rule. at: the rule's index in the recipe, or None if it is disabled. effect: the number of tensors
+        that it matches, and the bytes that it saves. widths: in cells, of the columns of numbers, badges, counts and bytes.
         """
         badge, style = pill(row.rule.dtype)
-        saved = self._saved_by(at) if self.columns >= _WITH_BYTES else None
-        words = f" {saved:>11}" if saved is not None else ""
-        numbers, badges, counts = widths
+        numbers, badges, counts, sizes = widths
+        count, saved = effect
+        words = f" · {saved:>{sizes}}" if sizes and saved else " " * (3 + sizes if sizes else 0)
         room = self.columns - numbers - 3 - badges - 1 - counts - 1 - len(words)
         pattern = truncate(printable(row.rule.pattern, 500), max(4, room))
         number = f" {at + 1 if at is not None else '–':<{numbers}} "
         gap = " " * (badges - len(badge) + 1)
         if at is None:
-            return Text(f"{number}{pattern:<{room}} {badge}{gap}{count:>{counts}}{' ' * len(words)}", "dim")
+            return Text(f"{number}{pattern:<{room}} {badge}{gap}{count:>{counts}}{words}", "dim")
         return Text.assemble(
             (number, "dim"), f"{pattern:<{room}} ", (badge, style), gap, (f"{count:>{counts}}{words}", "dim")
         )
 
     def _saved_by(self, at: int | None) -> str:
-        """Return how many bytes a rule saves on the tensors whose dtype it decides, such as "-6.40 MiB", or "" if none."""
+        """Return how many bytes a rule saves on the tensors whose dtype it decides, such as "-6.4 MiB", or "" if none."""
         plan, tree = self.experiment.plan, self.experiment.tree
         if self._saved is None or self._saved[0] is not plan:
             sums = [0] * len(plan.recipe)
             for name, index in plan.decided_by.items():
-                tensor = tree.tensors[name]
-                sums[index] += tensor.nbytes - tensor_bytes(tensor, plan.dtypes[name])
+                if (tensor := tree.tensors.get(name)) is not None:  # a KV cache is no part of the planned bytes
+                    sums[index] += tensor.nbytes - tensor_bytes(tensor, plan.dtypes[name])
             self._saved = plan, sums
         saved = self._saved[1][at] if at is not None else 0
-        return f"{'-' if saved > 0 else '+'}{human_bytes(abs(saved))}" if saved else ""
+        return f"{'-' if saved > 0 else '+'}{short_bytes(abs(saved))}" if saved else ""
 
     def _warning(self, at: int) -> str:
         plan = self.experiment.plan
@@ -218,21 +226,13 @@ class RecipePane(Pane):
         return "waits for the model's classes" if at in plan.pending_classes else ""
 
     def _about_node(self, node: str) -> list[Text]:
-        """Return lines that say which rules decide the dtypes of a node, and how many of its tensors are never cast."""
-        tree, plan = self.experiment.tree, self.experiment.plan
-        verdicts = []
-        for effect in effects_on(tree, plan, node):
-            won, taken = effect.decides, effect.matches
-            verdict = "decides" if won == taken else "loses" if won == 0 else f"decides {won} of {taken}"
-            verdicts.append(f"rule {effect.index + 1} {verdict}")
-        verdicts = verdicts or ["as stored"]
-        label = truncate(printable(node_label(tree, node) or "the model", 200), max(8, self.columns - 18)) + "  "
-        if len(label) + len(joined := ", ".join(verdicts)) <= self.columns:
-            verdicts = [joined]
-        if fixed := never_cast_count(tree, node):
-            verdicts.append(f"{plural(fixed, 'tensor')} never cast")
+        """Return lines that say how many tensors of a node get their dtype from which rule."""
+        lines: list[str] = []
+        for words in counts_by_rule(self.experiment.tree, self.experiment.plan, node):
+            joined = f"{lines[-1]}, {words}" if lines else f"here: {words}"
+            if lines and len(joined) > self.columns:
+                lines.append(f"{_BELOW_HERE}{words}")
+            else:
+                lines[-1:] = [joined]
         # The blanks at the end have the style of the words, which saves bytes at each move of the cursor on a slow connection.
-        lines = [f"{words:<{self.columns - len(label)}}" for words in verdicts]
-        return [
-            Text.assemble(" " * len(label) if index else label, (words, "dim")) for index, words in enumerate(lines)
-        ]
+        return [Text(f"{line:<{self.columns}}", "dim") for line in lines]
