@@ -5,6 +5,7 @@ weights.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,9 +20,11 @@ from dtype_engine.checkpoint.weight_files import read_beside
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.plain_yaml import load_yaml
 from dtype_engine.core.text import printable
-from dtype_engine.core.units import plural
+from dtype_engine.core.units import human_bytes, plural
 
 _LARGEST_FILE = 16 << 20
+_LARGEST_RECIPE = 1 << 16
+"""The most bytes of a recipe.yaml. Those of llm-compressor have a few thousand, and YAML takes up to 20 s per MB to read."""
 _LONGEST = 120
 _SHOWN = 3
 
@@ -215,8 +218,11 @@ def _of_gguf(fields: Mapping[str, str]) -> Provenance:
 
 
 def _recipe(folder: Path) -> tuple[str, ...]:
+    path = folder / "recipe.yaml"
     try:
-        content = load_yaml(read_beside(folder / "recipe.yaml", _LARGEST_FILE).decode())
+        if (size := os.path.getsize(path)) > _LARGEST_RECIPE:
+            return (f"recipe.yaml of {human_bytes(size)} is not read: at most {human_bytes(_LARGEST_RECIPE)} are",)
+        content = load_yaml(read_beside(path, _LARGEST_RECIPE).decode())
     except (OSError, UserError, UnicodeDecodeError):
         return ()
     found = []
