@@ -5,12 +5,14 @@ weights.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dtype_engine.checkpoint.export_folder import is_export
 from dtype_engine.checkpoint.schemes.configuration import mapping
 from dtype_engine.checkpoint.schemes.own import SCALED_KEY
 from dtype_engine.checkpoint.schemes.registry import schemes
@@ -19,9 +21,11 @@ from dtype_engine.checkpoint.weight_files import read_beside
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.plain_yaml import load_yaml
 from dtype_engine.core.text import printable
-from dtype_engine.core.units import plural
+from dtype_engine.core.units import human_bytes, plural
 
 _LARGEST_FILE = 16 << 20
+_LARGEST_RECIPE = 1 << 16
+"""The most bytes of a recipe.yaml. Those of llm-compressor have a few thousand, and YAML takes up to 20 s per MB to read."""
 _LONGEST = 120
 _SHOWN = 3
 
@@ -215,8 +219,12 @@ def _of_gguf(fields: Mapping[str, str]) -> Provenance:
 
 
 def _recipe(folder: Path) -> tuple[str, ...]:
+    path = folder / "recipe.yaml"
     try:
-        content = load_yaml(read_beside(folder / "recipe.yaml", _LARGEST_FILE).decode())
+        if (size := os.path.getsize(path)) > _LARGEST_RECIPE:
+            note = f"recipe.yaml of {human_bytes(size)} is not read: at most {human_bytes(_LARGEST_RECIPE)} are"
+            return () if is_export(folder) else (note,)  # the recipes of this program say nothing here
+        content = load_yaml(read_beside(path, _LARGEST_RECIPE).decode())
     except (OSError, UserError, UnicodeDecodeError):
         return ()
     found = []
