@@ -273,8 +273,10 @@ class HubReader:
         total = response.headers.get("content-length") if whole else said[2] if said else None
         if "content-encoding" in response.headers:
             total = None  # the length is that of the compressed answer
-        if (total is not None and total != str(size)) or (said and not whole and int(said[1]) != start):
-            raise self._lie(f"its list of files says {size:,} bytes, its answer {printable(str(total), 40)}", url)
+        if total is not None and total != str(size):
+            raise self._lie(f"its list of files says {size:,} bytes, its answer {printable(total, 40)}", url)
+        if said and not whole and int(said[1]) != start:
+            raise self._lie(f"its answer begins at byte {int(said[1]):,}, although byte {start:,} was asked for", url)
 
     def _decoded(self, response: Any, most: int, url: str) -> Iterator[bytes]:
         """Yield the decompressed body: one piece for each piece that arrives, even if it is empty. In contrast, the client's

@@ -343,7 +343,10 @@ FAULTS = {
         listed(tensors(5000)),
         "what the hub says of model.safetensors can't be trusted: its list of files says 5,000 bytes, its answer",
     ),
-    "another range": (body(b"x" * 9, ".safetensors", 206, Content_Range="bytes 7-15/2224"), "can't be trusted"),
+    "another range": (
+        body(b"x" * 9, ".safetensors", 206, Content_Range="bytes 7-15/2224"),
+        "can't be trusted: its answer begins at byte 7, although byte 0 was asked for",
+    ),
     "too few bytes": (
         body(HEADER, ".safetensors", 206, Content_Range="bytes 0-2223/2224"),
         "can't be trusted: its answer ends after 10 of 2,224 bytes",
