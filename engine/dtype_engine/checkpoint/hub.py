@@ -10,6 +10,7 @@ The hub is the one that huggingface_hub uses (HF_ENDPOINT), with its tokens. Eve
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import shutil
 import threading
@@ -220,12 +221,18 @@ class HubModel:
         return (f"files whose names are not safe here are left out: {names}{more}",) if names else ()
 
     def downloaded(self, cache: Path) -> Path | None:
-        """Return the folder or file of the model in the Hugging Face cache, or None if the cache lacks some of its weights."""
+        """Return the folder or file of the model in the Hugging Face cache, or None if some of its weights are missing there, or a
+        file there has another content than the list says.
+        """
         repository = CachedRepository(cache, self.address.repo)
-        wanted = [*self._side_files(), *self._to_download()]
-        if not wanted or not all(repository.holds(self.commit, name, self.sizes[name]) for name in wanted):
+        weights, snapshot = self._to_download(), repository.snapshot(self.commit)
+        wanted = dict.fromkeys((*self._side_files(), *weights))
+        if not wanted:
             return None
-        return repository.snapshot(self.commit) / self.address.path
+        wanted |= dict.fromkeys(name for name in self._beside(weights) if os.path.exists(snapshot / name))
+        if not all(repository.holds(self.commit, name, self.sizes[name], self.digests.get(name)) for name in wanted):
+            return None
+        return snapshot / self.address.path
 
     def headers(self, on_progress: Progress = ignore) -> Path:
         """Save the headers that are not saved yet, and return the folder (or file) with all headers as sparse files. Raises
@@ -276,7 +283,7 @@ class HubModel:
 
         def fetch(name: str) -> None:
             size, digest = self._size(name), self.digests.get(name)
-            if repository.holds(self.commit, name, size):
+            if repository.holds(self.commit, name, size, digest):
                 count(size)
                 return
 
@@ -317,16 +324,18 @@ class HubModel:
     def _files_to_download(self) -> list[str]:
         """Return the files that the model needs, or only those with weights if the address names a file. Raises UserError."""
         weights = self._to_download()
-        at = f"{self.address.path}/" if self.address.path else ""
-        beside = [name for name in self.sizes if name.startswith(at) and name.endswith(_MODEL_FILES)]
-        if self.address.path in weights:
-            beside = []
-        names = list(dict.fromkeys((*weights, *beside)))
+        names = list(dict.fromkeys((*weights, *self._beside(weights))))
         if len(names) > _MOST_FILES:
             raise UserError(
                 f"{self.address}: it has {len(names):,} files to download, over the limit of {_MOST_FILES:,}"
             )
         return names
+
+    def _beside(self, weights: list[str]) -> list[str]:
+        """Return the other files that the model needs, or [] if the address names one of `weights`."""
+        at = f"{self.address.path}/" if self.address.path else ""
+        others = [name for name in self.sizes if name.startswith(at) and name.endswith(_MODEL_FILES)]
+        return [] if self.address.path in weights else others
 
     def _to_download(self) -> list[str]:
         weights = self._weight_files()

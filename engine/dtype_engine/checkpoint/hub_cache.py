@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+from dtype_engine.checkpoint.hub_reader import content_hash
 from dtype_engine.core.atomic_write import write_text_atomic
 from dtype_engine.core.export_lock import locked, remove_stale_files
 
@@ -27,6 +28,8 @@ _HERE = f"{zlib.crc32(socket.gethostname().encode()):08x}"
 """Stands for this machine in the names of files that are being written, because locks may not work across a network."""
 INCOMPLETE = re.compile(rf".*\.{_HERE}\.[0-9a-f]{{16}}\.incomplete", re.DOTALL)
 """Matches the names of files that are being written, or were when a process was killed, on this machine."""
+
+_PIECE_BYTES = 1 << 20
 
 
 class CachedRepository:
@@ -44,8 +47,28 @@ class CachedRepository:
         """Remove the unfinished files of killed processes."""
         remove_stale_files(self._folder, INCOMPLETE)
 
-    def holds(self, commit: str, name: str, size: int | None) -> bool:
-        return has_size(self.snapshot(commit) / name, size)
+    def holds(self, commit: str, name: str, size: int | None, digest: str | None) -> bool:
+        """Return whether the cache has the file `name` of a commit, with this size and the content of this digest. digest:
+        hexadecimal, or None if unknown. All hubs have the same cache, so the content may be another hub's.
+
+        A file that is not a link to the content of its digest is read, and then becomes known by a hard link if the file system
+        has such.
+        """
+        path = self.snapshot(commit) / name
+        if size is None or not has_size(path, size):
+            return False
+        if digest is None:
+            return True
+        blob = self._blob(digest)
+        with suppress(OSError):
+            if os.path.samefile(path, blob):
+                return True
+        if not _has_digest(path, size, digest):
+            return False
+        with suppress(OSError):
+            blob.parent.mkdir(exist_ok=True)
+            os.link(os.path.realpath(path), blob)
+        return True
 
     def add(self, commit: str, name: str, size: int, digest: str | None, write: Callable[[IO[bytes]], object]) -> bool:
         """Store the file `name` of a commit. If the cache already has a content of this digest and size, only a link to the content
@@ -58,7 +81,7 @@ class CachedRepository:
             with written(path) as partial, open(partial, "wb") as file:
                 write(file)
             return True
-        blob = self._folder / "blobs" / digest
+        blob = self._blob(digest)
         is_new = not has_size(blob, size)
         if is_new:
             blob.parent.mkdir(exist_ok=True)
@@ -76,6 +99,9 @@ class CachedRepository:
                 link.unlink()
             raise
         return is_new
+
+    def _blob(self, digest: str) -> Path:
+        return self._folder / "blobs" / digest
 
     def name_branch(self, branch: str, commit: str) -> None:
         """Record `commit` as the newest of a branch. The caller must have checked that the branch's name can't lead out of the
@@ -103,6 +129,17 @@ def written(path: Path) -> Iterator[Path]:
 def _beside(path: Path) -> Path:
     """Return an unused path of a temporary file for `path`."""
     return path.with_name(f"{path.name}.{_HERE}.{secrets.token_hex(8)}.incomplete")
+
+
+def _has_digest(path: Path, size: int, digest: str) -> bool:
+    hasher = content_hash(digest, size)
+    try:
+        with open(path, "rb") as file:
+            while piece := file.read(_PIECE_BYTES):
+                hasher.update(piece)
+    except OSError:
+        return False
+    return bool(hasher.hexdigest() == digest)
 
 
 def has_size(path: Path, size: int | None) -> bool:

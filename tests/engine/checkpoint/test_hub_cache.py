@@ -319,6 +319,43 @@ def test_resumed_download_is_not_a_mixture_of_two_contents(
         assert begun == [0, 0], "nothing tells whether the rest would be of the same content"
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+def test_cached_file_of_another_hub_is_known_by_the_listed_digest(small: Path, hub: Hub, name: str) -> None:
+    """A hub that lists no digests stores another content of the same size under the same id and commit."""
+    (small / "tokenizer.json").write_text("{}")
+    genuine = {file.name: file.read_bytes() for file in small.iterdir()}
+    forged = genuine | {name: genuine[name][:-1] + b" "}
+    sizes = [{"rfilename": each, "size": len(content)} for each, content in forged.items()]
+
+    def other(request: Request) -> bool:
+        listed = json.dumps({"sha": COMMIT, "siblings": sizes}).encode()
+        request.send(200, listed if request.path.startswith("/api/") else forged[request.path.rpartition("/")[2]])
+        return True
+
+    hub.fault = other
+    found = locate(MODEL, download=True).path
+    assert found is not None
+    assert contents(found) == forged
+    hub.fault = lambda request: False
+    assert HubAddress.parse(MODEL).listing().downloaded(found.parents[2]) is None
+    assert locate(MODEL, download=True).path == found
+    assert contents(found) == genuine
+
+
+def test_content_without_a_link_is_read_once_for_its_digest(
+    small: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = locate(MODEL, download=True).path
+    assert found is not None
+    listing = HubAddress.parse(MODEL).listing()
+    for file in found.iterdir():  # as on a system without symbolic links
+        os.replace(file.resolve(), file)
+    assert listing.downloaded(found.parents[2]) == found
+    monkeypatch.setattr(hub_cache, "content_hash", lambda digest, size: pytest.fail("it was read before"))
+    assert listing.downloaded(found.parents[2]) == found
+    assert contents(found) == contents(small)
+
+
 def test_full_disk_during_a_download_is_reported_and_leaves_no_partial_file(
     tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
