@@ -43,8 +43,10 @@ _SIDES = ("sample_size", "pos_embed_max_size")
 """The keys in configurations of diffusers whose square is the number of rows of a table."""
 _MOST_OF_DIFFUSERS = 1_000_000
 _MOST_ROWS = 100_000
-_LARGEST_TABLE = 512 << 20
-"""The most bytes of a table of the positions in a picture. The largest pictures of 2026, of 2,048 x 2,048, take 150 MB."""
+_LARGEST_TABLE = 160 << 20
+"""The most bytes of a table of the positions in a picture, if the weights have fewer. PixArt's of 2,048 x 2,048 pixels has 151 MB,
+and Sana's of 4,096 x 4,096 has 294 MB beside 3.2 GB of weights. Computing a table takes 2.6 times its size.
+"""
 _FLOAT64 = 8
 
 
@@ -77,10 +79,10 @@ def refuse_impossible(config: Mapping[str, Any], checkpoint: Checkpoint, where: 
             raise ImpossibleConfig(f"{where}: {printable(name, 100)} is {shown}, which no model has")
 
 
-def refuse_large_tables(config: Mapping[str, Any], where: str, most_elements: int = 0) -> None:
+def refuse_large_tables(config: Mapping[str, Any], where: str, most_elements: int = 0, weights_bytes: int = 0) -> None:
     """Raise NoForward if a number in a configuration of diffusers would make the model's class compute a table that takes more
     memory than any real model needs. The files do not contain such tables. where: the file name with which the message begins.
-    most_elements: the number of elements of the largest tensor in the files.
+    most_elements: the number of elements of the largest tensor in the files. weights_bytes: the size of all tensors there.
     """
     for name, value in _numbers(config):
         if isinstance(value, float) and not math.isfinite(value):
@@ -96,10 +98,11 @@ def refuse_large_tables(config: Mapping[str, Any], where: str, most_elements: in
         side = config.get(key)
         sides = side if isinstance(side, list) and len(side) == 2 else [side, side]
         table = math.prod(_whole(each) // patch for each in sides) * width * _FLOAT64
-        if table > max(_LARGEST_TABLE, most_elements * _FLOAT64):
+        most_bytes = max(_LARGEST_TABLE, most_elements * _FLOAT64, weights_bytes)
+        if table > most_bytes:
             raise NoForward(
                 f"{where}: {key} is {printable(str(side), 40)}, which makes a table of positions of {human_bytes(table)}; at most "
-                f"{human_bytes(_LARGEST_TABLE)} are made for these files"
+                f"{human_bytes(most_bytes)} are made for these files"
             )
 
 

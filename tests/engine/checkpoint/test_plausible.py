@@ -38,7 +38,11 @@ IMPOSSIBLE: dict[str, tuple[dict[str, Any], str]] = {
     "in a mapping in a list": ({"blocks": [{"dim": 4}, {"dim": 10**9}]}, "blocks.dim is 1000000000"),
     "an area": (
         {"sample_size": 100_000, "patch_size": 4, "num_attention_heads": 2, "attention_head_dim": 8},
-        "sample_size is 100000, which makes a table of positions of 74.51 GiB; at most 512.00 MiB are made",
+        "sample_size is 100000, which makes a table of positions of 74.51 GiB; at most 160.00 MiB are made",
+    ),
+    "an area that takes 1.8 GB to build": (
+        {"sample_size": 8188, "patch_size": 4, "num_attention_heads": 2, "attention_head_dim": 8},
+        "sample_size is 8188, which makes a table of positions of 511.50 MiB",
     ),
     "an area of two sides": (
         {"sample_size": [100_000, 100_000], "num_attention_heads": 2, "attention_head_dim": 8},
@@ -51,6 +55,13 @@ IMPOSSIBLE: dict[str, tuple[dict[str, Any], str]] = {
 def test_configs_of_real_models_are_accepted(name: str) -> None:
     config, most = REAL[name]
     refuse_large_tables(config, "config.json", most)
+
+
+def test_table_of_positions_may_take_as_much_memory_as_the_weights() -> None:
+    sana = {"sample_size": 128, "patch_size": 1, "num_attention_heads": 70, "attention_head_dim": 32}
+    refuse_large_tables(sana, "config.json", weights_bytes=3_200_000_000)
+    with pytest.raises(NoForward, match=r"a table of positions of 280.00 MiB; at most 190.73 MiB are made"):
+        refuse_large_tables(sana, "config.json", weights_bytes=200_000_000)
 
 
 @pytest.mark.parametrize("name", IMPOSSIBLE)

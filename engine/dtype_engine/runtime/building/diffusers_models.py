@@ -36,7 +36,9 @@ def make_diffusers(checkpoint: Checkpoint, title: str) -> tuple[nn.Module, Mappi
     diffusers = import_diffusers(title)
     where = str(checkpoint.path / "config.json")
     refuse_impossible(config, checkpoint, where)
-    refuse_large_tables(config, where, max((math.prod(each.shape) for each in checkpoint.weights.values()), default=0))
+    weights = checkpoint.weights.values()
+    largest = max((math.prod(each.shape) for each in weights), default=0)
+    refuse_large_tables(config, where, largest, sum(each.nbytes for each in weights))
     model_class: Any = None
     with suppress(Exception):  # the name is unknown, or the class needs a package that is not installed
         model_class = getattr(diffusers, name) if name.isidentifier() else None

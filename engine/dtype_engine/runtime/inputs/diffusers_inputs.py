@@ -31,6 +31,8 @@ _TIME_IDS = 6
 """How many numbers SDXL takes that describe the sizes and the position of the picture."""
 _PICTURE = 256
 """The largest height and width, in pixels, of the pictures that a pipeline is asked for."""
+_PICTURE_LATENTS = 32
+"""The largest height and width of the latents of such a picture: those of 256 pixels with the usual 8 pixels for each."""
 _VIDEO = 64
 """The largest height and width, in pixels, of the video frames that a pipeline is asked for."""
 _PIPELINE_STEPS = 4
@@ -252,9 +254,11 @@ def pipeline_inputs(model: LiveModel, options: InputOptions, steps: int | None =
 
 
 def _default_size(pipeline: Any) -> int:
-    """Return the default height and width, in pixels, of the pictures that a pipeline makes, but at most `_PICTURE`."""
+    """Return the default height and width, in pixels, of the pictures that a pipeline makes, but at most `_PICTURE` and
+    `_PICTURE_LATENTS`.
+    """
     part = getattr(pipeline, "unet", None) or getattr(pipeline, "transformer", None)
     size = part.config.get("sample_size") if part is not None else None
     scale = getattr(pipeline, "vae_scale_factor", None) or 8
-    most = min(_PICTURE, _LARGEST * int(scale))
+    most = min(_PICTURE, _PICTURE_LATENTS * int(scale))
     return min(most, int(size) * int(scale)) if isinstance(size, int) else most
