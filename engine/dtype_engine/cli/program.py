@@ -91,6 +91,8 @@ def note(sentences: Iterable[str]) -> None:
 
 _BAR = 20
 _pace = JobPace()
+_LONGEST_OF_CLICK, _KEPT = 600, 200
+"""The most characters of a message of click, and how many are kept at each end of a longer one."""
 
 
 def say_share(what: str, done: int, total: int, text: str = "", job: str = "") -> None:
@@ -198,7 +200,7 @@ def _status(command: click.Command, program: str, arguments: Sequence[str] | Non
             sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except (UserError, click.ClickException) as error:
-        text = error.format_message() if isinstance(error, click.ClickException) else str(error)
+        text = _of_click(error) if isinstance(error, click.ClickException) else str(error)
         sentence = " ".join(text.split())
         if "--sarif" in (sys.argv if arguments is None else arguments):  # a code host shows why there are no results
             from dtype_engine.reports.sarif import failure
@@ -215,6 +217,12 @@ def _status(command: click.Command, program: str, arguments: Sequence[str] | Non
         # An interrupt while a lock is being acquired makes the release of the lock fail, and that error hides the interrupt.
         interrupt = next((link for link in _chain(error) if isinstance(link, KeyboardInterrupt)), None)
         return report_unexpected(program, error) if interrupt is None else _report_interrupted(program, interrupt)
+
+
+def _of_click(error: click.ClickException) -> str:
+    """Return the message of an error of click, which may quote an argument of any length: its middle is then left out."""
+    text = error.format_message()
+    return text if len(text) <= _LONGEST_OF_CLICK else f"{text[:_KEPT]} … {text[-_KEPT:]}"
 
 
 def _report_interrupted(program: str, error: BaseException) -> int:

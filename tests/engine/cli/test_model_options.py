@@ -70,3 +70,12 @@ def test_number_of_sequences_or_tokens_beyond_its_bound_is_refused(
 ) -> None:
     assert run(cli, "dtype-engine", ["drift", "demo", f"{option}={10**30}"]) == 2
     assert f"Invalid value for '{option}': {10**30} is not in the range" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", ["9" * 4000, "9" * 5000, "nine " * 1000])
+def test_overlong_value_of_an_option_is_quoted_in_part(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(cli, "dtype-engine", ["memory", "MODEL", "--context", value]) == 2
+    sentence = capsys.readouterr().err
+    assert sentence.startswith("dtype-engine: Invalid value for '--context': ")
+    assert sentence.endswith((" is not in the range 1<=x<=16777216.\n", " is not a valid integer range.\n"))
+    assert len(sentence) < 450
