@@ -11,9 +11,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from dtype_engine.checkpoint import read_json
 from dtype_engine.checkpoint.components import component_names
-from dtype_engine.checkpoint.weight_files import PICKLES, PIPELINE_INDEX
+from dtype_engine.checkpoint.weight_files import PICKLES, PIPELINE_INDEX, read_json
 from dtype_engine.core.atomic_write import check_target, expanded_target, is_taken
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.hints import hint

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dtype_engine.checkpoint.export_folder import is_export
 from dtype_engine.checkpoint.schemes.configuration import mapping
 from dtype_engine.checkpoint.schemes.own import SCALED_KEY
 from dtype_engine.checkpoint.schemes.registry import schemes
@@ -221,7 +222,8 @@ def _recipe(folder: Path) -> tuple[str, ...]:
     path = folder / "recipe.yaml"
     try:
         if (size := os.path.getsize(path)) > _LARGEST_RECIPE:
-            return (f"recipe.yaml of {human_bytes(size)} is not read: at most {human_bytes(_LARGEST_RECIPE)} are",)
+            note = f"recipe.yaml of {human_bytes(size)} is not read: at most {human_bytes(_LARGEST_RECIPE)} are"
+            return () if is_export(folder) else (note,)  # the recipes of this program say nothing here
         content = load_yaml(read_beside(path, _LARGEST_RECIPE).decode())
     except (OSError, UserError, UnicodeDecodeError):
         return ()

@@ -128,6 +128,12 @@ def test_oversized_recipe_is_said_not_to_be_read(tmp_path: Path) -> None:
     assert found.method.endswith(" (recipe.yaml of 575.09 KiB is not read: at most 64.00 KiB are)")
 
 
+def test_oversized_recipe_of_an_export_gives_no_provenance(tmp_path: Path) -> None:
+    rules = "  - {pattern: model.layers.0.mlp.experts.0.down_proj, dtype: bfloat16}\n" * 2000
+    (tmp_path / "recipe.yaml").write_text(f"version: 1\nrules:\n{rules}")
+    assert not provenance(tmp_path, {}, {})
+
+
 def test_gguf_provenance_names_the_file_type_and_importance_matrix(tmp_path: Path) -> None:
     with gguf_file(tmp_path / "x.gguf", "llama") as writer:
         writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_K_M)
