@@ -105,4 +105,4 @@ async def test_depth_plot_is_colored_by_how_large_the_drift_is() -> None:
         strips = [pane.render_line(y) for y in range(pane.size.height)]
         dotted = [segment for strip in strips for segment in strip if any("⠀" < each < "⣿" for each in segment.text)]
         colours = {segment.style.color.name for segment in dotted if segment.style and segment.style.color}
-        assert {"green", "bright_yellow", "yellow"} <= colours
+        assert {"bright_yellow", "yellow"} <= colours

@@ -23,7 +23,7 @@ def _key(key: str, action: str, words: str, also: str = "", show: bool = True, p
 _causes, *_measuring = bindings_in("Measure")
 MAIN_KEYS: list[BindingType] = with_ids(
     [
-        _key("c", "cast", "Cast by pattern", "quantise quantize convert pattern rule dtype"),
+        _key("c", "cast", "Cast by pattern", "quantize convert pattern rule dtype"),
         *(
             _key(str(i), f"cast_node('{d}')", _digit_words(d), f"{dtypes.short_name(d)} dtype", show=False)
             for i, d in enumerate(DIGITS, 1)

@@ -27,13 +27,14 @@ def name_of(action: str) -> str:
 
 
 def described(bindings: Iterable[BindingType], chosen: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield (keys, description) of every binding, and of neighbors with one description together, such as `1 to 8`. chosen: the
-    user's own keys, by binding id.
+    """Yield (keys, description) of every binding, and of neighbors with one description together, such as `↓, ↑`, or `1 to 8` for
+    digits. chosen: the user's own keys, by binding id.
     """
     listed = [binding for binding in bindings if isinstance(binding, Binding)]
     for description, alike in groupby(listed, lambda binding: binding.description):
-        keys = [", ".join(map(on_keyboard, keys_of(binding, chosen).split(","))) for binding in alike]
-        yield f"{keys[0]} to {keys[-1]}" if len(keys) > 1 else keys[0], description
+        keys = [on_keyboard(key) for binding in alike for key in keys_of(binding, chosen).split(",")]
+        digits = len(keys) > 2 and "".join(keys).isdigit()
+        yield f"{keys[0]} to {keys[-1]}" if digits else ", ".join(keys), description
 
 
 def keys_of(binding: Binding, chosen: Mapping[str, str]) -> str:

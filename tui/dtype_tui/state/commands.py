@@ -95,7 +95,7 @@ WITH_ARGUMENTS = (
         "cast_as",
         ("pattern", "dtype"),
         "Cast the tensors that a pattern matches",
-        also="quantise quantize convert",
+        also="quantize convert",
     ),
     Command("filter", "filter_by", ("text",), "Show only names that contain this; alone: show all", 0, "find search"),
     Command("go", "go_to", ("node",), "Go to a node by its name", also="goto module"),
