@@ -57,7 +57,13 @@ def mcp(folders: tuple[Path, ...], hub: bool, seconds: int) -> None:
     server = make_server(Access(folders or (Path(),), hub), seconds)
     _end_with_signals()
     repair_input()
-    server.run()
+    try:
+        server.run()
+    except BaseExceptionGroup as group:  # such as of the ReaderGone of a client that has closed standard output
+        error: BaseException = group
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        raise error from None
 
 
 def _end_with_signals() -> None:
