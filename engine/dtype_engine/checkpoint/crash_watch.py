@@ -1,5 +1,5 @@
-"""Says in one line why this process ended by SIGBUS or SIGABRT, which leave no Python code that could say so: which file was cut
-short while it was read, or that a library aborted the process.
+"""Says in one line why this process ended by a signal that leaves no Python code which could say so: which file was cut short
+while it was read (SIGBUS), or that a library aborted the process or crashed.
 
 Weights are mapped from their files, and reading a page that the file no longer has is a signal in the thread that reads. A small
 process, which is this file run as a script, waits at the other end of the pipe to which `faulthandler` writes in a crash. It checks
@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # the script imports the rest only after a crash, so that it 
 
 _BUS_ERROR = b"Fatal Python error: Bus error"
 _ABORTED = b"Fatal Python error: Aborted"
+_CRASHED = b"Fatal Python error: Segmentation fault"
 _FILE = b"file "
 _TRACEBACK = "DTYPE_TUI_TRACEBACK"
 _watcher: tuple[subprocess.Popen[bytes], int] | None = None
@@ -76,17 +77,17 @@ def _report(told: bytes) -> None:
     crash = b"".join(line for line in lines if not line.startswith(_FILE))
     if not crash:
         return
-    explained = crash.startswith((_BUS_ERROR, _ABORTED))
+    explained = crash.startswith((_BUS_ERROR, _ABORTED, _CRASHED))
     if not explained or os.environ.get(_TRACEBACK):
         sys.stderr.buffer.write(crash)
         sys.stderr.flush()
     if explained:
         sys.path[:] = entries[0]
-        print(f"dtype-engine: {_sentence(entries[1:], crash.startswith(_ABORTED))}", file=sys.stderr)
+        print(f"dtype-engine: {_sentence(entries[1:], crash)}", file=sys.stderr)
 
 
-def _sentence(entries: list[Any], aborted: bool) -> str:
-    """Return why the process ended. entries: its files. aborted: whether SIGABRT ended it, otherwise SIGBUS."""
+def _sentence(entries: list[Any], crash: bytes) -> str:
+    """Return why the process ended. entries: its files. crash: the report of the crash."""
     from pathlib import Path
 
     from dtype_engine.checkpoint.file_identity import FileIdentity, refuse_changed
@@ -96,7 +97,9 @@ def _sentence(entries: list[Any], aborted: bool) -> str:
         refuse_changed(FileIdentity(Path(path), *state) for path, *state in entries)
     except UserError as error:
         return str(error)
-    if aborted:
+    if crash.startswith(_CRASHED):
+        return f"a library in the process crashed (SIGSEGV); {_TRACEBACK}=1 shows where"
+    if crash.startswith(_ABORTED):
         return f"the process was aborted (SIGABRT), probably for want of memory; {_TRACEBACK}=1 shows where"
     return f"a file that is mapped into memory can't be read (SIGBUS): its disk failed; {_TRACEBACK}=1 shows where"
 

@@ -11,7 +11,7 @@ import secrets
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import anyio
 import click
@@ -22,7 +22,7 @@ from pydantic import Field, ValidationError
 
 from dtype_engine.cli.mcp_input import HALF_A_PAIR
 from dtype_engine.cli.mcp_tools import INSTRUCTIONS, LEFT_OUT, TOOLS, Access, Tool
-from dtype_engine.cli.program import unexpected
+from dtype_engine.cli.program import TRACEBACK, unexpected
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import without_controls
 from dtype_engine.core.typed_data import refuse_unknown
@@ -38,13 +38,18 @@ _MOST_BYTES = 100_000
 """Maximum size of all arguments of a call. Linux gives one argument of a process 128 KiB."""
 
 
+def _log_level() -> Literal["ERROR", "CRITICAL"]:
+    """Return the level of the package `mcp`, which logs a traceback of requests that it refuses, such as an unknown prompt."""
+    return "ERROR" if os.environ.get(TRACEBACK) else "CRITICAL"
+
+
 class Server(MCPServer):
     """A server that offers `TOOLS`. Every refusal of a call is one sentence. seconds: the time limit of a call. engine: the command
     that starts `dtype-engine`.
     """
 
     def __init__(self, access: Access, seconds: float, engine: Sequence[str]) -> None:
-        super().__init__("dtype-engine", instructions=INSTRUCTIONS, version=__version__, log_level="ERROR")
+        super().__init__("dtype-engine", instructions=INSTRUCTIONS, version=__version__, log_level=_log_level())
         one_at_a_time = anyio.CapacityLimiter(1)  # each call may take the memory of a whole model
         self._calls = {tool.name: Call(tool, access, seconds, engine, one_at_a_time) for tool in TOOLS}
         for call in self._calls.values():

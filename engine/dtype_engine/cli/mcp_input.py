@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import threading
@@ -16,10 +17,11 @@ _ESCAPE = re.compile(
 """Matches an escape in JSON, or those of a pair of surrogates; as a group, that of half of a pair."""
 
 
-def replace_half_pairs() -> None:
-    """Put a pipe in place of standard input, into which a thread copies every line with `HALF_A_PAIR` for each half of a pair.
+def repair_input() -> None:
+    """Put a pipe in place of standard input, into which a thread copies every line with `HALF_A_PAIR` for each half of a pair, and
+    with an object for parameters that are none.
 
-    The package `mcp` leaves a line with half of a pair unanswered, and the agent waits in vain.
+    The package `mcp` leaves other lines unanswered, and the agent waits in vain.
     """
     wire, (end, start) = os.dup(0), os.pipe()
     os.dup2(end, 0)
@@ -28,7 +30,7 @@ def replace_half_pairs() -> None:
     def copy() -> None:
         with suppress(OSError), open(start, "wb", buffering=0) as pipe, open(wire, "rb") as lines:
             for line in lines:
-                left = memoryview(without_half_pairs(line))
+                left = memoryview(with_object_as_parameters(without_half_pairs(line)))
                 while left:
                     left = left[pipe.write(left) :]
 
@@ -38,3 +40,14 @@ def replace_half_pairs() -> None:
 def without_half_pairs(line: bytes) -> bytes:
     r"""Return a line of JSON in which `\uffff` stands for each escape of half of a pair of surrogates."""
     return _ESCAPE.sub(lambda found: b"\\uffff" if found[1] else found[0], line)
+
+
+def with_object_as_parameters(line: bytes) -> bytes:
+    """Return a line of JSON in which an object that every method refuses stands for parameters that are no object."""
+    try:
+        message = json.loads(line)
+    except (ValueError, RecursionError):
+        return line
+    if not isinstance(message, dict) or isinstance(message.get("params"), dict | None):
+        return line
+    return json.dumps(message | {"params": {"_meta": message["params"]}}).encode() + b"\n"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dtype_engine.cli.mcp_input import replace_half_pairs
+from dtype_engine.cli.mcp_input import repair_input
 from dtype_engine.cli.mcp_tools import Access
 from dtype_engine.core.errors import UserError
 
@@ -56,8 +56,14 @@ def mcp(folders: tuple[Path, ...], hub: bool, seconds: int) -> None:
         raise UserError("this is for programs: an agent's configuration names the command `dtype-engine mcp`")
     server = make_server(Access(folders or (Path(),), hub), seconds)
     _end_with_signals()
-    replace_half_pairs()
-    server.run()
+    repair_input()
+    try:
+        server.run()
+    except BaseExceptionGroup as group:  # such as of the ReaderGone of a client that has closed standard output
+        error: BaseException = group
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        raise error from None
 
 
 def _end_with_signals() -> None:

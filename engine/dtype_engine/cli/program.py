@@ -15,7 +15,15 @@ from typing import Any
 
 import click
 
-from dtype_engine.cli.streams import ReaderGone, answers, answers_can_hold, drop_unwritten, fill_closed, own_output
+from dtype_engine.cli.streams import (
+    ReaderGone,
+    answers,
+    answers_can_hold,
+    drop_unwritten,
+    fill_closed,
+    own_output,
+    replace_unusable_encodings,
+)
 from dtype_engine.core.errors import UserError, exhausted, one_line
 from dtype_engine.core.job_pace import JobPace
 from dtype_engine.core.text import is_printable, printable, without_controls
@@ -186,6 +194,7 @@ def _raised_signals() -> Iterator[None]:
 def run(command: click.Command, program: str, arguments: Sequence[str] | None = None) -> int:
     """Run a click command and return its exit status. program: the name in messages. arguments: None means this process's."""
     fill_closed()
+    replace_unusable_encodings()
     try:
         with own_output():
             return _status(command, program, arguments)

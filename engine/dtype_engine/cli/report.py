@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from dtype_engine.cli.options import METRICS, REFERENCE, ModelCommand, force_option, json_option
-from dtype_engine.cli.program import answer, note, print_json, say, say_progress, say_share
+from dtype_engine.cli.program import UnwrittenFiles, answer, note, print_json, say, say_progress, say_share
 from dtype_engine.cli.request import Planned, RunRequest
 from dtype_engine.cli.thresholds import finite_status
 from dtype_engine.core.errors import NoForward, UserError
@@ -81,16 +81,22 @@ def report(request: RunRequest, file: Path, with_speed: bool, force: bool, as_ob
         reason = str(error)
         lost = _losses(known)
     say("")
-    written = write_report(file, force, source, subject, Measured(measured, reason, lost, nonfinite, speed))
-    status = finite_status(measured) if measured is not None else 0
+    found = Measured(measured, reason, lost, nonfinite, speed)
+    unwritten = UnwrittenFiles()
+    written = None
+    with unwritten.reported():
+        written = write_report(file, force, source, subject, found)
+    status = unwritten.status or (finite_status(measured) if measured is not None else 0)
     if as_object:
         _, plan, title, _ = subject
         sizes = {"stored_bytes": plan.stored_bytes, "planned_bytes": plan.planned_bytes}
         why = {"no_drift": reason} if reason else {}
-        named = {"file": str(written), "model": title, "measured": measured is not None}
+        named = {"file": str(written) if written else None, "model": title, "measured": measured is not None}
+        why |= {} if written else {"drift": as_json(measured), "speed": as_json(speed)}
         print_json(named | sizes | why | {"lost": as_json(lost)})
         return status
-    answer(f"wrote {printable(str(written), 1000)}")
+    if text := f"wrote {printable(str(written), 1000)}" if written else _as_text(found):
+        answer(text)
     if notice := loss_notice(lost or ()):
         note([notice])
     if reason:
@@ -114,6 +120,14 @@ def write_report(file: Path, force: bool, source: Source, subject: _Subject, mea
     provenance = checkpoint.provenance.lines() if checkpoint is not None else ()
     made = build_report(*subject, measured, versions(), provenance)
     return write_text_atomic(file, render(made, file), replace=force)
+
+
+def _as_text(found: Measured) -> str:
+    """Return as text what was measured for a report that can't be written."""
+    from dtype_engine.reports.text import drift_text, speed_text
+
+    drift = [drift_text(found.drift)] if found.drift is not None else []
+    return "\n".join(drift + ([speed_text(found.speed)] if found.speed is not None else []))
 
 
 def _losses(known: Planned) -> tuple[ValueLoss, ...] | None:

@@ -61,6 +61,16 @@ def fill_closed() -> None:
         setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
 
 
+def replace_unusable_encodings() -> None:
+    """Write ASCII with escapes to a standard stream whose encoding can't write lines of ASCII, as PYTHONIOENCODING=idna can't."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            try:
+                ("x" * 100 + "\n").encode(stream.encoding)
+            except UnicodeError:
+                stream.reconfigure(encoding="ascii", errors="backslashreplace")
+
+
 def drop_unwritten() -> None:
     """Discard output that standard error can't write. Otherwise Python would try again at exit, fail, and exit with status 120."""
     try:

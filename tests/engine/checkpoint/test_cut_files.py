@@ -177,8 +177,12 @@ def test_command_killed_by_sigbus_names_the_truncated_file_in_one_line(
     [
         (b"", ""),
         (
+            b"Fatal Python error: Illegal instruction\n\nThread 1\n",
+            "Fatal Python error: Illegal instruction\n\nThread 1\n",
+        ),
+        (
             b"Fatal Python error: Segmentation fault\n\nThread 1\n",
-            "Fatal Python error: Segmentation fault\n\nThread 1\n",
+            "dtype-engine: a library in the process crashed (SIGSEGV); DTYPE_TUI_TRACEBACK=1 shows where\n",
         ),
         (
             b"Fatal Python error: Aborted\n\nThread 1\n",
@@ -191,7 +195,7 @@ def test_command_killed_by_sigbus_names_the_truncated_file_in_one_line(
             "DTYPE_TUI_TRACEBACK=1 shows where\n",
         ),
     ],
-    ids=["no crash", "another crash", "an abort", "a failed disk"],
+    ids=["no crash", "another crash", "a fault", "an abort", "a failed disk"],
 )
 def test_crash_that_no_file_explains_is_reported(told: bytes, says: str, source: Path) -> None:
     file = FileIdentity.of(source / "model.safetensors")

@@ -21,7 +21,7 @@ from dtype_engine.cli import cli
 from dtype_engine.cli.mcp_input import without_half_pairs
 from dtype_engine.cli.mcp_server import make_server
 from dtype_engine.cli.mcp_tools import Access
-from dtype_engine.cli.program import run
+from dtype_engine.cli.program import CLOSED_PIPE, run
 
 pytest.importorskip("mcp")
 ENGINE = preloaded.command("import sys; sys.argv[0] = 'dtype-engine'; from dtype_engine.cli import main; main()")
@@ -293,7 +293,7 @@ def served(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
             server.kill()
 
 
-def send(server: subprocess.Popen[bytes], method: str, parameters: dict[str, Any]) -> None:
+def send(server: subprocess.Popen[bytes], method: str, parameters: object) -> None:
     """Send a request, in whose JSON characters that are not ASCII are escapes."""
     assert server.stdin is not None
     message = {"jsonrpc": "2.0", "id": 1, "method": method, "params": parameters}
@@ -358,3 +358,29 @@ def test_mcp_server_ends_at_a_signal_while_its_input_is_open(
         while time.monotonic() < ended and any(Path(f"/proc/{child}").exists() for child in children):
             time.sleep(0.05)
         assert not [child for child in children if Path(f"/proc/{child}").exists()]
+
+
+@pytest.mark.slow
+def test_mcp_server_answers_requests_that_it_refuses_without_a_traceback(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with served(tmp_path) as server:
+        assert server.stdout is not None
+        for method, parameters in (("prompts/get", {"name": "x"}), ("tools/call", 5), ("tools/list", [])):
+            send(server, method, parameters)
+            assert select.select([server.stdout], [], [], 20)[0]
+            assert json.loads(server.stdout.readline())["error"]["message"]
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.slow
+def test_mcp_server_whose_output_is_closed_ends_silently(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with served(tmp_path) as server:
+        assert server.stdout is not None
+        assert server.stdin is not None
+        server.stdout.close()
+        send(server, "tools/list", {})
+        time.sleep(0.5)
+        server.stdin.close()
+        assert server.wait(20) == CLOSED_PIPE
+    assert capfd.readouterr().err == ""

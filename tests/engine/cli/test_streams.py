@@ -239,3 +239,16 @@ def test_converted_recipe_that_standard_output_cannot_encode_is_refused(named: P
     assert b", which lacks characters of this file: name a file with -o" in done.stderr
     assert in_encoding("latin-1", *words, "-o", str(tmp_path / "out.txt")).returncode == 0
     assert "Δ" in (tmp_path / "out.txt").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("encoding", ["undefined", "idna"])
+def test_encoding_that_lacks_ascii_is_replaced(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", encoding)
+    done = subprocess.run([*FRESH, "recipe", "presets"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.isascii()
+    assert len(done.stdout.splitlines()) > 3
+    done = subprocess.run([*FRESH, "inspect", "nosuch"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("dtype-engine: ")

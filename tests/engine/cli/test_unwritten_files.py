@@ -22,6 +22,7 @@ SCAN = ["--dtypes", "bf16"]
         (DRIFT, "--report", "report.html"),
         (DRIFT, "--save", "drift.json"),
         (["scan", *SCAN], "--save", "scan.json"),
+        (["report", "--cast", "*.mlp=bf16"], "-o", "report.md"),
         (["search", *SCAN, "--budget", "90%", "--no-measure"], "-o", "recipe.yaml"),
         (["search", *SCAN, "--budget", "90%", "--no-measure"], "--save", "scan.json"),
     ],
