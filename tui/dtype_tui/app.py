@@ -324,7 +324,7 @@ class DtypeApp(BaseApp[None]):
             first = command.arguments and f"command('{command.name} ')"
             yield SystemCommand(command.meaning, command.hint, self.runner(first or command.action))
         for entry in super().get_system_commands(screen):
-            if entry.title != "Quit" and not (self.launch.read_only and entry.title == "Screenshot"):
+            if entry.title not in ("Quit", "Keys") and not (self.launch.read_only and entry.title == "Screenshot"):
                 yield entry
 
     def palette_commands(self) -> Iterable[Command]:

@@ -67,7 +67,9 @@ class CachedRepository:
             return False
         with suppress(OSError):
             blob.parent.mkdir(exist_ok=True)
-            os.link(os.path.realpath(path), blob)
+            linked = _beside(blob)
+            os.link(os.path.realpath(path), linked)
+            os.replace(linked, blob)
         return True
 
     def add(self, commit: str, name: str, size: int, digest: str | None, write: Callable[[IO[bytes]], object]) -> bool:

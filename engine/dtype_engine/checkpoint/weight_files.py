@@ -24,7 +24,7 @@ PIPELINE_INDEX = "model_index.json"
 ADAPTER_CONFIG = "adapter_config.json"
 """The file that PEFT writes next to an adapter's weights."""
 PICKLES = (".pth", ".pt", ".bin", ".ckpt", ".pth.tar")
-LARGEST_JSON = 100_000_000
+LARGEST_JSON = 50_000_000
 _NEVER_OPENED = (
     ".safetensors", ".gguf", *PICKLES, ".onnx", ".h5", ".msgpack", ".md", ".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp", ".pdf",
     ".html", ".csv", ".parquet", ".ipynb", ".log", ".zip", ".gz",

@@ -19,7 +19,7 @@ FLOAT32, STORED = "float32", "stored"
 """The values of `Options.reference` for the model itself, in float32 arithmetic or in its stored dtypes."""
 LM_EVAL = "lm-eval:"
 """The prefix of a metric in `Options.metrics` that is a task of lm-eval."""
-ComputeDtype = Annotated[str, msgspec.Meta(pattern=f"^({'|'.join(COMPUTE_DTYPES)})$")]
+ComputeDtype = Annotated[str, msgspec.Meta(pattern=rf"^({'|'.join(COMPUTE_DTYPES)})\Z")]
 ClassesDim = Dimension | Literal["auto", "none"]
 """In which dimension of the main output the logits lie: an index, "auto" to determine it, or "none" for no distribution."""
 

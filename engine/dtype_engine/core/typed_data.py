@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import typing
 from collections.abc import Collection, Iterable
+from operator import index
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -47,7 +48,7 @@ def _refusal(error: Exception) -> UserError:
     found = _WHERE.match(str(error))
     said, where = found.groups() if found else (str(error), "")
     said = said.replace("`", "")
-    said = re.sub(r"str matching regex '\^\((.*)\)\$'", lambda found: f"one of {found[1].replace('|', ', ')}", said)
+    said = re.sub(r"str matching regex '\^\((.*)\)\\+Z'", lambda found: f"one of {found[1].replace('|', ', ')}", said)
     said = printable(said[:1].lower() + said[1:], 120)
     return UserError(f"{printable(where, 80)}: {said}" if where else said)
 
@@ -63,7 +64,10 @@ class TypedFields:
         kind = type(self)
         for name, field in _types(kind).items():
             try:
-                value = msgspec.convert(getattr(self, name), field, dec_hook=path_of)
+                given = getattr(self, name)
+                if hasattr(given, "__index__") and not isinstance(given, int):
+                    given = index(given)  # an integer of numpy
+                value = msgspec.convert(given, field, dec_hook=path_of)
             except _REFUSED as error:
                 raise UserError(f"{kind.__name__}.{name}{_in_python(_refusal(error).sentence, field)}") from None
             object.__setattr__(self, name, value)  # the class is frozen

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dtype_engine.core import dtypes
-from dtype_engine.recipe.loader_facts import misread_experts, why_not_loaded
+from dtype_engine.recipe.loader_facts import Outcome as Values
+from dtype_engine.recipe.loader_facts import loader_facts, misread_experts, why_not_loaded
 from dtype_engine.recipe.schemes import layout
 from dtype_engine.recipe.serving import Runtime, lint_serving, no_layout, packed_experts
 from dtype_engine.recipe.targets.base import Context
@@ -25,6 +26,10 @@ LOADERS = {
 
 Outcome = Literal["same", "other values", "refused"]
 _MARKS: dict[Outcome, str] = {"same": "✓", "other values": "≈", "refused": "✗"}
+_FEW_WORDS = {
+    Values.LAST_BITS: "but for the last bits",
+    Values.COMPUTED_IN_BFLOAT16: "rounded to bfloat16",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +85,7 @@ def _refused(loader: str, why: str, *names: str, short: str = "") -> Loading:
 
 def _transformers(context: Context) -> Loading:
     """Return how plain `from_pretrained` loads the export. It brings weights of several compute dtypes into the widest one, which
-    keeps their values.
+    keeps their values, and applies scales in it, which may round.
     """
     tree, planned, quantised = context.tree, context.plan.dtypes, dict(_quantised(context))
     if not quantised:
@@ -88,6 +93,7 @@ def _transformers(context: Context) -> Loading:
     experts = dict.fromkeys(name for name in planned if packed_experts(tree, name))
     wide = dtypes.widest(planned.values())
     one_layout = all(layout(dtype) == "fp8" for dtype in quantised.values())
+    rounded: dict[Values, list[str]] = {}
     for name, dtype in quantised.items():
         why = no_layout(tree, name, dtype, experts=True)
         expert = name in experts
@@ -95,13 +101,20 @@ def _transformers(context: Context) -> Loading:
             why = why_not_loaded(dtype, expert, bool(experts) and not expert, wide)
         if why is not None:
             return _refused("transformers", why, name)
+        rounded.setdefault(loader_facts(dtype, expert).outcome(wide, dequantize=False), []).append(name)
     formats: dict[str, set[str]] = {}
     for name in experts:
         formats.setdefault(name.rpartition(".")[0], set()).add(planned[name])
     first = next(iter(quantised.values()))
     split = any(len(of_layer) > 1 for of_layer in formats.values())
     why = misread_experts({planned[name] for name in experts}, first, split)
-    return _refused("transformers", why, *experts) if why is not None else Loading("transformers", "same")
+    if why is not None:
+        return _refused("transformers", why, *experts)
+    for outcome, names in rounded.items():
+        if outcome != Values.SAME:
+            words = str(outcome).format(wide=wide)
+            return Loading("transformers", "other values", words, _FEW_WORDS.get(outcome, words), tuple(names))
+    return Loading("transformers", "same")
 
 
 def _runtime(context: Context, runtime: Runtime) -> Loading:

@@ -152,8 +152,8 @@ def serving_memory(
     if budget is not None:
         of_pass = None if activations is None else lambda tokens: activations(tokens).nbytes
         most = largest_context(fixed, of_pass, budget, longest or MOST_TOKENS)
-    free = None if budget is None else budget - plan.planned_bytes - (found.nbytes if found is not None else 0)
-    of_sequence = of_cache(context, 1)
+    free = None if budget is None else budget - plan.planned_bytes
+    of_sequence = of_cache(context, 1) + (-(-found.nbytes // batch) if found is not None else 0)
     notes = cache.notes if cache.none_because is None else (f"without a KV cache: {cache.none_because}",)
     if longest is not None and context > longest:
         notes += (f"the model was made for at most {longest:,} tokens",)

@@ -33,8 +33,9 @@ def reference_words(reference: str) -> str:
 
 def versus(reference: str) -> str:
     """Return short words for the `reference` of a drift, to stand beside a figure: `vs float32`, `vs stored bfloat16`."""
-    stored = reference.removeprefix("as stored (").removesuffix(")")
-    return f"vs {printable(reference, 200)}" if stored == reference else f"vs stored {stored}"
+    if reference.startswith("as stored ("):
+        return f"vs stored {reference.removeprefix('as stored (').removesuffix(')')}"
+    return f"vs {printable(reference, 200)}"
 
 
 def extent_text(extent: Extent) -> str:

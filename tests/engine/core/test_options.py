@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 import pytest
 
 import dtype_engine as de
@@ -31,6 +32,7 @@ from dtype_engine.core.options import InputOptions, ModelOptions
         (de.Options, "reference_bytes", -1, "expected int >= 0"),
         (InputOptions, "chat", 1, "expected bool, got int"),
         (ModelOptions, "device", 0, "expected str, got int"),
+        (de.RunSettings, "compute", "bfloat16\n", "expected one of float64, float32, bfloat16, float16"),
         (de.RunSettings, "compute", "int8", "expected one of float64, float32, bfloat16, float16"),
         (de.RunSettings, "autocast", "float32", "expected one of bfloat16, float16, got 'float32'"),
         (de.RunSettings, "classes_dim", 64, "expected int <= 63"),
@@ -65,3 +67,7 @@ def test_the_command_line_has_the_ranges_of_the_options(name: str, kind: Any) ->
     (limits,) = kind.__metadata__
     assert isinstance(option.type, click.IntRange)
     assert (option.type.min, option.type.max) == (limits.ge, limits.le)
+
+
+def test_an_integer_of_numpy_is_an_integer() -> None:
+    assert de.Options(sequences=np.int64(4)).sequences == 4  # type: ignore[arg-type]

@@ -24,7 +24,6 @@ from dtype_engine.recipe.minimize import minimize
 from dtype_engine.recipe.serving_memory import cache_bytes
 from dtype_engine.results.drift import SQUARED
 from dtype_engine.search.constraints import SearchConstraints
-from dtype_engine.search.families import FAMILIES
 from dtype_engine.search.pareto import ParetoFront, Solution, written_dtype
 from dtype_tui.config.bindings import FRONT_KEYS
 from dtype_tui.rendering.canvas import Series, axes_around, plot
@@ -105,7 +104,8 @@ class OptimiseScreen(ModalScreen[None]):
         self.call_after_refresh(self._draw)
 
     def show_figures(self) -> None:
-        if self._seen != self.view.version:
+        compared = self._fronts.plan if self._fronts is not None else None
+        if self._seen != self.view.version or compared is not self.experiment.plan:
             self._make(self.view.limits)
 
     def _make(self, limits: SearchConstraints) -> bool:
@@ -125,7 +125,7 @@ class OptimiseScreen(ModalScreen[None]):
         self.front, self._applies = front, self._applies and not moved
         constraints = self.view.constraints(self.experiment.tokens, self.experiment.served.batch)
         now = self._measured_bytes(self.experiment.recipe, self.experiment.plan.planned_bytes)
-        self._fronts = Fronts(self.experiment, front, constraints, limits.budget, now)
+        self._fronts = Fronts(self.experiment, self.experiment.plan, front, constraints, limits.budget, now)
         sizes = [point.bytes for point in front.points]
         middle = (self.experiment.tree.stored_bytes + self._cache_bytes({})) // 2
         self.index = max(0, bisect.bisect_right(sizes, at if at is not None else middle) - 1)
@@ -343,10 +343,16 @@ class OptimiseScreen(ModalScreen[None]):
 
     def action_loader(self) -> None:
         """Restrict the front to what the next program loads."""
-        if self.front is not None:
-            names = list(FAMILIES)
-            name = names[(names.index(self.front.formats) + 1) % len(names)]
-            self._make(self.view.limits.with_line(f"formats {name}", self.experiment.tree.stored_bytes))
+        if self.front is None:
+            return
+        names = self.experiment.loaders
+        if len(names) < 2:
+            self._warn(f"only {LOADERS[names[0]]} loads an export of this model")
+            return
+        at = names.index(self.front.formats)
+        for name in (*names[at + 1 :], *names[:at]):  # one that can't meet the limits is said, and left out
+            if self._make(self.view.limits.with_line(f"formats {name}", self.experiment.tree.stored_bytes)):
+                return
 
     def action_zoom(self, factor: float) -> None:
         self.zoom = min(_MOST_ZOOM, max(1, int(self.zoom * factor)))

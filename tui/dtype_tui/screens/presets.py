@@ -85,7 +85,7 @@ class PresetsScreen(ChoiceScreen[Recipe]):
         if (entry := self._experiment.measured_as(effect.recipe)) is not None:
             output = entry.output
             drift = scientific(output.kl_mean or 0.0, 1) if has_kl(output) else decibels(output.sqnr_db)
-            return f"{drift if output.is_finite else ''} {meaning(output).word}".lstrip()
+            return f"{drift if output.is_finite else ''} {meaning(output, self._experiment.floor).word}".lstrip()
         prediction = self._predictions[index]
         if prediction is None:
             return ""

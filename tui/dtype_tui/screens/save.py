@@ -99,6 +99,9 @@ class SaveScreen(ChoiceScreen[SaveRequest]):
     def on_mount(self) -> None:
         self.set_focus(self.query_one(LineInput))
         self.action_move(0)
+        self._find_loadings()
+
+    def _find_loadings(self) -> None:
         find_loadings(self, self._experiment, self._experiment.plan, self._loadings_found)
 
     def _loadings_found(self, found: tuple[Loading, ...]) -> None:
@@ -114,6 +117,7 @@ class SaveScreen(ChoiceScreen[SaveRequest]):
         match message.event:
             case events.ExportPlanned() as planned:
                 self._planned = planned
+                self._find_loadings()
                 self.redraw()
             case events.CastDone():
                 self.redraw()

@@ -9,7 +9,7 @@ from textual.binding import Binding, BindingType
 
 from dtype_engine.core import dtypes
 from dtype_engine.recipe.loading import LOADERS
-from dtype_engine.search.families import FAMILIES, OWN, TRANSFORMERS
+from dtype_engine.search.families import FAMILIES, TRANSFORMERS
 from dtype_tui.rendering.palette import colour
 from dtype_tui.screens.choice import ChoiceScreen
 from dtype_tui.state.experiment import Experiment
@@ -42,6 +42,8 @@ class ScanSetup(ChoiceScreen[tuple[str, ...]]):
     def __init__(self, experiment: Experiment) -> None:
         self._experiment = experiment
         self._loader = experiment.scan.limits.constraints.formats or experiment.model.loader
+        self._walked = False
+        """Whether the user chose the program. Before the model is loaded, what loads it is not known."""
         super().__init__(len(self._offered))
         self._chosen = set(FAMILIES[self._loader].dtypes)
 
@@ -51,11 +53,6 @@ class ScanSetup(ChoiceScreen[tuple[str, ...]]):
         family = FAMILIES[self._loader]
         weights = family.dtypes if family.only_these else SCANNED
         return (*weights, *OF_CACHES) if self._experiment.tree.caches else weights
-
-    @property
-    def _loaders(self) -> list[str]:
-        """The programs to choose from. An export of a model that transformers does not load is for this program alone."""
-        return list(FAMILIES) if self._experiment.model.loader == TRANSFORMERS else [OWN]
 
     def draw(self) -> Text:
         text = Text("to be loaded by ", style="dim")
@@ -73,7 +70,10 @@ class ScanSetup(ChoiceScreen[tuple[str, ...]]):
         return text
 
     def action_loader(self, step: int) -> None:
-        names = self._loaders
+        names = self._experiment.loaders
+        if len(names) < 2:
+            return
+        self._walked = True
         at = names.index(self._loader) if self._loader in names else 0
         self._loader = names[(at + step) % len(names)]
         self._chosen = set(FAMILIES[self._loader].dtypes)
@@ -88,6 +88,6 @@ class ScanSetup(ChoiceScreen[tuple[str, ...]]):
         chosen = tuple(dtype for dtype in self._offered if dtype in self._chosen)
         if chosen:
             scan = self._experiment.scan
-            if self._loader != (scan.limits.constraints.formats or self._experiment.model.loader):
+            if self._walked and self._loader != (scan.limits.constraints.formats or self._experiment.model.loader):
                 scan.limits = scan.limits.with_line(f"formats {self._loader}", self._experiment.tree.stored_bytes)
             self.dismiss(chosen)

@@ -411,6 +411,18 @@ class Experiment:
         return (self.module_log.of(self.baseline) or {}) if self.baseline is not None else {}
 
     @property
+    def loaders(self) -> list[str]:
+        """The programs that can load an export: this one alone, unless transformers loads the model."""
+        from dtype_engine.search.families import FAMILIES, OWN, TRANSFORMERS  # the first paint does not need it
+
+        return list(FAMILIES) if self.model.loader == TRANSFORMERS else [OWN]
+
+    @property
+    def has_scan(self) -> bool:
+        """Whether a scan on the current inputs and settings has estimates, which later sequences make more precise."""
+        return self.scan.report is not None and not self.why_scan_is_stale
+
+    @property
     def why_scan_is_stale(self) -> str:
         """Why the scan does not apply to the current inputs and settings, or "" if it does."""
         return self.scan.why_stale(self.model.inputs, self.settings)

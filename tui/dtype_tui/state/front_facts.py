@@ -8,7 +8,7 @@ import msgspec
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.units import human_bytes
-from dtype_engine.recipe import Recipe, make_plan
+from dtype_engine.recipe import Plan, Recipe, make_plan
 from dtype_engine.recipe.loading import LOADERS, Loading
 from dtype_engine.recipe.minimize import minimize
 from dtype_engine.search.advice import far_better, format_that_fits, main_change, most_saved, other_fronts
@@ -32,6 +32,8 @@ class Fronts(msgspec.Struct):
     """A Pareto front, and those for other programs under the same constraints, which are computed when first used."""
 
     experiment: Experiment
+    plan: Plan
+    """The plan of the current recipe, with which points are compared."""
     front: ParetoFront
     constraints: Constraints
     budget: int | None
@@ -75,13 +77,13 @@ class Fronts(msgspec.Struct):
     def _better_than_now(self) -> str | None:
         """Return a sentence if a point of the front is no larger than the current recipe and drifts far less."""
         experiment = self.experiment
-        now = experiment.scan.prediction(experiment.tree, experiment.plan)
+        now = experiment.scan.prediction(experiment.tree, self.plan)
         if now is None or now.value <= 0:
             return None
         at = far_better(self.front, self.current_bytes, now.value)
         if at is None:
             return None
-        change = main_change(experiment.tree, experiment.plan.dtypes, self.front.solution_at(at).dtypes)
+        change = main_change(experiment.tree, self.plan.dtypes, self.front.solution_at(at).dtypes)
         words = f", mainly by {' → '.join(map(dtypes.short_name, change))}" if change is not None else ""
         predicted = self.front.points[at].predicted
         less = f"{now.value / predicted:.0f} x less" if predicted > 0 else "not at all"

@@ -89,6 +89,7 @@ class ScanState(msgspec.Struct, dict=True):
     def clear(self) -> None:
         """Drop the results. Called before a scan of other dtypes or on other inputs."""
         self.report, self.requested, self.nodes, self.scores, self.lost = None, (), {}, {}, False
+        self.finished = False
         self.measured.clear()
         self.version += 1
 

@@ -60,8 +60,7 @@ def _has_causes(experiment: Experiment) -> bool:
 
 
 def _is_scanned(experiment: Experiment) -> bool:
-    """Return whether the scan has estimates, which later sequences make more precise."""
-    return experiment.scan.report is not None and not experiment.why_scan_is_stale
+    return experiment.has_scan
 
 
 def _casts_layers(experiment: Experiment) -> bool:

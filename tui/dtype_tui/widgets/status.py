@@ -34,7 +34,7 @@ def next_keys(experiment: Experiment, filtered: bool, working: Activity, ended: 
     """Return pairs (binding id, meaning) of keys, first the keys that the user probably needs next. filtered: whether the tree has
     a filter. working: the engine's jobs. ended: whether the engine has ended.
     """
-    results, busy = experiment.results, working.busy
+    results, busy, scanned = experiment.results, working.busy, experiment.scan.finished and experiment.has_scan
     report = results.report or experiment.before  # while the next measurement runs, the keys stay where they are
     if filtered:
         first = [("match-next", "next match"), ("match-previous", "previous"), ("stop", "clear the filter"), *_CAST]
@@ -46,9 +46,9 @@ def next_keys(experiment: Experiment, filtered: bool, working: Activity, ended: 
         first = [("remedy", "make it finite"), *_CAST]
     elif not busy and results.loss_remedy is not None:
         first = [("remedy", "keep the lost values"), *_CAST]
-    elif experiment.scan.finished and not experiment.recipe.rules:
+    elif scanned and not experiment.recipe.rules:
         first = [("optimise", "optimise"), *_CAST[:2], ("presets", "presets"), ("filter", "find")]
-    elif experiment.scan.finished and report is not None:  # a recipe of the front, or one to compare with it
+    elif scanned and report is not None:  # a recipe of the front, or one to compare with it
         first = [("leave-with", "save"), ("optimise", "optimise"), *_CAST]
     elif not experiment.recipe.rules:
         first = [*_CAST[:2], ("scan", "scan"), ("optimise", "optimise"), ("presets", "presets"), ("filter", "find")]

@@ -32,7 +32,7 @@ from dtype_engine.runtime.model.live import LiveModel
 def make_inputs(model: LiveModel, options: Options) -> Inputs:
     """Return the user's inputs, or create some. Raises NoForward if none can be created, UserError if the user's do not fit."""
     if options.tensors is not None:
-        return tensor_inputs(model, options.tensors, labelled=bool(options.metrics))
+        return tensor_inputs(model, options.tensors, options.limits, labelled=bool(options.metrics))
     given = options.prompts or options.texts or options.images or options.audio
     if model.example_inputs is not None and not given:
         with failures_as(NoForward, f"example_inputs() of {model.title} failed", with_type):

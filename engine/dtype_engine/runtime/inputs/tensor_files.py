@@ -17,6 +17,7 @@ from dtype_engine.checkpoint.pickle_size import check_legacy
 from dtype_engine.checkpoint.pickle_zip import check_archive, refuse_cut_zip, refuse_too_large
 from dtype_engine.core.errors import UserError, one_line
 from dtype_engine.core.foreign_code import failures_as
+from dtype_engine.core.input_limits import InputLimits
 from dtype_engine.core.text import printable
 from dtype_engine.runtime.inputs.batch import Batch, Inputs, from_values
 from dtype_engine.runtime.inputs.text import with_next_tokens, without_cache
@@ -28,18 +29,19 @@ _NUMBERED = re.compile(r"([0-9]{1,9})\.(.+)")
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.uint64)
 
 
-def tensor_inputs(model: LiveModel, path: Path, labelled: bool = False) -> Inputs:
+def tensor_inputs(model: LiveModel, path: Path, limits: InputLimits, labelled: bool = False) -> Inputs:
     """Read the arguments of one or several forward passes (calls) from a `.safetensors`, `.npz` or `.pt` file. Token ids become
     int64.
 
     A call is a dictionary of arguments, a tuple of arguments, or a single tensor. A `.pt` file may hold a list of calls. In the
     other formats, a file with several calls has names that begin with the number of the call (`0.input_ids`, `1.input_ids`).
     labelled: whether tensors that the forward pass does not take are labels for the user's metrics. Raises UserError for a file
-    that can't be read and for tensors that do not fit the model's forward pass.
+    that can't be read, for more token ids than the limit, and for tensors that do not fit the model's forward pass.
     """
     given = from_values(read_tensors(path), path.name)
     given = with_labels(model, given) if labelled else given
     batches = tuple(_as_ids(batch) for batch in given.batches)
+    limits.refuse_file("tokens", str(path), sum(map(_count_ids, batches)))
     for number, batch in enumerate(batches, 1):
         where = f"{path}, call {number}" if len(batches) > 1 else str(path)
         check_fits(model, batch, where)
@@ -162,6 +164,11 @@ def _checked(path: Path, value: Any) -> Any:
                 f"{path} holds a {type(call).__name__} without tensors: a call is a dictionary by argument, a tuple, or a tensor"
             )
     return value
+
+
+def _count_ids(batch: Batch) -> int:
+    ids = (value for name, value in batch.kwargs.items() if name in ID_ARGUMENTS and isinstance(value, torch.Tensor))
+    return max((each.numel() for each in ids), default=0)
 
 
 def _as_ids(batch: Batch) -> Batch:

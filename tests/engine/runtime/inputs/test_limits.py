@@ -331,3 +331,12 @@ def test_invalid_input_limit_option_is_refused_in_one_line(given: str, capsys: p
     said = capsys.readouterr().err
     assert "give KIND=NUMBER, where KIND is pixels, seconds, values, tokens, template-seconds or template-bytes" in said
     assert said.count("\n") == 1
+
+
+def test_more_token_ids_in_a_file_than_the_limit_are_refused(tmp_path: Path, make_llama: Callable[..., Path]) -> None:
+    np.savez_compressed(tmp_path / "ids.npz", input_ids=np.zeros((1, 2000), dtype=np.int64))
+    options = de.Options(tensors=tmp_path / "ids.npz", limits=de.InputLimits(tokens=1000))
+    with pytest.raises(
+        UserError, match=r"ids.npz has 2,000 tokens, more than the limit of 1,000; --input-limit tokens"
+    ):
+        de.open(str(make_llama()), options=options)

@@ -146,11 +146,11 @@ class RecipePane(Pane):
         plan, activations = experiment.plan, experiment.settings.quantize_activations
         if self._loads is None or self._loads[0] is not plan or self._loads[1] != activations:
             self._loads = plan, activations, None
-            find_loadings(self, experiment, plan, lambda found: self._loadings_found(plan, found))
+            find_loadings(self, experiment, plan, lambda found: self._loadings_found(plan, activations, found))
         return self._loads[2] or ()
 
-    def _loadings_found(self, plan: Plan, found: tuple[Loading, ...]) -> None:
-        if self._loads is not None and self._loads[0] is plan:
+    def _loadings_found(self, plan: Plan, activations: str, found: tuple[Loading, ...]) -> None:
+        if self._loads is not None and self._loads[0] is plan and self._loads[1] == activations:
             self._loads = (*self._loads[:2], found)
             self.show_again()
 
