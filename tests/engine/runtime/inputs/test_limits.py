@@ -337,6 +337,6 @@ def test_more_token_ids_in_a_file_than_the_limit_are_refused(tmp_path: Path, mak
     np.savez_compressed(tmp_path / "ids.npz", input_ids=np.zeros((1, 2000), dtype=np.int64))
     options = de.Options(tensors=tmp_path / "ids.npz", limits=de.InputLimits(tokens=1000))
     with pytest.raises(
-        UserError, match=r"ids.npz has 2,000 tokens, more than the limit of 1,000; --input-limit tokens"
+        de.UserError, match=r"ids.npz has 2,000 tokens, more than the limit of 1,000; --input-limit tokens"
     ):
         de.open(str(make_llama()), options=options)
