@@ -137,7 +137,7 @@ class Deaths:
         """Let the engine die while it scans. The key for the scan starts a new one: the unfinished one died with its engine."""
         self.slow(0.3)
         self.terminal.press("s")
-        self.terminal.wait_for("Scores every weight", 20)
+        self.terminal.wait_for("Every weight is scored", 20)
         self.terminal.press("\r")
         self.terminal.wait_for("Esc stop ", 20)
         self._dies(number, r"\* +f16")

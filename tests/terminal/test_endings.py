@@ -92,7 +92,7 @@ def test_truncated_file_is_reported_and_the_app_continues(
         terminal.wait_for("ready", 100)
     if moment == "scanning":
         terminal.press("s")
-        terminal.wait_for("Scores every weight", 20)
+        terminal.wait_for("Every weight is scored", 20)
         terminal.press("\r")
         terminal.wait_for(r"scan +[0-9]+ %", 100)
     elif moment == "exporting":

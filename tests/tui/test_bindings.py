@@ -223,7 +223,7 @@ async def test_entries_of_the_command_palette_without_keys_work() -> None:
         keys = {binding.description for binding in KEYS if isinstance(binding, Binding)}
         more = {command.title: command for command in app.get_system_commands(app.screen) if command.title not in keys}
         typed = [command for command in WITH_ARGUMENTS if command.meaning in more and command.arguments]
-        assert {*more} - {command.meaning for command in typed} == {"Theme", "Keys", "Maximize", "Screenshot", *WITHOUT}
+        assert {*more} - {command.meaning for command in typed} == {"Theme", "Maximize", "Screenshot", *WITHOUT}
         for command in typed:
             more[command.meaning].callback()
             await pilot.pause()
@@ -235,7 +235,6 @@ async def test_entries_of_the_command_palette_without_keys_work() -> None:
             (CHECK, lambda app: engine(app).commands[-1:], ["check"]),
             (ACTIVATIONS, lambda app: engine(app).commands[-1:], ["activations"]),
             (DOWNLOAD, lambda app: engine(app).commands[-1:], ["download"]),
-            ("Keys", lambda app: len(app.screen.query("HelpPanel")), 1),
             ("Screenshot", lambda app: len(list(Path().glob("*.svg"))), 1),
         ):
             assert look(app) != seen
