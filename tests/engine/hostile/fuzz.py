@@ -376,7 +376,7 @@ def judged(kind: str, seed: int, good: list[bytes], folder: Path, seen: Seen) ->
     lines = [line for line in said.splitlines() if "note:" not in line]
     if wrong:
         pass
-    elif status not in ((0, 1, 2) if kind in ("recipe", *fuzz_models.KINDS) else (0, 2)):
+    elif status not in ((0, 1, 2) if kind in ("recipe", *fuzz_models.KINDS, *fuzz_inputs.KINDS) else (0, 2)):
         wrong = f"status {status}"
     elif "Traceback" in said or ": unexpected " in said[:30] or (status == 2 and len(lines) != 1):
         wrong = f"status {status}, said {said[:300]!r}"

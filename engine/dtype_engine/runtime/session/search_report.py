@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from dtype_engine.core.cancellation import IsCancelled
 from dtype_engine.core.errors import OutOfReach
-from dtype_engine.recipe import Plan, Recipe, Rule, make_plan
-from dtype_engine.recipe.minimize import minimize
+from dtype_engine.core.tree import Tree
+from dtype_engine.recipe import Plan, Recipe, Rule
 from dtype_engine.results.drift import DriftReport
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.results.scan import SearchReport
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.search.advice import format_that_fits
-from dtype_engine.search.constraints import parse_bytes
 from dtype_engine.search.pareto import Constraints, ParetoFront, Solution
 from dtype_engine.search.sensitivity import scalar_drift
-
-if TYPE_CHECKING:
-    from dtype_engine.runtime.session.session import Session
 
 
 class FoundRecipe(SearchReport):
@@ -33,37 +28,22 @@ class FoundRecipe(SearchReport):
         return Recipe.of(map(Rule.parse, self.rules))
 
 
-def find(
-    session: Session,
-    budget: int | str | None,
+def solved(
+    front: ParetoFront,
+    budget: int | None,
     max_drift: float | None,
+    tree: Tree,
+    scores: Mapping[tuple[str, str], float],
     constraints: Constraints | None,
-    measure: bool,
-    cancelled: IsCancelled,
-) -> FoundRecipe:
-    """Return what `Session.search` returns, and raise what it raises."""
-    front = session.front(constraints)
-    most = parse_bytes(budget, session.tree.stored_bytes) if isinstance(budget, str) else budget
+) -> Solution:
+    """Return the solution of a front. Raises OutOfReach, which names a format that was not scanned and would fit in the budget."""
     try:
-        solution = front.solve(most, max_drift)
+        return front.solve(budget, max_drift)
     except OutOfReach as error:
-        raise OutOfReach(f"{error}{_fitting(session, constraints, most)}") from None
-    recipe = minimize(session.tree, solution.dtypes)
-    plan, context = make_plan(session.tree, recipe), None if constraints is None else constraints.context
-    if measure:
-        session.apply(recipe, cancelled=cancelled)
-    report = session.drift(cancelled=cancelled) if measure else None
-    lost = session.lost_values(cancelled, plan)
-    return search_report(session.model, session.need_scan().unit, front, solution, plan, report, context, lost)
-
-
-def _fitting(session: Session, constraints: Constraints | None, budget: int | None) -> str:
-    """Return words that name a format that was not scanned and fits in a budget, or "" if there is none."""
-    if budget is None:
-        return ""
-    asked = replace(constraints or Constraints(), formats=session.front(constraints).formats)
-    fits = format_that_fits(session.tree, session.need_scan().scores(), asked, budget)
-    return f"; weights in {fits} would fit, which were not scanned" if fits is not None else ""
+        asked = replace(constraints or Constraints(), formats=front.formats)
+        fits = format_that_fits(tree, scores, asked, budget) if budget is not None else None
+        words = f"; weights in {fits} would fit, which were not scanned" if fits is not None else ""
+        raise OutOfReach(f"{error}{words}") from None
 
 
 def search_report(

@@ -19,6 +19,7 @@ from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree
 from dtype_engine.core.units import human_bytes
 from dtype_engine.recipe import Plan, Recipe, Rule, make_plan
+from dtype_engine.recipe.minimize import minimize
 from dtype_engine.reports.notebook import drift_html, drift_repr, scan_html, session_html, tree_html
 from dtype_engine.results.attribution import AttributionReport, LossRemedy, NoiseFloor, NonFiniteDiagnosis
 from dtype_engine.results.drift import DriftReport, ImplicitCastStats, ModuleDrift
@@ -53,7 +54,8 @@ from dtype_engine.runtime.session.casting import OnProgress as OnCast
 from dtype_engine.runtime.session.component_inputs import inputs_of, tried_inputs
 from dtype_engine.runtime.session.drift import DriftMeasurements
 from dtype_engine.runtime.session.process_memory import memory_stats
-from dtype_engine.runtime.session.search_report import FoundRecipe, find
+from dtype_engine.runtime.session.search_report import FoundRecipe, search_report, solved
+from dtype_engine.search.constraints import parse_bytes
 from dtype_engine.search.families import FAMILIES
 from dtype_engine.search.pareto import Constraints, ParetoFront, make_front
 from dtype_engine.search.sensitivity import predict
@@ -369,9 +371,11 @@ class Session:
         >>> session.verify(folder / "checked").same
         True
         """
-        from dtype_engine.runtime.session.verify import verify_open
+        from dtype_engine.runtime.session.verify_session import verify_open
 
-        return verify_open(self, Path(folder), on_bytes, cancelled)
+        trust = self.options.trust_pickle
+        with nullcontext() if self.model.checkpoint is not None else self.putting_back():
+            return verify_open(self.model, self.plan, self.settings, trust, Path(folder), on_bytes, cancelled)
 
     @reading_weights
     def export_contents(self, cancelled: IsCancelled = never) -> Contents:
@@ -677,7 +681,16 @@ class Session:
             >>> session.plan.planned_bytes == found.planned_bytes
             True
         """
-        return find(self, budget, max_drift, constraints, measure, cancelled)
+        front = self.front(constraints)
+        most = parse_bytes(budget, self.tree.stored_bytes) if isinstance(budget, str) else budget
+        solution = solved(front, most, max_drift, self.tree, self.need_scan().scores(), constraints)
+        recipe = minimize(self.tree, solution.dtypes)
+        plan, context = make_plan(self.tree, recipe), None if constraints is None else constraints.context
+        if measure:
+            self.apply(recipe, cancelled=cancelled)
+        report = self.drift(cancelled=cancelled) if measure else None
+        lost = self.lost_values(cancelled, plan)
+        return search_report(self.model, self.need_scan().unit, front, solution, plan, report, context, lost)
 
     @reading_weights
     def use_inputs(self, options: InputOptions, cancelled: IsCancelled = never) -> None:

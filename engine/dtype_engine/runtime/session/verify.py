@@ -7,12 +7,10 @@ import time
 from pathlib import Path
 
 from dtype_engine.checkpoint import Checkpoint, open_checkpoint, refuse_changed
-from dtype_engine.checkpoint.export_folder import is_export
 from dtype_engine.checkpoint.source import Source
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import ModelOptions, Options
-from dtype_engine.recipe import Recipe, make_plan
 from dtype_engine.recipe.file import read_recipe_file
 from dtype_engine.results.drift import OutputDrift
 from dtype_engine.results.export import VerifyReport
@@ -69,23 +67,6 @@ def verify(
         after = drift_of_export(session, source, open_checkpoint(folder), options, cancelled)
         refuse_changed(contents.identities)
     return dataclasses.replace(report, seconds=time.perf_counter() - started, drift_before=before, drift_after=after)
-
-
-def verify_open(session: Session, folder: Path, on_bytes: OnBytes, cancelled: IsCancelled) -> VerifyReport:
-    """Compare an exported folder with the model of a session, cast by the session's recipe. Raises what `Session.verify` raises."""
-    if not is_export(folder):
-        raise UserError(
-            f"{folder} is no folder that this program exported: `dtype-engine verify` compares other checkpoints"
-        )
-    model = session.model
-    contents = of_live(model, session.recipe, session.plan.dtypes, session.settings)
-    if model.checkpoint is not None:
-        values = values_of(model.checkpoint, contents, session.options.trust_pickle)
-    else:
-        with session.putting_back():
-            model.apply(make_plan(session.tree, Recipe()).dtypes)
-            values = dataclasses.replace(of_module(model.module), unchecked=())  # they are the model's own
-    return report_on(folder, contents, values, on_bytes, cancelled)
 
 
 def drift_of_export(
