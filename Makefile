@@ -55,7 +55,7 @@ test-newest: $(NEWEST)/.tests
 matrix: $(VENV)/.tests
 	$(BIN)/python -m tests.matrix
 
-# Five thousand damaged files of each kind (the test run has 100, or 8 where each opens a model or the app), 100,000 damaged headers
+# Five thousand damaged files of each kind (the test run has 100, or 12 where each opens a model or the app), 100,000 damaged headers
 # (it has 2,000), 5,000 damaged messages (it has 100), random events in every scene, and three times 20,000 keys.
 fuzz: $(VENV)/.tests
 	$(BIN)/python -m tests.engine.hostile.fuzz 5000

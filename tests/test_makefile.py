@@ -26,7 +26,17 @@ def demo(folder: Path, uv: str = "", pip: str = "") -> subprocess.CompletedProce
     program(folder / "venv" / "made" / "uv", uv)
     program(folder / "venv" / "made" / "dtype-tui", "echo the app")
     program(folder / "python", f'case "$*" in *venv*) mv {folder}/venv/made {folder}/venv/bin;; esac')
-    arguments = ["make", "demo", f"PYTHON={folder}/python", f"VENV={folder}/venv"]
+    arguments = [
+        "env",
+        "-u",
+        "MAKEFLAGS",
+        "-u",
+        "MAKELEVEL",
+        "make",
+        "demo",
+        f"PYTHON={folder}/python",
+        f"VENV={folder}/venv",
+    ]
     return subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
 
 

@@ -6,7 +6,7 @@ import pytest
 from tests.engine.hostile import fuzz, fuzz_events, fuzz_hub, fuzz_inputs, fuzz_models, fuzz_quantized, fuzz_saved
 
 CASES = 100
-FEW = 8
+FEW = 12
 """The number of cases of kinds that open a model or the app in each case, which takes a fifth of a second."""
 OPENING = (*fuzz_inputs.KINDS, *fuzz_events.KINDS, *fuzz_quantized.KINDS, *fuzz_models.KINDS, *fuzz_hub.KINDS)
 
