@@ -46,6 +46,16 @@ async def came_to(app: DtypeApp, pilot: Pilot[None], number: int) -> None:
     await until(pilot, lambda: step(app) == number and f"Tour {number} of {len(STEPS)}" in screen(app))
 
 
+async def cast_the_layers(app: DtypeApp, pilot: Pilot[None]) -> None:
+    """Do the first two steps of the tour, when the model is loaded."""
+    await ready(app, pilot)
+    await pilot.press(*["down"] * 4, "2")
+    await measured(app, pilot)
+    await pilot.press("c", "tab", "enter")
+    await measured(app, pilot)
+    await came_to(app, pilot, 3)
+
+
 async def test_tour_leads_from_the_first_look_to_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     async with launched(begins_tour=True, size=SMALL) as (app, pilot):
@@ -170,12 +180,7 @@ async def test_tour_says_that_a_pattern_matches_one_node_only() -> None:
 
 async def test_tour_goes_back_when_what_a_step_needs_is_undone() -> None:
     async with launched(begins_tour=True, size=SMALL) as (app, pilot):
-        await ready(app, pilot)
-        await pilot.press(*["down"] * 4, "2")
-        await measured(app, pilot)
-        await pilot.press("c", "tab", "enter")
-        await measured(app, pilot)
-        await came_to(app, pilot, 3)
+        await cast_the_layers(app, pilot)
         await pilot.press("u", "u")
         assert rules(app) == []
         await came_to(app, pilot, 2)
@@ -186,12 +191,7 @@ async def test_tour_goes_back_when_what_a_step_needs_is_undone() -> None:
 
 async def test_tour_lets_a_module_be_put_back_while_the_others_are_measured() -> None:
     async with launched(begins_tour=True, size=SMALL) as (app, pilot):
-        await ready(app, pilot)
-        await pilot.press(*["down"] * 4, "2")
-        await measured(app, pilot)
-        await pilot.press("c", "tab", "enter")
-        await measured(app, pilot)
-        await came_to(app, pilot, 3)
+        await cast_the_layers(app, pilot)
         await pilot.press("d")
         done = causes(app)
         assert isinstance(done, events.JobDone)
