@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import pytest
 from tests.helpers.recording_engine import launched
 from tests.helpers.scenes import bring_up, ready
 from tests.helpers.screen_text import lines, screen
@@ -13,6 +14,8 @@ from dtype_tui.app import DtypeApp, PaletteSearch
 from dtype_tui.config.key_groups import GROUPS
 from dtype_tui.screens.help import HelpScreen, search
 from dtype_tui.widgets.module_tree import ModuleTree
+
+pytestmark = pytest.mark.slow
 
 OF_THE_SCREEN = {
     "export": "export", "save": "leave-with", "write": "leave-with", "worst": "worst", "scan": "scan", "flow": "flow",

@@ -11,6 +11,8 @@ from tests.helpers.screen_text import notices
 from dtype_engine.service import events
 from dtype_tui.state.launch import Launch
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("key", ["p", "e", "c", "enter"])
 async def test_key_that_needs_the_tensors_says_that_they_are_unknown(key: str) -> None:

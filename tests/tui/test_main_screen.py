@@ -258,6 +258,7 @@ async def test_rule_that_changes_no_dtype_keeps_the_measured_drift(app: DtypeApp
         assert len(engine(app).recipes) == asked + 1
 
 
+@pytest.mark.slow
 async def test_filter_of_the_tree_shows_matches_and_their_parents(app: DtypeApp) -> None:
     async with running(app) as pilot:
         tree = tree_of(app)

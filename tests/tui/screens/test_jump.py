@@ -56,6 +56,7 @@ async def test_jump_label_leads_to_its_row_or_pane(size: tuple[int, int], read_o
         assert tree.current.name == "model.embed_tokens"
 
 
+@pytest.mark.slow
 async def test_first_letter_hides_the_other_jump_labels() -> None:
     async with launched(demo_tree(), size=(110, 40)) as (app, pilot):
         await ready(app, pilot)

@@ -17,6 +17,7 @@ from dtype_engine.service import events
 from dtype_tui.screens.presets import PresetsScreen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [(80, 24), (120, 36)])
 async def test_presets_show_the_predicted_drift_after_a_scan_and_then_the_measured_drift(size: tuple[int, int]) -> None:
     found = scan_report()

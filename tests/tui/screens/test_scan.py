@@ -234,6 +234,7 @@ async def test_recipe_of_a_point_on_the_pareto_front_is_applied(size: tuple[int,
         assert not isinstance(app.screen, OptimiseScreen)
 
 
+@pytest.mark.slow
 async def test_enter_on_a_point_waits_for_its_rules_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     known = threading.Event()
 
@@ -281,6 +282,7 @@ async def front_of(
         yield app, pilot, view
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [(120, 36), (80, 24)])
 async def test_every_point_of_the_front_says_which_programs_load_it(size: tuple[int, int]) -> None:
     async with front_of(scan_report(), size) as (app, pilot, view):
@@ -314,6 +316,7 @@ async def test_model_that_transformers_does_not_load_is_scanned_for_this_program
         assert engine(app).commands[-1] == f"scan {','.join(FAMILIES['own'].dtypes)}"
 
 
+@pytest.mark.slow
 async def test_key_f_walks_through_the_programs_that_are_to_load_the_front() -> None:
     async with front_of(scan_report()) as (app, pilot, view):
         seen = []
@@ -328,6 +331,7 @@ async def test_key_f_walks_through_the_programs_that_are_to_load_the_front() -> 
         assert view.view.limits.lines == ("formats transformers",)
 
 
+@pytest.mark.slow
 async def test_front_names_a_format_that_fits_where_no_point_does() -> None:
     async with front_of(scan_report()) as (app, pilot, _):
         await pilot.press("f", "f", "f", "f", "slash", *"20%", "enter")
@@ -335,6 +339,7 @@ async def test_front_names_a_format_that_fits_where_no_point_does() -> None:
         assert "nothing fits" in screen(app)
 
 
+@pytest.mark.slow
 async def test_front_names_a_point_that_is_no_larger_and_drifts_far_less() -> None:
     whole = scan_report()
     better = (

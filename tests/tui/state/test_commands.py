@@ -155,6 +155,7 @@ async def enter(app: DtypeApp, pilot: Pilot[None], line: str) -> None:
     await pilot.pause()
 
 
+@pytest.mark.slow
 async def test_export_command_writes_to_a_path_completed_with_tab(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -299,6 +300,7 @@ async def test_tab_cycles_through_completions() -> None:
         assert field.value == second != "cast *"
 
 
+@pytest.mark.slow
 async def test_invalid_command_shows_the_error_in_the_open_line_or_in_a_notice() -> None:
     async with launched(size=(80, 24)) as (app, pilot):
         await enter(app, pilot, "cast *.mlp bfloat17")

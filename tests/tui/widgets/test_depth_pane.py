@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from tests.helpers.recording_engine import report, say
 from tests.helpers.scenes import history, measuring, mixed, modules, opened
 from tests.helpers.screen_text import screen
@@ -81,6 +82,7 @@ async def test_depth_plot_has_a_second_line_for_the_previous_recipe() -> None:
         assert dots(app) > alone + 20
 
 
+@pytest.mark.slow
 async def test_pinned_recipe_replaces_the_previous_one_in_the_depth_plot() -> None:
     async with opened(history) as (app, pilot):
         await pilot.press("j", "P", "escape")

@@ -147,6 +147,7 @@ async def test_folded_layers_are_opened_and_closed_by_keys(opens: str) -> None:
         assert (tree.current.name, shown(app)) == (LAYERS, ["0 … 5"])
 
 
+@pytest.mark.slow
 async def test_cast_of_folded_layers_is_one_rule_for_all_members() -> None:
     async with opened() as (app, pilot):
         app.main.tree_view.go_to(LAYERS)
@@ -174,6 +175,7 @@ async def test_cast_of_folded_layers_is_one_rule_for_all_members() -> None:
         assert f"Here: {LAYERS}" in screen(app)
 
 
+@pytest.mark.slow
 async def test_layer_with_another_planned_dtype_is_not_folded_with_the_others() -> None:
     async with opened(tree=_layers(*map(str, range(12)))) as (app, pilot):
         tree = app.main.tree_view
