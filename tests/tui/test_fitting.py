@@ -34,6 +34,7 @@ async def test_further_screens_fit_80_x_24(name: str) -> None:
         assert all(cell_len(line) <= SMALL[0] for line in lines(app))
 
 
+@pytest.mark.slow
 async def test_smallest_terminal_shows_six_tree_lines_and_panes_as_tabs() -> None:
     app = make_app()
     async with app.run_test(size=(60, 15)) as pilot:

@@ -758,6 +758,7 @@ async def test_requests_to_a_busy_engine_are_listed_as_next(app: DtypeApp) -> No
         assert not missing(app, "  next: timing, scan ", " Esc stop  J stop a job ")
 
 
+@pytest.mark.slow
 async def test_settings_chosen_by_keys_are_applied_and_measured(app: DtypeApp) -> None:
     async with running(app, SMALL) as pilot:
         recipe = app.controller.experiment.recipe

@@ -81,6 +81,7 @@ def test_lines_are_plotted_with_braille_dots() -> None:
     assert plain.count(".") >= len(braille)
 
 
+@pytest.mark.slow
 @given(points, st.integers(30, 140), st.integers(6, 40))
 def test_linear_axis_has_round_labels_in_equal_steps(shown: list[tuple[float, float]], width: int, height: int) -> None:
     axes = linear_axes(shown)

@@ -13,6 +13,7 @@ from dtype_engine.core.units import human_bytes
 from dtype_engine.reports.layer_kinds import totals_by_kind
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scene", "rows"),
     [
@@ -47,6 +48,7 @@ async def test_details_of_the_model_show_every_drift_figure(scene: Scene, rows: 
             )
 
 
+@pytest.mark.slow
 async def test_details_of_the_model_show_its_quantization() -> None:
     async with launched() as (app, pilot):
         await mixed(app, pilot)
@@ -60,6 +62,7 @@ async def test_details_of_the_model_show_its_quantization() -> None:
             assert any(line in row for row in rows), screen(app)
 
 
+@pytest.mark.slow
 async def test_details_of_the_model_show_bytes_by_layer_kind() -> None:
     async with launched() as (app, pilot):
         await mixed(app, pilot)

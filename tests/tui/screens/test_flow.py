@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from rich.console import Console
 from tests.helpers.observations import at_end, scrolled
 from tests.helpers.recording_engine import launched, make_app, say
@@ -36,6 +37,7 @@ def test_overlong_names_in_the_list_of_implicit_casts_are_cut() -> None:
     assert len(_shown(2, "x" * 1_000_000)) < 5000
 
 
+@pytest.mark.slow
 async def test_keys_g_and_shift_g_scroll_a_window_to_its_first_and_last_line() -> None:
     async with launched(size=(80, 24)) as (app, pilot):
         await ready(app, pilot)

@@ -57,6 +57,7 @@ async def test_history_shows_rules_drift_time_and_sequences_at_every_width(size:
         assert "over 2 of 6 sequences" in screen(app)
 
 
+@pytest.mark.slow
 async def test_columns_of_the_history_that_do_not_fit_the_terminal_are_left_out() -> None:
     async with launched(size=(120, 36)) as (app, pilot):
         await ready(app, pilot)

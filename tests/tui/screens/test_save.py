@@ -372,6 +372,7 @@ async def test_save_screen_reports_a_path_that_cannot_be_used(app: DtypeApp) -> 
         assert engine(app).saves == []
 
 
+@pytest.mark.slow
 async def test_session_file_is_updated_when_the_session_changes() -> None:
     async with launched(saver=lambda: SessionSaver(None, "demo", None, Options(prompts=("a",)))) as (app, pilot):
         await pilot.press("j", "j", "2", "j", "3")

@@ -293,6 +293,7 @@ async def test_every_point_of_the_front_says_which_programs_load_it(size: tuple[
         assert "less at no more drift if only dtype-engine reads it (f)" in screen(app)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [(120, 36), (80, 24)])
 async def test_dtypes_to_scan_are_those_of_the_program_that_is_to_load_the_model(size: tuple[int, int]) -> None:
     async with launched(size=size) as (app, pilot):

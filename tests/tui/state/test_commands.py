@@ -257,6 +257,7 @@ async def test_save_commands_are_refused_before_the_model_is_known(tmp_path: Pat
         assert engine(app).saves == engine(app).recipes == []
 
 
+@pytest.mark.slow
 async def test_cast_command_is_completed_previewed_and_applied() -> None:
     async with launched(size=(80, 24)) as (app, pilot):
         await pilot.press("colon", *"cast *.ml")
@@ -272,6 +273,7 @@ async def test_cast_command_is_completed_previewed_and_applied() -> None:
         assert app.query_one(ModuleTree).has_focus
 
 
+@pytest.mark.slow
 async def test_command_line_has_a_history_and_is_closed_by_esc() -> None:
     async with launched(size=(80, 24)) as (app, pilot):
         for line in ("go model.layers.2", "sort bytes"):

@@ -121,6 +121,7 @@ def test_layer_that_is_in_two_files_is_folded_with_the_others() -> None:
     assert _runs(Tree(tensors, classes)) == [5, 1, 1, 1], "the order of a loaded model is its own"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("opens", ["l", "right", "space"])
 async def test_folded_layers_are_opened_and_closed_by_keys(opens: str) -> None:
     async with opened() as (app, pilot):

@@ -51,6 +51,7 @@ async def test_control_characters_in_the_title_are_escaped() -> None:
         assert "x" * 10 in lines(app)[0]
 
 
+@pytest.mark.slow
 async def test_click_on_a_key_in_the_status_line_acts_like_the_key() -> None:
     app = make_app()
     async with app.run_test(size=(120, 36)) as pilot:

@@ -59,6 +59,7 @@ async def test_opening_all_of_too_many_nodes_is_refused() -> None:
         assert "more than 20,000 nodes" in notices(app)[-1]
 
 
+@pytest.mark.slow
 async def test_brace_keys_jump_to_the_next_or_previous_cast_node() -> None:
     app = make_app()
     async with app.run_test() as pilot:
