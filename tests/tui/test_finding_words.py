@@ -7,7 +7,7 @@ import re
 import pytest
 from tests.helpers.recording_engine import launched
 from tests.helpers.scenes import bring_up, ready
-from tests.helpers.screen_text import lines, screen
+from tests.helpers.screen_text import lines, screen, until
 from textual.command import Hit
 
 from dtype_tui.app import DtypeApp, PaletteSearch
@@ -76,6 +76,8 @@ async def test_command_line_finds_commands_by_synonym_and_key() -> None:
         assert complete("sensi") == ["scan"]
         await pilot.press("colon", *"sav")
         assert "Save a checkpoint, a recipe, a report" in screen(app)
+        await pilot.press("escape", "colon", *"search", "enter")
+        await until(pilot, lambda: "did you mean scan or filter" in screen(app))
         await pilot.press("escape", "colon", *"manual", "enter")
         await pilot.pause()
         assert isinstance(app.screen, HelpScreen)

@@ -4,6 +4,7 @@ too.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -151,25 +152,40 @@ def without_keys() -> list[Command]:
 
 
 def all_commands(keys: Iterable[Command]) -> dict[str, Command]:
-    """Return every command of the `:` line by name. keys: the commands `of_keys`."""
+    """Return every command of the `:` line by name. One with arguments has the keys and words of the key that asks for them. keys:
+    the commands `of_keys`.
+    """
     plain = (command for command in keys if "(" not in command.action or command.action.startswith("ask("))
-    return {command.name: command for command in (*plain, *without_keys())}
+    found = {command.name: command for command in plain}
+    for command in without_keys():
+        if (key := found.get(command.name)) is not None:
+            command = dataclasses.replace(command, keys=key.keys, also=f"{key.also} {command.also}".strip())
+        found[command.name] = command
+    return found
 
 
 def find(name: str, commands: Mapping[str, Command]) -> Command | None:
     """Return the command with a name, or the only one that has it as a key or as a word of `also`. None if there is none."""
-    found = [command for command in commands.values() if command.rank(name) >= _EXACT]
-    return commands.get(name) or (found[0] if len(found) == 1 and len(name.split()) == 1 else None)
+    found = _meant(name, commands)
+    return found[0] if len(found) == 1 else None
+
+
+def _meant(name: str, commands: Mapping[str, Command]) -> list[Command]:
+    """Return the command with a name. If there is none, return those that have it as a key or as a word of `also`."""
+    if name in commands:
+        return [commands[name]]
+    return [command for command in commands.values() if command.rank(name) >= _EXACT and len(name.split()) == 1]
 
 
 def parse(line: str, commands: dict[str, Command]) -> tuple[Command, tuple[str, ...]]:
     """Return the command of a line and its arguments. The last argument may contain spaces. Raises UserError."""
     name, _, rest = line.strip().removeprefix(":").strip().partition(" ")
-    command = find(name, commands)
-    if command is None:
-        near = nearest(name, commands)
+    found = _meant(name, commands)
+    if len(found) != 1:
+        near = " or ".join(command.name for command in found) or nearest(name, commands)
         hint = f"did you mean {near}?" if near else "Tab shows all"
         raise UserError(f"no command {printable(name, 40)!r}; {hint}")
+    (command,) = found
     rest = rest.strip()
     if not command.arguments:
         if rest:
