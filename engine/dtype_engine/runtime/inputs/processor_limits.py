@@ -5,6 +5,7 @@ memory. They are checked before the preprocessing is loaded, and again before it
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -45,11 +46,12 @@ def check_processor_files(model: LiveModel, limits: InputLimits) -> None:
 
 def made_values(processor: Any, width: int, height: int) -> int:
     """Return the approximate number of values that an image processor computes for a color picture of `width` x `height` pixels."""
-    by_pixels = hasattr(processor, "merge_size")  # Qwen2-VL's `size` counts pixels instead of an edge's length
+    merge = _setting(processor, "merge_size", 0)  # only where, as in Qwen2-VL, `size` counts pixels instead of an edge's length
+    multiple = merge * _setting(processor, "patch_size", 1)
     sizes = [getattr(processor, name, None) for name in ("size", "crop_size", "pad_size")]
     pinpoints = getattr(processor, "image_grid_pinpoints", None)
     sizes += pinpoints if isinstance(pinpoints, list) else []
-    areas = [_area(size, width, height, by_pixels) for size in sizes if size is not None]
+    areas = [_area(size, width, height, multiple) for size in sizes if size is not None]
     areas += [] if getattr(processor, "do_resize", True) else [width * height]
     return 3 * max(areas, default=width * height) * _setting(processor, "temporal_patch_size", 1)
 
@@ -92,7 +94,7 @@ def _check(title: str, file: str, settings: dict[str, Any], limits: InputLimits)
     limits.refuse_model("values", title, f"chunk_length times sampling_rate in {file}", padded)
     patches = max(numbers[name] for name in ("max_patches", "max_num_patches", "max_image_tiles"))
     area = max(
-        numbers["patch_size"] ** 2, _area(settings.get("size") or 1, 1, 1, by_pixels=False) if patches > 1 else 1
+        numbers["patch_size"] ** 2, _area(settings.get("size") or 1, 1, 1) if patches > 1 else 1
     )
     limits.refuse_model("values", title, f"the number of patches in {file}", 3 * patches * area)
     window = max(numbers["n_fft"], numbers["fft_window_size"])
@@ -112,11 +114,12 @@ def _refuse(title: str, why: str) -> None:
     raise NoForward(f"{title}: no forward pass: {why}; {hint('tensors')}")
 
 
-def _area(size: Any, width: int, height: int, by_pixels: bool) -> int:
+def _area(size: Any, width: int, height: int, multiple: int = 0) -> int:
     """Return the number of pixels of a picture of `width` x `height` after an image processor has resized it.
 
-    size: the processor's setting, a number, a list or an object. by_pixels: whether `shortest_edge` and `longest_edge` in it
-    limit the number of pixels of the whole picture, as in Qwen2-VL, instead of the length of an edge.
+    size: the processor's setting, a number, a list or an object. multiple: if not 0, `shortest_edge` and `longest_edge` in it limit
+    the number of pixels of the whole picture, as in Qwen2-VL, instead of the length of an edge, and each edge is rounded to a
+    multiple of this number of pixels, at least to one.
     """
     if isinstance(size, (int, float)):
         return int(size * size)
@@ -125,8 +128,10 @@ def _area(size: Any, width: int, height: int, by_pixels: bool) -> int:
     edge, longest = named.get("shortest_edge"), named.get("longest_edge")
     if named.get("height") and named.get("width"):
         return int(named["height"] * named["width"])
-    if by_pixels and edge:
-        return int(max(edge, min(width * height, longest or width * height)))
+    if multiple and edge:
+        pixels = width * height
+        scale = math.sqrt(max(edge, min(pixels, longest or pixels)) / pixels)
+        return math.prod(multiple * math.ceil(length * scale / multiple) for length in (width, height))
     if edge:
         area = edge * edge * max(width, height) / max(1, min(width, height))
         return int(min(area, longest * longest) if longest else area)

@@ -110,6 +110,14 @@ def test_predicted_input_sizes_match_those_of_processors(saved: Callable[[str], 
             assert made / 2 <= made_values(processor, width, height) <= 4 * made
 
 
+def test_predicted_input_sizes_know_the_multiple_that_edges_are_rounded_to(saved: Callable[[str], Path]) -> None:
+    """Qwen2-VL rounds each edge to a multiple of patch_size x merge_size pixels, at least to one, whatever `size` says."""
+    for merge in (2, 16, 64):
+        processor = transformers.AutoImageProcessor.from_pretrained(saved("qwen2_5_vl"), merge_size=merge)
+        made = processor(images=Image.new("RGB", (48, 40)), return_tensors="np")["pixel_values"].size
+        assert made <= made_values(processor, 48, 40) <= 4 * made
+
+
 def test_picture_of_many_pixels_is_refused_by_its_header(tmp_path: Path) -> None:
     """13,300 x 13,300 pixels in 22 kB; decoded they are 531 MB."""
     row = b"\x00" + bytes(1663)
