@@ -1,7 +1,8 @@
-"""Says which programs load an export of a plan, and why the others do not. Everything that names loaders asks this module."""
+"""Says which programs load an export of a plan, and why the others do not."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -15,12 +16,13 @@ from dtype_engine.recipe.targets.base import Context
 
 LLAMA_CPP = ("bfloat16", "float16", "mxfp4:floor")
 """The formats that `recipe convert` writes for llama.cpp without another rounding."""
+OWN, TRANSFORMERS = "own", "transformers"
 LOADERS = {
-    "transformers": "transformers",
+    TRANSFORMERS: "transformers",
     "vllm": "vLLM",
     "sglang": "SGLang",
     "llama.cpp": "llama.cpp",
-    "own": "dtype-engine",
+    OWN: "dtype-engine",
 }
 """The programs that load an export: the name in options, and the name in sentences."""
 
@@ -43,8 +45,6 @@ class Loading:
     """Why the program refuses the export, or computes with other values. "" if it does neither."""
     short: str = ""
     """`why` in a few words."""
-    tensors: tuple[str, ...] = ()
-    """Canonical names of the tensors that `why` is about."""
 
     @property
     def words(self) -> str:
@@ -60,16 +60,7 @@ def loads_in(context: Context, of_transformers: bool) -> tuple[Loading, ...]:
     """Return how each program loads an export of the context's plan. of_transformers: whether the model is a checkpoint of
     transformers. An export of any other model is for this program alone.
     """
-    by_loader: dict[str, Callable[[Context], Loading]] = {"own": _own}
-    if of_transformers:
-        by_loader = {
-            "transformers": _transformers,
-            "vllm": lambda given: _runtime(given, "vllm"),
-            "sglang": lambda given: _runtime(given, "sglang"),
-            "llama.cpp": _llama_cpp,
-            "own": _own,
-        }
-    return tuple(load(context) for load in by_loader.values())
+    return tuple(_BY_LOADER[name](context) for name in (LOADERS if of_transformers else (OWN,)))
 
 
 def _quantised(context: Context) -> Iterator[tuple[str, str]]:
@@ -79,8 +70,8 @@ def _quantised(context: Context) -> Iterator[tuple[str, str]]:
             yield name, dtype
 
 
-def _refused(loader: str, why: str, *names: str, short: str = "") -> Loading:
-    return Loading(loader, "refused", why, short or why.partition(":")[0], names)
+def _refused(loader: str, why: str, short: str = "") -> Loading:
+    return Loading(loader, "refused", why, short or why.partition(":")[0])
 
 
 def _transformers(context: Context) -> Loading:
@@ -89,19 +80,19 @@ def _transformers(context: Context) -> Loading:
     """
     tree, planned, quantised = context.tree, context.plan.dtypes, dict(_quantised(context))
     if not quantised:
-        return Loading("transformers", "same")
+        return Loading(TRANSFORMERS, "same")
     experts = dict.fromkeys(name for name in planned if packed_experts(tree, name))
     wide = dtypes.widest(planned.values())
     one_layout = all(layout(dtype) == "fp8" for dtype in quantised.values())
-    rounded: dict[Values, list[str]] = {}
+    outcomes: list[Values] = []
     for name, dtype in quantised.items():
         why = no_layout(tree, name, dtype, experts=True)
         expert = name in experts
         if why is None and not one_layout:
             why = why_not_loaded(dtype, expert, bool(experts) and not expert, wide)
         if why is not None:
-            return _refused("transformers", why, name)
-        rounded.setdefault(loader_facts(dtype, expert).outcome(wide, dequantize=False), []).append(name)
+            return _refused(TRANSFORMERS, why)
+        outcomes.append(loader_facts(dtype, expert).outcome(wide, dequantize=False))
     formats: dict[str, set[str]] = {}
     for name in experts:
         formats.setdefault(name.rpartition(".")[0], set()).add(planned[name])
@@ -109,12 +100,12 @@ def _transformers(context: Context) -> Loading:
     split = any(len(of_layer) > 1 for of_layer in formats.values())
     why = misread_experts({planned[name] for name in experts}, first, split)
     if why is not None:
-        return _refused("transformers", why, *experts)
-    for outcome, names in rounded.items():
+        return _refused(TRANSFORMERS, why)
+    for outcome in outcomes:
         if outcome != Values.SAME:
             words = str(outcome).format(wide=wide)
-            return Loading("transformers", "other values", words, _FEW_WORDS.get(outcome, words), tuple(names))
-    return Loading("transformers", "same")
+            return Loading(TRANSFORMERS, "other values", words, _FEW_WORDS.get(outcome, words))
+    return Loading(TRANSFORMERS, "same")
 
 
 def _runtime(context: Context, runtime: Runtime) -> Loading:
@@ -126,7 +117,7 @@ def _runtime(context: Context, runtime: Runtime) -> Loading:
     for outcome in outcomes:
         for finding in findings:
             if finding.effect == outcome:
-                return Loading(runtime, outcome, finding.why, finding.few_words, finding.tensors)
+                return Loading(runtime, outcome, finding.why, finding.few_words)
     return Loading(runtime, "same")
 
 
@@ -137,15 +128,22 @@ def _llama_cpp(context: Context) -> Loading:
         if tensor.castable and dtype not in (*LLAMA_CPP, "float32", "float64", tensor.dtype):
             known = dtypes.short_name(dtype)
             why = f"a GGUF file has no {known} with these scales"
-            return _refused("llama.cpp", why, name, short=f"no {known} in GGUF")
+            return _refused("llama.cpp", why, short=f"no {known} in GGUF")
     return Loading("llama.cpp", "same")
 
 
 def _own(context: Context) -> Loading:
-    for name, dtype in _quantised(context):
+    for _, dtype in _quantised(context):
         blocks = dtypes.BY_NAME[dtype].blocks
         if blocks is not None and not blocks.layout:
-            return _refused(
-                "own", f"no checkpoint layout has {dtypes.short_name(dtype)}: it can only be measured", name
-            )
-    return Loading("own", "same")
+            return _refused(OWN, f"no checkpoint layout has {dtypes.short_name(dtype)}: it can only be measured")
+    return Loading(OWN, "same")
+
+
+_BY_LOADER: dict[str, Callable[[Context], Loading]] = {
+    TRANSFORMERS: _transformers,
+    "vllm": functools.partial(_runtime, runtime="vllm"),
+    "sglang": functools.partial(_runtime, runtime="sglang"),
+    "llama.cpp": _llama_cpp,
+    OWN: _own,
+}

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.tree import Tree
-from dtype_engine.search.families import FAMILIES, OWN
+from dtype_engine.recipe.loading import OWN
+from dtype_engine.search.families import FAMILIES
 from dtype_engine.search.pareto import Constraints, ParetoFront, make_front
 
 _WORTH = 0.01

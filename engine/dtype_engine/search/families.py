@@ -18,11 +18,10 @@ from dtype_engine.core.tree import Tree
 from dtype_engine.core.units import plural
 from dtype_engine.recipe import select
 from dtype_engine.recipe.loader_facts import EXPERTS_ALONE, why_not_loaded
-from dtype_engine.recipe.loading import LLAMA_CPP
+from dtype_engine.recipe.loading import LLAMA_CPP, OWN, TRANSFORMERS
 from dtype_engine.recipe.serving import no_layout, packed_experts, whole_when_fused
 from dtype_engine.results.scan import ScanReport, WeightScore
 
-OWN, TRANSFORMERS = "own", "transformers"
 _ROUTERS = ("router", "gate", "wg", "shared_expert_gate")
 _MOST_EXPERTS = 1024
 

@@ -27,11 +27,11 @@ from dtype_engine.core.text import brief, printable
 from dtype_engine.core.tree import Tree, ancestors
 from dtype_engine.core.units import human_bytes, plural
 from dtype_engine.recipe import Selection, explain_no_match, select, tensor_bytes
-from dtype_engine.recipe.loading import LOADERS
+from dtype_engine.recipe.loading import LOADERS, OWN
 from dtype_engine.recipe.serving_memory import cache_tensor_bytes
 from dtype_engine.results.scan import FrontPoint, at_even_steps
 from dtype_engine.results.thresholds import told_apart
-from dtype_engine.search.families import OWN, Loadable, stays_wide
+from dtype_engine.search.families import Loadable, stays_wide
 
 _MOST_STATES = 20_000
 
@@ -309,7 +309,7 @@ class ParetoFront:
             raise UserError("a search needs either a budget in bytes or the largest drift that is allowed")
         nothing, wider = "nothing", ""
         if self.formats != OWN:
-            nothing, wider = f"nothing that {self.formats} loads", f"; {hint('formats')}"
+            nothing, wider = f"nothing that {LOADERS[self.formats]} loads", f"; {hint('formats')}"
         if budget is not None:
             within = self.best_within(budget)
             if within is None:

@@ -9,7 +9,7 @@ milliseconds, and the first paint needs none. `messages.py` imports them, becaus
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import dtype_engine
 from dtype_engine.core.options import RunSettings
@@ -72,7 +72,7 @@ class ModelReady(Event, frozen=True):
     """As in `HeadersRead`."""
     reference: str = "float32"
     """The reference of the drift: "float32", "as stored (bfloat16)", or the path or name of another checkpoint."""
-    loader: str = "own"
+    loader: Literal["transformers", "own"] = "own"
     """The program that loads an export of the model: "transformers", or "own" for this program alone."""
 
 

@@ -18,6 +18,7 @@ from textual.widgets import DataTable, Input, Static
 
 from dtype_engine.core.tree import Tree
 from dtype_engine.recipe import Recipe, Rule, make_plan, tensor_bytes
+from dtype_engine.recipe.loading import TRANSFORMERS
 from dtype_engine.recipe.minimize import minimize
 from dtype_engine.results.drift import NATS
 from dtype_engine.results.scan import ScanReport, WeightScore
@@ -26,7 +27,7 @@ from dtype_engine.service import events
 from dtype_tui.app import DtypeApp
 from dtype_tui.screens.optimise import OptimiseScreen
 from dtype_tui.screens.scan import ScanScreen, short_kinds
-from dtype_tui.screens.scan_setup import PRESET, ScanSetup
+from dtype_tui.screens.scan_setup import ScanSetup
 from dtype_tui.state import front_facts
 from dtype_tui.widgets.module_tree import ModuleTree
 
@@ -59,7 +60,7 @@ async def test_key_s_asks_for_dtypes_and_starts_a_scan() -> None:
         await pilot.press("s")
         assert isinstance(app.screen, ScanSetup)
         await pilot.press("space", "down", "enter")  # bfloat16 is left out
-        assert engine(app).commands[-1] == f"scan {','.join(PRESET[1:])}"
+        assert engine(app).commands[-1] == f"scan {','.join(FAMILIES[TRANSFORMERS].dtypes[1:])}"
         assert app.controller.activity.what == "scan"
 
 

@@ -9,7 +9,7 @@ from textual.binding import Binding, BindingType
 
 from dtype_engine.core import dtypes
 from dtype_engine.recipe.loading import LOADERS
-from dtype_engine.search.families import FAMILIES, TRANSFORMERS
+from dtype_engine.search.families import FAMILIES
 from dtype_tui.rendering.palette import colour
 from dtype_tui.screens.choice import ChoiceScreen
 from dtype_tui.state.experiment import Experiment
@@ -19,7 +19,6 @@ SCANNED = (
 )  # fmt: skip
 OF_CACHES = ("kv:float8_e4m3fn", "kv:int8@token", "kv:int4@token")
 """Formats of KV caches, offered if rules can give the model's caches a format."""
-PRESET = FAMILIES[TRANSFORMERS].dtypes
 
 
 class ScanSetup(ChoiceScreen[tuple[str, ...]]):

@@ -199,7 +199,7 @@ class Experiment:
             live=True,
             provenance=ready.provenance,
             reference=ready.reference,
-            loader=ready.loader if ready.loader == "transformers" else "own",
+            loader=ready.loader,
         )
         self._known.clear()  # the model's code or files may have changed
         self.replace_tree(ready.tree)
@@ -413,7 +413,8 @@ class Experiment:
     @property
     def loaders(self) -> list[str]:
         """The programs that can load an export: this one alone, unless transformers loads the model."""
-        from dtype_engine.search.families import FAMILIES, OWN, TRANSFORMERS  # the first paint does not need it
+        from dtype_engine.recipe.loading import OWN, TRANSFORMERS  # the first paint needs neither
+        from dtype_engine.search.families import FAMILIES
 
         return list(FAMILIES) if self.model.loader == TRANSFORMERS else [OWN]
 

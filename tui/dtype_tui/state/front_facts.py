@@ -9,10 +9,9 @@ import msgspec
 from dtype_engine.core import dtypes
 from dtype_engine.core.units import human_bytes
 from dtype_engine.recipe import Plan, Recipe, make_plan
-from dtype_engine.recipe.loading import LOADERS, Loading
+from dtype_engine.recipe.loading import LOADERS, OWN, Loading
 from dtype_engine.recipe.minimize import minimize
 from dtype_engine.search.advice import far_better, format_that_fits, main_change, most_saved, other_fronts
-from dtype_engine.search.families import OWN
 from dtype_engine.search.pareto import Constraints, ParetoFront, Solution
 from dtype_tui.state.experiment import Experiment
 from dtype_tui.state.loading import loadings

@@ -18,13 +18,13 @@ def loadings(experiment: Experiment, plan: Plan) -> tuple[Loading, ...]:
     """Return how each program loads an export of a plan, or () if the model's classes are not known yet. This is slow for a large
     model.
     """
-    from dtype_engine.recipe.loading import loads_in
+    from dtype_engine.recipe.loading import TRANSFORMERS, loads_in
     from dtype_engine.recipe.targets import Context
 
     if not (experiment.model.live and experiment.tree.has_classes):
         return ()
     context = Context(experiment.tree, plan, activations=experiment.settings.quantize_activations)
-    return loads_in(context, experiment.model.loader == "transformers")
+    return loads_in(context, experiment.model.loader == TRANSFORMERS)
 
 
 def loading_lines(found: Sequence[Loading], width: int, most: int = 9) -> list[str]:

@@ -46,7 +46,9 @@ def check_processor_files(model: LiveModel, limits: InputLimits) -> None:
 
 def made_values(processor: Any, width: int, height: int) -> int:
     """Return the approximate number of values that an image processor computes for a color picture of `width` x `height` pixels."""
-    merge = _setting(processor, "merge_size", 0)  # only where, as in Qwen2-VL, `size` counts pixels instead of an edge's length
+    merge = _setting(
+        processor, "merge_size", 0
+    )  # only where, as in Qwen2-VL, `size` counts pixels instead of an edge's length
     multiple = merge * _setting(processor, "patch_size", 1)
     sizes = [getattr(processor, name, None) for name in ("size", "crop_size", "pad_size")]
     pinpoints = getattr(processor, "image_grid_pinpoints", None)
@@ -93,9 +95,7 @@ def _check(title: str, file: str, settings: dict[str, Any], limits: InputLimits)
     padded = numbers["chunk_length"] * numbers["sampling_rate"]
     limits.refuse_model("values", title, f"chunk_length times sampling_rate in {file}", padded)
     patches = max(numbers[name] for name in ("max_patches", "max_num_patches", "max_image_tiles"))
-    area = max(
-        numbers["patch_size"] ** 2, _area(settings.get("size") or 1, 1, 1) if patches > 1 else 1
-    )
+    area = max(numbers["patch_size"] ** 2, _area(settings.get("size") or 1, 1, 1) if patches > 1 else 1)
     limits.refuse_model("values", title, f"the number of patches in {file}", 3 * patches * area)
     window = max(numbers["n_fft"], numbers["fft_window_size"])
     limits.refuse_model("values", title, f"n_fft times feature_size in {file}", window * numbers["feature_size"])

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -348,7 +348,7 @@ class LiveModel:
         return f"LiveModel: {printable(self.title)} on {self.device}"
 
     @property
-    def loader(self) -> str:
+    def loader(self) -> Literal["transformers", "own"]:
         """The program that loads an export of this model: "transformers", or "own" for this program."""
         return "transformers" if self.checkpoint is not None and self.checkpoint.of_transformers else "own"
 

@@ -13,6 +13,7 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.shard import WHOLE, Shard
 from dtype_engine.core.text import printable
+from dtype_engine.recipe.loading import OWN
 from dtype_engine.results.scan import ScanReport, WeightScore
 from dtype_engine.runtime.inputs import Inputs
 from dtype_engine.runtime.model.live import LiveModel
@@ -22,7 +23,7 @@ from dtype_engine.runtime.scan.cache_writes import scored_bytes
 from dtype_engine.runtime.scan.casts import scanned_dtypes
 from dtype_engine.runtime.scan.routing import Key
 from dtype_engine.runtime.scan.saved import Fingerprint, SavedScan
-from dtype_engine.search.families import FAMILIES, OWN
+from dtype_engine.search.families import FAMILIES
 
 DEFAULT_DTYPES = FAMILIES[OWN].dtypes
 
