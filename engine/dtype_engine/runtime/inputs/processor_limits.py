@@ -48,7 +48,7 @@ def made_values(processor: Any, width: int, height: int) -> int:
     """Return the approximate number of values that an image processor computes for a color picture of `width` x `height` pixels."""
     merge = _setting(
         processor, "merge_size", 0
-    )  # only where, as in Qwen2-VL, `size` counts pixels instead of an edge's length
+    )  # only if `size` counts pixels instead of an edge's length, as in Qwen2-VL
     multiple = merge * _setting(processor, "patch_size", 1)
     sizes = [getattr(processor, name, None) for name in ("size", "crop_size", "pad_size")]
     pinpoints = getattr(processor, "image_grid_pinpoints", None)
