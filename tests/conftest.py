@@ -12,7 +12,7 @@ import os
 import shlex
 import signal
 import tempfile
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -103,10 +103,21 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(
-        key=lambda item: not item.nodeid.startswith(_LONG)
-    )  # so that the run does not end with one process waiting for them
+    items.sort(key=_turns([item.nodeid.partition("::")[0] for item in items]))
     measured_on.leave_out(items)
     for item in items:
         if _MODEL_FIXTURES & set(getattr(item, "fixturenames", ())):
             item.add_marker("slow")
+
+
+def _turns(files: list[str]) -> Callable[[pytest.Item], float]:
+    """Return a key that sorts tests: those of long files first, so that no process is waited for at the end; then files of tests that
+    mostly wait for a screen, each between files that compute, so that a core always has work. files: each test's.
+    """
+    waiting = [file.startswith("tests/tui/") for file in files]
+    turns: dict[str, float] = {}
+    for group in (False, True):
+        of_group = [file for file, waits in zip(files, waiting, strict=True) if waits is group]
+        for place, file in enumerate(of_group):
+            turns.setdefault(file, -1 if file.startswith(_LONG) else place / len(of_group))
+    return lambda item: turns[item.nodeid.partition("::")[0]]
