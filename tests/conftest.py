@@ -111,8 +111,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _turns(files: list[str]) -> Callable[[pytest.Item], float]:
-    """Return a key that sorts tests: those of long files first, so that no process is waited for at the end; then files of tests that
-    mostly wait for a screen, each between files that compute, so that a core always has work. files: each test's.
+    """Return a key that sorts tests: those of long files first, so that no process is waited for at the end; then files of tests
+    that mostly wait for a screen, each between files that compute, so that a core always has work. files: each test's.
     """
     waiting = [file.startswith("tests/tui/") for file in files]
     turns: dict[str, float] = {}

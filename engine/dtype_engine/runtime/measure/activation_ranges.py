@@ -52,7 +52,8 @@ def input_ranges(
 
         return hook
 
-    with ForwardRunner(model, settings, cancelled, watch=False, behavior=behavior) as runner, ExitStack() as hooks:
+    watch = bool(model.cache_formats)
+    with ForwardRunner(model, settings, cancelled, watch, behavior) as runner, ExitStack() as hooks:
         runner.calibrate_caches(inputs.batches)
         for weight in weights:
             layer = model.module.get_submodule(weight.rpartition(".")[0])

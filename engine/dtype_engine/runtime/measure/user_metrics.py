@@ -119,7 +119,8 @@ class MetricMeter:
         `on_progress(what, done, total)` is called with the run and the metrics, such as "candidate, accuracy", and with numbers of
         batches. Raises UserError if a metric fails or does not return numbers, and NoForward, KernelError, Cancelled.
         """
-        with ForwardRunner(self.model, settings, cancelled, watch=False, behavior=self.behavior) as runner:
+        watch = bool(self.model.cache_formats)
+        with ForwardRunner(self.model, settings, cancelled, watch, self.behavior) as runner:
             if self._reference is None:
                 self._reference = self._run(runner, "reference", on_progress)
             candidate = self._run(runner, "candidate", on_progress)

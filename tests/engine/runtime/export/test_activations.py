@@ -217,6 +217,29 @@ def test_export_of_an_export_still_declares_quantized_activations(
     assert torch.equal(before[name], after[name])
 
 
+def test_input_scales_are_calibrated_with_kv_caches_rounded_as_well(
+    make_llama: Callable[..., Path], ids: Path, tmp_path: Path
+) -> None:
+    """The recipe's caches are rounded while the inputs are observed, as in the candidate, so later layers get other inputs."""
+    source = make_llama(dtype="bfloat16", **WIDE)
+    scales = []
+    for cache in (None, "int4@token"):
+        session = opened(source, ids, "nvfp4")
+        if cache is not None:
+            session.cast("*.kv_cache", cache)
+        session.export(tmp_path / str(cache))
+        tensors = load_file(tmp_path / str(cache) / "model.safetensors")
+        scales.append([tensors[f"model.layers.{n}.mlp.down_proj.input_global_scale"].item() for n in range(2)])
+    assert scales[0] != scales[1]
+    kept: list[float] = []
+    layer = session.model.module.get_submodule("model.layers.1.mlp.down_proj")
+    with ForwardRunner(session.model, session.settings, never) as runner:
+        hook = layer.register_forward_pre_hook(lambda _, given: kept.append(given[0].abs().max().item()))
+        runner.candidate(runner.candidate_call(session.need_inputs().batches[0]))
+        hook.remove()
+    assert scales[1][1] == pytest.approx(6 * 448 / kept[0], rel=1e-6)
+
+
 def test_export_gives_a_notice_about_activations_that_other_programs_quantize_differently(
     make_llama: Callable[..., Path], ids: Path, tmp_path: Path
 ) -> None:

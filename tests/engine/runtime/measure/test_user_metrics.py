@@ -15,9 +15,12 @@ import torch
 import dtype_engine as de
 from dtype_engine.cli import cli
 from dtype_engine.cli.program import run
+from dtype_engine.core.cancellation import never
 from dtype_engine.core.errors import UserError
 from dtype_engine.recipe.file import read_recipe_file
 from dtype_engine.results.metrics import MetricChange
+from dtype_engine.runtime.passes.outputs import main_output
+from dtype_engine.runtime.passes.runner import ForwardRunner
 
 MODELS = '''
 import torch
@@ -258,6 +261,17 @@ def test_user_metric_gets_the_labels_of_a_jsonl_file(lab: Path) -> None:
     lengths = [len(session.need_inputs().tokenizer(text)["input_ids"]) for text in texts]
     assert report.metrics[0].reference == np.mean([at + 10 * length for at, length in enumerate(lengths)])
     assert report.inputs.startswith("1 sequence of your prompts"), "the drift is that of the inputs"
+
+
+def test_user_metric_is_computed_with_rounded_kv_caches(lab: Path) -> None:
+    Path("seen.py").write_text("def largest(output, inputs):\n    return float(output.logits.max())")
+    Path("texts.txt").write_text("a b c a")
+    session = de.open(options=de.Options(metrics=("seen.py:largest",), data=(Path("texts.txt"),), prompts=("a b c a",)))
+    session.cast("*.kv_cache", "int4@token")
+    (found,) = session.drift().metrics
+    with ForwardRunner(session.model, session.settings, never) as runner:
+        output = runner.candidate(runner.candidate_call(session.need_inputs().batches[0])).output
+    assert found.candidate == pytest.approx(main_output(output)[1].max().item(), rel=1e-6) != found.reference
 
 
 @pytest.mark.parametrize(
