@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 _LOWER_SHARE = 0.12
 """Fraction of the vertical axis below the smallest SQNR, as room for the note about the worst module."""
+_NO_DRIFT_DB = 120.0
+"""The rounding of float32 itself moves outputs by about this much, and a line up to it would leave the others no height."""
 
 
 class DepthPane(Pane):
@@ -35,8 +37,8 @@ class DepthPane(Pane):
     HELP = (
         "SQNR of the output of each layer, of the embedding, the last norm and the head, in the order of the forward pass; of a "
         "model without numbered layers, of its topmost modules. ○ is the module that drifts most, joined to the layer that "
-        "contains it. The dim line is the baseline (P in the history) or else the recipe before. Layers that do not drift are "
-        "left out."
+        "contains it. The dim line is the baseline (P in the history) or else the recipe before. Layers that drift no more than by "
+        f"the rounding of float32, {_NO_DRIFT_DB:.0f} dB, are left out."
     )
 
     def __init__(self, experiment: Experiment, id: str) -> None:
@@ -115,5 +117,9 @@ class DepthPane(Pane):
 
 
 def _sqnr(drift: ModuleDrift | None) -> float:
-    """Return a module's SQNR in dB: NaN if it is unknown or the output is not finite, infinite if the module does not drift."""
-    return math.nan if drift is None or not drift.is_finite or drift.sqnr_db is None else drift.sqnr_db
+    """Return a module's SQNR in dB: NaN if it is unknown or the output is not finite, infinite if the module drifts no more than by
+    the rounding of float32.
+    """
+    if drift is None or not drift.is_finite or drift.sqnr_db is None:
+        return math.nan
+    return drift.sqnr_db if drift.sqnr_db < _NO_DRIFT_DB else math.inf
