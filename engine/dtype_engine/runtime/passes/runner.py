@@ -55,9 +55,9 @@ class ForwardRunner:
     Each method that runs a pass takes a function that calls the model on one batch, as returned by `reference_call` or
     `candidate_call`, and raises NoForward, KernelError and Cancelled.
 
-    watch: if False, passes can be cancelled but are not observed, and KV caches are not rounded, because only an observed pass knows
-    which module writes one. behavior: what earlier passes have shown about the model, shared by all runners of the model; if None,
-    nothing is known yet.
+    watch: if False, passes can be cancelled but are not observed, and KV caches are not rounded, because only an observed pass
+    knows which module writes one. behavior: what earlier passes have shown about the model, shared by all runners of the model; if
+    None, nothing is known yet.
     """
 
     def __init__(
