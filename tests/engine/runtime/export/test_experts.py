@@ -218,13 +218,26 @@ def test_verify_finds_one_changed_byte_of_an_expert(dtype: str, source: tuple[st
     file = out / "model.safetensors"
     written, metadata = read(file)
     changed = [name for name in written if ".experts.7." in name and "_shape" not in name]
+    of_weights: dict[str, list[str]] = {}
     for name in changed:
+        of_weights.setdefault(re.sub(r"_(packed|scale|global_scale)$", "", name), []).append(name)
+    tried = set()
+    for turn in range(len(changed) // 3):  # a tensor of each of the expert's weights, not the same part of all
+        flipped = {
+            weight: parts[(turn + place) % len(parts)] for place, (weight, parts) in enumerate(of_weights.items())
+        }
         tensors = {other: tensor.clone() for other, tensor in written.items()}
-        tensors[name].view(torch.uint8).view(-1)[-1] ^= 1
+        for name in flipped.values():
+            tensors[name].view(torch.uint8).view(-1)[-1] ^= 1
         save_file(tensors, file, metadata)
-        (difference,) = verify(out, locate(str(folder))).differences
-        assert difference.name == re.sub(r"_(packed|scale|global_scale)$", "", name)
-        assert f"1 of {written[name].numel()} values of {name} differ" in difference.what
+        differences = verify(out, locate(str(folder))).differences
+        assert sorted(difference.name for difference in differences) == sorted(flipped)
+        for difference in differences:
+            name = flipped[difference.name]
+            assert f"1 of {written[name].numel()} values of {name} differ" in difference.what
+        tried |= set(flipped.values())
+    assert tried == set(changed)
+    assert len(of_weights) == 3
     assert len(changed) == {"nvfp4": 9}.get(dtype, 6)
 
 
