@@ -297,8 +297,10 @@ class _Margins(TorchFunctionMode):
         return func(*args, **kwargs or {})
 
 
-def decided(name: str, sequences: int, length: int, apart: float = 0.1) -> tuple[nn.Module, torch.Tensor, float]:
-    """Train a mixture of experts a little to noisy labels, until each token's k-th score is `apart` from the next. Returns the
+def decided(
+    name: str, sequences: int, length: int, apart: float = 0.1, steps: int = 150
+) -> tuple[nn.Module, torch.Tensor, float]:
+    """Train a mixture of experts a little to noisy labels, so that each token's k-th score is `apart` from the next. Returns the
     module, its inputs [sequences, length], and the smallest margin.
     """
     module, _ = make(name)
@@ -307,7 +309,7 @@ def decided(name: str, sequences: int, length: int, apart: float = 0.1) -> tuple
     follows = placed(torch.randperm(VOCABULARY, generator=generator)[ids])
     ids = placed(ids)
     optimizer = torch.optim.Adam(module.parameters(), lr=3e-3)
-    for _ in range(150):
+    for _ in range(steps):
         noise = placed(torch.randint(0, VOCABULARY, ids.shape, generator=generator))
         labels = torch.where(placed(torch.rand(ids.shape, generator=generator)) < 0.5, follows, noise)
         optimizer.zero_grad()

@@ -23,12 +23,9 @@ def segformer() -> tuple[Any, dict[str, torch.Tensor]]:
 
     torch.manual_seed(0)
     config = SegformerConfig(
-        hidden_sizes=[8, 16, 16, 16],
-        depths=[1, 1, 1, 1],
-        num_attention_heads=[1, 1, 2, 2],
-        decoder_hidden_size=16,
-        num_labels=5,
-    )
+        num_encoder_blocks=2, hidden_sizes=[8, 16], depths=[1, 1], num_attention_heads=[1, 2], sr_ratios=[8, 4],
+        patch_sizes=[7, 3], strides=[4, 2], mlp_ratios=[4, 4], decoder_hidden_size=16, num_labels=5,
+    )  # fmt: skip
     model = SegformerForSemanticSegmentation(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -63,11 +60,11 @@ def clipseg() -> tuple[Any, dict[str, torch.Tensor]]:
     from transformers import CLIPSegConfig, CLIPSegForImageSegmentation
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
     config = CLIPSegConfig(
         text_config={**sizes, "vocab_size": 50, "max_position_embeddings": 8, "eos_token_id": 49},
         vision_config={**sizes, "image_size": 32, "patch_size": 16},
-        projection_dim=16, extract_layers=[1], reduce_dim=8, decoder_num_attention_heads=2, decoder_intermediate_size=16,
+        projection_dim=16, extract_layers=[0], reduce_dim=8, decoder_num_attention_heads=2, decoder_intermediate_size=16,
     )  # fmt: skip
     ids = torch.tensor([[1, 2, 3, 49], [1, 4, 5, 49]])
     return CLIPSegForImageSegmentation(config).eval(), {"input_ids": ids, "pixel_values": torch.randn(2, 3, 32, 32)}
@@ -108,12 +105,9 @@ def test_scan_scores_of_a_segmentation_model_equal_its_drift() -> None:
         scan = session.scan(["float8_e4m3fn"], exact=exact, draws=None if exact else 64)
         assert scan.unit == NATS_PER_PIXEL
         score = scan.scores()[name, "float8_e4m3fn"]
-        rounded = model.decode_head.classifier.weight.detach()
-        with torch.no_grad():
-            session.cast(name, "float8_e4m3fn")
-            expected = session.drift().output.kl_mean
-            session.undo()
-        assert rounded is not None
+        session.cast(name, "float8_e4m3fn")
+        expected = session.drift().output.kl_mean
+        session.undo()
         assert expected is not None
         assert score == pytest.approx(expected, rel=0.3 if not exact else 1e-9)
 

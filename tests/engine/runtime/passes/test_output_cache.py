@@ -63,7 +63,6 @@ def steps(session: Any, uniform: bool) -> list[Recipe]:
             Recipe((Rule("*", "bfloat16"),)),
             Recipe((Rule("*", "bfloat16"), Rule(late, "float32"))),
             Recipe((Rule("*", "bfloat16"), Rule(early, "float32"))),
-            Recipe((Rule("*", "bfloat16"),)),
             Recipe(),
         ]
     return [

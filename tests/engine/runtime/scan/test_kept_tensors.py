@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
@@ -150,11 +150,18 @@ def test_scan_that_fills_the_disk_fails_in_one_sentence_and_can_be_repeated(
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "bart", "gemma3", "deberta", "swin", "whisper", "blip", "mixtral", "qwen3_next", "mamba2"]
+    ("name", "budgets"),
+    [
+        *((name, (0, 1)) for name in ("llama", "gemma3", "swin", "blip", "mixtral")),
+        *((name, (1,)) for name in ("bart", "deberta", "qwen3_next", "mamba2")),
+    ],
 )
 def test_scan_scores_do_not_depend_on_the_memory_for_activations(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, budgets: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With a small budget, gradients of one draw are held at a time, and weights are read again in the backward pass. Otherwise,
+    the activation file has the weights, too, which is one path for all architectures with the same operations.
+    """
     monkeypatch.setattr(module_sources, "SMALLEST", 1)  # otherwise these weights stay in memory
     monkeypatch.setattr(kept_tensors, "_SMALLEST", 1)
     module, inputs = architectures.make(name)
@@ -172,16 +179,16 @@ def test_scan_scores_do_not_depend_on_the_memory_for_activations(
     def scores(budget: int) -> dict[tuple[str, str], float]:
         session = de.open(str(tmp_path), inputs=inputs, options=options)
         dtypes = ("int8", "float16")
-        return scan.Scan(session.model, session.inputs, dtypes, draws=3, budget=budget).run().scores()
+        return scan.Scan(session.model, session.inputs, dtypes, draws=2, budget=budget).run().scores()
 
     expected = scores(0)
     assert not files
     monkeypatch.setattr(sequence_groups, "cache_budget", lambda device: 1)
     monkeypatch.setattr(sequence_scans, "_LEAST_WAITING", 10_000)
-    for budget in (0, 1):  # with a small one, gradients of one draw are held at a time
+    for budget in budgets:
         assert scores(budget) == expected
     assert all(files)
-    assert len(files) > 1
+    assert len(files) == len(budgets)
 
 
 @pytest.mark.parametrize(("length", "in_file"), [(1, True), (400, False)])
@@ -232,6 +239,15 @@ def test_activations_on_an_accelerator_are_stored_in_the_file(
     assert scores[0] == scores[1]
 
 
+@pytest.fixture
+def only_new_objects() -> Iterator[None]:
+    """Keep collections from going through all that torch and earlier tests have left in memory."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("only_new_objects")
 @pytest.mark.parametrize("stop", [False, True])
 @pytest.mark.parametrize("name", ["mixtral", "llama"])
 def test_scan_frees_all_kept_activations(name: str, stop: bool) -> None:
@@ -248,7 +264,8 @@ def test_scan_frees_all_kept_activations(name: str, stop: bool) -> None:
     with pytest.raises(Cancelled) if stop else nullcontext():
         made.run(cancelled=cancelled)
     gc.collect()
-    alive = [each for each in gc.get_objects() if isinstance(each, (KeptTensor, WeightOp))]
+    # By type: for some lazy objects of torch, `isinstance` imports what they stand for.
+    alive = [each for each in gc.get_objects() if issubclass(type(each), (KeptTensor, WeightOp))]
     assert not alive
 
 

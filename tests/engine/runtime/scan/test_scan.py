@@ -187,7 +187,7 @@ def test_standard_error_of_a_scan_shrinks_with_the_sequences() -> None:
 
 
 def test_score_of_a_lossless_cast_is_zero(make_llama: Any) -> None:
-    session = de.open(str(make_llama(dtype="bfloat16")))
+    session = de.open(str(make_llama(dtype="bfloat16")), inputs={"input_ids": architectures.tokens(64)})
     scan, exact = session.scan(["float32", "int8"], draws=48), session.scan(["float32", "int8"], exact=True)
     scores = scan.scores()
     weight = "model.layers.0.mlp.up_proj.weight"
