@@ -8,11 +8,12 @@ import gc
 from collections.abc import Iterator
 
 import pytest
-from tests.helpers import draw_times, parsed_styles, unseen_frames
+from tests.helpers import draw_times, parsed_styles, quiet_screens, unseen_frames
 
 draw_times.use()
 unseen_frames.leave_out()
 parsed_styles.share()
+quiet_screens.leave_alone()
 
 
 @pytest.fixture(autouse=True)

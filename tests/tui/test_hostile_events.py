@@ -68,12 +68,12 @@ class Hostility:
 
 def check_screen(app: DtypeApp) -> None:
     """Assert that the screen contains no control characters and no links, and that no text moves its neighbors."""
-    for line in lines(app):
-        assert printable(line, len(line)) == line, "\n".join(lines(app))
-    for strip in app.screen._compositor.render_strips():
-        for segment in strip:
-            assert not segment.control, segment
-            assert segment.style is None or segment.style.link is None, segment
+    strips = app.screen._compositor.render_strips()
+    for line in (strip.text for strip in strips):
+        assert printable(line, len(line)) == line, "\n".join(strip.text for strip in strips)
+    for segment in (segment for strip in strips for segment in strip):
+        assert not segment.control, segment
+        assert segment.style is None or segment.style.link is None, segment
 
 
 def without_last_check(app: DtypeApp) -> None:

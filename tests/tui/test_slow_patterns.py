@@ -33,11 +33,12 @@ async def test_slow_pattern_typed_in_the_cast_prompt_is_reported() -> None:
 
 
 @pytest.mark.slow
-async def test_rule_with_a_slow_pattern_is_not_applied() -> None:
+async def test_rule_with_a_slow_pattern_is_not_applied(monkeypatch: pytest.MonkeyPatch) -> None:
     app = make_app()
     async with app.run_test(size=(120, 36)) as pilot:
         await pilot.press("2")
         before = app.controller.experiment.recipe
+        monkeypatch.setattr("dtype_engine.recipe.plan.MATCHING_S", 0.2)  # all of which a core is busy
         app.controller.add_rule(Rule.make(SLOW, "bfloat16"))
         await pilot.pause()
         assert app.controller.experiment.recipe == before

@@ -50,26 +50,20 @@ async def measured(app: DtypeApp, pilot: Pilot[None], recipe: Recipe, kl: float)
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 36)])
-@pytest.mark.parametrize(
-    ("reference", "shown"),
-    [
-        ("float32", ["KL 2.20e-5 ± 1e-5 nats vs float32"]),
-        ("as stored (bfloat16)", ["KL 2.20e-5 nats vs stored bfloat16"]),
-        ("as stored (bfloat16, float32)", ["KL 2.20e-5 ± 1e-5 nats", "vs stored bfloat16, float32"]),
-        ("/models/other", ["KL 2.20e-5 nats vs /models/other"]),
-    ],
-)
-async def test_drift_pane_names_the_reference_beside_the_kl(
-    size: tuple[int, int], reference: str, shown: list[str]
-) -> None:
+async def test_drift_pane_names_the_reference_beside_the_kl(size: tuple[int, int]) -> None:
     async with opened(size=size) as (app, pilot):
-        experiment = app.controller.experiment
-        experiment.model = msgspec.structs.replace(experiment.model, reference=reference)
-        await measured(app, pilot, BF16, 2.2e-5)
-        pane = app.main.side.panes[0]
-        rows = [pane.render_line(y).text for y in range(pane.size.height)]
-        at = next(index for index, row in enumerate(rows) if "KL 2.20e-5" in row)
-        assert all(words in row for words, row in zip(shown, rows[at:], strict=False))
+        experiment, pane = app.controller.experiment, app.main.side.panes[0]
+        for reference, shown in (
+            ("float32", ["KL 2.20e-5 ± 1e-5 nats vs float32"]),
+            ("as stored (bfloat16)", ["KL 2.20e-5 nats vs stored bfloat16"]),
+            ("as stored (bfloat16, float32)", ["KL 2.20e-5 ± 1e-5 nats", "vs stored bfloat16, float32"]),
+            ("/models/other", ["KL 2.20e-5 nats vs /models/other"]),
+        ):
+            experiment.model = msgspec.structs.replace(experiment.model, reference=reference)
+            await measured(app, pilot, BF16, 2.2e-5)
+            rows = [pane.render_line(y).text for y in range(pane.size.height)]
+            at = next(index for index, row in enumerate(rows) if "KL 2.20e-5" in row)
+            assert all(words in row for words, row in zip(shown, rows[at:], strict=False)), reference
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 36)])
