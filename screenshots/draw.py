@@ -21,6 +21,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich.color import Color, ColorSystem
+from rich.terminal_theme import DEFAULT_TERMINAL_THEME
 from textual.pilot import Pilot
 
 from dtype_engine import Options, Recipe, Rule
@@ -163,6 +165,7 @@ class View:
 SIZES = tuple(View(size) for size in ((60, 15), (80, 24), (120, 36), (200, 50)))
 SHADES = (View((120, 36), "dtype-light", "light"), View((120, 36), "ansi-dark", "16-colours"))
 NO_COLOUR = (View((80, 24), note="no-colour"),)
+FEW_COLOURS = (View((120, 36), note="256-colours"),)
 ASCII = (View((80, 24), note="ascii", ascii="always"),)
 JOBS: dict[str, tuple[tuple[Scene, Recipe], tuple[View, ...]]] = {
     "mix": ((mix, MIXED), (*SIZES, *SHADES)),
@@ -175,6 +178,7 @@ JOBS: dict[str, tuple[tuple[Scene, Recipe], tuple[View, ...]]] = {
     "tour": ((tour, AS_STORED), SIZES),
     **{f"measuring {view.size[0]}": ((measuring, MIXED), (view,)) for view in SIZES},
     "mix no-colour": ((mix, MIXED), NO_COLOUR),
+    "mix 256-colours": ((mix, MIXED), FEW_COLOURS),
     **{f"{name} ascii": (scene, ASCII) for name, scene in (("mix", (mix, MIXED)), ("optimise", (optimise, AS_STORED)))},
 }
 """What one process draws, by a name: a scene, and the terminals it is drawn in one after the other. What passes by, and
@@ -186,6 +190,9 @@ async def draw(name: str, png: bool) -> None:
     (scene, recipe), views = JOBS[name]
     if views == NO_COLOUR:
         os.environ["NO_COLOR"] = "1"
+    if views == FEW_COLOURS:
+        os.environ.pop("COLORTERM", None)
+        os.environ["TERM"] = "xterm-256color"
     first = views[0]
     app = demo_app(recipe, Config(first.theme, first.ascii), begins_tour=scene is tour)
     async with app.run_test(size=(120, 36) if len(views) > 1 else first.size) as pilot:
@@ -197,11 +204,19 @@ async def draw(name: str, png: bool) -> None:
             app.clear_notifications()
             await pilot.pause(0.3)
             picture = plain_picture(app, f"dtype-tui, {view.size[0]} x {view.size[1]}")
+            if views == FEW_COLOURS:
+                picture = re.sub("#[0-9a-f]{6}", lambda found: nearest_of_256(found[0]), picture)
             file = HERE / view.file(name.partition(" ")[0])
             file.with_suffix(".svg").write_text(picture, encoding="utf-8")
             if png:
                 file.with_suffix(".png").write_bytes(as_png(picture))
             print(file.name, flush=True)
+
+
+def nearest_of_256(colour: str) -> str:
+    """The colour, as #rrggbb, that a terminal of 256 colours shows instead."""
+    shown = Color.parse(colour).downgrade(ColorSystem.EIGHT_BIT)
+    return shown.get_truecolor(DEFAULT_TERMINAL_THEME).hex
 
 
 def plain_picture(app: DtypeApp, title: str) -> str:
