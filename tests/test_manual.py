@@ -29,6 +29,7 @@ from typing import Any
 
 import click
 import pytest
+from tests.helpers import preloaded
 from tests.helpers.hub_server import hub_of
 from tests.helpers.pages import MANUAL, Block, blocks_of, differs
 from tests.helpers.paths import ROOT
@@ -126,6 +127,12 @@ class Reader:
 
     def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.folder = folder
+        self.programs = folder / ".bin"
+        """Where a shell finds the program, in a process that is forked with what it imports."""
+        self.programs.mkdir()
+        program = self.programs / "dtype-engine"
+        program.write_text(f'#!/bin/sh\nexec {shlex.join(preloaded.command(preloaded.COMMAND))} "$@"\n')
+        program.chmod(0o755)
         self.capsys = capsys
         self.names: dict[str, Any] = {"__name__": "__main__"}
         self.status = 0
@@ -170,7 +177,7 @@ class Reader:
             return captured.out + captured.err
         if words[0] == "dtype-tui" and not prints:
             return self._start(words[1:])
-        environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        environment = os.environ | {"PATH": f"{self.programs}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
         done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, env=environment)
         self.status = done.returncode
         return done.stdout + done.stderr

@@ -60,6 +60,7 @@ class _Proposals:
         self.target = target
         self._selected: dict[str, tuple[str, ...]] = {}
         self._patterns = self._general_patterns()
+        self._layers = self._wanted_by_layer()
 
     def rules(self, now: Mapping[str, str]) -> list[Rule]:
         """Return rules that give all tensors their wanted dtypes. now: their dtypes without these rules."""
@@ -116,19 +117,14 @@ class _Proposals:
         """Return patterns for single names, and for ranges of layers. A range covers layers in which, for example, `mlp.down_proj`
         needs the same dtype. wrong: the tensors whose dtype is not the wanted one.
         """
-        layers: dict[tuple[str, str], dict[int, set[str]]] = {}
         literal: dict[str, None] = {}
         kinds = {kind for name in wrong for kind in _kinds(name)}
-        for name in (*self._modules(), *self.target):
-            for kind, number in _kinds(name).items():
-                if kind in kinds:
-                    wants = {self.target[tensor] for tensor in self._below(name)}
-                    layers.setdefault(kind, {}).setdefault(number, set()).update(wants)
         for name in wrong:
             literal |= dict.fromkeys([generalisations(name)[0], *self._uniform_modules_above(name)])
         patterns: dict[str, None] = {}
         by_set: dict[tuple[str, str, tuple[int, ...]], list[str]] = {}
-        for (before, after), by_layer in layers.items():
+        for before, after in kinds:
+            by_layer = self._layers[before, after]
             for dtype in {dtype for dtype_set in by_layer.values() for dtype in dtype_set}:
                 numbers = tuple(sorted(number for number, dtype_set in by_layer.items() if dtype_set == {dtype}))
                 if numbers:
@@ -145,6 +141,15 @@ class _Proposals:
             if 1 < len(tops) <= _MOST_KINDS:
                 patterns[f"{before}.{chosen}.{_choices(sorted(top[1:] for top in tops))}"] = None
         return [*patterns, *literal]
+
+    def _wanted_by_layer(self) -> dict[tuple[str, str], dict[int, set[str]]]:
+        """Return the dtypes that are wanted in each layer of each kind of `_kinds`."""
+        layers: dict[tuple[str, str], dict[int, set[str]]] = {}
+        for name in (*self._modules(), *self.target):
+            wants = {self.target[tensor] for tensor in self._below(name)}
+            for kind, number in _kinds(name).items():
+                layers.setdefault(kind, {}).setdefault(number, set()).update(wants)
+        return layers
 
     def _modules(self) -> list[str]:
         return [name for name in self.tree.modules if name]

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -275,9 +275,9 @@ async def test_mcp_server_answers_over_standard_streams(tmp_path: Path) -> None:
 
 
 @contextmanager
-def served(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Run the server of the command line, to which `sent` sends messages, until the block ends."""
-    command = [sys.executable, "-c", preloaded.COMMAND, "mcp", "--allow", str(folder)]
+def served(folder: Path, program: Sequence[str] = ENGINE) -> Iterator[subprocess.Popen[bytes]]:
+    """Run the server of the command line, to which `send` sends messages, until the block ends."""
+    command = [*program, "mcp", "--allow", str(folder)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=folder) as server:
         try:
             asked = {
@@ -301,26 +301,24 @@ def send(server: subprocess.Popen[bytes], method: str, parameters: object) -> No
     server.stdin.flush()
 
 
+HALVES: list[tuple[str, dict[str, Any]]] = [
+    ("search", {"model": "demo", "budget": "\ud800"}),
+    ("inspect", {"model": "m\udc00"}),
+    ("inspect", {"model": "demo", "\ud800\ud800": 1}),
+    ("inspect\ud800", {"model": "demo"}),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "arguments"),
-    [
-        ("search", {"model": "demo", "budget": "\ud800"}),
-        ("inspect", {"model": "m\udc00"}),
-        ("inspect", {"model": "demo", "\ud800\ud800": 1}),
-        ("inspect\ud800", {"model": "demo"}),
-    ],
-)
-def test_mcp_server_answers_a_call_with_half_of_a_pair_of_surrogates(
-    tmp_path: Path, name: str, arguments: dict[str, Any]
-) -> None:
+def test_mcp_server_answers_calls_with_half_of_a_pair_of_surrogates(tmp_path: Path) -> None:
     with served(tmp_path) as server:
-        send(server, "tools/call", {"name": name, "arguments": arguments})
-        assert server.stdout is not None
-        assert select.select([server.stdout], [], [], 20)[0]
-        said = json.loads(server.stdout.readline())["result"]
-    assert said["isError"]
-    assert said["content"][0]["text"] == "an argument is not Unicode: it has half of a pair of surrogates"
+        for name, arguments in HALVES:
+            send(server, "tools/call", {"name": name, "arguments": arguments})
+            assert server.stdout is not None
+            assert select.select([server.stdout], [], [], 20)[0]
+            said = json.loads(server.stdout.readline())["result"]
+            assert said["isError"], (name, arguments)
+            assert said["content"][0]["text"] == "an argument is not Unicode: it has half of a pair of surrogates"
 
 
 @pytest.mark.parametrize(
@@ -344,7 +342,7 @@ def test_mcp_server_ends_at_a_signal_while_its_input_is_open(
     tmp_path: Path, number: signal.Signals, calls: bool
 ) -> None:
     children = list[str]()
-    with served(tmp_path) as server:
+    with served(tmp_path, (sys.executable, "-c", preloaded.COMMAND)) as server:
         if calls:
             send(
                 server, "tools/call", {"name": "scan", "arguments": {"model": "demo", "exact": True, "draws": 100_000}}

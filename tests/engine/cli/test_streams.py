@@ -200,7 +200,12 @@ def in_encoding(name: str, *arguments: str) -> subprocess.CompletedProcess[bytes
 
 @pytest.mark.slow
 def test_unencodable_character_in_a_drift_report_is_escaped() -> None:
-    done = in_encoding("cp1252", "drift", "--cast", "*.mlp=fp8", "--prompt", "import os")
+    as_at_a_start = (
+        "import sys; sys.stdout.reconfigure(encoding='cp1252', errors='strict'); "  # as for PYTHONIOENCODING
+    )
+    program = preloaded.command(as_at_a_start + preloaded.COMMAND)
+    words = ("drift", "--cast", "*.mlp=fp8", "--prompt", "import os")
+    done = subprocess.run([*program, *words], capture_output=True, timeout=120)
     assert done.returncode == 0
     assert b"\\u0394p" in done.stdout
     assert b"UnicodeEncodeError" not in done.stderr
@@ -243,9 +248,9 @@ def test_converted_recipe_that_standard_output_cannot_encode_is_refused(named: P
 
 @pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["undefined", "idna"])
-def test_encoding_that_lacks_ascii_is_replaced(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_encoding_that_lacks_ascii_is_replaced(encoding: str, named: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONIOENCODING", encoding)
-    done = subprocess.run([*FRESH, "recipe", "presets"], capture_output=True, text=True)
+    done = subprocess.run([*FRESH, "inspect", str(named)], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.isascii()
     assert len(done.stdout.splitlines()) > 3
