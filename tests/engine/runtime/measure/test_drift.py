@@ -85,7 +85,7 @@ def test_kept_outputs_stay_within_their_budget() -> None:
     in_full.drift()
     most = in_full.memory().kept_bytes
     assert most
-    for share in range(1, 20):
+    for share in (1, 3, 7, 10, 13, 17, 19):
         budget = most * share // 20
         session = de.open(module, inputs=inputs, options=de.Options(reference_bytes=budget))
         kept: list[int] = []
