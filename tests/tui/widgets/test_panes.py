@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from functools import partial
 
 import msgspec
@@ -16,10 +17,14 @@ from textual.geometry import Region
 from textual.pilot import Pilot
 
 from dtype_engine.core.tree import Tree
-from dtype_engine.recipe import Recipe, Rule
+from dtype_engine.recipe import Plan, Recipe, Rule
+from dtype_engine.recipe.loading import Loading
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.service import events
 from dtype_tui.app import DtypeApp
+from dtype_tui.state.experiment import Experiment
+from dtype_tui.state.loading import loadings
+from dtype_tui.widgets import loading
 from dtype_tui.widgets.panes.base import Pane
 
 BF16 = Recipe((Rule("*", "bfloat16"),))
@@ -244,3 +249,25 @@ async def test_recipe_pane_says_which_programs_load_an_export_of_the_rules(size:
             await until(pilot, partial(lambda mark: mark in screen(app), mark), 20)
             assert "loads in: transformers ✓" in screen(app)
             assert "dtype-engine ✓" in screen(app)
+
+
+async def test_recipe_pane_says_that_the_loading_programs_of_a_large_model_are_being_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    may_end = threading.Event()
+
+    def slow(experiment: Experiment, plan: Plan) -> tuple[Loading, ...]:
+        assert may_end.wait(60)
+        return loadings(experiment, plan)
+
+    monkeypatch.setattr(loading, "_MANY", 0)
+    monkeypatch.setattr(loading, "loadings", slow)
+    async with opened() as (app, pilot):
+        known = app.controller.experiment.tree
+        tree = Tree(known.tensors.values(), dict.fromkeys(known.modules, "Module"))
+        await say(app, pilot, msgspec.structs.replace(model_ready(app), loader="transformers", tree=tree))
+        app.controller.apply_recipe(Recipe((Rule.parse("*.q_proj=float16"),)))
+        app.main.side.activate(app.main.side.recipe)
+        await until(pilot, lambda: "loads in: …" in screen(app), 20)
+        may_end.set()
+        await until(pilot, lambda: "loads in: transformers ✓" in screen(app), 20)

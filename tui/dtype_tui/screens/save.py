@@ -37,7 +37,7 @@ from dtype_tui.state.controller import Controller
 from dtype_tui.state.loading import loading_lines, loading_reasons
 from dtype_tui.state.results import Results
 from dtype_tui.widgets.line_input import LineInput
-from dtype_tui.widgets.loading import find_loadings
+from dtype_tui.widgets.loading import find_loadings, takes_a_thread
 
 TOOLS = {
     "torchao": "the recipe as torchao's configuration in config.json",
@@ -89,7 +89,8 @@ class SaveScreen(ChoiceScreen[SaveRequest]):
         """The existing path that the user was warned about."""
         self._checking: str | None = None
         """The path that an engine on another machine is checking."""
-        self._loadings: tuple[Loading, ...] = ()
+        self._loadings: tuple[Loading, ...] | None = ()
+        """How programs load the export, or None while a thread finds it."""
 
     def compose_box(self) -> ComposeResult:
         yield Static(id="kinds", markup=False)
@@ -102,6 +103,8 @@ class SaveScreen(ChoiceScreen[SaveRequest]):
         self._find_loadings()
 
     def _find_loadings(self) -> None:
+        if takes_a_thread(self._experiment, self._experiment.plan):
+            self._loadings = None
         find_loadings(self, self._experiment, self._experiment.plan, self._loadings_found)
 
     def _loadings_found(self, found: tuple[Loading, ...]) -> None:
@@ -216,7 +219,7 @@ class SaveScreen(ChoiceScreen[SaveRequest]):
             return [*lines, (_loading_one_file(self._typed), "dim")]
         width = max(30, self.query_one("#about", Static).size.width - 1)
         lines += [(line, "") for line in loading_lines(self._loadings, width)]
-        return [*lines, *((line, "dim") for line in (plan.loading, *loading_reasons(self._loadings)))]
+        return [*lines, *((line, "dim") for line in (plan.loading, *loading_reasons(self._loadings or ())))]
 
     def action_move(self, step: int) -> None:
         self._warned = self._checking = None

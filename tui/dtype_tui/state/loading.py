@@ -27,10 +27,13 @@ def loadings(experiment: Experiment, plan: Plan) -> tuple[Loading, ...]:
     return loads_in(context, experiment.model.loader == TRANSFORMERS)
 
 
-def loading_lines(found: Sequence[Loading], width: int, most: int = 9) -> list[str]:
+def loading_lines(found: Sequence[Loading] | None, width: int, most: int = 9) -> list[str]:
     """Return lines such as `loads in: transformers ✓  vLLM ✗ (q, k, v differ)`, at most `most` of at most `width` cells. The
-    reasons are left out if they do not fit. A reason that the next program shares stands after that one.
+    reasons are left out if they do not fit. A reason that the next program shares stands after that one. found: None while a thread
+    finds it.
     """
+    if found is None:
+        return [f"{_HEAD}…"]
     if not found:
         return []
     after = [*(each.short for each in found[1:]), ""]

@@ -18,6 +18,11 @@ _MANY = 400
 """The most tensors for which no thread is used."""
 
 
+def takes_a_thread(experiment: Experiment, plan: Plan) -> bool:
+    """Return whether it takes so long to find which programs load an export that the screen has to say that it is being found."""
+    return experiment.model.live and experiment.tree.has_classes and len(plan.dtypes) > _MANY
+
+
 def find_loadings(
     node: DOMNode, experiment: Experiment, plan: Plan, found: Callable[[tuple[Loading, ...]], None]
 ) -> None:

@@ -19,7 +19,7 @@ from dtype_tui.state.controller import Controller
 from dtype_tui.state.loading import loading_lines
 from dtype_tui.state.node_rules import counts_by_rule, effects_on
 from dtype_tui.widgets.cursor import EDGE, EDGE_STYLE, cursor_style
-from dtype_tui.widgets.loading import find_loadings
+from dtype_tui.widgets.loading import find_loadings, takes_a_thread
 from dtype_tui.widgets.panes.base import Pane
 
 if TYPE_CHECKING:
@@ -140,14 +140,15 @@ class RecipePane(Pane):
         lines += [Text()] * max(0, min(1, self.lines - len(lines) - len(below)))
         return Text("\n").join([*lines, *below])
 
-    def _loadings(self) -> tuple[Loading, ...]:
-        """Return how programs load an export of the recipe. Returns () until this is known."""
+    def _loadings(self) -> tuple[Loading, ...] | None:
+        """Return how programs load an export of the recipe, or None while a thread finds it."""
         experiment = self.experiment
         plan, activations = experiment.plan, experiment.settings.quantize_activations
         if self._loads is None or self._loads[0] is not plan or self._loads[1] != activations:
             self._loads = plan, activations, None
             find_loadings(self, experiment, plan, lambda found: self._loadings_found(plan, activations, found))
-        return self._loads[2] or ()
+        found = self._loads[2]
+        return () if found is None and not takes_a_thread(experiment, plan) else found
 
     def _loadings_found(self, plan: Plan, activations: str, found: tuple[Loading, ...]) -> None:
         if self._loads is not None and self._loads[0] is plan and self._loads[1] == activations:
