@@ -396,8 +396,11 @@ def work(kind: str, first: int, count: int, progress: Path) -> Seen:
     """Cases one after the other in this process. `progress` holds the number of the one that is under way, and what those
     before it gave.
     """
+    import torch
+
     resource.setrlimit(resource.RLIMIT_AS, (_ADDRESS_SPACE, _ADDRESS_SPACE))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    torch.set_num_threads(1)  # several wait for each other busily, which beside other work takes longer than the cases
 
     def too_long(number: int, frame: object) -> None:
         raise TooLong
