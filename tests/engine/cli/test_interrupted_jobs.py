@@ -20,10 +20,8 @@ from tests.helpers import preloaded
 @pytest.mark.parametrize(
     ("job", "number"),
     [
-        ("drift", signal.SIGINT),
         ("drift", signal.SIGKILL),
         ("scan", signal.SIGTERM),
-        ("search", signal.SIGHUP),
         ("over memory", signal.SIGQUIT),
     ],
     ids=str,
@@ -31,6 +29,7 @@ from tests.helpers import preloaded
 def test_job_interrupted_while_it_saves_leaves_nothing_and_continues_to_the_same_figures(
     job: str, number: signal.Signals, tmp_path: Path
 ) -> None:
+    """`make engine-deaths` has all jobs and signals."""
     assert interrupt(job, number, "saving", tmp_path, undisturbed(job)) == []
 
 
