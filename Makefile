@@ -66,7 +66,8 @@ fuzz: $(VENV)/.tests
 random-keys: $(VENV)/.tests
 	for seed in 1 2 3; do $(BIN)/python -m tests.terminal.random_keys $$seed || exit 1; done
 
-# Each signal of a crash to the engine in each of its states, and each signal that ends a program to each job at random moments.
+# Each signal of a crash to the engine in each of its states; to each job each signal that ends a program, at random moments, and, as
+# root on Linux, disks that are too small for it.
 engine-deaths: $(VENV)/.tests
 	$(BIN)/python -m tests.terminal.engine_deaths
 	$(BIN)/python -m tests.engine.cli.interrupted_jobs 20
