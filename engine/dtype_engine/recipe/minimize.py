@@ -7,6 +7,7 @@ newly wrong weights. Each pattern is matched against the tree itself, so the res
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import groupby
@@ -60,7 +61,6 @@ class _Proposals:
         self.target = target
         self._selected: dict[str, tuple[str, ...]] = {}
         self._patterns = self._general_patterns()
-        self._layers = self._wanted_by_layer()
 
     def rules(self, now: Mapping[str, str]) -> list[Rule]:
         """Return rules that give all tensors their wanted dtypes. now: their dtypes without these rules."""
@@ -123,8 +123,9 @@ class _Proposals:
             literal |= dict.fromkeys([generalisations(name)[0], *self._uniform_modules_above(name)])
         patterns: dict[str, None] = {}
         by_set: dict[tuple[str, str, tuple[int, ...]], list[str]] = {}
-        for before, after in kinds:
-            by_layer = self._layers[before, after]
+        for (before, after), by_layer in self._layers.items():
+            if (before, after) not in kinds:
+                continue
             for dtype in {dtype for dtype_set in by_layer.values() for dtype in dtype_set}:
                 numbers = tuple(sorted(number for number, dtype_set in by_layer.items() if dtype_set == {dtype}))
                 if numbers:
@@ -142,8 +143,9 @@ class _Proposals:
                 patterns[f"{before}.{chosen}.{_choices(sorted(top[1:] for top in tops))}"] = None
         return [*patterns, *literal]
 
-    def _wanted_by_layer(self) -> dict[tuple[str, str], dict[int, set[str]]]:
-        """Return the dtypes that are wanted in each layer of each kind of `_kinds`."""
+    @functools.cached_property
+    def _layers(self) -> dict[tuple[str, str], dict[int, set[str]]]:
+        """The dtypes that are wanted in each layer of each kind of `_kinds`."""
         layers: dict[tuple[str, str], dict[int, set[str]]] = {}
         for name in (*self._modules(), *self.target):
             wants = {self.target[tensor] for tensor in self._below(name)}

@@ -61,6 +61,16 @@ async def test_layer_at_the_rounding_of_float32_takes_no_height_from_the_others(
     assert "50 dB" in "".join(shown[0])
 
 
+async def test_drifts_that_are_all_as_small_as_the_rounding_of_float32_are_plotted() -> None:
+    """As those of a model in float64 that is cast to float32."""
+    async with opened() as (app, pilot):
+        app.controller.apply_recipe(BF16)
+        found = tuple(ModuleDrift(f"model.layers.{layer}", 150.0 - 2 * layer, 1e-8, 0) for layer in range(6))
+        await say(app, pilot, events.Measured(BF16, report(BF16, 1e-15, found)), events.Idle())
+        assert dots(app) > 20
+        assert "▲ layers.5  140.00 dB" in "".join(drawn(app))
+
+
 async def test_mark_of_the_worst_module_is_joined_to_the_curve() -> None:
     async with opened() as (app, pilot):
         app.controller.apply_recipe(BF16)

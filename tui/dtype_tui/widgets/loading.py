@@ -27,7 +27,7 @@ def find_loadings(
     node: DOMNode, experiment: Experiment, plan: Plan, found: Callable[[tuple[Loading, ...]], None]
 ) -> None:
     """Call `found` with how programs load an export of a plan: after the next frame or, for a large model, from a worker."""
-    if len(plan.dtypes) <= _MANY:
+    if not takes_a_thread(experiment, plan):
         node.call_after_refresh(lambda: found(loadings(experiment, plan)))
         return
 

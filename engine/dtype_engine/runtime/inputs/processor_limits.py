@@ -46,10 +46,8 @@ def check_processor_files(model: LiveModel, limits: InputLimits) -> None:
 
 def made_values(processor: Any, width: int, height: int) -> int:
     """Return the approximate number of values that an image processor computes for a color picture of `width` x `height` pixels."""
-    merge = _setting(
-        processor, "merge_size", 0
-    )  # only if `size` counts pixels instead of an edge's length, as in Qwen2-VL
-    multiple = merge * _setting(processor, "patch_size", 1)
+    # A processor has a merge_size only if its `size` counts pixels instead of an edge's length, as in Qwen2-VL.
+    multiple = _setting(processor, "merge_size", 0) * _setting(processor, "patch_size", 1)
     sizes = [getattr(processor, name, None) for name in ("size", "crop_size", "pad_size")]
     pinpoints = getattr(processor, "image_grid_pinpoints", None)
     sizes += pinpoints if isinstance(pinpoints, list) else []

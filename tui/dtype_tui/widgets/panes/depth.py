@@ -37,8 +37,8 @@ class DepthPane(Pane):
     HELP = (
         "SQNR of the output of each layer, of the embedding, the last norm and the head, in the order of the forward pass; of a "
         "model without numbered layers, of its topmost modules. ○ is the module that drifts most, joined to the layer that "
-        "contains it. The dim line is the baseline (P in the history) or else the recipe before. Layers that drift no more than by "
-        f"the rounding of float32, {_NO_DRIFT_DB:.0f} dB, are left out."
+        "contains it. The dim line is the baseline (P in the history) or else the recipe before. Layers that do not drift are left "
+        f"out, and beside larger drifts those above {_NO_DRIFT_DB:.0f} dB, which the rounding of float32 reaches."
     )
 
     def __init__(self, experiment: Experiment, id: str) -> None:
@@ -53,8 +53,11 @@ class DepthPane(Pane):
         now, other = self.experiment.results.modules, self._other_modules()
         names = self._modules()
         drifts = [now.get(name) for name in names]
-        whole = [(float(place), _sqnr(drift)) for place, drift in enumerate(drifts)]
-        dim = [(float(place), _sqnr(other.get(name))) for place, name in enumerate(names)]
+        before = [other.get(name) for name in names]
+        # Only beside larger drifts: from float64 to float32, all are of this size.
+        most = _NO_DRIFT_DB if any(_sqnr(drift) < _NO_DRIFT_DB for drift in (*drifts, *before)) else math.inf
+        whole = [(float(place), _sqnr(drift, most)) for place, drift in enumerate(drifts)]
+        dim = [(float(place), _sqnr(drift, most)) for place, drift in enumerate(before)]
         if not any(math.isfinite(y) for _, y in (*whole, *dim)):
             nothing = bool(now) and self.experiment.results.report is not None
             return Text(
@@ -116,10 +119,10 @@ class DepthPane(Pane):
         return (Note(whole[place][0], _sqnr(worst[0]), f"▲ {words}  {decibels(worst[0].sqnr_db)}", "bold"),)
 
 
-def _sqnr(drift: ModuleDrift | None) -> float:
-    """Return a module's SQNR in dB: NaN if it is unknown or the output is not finite, infinite if the module drifts no more than by
-    the rounding of float32.
+def _sqnr(drift: ModuleDrift | None, most: float = math.inf) -> float:
+    """Return a module's SQNR in dB: NaN if it is unknown or the output is not finite, infinite if the module does not drift or has
+    an SQNR of at least `most`.
     """
     if drift is None or not drift.is_finite or drift.sqnr_db is None:
         return math.nan
-    return drift.sqnr_db if drift.sqnr_db < _NO_DRIFT_DB else math.inf
+    return drift.sqnr_db if drift.sqnr_db < most else math.inf
