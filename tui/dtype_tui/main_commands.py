@@ -10,7 +10,6 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 from dtype_engine.core.user_folders import expanded
 from dtype_engine.recipe import Rule
-from dtype_engine.search.constraints import parse_bytes
 from dtype_tui.config.bindings import KEYS
 from dtype_tui.state.commands import Completer, all_commands, of_keys
 from dtype_tui.state.controller import Controller
@@ -33,7 +32,7 @@ class CommandWords:
             "sort_by": self.sort_by,
             "show_columns": self.show_columns,
             "use_context": self.use_context,
-            "use_budget": lambda size="": controller.set_budget(parse_bytes(size, 0) if size else None),
+            "use_budget": self.use_budget,
             "use_theme": self.use_theme,
             "use_preset": controller.use_preset,
             "export_to": lambda folder: self.save_to("checkpoint", folder),
@@ -91,6 +90,12 @@ class CommandWords:
             raise UserError(f"{printable(typed, 200)} already exists: to replace it, use e, which asks first")
         path = Path(typed) if there else expanded(typed)
         self._controller.save(save_request(kind, path, False, experiment.results))
+
+    def use_budget(self, size: str = "") -> None:
+        """Set the memory for which recipes are judged, such as "12GiB", or none if `size` is ""."""
+        from dtype_engine.search.constraints import parse_bytes  # it would hold up the first keys for 25 ms
+
+        self._controller.set_budget(parse_bytes(size, 0) if size else None)
 
     def completer(self, chosen: Mapping[str, str]) -> Completer:
         """Return a completer for key actions, commands with arguments, and the names of this model's nodes. chosen: the user's own
