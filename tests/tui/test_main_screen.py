@@ -144,11 +144,29 @@ async def test_cast_prompt_completes_format_names(app: DtypeApp) -> None:
             await pilot.press("backspace")
         await pilot.press("backspace", *"int4")
         await pilot.pause(0.1)
-        await until(pilot, lambda: "Tab: int4@g128  int4@g32  int4@g128a" in screen(app))
+        await until(pilot, lambda: "Tab: int4@g128  int4@g32  int4@g128a  then :imatrix or :gptq" in screen(app))
         await pilot.press("tab", "tab")
         assert field.value == "model.layers.*.mlp=int4@g32"
         await pilot.press("shift+tab", "enter")
         assert engine(app).recipes == [Recipe((Rule("model.layers.*.mlp", "int4@g128"),))]
+
+
+async def test_cast_prompt_completes_and_casts_to_a_format_with_a_rounding(app: DtypeApp) -> None:
+    async with running(app, SMALL) as pilot:
+        tree_of(app).go_to("model.layers.3.mlp")
+        await pilot.press("c", "end", *["backspace"] * 4)
+        await pilot.press(*"int4@g32:")
+        await until(pilot, lambda: "Tab: int4@g32:imatrix  int4@g32:gptq" in screen(app))
+        await pilot.press("tab", "tab", "enter")
+        assert engine(app).recipes == [Recipe((Rule("model.layers.3.mlp", "int4@g32:gptq"),))]
+        await pilot.press("E")
+        await until(pilot, lambda: screen(app).count(" i4@32:gptq ") == 3)  # there is no room for f32→
+        for rule in ("*.mlp=int4@g128:imatrix", "*.mlp=int4@g128a:gptq"):
+            app.controller.add_rule(Rule.parse(rule))
+            await until(pilot, lambda rule=rule: dtypes.short_name(rule.partition("=")[2]) in screen(app))
+        await pilot.press("c", "end", *["backspace"] * 20)
+        await pilot.press(*"*=bf16:gptq", "enter")
+        await until(pilot, lambda: "does not take the rounding :gptq" in screen(app))
 
 
 @pytest.mark.slow

@@ -60,7 +60,7 @@ HARMLESS_WINDOWS = {
     "Overlay": "dismiss edge scroll",
     "Pane": "screen.next_pane screen.to_tree step",
     "PicturesScreen": "leave move",
-    "PresetsScreen": "apply leave move",
+    "PresetsScreen": "apply leave move rounding",
     "RecipePane": "cast delete move screen.edit_rule switch",
     "ScanScreen": "again all dtype go leave map move pause sort",
     "ScanSetup": "choose leave loader move start",

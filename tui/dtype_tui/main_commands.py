@@ -113,8 +113,8 @@ class CommandWords:
 
     def _choices(self, kind: str) -> list[str]:
         if kind == "preset":
-            from dtype_engine.recipe.presets import PRESETS  # imported late, for a faster first paint
+            from dtype_engine.recipe.presets import preset_names  # imported late, for a faster first paint
 
-            return list(PRESETS)
+            return preset_names()
         choices = {"order": ORDERS, "columns": COLUMNS, "theme": sorted(self._tree.app.available_themes)}
         return list(choices.get(kind, ()))

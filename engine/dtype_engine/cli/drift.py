@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from dtype_engine.cli.options import MEASURING, REFERENCE, ModelCommand, json_option
+from dtype_engine.cli.options import HELD_OUT, MEASURING, REFERENCE, ModelCommand, json_option
 from dtype_engine.cli.parallel import over_workers, workers_option
 from dtype_engine.cli.program import (
     NO,
@@ -36,6 +36,7 @@ from dtype_engine.results.attribution import AttributionReport, LossRemedy, Nois
 from dtype_engine.results.drift import DriftReport
 from dtype_engine.results.losses import severe
 from dtype_engine.results.meaning import HELP, Meaning, meaning
+from dtype_engine.results.rounding import FittedTo, HeldOut
 from dtype_engine.results.runs import Generation
 from dtype_engine.results.thresholds import Verdict, verdicts
 
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from dtype_engine.runtime.session.session import Session
 
 
-@click.command(cls=ModelCommand, also=MEASURING, epilog=HELP)
+@click.command(cls=ModelCommand, also=(*MEASURING, HELD_OUT), epilog=HELP)
 @click.option(
     "--generate",
     "tokens",
@@ -141,7 +142,10 @@ def drift(
         from dtype_engine.recipe.provenance import recipe_text
         from dtype_engine.reports.versions import versions
 
-        recipe = recipe_text(session.tree, session.plan, session.model.title, session.settings, report, versions())
+        recipe = recipe_text(
+            session.tree, session.plan, session.model.title, session.settings, report, versions(),
+            fitted_to=session.fitted_to,
+        )  # fmt: skip
         with unwritten.reported():
             write_text_atomic(save_recipe, recipe, replace=force)
     if save_pictures is not None:
@@ -154,7 +158,8 @@ def drift(
         texts = session.generate(tokens, lambda which, done, most: say_share(f"generating: {which}", done, most))
     reached = verdicts(thresholds, report.output, report.metrics)
     attribution = _causes(session, source, workers) if with_causes else None
-    details = _measure_details(session, report, attribution, suggest)
+    held_out = session.held_out(on_progress=partial(say_share, "held-out inputs")) if request.options.held_out else None
+    details = _measure_details(session, report, attribution, suggest, held_out)
     if report_file is not None:
         from dtype_engine.cli.report import of_session, write_report
         from dtype_engine.reports.document import Measured
@@ -174,7 +179,7 @@ def drift(
     answer(details.text(report, reached))
     for text in texts:
         answer(generation_text(text))
-    note(report.notices)
+    note((*report.notices, *([held_out.sentence] if held_out is not None and held_out.sentence else [])))
     return _exit_status(reached, report, unwritten)
 
 
@@ -191,18 +196,24 @@ class _Details:
     with_remedy: bool
     """Whether --suggest was given. If True, a `remedy` of None means that no cast makes values infinite or zero."""
     remedy: LossRemedy | None
+    fitted_to: FittedTo | None
+    """The inputs to which the recipe's roundings are fitted."""
+    held_out: HeldOut | None
 
     def as_json(self) -> dict[str, Any]:
         keys = {"floor": as_json(self.floor), "under_floor": self.meaning.word == "under the floor"}
         keys |= {"meaning": as_json(self.meaning), "nonfinite": as_json(self.nonfinite)}
         keys |= {"suggest": as_json(self.remedy)} if self.with_remedy else {}
+        keys |= {"fitted_to": as_json(self.fitted_to)} if self.fitted_to is not None else {}
+        keys |= {"held_out": as_json(self.held_out) | {"lost": self.held_out.lost}} if self.held_out is not None else {}
         return keys | ({"causes": as_json(self.causes)} if self.causes is not None else {})
 
     def text(self, report: DriftReport, reached: Sequence[Verdict]) -> str:
-        from dtype_engine.reports.text_drift import causes_text, floor_lines, nonfinite_lines
+        from dtype_engine.reports.text_drift import causes_text, floor_lines, held_out_lines, nonfinite_lines
         from dtype_engine.reports.text_losses import remedy_lines, suggestion
 
         lines = floor_lines(self.floor, report.output, report.modules)
+        lines += held_out_lines(self.held_out) if self.held_out is not None else []
         lines += nonfinite_lines(self.nonfinite) if self.nonfinite is not None else []
         found = self.nonfinite and self.nonfinite.remedy
         if self.with_remedy and self.remedy is None and found:
@@ -227,7 +238,11 @@ def _causes(session: Session, source: Source, workers: str | int | None) -> Attr
 
 
 def _measure_details(
-    session: Session, report: DriftReport, attribution: AttributionReport | None, suggest: bool
+    session: Session,
+    report: DriftReport,
+    attribution: AttributionReport | None,
+    suggest: bool,
+    held_out: HeldOut | None,
 ) -> _Details:
     option = session.options.floor
     floor = None
@@ -235,7 +250,8 @@ def _measure_details(
         floor = session.floor(partial(say_share, "measuring the noise floor"))
     nonfinite = session.nonfinite(report, partial(say_share, "trying remedies"))
     remedy = session.loss_remedy(report, partial(say_share, "trying what keeps the values")) if suggest else None
-    return _Details(floor, nonfinite, attribution, meaning(report.output, floor, report.modules), suggest, remedy)
+    meant = meaning(report.output, floor, report.modules)
+    return _Details(floor, nonfinite, attribution, meant, suggest, remedy, session.fitted_to, held_out)
 
 
 def _refuse_targets(recipe: Path | None, report: Path | None, force: bool) -> None:

@@ -69,13 +69,14 @@ def export(
 
     With --quantize-activations=weights, the checkpoint tells inference runtimes to also round the inputs of matrix products, in the
     formats that support this (W8A8, W4A4).
-    The scales of activations in NVFP4 and of KV caches in fp8 can't be computed from the weights: for them, the model runs once on
-    the calibration inputs.
+    The scales of activations in NVFP4 and of KV caches in fp8 can't be computed from the weights, and roundings such as GPTQ are
+    fitted to inputs: for them, the model is loaded, and runs on the calibration inputs.
     """
     from dtype_engine.checkpoint.export_folder import check_export
     from dtype_engine.runtime.export import export as write
     from dtype_engine.runtime.export import of_checkpoint
     from dtype_engine.runtime.export.input_scales import needs_calibration
+    from dtype_engine.runtime.export.rounded import needs_fitting
 
     source, recipe = request.locate(), request.recipe
     check_export(folder, force, [source.path] if source.path is not None else [])
@@ -87,7 +88,7 @@ def export(
             recipe = request.with_preset(describe(source, request.options).tree)
         contents = of_checkpoint(checkpoint, source.title, recipe, request.options)
     with_caches = checkpoint is not None and bool(make_plan(checkpoint.tree(), recipe).caches)
-    if contents is not None and not with_caches and not needs_calibration(contents):
+    if contents is not None and not (with_caches or needs_calibration(contents) or needs_fitting(contents)):
         report = write(contents, folder, max_shard_size, _rate("exporting"), force=force, incomplete=incomplete)
     else:
         session = request.open_session(source)
@@ -251,5 +252,8 @@ def verify_text(report: VerifyReport) -> str:
         lines.append(f"drift      max |Δ| {before.max_abs:.6e} cast, {after.max_abs:.6e} loaded back")
         lines.append(f"           mean |Δ| {before.mean_abs:.6e} cast, {after.mean_abs:.6e} loaded back")
     lines += [f"unchecked  {printable(sentence, 1000)}" for sentence in report.unchecked]
-    lines.append("the same, bit for bit" if report.same else "not the same")
+    same = "the same, bit for bit"
+    if report.rounded:
+        same += f"; {plural(report.rounded, 'tensor')} with values that the rounding may choose"
+    lines.append(same if report.same else "not the same")
     return "\n".join(lines)

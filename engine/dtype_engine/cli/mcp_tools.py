@@ -55,7 +55,7 @@ TOOLS = (
 )
 _RUN_CODE = {"trust_pickle", "trust_remote_code", "weights", "metrics", "evals", "data", "inputs", "chat"}
 _WRITE_OR_DOWNLOAD = {"save", "save_recipe", "save_pictures", "report", "output", "force", "download", "revision"}
-_READ_OTHER_FILES = {"recipe", "images", "audio", "held_out", "device_map"}
+_READ_OTHER_FILES = {"recipe", "images", "audio", "calibration", "held_out", "device_map"}
 _OF_THE_MACHINE = {
     "device", "over_memory", "max_memory", "workers", "shard", "random_weights", "limits", "sarif", "least", "most",
 }  # fmt: skip

@@ -263,6 +263,11 @@ _RUNNING = (
         help="A .safetensors, .npz or .pt file with the arguments of the forward pass, each a tensor with the argument's name, "
         "such as input_ids. They replace all other inputs.",
     ),
+    _files(
+        ["--calibration"],
+        "A file of texts, an image, audio or tensors to which roundings such as GPTQ are fitted; may be repeated. Without it, they "
+        "are fitted to the inputs on which drift is measured, which makes the drift look smaller than it is on other text.",
+    ),
     click.Option(
         ["--input-limit", "limits"],
         type=_input_limit,
@@ -391,6 +396,11 @@ _MEASURING = (
 )
 MEASURING = (*REFERENCE, *_MEASURING, *METRICS)
 """The options of a command that measures drift."""
+HELD_OUT = _files(
+    ["--held-out"],
+    "A file of other texts (or an image, audio, tensors), on which the drift is measured once more, with the roundings of the "
+    "recipe, such as GPTQ, and without them; may be repeated. A rounding that was fitted to one kind of text may lose on another.",
+)
 
 
 def _need_working_folder() -> None:

@@ -16,6 +16,7 @@ from dtype_engine.cli.request import RunRequest
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import RunSettings
+from dtype_engine.core.roundings import ROUNDINGS
 from dtype_engine.core.system_memory import total_memory
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import human_bytes, plural
@@ -194,12 +195,13 @@ def _rule_lines(rule: RuleComparison, target: str) -> list[str]:
 @json_option
 def presets(request: RunRequest, as_object: bool) -> None:
     """List the presets, which are ready-made recipes, with their rules for MODEL and the size that MODEL has under each."""
-    from dtype_engine.recipe.presets import preset_effects
+    from dtype_engine.recipe.presets import preset_effects, rounding_words
 
     context = _context(request)
     entries: list[dict[str, Any]] = []
     for effect in preset_effects(context.tree):
         entry: dict[str, Any] = {"name": effect.preset.name, "sentence": effect.preset.sentence}
+        entry["roundings"] = [rounding for rounding in ROUNDINGS if effect.preset.rounded(rounding)]
         if effect.recipe is None:
             entry |= {"rules": [], "planned_bytes": None, "unavailable": effect.reason}
         else:
@@ -219,6 +221,7 @@ def presets(request: RunRequest, as_object: bool) -> None:
         answer(f"{'':28}  {entry.get('unavailable') or ', '.join(entry['rules'])}")
         if planned is not None and not entry["fits_memory"]:
             answer(f"{'':28}  {fit(planned)}")
+    answer(rounding_words())
 
 
 def _some(names: tuple[str, ...]) -> str:

@@ -134,7 +134,7 @@ class RunRequest(msgspec.Struct, frozen=True):
             print_stderr(f"dtype-engine: note: {self.recipe_file} was made for {made_for}, and this is {title}")
         recipe = self.with_preset(session.tree)
         require_matches(session.tree, recipe)
-        session.apply(recipe, on_progress=lambda done, total: say_share(f"casting {total:,} tensors", done, total))
+        session.apply(recipe, on_progress=lambda done, total: say_share("casting", done, total))
         return session
 
     def plan(self, source: Source) -> Planned:

@@ -279,9 +279,11 @@ def search(
     if output is not None:
         with unwritten.reported():
             from dtype_engine.recipe.file import write_recipe
+            from dtype_engine.runtime.session.rounding_notices import fitted_to
 
             recipe = Recipe.of(map(Rule.parse, report.rules))
-            text = write_recipe(recipe, report.model, session.settings, lost=report.lost)
+            fitted = fitted_to((rule.dtype for rule in recipe.rules), session.calibration)
+            text = write_recipe(recipe, report.model, session.settings, lost=report.lost, fitted_to=fitted)
             write_text_atomic(output, text, replace=force)
     finite = report.measured is None or math.isfinite(report.measured)
     if not finite:

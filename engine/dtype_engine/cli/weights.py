@@ -21,7 +21,9 @@ from dtype_engine.cli.program import (
     say_share,
 )
 from dtype_engine.cli.request import RunRequest
+from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
+from dtype_engine.core.units import plural
 from dtype_engine.recipe import require_matches
 from dtype_engine.results.as_json import as_json
 from dtype_engine.results.weights import DifferentShape, WeightDifference, WeightsComparison
@@ -77,6 +79,12 @@ def weights(request: RunRequest, against: str | None, save: Path | None, as_obje
         errors = list(round_trips(casts, identities, partial(say_count, "weights")))
     say("")
     note(remarks)
+    if rounded := sum(dtypes.unrounded(cast.dtype) != cast.dtype for cast in casts):
+        note(
+            [
+                f"{plural(rounded, 'weight')} with roundings: the errors are those of the nearest values, as nothing is run"
+            ]
+        )
     left_out = skipped(tree)
     if as_object:
         rules = [str(rule) for rule in plan.recipe.rules]

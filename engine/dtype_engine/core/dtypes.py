@@ -16,6 +16,7 @@ import msgspec
 
 from dtype_engine.core.block_formats import Blocks, divides, parts, scale_grid
 from dtype_engine.core.errors import UserError
+from dtype_engine.core.roundings import ROUNDED_FORMATS, ROUNDINGS
 from dtype_engine.core.suggest import nearest
 
 STORED = "stored"
@@ -47,6 +48,8 @@ class DType(msgspec.Struct, frozen=True):
     blocks: Blocks | None = None
     code_dtype: str = ""
     """torch's name for the dtype of the codes while a model runs, such as float8_e4m3fn for mxfp4. "": this dtype itself."""
+    rounding: str = ""
+    """The rounding of a format, a name in `roundings.ROUNDINGS`. "": the nearest value under the scale of the largest |value|."""
 
     @property
     def torch_name(self) -> str:
@@ -137,19 +140,45 @@ _BLOCK_FORMATS = (
     _format("mxfp6_e3m2", "mxfp6e3", _E3M2, _MXFP6),
 )
 
-BY_NAME: dict[str, DType] = {dtype.name: dtype for dtype in (*_TABLE, *_PER_TENSOR_SCALES, *_BLOCK_FORMATS)}
+_ROUNDED = tuple(
+    msgspec.structs.replace(
+        dtype,
+        name=f"{dtype.name}:{rounding}",
+        short_name=f"{dtype.short_name}:{ROUNDINGS[rounding].short}",
+        safetensors=None,
+        code_dtype=dtype.torch_name,
+        rounding=rounding,
+    )
+    for dtype in (*_TABLE, *_BLOCK_FORMATS)
+    if dtype.name in ROUNDED_FORMATS
+    for rounding in ROUNDINGS
+)
+
+BY_NAME: dict[str, DType] = {dtype.name: dtype for dtype in (*_TABLE, *_PER_TENSOR_SCALES, *_BLOCK_FORMATS, *_ROUNDED)}
 BY_SAFETENSORS: dict[str, DType] = {dtype.safetensors: dtype for dtype in _TABLE if dtype.safetensors}
 
 COMPUTE_DTYPES = ("float64", "float32", "bfloat16", "float16")
 """The dtypes in which a forward pass can compute, largest first."""
-WHOLE_SCALE_DTYPES = (*PER_CHANNEL_SCALES, *(dtype.name for dtype in _PER_TENSOR_SCALES))
+WHOLE_SCALE_DTYPES = (
+    *PER_CHANNEL_SCALES,
+    *(dtype.name for dtype in _PER_TENSOR_SCALES),
+    *(dtype.name for dtype in _ROUNDED if dtype.blocks is None),
+)
 """Formats with one-byte codes and a float32 scale for each output channel or tensor; see `runtime/numerics/quantize.py`."""
-BLOCK_FORMATS = tuple(dtype.name for dtype in _BLOCK_FORMATS)
+BLOCK_FORMATS = tuple(dtype.name for dtype in (*_BLOCK_FORMATS, *_ROUNDED) if dtype.blocks is not None)
 """Formats with codes and a scale for each block; see `runtime/formats/`."""
 STORAGE_DTYPES = WHOLE_SCALE_DTYPES + BLOCK_FORMATS
 """Formats with codes and scales. A weight is dequantized to a dtype of `COMPUTE_DTYPES` when it is used."""
+STORED_FORMATS = tuple(name for name in STORAGE_DTYPES if not BY_NAME[name].rounding)
+"""The formats that files store: without the names that differ from another only in a rounding."""
 CASTABLE_DTYPES = COMPUTE_DTYPES + STORAGE_DTYPES
 """All dtypes that a rule may cast to, apart from `STORED`."""
+UNROUNDED_DTYPES = tuple(
+    name
+    for name in CASTABLE_DTYPES
+    if not (row := BY_NAME[name]).rounding or name.removesuffix(f":{row.rounding}") not in CASTABLE_DTYPES
+)
+"""`CASTABLE_DTYPES` without those that also exist without their rounding, for lists that a user reads."""
 
 _ALIASES = {
     "half": "float16", "fp16": "float16", "bf": "bfloat16", "float": "float32", "single": "float32", "fp32": "float32",
@@ -170,43 +199,108 @@ def short_name(name: str) -> str:
     return row.short_name if row else name.partition(":")[2] or name
 
 
+def unrounded(name: str) -> str:
+    """Return the name of a format without its rounding: `int4@g32` for `int4@g32:gptq`. Any other name is returned unchanged."""
+    row = BY_NAME.get(name)
+    return name.removesuffix(f":{row.rounding}") if row is not None and row.rounding else name
+
+
+def has_rounding(name: str) -> bool:
+    """Return whether a dtype has a rounding, as `int4@g32:gptq` has."""
+    row = BY_NAME.get(name)
+    return row is not None and bool(row.rounding)
+
+
+def rounded(name: str, rounding: str) -> str | None:
+    """Return the name of a format with a rounding, such as `int4@g32:gptq`, or None if the dtype does not take the rounding."""
+    found = f"{name}:{rounding}"
+    row = BY_NAME.get(found)
+    return found if row is not None and row.rounding == rounding else None
+
+
+def rounded_formats(rounding: str) -> tuple[str, ...]:
+    """Return the names of the formats that take a rounding, without it."""
+    return tuple(unrounded(name) for name in CASTABLE_DTYPES if BY_NAME[name].rounding == rounding)
+
+
 def parse_target(text: str) -> str:
-    """Parse the dtype of a cast (`bf16`, `torch.bfloat16`, `half`, `mxfp4:floor`, `stored`).
+    """Parse the dtype of a cast (`bf16`, `torch.bfloat16`, `half`, `mxfp4:floor`, `fp8:gptq`, `stored`).
 
     Returns a name in `CASTABLE_DTYPES`, or `STORED`. Raises UserError, with the nearest name, for anything else.
     """
     whole = text.strip().lower().removeprefix("torch.")
-    word, at, scale = whole.partition("@")
-    names = (
+    if (found := _named(whole)) is not None:
+        return found
+    plain, _, word = whole.rpartition(":")
+    rounding = next((each.name for each in ROUNDINGS.values() if word in (each.name, each.short)), None)
+    if not plain or rounding is None:
+        raise UserError(_why_unknown(text.strip(), whole))
+    if (unrounded_name := _named(plain)) is None:
+        raise UserError(_why_unknown(plain, plain))
+    if (found := rounded(unrounded_name, rounding)) is None:
+        takes = ", ".join(rounded_formats(rounding))
+        raise UserError(f"{unrounded_name} does not take the rounding :{rounding}, which is for {takes}")
+    return found
+
+
+def _names() -> dict[str, str]:
+    """Return the dtypes of a cast by all their names, without the other words for scales (`@t`)."""
+    return (
         _ALIASES
         | {BY_NAME[name].short_name: name for name in CASTABLE_DTYPES}
         | {name: name for name in CASTABLE_DTYPES}
         | {STORED: STORED}
     )
+
+
+def _named(whole: str) -> str | None:
+    names = _names()
+    word, at, scale = whole.partition("@")
     if whole in names:
         return names[whole]
     if at and word in names and names[word] in PER_CHANNEL_SCALES and scale in _SCALES:
         return names[word] + _SCALES[scale]
-    variants = [name for name in BLOCK_FORMATS if word and name.startswith((f"{word}@", f"{word}:", f"{word}_"))]
+    return None
+
+
+def _why_unknown(text: str, whole: str) -> str:
+    """Return a sentence about a text that is no dtype of a cast. whole: the text in lower case."""
+    names, every = _names(), ", ".join(UNROUNDED_DTYPES)
+    word, at, _ = whole.partition("@")
+    near = nearest(whole, names, cutoff=0.8) if ":" in whole else None
+    if near is not None:
+        return f"unknown dtype {text!r}: did you mean {near}?"
+    formats = [name for name in UNROUNDED_DTYPES if name not in (*COMPUTE_DTYPES, *WHOLE_SCALE_DTYPES)]
+    variants = [name for name in formats if word and name.startswith((f"{word}@", f"{word}:", f"{word}_"))]
     if at and word in names:
-        blocks = f", and blocks as in {' or '.join(variants)}" if variants else ""
-        raise UserError(
-            f"unknown dtype {text.strip()!r}: only {', '.join(PER_CHANNEL_SCALES)} have scales, @channel or @tensor{blocks}"
-        )
-    if word in BY_NAME:
-        raise UserError(f"can't cast to {word}: weights may be {', '.join(CASTABLE_DTYPES)}, or {STORED}")
+        also = f", and blocks as in {' or '.join(variants)}" if variants else ""
+        return f"unknown dtype {text!r}: only {', '.join(PER_CHANNEL_SCALES)} have scales, @channel or @tensor{also}"
+    if word in BY_NAME and not variants:
+        return f"can't cast to {word}: weights may be {every}, or {STORED}"
     variants = variants or [name for name in (*COMPUTE_DTYPES, *PER_CHANNEL_SCALES) if word and name.startswith(word)]
-    near = " or ".join(variants) or (nearest(whole, names, cutoff=0.5) if word else None)
-    hint = f"did you mean {near}?" if near else f"use one of {', '.join(CASTABLE_DTYPES)}, or {STORED}"
-    raise UserError(f"unknown dtype {text.strip()!r}: {hint}")
+    likely = " or ".join(variants) or (nearest(whole, names, cutoff=0.5) if word else None)
+    hint = f"did you mean {likely}?" if likely else f"use one of {every}, or {STORED}"
+    return f"unknown dtype {text!r}: {hint}"
 
 
 def completions(begun: str) -> list[str]:
-    """Return completions for a partly typed dtype: short names if any match, otherwise full names."""
+    """Return completions for a partly typed dtype: short names if any match, otherwise full names. Formats with a rounding are
+    among them once the format is typed in full.
+    """
     whole = begun.strip().lower()
-    names = {BY_NAME[name].short_name if name not in BLOCK_FORMATS else name: name for name in CASTABLE_DTYPES}
-    known = [short for short, name in names.items() if short.startswith(whole)]
-    return known or [name for name in (*CASTABLE_DTYPES, STORED) if name.startswith(whole)]
+    roundings = ":" in whole or _named(whole) is not None
+    offered = CASTABLE_DTYPES if roundings else UNROUNDED_DTYPES
+    known = [typed for name in offered if (typed := _typed(name)).startswith(whole)]
+    return known or [name for name in (*offered, STORED) if name.startswith(whole)]
+
+
+def _typed(name: str) -> str:
+    """Return the name of a dtype as a user would type it: short, apart from those of block formats and of roundings."""
+    plain, rounding = unrounded(name), BY_NAME[name].rounding
+    if plain not in BY_NAME:
+        return name
+    word = plain if plain in BLOCK_FORMATS else BY_NAME[plain].short_name
+    return f"{word}:{rounding}" if rounding else word
 
 
 def has_channel_scales(shape: Sequence[int], dtype: str) -> bool:

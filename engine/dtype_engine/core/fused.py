@@ -42,13 +42,15 @@ def fused_groups(names: Iterable[str]) -> tuple[tuple[str, ...], ...]:
 
 def scale_groups(planned: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
     """Return the groups of weights that share a tensor scale, as a mapping from each weight's name to the names of its whole group.
-    The members of a fused group share it if they have the same format with tensor scales (NVFP4). planned: dtypes by weight name.
+    The members of a fused group share it if they have the same format with tensor scales (NVFP4), whatever its rounding. planned:
+    dtypes by weight name.
     """
     shared: dict[str, tuple[str, ...]] = {}
     with_scale = [name for name, dtype in planned.items() if _has_tensor_scale(dtype)]
     for group in fused_groups(with_scale):
         for member in group:
-            alike = tuple(other for other in group if planned[other] == planned[member])
+            form = dtypes.unrounded(planned[member])
+            alike = tuple(other for other in group if dtypes.unrounded(planned[other]) == form)
             if len(alike) > 1:
                 shared[member] = alike
     return shared
@@ -75,6 +77,7 @@ def split_groups(planned: Mapping[str, str]) -> tuple[tuple[str, ...], ...]:
 
 
 def is_split(group: Iterable[str], planned: Mapping[str, str]) -> bool:
-    """Return whether a group's weights have different formats, at least one with scales. No fused kernel supports this."""
-    formats = {planned[member] for member in group}
+    """Return whether a group's weights have different formats, at least one with scales. No fused kernel supports this. A format
+    is the same with another rounding."""
+    formats = {dtypes.unrounded(planned[member]) for member in group}
     return len(formats) > 1 and not formats.isdisjoint(dtypes.STORAGE_DTYPES)

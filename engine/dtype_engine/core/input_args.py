@@ -25,6 +25,8 @@ def check_files(options: Options) -> None:
         if not options.metrics:
             raise UserError("--data has the examples of a --metric: name one, or give inputs by --text, --inputs, ...")
         check_files(data_options(options))
+    for files in filter(None, (options.calibration, options.held_out)):
+        check_files(other_inputs(options, files))
     for path in options.texts:
         read_text(path, options.limits)
     for path in (*options.images, *options.audio, *((options.tensors,) if options.tensors else ())):
@@ -43,12 +45,13 @@ def check_files(options: Options) -> None:
 def parse_inputs_line(options: Options, line: str) -> Options:
     """Return the options with the inputs that a line names: a prompt, or paths of text, image, audio or tensor files.
 
-    Text replaces text, images replace images, and a tensor file replaces all inputs. An empty line restores the defaults.
-    Raises UserError for a file that can't be read.
+    Text replaces text, images replace images, and a tensor file replaces all inputs. An empty line restores the defaults. The files
+    of `calibration` and `held_out` stay. Raises UserError for a file that can't be read.
     """
     text = line.strip()
     if not text:
-        return dataclasses.replace(options, **vars(InputOptions(limits=options.limits)))
+        kept = InputOptions(limits=options.limits, calibration=options.calibration, held_out=options.held_out)
+        return dataclasses.replace(options, **vars(kept))
     paths = _paths(text)
     prompt = dataclasses.replace(options, prompts=(text,), texts=(), tensors=None)
     changed = prompt if paths is None else with_files(options, paths)
@@ -82,7 +85,25 @@ def data_options(options: Options) -> Options:
     """Return the options with the files of `options.data` as the only inputs, or unchanged if `options.data` is empty."""
     if not options.data:
         return options
-    return with_files(dataclasses.replace(parse_inputs_line(options, ""), data=(), chat=options.chat), options.data)
+    without = dataclasses.replace(parse_inputs_line(options, ""), data=(), chat=options.chat)
+    return with_files(without, options.data)
+
+
+def other_inputs(options: Options, files: Sequence[Path]) -> Options:
+    """Return the options with some files as the only inputs, split into sequences as the texts of `options` are. Raises UserError
+    as `with_files` does.
+    """
+    without = dataclasses.replace(
+        parse_inputs_line(options, ""),
+        data=(),
+        metrics=(),
+        calibration=(),
+        held_out=(),
+        chat=options.chat,
+        sequence_length=options.sequence_length,
+        sequences=options.sequences,
+    )
+    return with_files(without, files)
 
 
 def _paths(text: str) -> list[Path] | None:

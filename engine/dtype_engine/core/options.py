@@ -127,6 +127,14 @@ class InputOptions(TypedFields):
     """Audio files, which the model's own processor converts to inputs."""
     tensors: Path | None = None
     """A file (.safetensors, .npz or .pt) with every argument of the forward pass by name, in place of all other inputs."""
+    calibration: tuple[Path, ...] = ()
+    """Files of texts, images, audio or tensors to which roundings such as GPTQ are fitted. It should be other text than that on
+    which drift is measured. If empty, they are fitted to the inputs on which drift is measured.
+    """
+    held_out: tuple[Path, ...] = ()
+    """Files of texts, images, audio or tensors, on which `Session.held_out` measures the drift once more, for example of another
+    kind of text than `calibration`.
+    """
     limits: InputLimits = field(default_factory=InputLimits)
     """The limits on images, audio, texts and model files. A file that exceeds a limit is refused."""
 

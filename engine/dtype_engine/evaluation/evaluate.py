@@ -77,10 +77,10 @@ def perform(
         return _part_alone(session, task, cancelled)
     _process.attribution = None
     match task:
-        case specs.ScanSequence(names, draws, index):
+        case specs.ScanSequence(names, draws, index, rounded):
             scan = session.scan_task(names, draws, False, None)
             assert not isinstance(scan, ExactScan)
-            return scan.measure(index, cancelled=cancelled)
+            return scan.measure(index, cancelled, rounded)
         case specs.ExactScore(names, weight, dtype):
             exact = session.scan_task(names, None, True, None)
             assert isinstance(exact, ExactScan)
@@ -107,13 +107,17 @@ def _part_alone(session: Session, task: specs.PartAlone, cancelled: IsCancelled)
 
 
 def describe(session: Session) -> tuple[str, str]:
-    """Return (hash of an open model's weights, hash of its inputs). Raises UserError if the model can't be run."""
+    """Return (hash of an open model's weights, hash of its inputs and of those that `Options.calibration` names). Raises UserError
+    if the model can't be run.
+    """
     from dtype_engine.runtime.scan.saved import Fingerprint
 
     if session.inputs is None:
         raise UserError(session.why_no_forward or "the model can't be run")
-    found = Fingerprint.of(session.model, session.inputs, (), session.settings)
-    return found.model, found.inputs
+    named = session.calibration if session.options.calibration else None
+    fitted = None if named is None else named.inputs
+    found = Fingerprint.of(session.model, session.inputs, (), session.settings, fitted)
+    return found.model, found.inputs + found.calibration
 
 
 def _open_model(wanted: specs.Opened) -> tuple[specs.Opened, Session]:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from dtype_engine.checkpoint.source import Source
     from dtype_engine.runtime.measure.attribution import PartDrift
     from dtype_engine.runtime.scan.exact import MeasuredWeight
+    from dtype_engine.runtime.scan.scanned_roundings import SharedRoundings
     from dtype_engine.runtime.scan.sequence_scans import ScannedSequence
 
 
@@ -57,12 +58,14 @@ class Exported:
 @dataclass(frozen=True, slots=True)
 class ScanSequence:
     """Task: estimate how far the output drifts if one weight alone is cast, for every weight and each of `dtypes`. One sequence of
-    the inputs is used, numbered `index` from 0. `draws` is the number of backward passes.
+    the inputs is used, numbered `index` from 0. `draws` is the number of backward passes. `rounded`: where the worker finds weights
+    that were rounded for it; None if it has to do so, or no dtype has a rounding.
     """
 
     dtypes: tuple[str, ...]
     draws: int
     index: int
+    rounded: SharedRoundings | None = None
 
 
 @dataclass(frozen=True, slots=True)

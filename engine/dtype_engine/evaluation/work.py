@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtype_engine.checkpoint import unchanged
+from dtype_engine.core import dtypes
 from dtype_engine.core.callbacks import ignore
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import UserError
@@ -76,17 +77,24 @@ def scan(
     that of `task.run` to the last bit.
 
     Each task scans one sequence or, in an exact scan, one weight in one dtype. `on_progress("scan", done, total)` is called
-    after each task, and `on_estimate` with the report so far after each sequence. After an error, `task` keeps the results of
-    the finished tasks. Raises the errors of `task.run`.
+    after each task, and `on_estimate` with the report so far after each sequence. For dtypes with a rounding, this process rounds
+    the weights before, and the workers of this machine read them. After an error, `task` keeps the results of the finished tasks.
+    Raises the errors of `task.run`.
     """
+    from dtype_engine.evaluation.pool import ProcessPool
     from dtype_engine.runtime.scan.exact import ExactScan, MeasuredWeight
     from dtype_engine.runtime.scan.sequence_scans import ScannedSequence
 
     tasks: list[specs.Task]
     if isinstance(task, ExactScan):
+        _refuse_other_fit(session, task.dtypes)
         tasks = [specs.ExactScore(task.dtypes, *key) for key in task.pending()]
     else:
-        tasks = [specs.ScanSequence(task.dtypes, task.backward_passes, index) for index in task.pending()]
+        pending, local = task.pending(), isinstance(over.pool, ProcessPool)
+        if not local:
+            _refuse_other_fit(session, task.dtypes)
+        rounded = task.share_rounded(on_progress, cancelled) if pending and local else None
+        tasks = [specs.ScanSequence(task.dtypes, task.backward_passes, index, rounded) for index in pending]
     found = over.results(tasks, cancelled)
     for done, (_, result) in enumerate(found, 1):
         if isinstance(task, ExactScan):
@@ -99,6 +107,20 @@ def scan(
         on_progress("scan", done, len(tasks))
     session.scanned = task.run(cancelled=cancelled)  # nothing is left to run
     return session.scanned
+
+
+def _refuse_other_fit(session: Session, names: Iterable[str]) -> None:
+    """Raise UserError if a dtype has a rounding that workers would fit to other inputs than this session, which has fitted it to
+    inputs that it no longer measures on.
+    """
+    rounded = next((name for name in names if name in dtypes.BY_NAME and dtypes.BY_NAME[name].rounding), None)
+    fitted = session.calibration
+    if rounded is None or fitted is None or session.options.calibration or fitted.on_measured_inputs:
+        return
+    raise UserError(
+        f"{rounded} was fitted to {fitted.inputs.description}, which workers do not have: name the inputs with --calibration "
+        "FILE, or leave out --workers"
+    )
 
 
 def drifts(
@@ -114,6 +136,7 @@ def drifts(
     """
     tasks = [specs.RecipeDrift(*recipe) for recipe in recipes]
     if over is not None:
+        _refuse_other_fit(session, (rule.dtype for recipe, _ in recipes for rule in recipe.rules))
         for index, result in over.results(tasks, cancelled):
             assert isinstance(result.value, DriftReport)
             yield index, result.value
@@ -139,6 +162,7 @@ def causes(
     from dtype_engine.runtime.measure.attribution import Part, PartDrift
 
     recipe, settings = session.recipe, session.settings
+    _refuse_other_fit(session, (rule.dtype for rule in recipe.rules))
 
     def elsewhere(parts: Sequence[Part]) -> Iterator[tuple[int, PartDrift]]:
         tasks = [specs.PartAlone(recipe, settings, part.name, part.modules) for part in parts]

@@ -6,6 +6,7 @@
       - {pattern: "*", dtype: float16}
       - {pattern: "type:LayerNorm", dtype: float32}
     settings: {autocast: bfloat16}    # how the candidate is run
+    calibration: {inputs: pod.txt, fingerprint: 9f2c...}    # what roundings such as int4@g32:gptq were fitted to
     measured:                         # metrics of a run, only for the reader
       kl_mean: 0.0013
       lost: [{tensor: norm.weight, dtype: float16, overflowed: 1, vanished: 0}]    # values that a cast made infinite or zero
@@ -36,12 +37,13 @@ from dtype_engine.core.typed_data import as_type
 from dtype_engine.recipe.plan import MATCHING_S
 from dtype_engine.recipe.rules import Recipe, Rule
 from dtype_engine.results.losses import ValueLoss
+from dtype_engine.results.rounding import FittedTo
 
 VERSION = 1
 _LARGEST = 1_000_000
 _MOST_RULES = 5_000
 """Each rule is compiled, and matched with the names of a model: this many may take 12 s."""
-_KEYS = {"version", "model", "rules", "settings", "measured"}
+_KEYS = {"version", "model", "rules", "settings", "calibration", "measured"}
 
 Figure = str | int | float | bool | None
 LOST = "lost"
@@ -63,6 +65,8 @@ class RecipeFile:
     """Metrics of an earlier run, by name, without the entry `lost`."""
     lost: tuple[ValueLoss, ...] = ()
     """The tensors of which the cast made values infinite or zero in that run."""
+    fitted_to: FittedTo | None = None
+    """The calibration inputs to which its roundings were fitted, or None if the file does not say."""
 
 
 def read_recipe_file(path: Path) -> RecipeFile:
@@ -102,7 +106,10 @@ def _recipe_file(data: dict[Any, Any]) -> RecipeFile:
     run_settings = _settings(settings) if settings is not None else None
     with _errors_in("measured"):
         named = as_type(figures, dict[str, Figure])
-    return RecipeFile(Recipe(rules), model, run_settings, named, _losses(lost))
+    with _errors_in("calibration"):
+        given = data.get("calibration")
+        fitted_to = None if given is None else as_type(given, FittedTo)
+    return RecipeFile(Recipe(rules), model, run_settings, named, _losses(lost), fitted_to)
 
 
 def _rule(number: int, entry: object) -> Rule:
@@ -191,9 +198,11 @@ def write_recipe(
     comments: Sequence[str] | None = None,
     units: Mapping[str, str] | None = None,
     lost: Sequence[ValueLoss] = (),
+    fitted_to: FittedTo | None = None,
 ) -> str:
     """Return the text of a recipe file, without the entries whose argument is None. model: the model for which the recipe was made.
     comments: one for each rule. units: comments for the metrics in `measured`, by name. lost: the tensors to list under `lost`.
+    fitted_to: the calibration inputs to which roundings were fitted.
     """
     lines = [f"version: {VERSION}"]
     if model:
@@ -210,6 +219,9 @@ def write_recipe(
             if entries[name] == default:
                 del entries[name]
         lines += [f"  {name}: {_figure(value)}" for name, value in entries.items()]
+    if fitted_to is not None:
+        lines.append("calibration:  # what the roundings were fitted to")
+        lines += [f"  {name}: {_scalar(value)}" for name, value in msgspec.structs.asdict(fitted_to).items()]
     if measured or lost:
         lines.append("measured:  # figures of a run; nothing depends on them")
         for name, value in (measured or {}).items():

@@ -33,7 +33,7 @@ def fused_words(dtype: str, taken: Set[str], planned: Mapping[str, str], groups:
         after = {member: dtype if member in taken else old for member, old in before.items()}
         others = [member for member in group if member not in taken]
         if is_split(group, after):
-            split += [name for name in others if after[name] != dtype]
+            split += [name for name in others if dtypes.unrounded(after[name]) != dtypes.unrounded(dtype)]
         shared_before, shared_after = scale_groups(before), scale_groups(after)
         rescaled += [name for name in others if shared_before.get(name) != shared_after.get(name)]
     parts = [f"{_short(rescaled)}: new scale"] if rescaled else []
@@ -69,7 +69,8 @@ def fused_with(name: str, planned: Mapping[str, str]) -> str:
     others = [member for member in group if member != name]
     words = f"with {_short(others)} in vLLM and SGLang"
     if is_split(group, planned):
-        differ = [other for other in others if planned[other] != planned[name]]
+        own = dtypes.unrounded(planned[name])
+        differ = [other for other in others if dtypes.unrounded(planned[other]) != own]
         formats = (f"{layer_name(other)} {dtypes.short_name(planned[other])}" for other in differ)
         return f"{words}, which refuse different formats: {', '.join(formats)}"
     if name in scale_groups(group):

@@ -109,7 +109,7 @@ def loader_facts(dtype: str, expert: bool) -> LoaderFacts:
 _EXPERTS_BESIDE_OTHERS = ("float8_e4m3fn", "float8_e4m3fn@tensor")
 """Formats of experts that transformers loads even if other experts have other formats."""
 EXPERTS_ALONE = (
-    *(name for name in dtypes.BLOCK_FORMATS if name.startswith("mxfp4")), "int4@g128", "int4@g32", "int8@g128",
+    *(name for name in dtypes.STORED_FORMATS if name.startswith("mxfp4")), "int4@g128", "int4@g32", "int8@g128",
 )  # fmt: skip
 """Formats of experts that transformers loads only if all experts of the model have the same format."""
 

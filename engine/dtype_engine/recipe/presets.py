@@ -1,12 +1,17 @@
-"""Presets: ready-made recipes for many models. Their rules are computed for a tree, and each rule matches something in it."""
+"""Presets: ready-made recipes for many models. Their rules are computed for a tree, and each rule matches something in it.
+
+A preset with formats that take a rounding (`core.roundings`) also exists with each of them, as `w4a16:gptq`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.kv_cache import KV_CACHE
+from dtype_engine.core.roundings import ROUNDINGS
 from dtype_engine.core.suggest import nearest
 from dtype_engine.core.tree import Module, Tree, ancestors, numbered_parts
 from dtype_engine.recipe.pattern import compile_pattern, generalisations
@@ -54,6 +59,31 @@ class Preset:
             why = f"it declares no {self._declared}" if self._declared else "it has no weights that the preset casts"
             raise UserError(f"preset {self.name!r} has nothing to do in this model: {why}")
         return recipe
+
+    @property
+    def casts_to(self) -> tuple[str, ...]:
+        """The dtypes to which the preset casts in every model. Empty if the model's files decide."""
+        return tuple(dtype for _, dtype in self._make.steps) if isinstance(self._make, _Casts) else ()
+
+    def rounded(self, rounding: str) -> Preset | None:
+        """Return this preset with a rounding of all formats that take it, or None if there are none. rounding: a key of
+        `roundings.ROUNDINGS`.
+        """
+        taken = [dtype for dtype in self.casts_to if dtypes.rounded(dtype, rounding)]
+        if not taken:
+            return None
+        words = f"{self.sentence.removesuffix('.')}; {', '.join(map(dtypes.short_name, taken))} rounded by {rounding}."
+        return replace(
+            self,
+            name=f"{self.name}:{rounding}",
+            sentence=words,
+            _make=lambda tree: with_rounding(self._make(tree), rounding),
+        )
+
+
+def with_rounding(rules: Iterable[Rule], rounding: str) -> list[Rule]:
+    """Return rules with each format that takes a rounding rounded so. rounding: a key of `roundings.ROUNDINGS`."""
+    return [Rule(rule.pattern, dtypes.rounded(rule.dtype, rounding) or rule.dtype) for rule in rules]
 
 
 def norms(tree: Tree) -> list[str]:
@@ -144,9 +174,19 @@ def _declared_caches(tree: Tree) -> Iterator[Rule]:
         yield Rule(f"{caches}.{part}" if part else caches, form)
 
 
-def _casts(*steps: tuple[Callable[[Tree], Iterable[str]], str]) -> Callable[[Tree], Iterable[Rule]]:
-    """Return a function that makes rules for a tree. steps: pairs (function from tree to patterns, dtype). Later steps win."""
-    return lambda tree: [Rule(pattern, dtype) for patterns, dtype in steps for pattern in patterns(tree)]
+@dataclass(frozen=True, slots=True)
+class _Casts:
+    """Makes the rules of a preset for a tree."""
+
+    steps: tuple[tuple[Callable[[Tree], Iterable[str]], str], ...]
+    """Pairs (function from tree to patterns, dtype). Later steps win."""
+
+    def __call__(self, tree: Tree) -> list[Rule]:
+        return [Rule(pattern, dtype) for patterns, dtype in self.steps for pattern in patterns(tree)]
+
+
+def _casts(*steps: tuple[Callable[[Tree], Iterable[str]], str]) -> _Casts:
+    return _Casts(steps)
 
 
 _TO_BF16 = (_everything, "bfloat16")
@@ -214,12 +254,33 @@ PRESETS: dict[str, Preset] = {
 
 
 def preset(name: str) -> Preset:
-    """Return the preset with this name. Raises UserError for an unknown name, and suggests the nearest one."""
+    """Return the preset with this name, such as `w4a16` or `w4a16:gptq`. Raises UserError for an unknown name, and suggests the
+    nearest one; and for a preset that has no format which takes the rounding.
+    """
     if name in PRESETS:
         return PRESETS[name]
-    near = nearest(name, PRESETS)
+    plain, _, rounding = name.rpartition(":")
+    if plain in PRESETS and rounding in ROUNDINGS:
+        if (found := PRESETS[plain].rounded(rounding)) is not None:
+            return found
+        takes = ", ".join(each for each, row in PRESETS.items() if row.rounded(rounding))
+        raise UserError(f"preset {plain!r} has no format that takes the rounding :{rounding}: it is for {takes}")
+    near = nearest(name, preset_names())
     hint = f"did you mean {near}?" if near else f"use one of {', '.join(PRESETS)}"
     raise UserError(f"unknown preset {name!r}: {hint}")
+
+
+def preset_names() -> list[str]:
+    """Return the names of all presets, and after them those with a rounding."""
+    with_roundings = (each.rounded(rounding) for each in PRESETS.values() for rounding in ROUNDINGS)
+    return [*PRESETS, *(each.name for each in with_roundings if each is not None)]
+
+
+def rounding_words() -> str:
+    """Return a sentence for the user about the presets that also exist with a rounding."""
+    takes = [name for name, each in PRESETS.items() if any(map(each.rounded, ROUNDINGS))]
+    added = " or ".join(f":{rounding}" for rounding in ROUNDINGS)
+    return f"{', '.join(takes)}: add {added} to round by calibration inputs, in the same bytes"
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from dtype_engine.recipe.plan import Plan, RuleEffect
 from dtype_engine.results.drift import DriftReport
 from dtype_engine.results.figures import figures_in
 from dtype_engine.results.losses import ValueLoss, severe
+from dtype_engine.results.rounding import FittedTo
 
 _DIGITS = 6
 """Significant digits of a metric: enough to compare runs, and few enough that rounding noise does not change the file."""
@@ -56,11 +57,13 @@ def recipe_text(
     report: DriftReport | None = None,
     versions: Mapping[str, str] | None = None,
     lost: Sequence[ValueLoss] | None = None,
+    fitted_to: FittedTo | None = None,
 ) -> str:
     """Return the text of a recipe file for a plan, with comments and units.
 
     title: the name of the model. report: the measurement of the plan. lost: the tensors that lose values, or None if unknown; not
-    used if the report lists them. versions: the versions of the libraries, by name.
+    used if the report lists them. versions: the versions of the libraries, by name. fitted_to: the calibration
+    inputs to which roundings were fitted.
     """
     losses = report.lost if report is not None and report.lost is not None else lost
     return write_recipe(
@@ -71,6 +74,7 @@ def recipe_text(
         comments=[_selected_text(effect) for effect in plan.effects(tree)],
         units=_COMMENTS | {row.name: row.comment for row in figures_in("recipe") if row.comment},
         lost=[*severe(losses or ()), *(loss for loss in losses or () if loss.is_rounding)],
+        fitted_to=fitted_to,
     )
 
 

@@ -9,7 +9,7 @@ from dtype_engine.core import dtypes
 PER_CHANNEL = ("float8_e4m3fn", "float8_e4m3fn@tensor", "int8", "int8@tensor")
 DESCRIBED = PER_CHANNEL + tuple(
     name
-    for name in dtypes.BLOCK_FORMATS
+    for name in dtypes.STORED_FORMATS
     if (blocks := dtypes.BY_NAME[name].blocks) is not None and blocks.layout not in ("", "fp8")
 )
 """Formats that a scheme can describe. MX formats with any rule for scales are among them, because a scheme does not say the rule:

@@ -16,6 +16,7 @@ from dtype_engine.results.meaning import meaning
 if TYPE_CHECKING:
     from dtype_engine.results.attribution import AttributionReport, Contribution, NoiseFloor, NonFiniteDiagnosis
     from dtype_engine.results.drift import DriftReport, Extent, ModuleDrift, OutputDrift, PartialDrift
+    from dtype_engine.results.rounding import HeldOut
 
 _MOST_CAUSES = 12
 _CANCELLING = 1.2
@@ -78,6 +79,14 @@ def floor_lines(floor: NoiseFloor | None, output: OutputDrift, modules: Iterable
     lines.append(f"floor      {floor_text(floor)}")
     if floor.ways:
         lines[1] += f": the reference against itself, by {' and '.join(floor.ways)}, {floor.positions:,} positions"
+    return lines
+
+
+def held_out_lines(found: HeldOut) -> list[str]:
+    """Return a line with the drift on held-out inputs and, if the recipe has roundings, what it is without them."""
+    lines = [f"held out   {main_text(found.output, found.extent)} on {printable(found.inputs)}"]
+    if found.nearest is not None:
+        lines.append(f"           without its roundings {main_text(found.nearest, found.extent)}")
     return lines
 
 

@@ -33,11 +33,14 @@ def scan_text(report: ScanReport) -> str:
     lines.append(f"{totals_heading(report)}, by the sum of their scores")
     lines += table_lines([(dtypes.short_name(dtype), f"{total:.4e}") for total, dtype in report.totals()], indent="  ")
     ranked = sorted(report.weights, key=lambda weight: -weight.score)
-    lines += ["", f"what matters most ({min(_ROWS, len(ranked))} of {len(ranked)})"]
+    known = any(weight.rounding_gain is not None for weight in report.weights)
+    gain = "; x: the layer's squared error with the nearest values, divided by that with this rounding" if known else ""
+    lines += ["", f"what matters most ({min(_ROWS, len(ranked))} of {len(ranked)}){gain}"]
     cells = [
         (
             printable(weight.name), dtypes.short_name(weight.dtype), f"{human_bytes(weight.bytes):>10}",
             with_error(weight.score, weight.error),
+            *([f"{weight.rounding_gain:.2f} x" if weight.rounding_gain is not None else ""] if known else []),
         )
         for weight in ranked[:_ROWS]
     ]  # fmt: skip

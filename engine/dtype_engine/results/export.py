@@ -135,6 +135,10 @@ class VerifyReport:
     """Sentences about what was not compared, and may differ."""
     lost: tuple[ValueLoss, ...] = ()
     """The weights of which the cast made values infinite or zero, according to the export's recipe file."""
+    rounded: int = 0
+    """How many of the tensors have values that a rounding such as GPTQ chose. They were not computed again: their scales and codes
+    are of the format and, unless `unchecked` says otherwise, their layers' errors are no larger than with the nearest values.
+    """
 
     @property
     def same(self) -> bool:

@@ -31,6 +31,10 @@ class WeightScore:
     """The standard error over sequences or, for a single sequence, over backward passes. About 95 % of exact scores are within two
     standard errors.
     """
+    rounding_gain: float | None = None
+    """For a dtype with a rounding, such as int4@g32:gptq: the squared error of the layer's output under the nearest values, divided
+    by that under this rounding, over the calibration inputs. None if the weight has the nearest values, or it is unknown.
+    """
 
     def __str__(self) -> str:
         return f"{self.name} in {dtypes.short_name(self.dtype)}: {with_error(self.score, self.error)}"

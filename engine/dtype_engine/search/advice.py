@@ -75,7 +75,7 @@ def format_that_fits(
     """Return the widest format that was not scanned, and in which the weights would fit in `budget` bytes together with the scanned
     ones. Returns None if there is none. The formats are those of the program of `constraints` and those that checkpoints hold.
     """
-    scanned = {dtype for _, dtype in scores}
+    scanned = {dtypes.unrounded(dtype) for _, dtype in scores}
     weights = [name for name, tensor in tree.tensors.items() if tensor.castable and tensor.counted]
     for dtype in _by_width(constraints.formats or OWN):
         if dtype in scanned or (constraints.dtypes and dtype not in constraints.dtypes):

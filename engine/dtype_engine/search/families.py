@@ -34,7 +34,7 @@ class Family:
     dtypes: tuple[str, ...]
     """The dtypes that are scanned for the program if the user names none."""
     only_these: bool
-    """Whether the program loads no other dtypes than `dtypes`, apart from the stored ones."""
+    """Whether the program loads no other dtypes than `dtypes`, with any rounding, apart from the stored ones."""
     refusal: Callable[[Loadable, str, str], str | None] = lambda loadable, name, dtype: None
     """A function of (model, weight's name, format with scales) that returns why the program can't load it, or None."""
     fuses: bool = False
@@ -94,24 +94,25 @@ class Loadable:
         """The widest dtype that `config.json` of the export can name."""
 
     def refusal(self, name: str, dtype: str) -> str | None:
-        """Return why the program does not load the weight `name` in `dtype`, or None if it does."""
+        """Return why the program does not load the weight `name` in `dtype`, or None if it does. A rounding changes nothing."""
         if dtype == self.tree.tensors[name].dtype:
             return None
+        dtype = dtypes.unrounded(dtype)
         if self.family.only_these and dtype not in self.family.dtypes:
             return f"it is not among {', '.join(map(dtypes.short_name, self.family.dtypes))}"
         return self.family.refusal(self, name, dtype) if dtype in dtypes.STORAGE_DTYPES else None
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """Patterns for weights that need the same format if they are in the same parent module."""
+        """Patterns for weights that need the same format, with any rounding, if they are in the same parent module."""
         if not self.family.fuses:
             return ()
         return tuple(pattern for names in FUSED_LAYERS if select(self.tree, pattern := f"*.{{{','.join(names)}}}"))
 
     @property
     def alike(self) -> tuple[str, ...]:
-        """The names of weights that all need the same format in the whole model."""
-        if not self.family.packs_experts or not set(EXPERTS_ALONE).intersection(self.scanned):
+        """The names of weights that all need the same format, with any rounding, in the whole model."""
+        if not self.family.packs_experts or not set(EXPERTS_ALONE).intersection(map(dtypes.unrounded, self.scanned)):
             return ()
         return self.experts
 

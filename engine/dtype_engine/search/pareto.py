@@ -1,9 +1,9 @@
 """Finds the best recipe for a budget by solving a multiple-choice knapsack problem over bytes and predicted drift.
 
-An item is a weight, or several weights that must have the same dtype. Its choices are the dtypes that it may have. The lower convex
-hulls of all items, merged by slope, give the Pareto front: according to the scores, no mix of dtypes is both smaller and better
-than a point of the front. For a budget between two points, the best mix is found exactly: Lagrangian bounds exclude all but a few
-choices, and these few are enumerated.
+An item is a weight, or several weights that must have the same format. Its choices are the dtypes that it may have. The lower
+convex hulls of all items, merged by slope, give the Pareto front: according to the scores, no mix of dtypes is both smaller and
+better than a point of the front. For a budget between two points, the best mix is found exactly: Lagrangian bounds exclude all but
+a few choices, and these few are enumerated.
 
 The hulls are from P. Sinha and A. A. Zoltners, "The Multiple-Choice Knapsack Problem" (Operations Research 27, 1979). That few
 choices remain is from D. Pisinger, "A Minimal Algorithm for the Multiple-Choice Knapsack Problem" (European Journal of Operational
@@ -43,11 +43,15 @@ class Choice:
     dtype: str
     bytes: int
     score: float
+    roundings: tuple[str, ...] = ()
+    """The dtype of each of the item's weights, if they have the format `dtype` in different roundings."""
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Weights that must have the same dtype. `choices` are sorted by bytes; none has fewer bytes and less drift than another."""
+    """Weights that must have the same format, in any rounding. `choices` are sorted by bytes; none has fewer bytes and less drift
+    than another.
+    """
 
     weights: tuple[str, ...]
     choices: tuple[Choice, ...]
@@ -60,7 +64,9 @@ class Constraints:
     keep: tuple[str, ...] = ()
     """Patterns, such as `*norm*`, of weights that keep their stored dtype."""
     groups: tuple[str, ...] = ()
-    """Patterns such as `*.{q,k,v}_proj`. All weights that one of them matches in the same parent module get the same dtype."""
+    """Patterns such as `*.{q,k,v}_proj`. All weights that one of them matches in the same parent module get the same dtype, or
+    the same format in different roundings.
+    """
     dtypes: tuple[str, ...] = ()
     """The dtypes that are allowed in addition to the stored dtype. If empty, all scanned dtypes are allowed."""
     only: tuple[tuple[str, tuple[str, ...]], ...] = ()
@@ -117,15 +123,17 @@ def make_items(
     items = []
     for group in _groups(tree, weights, (*loadable.groups, *constraints.groups), loadable.alike):
         choices: dict[str, Choice] = {}
-        for dtype in sorted({*of_weights, *(tree.tensors[name].dtype for name in group)}):
-            if all(
-                _may_be(tree, name, dtype, kept, allowed.get(name, general), name in allowed)
-                and loadable.refusal(name, dtype) is None
+        for dtype, roundings in _formats({*of_weights, *(tree.tensors[name].dtype for name in group)}).items():
+            of_names = {
+                name: [
+                    each for each in roundings
+                    if _may_be(tree, name, each, kept, allowed.get(name, general), name in allowed)
+                    and loadable.refusal(name, each) is None
+                ]
                 for name in group
-            ):
-                parts = [scores.get((name, dtype), math.inf) for name in group]
-                size = sum(tensor_bytes(tree.tensors[name], dtype) for name in group)
-                choices[dtype] = Choice(dtype, size, math.fsum(parts) if all(map(math.isfinite, parts)) else math.inf)
+            }  # fmt: skip
+            if all(of_names.values()):
+                choices[dtype] = _choice(tree, scores, of_names)
         if not choices:
             names = ", ".join(group[:3]) + (", …" if len(group) > 3 else "")
             raise UserError(
@@ -137,6 +145,31 @@ def make_items(
             may_be = frozenset() if tensor.name in kept else allowed.get(tensor.name, general)
             items.append(Item((tensor.name,), _cache_choices(tree, tensor, scores, may_be, constraints)))
     return items
+
+
+def _formats(of_weights: Iterable[str]) -> dict[str, list[str]]:
+    """Return the dtypes of each format: its own name if it was scanned, and those of its roundings."""
+    formats: dict[str, list[str]] = {}
+    for dtype in sorted(of_weights):
+        formats.setdefault(dtypes.unrounded(dtype), []).append(dtype)
+    return formats
+
+
+def _choice(tree: Tree, scores: Mapping[tuple[str, str], float], of_names: Mapping[str, Sequence[str]]) -> Choice:
+    """Return the choice in which each weight has the rounding with the lowest score. of_names: the roundings of one format that
+    each weight may have.
+    """
+
+    def score(name: str, dtype: str) -> float:
+        return scores.get((name, dtype), math.inf)
+
+    best = {name: min(those, key=lambda dtype: score(name, dtype)) for name, those in of_names.items()}
+    parts = [score(*each) for each in best.items()]
+    size = sum(tensor_bytes(tree.tensors[name], dtype) for name, dtype in best.items())
+    first, *others = set(best.values())
+    mixed = tuple(best.values()) if others else ()
+    dtype = dtypes.unrounded(first) if others else first
+    return Choice(dtype, size, math.fsum(parts) if all(map(math.isfinite, parts)) else math.inf, mixed)
 
 
 def _cache_choices(
@@ -354,11 +387,10 @@ class ParetoFront:
 
     def solution(self, chosen: Sequence[int]) -> Solution:
         """Return a solution. chosen: for each item, the dtype's index in `Item.choices`."""
-        planned = {
-            name: item.choices[choice].dtype
-            for item, choice in zip(self.items, chosen, strict=True)
-            for name in item.weights
-        }
+        planned: dict[str, str] = {}
+        for item, choice in zip(self.items, chosen, strict=True):
+            taken = item.choices[choice]
+            planned |= zip(item.weights, taken.roundings or [taken.dtype] * len(item.weights), strict=True)
         return Solution(planned, self._size(chosen), self._score(chosen))
 
 

@@ -126,11 +126,15 @@ def _contents(context: SaveContext) -> Contents:
 
 
 def _contents_to_write(context: SaveContext) -> Contents:
-    """Return the tensors that an export writes. If it needs scales for activations (NVFP4) or KV caches, run the inputs first."""
+    """Return the tensors that an export writes. If it needs scales for activations (NVFP4) or KV caches, or roundings are fitted to
+    inputs, run the inputs first.
+    """
     from dtype_engine.runtime.export.input_scales import needs_calibration
+    from dtype_engine.runtime.export.rounded import needs_fitting
 
     contents, session = _contents(context), context.model.session
-    if session is None or not (needs_calibration(contents) or make_plan(session.tree, context.recipe).caches):
+    has_caches = session is not None and bool(make_plan(session.tree, context.recipe).caches)
+    if session is None or not (needs_calibration(contents) or needs_fitting(contents) or has_caches):
         return contents
     context.on_progress("running the inputs", 0, 1)
     session.use_recipe(context.recipe, cancelled=context.cancelled)
@@ -160,13 +164,16 @@ def _export(request: ExportRequest, context: SaveContext) -> tuple[str, tuple[st
 def _recipe_text(request: RecipeRequest, context: SaveContext) -> tuple[str, tuple[str, ...]]:
     from dtype_engine.recipe.provenance import recipe_text
     from dtype_engine.reports.versions import versions
+    from dtype_engine.runtime.session.rounding_notices import fitted_to
 
     tree = context.model.tree()
     plan = require_matches(tree, context.recipe)
     notices = () if request.drift is not None else ("the recipe was not measured: the file has no drift",)
     losses = _losses(context)
+    session = context.model.session
+    fitted = None if session is None else fitted_to(plan.dtypes.values(), session.calibration)
     return recipe_text(
-        tree, plan, context.model.source.title, context.settings, request.drift, versions(), losses
+        tree, plan, context.model.source.title, context.settings, request.drift, versions(), losses, fitted
     ), notices
 
 

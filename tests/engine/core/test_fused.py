@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dtype_engine.core.fused import fused_groups, scale_groups, siblings, split_groups
+from dtype_engine.core.fused import fused_groups, scale_groups, siblings, split_groups, whole_scale_group
 from dtype_engine.recipe.fused_words import fused_with, fused_words
 
 ATTENTION = [f"model.layers.1.self_attn.{name}_proj.weight" for name in "qkv"]
@@ -33,12 +33,15 @@ def test_fused_nvfp4_weights_share_a_scale() -> None:
         (EXPERT[0], EXPERT[2]), (EXPERT[0], EXPERT[2])
     )
     assert scale_groups(plan(q_proj="mxfp4", k_proj="mxfp4", v_proj="mxfp4")) == {}
+    mixed = plan(q_proj="nvfp4", k_proj="nvfp4:gptq", v_proj="nvfp4:imatrix")
+    assert scale_groups(mixed) == dict.fromkeys(ATTENTION, tuple(ATTENTION))
 
 
 def test_fused_weights_in_different_formats_are_reported_as_split() -> None:
     assert split_groups(plan(q_proj="nvfp4", down_proj="int8")) == (tuple(ATTENTION),)
     assert split_groups(plan(q_proj="float16")) == (), "runtimes cast those that have no scales"
     assert split_groups(plan(gate_proj="int4@g128", up_proj="int4@g32")) == (tuple(MLP[:2]),)
+    assert split_groups(plan(gate_proj="int4@g32:gptq", up_proj="int4@g32")) == (), "they have one format"
 
 
 def test_preview_of_a_cast_says_how_it_affects_fused_weights() -> None:
@@ -61,3 +64,23 @@ def test_preview_of_a_cast_says_how_it_affects_fused_weights() -> None:
     )
     assert fused_with(EXPERT[0], planned) == "with w3 in vLLM and SGLang"
     assert fused_with(EXPERT[1], planned) == ""
+
+
+def test_roundings_do_not_part_fused_weights() -> None:
+    mixed = plan(
+        q_proj="nvfp4", k_proj="nvfp4:gptq", v_proj="nvfp4:imatrix", gate_proj="int4@g32", up_proj="int4@g32:gptq"
+    )
+    assert split_groups(mixed) == ()
+    assert scale_groups(mixed) == dict.fromkeys(ATTENTION, tuple(ATTENTION))
+    assert whole_scale_group(ATTENTION[0], "nvfp4:gptq", mixed) == tuple(ATTENTION)
+    assert split_groups(plan(q_proj="nvfp4:gptq", k_proj="mxfp4:gptq")) == (tuple(ATTENTION),)
+    assert words_of("nvfp4:gptq", ATTENTION[:1], plan(self_attn="nvfp4")) == ""
+    assert (
+        words_of("nvfp4:gptq", ATTENTION[:1], plan(k_proj="nvfp4", v_proj="nvfp4:imatrix"))
+        == "k_proj, v_proj: new scale"
+    )
+    assert (
+        words_of("nvfp4:gptq", ATTENTION[:1], plan(k_proj="nvfp4")) == "k_proj: new scale, v_proj differ: vLLM refuses"
+    )
+    assert fused_with(ATTENTION[0], mixed) == "with k_proj, v_proj in vLLM and SGLang: they share one tensor scale"
+    assert fused_with(ATTENTION[0], mixed | {ATTENTION[1]: "bfloat16"}).endswith("different formats: k_proj bf16")

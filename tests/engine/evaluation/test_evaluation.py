@@ -37,6 +37,7 @@ from dtype_engine.evaluation.specs import (
 from dtype_engine.results.export import VerifyReport
 from dtype_engine.runtime.measure import attribution
 from dtype_engine.runtime.session import opening
+from dtype_engine.runtime.session.calibration import Calibration
 from dtype_engine.runtime.session.verify import verify
 
 pytestmark = pytest.mark.slow
@@ -53,16 +54,57 @@ def pool() -> Iterator[ProcessPool]:
 def test_scan_in_several_processes_equals_a_scan_in_one_process(
     exact: bool, session: Any, source: Source, options: de.Options, opened: Opened, pool: ProcessPool
 ) -> None:
-    here = opening.open_session(source, options).scan(["int8", "float8_e4m3fn"], exact=exact)
+    kinds = ["int8", "int8:gptq"]
+    here = opening.open_session(source, options).scan(kinds, exact=exact)
     seen: list[tuple[str, int, int | None]] = []
-    task = session.scan_task(["int8", "float8_e4m3fn"], None, exact, None)
+    task = session.scan_task(kinds, None, exact, None)
     parts = task.parts
     there = work.scan(session, task, work.Over(pool, opened), lambda *progress: seen.append(progress))
-    assert seen == [("scan", number, parts) for number in range(1, parts + 1)]
+    assert [step for step in seen if step[0] != "rounding"] == [
+        ("scan", number, parts) for number in range(1, parts + 1)
+    ]
     assert parts == (11 * 3 if exact else 5)  # weights by dtypes, the stored one among them; sequences
     assert len({one.score for one in here.weights}) > 10
+    assert any(one.rounding_gain for one in here.weights) == (not exact)
     assert untimed(there) == untimed(here)
     assert session.scanned == there
+
+
+def test_worker_process_reads_the_weights_that_were_rounded_for_it(
+    session: Any, source: Source, options: de.Options, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds = ("int8:gptq", "int4@g32:imatrix")
+    task, collected = session.scan_task(kinds, 2, False, None), list[object]()
+    rounded = task.share_rounded()
+    assert rounded is not None
+    collect = Calibration.collect
+    monkeypatch.setattr(Calibration, "collect", lambda *given: collected.append(given) or collect(*given))
+    here = task.measure(0)
+    fresh = dataclasses.replace(opened, options=dataclasses.replace(opened.options, sequences=8))
+    there = evaluate(Evaluation(fresh, ScanSequence(kinds, 2, 0, rounded))).value
+    assert (there.scores, there.roundings) == (here.scores, here.roundings)
+    assert collected == []
+    for change in ({"path": "/nowhere"}, {"start": rounded.start + 1}, {"start": 1 << 40}):
+        fresh = dataclasses.replace(
+            opened, options=dataclasses.replace(fresh.options, sequences=fresh.options.sequences + 1)
+        )
+        other = ScanSequence(kinds, 2, 0, dataclasses.replace(rounded, **change))
+        assert evaluate(Evaluation(fresh, other)).value.scores == here.scores
+    assert len(collected) == 3, "each rounded the weights itself"
+
+
+def test_roundings_fitted_to_earlier_inputs_are_not_measured_by_workers(
+    source: Source, options: de.Options, opened: Opened, pool: ProcessPool, tmp_path: Path
+) -> None:
+    one = opening.open_session(source, options)
+    recipes = [(de.Recipe.of([de.Rule.parse("*.mlp=int8:gptq")]), de.RunSettings())]
+    one.use_recipe(recipes[0][0])
+    torch.save({"input_ids": torch.arange(3, 11)[None]}, tmp_path / "other.pt")
+    one.use_inputs(de.Options(tensors=tmp_path / "other.pt"))
+    with pytest.raises(
+        de.UserError, match=r"int8:gptq was fitted to .*: name the inputs with --calibration FILE, or leave"
+    ):
+        list(work.drifts(one, recipes, work.Over(pool, opened)))
 
 
 def test_drifts_measured_in_several_processes_equal_those_of_one_process(

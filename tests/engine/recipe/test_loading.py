@@ -11,6 +11,7 @@ import torch
 import transformers
 
 import dtype_engine as de
+from dtype_engine.core.roundings import ROUNDED_FORMATS, ROUNDINGS
 from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.recipe import Recipe, Rule, make_plan
 from dtype_engine.recipe.loading import LOADERS, loads_in
@@ -63,6 +64,21 @@ def test_fused_weights_of_several_formats_load_in_transformers_but_not_in_runtim
 
 def test_other_values_have_a_mark_of_their_own() -> None:
     assert words("*_proj=fp8@tensor")[1] == "vLLM ≈ (one scale for fused weights)"
+
+
+@pytest.mark.parametrize("name", ROUNDED_FORMATS)
+def test_programs_load_a_format_with_any_rounding_as_without(name: str) -> None:
+    for rules in (("*_proj={}",), ("*.{{q,k}}_proj={}", "*.o_proj=nvfp4"), ("*embed_tokens={}",)):
+        plain, *rounded = (
+            words(*(rule.format(dtype) for rule in rules))
+            for dtype in (name, *(f"{name}:{each}" for each in ROUNDINGS))
+        )
+        assert rounded == [plain] * len(ROUNDINGS)
+
+
+def test_fused_weights_of_one_format_with_several_roundings_load_in_runtimes() -> None:
+    mixed = ("*.q_proj=nvfp4", "*.k_proj=nvfp4:gptq", "*.v_proj=nvfp4:imatrix", "*.o_proj=nvfp4")
+    assert words(*mixed) == words("*_proj=nvfp4")
 
 
 def test_a_model_that_is_no_checkpoint_of_transformers_loads_in_this_program_alone() -> None:

@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 from dtype_engine.checkpoint.source import locate
 from dtype_engine.cli import cli
 from dtype_engine.cli.program import run
+from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import Options
+from dtype_engine.core.roundings import ROUNDED_FORMATS, ROUNDINGS
 from dtype_engine.core.tree import TensorInfo, Tree, from_tensors
 from dtype_engine.recipe import Recipe, Rule, make_plan, require_matches
-from dtype_engine.recipe.presets import PRESETS, covering, preset
+from dtype_engine.recipe.presets import PRESETS, covering, preset, preset_names, rounding_words
 from dtype_engine.runtime.building.describe import describe
 
 
@@ -107,6 +109,33 @@ def test_unknown_preset_suggests_the_nearest() -> None:
         preset("all-bf61")
 
 
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_every_preset_with_a_format_that_takes_a_rounding_has_it(rounding: str) -> None:
+    rounded = [name for name, each in PRESETS.items() if each.rounded(rounding)]
+    assert rounded == ["fp8-linears", "modelopt", "nvfp4", "mxfp4-experts", "w4a16"]
+    for name in rounded:
+        plain, found = planned(name), planned(f"{name}:{rounding}")
+        assert {tensor: dtypes.unrounded(dtype) for tensor, dtype in found.items()} == plain
+        takes = {tensor for tensor, dtype in plain.items() if dtype in ROUNDED_FORMATS}
+        assert {tensor for tensor, dtype in found.items() if dtypes.BY_NAME[dtype].rounding == rounding} == takes
+        assert takes
+        assert f"rounded by {rounding}." in preset(f"{name}:{rounding}").sentence
+        assert f"{name}:{rounding}" in preset_names()
+        assert name in rounding_words()
+    assert "mxfp8" in planned(f"mxfp4-experts:{rounding}").values(), "mxfp8 does not take it"
+
+
+def test_refusal_of_a_preset_with_a_rounding_says_which_have_it() -> None:
+    with pytest.raises(
+        UserError, match="'all-bf16' has no format that takes the rounding :gptq: it is for fp8-linears, modelopt,"
+    ):
+        preset("all-bf16:gptq")
+    with pytest.raises(UserError, match=r"unknown preset 'w4a16:gtpq': did you mean w4a16:gptq\?"):
+        preset("w4a16:gtpq")
+    with pytest.raises(UserError, match="unknown preset"):
+        preset("w4a16:gptq:gptq")
+
+
 @pytest.mark.slow
 @given(st.sets(st.sampled_from(sorted(name for name in MOE.modules if name))))
 def test_patterns_made_for_a_set_of_modules_match_no_other_module(modules: set[str]) -> None:
@@ -161,7 +190,11 @@ def test_presets_are_listed_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert by_name["all-bf16"]["planned_bytes"] == found["stored_bytes"] // 2
     assert "declares no islands" in by_name["islands-fp32"]["unavailable"]
     assert run(cli, "dtype-engine", ["recipe", "presets"]) == 0
-    assert "1.35 MiB  Everything in bfloat16." in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "1.35 MiB  Everything in bfloat16." in said
+    assert said.splitlines()[-1] == rounding_words()
+    assert by_name["w4a16"]["roundings"] == list(ROUNDINGS)
+    assert by_name["all-bf16"]["roundings"] == []
 
 
 @pytest.mark.slow

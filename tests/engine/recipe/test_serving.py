@@ -13,7 +13,7 @@ from dtype_engine.cli import cli
 from dtype_engine.cli.program import run
 from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.recipe import Recipe, Rule, make_plan
-from dtype_engine.recipe.serving import Runtime, ServingLint, lint_serving
+from dtype_engine.recipe.serving import RUNTIMES, Runtime, ServingLint, lint_serving
 from dtype_engine.recipe.targets import Context
 
 AT = "model.layers.0"
@@ -51,6 +51,17 @@ def test_lint_finds_nothing_in_a_plan_that_the_runtime_loads() -> None:
         assert reading.findings == ()
         assert reading.loads
         assert reading.quantised == 7
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+@pytest.mark.parametrize("rules", ["*_proj=int8", "*_proj=fp8 *.mlp=int4@g32", "*=nvfp4", "*.{q,k}_proj=mxfp4"])
+def test_lint_of_a_plan_with_roundings_is_that_of_its_formats(rules: str, runtime: Runtime) -> None:
+    for activations in ("none", "weights"):
+        plain, rounded = (
+            read(*(rule + rounding for rule in rules.split()), runtime=runtime, activations=activations)
+            for rounding in ("", ":gptq")
+        )
+        assert plain == rounded
 
 
 def test_packed_experts_are_served_as_linear_layers_in_one_format() -> None:

@@ -35,6 +35,7 @@ from dtype_engine.recipe.lint import lint
 from dtype_engine.recipe.targets import TARGET_SUFFIXES, Context, Conversion, target_named
 from dtype_engine.recipe.targets.name_patterns import globs, regexes
 from dtype_engine.runtime.building.describe import describe
+from dtype_engine.runtime.numerics.roundings import _DAMPING
 
 
 def llama_tree() -> Tree:
@@ -160,7 +161,8 @@ def as_torchao(context: Context, written: Conversion) -> PresetEffect:
 def as_llm_compressor(context: Context, written: Conversion) -> PresetEffect:
     """Apply compressed-tensors: `re.match`, an exact name or a class name, for modules. Only weights are quantized."""
     modifiers = yaml.safe_load(written.text)["quant_stage"]["quant_modifiers"]
-    groups = modifiers["QuantizationModifier"]["config_groups"].values() if modifiers else ()
+    assert set(modifiers) <= {"QuantizationModifier", "GPTQModifier"}
+    groups = [group for modifier in modifiers.values() for group in modifier["config_groups"].values()]
     found = loaded(context, written.base)
     for module, node in context.tree.modules.items():
         hits = [
@@ -401,6 +403,51 @@ def test_quantized_activations_are_converted_or_noted_as_unsupported() -> None:
         for tool in ("torchao", "modelopt", "llama.cpp"):
             notes = " ".join(target_named(tool).convert(context).notes)
             assert ("activations stay wide" in notes) is (activations == "weights")
+
+
+ROUNDED = (Rule("*.mlp", "int4@g32:gptq"), Rule("*.down_proj", "float8_e4m3fn:gptq"), Rule("*.q_proj", "int4@g32"))
+"""`down_proj` has no rows of 32. The biases of `q_proj` have no formats with scales."""
+
+
+def test_llm_compressor_gets_weights_to_round_by_gptq_in_a_modifier_of_their_own() -> None:
+    written = converted("llm-compressor", LLAMA, *ROUNDED, Rule("*.k_proj", "nvfp4:imatrix"))
+    modifiers = yaml.safe_load(written.text)["quant_stage"]["quant_modifiers"]
+    assert list(modifiers) == ["QuantizationModifier", "GPTQModifier"]
+    gptq, plain = modifiers["GPTQModifier"], modifiers["QuantizationModifier"]
+    assert (gptq["actorder"], gptq["dampening_frac"]) == ("static", _DAMPING)
+    assert "actorder" not in plain
+    assert [by_scheme(group["weights"]) for group in gptq["config_groups"].values()] == ["int4@g32", "float8_e4m3fn"]
+    assert {by_scheme(group["weights"]): group["weights"].get("observer") for group in plain["config_groups"].values()} == {
+        "int4@g32": None, "nvfp4": "imatrix_mse"
+    }  # fmt: skip
+    assert {group["weights"]["observer"] for group in gptq["config_groups"].values()} == {"imatrix_mse"}
+    assert "&id" not in written.text, "each group has its own entries"
+    rescaled = {name for entry in written.left_out if entry.part == "scale" for name in entry.tensors}
+    assert rescaled == {name for name in LLAMA.tensors if re.search(r"(mlp.*|k_proj)\.weight", name)}
+    assert any("need calibration data" in note for note in written.notes)
+    assert not any("rounds by its own rule" in note for note in written.notes)
+    assert not any(
+        "calibration" in note for note in converted("llm-compressor", LLAMA, Rule("*.k_proj", "nvfp4")).notes
+    )
+
+
+@pytest.mark.parametrize("target", sorted(set(TARGET_SUFFIXES) - {"llm-compressor"}))
+def test_other_targets_get_the_format_and_a_note_that_they_round_otherwise(target: str) -> None:
+    unrounded = [Rule(rule.pattern, dtypes.unrounded(rule.dtype)) for rule in ROUNDED]
+    with_it, without = converted(target, LLAMA, *ROUNDED), converted(target, LLAMA, *unrounded)
+    assert (with_it.text, with_it.patterns, with_it.left_out) == (without.text, without.patterns, without.left_out)
+    lost = {name for entry in with_it.left_out if entry.part == "dtype" for name in entry.tensors}
+    kept = {name for name in LLAMA.tensors if ".mlp." in name} - lost
+    (*notes, last) = with_it.notes
+    if kept:
+        assert (
+            f"rounds by its own rule, not by :gptq: values differ from those that were measured in {len(kept)} weights"
+            in last
+        )
+        assert tuple(notes) == without.notes
+    else:
+        assert with_it.notes == without.notes
+    assert bool(kept) is (target not in ("llama.cpp", "transformers"))
 
 
 def test_modelopt_quantizes_by_the_converted_recipe() -> None:

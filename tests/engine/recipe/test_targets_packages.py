@@ -217,6 +217,50 @@ def test_llm_compressor_quantizes_by_the_converted_recipe() -> None:
     assert recipe.Recipe.create_instance(nothing.text).modifiers == []
 
 
+ROUNDED = (
+    Rule("type:Linear", "float8_e4m3fn:gptq"),
+    *RULES[1:4],
+    Rule("layers.{3,10}.gate_proj", "int8:imatrix"),
+    *RULES[5:],
+)
+
+
+def test_compressed_tensors_reads_the_schemes_of_weights_with_roundings() -> None:
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    model = Net()
+    context, written = converted("llm-compressor", model, *ROUNDED)
+    modifiers = yaml.safe_load(written.text)["quant_stage"]["quant_modifiers"]
+    assert set(modifiers) == {"GPTQModifier", "QuantizationModifier"}
+    for modifier in modifiers.values():
+        config = quantization.QuantizationConfig(config_groups=modifier["config_groups"])
+        quantization.apply_quantization_config(model, config)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            planned = context.plan.dtypes[f"{name}.weight"]
+            assert scheme(module) == (planned if planned != "float32" else None), name
+            rounding = context.roundings.get(f"{name}.weight")
+            if planned != "float32":
+                observer = module.quantization_scheme.weights.observer
+                assert (observer == "imatrix_mse") is (rounding is not None)
+
+
+def test_llm_compressor_rounds_by_gptq_the_planned_modules() -> None:
+    recipe = pytest.importorskip("llmcompressor.recipe")
+    model = Net()
+    context, written = converted("llm-compressor", model, *ROUNDED)
+    by_kind = {type(each).__name__: each for each in recipe.Recipe.create_instance(written.text).modifiers}
+    assert set(by_kind) == {"GPTQModifier", "QuantizationModifier"}
+    gptq = by_kind["GPTQModifier"]
+    assert (_text(gptq.actorder), gptq.dampening_frac) == ("static", 0.01)
+    matched = {
+        name
+        for name, _ in model.named_modules()
+        for target in gptq.resolved_targets
+        if re.match(target.removeprefix("re:"), name)
+    }
+    assert matched == {name.removesuffix(".weight") for name, each in context.roundings.items() if each == "gptq"}
+
+
 def test_diffusers_casts_by_the_converted_recipe_as_planned() -> None:
     pytest.importorskip("diffusers")
     model = Net()

@@ -40,3 +40,11 @@ def test_widest_format_that_fits_a_budget_is_named() -> None:
     smallest = make_front(TREE, SCORES, OURS).points[0].bytes
     assert format_that_fits(TREE, SCORES, OURS, smallest * 3 // 4) == "int4@g128"
     assert format_that_fits(TREE, SCORES, OURS, 100) is None
+
+
+def test_format_that_was_scanned_in_another_rounding_is_not_named() -> None:
+    own = Constraints()
+    budget = make_front(TREE, SCORES, own).points[0].bytes * 3 // 4
+    assert format_that_fits(TREE, SCORES, own, budget) == "int4@g128"
+    rounded = SCORES | {("a.weight", "int4@g128:gptq"): 1e-2}
+    assert format_that_fits(TREE, rounded, own, budget) == "mxfp4"

@@ -118,6 +118,20 @@ def test_packed_experts_share_a_format_if_transformers_cannot_load_several(tmp_p
     assert set(Loadable(session.tree, "transformers", ("int4@g32", "bfloat16")).alike) == packed
     assert Loadable(session.tree, "transformers", ("float8_e4m3fn", "bfloat16")).alike == ()
     assert Loadable(session.tree, "vllm", ("int4@g128",)).alike == ()
+    assert set(Loadable(session.tree, "transformers", ("int4@g32:gptq", "bfloat16")).alike) == packed
+
+
+def test_program_loads_a_format_in_any_rounding(make_llama: Callable[..., Path]) -> None:
+    tree = llama_session(make_llama, intermediate_size=256).tree
+    norm, layer = "model.norm.weight", "model.layers.0.mlp.up_proj.weight"
+    for family in FAMILIES:
+        for dtype in ("int4@g128", "int4@g32", "int4@g128a", "float8_e4m3fn", "int8", "nvfp4", "mxfp4", "int8@g128"):
+            for name in (norm, layer):
+                loadable = Loadable(tree, family, (dtype,))
+                rounded = Loadable(tree, family, (f"{dtype}:gptq",))
+                assert rounded.refusal(name, f"{dtype}:gptq") == loadable.refusal(name, dtype), (family, dtype)
+    assert Loadable(tree, "vllm", ()).refusal(layer, "int4@g128:gptq") is None
+    require_loadable(tree, "vllm", ("int4@g128:gptq", "nvfp4:imatrix"))
 
 
 def test_search_gives_tied_embeddings_a_format_with_scales_only_if_formats_are_own(

@@ -194,6 +194,25 @@ def test_search_constraints_keep_weights_as_stored_and_give_each_group_one_dtype
     assert all(len({middle.dtypes[name] for name in group}) == 1 for group in groups)
 
 
+def test_weights_of_a_group_may_have_one_format_in_different_roundings() -> None:
+    tree = tree_of()
+    q, k, v = (f"model.layers.0.self_attn.{kind}_proj.weight" for kind in "qkv")
+    scores = {(name, dtype): score for name in NAMES for dtype, score in (("int4@g32", 0.3), ("int4@g32:gptq", 0.1))}
+    scores |= {(name, "float32"): 0.0 for name in NAMES} | {(k, "int4@g32"): 0.05}
+    constraints = Constraints(groups=("*.{q,k,v}_proj",))
+    item = next(item for item in make_items(tree, scores, constraints) if q in item.weights)
+    smallest, widest = item.choices
+    assert item.weights == (q, k, v)
+    assert (smallest.dtype, smallest.roundings) == ("int4@g32", ("int4@g32:gptq", "int4@g32", "int4@g32:gptq"))
+    assert smallest.score == pytest.approx(0.25)
+    assert (widest.dtype, widest.roundings) == ("float32", ())
+    front = make_front(tree, scores, constraints)
+    assert [front.solution_at(0).dtypes[name] for name in (q, k, v)] == list(smallest.roundings)
+    only = replace(constraints, dtypes=("int4@g32:gptq",))
+    (item,) = [item for item in make_items(tree, scores, only) if q in item.weights]
+    assert [(choice.dtype, choice.roundings) for choice in item.choices] == [("int4@g32:gptq", ()), ("float32", ())]
+
+
 def test_contradictory_constraints_are_refused() -> None:
     tree = tree_of()
     apart = (("*.q_proj", ("int8",)), ("*.k_proj", ("bfloat16",)))

@@ -94,6 +94,24 @@ def test_measurement_can_be_cancelled_and_the_session_continues(way: Way) -> Non
         recorded.measured(Recipe())
 
 
+def test_calibration_runs_of_a_cast_report_progress_and_can_be_cancelled(way: Way) -> None:
+    rounded = Recipe((Rule("*.mlp", "int4@g32:gptq"),))
+    with RecordedEngine(way, options=Options(prompts=("import os\n" * 400,) * 40)) as recorded:
+        recorded.wait_for(events.ModelReady)
+        recorded.worker.request(SetRecipe(rounded))
+        first = recorded.wait_for(events.CastingProgress)
+        assert first.recipe == rounded
+        assert first.total >= 18 + 40, "18 weights, and at least a run over each input"
+        recorded.wait_for(events.CastingProgress, lambda event: event.done > first.done)
+        recorded.worker.request(Cancel())
+        assert recorded.wait_for(events.Stopped) == events.Stopped(rounded, "measure")
+        recorded.wait_for(events.Idle)
+        assert rounded not in [event.recipe for event in recorded.of(events.CastDone)]
+        start = len(recorded.events)
+        recorded.worker.request(SetRecipe(HALF))
+        assert recorded.wait_for(events.CastDone, since=start).recipe == HALF
+
+
 def test_requests_cancelled_while_the_model_opens_are_reported(way: Way) -> None:
     recorded = RecordedEngine(way)
     recorded.worker.request(FLOW.ask(None))

@@ -27,7 +27,7 @@ from dtype_engine import Options, Recipe, Rule, RunSettings
 from dtype_engine.core.tree import Tree
 from dtype_engine.core.units import human_bytes
 from dtype_engine.recipe import make_plan
-from dtype_engine.recipe.presets import PRESETS, preset_effects
+from dtype_engine.recipe.presets import PRESETS, preset, preset_effects
 from dtype_engine.service import events
 from dtype_engine.service.save_requests import (
     ConvertRequest,
@@ -92,6 +92,19 @@ async def test_presets_window_shows_the_effect_of_each_preset_and_enter_applies_
         assert app.controller.experiment.recipe == before
 
 
+async def test_presets_window_applies_a_preset_with_a_rounding(app: DtypeApp) -> None:
+    async with running(app, (80, 24)) as pilot:
+        await pilot.press("p")
+        await until(pilot, lambda: len(app.screen.effects) == len(PRESETS))  # type: ignore[attr-defined]
+        await pilot.press(*["down"] * list(PRESETS).index("nvfp4"), "left")
+        text = " ".join(screen(app).replace("│", "").split())
+        assert "nvfp4:gptq" in text
+        assert "all-bf16:gptq" not in text
+        assert "Rounded by gptq: each channel's error" in text
+        await pilot.press("enter")
+        assert app.controller.experiment.recipe == preset("nvfp4:gptq").recipe(app.controller.experiment.tree)
+
+
 async def test_presets_window_says_which_presets_fit_in_memory(app: DtypeApp) -> None:
     stored = app.controller.experiment.tree.stored_bytes
 
@@ -136,14 +149,15 @@ def test_effects_shown_for_presets_equal_those_of_the_plans_they_make() -> None:
     assert "module classes" in found[1].reason
 
 
-async def test_preset_of_the_command_line_is_applied_when_classes_are_known() -> None:
+@pytest.mark.parametrize("name", ["fp8-linears", "w4a16:gptq"])
+async def test_preset_of_the_command_line_is_applied_when_classes_are_known(name: str) -> None:
     bare = demo_tree()
     casts = Recipe((Rule("lm_head", "float32"),))
-    async with launched(bare, recipe=casts, preset="fp8-linears") as (app, pilot):
+    async with launched(bare, recipe=casts, preset=name) as (app, pilot):
         assert app.controller.experiment.recipe == casts
         tree = Tree(bare.tensors.values(), {name: "Linear" if "proj" in name else "M" for name in bare.modules})
         await say(app, pilot, events.ModelReady(tree, "Llama", "cpu", 1.0, "prompts", ()))
-        made = PRESETS["fp8-linears"].recipe(tree)
+        made = preset(name).recipe(tree)
         assert app.controller.experiment.recipe.rules == (*made.rules, *casts.rules)
         assert engine(app).recipes[-1] == app.controller.experiment.recipe
     app = make_app(bare, preset="all-bf16")

@@ -64,6 +64,16 @@ async def test_key_s_asks_for_dtypes_and_starts_a_scan() -> None:
         assert app.controller.activity.what == "scan"
 
 
+async def test_last_line_of_the_dtypes_to_scan_chooses_how_formats_are_rounded() -> None:
+    async with opened() as (app, pilot):
+        await pilot.press("s", "up")
+        assert "rounded           to the nearest values" in screen(app)
+        await pilot.press("space", "space")
+        assert "rounded           by gptq, where a format takes it" in screen(app)
+        await pilot.press("enter")
+        assert engine(app).commands[-1] == "scan bfloat16,float16,float8_e4m3fn:gptq,int8:gptq"
+
+
 @pytest.mark.slow
 async def test_scan_window_resumes_a_cancelled_scan_and_space_pauses_it() -> None:
     async with opened() as (app, pilot):

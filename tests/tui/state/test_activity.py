@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dtype_engine.core.units import time_left
-from dtype_engine.recipe import Recipe
+from dtype_engine.recipe import Recipe, Rule
 from dtype_engine.service import events
 from dtype_tui.state.activity import Activity
 
@@ -83,3 +83,10 @@ def test_job_that_waits_while_the_one_before_it_ends_can_be_stopped() -> None:
     activity.follow(events.Jobs("", ()))
     activity.follow(events.Idle())
     assert activity.now() == ("", None)
+
+
+def test_progress_of_a_cast_says_whether_it_takes_calibration_runs() -> None:
+    activity = Activity()
+    for dtype, words in (("int4@g32", "casting 8 tensors"), ("int4@g32:gptq", "casting, with calibration runs")):
+        activity.follow(events.CastingProgress(Recipe((Rule("*.mlp", dtype), Rule("*.bias", "bf16"))), 2, 8))
+        assert activity.now() == (words, 0.25)

@@ -104,6 +104,7 @@ def test_invalid_command_line_is_refused_in_one_sentence(line: str, says: str) -
         ("go model.layers.", ["go model.layers.0", "go model.layers.1"]),
         ("go model.norm.", ["go model.norm.weight"]),
         ("cast *.mlp fp8", ["cast *.mlp fp8", "cast *.mlp fp8e5", "cast *.mlp fp8@t"]),
+        ("cast *.mlp fp8:", ["cast *.mlp fp8:imat", "cast *.mlp fp8:gptq"]),
         ("sort b", ["sort bytes"]),
         ("preset ", [f"preset {name}" for name in PRESETS]),
         ("preset fp8", ["preset fp8-linears"]),

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from dtype_engine.core import dtypes
+from dtype_engine.core.roundings import ROUNDINGS
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Module, TensorInfo, Totals
 from dtype_engine.core.units import human_bytes, percent, plural
@@ -104,6 +105,8 @@ def _tensor_rows(experiment: Experiment, tensor: TensorInfo) -> Iterator[Row]:
         yield "range", f"largest {row.max:.4g}, smallest normal {row.tiny:.4g}, {row.mantissa} mantissa bits"
     if words := dtypes.block_words(planned):
         yield "blocks", words + ("; the last ones are shorter" if dtypes.padded(tensor.shape, planned) else "")
+    if row is not None and row.rounding:
+        yield "rounding", f"{row.rounding}: {ROUNDINGS[row.rounding].words}"
     if words := fused_with(tensor.name, experiment.plan.dtypes):
         yield "fused", words
     if not tensor.castable:

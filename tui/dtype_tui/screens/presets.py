@@ -10,10 +10,11 @@ from rich.text import Text
 from textual.binding import Binding, BindingType
 
 from dtype_engine.core import dtypes
+from dtype_engine.core.roundings import ROUNDINGS
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import change_text, decibels, human_bytes, plural, scientific
 from dtype_engine.recipe import Recipe, make_plan
-from dtype_engine.recipe.presets import PRESETS, PresetEffect, preset_effects
+from dtype_engine.recipe.presets import PRESETS, Preset, PresetEffect, preset_effects, with_rounding
 from dtype_engine.results.figures import has_kl
 from dtype_engine.results.meaning import meaning
 from dtype_engine.results.scan import Prediction
@@ -25,10 +26,12 @@ class PresetsScreen(ChoiceScreen[Recipe]):
     """The window in which the user chooses a preset. Its result is the preset's recipe."""
 
     HEADING = "Presets"
-    KEYS = "↑↓ choose  Enter applies  Esc closes"
+    KEYS = "↑↓ choose  ←→ rounding  Enter applies  Esc closes"
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("up,k,shift+tab", "move(-1)", "Preset above"),
         Binding("down,j,tab", "move(1)", "Preset below"),
+        Binding("left,h", "rounding(-1)", "Formats rounded by the previous rule, such as gptq"),
+        Binding("right,l", "rounding(1)", "Formats rounded by the next rule"),
         Binding("enter", "apply", "Replace all rules by the preset; u undoes this"),
         Binding("escape,q,p", "leave", "Close, and change nothing"),
     ]
@@ -38,8 +41,10 @@ class PresetsScreen(ChoiceScreen[Recipe]):
         self._experiment = experiment
         self.effects: list[PresetEffect] = []
         """The effects of the presets that have been computed, in the order of the presets."""
-        self._predictions: list[Prediction | None] = []
-        """The drift that a scan predicts for each of `effects`."""
+        self._predictions: list[dict[Recipe, Prediction]] = []
+        """The drift that a scan predicts for each of `effects`, by the preset's recipe with each rounding."""
+        self._rounding = ""
+        """The rounding of the formats that take it, a key of `ROUNDINGS`, or "" for the nearest values."""
 
     def on_mount(self) -> None:
         self.run_worker(self._compute_effects, thread=True, exit_on_error=False)
@@ -49,44 +54,56 @@ class PresetsScreen(ChoiceScreen[Recipe]):
         for effect in preset_effects(experiment.tree, experiment.needed_bytes):
             if not self.is_attached:
                 return
-            plan = make_plan(experiment.tree, effect.recipe) if effect.recipe is not None else None
-            self.app.call_from_thread(self._add, effect, experiment.prediction(plan) if plan is not None else None)
+            predictions: dict[Recipe, Prediction] = {}
+            for rounding in ("", *ROUNDINGS):
+                recipe = _with_rounding(effect.recipe, rounding)
+                if recipe is None or recipe in predictions:
+                    continue
+                if (prediction := experiment.prediction(make_plan(experiment.tree, recipe))) is not None:
+                    predictions[recipe] = prediction
+            self.app.call_from_thread(self._add, effect, predictions)
 
-    def _add(self, effect: PresetEffect, prediction: Prediction | None) -> None:
+    def _add(self, effect: PresetEffect, predictions: dict[Recipe, Prediction]) -> None:
         self.effects.append(effect)
-        self._predictions.append(prediction)
+        self._predictions.append(predictions)
         if self.is_attached:
             self.redraw()
 
     def draw(self) -> Text:
         width = max(40, self.lines.size.width)
         text = Text()
-        for index, name in enumerate(PRESETS):
+        presets = list(map(self._rounded, PRESETS.values()))
+        longest = max(len(preset.name) for preset in presets)
+        for index, preset in enumerate(presets):
             effect = self.effects[index] if index < len(self.effects) else None
             chosen = index == self.index
             text.append(*self.marker(index))
-            text.append(f"{name:<16}", style="bold" if chosen else "")
+            text.append(f"{preset.name:<{max(16, longest + 1)}}", style="bold" if chosen else "")
             words = f"{_effect_words(effect, self._experiment.room)} {self._drift_words(index)}".rstrip()
             text.append(f"{words}\n", style="" if effect and effect.recipe else "dim")
             if chosen:
                 changes = f" Changes {plural(effect.tensors, 'tensor')}." if effect and effect.recipe else ""
-                for line in textwrap.wrap(PRESETS[name].sentence + changes, width - 4):
+                for line in textwrap.wrap(preset.sentence + changes, width - 4):
                     text.append(f"    {line}\n", style="dim")
-                _append_rules(text, effect, width - 6)
+                _append_rules(text, effect, self._rounding, width - 6)
         for line in textwrap.wrap(self._footer(), width):
             text.append(f"\n{line}", style="dim")
         return text
 
+    def _rounded(self, preset: Preset) -> Preset:
+        """Return a preset with the chosen rounding, or as it is if none is chosen or no format of it takes the rounding."""
+        return (preset.rounded(self._rounding) if self._rounding else None) or preset
+
     def _drift_words(self, index: int) -> str:
         """Return the drift of a preset: measured, with its word, otherwise as a scan predicts it, otherwise ""."""
-        effect = self.effects[index] if index < len(self.effects) else None
-        if effect is None or effect.recipe is None:
+        recipe = _with_rounding(self.effects[index].recipe, self._rounding) if index < len(self.effects) else None
+        if recipe is None:
             return ""
-        if (entry := self._experiment.measured_as(effect.recipe)) is not None:
+        if (entry := self._experiment.measured_as(recipe)) is not None:
             output = entry.output
             drift = scientific(output.kl_mean or 0.0, 1) if has_kl(output) else decibels(output.sqnr_db)
             return f"{drift if output.is_finite else ''} {meaning(output, self._experiment.floor).word}".lstrip()
-        prediction = self._predictions[index]
+        prediction = self._predictions[index].get(recipe)
         if prediction is None:
             return ""
         return f"{scientific(prediction.value, 1) if math.isfinite(prediction.value) else 'not finite'} predicted"
@@ -100,19 +117,30 @@ class PresetsScreen(ChoiceScreen[Recipe]):
         elif experiment.room:
             of = experiment.model.device or "the machine"
             sentences += [f"The weights must fit in the {room} of memory of {of}."]
-        if units := {each.unit for each in self._predictions if each is not None}:
+        if units := {each.unit for found in self._predictions for each in found.values()}:
             so_far = "" if experiment.scan.finished else " so far"
             sentences += [f"Predicted: the drift by the scan{so_far}, in {', '.join(units)}."]
+        words = ROUNDINGS[self._rounding].words if self._rounding else "to the nearest values"
+        sentences += [f"Rounded {f'by {self._rounding}: ' if self._rounding else ''}{words}."]
         return " ".join([*sentences, "A preset replaces all current rules."])
+
+    def action_rounding(self, step: int) -> None:
+        offered = ("", *ROUNDINGS)
+        self._rounding = offered[(offered.index(self._rounding) + step) % len(offered)]
+        self.redraw()
 
     def action_apply(self) -> None:
         if self.index >= len(self.effects):
             return
         effect = self.effects[self.index]
-        if effect.recipe is None:
+        if (recipe := _with_rounding(effect.recipe, self._rounding)) is None:
             self.notify(printable(effect.reason, 500), severity="warning", markup=False)
         else:
-            self.dismiss(effect.recipe)
+            self.dismiss(recipe)
+
+
+def _with_rounding(recipe: Recipe | None, rounding: str) -> Recipe | None:
+    return Recipe.of(with_rounding(recipe.rules, rounding)) if recipe is not None and rounding else recipe
 
 
 def _effect_words(effect: PresetEffect | None, room: int | None) -> str:
@@ -125,15 +153,15 @@ def _effect_words(effect: PresetEffect | None, room: int | None) -> str:
     return f"{human_bytes(effect.planned_bytes):>10}  {change:>11}{fits}"
 
 
-def _append_rules(text: Text, effect: PresetEffect | None, width: int) -> None:
+def _append_rules(text: Text, effect: PresetEffect | None, rounding: str, width: int) -> None:
     if effect is None:
         return
-    if effect.recipe is None:
+    if (recipe := _with_rounding(effect.recipe, rounding)) is None:
         for line in textwrap.wrap(printable(effect.reason, 500), width):
             text.append(f"    {line}\n")
         return
-    shown = effect.recipe.rules[:8]
+    shown = recipe.rules[:8]
     for rule in shown:
         text.append(f"    {printable(rule.pattern, width - 8)} → {dtypes.short_name(rule.dtype)}\n")
-    if len(effect.recipe.rules) > len(shown):
-        text.append(f"    and {len(effect.recipe.rules) - len(shown)} more rules\n", style="dim")
+    if len(recipe.rules) > len(shown):
+        text.append(f"    and {len(recipe.rules) - len(shown)} more rules\n", style="dim")

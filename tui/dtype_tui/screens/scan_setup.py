@@ -8,6 +8,7 @@ from rich.text import Text
 from textual.binding import Binding, BindingType
 
 from dtype_engine.core import dtypes
+from dtype_engine.core.roundings import ROUNDINGS
 from dtype_engine.recipe.loading import LOADERS
 from dtype_engine.search.families import FAMILIES
 from dtype_tui.rendering.palette import colour
@@ -31,7 +32,7 @@ class ScanSetup(ChoiceScreen[tuple[str, ...]]):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("up,k", "move(-1)", "Dtype above"),
         Binding("down,j", "move(1)", "Dtype below"),
-        Binding("space", "choose", "Mark or unmark the dtype"),
+        Binding("space", "choose", "Mark or unmark the dtype; in the last line, choose the rounding"),
         Binding("left,h", "loader(-1)", "Dtypes that the previous program loads"),
         Binding("right,l", "loader(1)", "Dtypes that the next program loads"),
         Binding("enter", "start", "Scan in the marked dtypes"),
@@ -43,7 +44,9 @@ class ScanSetup(ChoiceScreen[tuple[str, ...]]):
         self._loader = experiment.scan.limits.constraints.formats or experiment.model.loader
         self._walked = False
         """Whether the user chose the program. Before the model is loaded, what loads it is not known."""
-        super().__init__(len(self._offered))
+        self._rounding = ""
+        """The rounding of the marked formats that take it, a key of `ROUNDINGS`, or "" for the nearest values."""
+        super().__init__(len(self._offered) + 1)
         self._chosen = set(FAMILIES[self._loader].dtypes)
 
     @property
@@ -63,9 +66,16 @@ class ScanSetup(ChoiceScreen[tuple[str, ...]]):
             text.append("[x] " if dtype in self._chosen else "[ ] ", style="bold")
             text.append(f"{dtypes.short_name(dtype):<14}", style=f"bold {colour(dtype)}")
             text.append(dtype, style="bold" if index == self.index else "dim")
+        index = len(self._offered)
+        text.append("\n")
+        text.append(*self.marker(index))
+        text.append(f"{'rounded':<18}", style="bold")
+        words = f"by {self._rounding}, where a format takes it" if self._rounding else "to the nearest values"
+        text.append(words, style="bold" if index == self.index else "dim")
         if self._experiment.tree.caches:
             text.append("\n\nkv: scores KV caches; o then adds their bytes at the set context.", style="dim")
-        text.append("\n\nIt takes the time of about 20 forward passes; Esc stops it, s resumes it.", style="dim")
+        blank = "" if self._experiment.tree.caches else "\n"
+        text.append(f"{blank}\nIt takes the time of about 20 forward passes; Esc stops it, s resumes it.", style="dim")
         return text
 
     def action_loader(self, step: int) -> None:
@@ -76,15 +86,20 @@ class ScanSetup(ChoiceScreen[tuple[str, ...]]):
         at = names.index(self._loader) if self._loader in names else 0
         self._loader = names[(at + step) % len(names)]
         self._chosen = set(FAMILIES[self._loader].dtypes)
-        self._count, self.index = len(self._offered), 0
+        self._count, self.index = len(self._offered) + 1, 0
         self.redraw()
 
     def action_choose(self) -> None:
-        self._chosen ^= {self._offered[self.index]}
+        if self.index < len(self._offered):
+            self._chosen ^= {self._offered[self.index]}
+        else:
+            roundings = ("", *ROUNDINGS)
+            self._rounding = roundings[(roundings.index(self._rounding) + 1) % len(roundings)]
         self.redraw()
 
     def action_start(self) -> None:
-        chosen = tuple(dtype for dtype in self._offered if dtype in self._chosen)
+        marked = (dtype for dtype in self._offered if dtype in self._chosen)
+        chosen = tuple(dtypes.rounded(dtype, self._rounding) or dtype for dtype in marked)
         if chosen:
             scan = self._experiment.scan
             if self._walked and self._loader != (scan.limits.constraints.formats or self._experiment.model.loader):

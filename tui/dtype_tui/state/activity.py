@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from dtype_engine.core import dtypes
 from dtype_engine.core.job_pace import JobPace
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import time_left
@@ -82,7 +83,9 @@ class Activity:
             case events.LoadingProgress():
                 self.begin(event.step, _share(event.done, event.total), "opening")
             case events.CastingProgress():
-                self.begin(f"casting {event.total:,} tensors", _share(event.done, event.total))
+                rounds = any(map(dtypes.has_rounding, (rule.dtype for rule in event.recipe.rules)))
+                what = "casting, with calibration runs" if rounds else f"casting {event.total:,} tensors"
+                self.begin(what, _share(event.done, event.total))
             case events.MeasuringProgress():
                 self.begin(f"measuring: {event.run}", _share(event.done, event.total))
             case events.WorkingProgress():

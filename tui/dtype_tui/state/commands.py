@@ -240,14 +240,19 @@ class Completer:
 
     def _words(self, kind: str, begun: str) -> list[str]:
         if kind == "dtype":
-            words = [*map(dtypes.short_name, dtypes.CASTABLE_DTYPES), dtypes.STORED]
-            return [word for word in words if word.startswith(begun)]
+            return _dtypes(begun)
         if kind in WITH_PATHS:
             return [] if self.read_only else _paths(begun, only_folders=kind == "folder")
         if kind in ("pattern", "node"):
             general = [pattern for pattern in self.patterns() if pattern.startswith(begun)] if kind == "pattern" else []
             return list(dict.fromkeys((*general, *_next_parts(self.names(), begun))))
         return [word for word in self.choices(kind) if word.startswith(begun)]
+
+
+def _dtypes(begun: str) -> list[str]:
+    """Return the dtypes that begin so, by their short names. Those with a rounding are among them after a colon."""
+    offered = dtypes.CASTABLE_DTYPES if ":" in begun else dtypes.UNROUNDED_DTYPES
+    return [word for word in (*map(dtypes.short_name, offered), dtypes.STORED) if word.startswith(begun)]
 
 
 def _next_parts(names: Sequence[str], begun: str) -> list[str]:

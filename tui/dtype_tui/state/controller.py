@@ -184,20 +184,20 @@ class Controller:
         self._preset, self._after_preset = launch.preset, recipe
         if self._preset is None:
             return
-        from dtype_engine.recipe.presets import PRESETS  # imported late, for a faster first paint
+        from dtype_engine.recipe.presets import preset  # imported late, for a faster first paint
 
-        tree_suffices = not PRESETS[self._preset].needs_classes and self.experiment.model.has_tree
+        tree_suffices = not preset(self._preset).needs_classes and self.experiment.model.has_tree
         if self.experiment.tree.has_classes or tree_suffices:
             self._start_with_preset()
 
     def _start_with_preset(self) -> None:
         if self._preset is None:
             return
-        from dtype_engine.recipe.presets import PRESETS
+        from dtype_engine.recipe.presets import preset
 
         name, self._preset = self._preset, None
         try:
-            made = PRESETS[name].recipe(self.experiment.tree)
+            made = preset(name).recipe(self.experiment.tree)
         except UserError as error:
             self.notify(error.sentence, "warning")
             return

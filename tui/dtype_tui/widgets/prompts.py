@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from rich.text import Text
@@ -13,6 +13,7 @@ from textual.widgets import Static
 
 from dtype_engine.core import dtypes, kv_formats
 from dtype_engine.core.errors import UserError
+from dtype_engine.core.roundings import ROUNDINGS
 from dtype_engine.core.units import human_bytes, human_count, plural
 from dtype_engine.recipe import Rule
 from dtype_tui.state.experiment import Experiment
@@ -123,7 +124,7 @@ class CastPrompt(BottomPrompt):
         except UserError as error:
             pattern, _, begun = (part.strip() for part in self.field.value.rpartition("="))
             names = _completions(pattern, begun) if begun and not _is_target(pattern, begun) else []
-            words = f"Tab: {'  '.join(names)}" if names else str(error)
+            words = f"Tab: {'  '.join(names)}{_rounding_words(pattern, names)}" if names else str(error)
             self.hint(Text(f" {words}", style="" if names else "bold", no_wrap=bool(names), overflow="ellipsis"))
         else:
             self.hint(Text(f" {preview_words(shown, cache_change(self.experiment, shown, rule.dtype))}"))
@@ -146,6 +147,14 @@ class CastPrompt(BottomPrompt):
 
 def _completions(pattern: str, begun: str) -> list[str]:
     return kv_formats.completions(begun) if kv_formats.names_caches(pattern) else dtypes.completions(begun)
+
+
+def _rounding_words(pattern: str, names: Sequence[str]) -> str:
+    """Return words about the roundings that some of the dtypes `names` take, or "" if none does, or the pattern names KV caches."""
+    if kv_formats.names_caches(pattern) or any(":" in name for name in names):
+        return ""
+    taken = [name for name in ROUNDINGS if any(dtypes.rounded(dtypes.parse_target(each), name) for each in names)]
+    return f"  then {' or '.join(f':{name}' for name in taken)}" if taken else ""
 
 
 def _is_target(pattern: str, text: str) -> bool:

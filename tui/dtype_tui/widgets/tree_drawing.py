@@ -195,7 +195,8 @@ def _class_words(row: Row) -> str:
 
 def _add_dtype(line: _Line, experiment: Experiment, row: Row, end: int) -> None:
     """Add the dtype column: a module's dtypes, or a tensor's cast, such as `f32→bf16`. If the tensor has another dtype in the
-    reference checkpoint, this dtype comes first. The layers with which a weight shares its scale come last.
+    reference checkpoint, this dtype comes first. Earlier dtypes for which there is no room are left out. The layers with which a
+    weight shares its scale come last.
     """
     if cache := experiment.served.caches.get(row.name):
         _add_mix(line, experiment.cache_totals(cache), end)
@@ -203,9 +204,12 @@ def _add_dtype(line: _Line, experiment: Experiment, row: Row, end: int) -> None:
         _add_mix(line, experiment.totals.of(row.modules), end)
     else:
         planned = experiment.plan.dtypes[row.tensor.name]
-        for before, after in ((row.tensor.reference_dtype, row.tensor.dtype), (row.tensor.dtype, planned)):
-            if before not in (None, after):
-                line.add(truncate(f"{dtypes.short_name(before)}→", end - line.width), DIM)
+        changes = ((row.tensor.reference_dtype, row.tensor.dtype), (row.tensor.dtype, planned))
+        earlier = [f"{dtypes.short_name(old)}→" for old, new in changes if old not in (None, new)]
+        while earlier and line.width + sum(map(len, earlier)) + len(pill(planned)[0]) > end:
+            del earlier[0]
+        for before in earlier:
+            line.add(before, DIM)
         _add_pill(line, planned, end)
         if padded(row.tensor.shape, planned):
             line.add(truncate(" padded", end - line.width), DIM)
@@ -237,7 +241,9 @@ def _add_mix(line: _Line, totals: Totals, end: int) -> None:
 
 def _add_pill(line: _Line, dtype: str, end: int) -> None:
     text, style = pill(dtype)
-    line.add(truncate(text, end - line.width), style)
+    room = end - line.width
+    fitting = (each for each in (text, text.rstrip(), text.strip()) if len(each) <= room)
+    line.add(next(fitting, "") or truncate(text, room), style)
 
 
 def _add_size(line: _Line, experiment: Experiment, row: Row, columns: Columns) -> None:

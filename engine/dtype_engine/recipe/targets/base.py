@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
+import msgspec
+
 from dtype_engine.core import dtypes
 from dtype_engine.core.regexes import Anchored, compile_regex
 from dtype_engine.core.tree import Module, TensorInfo, Tree
+from dtype_engine.core.units import plural
 from dtype_engine.recipe.loader_facts import loaded_dtype
 from dtype_engine.recipe.plan import Plan
 
 Part = Literal["dtype", "scale"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Context:
     """A plan, the tree of its model, and the other facts about the model that converting a recipe needs."""
 
     tree: Tree
-    plan: Plan
+    given: Plan
+    """The plan. Its formats may have roundings, which other programs do not know: `plan` is without them."""
     title: str = "model"
     model_type: str | None = None
     """The `model_type` in config.json, such as "llama"."""
@@ -29,6 +34,23 @@ class Context:
     """Maps each module class to its base classes' names. Many tools select modules by `isinstance`, which accepts subclasses."""
     activations: Literal["none", "weights"] = "none"
     """The run setting `quantize_activations` for which the recipe is meant."""
+
+    @functools.cached_property
+    def plan(self) -> Plan:
+        """The plan with formats instead of their roundings. A rounding changes values, not tensors, so what stores, loads or serves
+        a format does so with any rounding.
+        """
+        if not self.roundings:
+            return self.given
+        planned = {name: dtypes.unrounded(dtype) for name, dtype in self.given.dtypes.items()}
+        known = {name: each if each in dtypes.BY_NAME else self.given.dtypes[name] for name, each in planned.items()}
+        return msgspec.structs.replace(self.given, dtypes=known)
+
+    @functools.cached_property
+    def roundings(self) -> dict[str, str]:
+        """The name of the rounding of each weight whose planned format has one, by the weight's name."""
+        rows = ((name, dtypes.BY_NAME.get(dtype)) for name, dtype in self.given.dtypes.items())
+        return {name: row.rounding for name, row in rows if row is not None and row.rounding}
 
     def is_kind(self, module: Module, classes: Collection[str]) -> bool:
         """Return whether a module is an instance of one of these classes or, if its base classes are known, of a subclass."""
@@ -96,6 +118,8 @@ class Target(ABC):
     """Which pattern the tool applies if several match. "exact first": an exact name or, without one, the first. None: no order."""
     writes_caches: ClassVar[bool] = False
     """Whether `write` converts the plan's formats of KV caches, too."""
+    roundings: ClassVar[Collection[str]] = ()
+    """The names of the roundings that `write` converts, too. Of other roundings, a note says that the tool does not have them."""
 
     @abstractmethod
     def write(self, context: Context) -> Conversion:
@@ -115,7 +139,24 @@ class Target(ABC):
         if not self.writes_caches:
             for name, form in context.plan.caches.items():
                 losses.add(name, form, dtypes.STORED, "a recipe for this tool has no formats of KV caches")
-        return replace(written, left_out=(*written.left_out, *losses.result()))
+        notes = (*written.notes, *self._rounding_note(context, written))
+        return replace(written, left_out=(*written.left_out, *losses.result()), notes=notes)
+
+    def _rounding_note(self, context: Context, written: Conversion) -> tuple[str, ...]:
+        """Return a note if the tool quantizes weights whose rounding in the plan it does not have. Otherwise, return ()."""
+        lost = {name for entry in written.left_out if entry.part == "dtype" for name in entry.tensors}
+        others = [
+            rounding
+            for name, rounding in context.roundings.items()
+            if rounding not in self.roundings and name not in lost
+        ]
+        if not others:
+            return ()
+        names = " and ".join(f":{rounding}" for rounding in dict.fromkeys(others))
+        return (
+            f"{self.name} gets the formats alone and rounds by its own rule, not by {names}: values differ from those that were "
+            f"measured in {plural(len(others), 'weight')}",
+        )
 
     def wide_inputs_note(self, context: Context, written: Collection[str] = ()) -> tuple[str, ...]:
         """Return a note if the file leaves activations of some layers unquantized, although the recipe is for a run with quantized

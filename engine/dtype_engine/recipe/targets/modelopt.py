@@ -31,7 +31,7 @@ class ModelOpt(Quantizer):
     kinds = frozenset({"Linear", "Conv1d", "Conv2d", "Conv3d", "Embedding"})
     formats = (
         "float8_e4m3fn", "float8_e4m3fn@tensor", "int8", "int8@tensor", "nvfp4", "fp8@128x128", "int4@g128", "int4@g32",
-        "int8@g128", *(name for name in dtypes.BLOCK_FORMATS if name.startswith(("mxfp4", "mxfp8"))),
+        "int8@g128", *(name for name in dtypes.STORED_FORMATS if name.startswith(("mxfp4", "mxfp8"))),
     )  # fmt: skip
 
     def write(self, context: Context) -> Conversion:

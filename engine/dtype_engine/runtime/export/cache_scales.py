@@ -14,9 +14,9 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.tree import Tree
 from dtype_engine.recipe.kv_serving import cache_serving
 from dtype_engine.runtime.export.contents import Contents, ExportTensor
+from dtype_engine.runtime.formats.scales import amax_to_scale
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.model.name_mapping import map_names
-from dtype_engine.runtime.numerics.quantize import amax_to_scale
 from dtype_engine.runtime.weights.source import PlainSource
 
 _FP8 = dtypes.BY_NAME["float8_e4m3fn"]

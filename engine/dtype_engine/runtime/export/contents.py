@@ -7,7 +7,9 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+import torch
 
 from dtype_engine.checkpoint import ByteRange, CheckpointTensor, FileIdentity
 from dtype_engine.checkpoint.schemes import CodedWeight
@@ -18,8 +20,10 @@ from dtype_engine.core.text import printable
 from dtype_engine.core.units import human_bytes, plural
 from dtype_engine.recipe import Recipe
 from dtype_engine.results.coverage import Coverage
+from dtype_engine.results.rounding import FittedTo
 from dtype_engine.runtime.export.layout import PLAIN, Layout
 from dtype_engine.runtime.formats.row_blocks import finite_amax
+from dtype_engine.runtime.formats.scales import Scales
 from dtype_engine.runtime.weights.pieces import Pieces
 from dtype_engine.runtime.weights.source import WeightSource
 
@@ -66,6 +70,13 @@ class TensorEntry:
         return math.prod(self.shape) * dtypes.BY_NAME[self.dtype].bits // 8
 
 
+class RoundedValues(Protocol):
+    """The values that a rounding chose for a weight of the export."""
+
+    def read(self) -> tuple[torch.Tensor, Scales]:
+        """Return (values of the format, float32 in the shape of the weight; the scales of its blocks or channels)."""
+
+
 @dataclass(frozen=True, slots=True)
 class ExportTensor:
     """One weight of the export."""
@@ -75,7 +86,9 @@ class ExportTensor:
     stored: str
     """The dtype of the weight in the source. It ends in `@tensor` if the source stores a single scale for the whole weight."""
     dtype: str
-    """The dtype of the weight in the export. It ends in `@tensor` if the export has a single scale for the whole weight."""
+    """The dtype of the weight in the export, without a rounding. It ends in `@tensor` if the export has a single scale for the
+    whole weight.
+    """
     has_scales: bool
     """Whether the export stores this weight as codes and scales."""
     portable: bool
@@ -95,6 +108,11 @@ class ExportTensor:
 
     coded: CodedWeight | None = None
     """How another program, for example GPTQ, quantized the weight in the source; None if none did."""
+
+    rounding: str = ""
+    """The rounding by which the values are chosen, such as "gptq"; "" for the nearest values."""
+    rounded: RoundedValues | None = None
+    """The values that the rounding chose, or None if it left the nearest ones, or was not fitted yet."""
 
     copies: tuple[CheckpointTensor, ...] = ()
     """The source's tensors that the export copies unchanged, if another program quantized the weight. If they hold several
@@ -158,6 +176,8 @@ class Contents:
     """Sentences for the user, without their final dot, about tensors that loaders give another dtype than was measured."""
     passed: str = ""
     """The dtype to pass to diffusers for a model of several dtypes, so that every weight has the dtype of the export; or ""."""
+    fitted_to: FittedTo | None = None
+    """The calibration inputs to which the roundings were fitted. None if there are none, or they were not fitted yet."""
     has_cache_formats: bool = False
     """Whether the recipe gives KV caches a format."""
     cache_scheme: dict[str, Any] | None = None

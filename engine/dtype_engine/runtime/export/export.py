@@ -29,6 +29,7 @@ from dtype_engine.runtime.export.input_scales import refuse_uncalibrated
 from dtype_engine.runtime.export.layout import Part
 from dtype_engine.runtime.export.one_file import export_file
 from dtype_engine.runtime.export.readme import by_dtype, readme
+from dtype_engine.runtime.export.rounded import refuse_unfitted
 from dtype_engine.runtime.export.staging import copy_sidecars, staged
 from dtype_engine.runtime.export.write import OnBytes, Progress, copy_file, write_file
 
@@ -64,9 +65,7 @@ def export(
     started = time.perf_counter()
     recover_stale(expanded(target).absolute())
     target = check_folder(target, force, contents.files)
-    refuse_uncalibrated(contents)
-    if not incomplete:
-        _refuse_incomplete(contents)
+    _refuse(contents, incomplete)
     configs = changed_configs(contents)
     files = shards(contents, max_shard_size)
     whole_bytes = contents.nbytes + sum(file.stat().st_size for file, _ in contents.layout.copied)
@@ -98,8 +97,11 @@ def export(
     )
 
 
-def _refuse_incomplete(contents: Contents) -> None:
-    if not contents.incomplete:
+def _refuse(contents: Contents, incomplete: bool) -> None:
+    """Raise UserError for contents that can't be written. incomplete: whether the source may lack tensors."""
+    refuse_uncalibrated(contents)
+    refuse_unfitted(contents)
+    if incomplete or not contents.incomplete:
         return
     coverage = contents.coverage
     share = f"{coverage}: " if coverage is not None else ""
@@ -151,7 +153,7 @@ def _write_weights(
 
 def _write_recipe_of(contents: Contents, stage: Path, losses: tuple[ValueLoss, ...]) -> None:
     settings = contents.settings if contents.settings.quantize_activations != "none" else None
-    recipe = write_recipe(contents.recipe, contents.title, settings, lost=losses)
+    recipe = write_recipe(contents.recipe, contents.title, settings, lost=losses, fitted_to=contents.fitted_to)
     (stage / "recipe.yaml").write_text(recipe, encoding="utf-8")
 
 

@@ -37,6 +37,7 @@ from dtype_engine.runtime.export.notices import (
     unwritten_notice,
 )
 from dtype_engine.runtime.export.refusals import refuse_scales, refuse_unstored, refuse_unwritable
+from dtype_engine.runtime.export.rounded import RoundedSource, unrounded, with_roundings
 from dtype_engine.runtime.export.shared_scales import with_packed_scales, with_shared_scales
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.model.name_mapping import Placement, map_names, without_place
@@ -70,8 +71,10 @@ def of_checkpoint(checkpoint: Checkpoint, title: str, recipe: Recipe, options: O
         )
     require_matches(known.tree, recipe)
     plan = make_plan(known.tree, recipe)
-    contents = _placed_contents(checkpoint, title, recipe, known.tree, known.placements, plan.dtypes, options.settings)
-    contents = dataclasses.replace(contents, has_cache_formats=bool(plan.caches))
+    planned = unrounded(plan.dtypes)
+    contents = _placed_contents(checkpoint, title, recipe, known.tree, known.placements, planned, options.settings)
+    items = tuple(with_roundings(contents.items, _canonical(known.tree, known.placements), plan.dtypes))
+    contents = dataclasses.replace(contents, items=items, has_cache_formats=bool(plan.caches))
     return _with_coverage(contents, checkpoint, known.coverage, known.class_name)
 
 
@@ -91,28 +94,39 @@ def of_live(
     if model.checkpoint is not None:
         placements = map_names(model.module, model.checkpoint.weights)
         contents = _placed_contents(
-            model.checkpoint, model.title, recipe, model.tree, placements, planned, settings, input_ranges
+            model.checkpoint, model.title, recipe, model.tree, placements, unrounded(planned), settings, input_ranges
         )
+        source = RoundedSource(model, placements, {name: each.shape for name, each in model.checkpoint.weights.items()})
+        items = with_roundings(contents.items, _canonical(model.tree, placements), planned, source)
+        contents = dataclasses.replace(contents, items=tuple(items))
         return _with_coverage(contents, model.checkpoint, model.coverage, type(model.module).__name__)
-    items = []
+    tensors = []
     tied: dict[str, str] = {}
     for info in model.tree.tensors.values():
         if info.persistent:
             tied |= dict.fromkeys(info.aliases, info.name)
-            weight, dtype = model.weights[info.name], planned[info.name]
+            weight, dtype = model.weights[info.name], dtypes.unrounded(planned[info.name])
             has_scales = dtype in dtypes.STORAGE_DTYPES and dtype != info.dtype
-            items.append(
+            tensors.append(
                 ExportTensor(
                     info.name, info.shape, info.dtype, dtype, has_scales, False, (), weight.stored,
                 )
             )  # fmt: skip
-    items = with_shared_scales(items, {item.name: item.name for item in items})
+    canonical = {item.name: item.name for item in tensors}
+    items = with_shared_scales(tensors, canonical)
+    items = with_roundings(items, canonical, planned, RoundedSource(model, {}, {}))
     refuse_unstored(items)
     notices = (*layout_notice(items), *split_notice(items), *activation_notices(items, settings), *tied_notice(tied))
     return Contents(
         model.title, _checked(items), recipe, notices=notices, files=model.files, identities=model.identities, tied=tied,
         settings=settings,
     )  # fmt: skip
+
+
+def _canonical(tree: Tree, placements: Mapping[str, Placement]) -> dict[str, str]:
+    """Return the name that each tensor of the files, or the weight into which it is packed, has in the model's tree."""
+    found = {name: tree.canonical(placement.name) for name, placement in placements.items()}
+    return {name: info.name for name, info in found.items() if info is not None}
 
 
 def _with_coverage(contents: Contents, checkpoint: Checkpoint, coverage: Coverage | None, class_name: str) -> Contents:

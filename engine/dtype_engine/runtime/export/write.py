@@ -26,7 +26,7 @@ from dtype_engine.runtime.formats.blocks import BlockWork, Chunk
 from dtype_engine.runtime.formats.code_packing import pack
 from dtype_engine.runtime.formats.dequantize import torch_dtype
 from dtype_engine.runtime.formats.quantize_blocks import quantize_chunks, scale_tensors
-from dtype_engine.runtime.formats.row_blocks import single_intraop_thread
+from dtype_engine.runtime.formats.row_blocks import finite_amax, single_intraop_thread
 from dtype_engine.runtime.formats.scales import Scales
 from dtype_engine.runtime.numerics.overflow_underflow import LossCounter
 from dtype_engine.runtime.numerics.quantize import quantize_in_blocks
@@ -156,11 +156,14 @@ def _write_item(out: _Target, starts: Mapping[str, int], lost: list[ValueLoss] |
         for source, at in zip(item.source_bytes, offsets, strict=True):
             _copy(source, out, at)
         return
-    values = item.source.read() if item.source.plain else Pieces(item.source)
+    values: torch.Tensor | Pieces = item.source.read() if item.source.plain else Pieces(item.source)
+    given = None
+    if item.rounded is not None:
+        values, given = item.rounded.read()
     counter = LossCounter(item.name, values, item.dtype) if lost is not None and item.dtype != item.stored else None
     if item.has_scales:
         write = _write_blocks if item.dtype in dtypes.BLOCK_FORMATS else _write_codes
-        write(values, item, offsets, out, counter)
+        write(values, item, offsets, out, counter, given)
     else:
         _write_tensor(values, torch_dtype(item.dtype), out, offsets[0], counter)
     if lost is not None and counter is not None and (loss := counter.result()) is not None:
@@ -204,19 +207,25 @@ def _write_codes(
     offsets: Sequence[int],
     out: _Target,
     counter: LossCounter | None,
+    given: Scales | None,
 ) -> None:
-    """Quantize a tensor to a format without blocks, and write its codes, one byte each, and its scales at the file `offsets`."""
+    """Quantize a tensor to a format without blocks, and write its codes, one byte each, and its scales at the file `offsets`.
+    given: the scales, or None to compute them from the values.
+    """
 
     def write(start: int, codes: torch.Tensor) -> None:
         if counter is not None:
             counter.see(start, codes)
         out.put(codes, offsets[0] + start)
 
-    out.put(quantize_in_blocks(tensor, item.dtype, write, _shared_amax(item)), offsets[1])
+    out.put(quantize_in_blocks(tensor, item.dtype, write, _scale_amax(item), given), offsets[1])
 
 
-def _shared_amax(item: ExportTensor) -> float | None:
-    return item.shared.amax() if item.shared is not None else None
+def _scale_amax(item: ExportTensor) -> float | None:
+    """Return the |value| from which the scale of the whole tensor is computed, or None for the largest of the values to write."""
+    if item.shared is not None:
+        return item.shared.amax()
+    return None if item.rounded is None else finite_amax(Pieces(item.source))
 
 
 def _write_blocks(
@@ -225,8 +234,11 @@ def _write_blocks(
     offsets: Sequence[int],
     out: _Target,
     counter: LossCounter | None,
+    given: Scales | None,
 ) -> None:
-    """Quantize a tensor to a block format, and write the tensors that store it at the file `offsets`, the codes first."""
+    """Quantize a tensor to a block format, and write the tensors that store it at the file `offsets`, the codes first. given: the
+    scales, or None to compute them from the values.
+    """
     element = dtypes.BY_NAME[item.dtype]
     assert element.blocks is not None
     packing = element.blocks.packing
@@ -240,7 +252,7 @@ def _write_blocks(
         found[chunk.first_scale] = chunk.scales
         out.put(packed, offsets[0] + chunk.first * packed.shape[1] * packed.element_size())
 
-    of_tensor = quantize_chunks(tensor, item.dtype, write, amax=_shared_amax(item))
+    of_tensor = quantize_chunks(tensor, item.dtype, write, _scale_amax(item), given)
     rest = scale_tensors([found[first] for first in sorted(found)], of_tensor, tuple(tensor.shape), item.dtype)
     for part, at in zip(rest, offsets[1:], strict=True):
         _write_bytes(part, out, at)

@@ -56,10 +56,12 @@ class BlockWork:
         self._values = torch.zeros(shape, device=device)
         self._scaled, self._units, self._spare = (torch.empty(shape, device=device) for _ in range(3))
 
-    def quantize(self, source: torch.Tensor, first: int = 0, first_scale: int = 0) -> Chunk:
+    def quantize(
+        self, source: torch.Tensor, first: int = 0, first_scale: int = 0, given: Scales | None = None
+    ) -> Chunk:
         """Quantize some rows of the weight, of any float dtype. first, first_scale: the indexes of the first row, and of its row of
-        scales, in the whole weight. Only finite values determine the scales. An infinity becomes the largest code. NaN stays NaN if
-        the element type has NaN, and becomes 0 otherwise.
+        scales, in the whole weight. given: the scales of these rows; by default, the finite values determine them. An infinity
+        becomes the largest code. NaN stays NaN if the element type has NaN, and becomes 0 otherwise.
         """
         rows = len(source)
         self._values[:rows, : self.width].copy_(source)
@@ -69,7 +71,7 @@ class BlockWork:
         values, scaled, units, spare = (
             each[:padded] for each in (self._values, self._scaled, self._units, self._spare)
         )
-        scales = self._scales(values, spare)
+        scales = self._scales(values, spare) if given is None else given
         torch.div(self._in_blocks(values), scales.effective[:, None, :, None], out=self._in_blocks(scaled))
         if self.element.kind == "int":
             self._round_to_int(scaled, scales, units)

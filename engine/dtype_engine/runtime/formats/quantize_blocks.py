@@ -21,12 +21,14 @@ def quantize_chunks(
     dtype: str | DType,
     on_chunk: Callable[[BlockWork, Chunk], None],
     amax: float | None = None,
+    given: Scales | None = None,
 ) -> torch.Tensor | None:
     """Quantize a weight in a block format some rows at a time. Returns the scale of the whole tensor, or None if the format has
     none.
 
     on_chunk: called with each chunk, in several threads and in no particular order. amax: the largest |value| of all tensors that
-    share the tensor scale; by default, the largest finite |value| of this tensor.
+    share the tensor scale; by default, the largest finite |value| of this tensor. given: the scales of all blocks; by default, the
+    values determine them.
     """
     element = dtypes.BY_NAME[dtype] if isinstance(dtype, str) else dtype
     assert element.blocks is not None
@@ -43,16 +45,19 @@ def quantize_chunks(
         block_work = BlockWork(element, largest, width, of_tensor, tensor.device)
         for index in indices:
             taken, scales = pieces[index]
-            on_chunk(block_work, block_work.quantize(rows[taken], taken.start, scales.start))
+            of_rows = None if given is None else given.rows(scales)
+            on_chunk(block_work, block_work.quantize(rows[taken], taken.start, scales.start, of_rows))
 
     parallel_map(work, len(pieces), tensor.device)
     return of_tensor
 
 
-def quantize_blocks(tensor: torch.Tensor, dtype: str, amax: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_blocks(
+    tensor: torch.Tensor, dtype: str, amax: float | None = None, given: Scales | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (a weight's codes in a block format, the scale of each block). The codes are float8_e4m3fn or int8, in the weight's
     shape and without zero points; the scales are float32 [blocks down, blocks across]. amax: the |value| from which the tensor
-    scale is computed; by default, the largest finite |value|.
+    scale is computed; by default, the largest finite |value|. given: as for `quantize_chunks`.
     """
     element = dtypes.BY_NAME[dtype]
     assert element.blocks is not None
@@ -66,7 +71,7 @@ def quantize_blocks(tensor: torch.Tensor, dtype: str, amax: float | None = None)
         rows[chunk.first : chunk.first + len(chunk.units)] = chunk.codes(element)
         scale[chunk.first_scale : chunk.first_scale + len(effective)] = effective
 
-    quantize_chunks(tensor, dtype, keep, amax=amax)
+    quantize_chunks(tensor, dtype, keep, amax, given)
     return codes, scale
 
 

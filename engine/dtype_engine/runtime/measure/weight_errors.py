@@ -1,4 +1,6 @@
-"""Computes the round-trip errors of weights: how much casting them by a plan changes their values. No pass is run."""
+"""Computes the round-trip errors of weights: how much casting them by a plan changes their values. No pass is run, so a dtype with
+a rounding such as GPTQ, which is fitted to inputs, counts as the format with the nearest values.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from dtype_engine.checkpoint import Checkpoint, FileIdentity, Watch, refuse_changed
+from dtype_engine.core import dtypes
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import Cancelled, UserError
 from dtype_engine.core.text import printable
@@ -37,7 +40,8 @@ def round_trips(
     for done, cast in enumerate(casts):
         on_progress(done, len(casts))
         watch.look()
-        yield dataclasses.replace(round_trip(cast.name, cast.source.read(), cast.dtype), stored=cast.stored)
+        dtype = dtypes.unrounded(cast.dtype)
+        yield dataclasses.replace(round_trip(cast.name, cast.source.read(), dtype), stored=cast.stored)
     refuse_changed(identities)
 
 
@@ -105,7 +109,7 @@ def _reading(
         raise UserError(f"{printable(name)} is stored as {stored}, which is never cast")
     errors = tuple(
         dataclasses.replace(round_trip(name, tensor, target, cancelled), stored=stored)
-        for target in targets
+        for target in dict.fromkeys(map(dtypes.unrounded, targets))
         if target != stored
     )
     return WeightStats(exponents(name, tensor, cancelled), errors)

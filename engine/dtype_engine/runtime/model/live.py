@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import msgspec
 import torch
@@ -23,6 +23,7 @@ from torch import nn
 from dtype_engine.checkpoint import Checkpoint, FileIdentity
 from dtype_engine.checkpoint.kv_cache import declared_formats
 from dtype_engine.core import dtypes
+from dtype_engine.core.callbacks import ignore
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import Cancelled, UserError
 from dtype_engine.core.fused import scale_groups, whole_scale_group
@@ -38,11 +39,13 @@ from dtype_engine.runtime.libraries.torch_private import is_compiled, slots_of
 from dtype_engine.runtime.model.device_map import Places, distribute
 from dtype_engine.runtime.model.module_tree import collect_tensors, tree_of
 from dtype_engine.runtime.model.name_mapping import Placement
+from dtype_engine.runtime.model.rounded_weights import RoundedWeights
 from dtype_engine.runtime.model.side_settings import SideSettings
 from dtype_engine.runtime.model.stored_tree import unused, with_files
 from dtype_engine.runtime.numerics.activations import InputFormat
 from dtype_engine.runtime.numerics.overflow_underflow import all_losses, count_losses
 from dtype_engine.runtime.numerics.quantize import cast_or_quantize
+from dtype_engine.runtime.numerics.roundings import RoundedCodes, WeightStatistics, rounded_codes
 from dtype_engine.runtime.weights.blockwise import BlockwiseSource
 from dtype_engine.runtime.weights.budget import BLOCKS, MemoryBudget
 from dtype_engine.runtime.weights.source import PlainSource, WeightSource, placeholder
@@ -61,6 +64,10 @@ class Weight:
     """The current dtype, such as "bfloat16" or "nvfp4"."""
     scale: torch.Tensor | None = None
     """The scales of the codes that the module holds, or None if it holds no codes. A placeholder if `blockwise` is True."""
+    rounded: RoundedCodes | None = None
+    """The current codes and scales, if a rounding such as GPTQ chose them. None if the dtype has no rounding, and if no product
+    used the weight in the calibration runs, so that it has the nearest codes.
+    """
     decoded: bool = False
     """Whether each operation has to read or decode the stored values, because the module holds a placeholder for them."""
     losses: dict[str, ValueLoss | None] = field(default_factory=dict)
@@ -192,14 +199,18 @@ class Weight:
         loss = total([self.part_losses[dtype, index] for index in range(self.stored.shape[0])])
         return loss if loss.is_listed else None
 
-    def cast_to(self, dtype: str, sharing: Sequence[Weight] = ()) -> None:
-        """Cast the stored values to `dtype`. sharing: the weights that get a common tensor scale, including this one."""
+    def cast_to(self, dtype: str, sharing: Sequence[Weight] = (), rounded: RoundedCodes | None = None) -> None:
+        """Cast the stored values to `dtype`. sharing: the weights that get a common tensor scale, including this one. rounded: the
+        codes that a rounding chose, or None for the nearest ones.
+        """
         shares = tuple(weight.info.name for weight in sharing)
         if shares != self.shares:
             self.losses.pop(dtype, None)
             self.part_losses = {key: loss for key, loss in self.part_losses.items() if key[0] != dtype}
-        self.shares, self._sharing = shares, tuple(sharing)
-        if self.blockwise and dtype != self.info.dtype:
+        self.shares, self._sharing, self.rounded = shares, tuple(sharing), rounded
+        if rounded is not None:
+            self.tensor.data, self.scale = rounded.codes, rounded.scale
+        elif self.blockwise and dtype != self.info.dtype:
             held = torch_dtype(dtype) if dtype in dtypes.COMPUTE_DTYPES else self.stored.holds
             self.tensor.data = placeholder(self.stored.shape, held, self.tensor.device)
             self.scale = None if dtype in dtypes.COMPUTE_DTYPES else torch.ones(1)
@@ -307,6 +318,32 @@ def _on_device(
     return originals
 
 
+class InputsOfWeights(Protocol):
+    """Runs a model on its calibration inputs, and collects statistics of what its weights are multiplied with."""
+
+    def runs(self, rounded: Mapping[str, str]) -> int:
+        """Return how many runs over one sequence `collect` makes."""
+
+    def collect(
+        self, rounded: Mapping[str, str], on_run: Callable[[], None], cancelled: IsCancelled
+    ) -> Iterator[dict[str, WeightStatistics]]:
+        """Yield the statistics of as many weights at a time as fit in memory, by name. rounded: the weights' new dtypes by name."""
+
+
+@dataclass
+class _Steps:
+    """Counts the steps of a cast. on_progress: called with the numbers of finished and of all steps, or None."""
+
+    total: int
+    on_progress: Callable[[int, int], None] | None
+    done: int = 0
+
+    def add(self) -> None:
+        self.done += 1
+        if self.on_progress is not None:
+            self.on_progress(self.done, self.total)
+
+
 @dataclass
 class LiveModel:
     """A model in memory: its `nn.Module`, the tree of its modules and tensors, and its weights, which are cast in place."""
@@ -343,6 +380,10 @@ class LiveModel:
     """The weights, keyed by the `id` of the tensor object in the module."""
     cache_formats: dict[str, str] = field(default_factory=dict)
     """The formats to which KV caches are rounded in a candidate run, keyed by the name of the cache tensor."""
+    calibration: InputsOfWeights | None = None
+    """Runs the model on its calibration inputs when weights are cast to dtypes with roundings. None if it has no inputs."""
+    rounded: RoundedWeights = field(default_factory=RoundedWeights)
+    """Keeps what roundings chose for weights that were cast otherwise since."""
 
     def __repr__(self) -> str:
         return f"LiveModel: {printable(self.title)} on {self.device}"
@@ -431,19 +472,23 @@ class LiveModel:
         on_progress: Callable[[int, int], None] | None = None,
         cancelled: IsCancelled = never,
         caches: Mapping[str, str] | None = None,
+        shares: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         """Cast every weight to its planned dtype. A weight that already has this dtype is cast again only if it now shares its
         scale with other weights than before.
 
-        planned: the dtype of each weight, keyed by name. on_progress: called with the numbers of cast weights and of those to
-        cast. caches: the formats of the KV caches, keyed by cache tensor; None leaves them unchanged. Raises Cancelled between two
-        weights; a later call continues from there. Raises UserError if the device lacks float64 or memory.
+        planned: the dtype of each weight, keyed by name. on_progress: called with the numbers of finished steps and of all, which
+        are casts, and calibration runs for dtypes with roundings. caches: the formats of the KV caches, keyed by cache tensor; None
+        leaves them unchanged. shares: the names of all weights over which a weight's tensor scale is computed, by its name, if
+        some of them are not cast. Raises Cancelled between two weights; a later call continues from there. Raises UserError if the
+        device lacks float64 or memory, and if a rounding can't be fitted.
         """
         if caches is not None:
             self.cache_formats = dict(caches)
         shared = scale_groups(
             {name: planned[name] for name, weight in self.weights.items() if not weight.info.own_codes}
         )
+        shared |= {name: tuple(names) for name, names in (shares or {}).items()}
         pending = [
             weight
             for name, weight in self.weights.items()
@@ -456,18 +501,97 @@ class LiveModel:
             )
         # Weights that return to the mapped data come first, which frees memory before any is allocated.
         pending.sort(key=lambda weight: planned[weight.info.name] != weight.info.dtype)
+        unknown = self._to_round(pending, planned, shared)
+        runs = 0 if self.calibration is None else self.calibration.runs(unknown)
+        step = _Steps(len(pending) + runs, on_progress).add
         try:
-            for done, weight in enumerate(pending):
-                if cancelled():
-                    raise Cancelled
-                name = weight.info.name
-                with enough_memory(f"{name} in {planned[name]}", weight.tensor.device):
-                    weight.cast_to(planned[name], [self.weights[other] for other in shared.get(name, ())])
-                if on_progress is not None:
-                    on_progress(done + 1, len(pending))
+            for group, statistics in self._groups(pending, unknown, step, cancelled):
+                for weight in group:
+                    if cancelled():
+                        raise Cancelled
+                    name, others = weight.info.name, shared.get(weight.info.name, ())
+                    with enough_memory(f"{name} in {planned[name]}", weight.tensor.device):
+                        sharing = [self.weights[other] for other in others]
+                        weight.cast_to(
+                            planned[name], sharing, self._rounded(weight, planned[name], sharing, statistics)
+                        )
+                    step()
         finally:
             if pending:
                 trim_heap()
+
+    def _to_round(
+        self, pending: Sequence[Weight], planned: Mapping[str, str], shared: Mapping[str, tuple[str, ...]]
+    ) -> dict[str, str]:
+        """Return the new dtypes, by name, of the weights that are to be rounded by statistics that are not known. Raises what
+        `need_calibration` raises.
+        """
+        found = {}
+        for weight in pending:
+            name, dtype = weight.info.name, planned[weight.info.name]
+            if not dtypes.BY_NAME[dtype].rounding or self.rounded.get(name, dtype, shared.get(name, ())) is not None:
+                continue
+            found[name] = dtype
+        self.need_calibration(found)
+        return found
+
+    def round_ahead(
+        self, rounded: Mapping[str, str], shares: Mapping[str, Sequence[str]], cancelled: IsCancelled
+    ) -> set[str]:
+        """Round weights that `apply` is to cast one after another, so that it need not run the calibration inputs for each. Returns
+        the names of the weights that a matrix product uses; all others have the nearest values. rounded: their new dtypes by name.
+        shares: as for `apply`. Raises NoForward, KernelError, Cancelled, and what `need_calibration` raises.
+        """
+        calibration, found = self.need_calibration(rounded), set[str]()
+        for statistics in calibration.collect(rounded, ignore, cancelled) if calibration is not None else ():
+            for name in statistics:
+                if cancelled():
+                    raise Cancelled
+                sharing = [self.weights[each] for each in shares.get(name, ())]
+                self._rounded(self.weights[name], rounded[name], sharing, statistics)
+                found.add(name)
+        return found
+
+    def need_calibration(self, rounded: Mapping[str, str]) -> InputsOfWeights | None:
+        """Return what collects the statistics for new dtypes with roundings (`rounded`, by weight name), or None if there are none.
+        Raises UserError if the model has no calibration inputs, or one of the weights is not in memory.
+        """
+        for name, dtype in rounded.items():
+            if self.weights[name].blockwise:
+                raise UserError(
+                    f"{name} can't be rounded to {dtype} in a model that is run from the disk: use {dtypes.unrounded(dtype)}"
+                )
+            if self.calibration is None:
+                raise UserError(
+                    f"{name} can't be rounded to {dtype} without inputs: {self.title} has none that it can be run on"
+                )
+        return self.calibration if rounded else None
+
+    def _groups(
+        self, pending: Sequence[Weight], unknown: Mapping[str, str], step: Callable[[], None], cancelled: IsCancelled
+    ) -> Iterator[tuple[list[Weight], Mapping[str, WeightStatistics]]]:
+        """Yield the weights to cast with the statistics of their inputs: first those for which none are needed (which are not in
+        `unknown`), last those that no product used. step: called after each calibration run of one sequence.
+        """
+        yield [each for each in pending if each.info.name not in unknown], {}
+        rest = dict(unknown)
+        for statistics in self.calibration.collect(unknown, step, cancelled) if unknown and self.calibration else ():
+            yield [self.weights[each] for each in statistics], statistics
+            for each in statistics:
+                rest.pop(each, None)
+        yield [self.weights[each] for each in rest], {}
+
+    def _rounded(
+        self, weight: Weight, dtype: str, sharing: Sequence[Weight], statistics: Mapping[str, WeightStatistics]
+    ) -> RoundedCodes | None:
+        """Return what a rounding chooses for a weight in `dtype`, or None without a rounding or statistics."""
+        name, shares = weight.info.name, tuple(each.info.name for each in sharing)
+        kept = self.rounded.get(name, dtype, shares)
+        if kept is None and name in statistics:
+            amax = max((each.amax for each in sharing), default=None)
+            kept = rounded_codes(weight.stored.read(weight.tensor.device), dtype, statistics[name], amax)
+            self.rounded.keep(name, dtype, shares, kept, self.cache_budget)
+        return kept
 
     @contextmanager
     def requiring_grad(self) -> Iterator[None]:

@@ -1,6 +1,7 @@
-"""Rounds the inputs of matrix products with quantized weights, as the run setting `quantize_activations` requests.
+"""Finds the matrix products with weights in a forward pass, and rounds their inputs if the weights are quantized and the run
+setting `quantize_activations` requests it.
 
-Runtimes quantize only the inputs of matrix products, so only these are rounded, whichever torch function computes the product. A
+Runtimes quantize only the inputs of matrix products, so only these are found, whichever torch function computes the product. A
 tensor computed from one weight alone (its transpose, a cast of it, the part of one expert) counts as that weight. Inputs of
 convolutions, recurrent layers and torch's own attention modules are not rounded; `left_wide` collects the names of these
 operations.
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -51,26 +52,40 @@ _OTHERS = frozenset(
 """Operations with matrix products whose inputs no runtime quantizes, or which a torch-function mode can't reach."""
 
 
+Label = TypeVar("Label")
+"""What stands for a weight, such as the format of its inputs."""
+
+
 @dataclass(frozen=True, slots=True)
-class Rounds:
-    """Which operand (0 or 1) of a matrix product is rounded, how, and over which dimension `dim` the product sums."""
+class Product(Generic[Label]):
+    """A matrix product with a weight: which operand (0 or 1) is the input, the weight's label, and over which dimension of the
+    input (`dim`) and of the weight (`of_weight`) it sums.
+    """
 
     operand: int
-    form: InputFormat
+    form: Label
     dim: int
+    of_weight: int
 
 
-class ActivationRounding:
-    """Rounds the activations that are multiplied by quantized weights, or by tensors computed from a single quantized weight."""
+Rounds = Product[InputFormat]
+
+
+class WeightProducts(Generic[Label]):
+    """Follows weights, and tensors computed from a single weight, to the matrix products in which they are used."""
 
     def __init__(self) -> None:
         self.left_wide: set[str] = set()
-        """Names of operations that used a quantized weight, but whose activations could not be rounded."""
-        self._made: MutableMapping[torch.Tensor, InputFormat] = WeakIdKeyDictionary()
+        """Names of operations that used a weight, but whose activations are not found."""
+        self._made: MutableMapping[torch.Tensor, Label] = WeakIdKeyDictionary()
 
-    def formats(self, tensors: list[torch.Tensor], stored: Mapping[int, InputFormat]) -> dict[int, InputFormat]:
-        """Return the formats of those `tensors` that are quantized weights or were computed from one, keyed by the tensor's `id`.
-        stored: the formats of the quantized weights, keyed by `id`.
+    def counts(self, form: Label) -> bool:
+        """Return whether products with a weight of this label are found."""
+        return True
+
+    def formats(self, tensors: list[torch.Tensor], stored: Mapping[int, Label]) -> dict[int, Label]:
+        """Return the labels of those `tensors` that are weights or were computed from one, keyed by the tensor's `id`. stored: the
+        labels of the weights, keyed by `id`.
         """
         return {
             id(tensor): form
@@ -78,9 +93,13 @@ class ActivationRounding:
             if (form := stored.get(id(tensor)) or self._made.get(tensor)) is not None
         }
 
-    def follow(self, output: Any, tensors: list[torch.Tensor], formats: Mapping[int, InputFormat]) -> None:
-        """If all float arguments are quantized weights of one format, let the float results of the operation count as quantized
-        weights of this format, too.
+    def label(self, tensor: torch.Tensor, form: Label) -> None:
+        """Let a tensor count as a weight of the label `form`."""
+        self._made[tensor] = form
+
+    def follow(self, output: Any, tensors: list[torch.Tensor], formats: Mapping[int, Label]) -> None:
+        """If all float arguments are weights of one label, let the float results of the operation count as weights of this label,
+        too.
         """
         floats = [id(tensor) for tensor in tensors if tensor.is_floating_point() or id(tensor) in formats]
         kinds = {formats.get(key) for key in floats}
@@ -90,69 +109,94 @@ class ActivationRounding:
                     self._made[made] = form
 
     def wanted(
-        self, name: str, args: Arguments, kwargs: Mapping[str, Any], formats: Mapping[int, InputFormat]
-    ) -> Rounds | None:
-        """Return which operand of a torch call has to be rounded, and how, or None. args, kwargs: the arguments, in which weights
-        are not yet replaced by their values. formats: as returned by `formats`.
+        self, name: str, args: Arguments, kwargs: Mapping[str, Any], formats: Mapping[int, Label]
+    ) -> Product[Label] | None:
+        """Return the product with a weight that a torch call computes, or None. args, kwargs: the arguments, in which weights are
+        not yet replaced by their values. formats: as returned by `formats`.
         """
         if name == "einsum":
-            return _of_einsum(args, formats)
+            return self._of_einsum(args, formats)
         if name not in _PRODUCTS:
-            if name in _OTHERS and any(quantizes_activations(form.dtype) for form in formats.values()):
+            if name in _OTHERS and any(map(self.counts, formats.values())):
                 self.left_wide.add(name)
             return None
         operands = [_operand(args, kwargs, operand) for operand in _PRODUCTS[name]]
-        weight = _weight_among(operands, formats)
+        weight = self._weight_among(operands, formats)
         if weight is None or not isinstance(other := operands[1 - weight[0]], torch.Tensor):
             return None
         dim = _PRODUCTS[name][1 - weight[0]][2]
-        return Rounds(1 - weight[0], weight[1], dim if other.ndim > 1 else -1)
+        return Product(1 - weight[0], weight[1], dim if other.ndim > 1 else -1, _PRODUCTS[name][weight[0]][2])
+
+    def _weight_among(self, operands: Sequence[Any], formats: Mapping[int, Label]) -> tuple[int, Label] | None:
+        """Return (index, label) of the operand that is a weight, or None if no operand is one. If both operands are weights, the
+        right one is returned, since the left one then acts as the input, such as a learned token.
+        """
+        known = [formats.get(id(operand)) for operand in operands]
+        index = 1 if known[1] is not None else 0
+        form = known[index]
+        return (index, form) if form is not None and self.counts(form) else None
+
+    def _of_einsum(self, args: Arguments, formats: Mapping[int, Label]) -> Product[Label] | None:
+        """Return the product of an einsum that has two operands and sums over one letter that both have. Returns None for any other
+        einsum, and if neither operand is a weight. formats: the labels of weights among the operands, keyed by `id`.
+        """
+        if len(args) != 3 or not isinstance(args[0], str) or "." in args[0] or "->" not in args[0]:
+            return None
+        inputs, output = args[0].replace(" ", "").split("->")
+        letters = inputs.split(",")
+        summed = [letter for letter in letters[0] if letter in letters[-1] and letter not in output]
+        weight = self._weight_among(args[1:], formats)
+        if len(letters) != 2 or len(summed) != 1 or weight is None:
+            return None
+        index, form = weight
+        return Product(1 - index, form, letters[1 - index].index(summed[0]), letters[index].index(summed[0]))
 
     def apply(
         self,
         name: str,
         args: Arguments,
         kwargs: dict[str, Any],
-        rounds: Rounds,
+        product: Product[Label],
         dtype: torch.dtype | None = None,
     ) -> tuple[Arguments, dict[str, Any], torch.Tensor]:
-        """Round the operand in `rounds`, after a cast to `dtype` if given. Returns (args, kwargs, operand before rounding)."""
-        operand = (rounds.operand + 1, "", 0) if name == "einsum" else _PRODUCTS[name][rounds.operand]
+        """Replace the input of a product. Returns (args, kwargs, the input before)."""
+        raise NotImplementedError
+
+
+class ActivationRounding(WeightProducts[InputFormat]):
+    """Rounds the activations that are multiplied by quantized weights, or by tensors computed from a single quantized weight."""
+
+    def counts(self, form: InputFormat) -> bool:
+        return quantizes_activations(form.dtype)
+
+    def apply(
+        self,
+        name: str,
+        args: Arguments,
+        kwargs: dict[str, Any],
+        product: Rounds,
+        dtype: torch.dtype | None = None,
+    ) -> tuple[Arguments, dict[str, Any], torch.Tensor]:
+        """Round the input of a product, after a cast to `dtype` if given. Returns (args, kwargs, input before rounding)."""
+        operand = _place_of(name, product.operand)
         before: torch.Tensor = _operand(args, kwargs, operand)
-        values = before.movedim(rounds.dim, -1).to(dtype or before.dtype)
-        after = quantize_activations(values, rounds.form.dtype, rounds.form.scale).movedim(-1, rounds.dim)
+        values = before.movedim(product.dim, -1).to(dtype or before.dtype)
+        after = quantize_activations(values, product.form.dtype, product.form.scale).movedim(-1, product.dim)
         position, keyword, _ = operand
         if position < len(args):
             return (*args[:position], after, *args[position + 1 :]), kwargs, before
         return args, kwargs | {keyword: after}, before
 
 
-def _weight_among(operands: Sequence[Any], formats: Mapping[int, InputFormat]) -> tuple[int, InputFormat] | None:
-    """Return (index, format) of the operand that is a quantized weight, or None if no operand is one. If both operands are weights,
-    the right one is returned, since the left one then acts as the input, such as a learned token.
-    """
-    known = [formats.get(id(operand)) for operand in operands]
-    index = 1 if known[1] is not None else 0
-    form = known[index]
-    return (index, form) if form is not None and quantizes_activations(form.dtype) else None
+def operand_of(name: str, args: Arguments, kwargs: Mapping[str, Any], operand: int) -> Any:
+    """Return an operand (0 or 1) of the product that the torch function `name` computes."""
+    return _operand(args, kwargs, _place_of(name, operand))
+
+
+def _place_of(name: str, operand: int) -> _Operand:
+    return (operand + 1, "", 0) if name == "einsum" else _PRODUCTS[name][operand]
 
 
 def _operand(args: Arguments, kwargs: Mapping[str, Any], operand: _Operand) -> Any:
     position, keyword, _ = operand
     return args[position] if position < len(args) else kwargs.get(keyword)
-
-
-def _of_einsum(args: Arguments, formats: Mapping[int, InputFormat]) -> Rounds | None:
-    """Return how to round an operand of an einsum that has two operands and sums over one letter that both have. Returns None for
-    any other einsum, and if neither operand is a quantized weight. formats: the formats of quantized weights among the operands,
-    keyed by `id`.
-    """
-    if len(args) != 3 or not isinstance(args[0], str) or "." in args[0] or "->" not in args[0]:
-        return None
-    inputs, output = args[0].replace(" ", "").split("->")
-    letters = inputs.split(",")
-    summed = [letter for letter in letters[0] if letter in letters[-1] and letter not in output]
-    weight = _weight_among(args[1:], formats)
-    if len(letters) != 2 or len(summed) != 1 or weight is None:
-        return None
-    return Rounds(1 - weight[0], weight[1], letters[1 - weight[0]].index(summed[0]))

@@ -14,7 +14,6 @@ from dtype_engine.runtime.modes.candidate import CandidateMode
 from dtype_engine.runtime.modes.op_tables import Arguments, tensors_in
 from dtype_engine.runtime.modes.reference import ReferenceMode
 from dtype_engine.runtime.modes.weight_mode import WeightMode
-from dtype_engine.runtime.numerics.activations import InputFormat
 
 
 class PartialCastMode(WeightMode):
@@ -64,7 +63,7 @@ class PartialCastMode(WeightMode):
     def is_quantized(self, weight: Weight) -> bool:
         return self._run_of_module.is_quantized(weight)
 
-    def input_format(self, weight: Weight) -> InputFormat | None:
+    def input_format(self, weight: Weight) -> Any:
         return self._run_of_module.input_format(weight)
 
     def note_use(self, key: int) -> None:

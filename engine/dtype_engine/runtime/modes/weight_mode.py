@@ -30,7 +30,7 @@ from dtype_engine.runtime.libraries.torch_private import (
     without_dtype_check,
 )
 from dtype_engine.runtime.model.live import Weight
-from dtype_engine.runtime.modes.activations import ActivationRounding, Rounds
+from dtype_engine.runtime.modes.activations import Product, WeightProducts
 from dtype_engine.runtime.modes.op_tables import (
     METADATA,
     TENSOR_PROPERTIES,
@@ -86,7 +86,7 @@ class WeightMode(TorchFunctionMode):
         device: torch.device,
         replaced: Iterable[int] = (),
         compute: torch.dtype = torch.float32,
-        rounding: ActivationRounding | None = None,
+        rounding: WeightProducts[Any] | None = None,
     ) -> None:
         super().__init__()
         self.weights = weights
@@ -95,7 +95,7 @@ class WeightMode(TorchFunctionMode):
         self.compute = compute
         """The dtype to which a weight in a format with scales is dequantized for an operation without an activation."""
         self.rounding = rounding
-        """Rounds activations that quantized weights multiply. None if the run setting `quantize_activations` is "none"."""
+        """What gets the inputs of products with weights, such as an `ActivationRounding`, or None."""
         self.record: Callable[[ImplicitCast], None] | None = None
         """A function that is called with every implicit cast, or None if casts are not recorded."""
         self.requiring_grad = False
@@ -271,8 +271,10 @@ class WeightMode(TorchFunctionMode):
         """Return whether a weight is in a format with scales in this pass, such as float8."""
         return False
 
-    def input_format(self, weight: Weight) -> InputFormat | None:
-        """Return how activations that this weight multiplies are rounded if the run settings request it, or None."""
+    def input_format(self, weight: Weight) -> Any:
+        """Return how activations that this weight multiplies are rounded if the run settings request it (an `InputFormat`), or
+        None: the weight's label for `rounding`.
+        """
         return InputFormat(weight.dtype) if self.is_quantized(weight) else None
 
     def is_weight(self, tensor: torch.Tensor) -> bool:
@@ -357,7 +359,7 @@ class WeightMode(TorchFunctionMode):
         kwargs: dict[str, Any],
         tensors: list[torch.Tensor],
         found: Mapping[int, Weight],
-        rounds: Rounds | None,
+        rounds: Product[Any] | None,
     ) -> Any:
         """Call a torch function with values instead of the weights in `found`, and with one operand rounded by `rounds`."""
         if found:
@@ -421,7 +423,7 @@ class WeightMode(TorchFunctionMode):
         return self.current_values({key: self.weights[key]}, None, "")[key]
 
     def _rounded(
-        self, name: str, args: Arguments, kwargs: dict[str, Any], rounds: Rounds
+        self, name: str, args: Arguments, kwargs: dict[str, Any], rounds: Product[Any]
     ) -> tuple[Arguments, dict[str, Any]]:
         assert self.rounding is not None
         self.added = True

@@ -21,7 +21,8 @@ from dtype_engine.core.kv_formats import GROUP, KV_FORMATS, WINDOW
 from dtype_engine.runtime.device import divide
 from dtype_engine.runtime.formats.dequantize import torch_dtype
 from dtype_engine.runtime.formats.quantize_blocks import rounded
-from dtype_engine.runtime.numerics.quantize import amax_to_scale, values_in
+from dtype_engine.runtime.formats.scales import amax_to_scale
+from dtype_engine.runtime.numerics.quantize import values_in
 
 
 def round_cache(values: torch.Tensor, name: str, keys: bool, amax: torch.Tensor | None = None) -> torch.Tensor:

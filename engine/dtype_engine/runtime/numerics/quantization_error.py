@@ -31,9 +31,10 @@ from dtype_engine.runtime.formats.row_blocks import (
     row_slices,
     single_intraop_thread,
 )
+from dtype_engine.runtime.formats.scales import amax_to_scale
 from dtype_engine.runtime.numerics.compare.metrics import relative_l2, sqnr_db
 from dtype_engine.runtime.numerics.overflow_underflow import count_zeroed_nan, count_zeros, magnitude_bits
-from dtype_engine.runtime.numerics.quantize import amax_to_scale, quantize_block, saturates_beyond
+from dtype_engine.runtime.numerics.quantize import quantize_block, saturates_beyond
 
 
 def round_trip(name: str, tensor: torch.Tensor, dtype: str, cancelled: IsCancelled = never) -> WeightError:

@@ -18,18 +18,15 @@ from collections.abc import Callable, Iterable
 import torch
 
 from dtype_engine.core import dtypes
-from dtype_engine.runtime.device import divide
 from dtype_engine.runtime.formats import mx
 from dtype_engine.runtime.formats.dequantize import Workspace, dequantize, torch_dtype
 from dtype_engine.runtime.formats.quantize_blocks import quantize_blocks
 from dtype_engine.runtime.formats.row_blocks import Values, as_rows, finite_amax, parallel_map, row_amax, row_slices
-from dtype_engine.runtime.formats.scales import FLOAT32_MAX, largest_scale
-
-_SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+from dtype_engine.runtime.formats.scales import FLOAT32_MAX, Scales, amax_to_scale
 
 
 def cast_or_quantize(
-    tensor: torch.Tensor, dtype: str, amax: float | None = None
+    tensor: torch.Tensor, dtype: str, amax: float | None = None, given: Scales | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Cast `tensor` to `dtype`. Returns (values, None), or (codes, scales) for a format with scales such as float8 or int8.
 
@@ -39,20 +36,20 @@ def cast_or_quantize(
     codes for them.
 
     amax: the |value| from which the tensor scale of a block format is computed, for tensors that share one scale; by default, the
-    largest finite |value| of this tensor.
+    largest finite |value| of this tensor. given: the scales of all blocks or channels; by default, the values determine them.
     """
     target = torch_dtype(dtype)
     if dtype not in dtypes.STORAGE_DTYPES:
         return tensor.to(target), None
     if dtype in dtypes.BLOCK_FORMATS:
-        return quantize_blocks(tensor, dtype, amax)
+        return quantize_blocks(tensor, dtype, amax, given)
     quantized = torch.empty(tensor.shape, dtype=target, device=tensor.device)
     flat = quantized.view(-1)
 
     def keep(start: int, codes: torch.Tensor) -> None:
         flat[start : start + len(codes)] = codes
 
-    return quantized, quantize_in_blocks(tensor, dtype, keep, amax if dtypes.BY_NAME[dtype].per_tensor else None)
+    return quantized, quantize_in_blocks(tensor, dtype, keep, amax if dtypes.BY_NAME[dtype].per_tensor else None, given)
 
 
 def values_in(tensor: torch.Tensor, dtype: str, compute: torch.dtype, amax: float | None = None) -> torch.Tensor:
@@ -70,12 +67,14 @@ def quantize_in_blocks(
     dtype: str,
     on_block: Callable[[int, torch.Tensor], None],
     amax: float | None = None,
+    given: Scales | None = None,
 ) -> torch.Tensor:
     """Quantize a tensor, a few rows at a time, to a dtype that has no block scales. Returns its scales, float32 [channels] or [1].
 
     on_block: called as `on_block(start, codes)` in several threads and in no particular order. `codes` holds the codes of some
     rows, flat, in a buffer that is reused, and `start` is the index of the first code in the flattened tensor. amax: the |value|
-    from which one scale for all channels is computed; by default, the values determine the scales.
+    from which one scale for all channels is computed; by default, the values determine the scales. given: the scales of all
+    channels.
     """
     rows = as_rows(tensor)
     top = dtypes.BY_NAME[dtype].max
@@ -95,19 +94,15 @@ def quantize_in_blocks(
             source = rows[block]
             part = values[: len(source)].copy_(source)
             workspace = buffers.first(len(part))
-            scale = amax_to_scale(row_amax(part), top) if tensor_scale is None else tensor_scale
+            if given is not None:
+                scale = given.effective.reshape(-1)[block]
+            else:
+                scale = amax_to_scale(row_amax(part), top) if tensor_scale is None else tensor_scale
             scales[block] = scale
             on_block(block.start * rows.shape[1], quantize_block(part, scale[:, None], dtype, workspace).view(-1))
 
     parallel_map(work, len(blocks), tensor.device)
     return tensor_scale if tensor_scale is not None and dtypes.BY_NAME[dtype].per_tensor else scales
-
-
-def amax_to_scale(amax: torch.Tensor, top: float) -> torch.Tensor:
-    """Return the scales amax / top, or 1 where amax is 0. top: the largest code. A scale is at least float32's smallest normal
-    value, and limited so that top times the scale is finite.
-    """
-    return torch.where(amax > 0, divide(amax, top).clamp_(_SMALLEST_SCALE, largest_scale(top)), torch.ones_like(amax))
 
 
 def saturates_beyond(dtype: str) -> float:

@@ -7,12 +7,13 @@ together with the other weights of the operation (see `companions`).
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from dtype_engine.core import dtypes
 from dtype_engine.core.callbacks import ignore
 from dtype_engine.core.cancellation import IsCancelled, never
-from dtype_engine.core.dtypes import COMPUTE_DTYPES
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.kv_formats import SCANNED
 from dtype_engine.recipe import tensor_bytes
@@ -71,6 +72,8 @@ class ExactScan(SavableScan):
         }
         """For each weight, a dtype in which it causes no drift from the reference."""
         self._companions: dict[str, tuple[str, ...]] = {}
+        self._rounded: dict[Key, bool] = {}
+        """For dtypes with a rounding: whether the rounding chose values, which the model keeps, as a product uses the weight."""
         self._meter: DriftMeter | None = None
         if self.save is not None and self.save.exists():
             saved = scan_file.read(self.save, self.fingerprint, None, exact=True)
@@ -117,7 +120,7 @@ class ExactScan(SavableScan):
         started = time.perf_counter()
         meter = self._started(cancelled)
         name, dtype = key
-        companions = self._companions.get(name, ()) if dtype in COMPUTE_DTYPES else ()
+        companions = self._companions.get(name, ()) if dtype in dtypes.COMPUTE_DTYPES else ()
         error: float | None = None
 
         def drift_of(names: tuple[str, ...]) -> float:
@@ -126,17 +129,39 @@ class ExactScan(SavableScan):
                 return 0.0
             cast = dict.fromkeys(names, dtype) if name in self.model.weights else {}
             caches = {} if cast else {name: dtype.removeprefix(SCANNED)}
-            self.model.apply(self._base | cast, cancelled=cancelled, caches=caches)
-            if cast and (
-                among := sharing(self.model.weights, *key)
-            ):  # a shared scale is computed over all weights that share it
-                self.model.weights[name].cast_to(dtype, among)
+            shares = self._shares([name], dtype) if cast else {}
+            if cast and not self._is_rounded(key, cancelled):
+                cast = {name: dtypes.unrounded(dtype) for name in cast}  # these are its values
+            self.model.apply(self._base | cast, cancelled=cancelled, caches=caches, shares=shares)
             output = meter.measure(cancelled=cancelled).output
             error = output.kl_mean_se
             return scalar_drift(output)
 
         score = added_drift(drift_of, name, companions)
         return MeasuredWeight(key, score, error, self.unit, self.forward_seconds, time.perf_counter() - started)
+
+    def _shares(self, names: Sequence[str], dtype: str) -> dict[str, list[str]]:
+        """Return the names of all weights over which a shared scale is computed, by the name of each weight that has one."""
+        found = {name: [each.info.name for each in sharing(self.model.weights, name, dtype)] for name in names}
+        return {name: among for name, among in found.items() if among}
+
+    def _is_rounded(self, key: Key, cancelled: IsCancelled) -> bool:
+        """Return whether a cast takes other values than the nearest ones. If it is not known, round this weight and those to be
+        measured after it, as many as may stay in memory.
+        """
+        dtype = key[1]
+        if not dtypes.BY_NAME[dtype].rounding:
+            return True
+        if key not in self._rounded:
+            names, left = list[str](), self.model.cache_budget // 2
+            for each in (each for each, other in self._costly[self._costly.index(key) :] if other == dtype):
+                left -= self.model.weights[each].info.numel
+                if names and left < 0:
+                    break
+                names.append(each)
+            found = self.model.round_ahead(dict.fromkeys(names, dtype), self._shares(names, dtype), cancelled)
+            self._rounded |= {(each, dtype): each in found for each in names}
+        return self._rounded[key]
 
     def _started(self, cancelled: IsCancelled) -> DriftMeter:
         """Return the drift meter. The first call measures the model without casts, and finds weights that are used together."""

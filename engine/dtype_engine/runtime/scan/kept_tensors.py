@@ -1,5 +1,6 @@
 """Keeps the activations that the backward passes of a scan need: those in the autograd graph, and the arguments and outputs of the
-recorded operations. They stay in memory or, if they take too much of it, are written to a temporary file.
+recorded operations. They stay in memory or, if they take too much of it, are written to a temporary file. The file also keeps the
+weights that a scan has rounded.
 
 `torch.autograd.graph.save_on_cpu` moves activations in a similar way, but writes a tensor once for each operation that uses it, and
 only to the memory of the CPU.
@@ -7,10 +8,11 @@ only to the memory of the CPU.
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -47,6 +49,12 @@ class KeptTensor:
         return KeptTensor(tensor, version_of(tensor), block)
 
     @property
+    def start(self) -> int:
+        """The offset in the file, in bytes, of a tensor that has been written to it."""
+        assert self.place is not None
+        return self.place.start
+
+    @property
     def changed(self) -> bool:
         """Whether the model changed the tensor's values after the tensor was kept and before it was written to the file."""
         return self.overwritten or (self.tensor is not None and version_of(self.tensor) != self.version)
@@ -80,9 +88,11 @@ class ActivationFile:
     The tensors that one block of the model keeps are written when the next block keeps a tensor, or once they take `most` bytes.
     Tensors that have been read stay in memory up to the same size. Tensors that share memory are written together. Raises UserError
     if the file can't be written.
+
+    path: the `path` of another process's file, which is then only read. Raises OSError if it can't be opened.
     """
 
-    def __init__(self, most: int = 1 << 62) -> None:
+    def __init__(self, most: int = 1 << 62, path: str | None = None) -> None:
         self.nbytes = 0
         self.most = most
         self._waiting: list[KeptTensor] = []
@@ -91,10 +101,21 @@ class ActivationFile:
         """The bytes that `load` has read back for the current block's backward pass, by their offset in the file."""
         self._read_bytes = 0
         self._reading = ""
+        if path is not None:
+            self._file: io.RawIOBase = open(path, "rb", buffering=0)  # noqa: SIM115
+            return
         try:
             self._file = tempfile.TemporaryFile(prefix="dtype-engine-", buffering=0, dir=_folder())  # noqa: SIM115
         except OSError as error:
             raise _no_room(error) from error
+
+    @property
+    def path(self) -> str | None:
+        """The path by which other processes of this machine can open the file while this one lives, or None if the system has none
+        for a file without a name.
+        """
+        path = f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
+        return path if os.path.exists(path) else None
 
     def keep(self, tensor: torch.Tensor, block: str) -> KeptTensor:
         """Keep a tensor with which `block` computes. It stays in memory until it is written."""
@@ -142,10 +163,12 @@ class ActivationFile:
         if instead_of is not None and instead_of.place is not None:
             self._write_at(instead_of.place.start, data)
             return instead_of
-        start = self._append(data)
-        return KeptTensor(
-            None, 0, place=_Place(start, vector.nbytes, vector.dtype, vector.device, vector.shape, (1,), 0)
-        )
+        return self.record(self._append(data), len(vector), vector.dtype, vector.device)
+
+    def record(self, start: int, count: int, dtype: torch.dtype, device: torch.device) -> KeptTensor:
+        """Return the record of a vector that `put` has written at the offset `start`, perhaps in another process."""
+        place = _Place(start, count * dtype.itemsize, dtype, device, torch.Size((count,)), (1,), 0)
+        return KeptTensor(None, 0, place=place)
 
     def load(self, kept: KeptTensor) -> torch.Tensor:
         """Return a tensor with the values that it had when it was kept. What is read from the file stays in memory until
@@ -167,10 +190,16 @@ class ActivationFile:
         made = torch.empty(0, dtype=place.dtype, device=place.device)
         return made.set_(memory.untyped_storage(), place.offset, place.shape, place.strides)
 
-    def take(self, kept: KeptTensor) -> torch.Tensor:
-        """Return the vector for which `put` returned the record `kept`. The caller may change the vector."""
-        assert kept.place is not None
-        return self._bytes_at(kept.place).view(kept.place.dtype).to(kept.place.device)
+    def take(self, kept: KeptTensor, part: slice | None = None) -> torch.Tensor:
+        """Return the vector for which `put` returned the record `kept`, or only its elements from `part.start` up to `part.stop`.
+        The caller may change the vector.
+        """
+        place = kept.place
+        assert place is not None
+        if part is not None:
+            size = place.nbytes // max(1, place.shape[0])
+            place = replace(place, start=place.start + size * part.start, nbytes=size * (part.stop - part.start))
+        return self._bytes_at(place).view(place.dtype).to(place.device)
 
     def end_block(self) -> None:
         """Free the tensors that `load` has read back from the file for one block's backward pass. They stay in the file."""
@@ -250,8 +279,8 @@ def _folder() -> str:
 
 def _no_room(error: OSError) -> UserError:
     return UserError(
-        f"{_folder()}: the scan can't write activations here ({error.strerror}): set TMPDIR to a folder with more space, "
-        "or scan shorter sequences"
+        f"{_folder()}: the scan can't write its temporary file here ({error.strerror}): set TMPDIR to a folder with more space, "
+        "or scan shorter sequences or fewer dtypes"
     )
 
 

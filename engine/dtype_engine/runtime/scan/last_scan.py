@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,8 @@ ScanTask = Scan | ExactScan
 
 @dataclass
 class LastScan:
+    calibration: Callable[[], Inputs]
+    """Returns the inputs to which weights are rounded. Raises UserError and NoForward if they can't be made."""
     _requested: object = None
     _task: ScanTask | None = None
 
@@ -37,7 +39,8 @@ class LastScan:
 
         names: the dtypes and cache formats to scan. draws: the number of backward passes for each sequence; None for the default.
         exact: whether to measure instead of estimating. save: the file in which the scan is saved, or None. Raises UserError if
-        `names` is empty, if a dtype is unknown or "stored", and if the file `save` holds a scan with other parameters.
+        `names` is empty, if a dtype is unknown or "stored", and if the file `save` holds a scan with other parameters. Raises what
+        `calibration` raises if a dtype has a rounding.
         """
         targets = tuple(dict.fromkeys(map(parse_scanned, names)))
         if {dtypes.STORED, SCANNED + dtypes.STORED}.intersection(targets) or not targets:
@@ -45,10 +48,12 @@ class LastScan:
         settings = settings.of_weights()
         requested = (id(inputs), targets, settings, draws, exact, save)
         if self._task is None or requested != self._requested:
+            rounded = any(each in dtypes.BY_NAME and dtypes.BY_NAME[each].rounding for each in targets)
+            calibration = self.calibration() if rounded else None
             self._task = (
-                ExactScan(model, inputs, targets, settings, save)
+                ExactScan(model, inputs, targets, settings, save, calibration=calibration)
                 if exact
-                else Scan(model, inputs, targets, settings, save, draws=draws)
+                else Scan(model, inputs, targets, settings, save, calibration=calibration, draws=draws)
             )
             self._requested = requested
         return self._task

@@ -27,6 +27,7 @@ from dtype_engine.runtime.modes.weight_mode import WeightMode
 from dtype_engine.runtime.numerics.activations import InputFormat
 from dtype_engine.runtime.numerics.quantize import values_in
 from dtype_engine.runtime.scan.companions import companions_of
+from dtype_engine.runtime.scan.scanned_roundings import ScannedRoundings
 from dtype_engine.runtime.scan.weight_ops import WeightOp, WeightOrigin
 from dtype_engine.runtime.weights.source import PlainSource, WeightSource
 
@@ -57,6 +58,8 @@ class LocalErrors:
     """The maximum number of bytes of cast weights that are kept for later operations."""
     rounds: bool = False
     """Whether to also round the activations that are multiplied by a quantized weight."""
+    rounded: ScannedRoundings | None = None
+    """The values of weights in dtypes with a rounding such as GPTQ, which choose values by the inputs of a layer."""
 
     def __post_init__(self) -> None:
         self.rounding = ActivationRounding() if self.rounds else None
@@ -128,6 +131,8 @@ class LocalErrors:
         if not ids.numel() or (blocks is not None and blocks.rows > 1):
             return functional.embedding(ids, self.cast(name, dtype))
         weight = self.weights[name]
+        if self.rounded is not None and (name, dtype) in self.rounded:
+            return self.rounded.look_up(name, dtype, ids, reference_dtype(weight))
         rows = weight.stored.gather(ids)
         values = values_in(
             rows.reshape(-1, rows.shape[-1]), dtype, reference_dtype(weight), self._amax(name, dtype, True)
@@ -159,8 +164,11 @@ class LocalErrors:
             self._cast.move_to_end(key)
             return self._cast[key]
         weight = self.weights[name]
-        stored = self._read(weight.stored, rows, weight.tensor.device)
-        values = values_in(stored, dtype, reference_dtype(weight), self._amax(name, dtype, rows is not None))
+        if self.rounded is not None and (name, dtype) in self.rounded:
+            values = self.rounded.values(name, dtype, rows, reference_dtype(weight))
+        else:
+            stored = self._read(weight.stored, rows, weight.tensor.device)
+            values = values_in(stored, dtype, reference_dtype(weight), self._amax(name, dtype, rows is not None))
         self._cast[key] = values
         self._held += values.nbytes
         while self._held > self.budget and len(self._cast) > 1:

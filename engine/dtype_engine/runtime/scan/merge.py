@@ -49,6 +49,7 @@ def _joined(one: SavedScan, other: SavedScan, file: Path) -> SavedScan:
         scan_seconds=one.scan_seconds + other.scan_seconds,
         done=one.done | other.done,
         measured=None if one.measured is None else one.measured | (other.measured or {}),
+        roundings={**one.roundings, **other.roundings},
     )
 
 

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 from dtype_engine.checkpoint import FileIdentity
 from dtype_engine.core.dtypes import short_name
@@ -23,6 +24,7 @@ from dtype_engine.runtime.scan.cache_writes import scored_bytes
 from dtype_engine.runtime.scan.casts import scanned_dtypes
 from dtype_engine.runtime.scan.routing import Key
 from dtype_engine.runtime.scan.saved import Fingerprint, SavedScan
+from dtype_engine.runtime.scan.scanned_roundings import RoundingGains, gain_of, nearest_notices
 from dtype_engine.search.families import FAMILIES
 
 DEFAULT_DTYPES = FAMILIES[OWN].dtypes
@@ -48,10 +50,12 @@ class SavableScan(ABC):
     """Which of the parts this process scans, if a scan is divided among several jobs."""
     on_unsaved: Callable[[str], None] | None = None
     """Called with the reason if `save` can't be written; the scan then continues without it. If None, UserError is raised."""
+    calibration: Inputs | None = None
+    """The inputs to which weights are rounded, or None if no dtype has a rounding."""
     _seen: FileIdentity | None = None
 
     def __post_init__(self) -> None:
-        self.fingerprint = Fingerprint.of(self.model, self.inputs, self.dtypes, self.settings)
+        self.fingerprint = Fingerprint.of(self.model, self.inputs, self.dtypes, self.settings, self.calibration)
         self.wanted = scanned_dtypes(self.model, self.dtypes)
 
     def __repr__(self) -> str:
@@ -66,6 +70,15 @@ class SavableScan(ABC):
         """Save all results in the file `path`. Raises UserError if it can't be written or holds a different scan."""
         self._seen = scan_file.write_joined(path, self.saved(), self._seen)
 
+    def _fitted(self) -> tuple[str, ...]:
+        """Return a notice if the roundings are fitted to the inputs of the scan."""
+        if self.calibration is not self.inputs:
+            return ()
+        return (
+            "the roundings were fitted to the same inputs on which the scan was made, so their scores are larger on other text; "
+            "--calibration FILE fits them to that of a file",
+        )
+
     def save_if_wanted(self) -> None:
         """Save all results if the scan has a file."""
         if self.save is None:
@@ -78,9 +91,15 @@ class SavableScan(ABC):
             self.save = None
             self.on_unsaved(str(error))
 
-    def report_of(self, draws: int, sequences: int, scores: Mapping[Key, tuple[float, float | None]]) -> ScanReport:
+    def report_of(
+        self,
+        draws: int,
+        sequences: int,
+        scores: Mapping[Key, tuple[float, float | None]],
+        roundings: RoundingGains = MappingProxyType({}),
+    ) -> ScanReport:
         """Return a report. sequences: the number of finished sequences. draws: the number of backward passes per sequence, or 0 for
-        an exact scan. scores: (score, standard error) by (weight, dtype).
+        an exact scan. scores: (score, standard error) by (weight, dtype). roundings: what the roundings did, as far as known.
         """
         return ScanReport(
             model=self.model.title,
@@ -96,10 +115,12 @@ class SavableScan(ABC):
             forward_seconds=self.forward_seconds,
             scan_seconds=self.scan_seconds,
             weights=tuple(
-                WeightScore(name, dtype, scored_bytes(self.model.tree, name, dtype), *score)
+                WeightScore(
+                    name, dtype, scored_bytes(self.model.tree, name, dtype), *score, gain_of(roundings, name, dtype)
+                )
                 for (name, dtype), score in scores.items()
             ),
-            notices=self.model.notices,
+            notices=(*self.model.notices, *self._fitted(), *nearest_notices(roundings, self.model.weights)),
             activations=self.settings.quantize_activations,
             coverage=self.model.coverage,
             loader=self.model.loader,

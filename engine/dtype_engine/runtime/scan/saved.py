@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from dtype_engine.results.scan import MOST_DRAWS
 from dtype_engine.runtime.inputs import Inputs
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.scan.routing import Key, TopKSample
+from dtype_engine.runtime.scan.scanned_roundings import RoundingGain, RoundingGains
 from dtype_engine.runtime.scan.scores import SequenceScores
 from dtype_engine.runtime.weights.blockwise import BlockwiseSource
 from dtype_engine.runtime.weights.files import read_range
@@ -48,11 +49,22 @@ class Fingerprint:
     inputs: str
     dtypes: tuple[str, ...]
     settings: str
+    calibration: str = ""
+    """A hash of the inputs to which weights are rounded, or "" if no dtype has a rounding."""
 
     @classmethod
-    def of(cls, model: LiveModel, inputs: Inputs, dtypes: Sequence[str], settings: RunSettings) -> Fingerprint:
-        """Compute the hashes of a scan to `dtypes`. They cover all inputs, and name, shape and some values of each weight."""
-        weights, calls = hashlib.sha256(), hashlib.sha256()
+    def of(
+        cls,
+        model: LiveModel,
+        inputs: Inputs,
+        dtypes: Sequence[str],
+        settings: RunSettings,
+        calibration: Inputs | None = None,
+    ) -> Fingerprint:
+        """Compute the hashes of a scan to `dtypes`. They cover all inputs, and name, shape and some values of each weight.
+        calibration: the inputs to which weights are rounded, if a dtype has a rounding.
+        """
+        weights = hashlib.sha256()
         if model.reference == STORED:
             weights.update(STORED.encode())
         for each in model.side_settings:
@@ -65,9 +77,15 @@ class Fingerprint:
                 for tensor in () if values is None or isinstance(values, BlockwiseSource) else values.tensors:
                     flat = tensor.reshape(-1)
                     _digest(flat[:: max(1, flat.numel() // _SAMPLED)], weights)
-        for batch in inputs.batches:
-            _digest((batch.args, batch.kwargs), calls)
-        return cls(weights.hexdigest(), calls.hexdigest(), tuple(dtypes), str(settings))
+        calibrated = "" if calibration is None else _hash(calibration)
+        return cls(weights.hexdigest(), _hash(inputs), tuple(dtypes), str(settings), calibrated)
+
+
+def _hash(inputs: Inputs) -> str:
+    calls = hashlib.sha256()
+    for batch in inputs.batches:
+        _digest((batch.args, batch.kwargs), calls)
+    return calls.hexdigest()
 
 
 def _first_bytes(tensor: CheckpointTensor) -> torch.Tensor:
@@ -109,6 +127,8 @@ class SavedScan:
     """The results of an exact scan: (drift, its standard error) by (weight, dtype). None for an estimated scan."""
     shard: Shard = WHOLE
     """The share of the whole scan that was assigned to the process which last saved the file."""
+    roundings: RoundingGains = field(default_factory=dict)
+    """What the roundings did to weights, by (weight, dtype)."""
 
     @property
     def count(self) -> int:
@@ -151,6 +171,8 @@ class ScanFile(msgspec.Struct):
     parts: Count
     scores: list[tuple[str, str, float, float | None]] | None = None
     shard: Shard = WHOLE
+    roundings: list[tuple[str, str, Amount | None, Count]] = []
+    """Rows of (weight, dtype, gain, unseen), of the fields of `RoundingGain`."""
 
 
 def _shared(scan: SavedScan | ScanFile) -> dict[str, Any]:
@@ -170,7 +192,8 @@ def write(path: Path, saved: SavedScan) -> None:
         rows = _rows(one.sums, one.independent, one.measured)
         sequences.append(_Sequence(one.normalizer, one.complete, rows, samples, index))
     scores = None if saved.measured is None else [(*key, *value) for key, value in sorted(saved.measured.items())]
-    file = ScanFile(**_shared(saved), sequences=sequences, scores=scores)
+    rounded = [(*key, each.gain, each.unseen) for key, each in sorted(saved.roundings.items())]
+    file = ScanFile(**_shared(saved), sequences=sequences, scores=scores, roundings=rounded)
     # The json module is used because msgspec's JSON can't represent infinity.
     write_text_atomic(path, json.dumps({"version": _VERSION} | as_plain(file)), replace=True)
 
@@ -184,7 +207,8 @@ def write_joined(path: Path, saved: SavedScan, seen: FileIdentity | None) -> Fil
     if path.exists() and (seen is None or seen.change() is not None):
         other = read(path, saved.fingerprint, saved.draws, saved.measured is not None)
         measured = None if saved.measured is None else (other.measured or {}) | saved.measured
-        saved = dataclasses.replace(saved, done=other.done | saved.done, measured=measured)
+        roundings = {**other.roundings, **saved.roundings}
+        saved = dataclasses.replace(saved, done=other.done | saved.done, measured=measured, roundings=roundings)
     write(path, saved)
     return FileIdentity.of(path)
 
@@ -236,7 +260,8 @@ def read_any(path: Path) -> SavedScan:
     wrong = next((what for what, fits in _rules(file) if not fits), None)
     if wrong is not None:
         raise UserError(f"{path} is not a saved scan ({wrong}); remove it or give another file")
-    return SavedScan(**_shared(file), done=done, measured=measured)
+    roundings = {(name, dtype): RoundingGain(gain, unseen) for name, dtype, gain, unseen in file.roundings}
+    return SavedScan(**_shared(file), done=done, measured=measured, roundings=roundings)
 
 
 def _rules(file: ScanFile) -> Iterator[tuple[str, bool]]:

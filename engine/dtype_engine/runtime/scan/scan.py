@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from dtype_engine.core.callbacks import ignore
@@ -32,6 +33,7 @@ from dtype_engine.results.scan import MOST_DRAWS, ScanReport
 from dtype_engine.runtime.scan import saved as scan_file
 from dtype_engine.runtime.scan.savable_scan import OnEstimate, OnStep, SavableScan
 from dtype_engine.runtime.scan.saved import SavedScan
+from dtype_engine.runtime.scan.scanned_roundings import RoundingGains, SharedRoundings
 from dtype_engine.runtime.scan.scores import SequenceScores, combine_scores
 from dtype_engine.runtime.scan.sequence_scans import ScannedSequence, SequenceScans
 
@@ -57,6 +59,8 @@ class Scan(SavableScan):
     """The maximum number of bytes for gradients, cast weights and copies of weights in an autograd graph; 0: `cache_budget`."""
     done: dict[int, SequenceScores] = field(default_factory=dict)
     """The results of the finished sequences, by the index of the sequence."""
+    roundings: RoundingGains = field(default_factory=dict)
+    """What the roundings did to weights, as soon as a sequence is finished."""
 
     def __post_init__(self) -> None:
         if self.model.reference == STORED:
@@ -80,6 +84,7 @@ class Scan(SavableScan):
         if path.exists():
             saved = scan_file.read(path, self.fingerprint, self.draws)
             self.done, self.unit, self.backward_passes = saved.done, saved.unit, saved.draws
+            self.roundings = saved.roundings
             self.forward_seconds, self.scan_seconds = saved.forward_seconds, saved.scan_seconds
         self.save, self.on_unsaved = path, on_unsaved
 
@@ -108,7 +113,9 @@ class Scan(SavableScan):
     ) -> ScanReport:
         """Scan the remaining sequences of this process, and return the report of all finished ones. `on_progress("scan", done,
         total)` is called with the numbers of finished operations and of all operations, and `on_estimate(report)` with intermediate
-        reports. Raises NoForward, KernelError and Cancelled; the next `run` scans what is left.
+        reports. If dtypes with a rounding are scanned, `on_progress("rounding", done, total)` comes before, with the numbers of
+        calibration runs and casts.
+        Raises NoForward, KernelError and Cancelled; the next `run` scans what is left.
         """
         report: ScanReport | None = None
         count = len(self.shard.of(range(self.parts)))
@@ -122,22 +129,37 @@ class Scan(SavableScan):
                 done_of[index] = done
                 on_progress("scan", before * total + sum(done_of.values()), total * count)
 
-            for part in self._scans.run(group, in_file, self.backward_passes, measured, cancelled):
+            rounded = partial(on_progress, "rounding")
+            for part in self._scans.run(group, in_file, self.backward_passes, measured, rounded, cancelled):
                 self.add(part)
             report = self.report()
             on_estimate(report)
+        self._scans.rounded.close()
         return report or self.report()
 
-    def measure(self, index: int, cancelled: IsCancelled = never) -> ScannedSequence:
-        """Scan the sequence with this index among the inputs. Raises NoForward, KernelError, Cancelled."""
+    def share_rounded(self, on_progress: OnStep = ignore, cancelled: IsCancelled = never) -> SharedRoundings | None:
+        """Round the weights for the scans of other processes on this machine, if dtypes with a rounding are scanned. Returns where
+        they find them, or None. `on_progress` and the errors are those of `run`.
+        """
+        self.scan_seconds += self._scans.rounded.make(partial(on_progress, "rounding"), cancelled)
+        return self._scans.rounded.share()
+
+    def measure(
+        self, index: int, cancelled: IsCancelled = never, rounded: SharedRoundings | None = None
+    ) -> ScannedSequence:
+        """Scan the sequence with this index among the inputs. rounded: what `share_rounded` returned in another process. Raises
+        NoForward, KernelError, Cancelled.
+        """
+        if rounded is not None:
+            self._scans.rounded.use(rounded)
         _, in_file = self._scans.groups.next([index], self.backward_passes)
-        (scanned,) = self._scans.run([index], in_file, self.backward_passes, ignore, cancelled)
+        (scanned,) = self._scans.run([index], in_file, self.backward_passes, ignore, ignore, cancelled)
         return scanned
 
     def add(self, part: ScannedSequence) -> None:
         """Add the results of one sequence, and save all results if the scan has a file."""
         self.done[part.index] = part.scores
-        self.unit = part.unit
+        self.unit, self.roundings = part.unit, {**self.roundings, **part.roundings}
         self.forward_seconds += part.forward_seconds
         self.scan_seconds += part.scan_seconds
         self.save_if_wanted()
@@ -151,10 +173,10 @@ class Scan(SavableScan):
         scores = combine_scores(
             in_order, self.wanted, self.backward_passes, lambda name, dtype: dtype not in costly[name]
         )
-        return self.report_of(self.backward_passes, len(self.done), scores)
+        return self.report_of(self.backward_passes, len(self.done), scores, self.roundings)
 
     def saved(self) -> SavedScan:
         return SavedScan(
             self.fingerprint, self.backward_passes, self.unit, self.forward_seconds, self.scan_seconds, self.parts,
-            self.done, shard=self.shard,
+            self.done, shard=self.shard, roundings=self.roundings,
         )  # fmt: skip

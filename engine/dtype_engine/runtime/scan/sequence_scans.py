@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from dtype_engine.core.cancellation import IsCancelled
@@ -21,6 +21,7 @@ from dtype_engine.runtime.scan.backward import BackwardPasses
 from dtype_engine.runtime.scan.casts import is_free
 from dtype_engine.runtime.scan.kept_tensors import ActivationFile
 from dtype_engine.runtime.scan.local_errors import LocalErrors
+from dtype_engine.runtime.scan.scanned_roundings import RoundingGains, ScannedRoundings
 from dtype_engine.runtime.scan.scores import SequenceScores
 from dtype_engine.runtime.scan.sequence import SequenceScan
 from dtype_engine.runtime.scan.sequence_groups import SequenceGroups
@@ -41,6 +42,8 @@ class ScannedSequence:
     forward_seconds: float
     """How many seconds a plain forward pass over the sequence takes, measured or estimated."""
     scan_seconds: float
+    roundings: RoundingGains = field(default_factory=dict)
+    """What the roundings did to weights, if dtypes with a rounding are scanned."""
 
 
 @dataclass
@@ -67,7 +70,9 @@ class SequenceScans:
         self.behavior = ModelBehavior()
         self.groups = SequenceGroups(model, self.inputs, self.behavior)
         rounds = settings.quantize_activations == "weights"
-        self.local = LocalErrors(model.weights, torch_dtype(settings.compute), budget // 2, rounds)
+        self.rounded = ScannedRoundings(model, self.costly)
+        compute = torch_dtype(settings.compute)
+        self.local = LocalErrors(model.weights, compute, budget // 2, rounds, self.rounded)
         self._can_reread = True
         """False if the model does not run while the autograd graph holds no copies of weights."""
         self._pace: float | None = None
@@ -79,19 +84,23 @@ class SequenceScans:
         in_file: bool,
         backward_passes: int,
         on_measured: Callable[[int, int, int], None],
+        on_rounded: Callable[[int, int], None],
         cancelled: IsCancelled,
     ) -> list[ScannedSequence]:
         """Scan the sequences with these indexes side by side. in_file: whether to write their activations to a file until the
         backward passes. backward_passes: the number for each sequence. `on_measured(index, done, total)` is called with the numbers
-        of finished operations and of all operations of a sequence. Raises NoForward, KernelError and Cancelled.
+        of finished operations and of all operations of a sequence. Before the first sequence, weights are rounded to dtypes with a
+        rounding, and `on_rounded(done, total)` is called. Raises UserError, NoForward, KernelError and Cancelled.
         """
+        rounding_seconds = self.rounded.make(on_rounded, cancelled)
         caches, settings = self.cached, self.settings.of_weights()
         with ForwardRunner(self.model, settings, cancelled, watch=bool(caches), behavior=self.behavior) as runner:
             if caches:
                 # A score is the drift of a reference run in which one cache is rounded, so the scales are those of its own values.
                 runner.calibrate_caches(self.inputs.batches, caches, "reference")
             measure = partial(self._measure, runner, in_file, backward_passes)
-            return runner.side_by_side([partial(measure, each, partial(on_measured, each)) for each in indexes])
+            first, *rest = runner.side_by_side([partial(measure, each, partial(on_measured, each)) for each in indexes])
+        return [replace(first, scan_seconds=first.scan_seconds + rounding_seconds), *rest]
 
     def _measure(
         self,
@@ -120,4 +129,5 @@ class SequenceScans:
             seconds = one.forward_seconds  # another pass would read all weights again
         if self._pace is None or seconds is not None:
             self._pace = (seconds or 0.0) / one.elements
-        return ScannedSequence(index, scores, one.unit, self._pace * one.elements, time.perf_counter() - started)
+        seconds, taken = self._pace * one.elements, time.perf_counter() - started
+        return ScannedSequence(index, scores, one.unit, seconds, taken, dict(self.rounded.roundings))

@@ -21,8 +21,10 @@ from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.passes.model_behavior import ModelBehavior
 from dtype_engine.runtime.scan.saved import Fingerprint
 from dtype_engine.runtime.session import saved_drift
+from dtype_engine.runtime.session.calibration import Calibration
 from dtype_engine.runtime.session.component_inputs import inputs_of
 from dtype_engine.runtime.session.process_memory import memory_stats, reset_peak_rss
+from dtype_engine.runtime.session.rounding_notices import fitted_to, rounding_notices
 
 
 @dataclass
@@ -48,12 +50,13 @@ class DriftMeasurements:
         settings: RunSettings,
         listener: MeasurementListener,
         save: Path | None,
+        calibration: Calibration | None,
     ) -> DriftReport:
         """Do the work of `Session.drift`: measure the drift of the model, the changes of the user's metrics, and the values that
         casts lose.
 
         need_inputs: returns the inputs, or raises NoForward. plan: the dtypes to which the model is cast. save: as for
-        `Session.drift`.
+        `Session.drift`. calibration: what the roundings of the plan were fitted to, if it has any.
         """
         metrics = self._metric_meter(need_inputs)  # what is wrong with a metric is said before the model runs
         if self.meter is None:
@@ -72,7 +75,9 @@ class DriftMeasurements:
         if save is None:
             totals = meter.measure(listener)
         else:
-            fingerprint = Fingerprint.of(self.model, meter.inputs, list(map(str, plan.recipe.rules)), settings)
+            fitted = fitted_to(plan.dtypes.values(), calibration)
+            rules = [*map(str, plan.recipe.rules), *([f"fitted to {fitted.fingerprint}"] if fitted is not None else [])]
+            fingerprint = Fingerprint.of(self.model, meter.inputs, rules, settings)
             with saved_drift.saving(save, fingerprint, meter, listener) as (listener, begun):
                 totals = meter.measure(listener, begun=begun)
         throttle, on_progress = Throttle(), listener.on_progress
@@ -83,6 +88,7 @@ class DriftMeasurements:
 
         memory = memory_stats(self.model, plan, self.kept_outputs, self.options.max_memory)
         report = meter.report(totals, plan.recipe, memory, self.model.known_losses(plan.dtypes))
+        report = dataclasses.replace(report, notices=(*report.notices, *rounding_notices(self.model, calibration)))
         if listener.on_measured is not None:
             listener.on_measured(report)
         lost = self.model.lost_values(None, listener.cancelled, on_weights)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 from dtype_engine.core.cancellation import IsCancelled
 from dtype_engine.core.options import RunSettings
 from dtype_engine.recipe import Plan
+from dtype_engine.results.rounding import FittedTo
 from dtype_engine.runtime.inputs import Inputs
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.passes.model_behavior import ModelBehavior
@@ -27,13 +29,16 @@ def contents_of(
     need_inputs: Callable[[], Inputs],
     behavior: ModelBehavior,
     cancelled: IsCancelled,
+    fitted_to: FittedTo | None = None,
 ) -> Contents:
     """Return the contents of an export of `model` under `plan`. If the export stores scales of activations or KV caches, the model
-    is run on the inputs that `need_inputs` returns. Raises what `Session.export` raises.
+    is run on the inputs that `need_inputs` returns. fitted_to: what the roundings of the plan were fitted to. Raises what
+    `Session.export` raises.
     """
     from dtype_engine.runtime.export import of_live
     from dtype_engine.runtime.export.cache_scales import cache_scheme, module_in_files, with_cache_scales
     from dtype_engine.runtime.export.input_scales import needs_calibration
+    from dtype_engine.runtime.export.rounded import rounding_notices
     from dtype_engine.runtime.measure.activation_ranges import input_ranges
 
     contents = of_live(model, plan.recipe, plan.dtypes, settings)
@@ -41,6 +46,8 @@ def contents_of(
         names = [item.name for item in contents.items if item.input_scale is not None]
         ranges = input_ranges(model, need_inputs(), settings, names, cancelled, behavior)
         contents = of_live(model, plan.recipe, plan.dtypes, settings, ranges)
+    notices = (*contents.notices, *rounding_notices(contents.items))
+    contents = dataclasses.replace(contents, fitted_to=fitted_to, notices=notices)
     if not plan.caches:
         return contents
     amax: Mapping[str, torch.Tensor] = {}

@@ -14,6 +14,7 @@ from dtype_engine.core.callbacks import ignore
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.hints import ON_THE_COMMAND_LINE, fill_hints
+from dtype_engine.core.input_args import other_inputs
 from dtype_engine.core.options import ClassesDim, InputOptions, Options, RunSettings
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree
@@ -27,6 +28,7 @@ from dtype_engine.results.export import ExportReport, VerifyReport
 from dtype_engine.results.inputs import InputsSummary
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.results.memory import MemoryStats
+from dtype_engine.results.rounding import FittedTo, HeldOut
 from dtype_engine.results.runs import Generation, SpeedReport
 from dtype_engine.results.scan import Prediction, ScanReport
 from dtype_engine.results.serving_memory import ActivationMemory
@@ -49,11 +51,14 @@ from dtype_engine.runtime.passes.runner import ForwardRunner
 from dtype_engine.runtime.scan.last_scan import LastScan, ScanTask
 from dtype_engine.runtime.scan.savable_scan import OnEstimate, OnStep
 from dtype_engine.runtime.session.activations import estimated_activations, measured_activations
+from dtype_engine.runtime.session.calibration import Calibration
 from dtype_engine.runtime.session.casting import Casting
 from dtype_engine.runtime.session.casting import OnProgress as OnCast
 from dtype_engine.runtime.session.component_inputs import inputs_of, tried_inputs
 from dtype_engine.runtime.session.drift import DriftMeasurements
+from dtype_engine.runtime.session.held_out import measure_held_out
 from dtype_engine.runtime.session.process_memory import memory_stats
+from dtype_engine.runtime.session.rounding_notices import fitted_to
 from dtype_engine.runtime.session.search_report import FoundRecipe, search_report, solved
 from dtype_engine.search.constraints import parse_bytes
 from dtype_engine.search.families import FAMILIES
@@ -122,16 +127,20 @@ class Session:
         """The result of the last scan, which `predict` and `search` use."""
         self._casting = Casting(model)
         self._behavior = ModelBehavior()
+        self.calibration: Calibration | None = None
+        """The inputs to which roundings such as GPTQ are fitted, or None if the model can't be run."""
         self._drift = DriftMeasurements(model, options, self._behavior)
         self._floor: tuple[Inputs, ClassesDim, NoiseFloor] | None = None
         self._parts: tuple[Recipe, RunSettings, Inputs, dict[Part, PartDrift]] | None = None
         """The recipe, settings and inputs of the last attribution, and what it has measured, from which the next one continues."""
-        self._scan = LastScan()
+        self._scan = LastScan(self._calibration_inputs)
         if inputs is None:
             try:
                 self.inputs = inputs_of(model, options)
             except NoForward as error:
                 self.why_no_forward = error.sentence
+        if self.inputs is not None:
+            self._calibrate()
 
     def __repr__(self) -> str:
         return (
@@ -373,9 +382,9 @@ class Session:
         """
         from dtype_engine.runtime.session.verify_session import verify_open
 
-        trust = self.options.trust_pickle
         with nullcontext() if self.model.checkpoint is not None else self.putting_back():
-            return verify_open(self.model, self.plan, self.settings, trust, Path(folder), on_bytes, cancelled)
+            options = dataclasses.replace(self.options, settings=self.settings)
+            return verify_open(self.model, self.plan, options, self.calibration, Path(folder), on_bytes, cancelled)
 
     @reading_weights
     def export_contents(self, cancelled: IsCancelled = never) -> Contents:
@@ -388,7 +397,9 @@ class Session:
         """
         from dtype_engine.runtime.session.export_contents import contents_of
 
-        return contents_of(self.model, self.plan, self.settings, self.need_inputs, self._behavior, cancelled)
+        return contents_of(
+            self.model, self.plan, self.settings, self.need_inputs, self._behavior, cancelled, self.fitted_to
+        )
 
     def need_inputs(self) -> Inputs:
         """Return the inputs on which the model is run. Raises NoForward if the model can't be run.
@@ -422,7 +433,56 @@ class Session:
             True
         """
         listener = listener or MeasurementListener(cancelled=cancelled)
-        return self._drift.measure(self.need_inputs, self.plan, self.settings, listener, save)
+        return self._drift.measure(self.need_inputs, self.plan, self.settings, listener, save, self.calibration)
+
+    @property
+    def fitted_to(self) -> FittedTo | None:
+        """The calibration inputs to which the roundings of the current recipe, such as GPTQ, are fitted: those of
+        `Options.calibration`, by default the inputs on which drift is measured. None if the recipe has no roundings.
+
+        >>> _ = session.cast("*.mlp.up_proj", "int4@g32:gptq")
+        >>> session.fitted_to.inputs
+        '1 sequence of your prompts, 27 tokens'
+        """
+        return fitted_to(self.plan.dtypes.values(), self.calibration)
+
+    @reading_weights
+    def held_out(
+        self,
+        options: InputOptions | None = None,
+        on_progress: OnParts = ignore,
+        cancelled: IsCancelled = never,
+    ) -> HeldOut:
+        """Measure the drift of the current recipe on other inputs than the session's: those in `options`, by default the files of
+        `Options.held_out`. If the recipe has roundings, it is also measured without them, since a rounding that was fitted to one
+        kind of text may lose on another. `on_progress` is called with the numbers of finished and of all measurements. Raises
+        UserError if there are no such inputs or they do not fit.
+
+        >>> _ = session.cast("*.mlp.up_proj", "int4@g32:gptq")
+        >>> found = session.held_out(de.Options(prompts=("def other(text): return text",)))
+        >>> found.kl[0] > 0, found.kl[1] > 0
+        (True, True)
+        """
+        if options is None:
+            if not self.options.held_out:
+                raise UserError("there are no held-out inputs: name files with --held-out, or in Options.held_out")
+            options = other_inputs(self.options, self.options.held_out)
+        inputs = inputs_of(self.model, self.options.with_inputs(options))
+        with self.putting_back():
+            return measure_held_out(
+                self.model, inputs, self.plan, self.settings, self._behavior, on_progress, cancelled
+            )
+
+    def _calibrate(self) -> None:
+        """Fit roundings to the session's calibration inputs from now on."""
+        self.calibration = Calibration(self.model, self.options, self._behavior, self.need_inputs)
+        self.model.calibration = self.calibration
+
+    def _calibration_inputs(self) -> Inputs:
+        """Return the inputs to which roundings are fitted. Raises NoForward if the model can't be run, UserError if they can't be
+        made.
+        """
+        return self.need_inputs() if self.calibration is None else self.calibration.inputs
 
     @reading_weights
     def causes(
@@ -627,7 +687,8 @@ class Session:
 
         Args:
             dtypes: The dtypes in which weights are scored. By default those of the program that loads an export of the model, such
-                as transformers (`search.families`).
+                as transformers (`search.families`). In a dtype such as "int4@g32:gptq", weights are first rounded to the
+                calibration inputs.
             draws: The number of backward passes per sequence; by default 24 divided by the number of sequences, but at least 4.
             exact: Whether to measure each weight in each dtype separately, instead of estimating.
             save: A file in which the scan is saved after every sequence, and from which it continues.
@@ -695,8 +756,9 @@ class Session:
     @reading_weights
     def use_inputs(self, options: InputOptions, cancelled: IsCancelled = never) -> None:
         """Run the model on the inputs in `options` from now on. The session's other options stay, even if `options` is an `Options`
-        that has them, too. The last scan is discarded. To check the inputs, a reference run over one batch is done first. If the
-        user supplied tensors, the run covers one batch of each shape.
+        that has them, too. The last scan is discarded. Roundings stay fitted to the inputs to which they were first fitted. To
+        check the inputs, a reference run over one batch is done first. If the user supplied tensors, the run covers one batch of
+        each shape.
 
         Raises UserError if the inputs can't be created, do not fit the model, or make the run fail. After an error or a
         cancelled run, nothing is changed.
@@ -708,7 +770,9 @@ class Session:
         self.inputs, self.options, self.why_no_forward = inputs, options, None
         self._drift, self.scanned = DriftMeasurements(self.model, options, self._behavior), None
         self._behavior.calibrations.clear()
-        self._scan = LastScan()
+        self._scan = LastScan(self._calibration_inputs)
+        if self.calibration is None:
+            self._calibrate()
 
     @property
     def inputs_reading(self) -> InputsSummary | None:

@@ -22,6 +22,7 @@ from dtype_engine.runtime.measure.drift import DriftMeter, budget_for
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.session.opening import open_session
 from dtype_engine.runtime.session.session import Session
+from dtype_engine.runtime.session.verify_rounded import with_rounding_errors
 from dtype_engine.runtime.verify.source_values import of_module
 from dtype_engine.runtime.verify.verify import CompareItems, as_exported, report_on, values_of
 
@@ -60,7 +61,11 @@ def verify(
             session.apply(file.recipe)
         contents = of_checkpoint(checkpoint, source.title, file.recipe, options)
         values = values_of(checkpoint, contents, source.trust_pickle)
+        if session is None and any(item.rounding for item in contents.items):
+            session = open_session(source, options)
     report = report_on(folder, contents, values, on_bytes, cancelled, elsewhere)
+    if session is not None:
+        report = with_rounding_errors(report, session.model, session.calibration, contents, values, folder, cancelled)
     before = after = None
     if drift and session is not None and not report.differences:
         before = session.drift(cancelled=cancelled).output

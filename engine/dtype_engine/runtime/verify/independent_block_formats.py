@@ -5,6 +5,7 @@ definitions in the docstrings of `runtime/formats/`, and shares no code with tha
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -64,6 +65,80 @@ def quantize_blocks_independently(
     if blocks.packing == "words":
         found.append(torch.tensor(tuple(values.shape), dtype=torch.int64))
     return tuple(found)
+
+
+def candidate_scales(
+    values: torch.Tensor, dtype: str, factors: Sequence[float], shared: float | None = None
+) -> list[tuple[Any, Any, Any]]:
+    """Return the scales that a weight may have if the range of each of its blocks is multiplied by one of `factors`: for each
+    factor, as arrays [blocks down, blocks across], (the factors by which codes are multiplied, the scales as a file stores them,
+    and the zero points or None). shared: as for `quantize_blocks_independently`.
+    """
+    row = dtypes.BY_NAME[dtype]
+    blocks = row.blocks
+    assert blocks is not None
+    count, height, width = matrices(values.shape, blocks.columns)
+    matrix = values.reshape(count * height, width).to(torch.float32).numpy()
+    assert blocks.rows == 1
+    largest = finite_largest(values) if shared is None else shared
+    of_tensor = _tensor_scale(largest) if blocks.tensor_scale else np.float32(1)
+    return [_scales(matrix * np.float32(factor), row, blocks, of_tensor) for factor in factors]
+
+
+def decoded_independently(
+    tensors: Sequence[torch.Tensor], dtype: str, shape: Sequence[int]
+) -> tuple[torch.Tensor, Any, Any]:
+    """Decode the tensors that a file holds for a weight in a block format. Returns (its values, float32 in `shape`; its scales as
+    the file stores them, [blocks down, blocks across]; its zero points or None).
+    """
+    row = dtypes.BY_NAME[dtype]
+    blocks = row.blocks
+    assert blocks is not None
+    assert blocks.rows == 1
+    count, height, width = matrices(shape, blocks.columns)
+    codes, scale, *rest = tensors
+    stored = scale.view(torch.uint8).numpy() if scale.dtype == torch.uint8 else scale.to(torch.float32).numpy()
+    factor = np.ldexp(1.0, stored.astype(np.int64) - 127).astype(np.float32) if stored.dtype == np.uint8 else stored
+    if blocks.tensor_scale:
+        factor = factor / rest[0].numpy()
+    zero = None
+    if blocks.zero_points:
+        zero = _codes_in_words(rest[0].t().contiguous(), 4, len(factor)).T.astype(np.int64) - 8
+    units = _units(_unpacked(codes, row, blocks, count * height, width), row)
+    from_zero = 0.0 if zero is None else _spread(zero, blocks, width)
+    values = (units - from_zero).astype(np.float32) * _spread(factor, blocks, width)
+    return torch.from_numpy(values.astype(np.float32)).reshape(tuple(shape)), stored, zero
+
+
+def _spread(of_blocks: Any, blocks: Blocks, width: int) -> Any:
+    return np.repeat(of_blocks, blocks.columns, axis=1)[:, :width]
+
+
+def _unpacked(codes: torch.Tensor, element: dtypes.DType, blocks: Blocks, rows: int, width: int) -> Any:
+    """Return the codes before packing, as `_codes` returns them: uint8 [rows, width]."""
+    if blocks.packing == "nibbles":
+        packed = codes.view(torch.uint8).numpy().reshape(rows, -1)
+        return np.stack([packed & 15, packed >> 4], axis=-1).reshape(rows, -1)[:, :width]
+    if blocks.packing == "words":
+        return _codes_in_words(codes, element.bits, width)
+    return codes.view(torch.uint8).numpy().reshape(rows, width)
+
+
+def _codes_in_words(words: torch.Tensor, bits: int, width: int) -> Any:
+    packed = words.numpy().view(np.uint32)
+    parts = [(packed >> np.uint32(bits * index)) & np.uint32((1 << bits) - 1) for index in range(32 // bits)]
+    return np.stack(parts, axis=-1).reshape(len(packed), -1)[:, :width]
+
+
+def _units(codes: Any, element: dtypes.DType) -> Any:
+    """Return the numbers that codes before packing mean, without scales: float64."""
+    if element.kind == "int":
+        return codes.astype(np.float64) - (1 << (element.bits - 1))
+    sign = 1 << (element.bits - 1)
+    values = _values("float8_e4m3fn" if element.bits == 8 else element.name.partition(":")[0])
+    table = np.full(sign, np.nan)
+    table[: len(values)] = values
+    return np.where(codes & sign, -1.0, 1.0) * table[codes & (sign - 1)]
 
 
 def finite_largest(values: torch.Tensor) -> float:

@@ -1,4 +1,4 @@
-"""Verifies that an exported checkpoint is the source cast by its recipe, bit for bit."""
+"""Verifies that an exported checkpoint is the source cast by its recipe, bit for bit, or is what its roundings may choose."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ from dtype_engine.runtime.formats.dequantize import dtype_name, torch_dtype
 from dtype_engine.runtime.verify.exported_values import ExportedValues, read_export
 from dtype_engine.runtime.verify.foreign import bits_of, count_differing
 from dtype_engine.runtime.verify.independent_block_formats import finite_largest, quantize_blocks_independently
+from dtype_engine.runtime.verify.independent_scales import quantize_independently
+from dtype_engine.runtime.verify.rounded import problem_of_codes
 from dtype_engine.runtime.verify.source_values import SourceValues, of_files, with_decoded
 
 CompareItems = Callable[[Contents], Iterator[tuple[Sequence[int], Sequence[str | None]]]]
@@ -62,7 +64,7 @@ class OpenExport:
             found.append(self._difference(self.contents.items[index]))
         return found
 
-    def _shared(self, item: ExportTensor) -> float | None:
+    def shared(self, item: ExportTensor) -> float | None:
         """Return the largest finite |value| of all tensors that share a scale with a tensor, or None if it shares no scale."""
         if item.shared is None:
             return None
@@ -76,12 +78,10 @@ class OpenExport:
         for index, entry in enumerate(item.entries):
             if entry.name not in self.exported.read:
                 return "has no scales" if index else "is missing"
-            stored = self.exported.read[entry.name]()
+            held = self.exported.read[entry.name]()
             wanted = torch_dtype(entry.dtype), _torch_shape(entry)
-            if (stored.dtype, tuple(stored.shape)) != wanted:
-                return (
-                    f"is {dtype_name(stored.dtype)} {list(stored.shape)} and should be {entry.dtype} {list(wanted[1])}"
-                )
+            if (held.dtype, tuple(held.shape)) != wanted:
+                return f"is {dtype_name(held.dtype)} {list(held.shape)} and should be {entry.dtype} {list(wanted[1])}"
         if item.has_scales and (recorded := self.exported.metadata.get(SCALED_KEY + item.name)) != item.dtype:
             return f"should be {item.dtype}, and the file says {recorded or 'nothing about scales'}"
         missing = next((name for name in _names_read(item) if name not in self.source.names), None)
@@ -92,6 +92,9 @@ class OpenExport:
             if problem := self._scale_problem(entries[-1], item):
                 return problem
             entries = entries[:-1]
+        if item.rounding:
+            stored = [self.exported.read[entry.name]() for entry in entries]
+            return problem_of_codes(self.source.read(item.name), stored, item.dtype, self.shared(item))
         for entry, expected in zip(entries, self._expected(item), strict=True):
             if problem := _values_differ(entry, expected, self.exported.read[entry.name](), item.stored != item.dtype):
                 return problem
@@ -115,8 +118,8 @@ class OpenExport:
         if not item.has_scales:
             return (values[0].to(torch_dtype(item.dtype)),)
         if item.dtype in dtypes.BLOCK_FORMATS:
-            return quantize_blocks_independently(values[0], item.dtype, self._shared(item))
-        return quantize_independently(values[0], item.dtype, self._shared(item))
+            return quantize_blocks_independently(values[0], item.dtype, self.shared(item))
+        return quantize_independently(values[0], item.dtype, self.shared(item))
 
 
 def open_export(folder: Path, source: Source, options: Options) -> OpenExport:
@@ -170,6 +173,7 @@ def report_on(
         differences=differences,
         seconds=time.perf_counter() - started,
         lost=lost,
+        rounded=sum(bool(item.rounding) for item in contents.items),
         unchecked=(*source.unchecked, *_calibrated(contents), *_not_compared(folder, contents)),
     )
 
@@ -256,33 +260,6 @@ def _names_read(item: ExportTensor) -> tuple[str, ...]:
         entries = item.entries if item.input_scale is None else item.entries[:-1]
         return tuple(entry.name for entry in entries)
     return (item.name,)
-
-
-def quantize_independently(
-    values: torch.Tensor, dtype: str, shared: float | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the codes and scales of a tensor in float8 or int8, computed in plain torch by the formula in `numerics.quantize`.
-
-    scale = max |w| / (the dtype's largest value), per channel (dimension 0) or per tensor, over finite values only. The scale is 1
-    if all values are zero. It is never below float32's smallest normal value, and never so large that the largest code times the
-    scale is infinite. Codes are w / scale, clamped and rounded half to even; NaN is 0 in int8. shared: the largest |w| of all
-    tensors that have a common scale with this one; if None, this tensor shares no scale.
-    """
-    row = dtypes.BY_NAME[dtype]
-    wide = values.to(torch.float32)
-    per_channel = wide.ndim >= 2 and not row.per_tensor
-    rows = wide.reshape(wide.shape[0], -1) if per_channel and wide.numel() else wide.reshape(1, -1)
-    count = dtypes.scale_count(tuple(values.shape), dtype)
-    if not wide.numel():
-        return torch.empty(values.shape, dtype=torch_dtype(dtype)), torch.ones(count)
-    largest = torch.where(torch.isfinite(rows), rows, 0.0).abs().amax(dim=1)
-    largest = largest if shared is None else torch.full_like(largest, shared)
-    scale = torch.where(largest > 0, (largest / row.max).clamp(min=torch.finfo(torch.float32).tiny), 1.0)
-    scale = torch.where(torch.isinf(scale * row.max), torch.nextafter(scale, torch.zeros_like(scale)), scale)
-    codes = (rows / scale[:, None]).clamp(-row.max, row.max)
-    if row.kind == "int":
-        codes = torch.where(torch.isnan(codes), 0.0, codes).round()
-    return codes.to(torch_dtype(dtype)).reshape(values.shape), scale
 
 
 def _torch_shape(entry: TensorEntry) -> tuple[int, ...]:

@@ -11,13 +11,13 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tests.helpers import formats
 from tests.helpers.exporting import export_checkpoint, read
 
 import dtype_engine as de
 from dtype_engine import Recipe, Rule
 from dtype_engine.checkpoint import open_checkpoint
 from dtype_engine.checkpoint.source import locate
-from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 from dtype_engine.runtime.session.verify import verify
 
@@ -57,7 +57,7 @@ def tensors(tmp_path: Path) -> Path:
     return source
 
 
-@pytest.mark.parametrize("dtype", [name for name in dtypes.BLOCK_FORMATS if not name.startswith("mxfp6")])
+@pytest.mark.parametrize("dtype", [name for name in formats.BLOCKS if not name.startswith("mxfp6")])
 def test_block_format_export_is_verified_opened_and_exported_again(dtype: str, tensors: Path, tmp_path: Path) -> None:
     """Each step has its own code: verify computes codes and scales without the code that export uses."""
     one, two = tmp_path / "one", tmp_path / "two"

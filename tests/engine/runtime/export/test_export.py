@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from packaging.version import Version
 from safetensors.torch import load_file
 from tests.engine.runtime.export.test_experts import saved
-from tests.helpers import preloaded
+from tests.helpers import formats, preloaded
 from tests.helpers.exporting import export_checkpoint, read, same_bits
 from tests.helpers.measured_on import placed
 from tests.helpers.paths import TINYNET
@@ -216,7 +216,13 @@ def test_load_pretrained_dequantizes_scaled_weights_to_the_config_dtype(make_lla
         assert same_bits(model.state_dict()[name], tensor), name
 
 
-TARGETS = st.sampled_from([*dtypes.COMPUTE_DTYPES, *dtypes.WHOLE_SCALE_DTYPES, dtypes.STORED])
+TARGETS = st.sampled_from(
+    [
+        *dtypes.COMPUTE_DTYPES,
+        *formats.WHOLE,
+        dtypes.STORED,
+    ]
+)
 PATTERNS = st.sampled_from(
     [
         "*",

@@ -57,7 +57,9 @@ def rows() -> Iterator[tuple[str, str, str]]:
     """Every (model, scope, format)."""
     for model in MODELS:
         scopes = SCOPES | (OF_EXPERTS if "experts" in model else {})
-        yield from ((model, scope, dtype) for scope in scopes for dtype in dtypes.CASTABLE_DTYPES)
+        yield from (
+            (model, scope, dtype) for scope in scopes for dtype in (*dtypes.COMPUTE_DTYPES, *dtypes.STORED_FORMATS)
+        )
 
 
 CHOSEN = [

@@ -28,7 +28,7 @@ from dtype_engine.runtime.export.readme import loading_text
 
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "tie_word_embeddings": False}
 IDS = torch.arange(2, 12)[None]
-READ = [name for name in dtypes.BY_NAME if name in dtypes.STORAGE_DTYPES and layout(name)]
+READ = [name for name in dtypes.BY_NAME if name in dtypes.STORED_FORMATS and layout(name)]
 
 
 def exported(source: Path, out: Path, *casts: str) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.helpers import formats
 from tests.helpers.paths import DEMO
 
 from dtype_engine.checkpoint import open_checkpoint
@@ -284,7 +285,7 @@ _ELEMENTS = {
 
 
 @KINDS
-@pytest.mark.parametrize("name", [name for name in dtypes.BLOCK_FORMATS if name.startswith("mx")])
+@pytest.mark.parametrize("name", [name for name in dtypes.STORED_FORMATS if name.startswith("mx")])
 def test_mx_codes_and_scales_equal_their_definition_in_ml_dtypes(name: str, kind: str) -> None:
     """A block's exponent by Python's frexp and the threshold that its rule has; elements rounded by ml_dtypes."""
     ml_dtypes = pytest.importorskip("ml_dtypes")
@@ -346,7 +347,7 @@ def test_grouped_integers_equal_their_definition_in_numpy(dtype: str, kind: str)
 
 
 SHAPES = [(6, 5), (4, 3, 2), (9,), (), (0, 4), (4, 0), (130, 200), (3, 130, 140), (2, 64, 3, 3)]
-STORED = [name for name in dtypes.BLOCK_FORMATS if "mxfp6" not in name]
+STORED = [name for name in formats.BLOCKS if "mxfp6" not in name]
 
 
 @pytest.mark.parametrize("dtype", STORED)

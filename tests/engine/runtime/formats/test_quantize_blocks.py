@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+from tests.helpers import formats
 from tests.helpers.peak_memory import peak_anonymous
 
 from dtype_engine.core import dtypes
@@ -19,7 +20,8 @@ from dtype_engine.runtime.numerics.overflow_underflow import count_losses
 from dtype_engine.runtime.numerics.quantization_error import round_trip
 from dtype_engine.runtime.numerics.quantize import cast_or_quantize, values_in
 
-FORMATS = pytest.mark.parametrize("dtype", dtypes.BLOCK_FORMATS)
+NAMES = list(formats.BLOCKS)
+FORMATS = pytest.mark.parametrize("dtype", NAMES)
 SHAPES = [(6, 5), (4, 3, 2), (9,), (), (0, 3), (130, 200), (3, 130, 140)]
 
 
@@ -73,7 +75,7 @@ def test_block_quantization_does_not_depend_on_chunk_size(dtype: str, monkeypatc
     assert round_trip("w", weight, dtype).max_abs == whole.max_abs
 
 
-MX = [name for name in dtypes.BLOCK_FORMATS if name.startswith("mx")]
+MX = [name for name in NAMES if name.startswith("mx")]
 _FLOATS = st.floats(-(2.0**60), 2.0**60, width=32)
 
 
@@ -89,7 +91,7 @@ def test_block_quantization_of_representable_values_changes_nothing(weight: obje
     assert torch.equal(twice, again)
 
 
-@given(arrays("float32", (3, 40), elements=_FLOATS), st.sampled_from(dtypes.BLOCK_FORMATS))
+@given(arrays("float32", (3, 40), elements=_FLOATS), st.sampled_from(NAMES))
 @settings(max_examples=60)
 def test_block_quantization_errors_are_at_most_half_a_step(weight: object, dtype: str) -> None:
     tensor = torch.from_numpy(weight)

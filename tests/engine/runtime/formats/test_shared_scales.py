@@ -15,6 +15,7 @@ import dtype_engine as de
 from dtype_engine.checkpoint import open_checkpoint
 from dtype_engine.checkpoint.source import locate
 from dtype_engine.core import dtypes
+from dtype_engine.runtime.formats import nvfp4
 from dtype_engine.runtime.formats.dequantize import dequantize
 from dtype_engine.runtime.modes.candidate import candidate_value
 from dtype_engine.runtime.session.verify import verify
@@ -100,6 +101,24 @@ def test_cast_changes_fused_weights_only_if_they_share_a_scale(llama: Path) -> N
     assert not torch.equal(values(v), alone)
     session.cast("*.k_proj", "bfloat16")
     assert torch.equal(values(v), alone)
+
+
+def test_fused_weights_with_and_without_a_rounding_share_the_scale_of_the_tensor(llama: Path) -> None:
+    session = de.open(str(llama))
+    session.cast("*.[qkv]_proj", "nvfp4")
+    q, k, v = (session.model.weights[f"{ATTENTION}.{name}_proj.weight"] for name in "qkv")
+    held = q.tensor.data
+    largest = max(weight.stored.read(torch.device("cpu")).float().abs().max() for weight in (q, k, v))
+    session.cast("*.k_proj", "nvfp4:imatrix")
+    session.cast("*.v_proj", "nvfp4:gptq")
+    assert q.shares == k.shares == v.shares == (q.info.name, k.info.name, v.info.name)
+    assert q.tensor.data.data_ptr() == held.data_ptr(), "its scale is as before"
+    for weight in (k, v):
+        assert weight.scale is not None
+        of_blocks = weight.scale * nvfp4.tensor_scale(largest)
+        torch.testing.assert_close(of_blocks, of_blocks.to(torch.float8_e4m3fn).float(), rtol=1e-6, atol=0)
+    session.cast("*.k_proj", "bfloat16")
+    assert v.shares == (q.info.name, v.info.name)
 
 
 def test_outputs_of_weights_whose_shared_scale_changed_are_not_reused(llama: Path) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from tests.helpers import architectures
+from tests.helpers import architectures, formats
 
 import dtype_engine as de
 from dtype_engine import Recipe, Rule
 from dtype_engine.core import dtypes
 
-SERVED = ["float8_e4m3fn", "int8", *filter(dtypes.quantizes_activations, dtypes.BLOCK_FORMATS)]
+BLOCKS = list(formats.BLOCKS)
+SERVED = ["float8_e4m3fn", "int8", *filter(dtypes.quantizes_activations, BLOCKS)]
 PARTS = 8
 
 
@@ -19,8 +20,8 @@ def test_every_architecture_runs_in_block_formats(place: int, name: str) -> None
     """Alone, each architecture has an eighth of the formats, in turn; the mix draws a format for each tensor from all of them."""
     module, inputs = architectures.make(name)
     session = de.open(module, inputs=inputs)
-    palette = ["float32", "bfloat16", *dtypes.BLOCK_FORMATS]
-    recipes = [Recipe((Rule("*", dtype),)) for dtype in dtypes.BLOCK_FORMATS[place % PARTS :: PARTS]]
+    palette = ["float32", "bfloat16", *BLOCKS]
+    recipes = [Recipe((Rule("*", dtype),)) for dtype in BLOCKS[place % PARTS :: PARTS]]
     recipes.append(architectures.random_recipe(session, palette, 0))
     for recipe in recipes:
         session.apply(recipe)

@@ -328,7 +328,7 @@ def test_reference_widens_at_most_two_weights_at_a_time(monkeypatch: pytest.Monk
     assert most <= 2
 
 
-@pytest.mark.parametrize("dtype", dtypes.STORAGE_DTYPES)
+@pytest.mark.parametrize("dtype", dtypes.STORED_FORMATS)
 @pytest.mark.parametrize("ids", [[[1, 5, 1], [0, 99, 7]], [[3]], [[]]])
 def test_only_looked_up_rows_of_an_embedding_are_dequantized(
     dtype: str, ids: list[list[int]], monkeypatch: pytest.MonkeyPatch

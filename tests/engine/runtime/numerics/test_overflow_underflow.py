@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.helpers import formats
 from tests.helpers.recorded_worker import RecordedWorker
 from torch import nn
 
@@ -120,7 +121,7 @@ def test_values_lost_in_a_cast_are_counted_as_torch_casts_them(
         assert loss.nonfinite in (0, int((~tensor.isfinite()).sum()))  # 0 where no piece had to be looked at
 
 
-@pytest.mark.parametrize("dtype", dtypes.WHOLE_SCALE_DTYPES)
+@pytest.mark.parametrize("dtype", formats.WHOLE)
 def test_rounding_to_zero_in_scaled_formats_is_not_counted_as_loss(dtype: str) -> None:
     tensor = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
     tensor[3] = 0.0
@@ -130,7 +131,7 @@ def test_rounding_to_zero_in_scaled_formats_is_not_counted_as_loss(dtype: str) -
     assert count_losses("w", tensor, dtype) is None
 
 
-@pytest.mark.parametrize("dtype", [name for name in dtypes.STORAGE_DTYPES if dtypes.BY_NAME[name].per_tensor])
+@pytest.mark.parametrize("dtype", [name for name in dtypes.STORED_FORMATS if dtypes.BY_NAME[name].per_tensor])
 @pytest.mark.parametrize("piece", [1 << 18, 300])
 def test_channels_too_small_for_a_tensor_scale_are_counted_as_lost(
     dtype: str, piece: int, monkeypatch: pytest.MonkeyPatch
@@ -177,7 +178,7 @@ def test_channels_that_lose_most_of_their_values_are_counted(
     assert read_recipe_file(tmp_path / "r.yaml").lost == (counted,)
 
 
-@pytest.mark.parametrize("dtype", dtypes.STORAGE_DTYPES)
+@pytest.mark.parametrize("dtype", dtypes.STORED_FORMATS)
 def test_values_clipped_by_a_scale_are_counted(dtype: str) -> None:
     tensor = torch.tensor([[1.0, 2.0], [1.0, math.inf], [math.nan, -math.inf]])
     loss = count_losses("w", tensor, dtype)
@@ -211,7 +212,7 @@ def test_rounding_and_empty_tensors_are_not_counted_as_loss() -> None:
     assert count_losses("w", torch.zeros(100), "float16") is None
     assert count_losses("w", torch.tensor([-0.0, 0.0]), "float16") is None
     for shape in ((0,), (0, 4), (4, 0)):
-        for dtype in dtypes.CASTABLE_DTYPES:
+        for dtype in (*dtypes.COMPUTE_DTYPES, *dtypes.STORED_FORMATS):
             assert count_losses("w", torch.zeros(shape), dtype) is None
     assert count_losses("w", torch.tensor(1e-9), "float16") == ValueLoss("w", "float16", 0, 1, 1, channels=1)
 

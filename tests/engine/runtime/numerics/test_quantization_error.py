@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.helpers import formats
 from tests.helpers.peak_memory import peak_anonymous
 
 from dtype_engine.core import dtypes
@@ -20,7 +21,7 @@ from dtype_engine.runtime.numerics.overflow_underflow import count_losses
 from dtype_engine.runtime.numerics.quantization_error import exponents, round_trip
 from dtype_engine.runtime.numerics.quantize import cast_or_quantize, values_in
 
-NAMES = dtypes.COMPUTE_DTYPES + dtypes.WHOLE_SCALE_DTYPES
+NAMES = dtypes.COMPUTE_DTYPES + formats.WHOLE
 DTYPES = pytest.mark.parametrize("dtype", NAMES)
 SHAPES = ((300, 700), (70_001,), (5, 6, 7), (), (0, 3), (3, 200_000))
 STORED = (torch.float32, torch.bfloat16, torch.float16)
@@ -83,7 +84,10 @@ def test_round_trip_counts_overflow_underflow_and_subnormal_values(dtype: str, s
     del scale
 
 
-@given(st.lists(st.floats(width=32), min_size=1, max_size=40), st.sampled_from(dtypes.CASTABLE_DTYPES))
+@given(
+    st.lists(st.floats(width=32), min_size=1, max_size=40),
+    st.sampled_from((*dtypes.COMPUTE_DTYPES, *dtypes.STORED_FORMATS)),
+)
 @settings(max_examples=300)
 def test_round_trip_accepts_any_values_in_any_dtype(values: list[float], dtype: str) -> None:
     tensor = torch.tensor(values)
@@ -104,7 +108,7 @@ def test_round_trip_in_the_stored_dtype_is_exact() -> None:
 
 def test_round_trip_error_does_not_depend_on_chunk_size(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = of_every_size(64, 33)
-    for dtype in dtypes.CASTABLE_DTYPES:
+    for dtype in (*dtypes.COMPUTE_DTYPES, *dtypes.STORED_FORMATS):
         whole = round_trip("w", tensor, dtype)
         monkeypatch.setattr(row_blocks, "CHUNK", 50)
         parts = round_trip("w", tensor, dtype)
@@ -194,7 +198,7 @@ def test_weights_command_calls_no_lossy_cast_exact(tmp_path: Path, capsys: pytes
 EDGES = (3.4028234663852886e38, 3.39e38, 2.9e38, 1e-45, 1e39, 1e300, 1e-60)
 
 
-@pytest.mark.parametrize("dtype", sorted(dtypes.STORAGE_DTYPES))
+@pytest.mark.parametrize("dtype", sorted(dtypes.STORED_FORMATS))
 @pytest.mark.parametrize("edge", EDGES)
 def test_quantized_values_near_the_limits_of_a_dtype_stay_finite(edge: float, dtype: str) -> None:
     """The extreme value makes no other value NaN, and both ways of counting report the values beyond the range."""

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from tests.helpers import formats
 
 from dtype_engine.core import dtypes
 from dtype_engine.runtime.formats import row_blocks
@@ -149,7 +150,7 @@ def test_cast_to_int8_always_has_scales() -> None:
     assert kept.tolist() == [[95, -127], [127, 42]]
 
 
-@pytest.mark.parametrize("dtype", dtypes.COMPUTE_DTYPES + dtypes.WHOLE_SCALE_DTYPES)
+@pytest.mark.parametrize("dtype", dtypes.COMPUTE_DTYPES + formats.WHOLE)
 @pytest.mark.parametrize("shape", [(6, 5), (4, 3, 2), (9,), ()])
 def test_cast_values_equal_dequantized_codes_and_scales(dtype: str, shape: tuple[int, ...]) -> None:
     weight = normal(*shape)

@@ -142,7 +142,7 @@ def test_scan_that_fills_the_disk_fails_in_one_sentence_and_can_be_repeated(
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     try:
-        with pytest.raises(UserError, match=r"can't write activations here \(File too large\): set TMPDIR to"):
+        with pytest.raises(UserError, match=r"can't write its temporary file here \(File too large\): set TMPDIR to"):
             session.scan(["int8"], draws=1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
