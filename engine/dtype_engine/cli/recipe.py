@@ -20,7 +20,7 @@ from dtype_engine.core.roundings import ROUNDINGS
 from dtype_engine.core.system_memory import total_memory
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import human_bytes, plural
-from dtype_engine.recipe import require_matches
+from dtype_engine.recipe import Recipe, require_matches
 from dtype_engine.recipe.serving import RUNTIMES, lint_serving, serving_lines
 from dtype_engine.recipe.targets import TARGET_SUFFIXES, Context, Conversion, target_named
 from dtype_engine.results.as_json import as_json
@@ -42,7 +42,7 @@ def recipe() -> None:
     """List presets, write recipes in the formats of other tools, and check which tensors a recipe selects in another tool."""
 
 
-@recipe.command(cls=ModelCommand, rules=False, runs=False)
+@recipe.command(cls=ModelCommand, rules=False)
 @_file_argument
 @click.option(
     "--to",
@@ -58,19 +58,38 @@ def recipe() -> None:
     type=click.Path(path_type=Path),
     help="The file to write the converted recipe to. By default, it is printed to standard output.",
 )
+@click.option(
+    "--imatrix",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="With --to llama.cpp: also run the model on its inputs, and write the file that llama-quantize reads with --imatrix.",
+)
 @force_option
 @json_option
-def convert(request: RunRequest, file: Path, target: str, output: Path | None, force: bool, as_object: bool) -> None:
+def convert(
+    request: RunRequest,
+    file: Path,
+    target: str,
+    output: Path | None,
+    imatrix: Path | None,
+    force: bool,
+    as_object: bool,
+) -> None:
     """Write a recipe in the format of another tool, so that the tool gives every tensor the dtype that dtype-engine gives it.
 
     Tensors with dtypes that the tool does not have are listed on standard error, or under 'left_out' with --json.
     """
     from dtype_engine.core.atomic_write import check_target, write_text_atomic
 
-    if output is not None:
-        check_target(output, force)
+    for path in (output, imatrix):
+        if path is not None:
+            check_target(path, force)
+    if imatrix is not None and target != "llama.cpp":
+        raise UserError(f"--imatrix goes with --to llama.cpp: {target} reads no such file")
     context = _from_file(file, request)
     written = target_named(target).convert(context)
+    if imatrix is not None:
+        _write_imatrix(imatrix, file, request, force)
     if output is not None:
         write_text_atomic(output, written.text, replace=force)
     if as_object:
@@ -83,6 +102,15 @@ def convert(request: RunRequest, file: Path, target: str, output: Path | None, f
         answer_file(written.text)
     for line in _left_out_lines(written):
         print_stderr(f"dtype-engine: {line}")
+
+
+def _write_imatrix(path: Path, file: Path, request: RunRequest, force: bool) -> None:
+    from dtype_engine.core.atomic_write import write_atomic
+    from dtype_engine.recipe.file import read_recipe_file
+
+    model = request.model or read_recipe_file(file).model
+    session = msgspec.structs.replace(request, recipe=Recipe(), model=model).open_session()
+    write_atomic(path, session.imatrix(), replace=force)
 
 
 def _left_out_lines(written: Conversion) -> list[str]:

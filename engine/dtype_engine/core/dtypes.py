@@ -2,8 +2,9 @@
 
 Names are torch's. A storage dtype is only stored and not computed in, such as float8 or int8. It has one scale for each output
 channel or, if its name ends in `@tensor`, one for the whole tensor. Formats with a scale for each block have the names that
-quantizers and runtimes use; `block_formats` describes their blocks. Ranges are from the definitions of the formats (IEEE 754;
-OCP FP8 for the float8 types; OCP MX for 4 and 6 bits); tests compare them with `torch.finfo` and `ml_dtypes`.
+quantizers and runtimes use; `block_formats` describes their blocks, and `llama_types` llama.cpp's own types. Ranges are from the
+definitions of the formats (IEEE 754; OCP FP8 for the float8 types; OCP MX for 4 and 6 bits); tests compare them with `torch.finfo`
+and `ml_dtypes`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import msgspec
 
 from dtype_engine.core.block_formats import Blocks, divides, parts, scale_grid
 from dtype_engine.core.errors import UserError
+from dtype_engine.core.llama_types import BY_DTYPE, IMATRIX, LLAMA_DTYPES, LLAMA_TYPES, LlamaType, fitted, nbytes_of
 from dtype_engine.core.roundings import ROUNDED_FORMATS, ROUNDINGS
 from dtype_engine.core.suggest import nearest
 
@@ -50,6 +52,8 @@ class DType(msgspec.Struct, frozen=True):
     """torch's name for the dtype of the codes while a model runs, such as float8_e4m3fn for mxfp4. "": this dtype itself."""
     rounding: str = ""
     """The rounding of a format, a name in `roundings.ROUNDINGS`. "": the nearest value under the scale of the largest |value|."""
+    llama: LlamaType | None = None
+    """The type of llama.cpp that this is, or None. A running model holds its values as float32, without their scales."""
 
     @property
     def torch_name(self) -> str:
@@ -154,7 +158,26 @@ _ROUNDED = tuple(
     for rounding in ROUNDINGS
 )
 
-BY_NAME: dict[str, DType] = {dtype.name: dtype for dtype in (*_TABLE, *_PER_TENSOR_SCALES, *_BLOCK_FORMATS, *_ROUNDED)}
+_PLAIN_LLAMA = {
+    name: DType(name, name, row.bits, "int", None, code_dtype="float32", llama=row) for name, row in LLAMA_TYPES.items()
+}
+_LLAMA = (
+    *_PLAIN_LLAMA.values(),
+    *(
+        msgspec.structs.replace(
+            _PLAIN_LLAMA[row.name],
+            name=name,
+            short_name=f"{row.name}:{ROUNDINGS[IMATRIX].short}",
+            rounding=IMATRIX,
+        )
+        for name, row in BY_DTYPE.items()
+        if name != row.name
+    ),
+)
+
+BY_NAME: dict[str, DType] = {
+    dtype.name: dtype for dtype in (*_TABLE, *_PER_TENSOR_SCALES, *_BLOCK_FORMATS, *_ROUNDED, *_LLAMA)
+}
 BY_SAFETENSORS: dict[str, DType] = {dtype.safetensors: dtype for dtype in _TABLE if dtype.safetensors}
 
 COMPUTE_DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -167,11 +190,13 @@ WHOLE_SCALE_DTYPES = (
 """Formats with one-byte codes and a float32 scale for each output channel or tensor; see `runtime/numerics/quantize.py`."""
 BLOCK_FORMATS = tuple(dtype.name for dtype in (*_BLOCK_FORMATS, *_ROUNDED) if dtype.blocks is not None)
 """Formats with codes and a scale for each block; see `runtime/formats/`."""
-STORAGE_DTYPES = WHOLE_SCALE_DTYPES + BLOCK_FORMATS
-"""Formats with codes and scales. A weight is dequantized to a dtype of `COMPUTE_DTYPES` when it is used."""
-STORED_FORMATS = tuple(name for name in STORAGE_DTYPES if not BY_NAME[name].rounding)
-"""The formats that files store: without the names that differ from another only in a rounding."""
-CASTABLE_DTYPES = COMPUTE_DTYPES + STORAGE_DTYPES
+STORAGE_DTYPES = WHOLE_SCALE_DTYPES + BLOCK_FORMATS + tuple(BY_DTYPE)
+"""Formats with codes and scales. A weight is dequantized to a dtype of `COMPUTE_DTYPES` when it is used. Files of safetensors hold
+all but the types of llama.cpp.
+"""
+STORED_FORMATS = tuple(name for name in WHOLE_SCALE_DTYPES + BLOCK_FORMATS if not BY_NAME[name].rounding)
+"""The formats that files of safetensors store: without the names that differ from another only in a rounding."""
+CASTABLE_DTYPES = COMPUTE_DTYPES + WHOLE_SCALE_DTYPES + BLOCK_FORMATS + LLAMA_DTYPES
 """All dtypes that a rule may cast to, apart from `STORED`."""
 UNROUNDED_DTYPES = tuple(
     name
@@ -306,7 +331,7 @@ def _typed(name: str) -> str:
 def has_channel_scales(shape: Sequence[int], dtype: str) -> bool:
     """Return whether a tensor gets one scale per output channel (its first dimension) in a format with scales."""
     row = BY_NAME[dtype]
-    return len(shape) >= 2 and not row.per_tensor and row.blocks is None
+    return len(shape) >= 2 and not row.per_tensor and row.blocks is None and row.llama is None
 
 
 def scale_count(shape: Sequence[int], dtype: str) -> int:
@@ -324,16 +349,21 @@ def padded(shape: Sequence[int], dtype: str) -> bool:
 
 
 def quantizes_activations(dtype: str) -> bool:
-    """Return whether runtimes that serve this format also round activations to it. They do not for integers in groups."""
+    """Return whether runtimes that serve this format also round activations to it. They do not for integers in groups. llama.cpp
+    rounds them to 8 bits in blocks whatever its type of the weight is, which is not measured here.
+    """
     row = BY_NAME.get(dtype)
-    if row is None or dtype not in STORAGE_DTYPES:
+    if row is None or dtype not in STORAGE_DTYPES or row.llama is not None:
         return False
     return row.blocks is None or row.blocks.packing != "words"
 
 
 def block_words(dtype: str) -> str:
     """Return a short description of a format's blocks and scales for the user, or "" for a dtype without blocks."""
-    blocks = BY_NAME[dtype].blocks if dtype in BY_NAME else None
+    row = BY_NAME.get(dtype)
+    if row is not None and row.llama is not None:
+        return f"{row.llama.block} in a row, {row.llama.bits_per_weight:g} bits for each value with their scales"
+    blocks = row.blocks if row is not None else None
     if blocks is None:
         return ""
     size = f"{blocks.rows} x {blocks.columns}" if blocks.rows > 1 else f"{blocks.columns} in a row"
@@ -343,8 +373,13 @@ def block_words(dtype: str) -> str:
 
 
 def nbytes_in(shape: Sequence[int], dtype: str) -> int:
-    """Return the bytes of a tensor in a file after a cast to `dtype`, scales included and codes packed."""
+    """Return the bytes of a tensor in a file after a cast to `dtype`, scales included and codes packed. If the tensor can't have a
+    type of llama.cpp, they are those of the type that replaces it.
+    """
     row = BY_NAME[dtype]
+    if row.llama is not None:
+        of_shape = BY_NAME[fitted(dtype, shape)]
+        return nbytes_of(shape, of_shape.llama) if of_shape.llama is not None else math.prod(shape) * of_shape.bits // 8
     if row.blocks is not None:
         return sum(part.nbytes for part in parts(shape, row.blocks, row.bits, row.torch_name))
     codes = math.prod(shape) * row.bits // 8

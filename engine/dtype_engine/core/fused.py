@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 
 from dtype_engine.core import dtypes
+from dtype_engine.core.llama_types import llama_type
 
 FUSED_LAYERS = (
     ("q_proj", "k_proj", "v_proj"),
@@ -78,6 +79,7 @@ def split_groups(planned: Mapping[str, str]) -> tuple[tuple[str, ...], ...]:
 
 def is_split(group: Iterable[str], planned: Mapping[str, str]) -> bool:
     """Return whether a group's weights have different formats, at least one with scales. No fused kernel supports this. A format
-    is the same with another rounding."""
+    is the same with another rounding. llama.cpp, which does not fuse, has its own types.
+    """
     formats = {dtypes.unrounded(planned[member]) for member in group}
-    return len(formats) > 1 and not formats.isdisjoint(dtypes.STORAGE_DTYPES)
+    return len(formats) > 1 and any(each in dtypes.STORAGE_DTYPES and llama_type(each) is None for each in formats)

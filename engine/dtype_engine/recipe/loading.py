@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dtype_engine.core import dtypes
+from dtype_engine.core.llama_types import LLAMA_DTYPES, ONLY_GGUF, llama_type
 from dtype_engine.recipe.loader_facts import Outcome as Values
 from dtype_engine.recipe.loader_facts import loader_facts, misread_experts, why_not_loaded
 from dtype_engine.recipe.schemes import layout
@@ -15,7 +16,7 @@ from dtype_engine.recipe.serving import Runtime, lint_serving, no_layout, packed
 from dtype_engine.recipe.targets.base import Context
 
 LLAMA_CPP = ("bfloat16", "float16", "mxfp4:floor")
-"""The formats that `recipe convert` writes for llama.cpp without another rounding."""
+"""The formats, besides llama.cpp's own types, that `recipe convert` writes for it without another rounding."""
 OWN, TRANSFORMERS = "own", "transformers"
 LOADERS = {
     TRANSFORMERS: "transformers",
@@ -125,7 +126,7 @@ def _llama_cpp(context: Context) -> Loading:
     """Return whether a GGUF file that llama.cpp makes by the converted recipe has the planned values."""
     for name, dtype in context.plan.dtypes.items():
         tensor = context.tree.tensors[name]
-        if tensor.castable and dtype not in (*LLAMA_CPP, "float32", "float64", tensor.dtype):
+        if tensor.castable and dtype not in (*LLAMA_CPP, *LLAMA_DTYPES, "float32", "float64", tensor.dtype):
             known = dtypes.short_name(dtype)
             why = f"a GGUF file has no {known} with these scales"
             return _refused("llama.cpp", why, short=f"no {known} in GGUF")
@@ -134,6 +135,8 @@ def _llama_cpp(context: Context) -> Loading:
 
 def _own(context: Context) -> Loading:
     for _, dtype in _quantised(context):
+        if llama_type(dtype) is not None:
+            return _refused(OWN, f"no checkpoint layout has {dtype}: {ONLY_GGUF}")
         blocks = dtypes.BY_NAME[dtype].blocks
         if blocks is not None and not blocks.layout:
             return _refused(OWN, f"no checkpoint layout has {dtypes.short_name(dtype)}: it can only be measured")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
 from dtype_engine.core import dtypes
@@ -17,7 +17,7 @@ from dtype_engine.core.kv_cache import KV_CACHE
 from dtype_engine.core.kv_formats import KV_FORMATS
 from dtype_engine.core.tree import Tree, ancestors, is_number, numbered_parts
 from dtype_engine.recipe.pattern import generalisations
-from dtype_engine.recipe.plan import make_plan, select
+from dtype_engine.recipe.plan import dtype_given, make_plan, select
 from dtype_engine.recipe.rules import Recipe, Rule
 
 _MOST_KINDS = 4
@@ -25,12 +25,15 @@ _MOST_KINDS = 4
 
 def minimize(tree: Tree, wanted: Mapping[str, str], after: Recipe | None = None) -> Recipe:
     """Return a short recipe under which the tensors in `wanted` get these dtypes and all others stay as stored. The keys of
-    `wanted` are canonical names of tensors, and names of KV cache tensors. after: a recipe to which the result will be appended.
-    Tensors that are not in `wanted` then keep the dtypes that `after` gives them.
+    `wanted` are canonical names of tensors, and names of KV cache tensors. A tensor that can't have a type of llama.cpp gets what
+    replaces it. after: a recipe to which the result will be appended. Tensors that are not in `wanted` then keep the dtypes that
+    `after` gives them.
     """
     after = after or Recipe()
     now = dict(make_plan(tree, after).dtypes)
-    target = now | {name: dtype for name, dtype in wanted.items() if name in tree.tensors}
+    target = now | {
+        name: dtype_given(tree.tensors[name], dtype) for name, dtype in wanted.items() if name in tree.tensors
+    }
     recipe = _pruned(tree, _Proposals(tree, target).rules(now), target, after)
     assert dict(make_plan(tree, after.then(*recipe.rules)).dtypes) == target
     caches = {name: form for name, form in wanted.items() if name not in tree.tensors}
@@ -69,8 +72,8 @@ class _Proposals:
             rule, taken = self.best(reached, wrong)
             rules.append(rule)
             for name in taken:
-                is_stored = rule.dtype == dtypes.STORED and name in self.tree.tensors
-                reached[name] = self.tree.tensors[name].dtype if is_stored else rule.dtype
+                tensor = self.tree.tensors.get(name)
+                reached[name] = rule.dtype if tensor is None else dtype_given(tensor, rule.dtype)
         return rules
 
     def best(self, now: Mapping[str, str], wrong: set[str]) -> tuple[Rule, tuple[str, ...]]:
@@ -131,7 +134,7 @@ class _Proposals:
                 if numbers:
                     by_set.setdefault((before, dtype, numbers), []).append(after)
         for (before, _, numbers), afters in by_set.items():
-            chosen = _numbers(numbers)
+            chosen = numbers_pattern(numbers)
             for after in afters:
                 patterns[f"{before}.{chosen}{after}"] = None
             tops = [
@@ -209,7 +212,8 @@ def _kinds(name: str) -> dict[tuple[str, str], int]:
     return numbers
 
 
-def _numbers(numbers: tuple[int, ...]) -> str:
+def numbers_pattern(numbers: Sequence[int]) -> str:
+    """Return a part of a pattern that matches these numbers, in ascending order, and no others: `{0,4..7}`."""
     texts: list[str] = []
     for _, entries in groupby(enumerate(numbers), key=lambda entry: entry[1] - entry[0]):
         run = [number for _, number in entries]

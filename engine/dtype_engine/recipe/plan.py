@@ -10,6 +10,7 @@ import msgspec
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import TooSlow, UserError
 from dtype_engine.core.kv_formats import KV_FORMATS, ONLY_KV, may_name_caches, names_caches
+from dtype_engine.core.llama_types import fitted, llama_type
 from dtype_engine.core.regexes import shortened, time_limit
 from dtype_engine.core.suggest import nearest
 from dtype_engine.core.text import printable
@@ -197,14 +198,15 @@ def make_plan(tree: Tree, recipe: Recipe) -> Plan:
             if pattern.by_class and not tree.has_classes:
                 pending_classes.append(index)
             selections.append(taken)
+            same = rule.dtype != dtypes.STORED and llama_type(rule.dtype) is None
             for name in taken.tensors:
-                planned[name] = tree.tensors[name].dtype if rule.dtype == dtypes.STORED else rule.dtype
+                planned[name] = rule.dtype if same else dtype_given(tree.tensors[name], rule.dtype)
                 decided[name] = index
             for name in taken.caches:
                 caches[name] = rule.dtype
                 decided[name] = index
     changed = sum(
-        tensor_bytes(tensor, planned[name]) - tensor.nbytes
+        tensor.nbytes_in(planned[name]) - tensor.nbytes
         for name, tensor in tree.tensors.items()
         if planned[name] != tensor.dtype and tensor.counted
     )
@@ -224,9 +226,48 @@ def make_plan(tree: Tree, recipe: Recipe) -> Plan:
     return plan
 
 
+def dtype_given(tensor: TensorInfo, dtype: str) -> str:
+    """Return the dtype that a rule with `dtype` gives a tensor. It is another one only for `dtypes.STORED`, and for a type of
+    llama.cpp that the tensor can't have.
+    """
+    return tensor.dtype if dtype == dtypes.STORED else fitted(dtype, tensor.shape, tensor.name)
+
+
 def tensor_bytes(tensor: TensorInfo, dtype: str) -> int:
-    """Return a tensor's bytes after a cast to `dtype`, or as stored if `dtype` is its stored dtype or `dtypes.STORED`."""
-    return tensor.nbytes if dtype == dtypes.STORED else tensor.nbytes_in(dtype)
+    """Return a tensor's bytes under a rule with `dtype`, which may be `dtypes.STORED`."""
+    return tensor.nbytes_in(dtype_given(tensor, dtype))
+
+
+def llama_notices(tree: Tree, plan: Plan) -> tuple[str, ...]:
+    """Return notices about the tensors to which a rule with a type of llama.cpp gives another dtype, one for each pair of both, and
+    about weights that llama.cpp rounds otherwise.
+    """
+    found: dict[tuple[str, str], list[TensorInfo]] = {}
+    for name, index in plan.decided_by.items():
+        wanted = plan.recipe.rules[index].dtype
+        if llama_type(wanted) is not None and name in tree.tensors and plan.dtypes[name] != wanted:
+            found.setdefault((wanted, plan.dtypes[name]), []).append(tree.tensors[name])
+    notices = []
+    for (wanted, given), tensors in found.items():
+        first, row = printable(tensors[0].name), llama_type(wanted)
+        why = "llama-quantize keeps vectors, norms and routers in float32"
+        if row is not None and given != "float32":
+            why = f"{row.name} needs rows of a multiple of {row.block} values"
+            first += f" with {tensors[0].shape[-1]}"
+        notices.append(f"{plural(len(tensors), 'tensor')} in {given}, not {wanted}: {why} (first {first})")
+    turned = [
+        name
+        for name in plan.decided_by
+        if llama_type(plan.dtypes.get(name, "")) is not None
+        and (module := tree.modules.get(name.rpartition(".")[0])) is not None
+        and module.class_name == "Conv1D"
+    ]
+    if turned:
+        notices.append(
+            f"blocks lie along the outputs of {plural(len(turned), 'weight')} of Conv1D, which has inputs first; in a GGUF file "
+            f"they lie along the inputs, so values differ (first {printable(turned[0])})"
+        )
+    return tuple(notices)
 
 
 def rules_in_doubt(tree: Tree, recipe: Recipe) -> bool:

@@ -14,6 +14,7 @@ from dtype_engine.core.kv_cache import KV_CACHE
 from dtype_engine.core.roundings import ROUNDINGS
 from dtype_engine.core.suggest import nearest
 from dtype_engine.core.tree import Module, Tree, ancestors, numbered_parts
+from dtype_engine.recipe.llama_mixes import MIXES, Mix, mixed_rules
 from dtype_engine.recipe.pattern import compile_pattern, generalisations
 from dtype_engine.recipe.plan import NO_CLASSES, Plan, make_plan, select
 from dtype_engine.recipe.rules import Recipe, Rule
@@ -63,7 +64,7 @@ class Preset:
     @property
     def casts_to(self) -> tuple[str, ...]:
         """The dtypes to which the preset casts in every model. Empty if the model's files decide."""
-        return tuple(dtype for _, dtype in self._make.steps) if isinstance(self._make, _Casts) else ()
+        return self._make.casts_to if isinstance(self._make, (_Casts, _Mixed)) else ()
 
     def rounded(self, rounding: str) -> Preset | None:
         """Return this preset with a rounding of all formats that take it, or None if there are none. rounding: a key of
@@ -181,8 +182,26 @@ class _Casts:
     steps: tuple[tuple[Callable[[Tree], Iterable[str]], str], ...]
     """Pairs (function from tree to patterns, dtype). Later steps win."""
 
+    @property
+    def casts_to(self) -> tuple[str, ...]:
+        return tuple(dtype for _, dtype in self.steps)
+
     def __call__(self, tree: Tree) -> list[Rule]:
         return [Rule(pattern, dtype) for patterns, dtype in self.steps for pattern in patterns(tree)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Mixed:
+    """Makes the rules of a mix of llama-quantize for a tree."""
+
+    mix: Mix
+
+    @property
+    def casts_to(self) -> tuple[str, ...]:
+        return self.mix.casts_to
+
+    def __call__(self, tree: Tree) -> list[Rule]:
+        return mixed_rules(self.mix, tree)
 
 
 def _casts(*steps: tuple[Callable[[Tree], Iterable[str]], str]) -> _Casts:
@@ -242,6 +261,7 @@ PRESETS: dict[str, Preset] = {
             "Linear layers in int4 in groups of 128 (W4A16); head, routers and the rest in bfloat16.",
             _casts(_TO_BF16, (linears, "int4@g128"), _WIDE),
         ),
+        *(Preset(mix.preset, mix.sentence, _Mixed(mix)) for mix in MIXES),
         Preset(
             "kv-declared",
             "KV caches in the formats that config.json declares for them, the rest as stored.",

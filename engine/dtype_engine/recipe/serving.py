@@ -12,6 +12,7 @@ from typing import Literal
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.fused import fused_groups, siblings, split_groups
+from dtype_engine.core.llama_types import ONLY_GGUF, llama_type
 from dtype_engine.core.tree import Tree
 from dtype_engine.core.units import plural
 from dtype_engine.recipe.fused_words import layer_name
@@ -265,6 +266,8 @@ def no_layout(tree: Tree, name: str, dtype: str, experts: bool = False) -> str |
     experts: whether to treat experts that the model packs into one tensor as separate linear layers, as exports store them.
     """
     tensor, blocks = tree.tensors[name], dtypes.BY_NAME[dtype].blocks
+    if llama_type(dtype) is not None:
+        return f"no checkpoint layout has {dtype}: {ONLY_GGUF}"
     if not layout(dtype):
         return f"no checkpoint layout has {dtypes.short_name(dtype)}"
     if not (experts and packed_experts(tree, name)):

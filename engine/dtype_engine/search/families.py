@@ -13,6 +13,7 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.fused import FUSED_LAYERS
 from dtype_engine.core.hints import hint
 from dtype_engine.core.kv_formats import SCANNED
+from dtype_engine.core.llama_types import LLAMA_DTYPES, fitted
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree
 from dtype_engine.core.units import plural
@@ -34,11 +35,13 @@ class Family:
     dtypes: tuple[str, ...]
     """The dtypes that are scanned for the program if the user names none."""
     only_these: bool
-    """Whether the program loads no other dtypes than `dtypes`, with any rounding, apart from the stored ones."""
+    """Whether the program loads no other dtypes than `dtypes` and `more`, with any rounding, apart from the stored ones."""
     refusal: Callable[[Loadable, str, str], str | None] = lambda loadable, name, dtype: None
     """A function of (model, weight's name, format with scales) that returns why the program can't load it, or None."""
     fuses: bool = False
     """Whether the program fuses sibling layers, such as q, k and v, into one, so that they must have one format."""
+    more: tuple[str, ...] = ()
+    """Further dtypes that the program loads, which are scanned only if the user names them."""
     packs_experts: bool = False
     """Whether the program packs all experts, so that it reads some formats only if all experts of a model have the same one."""
 
@@ -60,6 +63,12 @@ def _by_runtime(loadable: Loadable, name: str, dtype: str) -> str | None:
     return None
 
 
+def _by_llama_cpp(loadable: Loadable, name: str, dtype: str) -> str | None:
+    given = fitted(dtype, loadable.tree.tensors[name].shape, name)
+    return None if given == dtype else f"llama-quantize would make it {given}"
+
+
+_LLAMA = tuple(name for name in LLAMA_DTYPES if name in dtypes.UNROUNDED_DTYPES)
 _SCANNED = ("bfloat16", "float16", "float8_e4m3fn", "int8")
 _VLLM = ("bfloat16", "float8_e4m3fn", "fp8@128x128", "mxfp8", "int8@g128", "nvfp4", "mxfp4", "int4@g128")
 _SGLANG = ("bfloat16", "float8_e4m3fn", "fp8@128x128")
@@ -71,8 +80,8 @@ FAMILIES = {
         # quantized formats are the two fp8 formats that share a layout.
         Family("vllm", _VLLM, only_these=True, refusal=_by_runtime, fuses=True),
         Family("sglang", _SGLANG, only_these=True, refusal=_by_runtime, fuses=True),
-        # llama.cpp has only the formats that `recipe convert` can write exactly.
-        Family("llama.cpp", LLAMA_CPP, only_these=True),
+        # llama.cpp has only the formats that `recipe convert` can write exactly. Its own types need a package, and take long.
+        Family("llama.cpp", LLAMA_CPP, only_these=True, refusal=_by_llama_cpp, more=_LLAMA),
         Family(OWN, _SCANNED, only_these=False),
     )
 }
@@ -98,7 +107,7 @@ class Loadable:
         if dtype == self.tree.tensors[name].dtype:
             return None
         dtype = dtypes.unrounded(dtype)
-        if self.family.only_these and dtype not in self.family.dtypes:
+        if self.family.only_these and dtype not in (*self.family.dtypes, *map(dtypes.unrounded, self.family.more)):
             return f"it is not among {', '.join(map(dtypes.short_name, self.family.dtypes))}"
         return self.family.refusal(self, name, dtype) if dtype in dtypes.STORAGE_DTYPES else None
 

@@ -111,8 +111,8 @@ def test_roundings_are_completed_after_the_whole_format_only() -> None:
     assert dtypes.completions("int4") == ["int4@g128", "int4@g32", "int4@g128a"]
     assert dtypes.completions("int4@g32:") == ["int4@g32:imatrix", "int4@g32:gptq"]
     assert dtypes.completions("fp8:g") == ["fp8:gptq"]
-    assert not any(
-        dtypes.BY_NAME[dtypes.parse_target(name)].rounding for name in dtypes.completions("") if name != "stored"
-    )
+    offered = {dtypes.parse_target(name) for name in dtypes.completions("")} - {dtypes.STORED}
+    assert not any(dtypes.BY_NAME[name].rounding and dtypes.unrounded(name) in offered for name in offered)
+    assert "iq2_xxs:imatrix" in offered, "it exists in no other way"
     for begun in ("", "fp8:", "mxfp4", "nvfp4:imatrix", "int8"):
         assert all(map(dtypes.parse_target, dtypes.completions(begun)))

@@ -125,3 +125,12 @@ def _loads(folder: Path) -> bool:
     except (OSError, ValueError):
         return False
     return True
+
+
+def test_types_of_llama_cpp_are_loaded_by_llama_cpp_alone() -> None:
+    transformers_, vllm, sglang, llama_cpp, own = words("*=q4_k:imatrix", "*.v_proj=q6_k")
+    assert llama_cpp == "llama.cpp ✓"
+    assert [each.split(" (")[0] for each in (transformers_, vllm, sglang, own)] == [
+        "transformers ✗", "vLLM ✗", "SGLang ✗", "dtype-engine ✗",
+    ]  # fmt: skip
+    assert own == "dtype-engine ✗ (no checkpoint layout has q4_k)"

@@ -14,7 +14,7 @@ from dtype_engine.cli.program import run
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import Options
-from dtype_engine.core.roundings import ROUNDED_FORMATS, ROUNDINGS
+from dtype_engine.core.roundings import ROUNDINGS
 from dtype_engine.core.tree import TensorInfo, Tree, from_tensors
 from dtype_engine.recipe import Recipe, Rule, make_plan, require_matches
 from dtype_engine.recipe.presets import PRESETS, covering, preset, preset_names, rounding_words
@@ -112,11 +112,12 @@ def test_unknown_preset_suggests_the_nearest() -> None:
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_every_preset_with_a_format_that_takes_a_rounding_has_it(rounding: str) -> None:
     rounded = [name for name, each in PRESETS.items() if each.rounded(rounding)]
-    assert rounded == ["fp8-linears", "modelopt", "nvfp4", "mxfp4-experts", "w4a16"]
-    for name in rounded:
+    by_format = ["fp8-linears", "modelopt", "nvfp4", "mxfp4-experts", "w4a16"]
+    assert rounded == [*by_format, *(["Q5_K_M", "Q4_K_M", "Q3_K_M"] if rounding == "imatrix" else [])]
+    for name in by_format:
         plain, found = planned(name), planned(f"{name}:{rounding}")
         assert {tensor: dtypes.unrounded(dtype) for tensor, dtype in found.items()} == plain
-        takes = {tensor for tensor, dtype in plain.items() if dtype in ROUNDED_FORMATS}
+        takes = {tensor for tensor, dtype in plain.items() if dtypes.rounded(dtype, rounding)}
         assert {tensor for tensor, dtype in found.items() if dtypes.BY_NAME[dtype].rounding == rounding} == takes
         assert takes
         assert f"rounded by {rounding}." in preset(f"{name}:{rounding}").sentence

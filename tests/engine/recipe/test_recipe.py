@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
+from dtype_engine.core.llama_types import llama_type
 from dtype_engine.core.tree import TensorInfo, Tree, ancestors
-from dtype_engine.recipe import History, Recipe, Rule, compile_pattern, make_plan, require_matches, select
+from dtype_engine.recipe import History, Recipe, Rule, compile_pattern, dtype_given, make_plan, require_matches, select
 
 CLASSES = dict.fromkeys(("a.0", "a.1", "b.0", "head"), "Linear") | {
     "": "Net",
@@ -66,7 +67,7 @@ def test_last_rule_that_matches_a_tensor_decides_its_dtype(recipe: Recipe) -> No
         expected, decider = tensor.dtype, None
         for index, rule in enumerate(recipe.rules):
             if taken_by_definition(rule.pattern, tensor):
-                expected, decider = (tensor.dtype if rule.dtype == dtypes.STORED else rule.dtype), index
+                expected, decider = dtype_given(tensor, rule.dtype), index
         assert plan.dtypes[tensor.name] == expected
         assert plan.decided_by.get(tensor.name) == decider
         deciders.append(decider)
@@ -90,7 +91,7 @@ def test_planned_bytes_are_the_sum_over_saved_tensors(recipe: Recipe) -> None:
         if not tensor.persistent:
             continue
         dtype = plan.dtypes[tensor.name]
-        if dtype in dtypes.BLOCK_FORMATS:  # checked where codes and scales are
+        if dtype in dtypes.BLOCK_FORMATS or llama_type(dtype):  # checked where codes and scales are
             total += dtypes.nbytes_in(tensor.shape, dtype)
             continue
         total += tensor.numel * dtypes.BY_NAME[dtype].bits // 8

@@ -28,11 +28,13 @@ from dtype_engine.cli import cli
 from dtype_engine.cli.program import run
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
+from dtype_engine.core.llama_types import LLAMA_TYPES, llama_type
 from dtype_engine.core.options import Options
 from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.recipe import Recipe, Rule, make_plan, targets
 from dtype_engine.recipe.lint import lint
 from dtype_engine.recipe.targets import TARGET_SUFFIXES, Context, Conversion, target_named
+from dtype_engine.recipe.targets.llama_cpp import NEEDS_IMATRIX
 from dtype_engine.recipe.targets.name_patterns import globs, regexes
 from dtype_engine.runtime.building.describe import describe
 from dtype_engine.runtime.numerics.roundings import _DAMPING
@@ -334,6 +336,7 @@ def as_llama_cpp(context: Context, written: Conversion) -> PresetEffect:
     """Apply llama-quantize to Q8_0: `regex_search` in the lower-case GGUF name, only for matrices that it quantizes."""
     lines = [line.lower().rpartition("=") for line in written.text.split()]
     types = {"f32": "float32", "f16": "float16", "bf16": "bfloat16", "q8_0": "q8_0", "mxfp4": "mxfp4:floor"}
+    types |= {name: name for name in LLAMA_TYPES}
     found: dict[str, str] = {}
     for tensor in context.tree.tensors.values():
         results = set()
@@ -346,9 +349,12 @@ def as_llama_cpp(context: Context, written: Conversion) -> PresetEffect:
                 results.add("float32")
             else:
                 assert hits, "the type would depend on the mixture asked for"
-                assert hits[0] not in ("q8_0", "mxfp4") or tensor.shape[-1] % 32 == 0, "llama.cpp stops there"
+                block = LLAMA_TYPES[hits[0]].block if hits[0] in LLAMA_TYPES else 32 if hits[0] == "mxfp4" else 1
+                assert tensor.shape[-1] % block == 0, "llama.cpp stops there"
                 results.add(types[hits[0]])
         assert len(results) <= 1
+        if llama_type(context.given.dtypes[tensor.name]) and tensor.name in context.roundings:
+            assert NEEDS_IMATRIX in written.notes
         found[tensor.name] = results.pop() if results else "q8_0" if tensor.persistent else tensor.dtype
     return found
 
@@ -712,3 +718,15 @@ def test_converting_a_rule_without_matches_exits_with_status_2(
     file = recipe_file(tmp_path, "*.no_such=fp8")
     assert run(cli, "dtype-engine", ["recipe", "convert", file, "--to", "torchao", "--model", DEMO]) == 2
     assert "matches nothing" in capsys.readouterr().err
+
+
+def test_embedding_at_which_llama_quantize_stops_is_named() -> None:
+    tensors = [TensorInfo(name, (64, 256), "float32") for name in ("model.embed_tokens.weight", "lm_head.weight")]
+    untied, tied = Tree(tensors, {"": "LlamaForCausalLM"}), Tree(tensors[:1], {"": "LlamaForCausalLM"})
+    rule = Rule.parse("*=iq2_xs:imatrix")
+    stops = (
+        "llama-quantize stops at token_embd.weight in iq2_xs, for which no imatrix has anything: give it another type"
+    )
+    assert stops in converted("llama.cpp", untied, rule).notes
+    assert stops not in converted("llama.cpp", untied, rule, Rule.parse("*embed_tokens=q4_k:imatrix")).notes
+    assert stops not in converted("llama.cpp", tied, rule).notes, "the imatrix has what the output gets"

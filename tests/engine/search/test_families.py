@@ -14,6 +14,8 @@ import dtype_engine as de
 from dtype_engine import Recipe, Rule
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
+from dtype_engine.core.llama_types import LLAMA_DTYPES
+from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.recipe import make_plan
 from dtype_engine.recipe.serving import lint_serving
 from dtype_engine.recipe.targets import Context
@@ -182,3 +184,25 @@ def test_weights_with_rows_that_no_block_divides_get_formats_without_blocks(make
     assert [dtype for dtype in FAMILIES["vllm"].dtypes if loadable.refusal(embedding, dtype) is None] == ["bfloat16"]
     assert loadable.groups == ("*.{q_proj,k_proj,v_proj}", "*.{gate_proj,up_proj}")
     assert Loadable(session.tree, "llama.cpp", ("float16",)).groups == ()
+
+
+def test_llama_cpp_loads_its_own_types_where_llama_quantize_makes_them() -> None:
+    tree = Tree(
+        [
+            TensorInfo("model.layers.0.mlp.up_proj.weight", (64, 512), "bfloat16"),
+            TensorInfo("model.layers.0.mlp.down_proj.weight", (64, 96), "bfloat16"),
+            TensorInfo("model.norm.weight", (512,), "bfloat16"),
+        ],
+        {"": "LlamaForCausalLM", "model.layers.0.mlp.up_proj": "Linear", "model.layers.0.mlp.down_proj": "Linear"},
+    )
+    wide, odd, norm = tree.tensors
+    loadable = Loadable(tree, "llama.cpp", LLAMA_DTYPES)
+    for dtype in ("q4_k", "q4_k:imatrix", "iq2_xxs:imatrix", "q8_0"):
+        assert loadable.refusal(wide, dtype) is None
+        assert loadable.refusal(norm, dtype) == "llama-quantize would make it float32"
+    assert loadable.refusal(odd, "q4_k:imatrix") == "llama-quantize would make it q5_0"
+    assert loadable.refusal(odd, "q8_0") is None
+    assert "q8_0" not in FAMILIES["llama.cpp"].dtypes, "a scan of the usual dtypes needs no further package"
+    for family in ("transformers", "vllm", "sglang"):
+        assert Loadable(tree, family, ["q8_0"]).refusal(wide, "q8_0") is not None
+    assert "recipe convert --to llama.cpp" in str(Loadable(tree, "transformers", ["q8_0"]).refusal(wide, "q8_0"))

@@ -18,7 +18,7 @@ import dtype_engine as de
 from dtype_engine import Recipe, Rule
 from dtype_engine.core import dtypes
 from dtype_engine.core.tree import TensorInfo, Tree, from_tensors
-from dtype_engine.recipe import make_plan
+from dtype_engine.recipe import dtype_given, make_plan
 from dtype_engine.recipe.file import read_recipe_file, write_recipe
 from dtype_engine.recipe.minimize import minimize
 from dtype_engine.search.pareto import Choice, Constraints, Item, ParetoFront, make_front, make_items
@@ -128,7 +128,9 @@ def test_minimized_rules_give_exactly_the_plan(wanted: list[str]) -> None:
     asked = dict(zip(NAMES, wanted, strict=True))
     recipe = minimize(tree, asked)
     plan = make_plan(tree, recipe)
-    assert {name: plan.dtypes[name] for name in NAMES} == asked
+    assert {name: plan.dtypes[name] for name in NAMES} == {
+        name: dtype_given(tree.tensors[name], dtype) for name, dtype in asked.items()
+    }
     assert plan.dtypes["model.rotary.inv_freq"] == "float32"
     assert not plan.unmatched
     assert len(recipe) <= len(NAMES)

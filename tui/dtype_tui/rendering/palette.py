@@ -60,7 +60,8 @@ TRACK = "bright_black"
 _HUES = {"float64": "bright_white", "float32": "white", "bfloat16": "cyan", "float16": "bright_cyan"}
 _HUES_BY_BITS = {
     ("float", 8): "magenta", ("float", 6): "bright_red", ("float", 4): "bright_red",
-    ("int", 8): "bright_magenta", ("int", 4): "bright_green",
+    ("int", 8): "bright_magenta", ("int", 6): "bright_magenta",
+    **{("int", bits): "bright_green" for bits in (5, 4, 3, 2)},
 }  # fmt: skip
 
 

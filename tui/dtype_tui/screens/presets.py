@@ -21,6 +21,9 @@ from dtype_engine.results.scan import Prediction
 from dtype_tui.screens.choice import ChoiceScreen
 from dtype_tui.state.experiment import Experiment
 
+_MOST_HEIGHT, _BORDERS = 0.9, 2
+"""The share of the screen's height that a window of choices may have, and how many of its lines are borders."""
+
 
 class PresetsScreen(ChoiceScreen[Recipe]):
     """The window in which the user chooses a preset. Its result is the preset's recipe."""
@@ -71,24 +74,48 @@ class PresetsScreen(ChoiceScreen[Recipe]):
 
     def draw(self) -> Text:
         width = max(40, self.lines.size.width)
-        text = Text()
         presets = list(map(self._rounded, PRESETS.values()))
         longest = max(len(preset.name) for preset in presets)
-        for index, preset in enumerate(presets):
+        details, footer = self._details(presets[self.index], width), textwrap.wrap(self._footer(), width)
+        shown = self._shown(len(presets), details.plain.count("\n") + 1 + len(footer))
+        text = Text()
+        if shown.start:
+            text.append(f"  … {shown.start} above\n", style="dim")
+        for index in shown:
             effect = self.effects[index] if index < len(self.effects) else None
-            chosen = index == self.index
             text.append(*self.marker(index))
-            text.append(f"{preset.name:<{max(16, longest + 1)}}", style="bold" if chosen else "")
+            style = "bold" if index == self.index else ""
+            text.append(f"{presets[index].name:<{max(16, longest + 1)}}", style=style)
             words = f"{_effect_words(effect, self._experiment.room)} {self._drift_words(index)}".rstrip()
             text.append(f"{words}\n", style="" if effect and effect.recipe else "dim")
-            if chosen:
-                changes = f" Changes {plural(effect.tensors, 'tensor')}." if effect and effect.recipe else ""
-                for line in textwrap.wrap(preset.sentence + changes, width - 4):
-                    text.append(f"    {line}\n", style="dim")
-                _append_rules(text, effect, self._rounding, width - 6)
-        for line in textwrap.wrap(self._footer(), width):
+            if index == self.index:
+                text.append_text(details)
+        if shown.stop < len(presets):
+            text.append(f"  … {len(presets) - shown.stop} below\n", style="dim")
+        for line in footer:
             text.append(f"\n{line}", style="dim")
         return text
+
+    def _details(self, preset: Preset, width: int) -> Text:
+        """Return the lines below the chosen preset: its sentence and its rules."""
+        effect = self.effects[self.index] if self.index < len(self.effects) else None
+        changes = f" Changes {plural(effect.tensors, 'tensor')}." if effect and effect.recipe else ""
+        text = Text()
+        for line in textwrap.wrap(preset.sentence + changes, width - 4):
+            text.append(f"    {line}\n", style="dim")
+        _append_rules(text, effect, self._rounding, width - 6)
+        return text
+
+    def _shown(self, count: int, others: int) -> range:
+        """Return the indexes of the presets to show: those around the chosen one for which the window has room. others: how many
+        other lines it has.
+        """
+        room = int(_MOST_HEIGHT * self.app.size.height) - _BORDERS - others
+        if count <= room:
+            return range(count)
+        rows = max(1, room - 2)  # a line says how many are above, another how many are below
+        first = min(max(0, self.index - rows // 2), count - rows)
+        return range(first, first + rows)
 
     def _rounded(self, preset: Preset) -> Preset:
         """Return a preset with the chosen rounding, or as it is if none is chosen or no format of it takes the rounding."""

@@ -53,7 +53,7 @@ class ScanSetup(ChoiceScreen[tuple[str, ...]]):
     def _offered(self) -> tuple[str, ...]:
         """The dtypes to choose from: those that the program loads, or the usual ones if it loads others, too."""
         family = FAMILIES[self._loader]
-        weights = family.dtypes if family.only_these else SCANNED
+        weights = (*family.dtypes, *family.more) if family.only_these else SCANNED
         return (*weights, *OF_CACHES) if self._experiment.tree.caches else weights
 
     def draw(self) -> Text:

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from dtype_engine.core.dtypes import STORED
 from dtype_engine.core.units import human_bytes
-from dtype_engine.recipe import Plan, Rule, select, tensor_bytes, uncast_words
+from dtype_engine.recipe import Plan, Rule, dtype_given, select, tensor_bytes, uncast_words
 from dtype_engine.recipe.fused_words import fused_words
 
 if TYPE_CHECKING:
@@ -83,7 +82,7 @@ def cache_change(experiment: Experiment, preview: Preview, form: str) -> str:
 
 
 def _overridden(plan: Plan, rule: Rule, tensors: Sequence[TensorInfo]) -> str:
-    dtypes = (tensor.dtype if rule.dtype == STORED else rule.dtype for tensor in tensors)
+    dtypes = (dtype_given(tensor, rule.dtype) for tensor in tensors)
     changed = (tensor.name for tensor, dtype in zip(tensors, dtypes, strict=True) if plan.dtypes[tensor.name] != dtype)
     by_rule = Counter(plan.decided_by[name] for name in changed if name in plan.decided_by)
     parts = [(f"{count:,}", f"of rule {index + 1}") for index, count in sorted(by_rule.items())]

@@ -52,7 +52,7 @@ def _read_weight(
     the weight before packing, such as "16,128".
     """
     row = dtypes.BY_NAME.get(dtype)
-    if row is None or dtype not in dtypes.STORAGE_DTYPES:
+    if row is None or dtype not in dtypes.STORAGE_DTYPES or row.llama is not None:
         return None
     data = next((tensors[own] for own in codes_names(name, dtype) if own in tensors), None)
     if data is None:

@@ -11,6 +11,7 @@ from typing import ClassVar, Literal
 import msgspec
 
 from dtype_engine.core import dtypes
+from dtype_engine.core.llama_types import ONLY_GGUF, llama_type
 from dtype_engine.core.regexes import Anchored, compile_regex
 from dtype_engine.core.tree import Module, TensorInfo, Tree
 from dtype_engine.core.units import plural
@@ -284,6 +285,8 @@ class Quantizer(Target):
             return f"{tool} quantizes matrices only"
         if tensor.aliases:
             return f"the weight is tied, and {tool} would untie it"
+        if llama_type(dtype) is not None:
+            return f"{tool} has no {dtype}: {ONLY_GGUF}"
         if dtype not in self.formats:
             return f"{tool} has no {dtypes.short_name(dtype)}"
         if blocks is not None and len(tensor.shape) > 2:

@@ -12,6 +12,7 @@ import json
 from collections.abc import Mapping
 
 from dtype_engine.core import dtypes
+from dtype_engine.core.llama_types import llama_type
 from dtype_engine.core.tree import Module, ancestors
 from dtype_engine.recipe.targets.base import Context, Conversion, Match, Target, UnsupportedList, as_comment, tool_regex
 from dtype_engine.recipe.targets.name_patterns import regexes
@@ -76,10 +77,11 @@ def _leaves(context: Context) -> dict[str, list[str]]:
 
 def _cast_dtype(context: Context, tensor: str) -> str:
     """Return the dtype to which diffusers would cast a tensor to follow the plan. diffusers stores no scales, so int8 or float8
-    with scales becomes the dtype of the codes. A block format, which diffusers can't store at all, is returned unchanged.
+    with scales becomes the dtype of the codes. A block format and a type of llama.cpp, which diffusers can't store at all, are
+    returned unchanged.
     """
     dtype = context.plan.dtypes[tensor]
-    return dtype if dtype in dtypes.BLOCK_FORMATS else dtypes.BY_NAME[dtype].torch_name
+    return dtype if dtype in dtypes.BLOCK_FORMATS or llama_type(dtype) is not None else dtypes.BY_NAME[dtype].torch_name
 
 
 def _best_pair(context: Context, leaves: Mapping[str, list[str]]) -> tuple[str, str]:

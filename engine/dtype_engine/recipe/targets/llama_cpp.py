@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
+from dtype_engine.core.llama_types import IMATRIX, LLAMA_TYPES, llama_type
 from dtype_engine.core.tree import TensorInfo, is_number
 from dtype_engine.recipe.kv_serving import cache_serving
 from dtype_engine.recipe.targets.base import Context, Conversion, Match, Part, Target, UnsupportedList, tool_regex
@@ -20,6 +21,7 @@ from dtype_engine.recipe.targets.name_patterns import regexes
 _TYPES = {
     "float32": "f32", "float16": "f16", "bfloat16": "bf16", "int8": "q8_0", "int8@tensor": "q8_0",
     "mxfp4:floor": "mxfp4", "mxfp4": "mxfp4", "mxfp4:rceil": "mxfp4", "mxfp4:even": "mxfp4",
+    **{name: name for name in LLAMA_TYPES},
 }  # fmt: skip
 _READABLE = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 _DEFAULT = "q8_0"
@@ -40,11 +42,17 @@ _ARCHITECTURES = {
 """Maps the `model_type` in config.json to the gguf package's name of the architecture if the two differ."""
 
 
+NEEDS_IMATRIX = (
+    "the recipe rounds by an imatrix: give llama-quantize --imatrix, and the file that --imatrix of this command writes"
+)
+
+
 class LlamaCpp(Target):
     name = "llama.cpp"
     matcher = "regex_search in GGUF tensor names, in lower case"
     precedence = "first"
     writes_caches = True
+    roundings = (IMATRIX,)
 
     def write(self, context: Context) -> Conversion:
         losses = UnsupportedList()
@@ -66,6 +74,14 @@ class LlamaCpp(Target):
             "llama-quantize --tensor-type-file FILE in.gguf out.gguf Q8_0, where in.gguf was made with --outtype f32",
             *self.wide_inputs_note(context),
         )
+        if any(llama_type(context.given.dtypes[name]) is not None for name in context.roundings):
+            notes += (NEEDS_IMATRIX,)
+        for type_ in ("iq2_xs", "iq2_xxs"):
+            if "token_embd.weight" in lines.get(type_, ()) and "output.weight" in sources:
+                notes += (
+                    f"llama-quantize stops at token_embd.weight in {type_}, for which no imatrix has anything: give it another "
+                    "type",
+                )
         served = cache_serving(context.tree, context.plan.caches, self.name)
         for problem in served.problems:
             for name in problem.tensors if problem.refused else ():
@@ -124,6 +140,8 @@ def _type_of(context: Context, infos: list[TensorInfo], losses: UnsupportedList)
     if odd and type_ in _BLOCKED:
         _add(losses, context, infos, _READABLE[_ODD_ROWS], f"{type_} needs rows of a multiple of {_BLOCK} values")
         return _ODD_ROWS
+    if llama_type(type_) is not None and {type_} == {context.plan.dtypes[each.name] for each in infos}:
+        return type_  # the plan knows which rows a type needs
     if type_ == _DEFAULT:
         _add(losses, context, infos, _DEFAULT, f"{_DEFAULT} has a float16 scale for every {_BLOCK} values", "scale")
     elif type_ in _BLOCKED:
@@ -152,7 +170,7 @@ def gguf_tensors(context: Context) -> dict[str, tuple[str, ...]]:
         (int(part) for name in context.tree.modules for part in name.split(".") if is_number(part)), default=0
     )
     lookup = name_map(context.title, context.model_type, blocks)
-    return {tensor.name: _names(tensor, lookup) if tensor.persistent else () for tensor in context.in_scope()}
+    return {tensor.name: names_in_gguf(tensor, lookup) if tensor.persistent else () for tensor in context.in_scope()}
 
 
 def name_map(title: str, model_type: str | None, blocks: int) -> Callable[[str], str | None]:
@@ -175,7 +193,7 @@ def name_map(title: str, model_type: str | None, blocks: int) -> Callable[[str],
     )
 
 
-def _names(tensor: TensorInfo, lookup: Callable[[str], str | None]) -> tuple[str, ...]:
+def names_in_gguf(tensor: TensorInfo, lookup: Callable[[str], str | None]) -> tuple[str, ...]:
     """Return the names of the GGUF tensors that hold a tensor's values, or () if there are none. There are two names if
     transformers packs a gate and an up projection into the tensor. All experts of a layer have the same name, because GGUF packs
     them into one tensor. lookup: from `name_map`.

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dtype_engine.checkpoint import Checkpoint
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
+from dtype_engine.core.llama_types import ONLY_GGUF, llama_type
 from dtype_engine.core.text import printable
 from dtype_engine.runtime.export.contents import ExportTensor
 from dtype_engine.runtime.export.layout import Layout
@@ -29,6 +30,8 @@ def refuse_unstored(items: Sequence[ExportTensor]) -> None:
     """Raise UserError for a format that no checkpoint layout supports, and for formats that one checkpoint can't combine."""
     of_layout = {"": "", "fp8": ""}
     for item in items:
+        if llama_type(item.dtype) is not None:
+            raise UserError(f"{printable(item.name)} can't be exported in {item.dtype} to safetensors: {ONLY_GGUF}")
         blocks = dtypes.BY_NAME[item.dtype].blocks if item.dtype in dtypes.BY_NAME else None
         if blocks is not None and not blocks.layout:
             raise UserError(

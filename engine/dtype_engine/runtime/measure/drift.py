@@ -19,7 +19,7 @@ from dtype_engine.core.options import RunSettings
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree
 from dtype_engine.core.units import plural
-from dtype_engine.recipe import Recipe, make_plan
+from dtype_engine.recipe import Recipe, llama_notices, make_plan
 from dtype_engine.results.drift import DriftReport
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.results.memory import MemoryStats
@@ -129,11 +129,11 @@ class DriftMeter:
         many values its cast makes infinite or zero, or saturates; None if they were not counted.
         """
         model, output = self.model, totals.output
-        selections = make_plan(model.tree, recipe).selections
+        plan = make_plan(model.tree, recipe)
         # Whether runtimes would quantize activations in the format that a rule gives to weights.
         quantizes_inputs = any(
             quantizes_activations(rule.dtype) and taken.tensors
-            for rule, taken in zip(recipe.rules, selections, strict=True)
+            for rule, taken in zip(recipe.rules, plan.selections, strict=True)
         )
         return DriftReport(
             model=model.title,
@@ -152,7 +152,8 @@ class DriftMeter:
             notices=(
                 *model.notices,
                 *totals.notices(output),
-                *_quantized_notices(model.tree, {name for taken in selections for name in taken.uncastable}),
+                *_quantized_notices(model.tree, {name for taken in plan.selections for name in taken.uncastable}),
+                *llama_notices(model.tree, plan),
                 *_window_notices(model, self.inputs, totals.modules_numbers),
                 *_fast_path_notices(model.module),
             ),

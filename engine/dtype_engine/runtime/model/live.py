@@ -529,7 +529,7 @@ class LiveModel:
         found = {}
         for weight in pending:
             name, dtype = weight.info.name, planned[weight.info.name]
-            if not dtypes.BY_NAME[dtype].rounding or self.rounded.get(name, dtype, shared.get(name, ())) is not None:
+            if not dtypes.has_rounding(dtype) or self.rounded.get(name, dtype, shared.get(name, ())) is not None:
                 continue
             found[name] = dtype
         self.need_calibration(found)

@@ -18,13 +18,14 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.block_formats import matrices
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import Cancelled
+from dtype_engine.core.llama_types import llama_type
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.runtime.formats.blocks import BlockWork, Chunk
 from dtype_engine.runtime.formats.dequantize import torch_dtype
 from dtype_engine.runtime.formats.quantize_blocks import quantize_chunks
 from dtype_engine.runtime.formats.row_blocks import Rows, Values, as_rows, parallel_map, row_slices
 from dtype_engine.runtime.formats.scales import FLOAT32_MAX
-from dtype_engine.runtime.numerics.quantize import quantize_in_blocks, saturates_beyond
+from dtype_engine.runtime.numerics.quantize import cast_or_quantize, quantize_in_blocks, saturates_beyond
 
 _BIT_COUNTS = np.array([byte.bit_count() for byte in range(256)], dtype=np.uint8)
 """The number of one bits in each possible byte, indexed by the byte. numpy before version 2 has no function for this."""
@@ -63,7 +64,7 @@ class LossCounter:
         the cast, flat; if None, they are read from the original tensor.
         """
         before = self._flat[start : start + len(after)] if before is None else before
-        quantized = self.dtype in dtypes.STORAGE_DTYPES
+        quantized = self.dtype in dtypes.STORAGE_DTYPES and llama_type(self.dtype) is None
         self._parts.append(
             _count_codes(before, after, self._width, self.dtype) if quantized else _count_cast(before, after)
         )
@@ -111,7 +112,9 @@ def all_losses(
             raise Cancelled
         counter.see(start, piece)
 
-    if dtype not in dtypes.STORAGE_DTYPES:
+    if llama_type(dtype) is not None:  # has values, not codes
+        whole, target = (cast_or_quantize(original, dtype)[0] if cast is None else cast).reshape(-1), torch.float32
+    elif dtype not in dtypes.STORAGE_DTYPES:
         whole, target = original.reshape(-1) if cast is None else cast.reshape(-1), torch_dtype(dtype)
     elif cast is not None:
         whole, target = cast.reshape(_rows(original, dtype).shape), cast.dtype
@@ -206,7 +209,7 @@ def _is_within(values: torch.Tensor, limit: float) -> bool:
 def count_zeroed_nan(before: torch.Tensor, dtype: str) -> int:
     """Return how many NaNs become zeros because a dtype with scales has no code for NaN."""
     row = dtypes.BY_NAME[dtype]
-    return int(torch.isnan(before).sum()) if row.kind == "int" or row.bits < 8 else 0
+    return int(torch.isnan(before).sum()) if row.llama is None and (row.kind == "int" or row.bits < 8) else 0
 
 
 def count_zeros(values: torch.Tensor) -> int:

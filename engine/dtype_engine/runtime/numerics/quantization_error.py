@@ -19,6 +19,7 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.block_formats import matrices
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import Cancelled
+from dtype_engine.core.llama_types import llama_type
 from dtype_engine.results.weights import ExponentHistogram, WeightError
 from dtype_engine.runtime.formats.blocks import BlockWork, Chunk
 from dtype_engine.runtime.formats.dequantize import Workspace, dequantize_block
@@ -34,7 +35,7 @@ from dtype_engine.runtime.formats.row_blocks import (
 from dtype_engine.runtime.formats.scales import amax_to_scale
 from dtype_engine.runtime.numerics.compare.metrics import relative_l2, sqnr_db
 from dtype_engine.runtime.numerics.overflow_underflow import count_zeroed_nan, count_zeros, magnitude_bits
-from dtype_engine.runtime.numerics.quantize import quantize_block, saturates_beyond
+from dtype_engine.runtime.numerics.quantize import cast_or_quantize, quantize_block, saturates_beyond
 
 
 def round_trip(name: str, tensor: torch.Tensor, dtype: str, cancelled: IsCancelled = never) -> WeightError:
@@ -46,7 +47,8 @@ def round_trip(name: str, tensor: torch.Tensor, dtype: str, cancelled: IsCancell
             raise Cancelled
         found.append((first, _sums(x.reshape(-1), cast.reshape(-1), delta.reshape(-1), dtype)))
 
-    (_in_blocks if dtype in dtypes.BLOCK_FORMATS else _in_pieces)(tensor, dtype, add)
+    of_llama = _of_llama if llama_type(dtype) is not None else None
+    (of_llama or (_in_blocks if dtype in dtypes.BLOCK_FORMATS else _in_pieces))(tensor, dtype, add)
     parts = [part for _, part in sorted(found, key=lambda each: each[0])]
     sums = _Sums(*map(sum, zip(*parts, strict=True)))
     sums = sums._replace(largest=max((part.largest for part in parts), default=0.0))
@@ -139,6 +141,14 @@ def _in_blocks(tensor: torch.Tensor, dtype: str, on_piece: OnPiece) -> None:
         on_piece(chunk.first, x, chunk.units, work.dequantize(chunk).to(x.dtype).sub_(x))
 
     quantize_chunks(tensor, dtype, take)
+
+
+def _of_llama(tensor: torch.Tensor, dtype: str, on_piece: OnPiece) -> None:
+    values, flat = cast_or_quantize(tensor, dtype)[0].reshape(-1), tensor.reshape(-1)
+    wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+    for piece in row_slices(flat):
+        x = flat[piece].to(wide)
+        on_piece(piece.start, x, values[piece], values[piece] - x)
 
 
 def _sums(x: torch.Tensor, cast: torch.Tensor, delta: torch.Tensor, dtype: str) -> _Sums:

@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterable
 import torch
 
 from dtype_engine.core import dtypes
-from dtype_engine.runtime.formats import mx
+from dtype_engine.core.llama_types import llama_type
+from dtype_engine.runtime.formats import llama_blocks, mx
 from dtype_engine.runtime.formats.dequantize import Workspace, dequantize, torch_dtype
 from dtype_engine.runtime.formats.quantize_blocks import quantize_blocks
 from dtype_engine.runtime.formats.row_blocks import Values, as_rows, finite_amax, parallel_map, row_amax, row_slices
@@ -31,6 +32,7 @@ def cast_or_quantize(
     """Cast `tensor` to `dtype`. Returns (values, None), or (codes, scales) for a format with scales such as float8 or int8.
 
     Scales are float32. A block format has [blocks down, blocks across]. A format whose name ends in `@tensor` has one scale, [1].
+    A type of llama.cpp has its values, float32, and the scale 1, [1].
     Any other format has one scale for each output channel, [tensor.shape[0]], or [1] if the tensor has fewer than two dimensions.
     The scale of a channel of zeros is 1. Only finite values determine the scales; other values stay unchanged if the dtype has
     codes for them.
@@ -41,6 +43,8 @@ def cast_or_quantize(
     target = torch_dtype(dtype)
     if dtype not in dtypes.STORAGE_DTYPES:
         return tensor.to(target), None
+    if llama_type(dtype) is not None:  # a rounding has given the values with the scales
+        return tensor.float() if given is not None else llama_blocks.rounded(tensor, dtype), tensor.new_ones(1).float()
     if dtype in dtypes.BLOCK_FORMATS:
         return quantize_blocks(tensor, dtype, amax, given)
     quantized = torch.empty(tensor.shape, dtype=target, device=tensor.device)

@@ -24,7 +24,7 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.block_formats import Blocks, matrices, scale_grid
 from dtype_engine.core.dtypes import DType
 from dtype_engine.core.roundings import scale_factors
-from dtype_engine.runtime.formats import fp8_blocks, grouped_ints, mx, nvfp4
+from dtype_engine.runtime.formats import fp8_blocks, grouped_ints, llama_blocks, mx, nvfp4
 from dtype_engine.runtime.formats.blocks import spread
 from dtype_engine.runtime.formats.code_packing import round_to_float
 from dtype_engine.runtime.formats.row_blocks import finite_amax
@@ -48,6 +48,11 @@ class InputStatistics:
     """The mean of x xᵀ, float32 [channels, channels], or None if only the squares are known."""
     tokens: int
     """The number of inputs, such as tokens, over which the means are."""
+
+    @property
+    def sums(self) -> torch.Tensor:
+        """The sum of x² for each input channel, float32 [channels], as a file of llama.cpp's imatrix has it."""
+        return self.squares * self.tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +97,8 @@ def rounded_codes(tensor: torch.Tensor, dtype: str, given: WeightStatistics, ama
     values, scales = round_weight(tensor, dtype, given, amax)
     codes, scale = cast_or_quantize(values, dtype, amax, scales)
     assert scale is not None
-    known = {index for index, each in given.parts.items() if each.tokens >= FEWEST_TOKENS}
+    fewest = FEWEST_TOKENS if dtypes.BY_NAME[dtype].llama is None else 1
+    known = {index for index, each in given.parts.items() if each.tokens >= fewest}
     nearest = tuple(sorted(set(range(len(tensor))) - known)) if tensor.ndim > 2 else ()
     return RoundedCodes(codes, scale, scales, nearest)
 
@@ -107,6 +113,8 @@ def round_weight(
     amax: the |value| from which the tensor scale of a format that has one is computed; by default, the largest finite |value|.
     """
     element = dtypes.BY_NAME[dtype]
+    if element.llama is not None:
+        return _by_llama(tensor, dtype, given)
     count, height, width = matrices(
         tensor.shape, element.blocks.columns if element.blocks is not None else tensor.shape[-1]
     )
@@ -132,6 +140,22 @@ def round_weight(
         values[index] = made.values
         scales.append(made.scales)
     return values.view(tensor.shape), _joined(scales)
+
+
+def _by_llama(tensor: torch.Tensor, dtype: str, given: WeightStatistics) -> tuple[torch.Tensor, Scales]:
+    """Round a weight as llama-quantize does with an imatrix of these statistics. An expert that got no token counts all channels
+    the same. Returns values, and scales of 1.
+    """
+    width = tensor.shape[-1]
+    values = torch.empty(tensor.shape, device=tensor.device)
+    for index, part in enumerate(tensor[None] if tensor.ndim < 3 else tensor):
+        statistics = given.parts.get(None if tensor.ndim < 3 else index)
+        weights = None  # with `across` 0, the channels are rows, not values of a block
+        if given.across == 1:
+            weights = torch.ones(width) if statistics is None else statistics.sums / statistics.tokens
+        (values if tensor.ndim < 3 else values[index]).copy_(llama_blocks.rounded(part, dtype, weights))
+    one = values.new_ones(1)
+    return values, Scales(one, one)
 
 
 @dataclass(frozen=True, slots=True)

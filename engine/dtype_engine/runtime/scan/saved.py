@@ -77,11 +77,12 @@ class Fingerprint:
                 for tensor in () if values is None or isinstance(values, BlockwiseSource) else values.tensors:
                     flat = tensor.reshape(-1)
                     _digest(flat[:: max(1, flat.numel() // _SAMPLED)], weights)
-        calibrated = "" if calibration is None else _hash(calibration)
-        return cls(weights.hexdigest(), _hash(inputs), tuple(dtypes), str(settings), calibrated)
+        calibrated = "" if calibration is None else hash_of(calibration)
+        return cls(weights.hexdigest(), hash_of(inputs), tuple(dtypes), str(settings), calibrated)
 
 
-def _hash(inputs: Inputs) -> str:
+def hash_of(inputs: Inputs) -> str:
+    """Return a hash of all arguments of all batches."""
     calls = hashlib.sha256()
     for batch in inputs.batches:
         _digest((batch.args, batch.kwargs), calls)

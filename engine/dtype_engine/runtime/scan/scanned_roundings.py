@@ -22,6 +22,7 @@ import torch
 from dtype_engine.core import dtypes
 from dtype_engine.core.cancellation import IsCancelled
 from dtype_engine.core.errors import Cancelled, UserError
+from dtype_engine.core.llama_types import llama_type
 from dtype_engine.core.roundings import ROUNDINGS
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import plural
@@ -214,6 +215,8 @@ class ScannedRoundings:
         first, last = rows.start // high * each, -(-rows.stop // high) * each
         width, across = math.prod(shape[1:]), math.prod(kept.grid[1:])
         codes = file.take(kept.codes, slice(rows.start * width, rows.stop * width))
+        if llama_type(dtype) is not None:  # has one scale, which is 1
+            return codes.view(-1, *shape[1:]), file.take(kept.scale)
         scale = file.take(kept.scale, slice(first * across, last * across))
         return codes.view(-1, *shape[1:]), scale.view(-1, *kept.grid[1:])
 

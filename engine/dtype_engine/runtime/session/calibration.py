@@ -9,7 +9,7 @@ from pathlib import Path
 from dtype_engine.core import dtypes
 from dtype_engine.core.cancellation import IsCancelled
 from dtype_engine.core.input_args import other_inputs
-from dtype_engine.core.options import Options, RunSettings
+from dtype_engine.core.options import Options
 from dtype_engine.core.roundings import ROUNDINGS, Statistic
 from dtype_engine.results.rounding import FittedTo
 from dtype_engine.runtime.inputs import Inputs
@@ -17,7 +17,7 @@ from dtype_engine.runtime.measure.input_statistics import collect_statistics
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.numerics.roundings import WeightStatistics
 from dtype_engine.runtime.passes.model_behavior import ModelBehavior
-from dtype_engine.runtime.scan.saved import Fingerprint
+from dtype_engine.runtime.scan.saved import hash_of
 from dtype_engine.runtime.session.component_inputs import inputs_of
 
 
@@ -50,9 +50,10 @@ class Calibration:
     @functools.cached_property
     def fitted_to(self) -> FittedTo:
         """What a recipe file says of the calibration inputs. Raises UserError and NoForward as `inputs` does."""
-        found = Fingerprint.of(self._model, self.inputs, (), RunSettings())
         names = ", ".join(path.name for path in self.files)
-        return FittedTo(f"{names}: {self.inputs.description}" if names else self.inputs.description, found.inputs)
+        return FittedTo(
+            f"{names}: {self.inputs.description}" if names else self.inputs.description, hash_of(self.inputs)
+        )
 
     def runs(self, rounded: Mapping[str, str]) -> int:
         """Return how many runs over one sequence `collect` makes. Raises UserError and NoForward as `inputs` does."""

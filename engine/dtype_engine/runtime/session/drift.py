@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from dtype_engine.core import dtypes
 from dtype_engine.core.input_args import data_options
 from dtype_engine.core.options import Options, RunSettings
 from dtype_engine.core.throttle import Throttle
@@ -24,7 +25,7 @@ from dtype_engine.runtime.session import saved_drift
 from dtype_engine.runtime.session.calibration import Calibration
 from dtype_engine.runtime.session.component_inputs import inputs_of
 from dtype_engine.runtime.session.process_memory import memory_stats, reset_peak_rss
-from dtype_engine.runtime.session.rounding_notices import fitted_to, rounding_notices
+from dtype_engine.runtime.session.rounding_notices import rounding_notices
 
 
 @dataclass
@@ -75,9 +76,10 @@ class DriftMeasurements:
         if save is None:
             totals = meter.measure(listener)
         else:
-            fitted = fitted_to(plan.dtypes.values(), calibration)
-            rules = [*map(str, plan.recipe.rules), *([f"fitted to {fitted.fingerprint}"] if fitted is not None else [])]
-            fingerprint = Fingerprint.of(self.model, meter.inputs, rules, settings)
+            rounds = calibration is not None and any(map(dtypes.has_rounding, plan.dtypes.values()))
+            fitted = calibration.inputs if calibration is not None and rounds else None
+            rules = list(map(str, plan.recipe.rules))
+            fingerprint = Fingerprint.of(self.model, meter.inputs, rules, settings, fitted)
             with saved_drift.saving(save, fingerprint, meter, listener) as (listener, begun):
                 totals = meter.measure(listener, begun=begun)
         throttle, on_progress = Throttle(), listener.on_progress

@@ -25,7 +25,13 @@ _VERSION = 1
 _LARGEST = 4 << 30
 _BETWEEN_S = 5.0
 """Seconds between two writes. Each one writes the results of all finished sequences."""
-_OTHER = {"model": "another model", "inputs": "other inputs", "dtypes": "other rules", "settings": "other settings"}
+_OTHER = {
+    "model": "another model",
+    "inputs": "other inputs",
+    "dtypes": "other rules",
+    "settings": "other settings",
+    "calibration": "other calibration inputs",
+}
 
 
 class SavedDrift(msgspec.Struct):

@@ -21,6 +21,7 @@ from dtype_engine.core.tree import Tree
 from dtype_engine.core.units import human_bytes
 from dtype_engine.recipe import Plan, Recipe, Rule, make_plan
 from dtype_engine.recipe.minimize import minimize
+from dtype_engine.recipe.targets.base import Context
 from dtype_engine.reports.notebook import drift_html, drift_repr, scan_html, session_html, tree_html
 from dtype_engine.results.attribution import AttributionReport, LossRemedy, NoiseFloor, NonFiniteDiagnosis
 from dtype_engine.results.drift import DriftReport, ImplicitCastStats, ModuleDrift
@@ -400,6 +401,24 @@ class Session:
         return contents_of(
             self.model, self.plan, self.settings, self.need_inputs, self._behavior, cancelled, self.fitted_to
         )
+
+    @reading_weights
+    def imatrix(self, cancelled: IsCancelled = never) -> bytes:
+        """Return the content of a file for `llama-quantize --imatrix`, over the inputs of `Options.calibration` or, without them,
+        those on which drift is measured. A weight in `q4_k:imatrix` is rounded here by the same numbers. Raises NoForward, and
+        UserError for an architecture that GGUF files can't have.
+
+        >>> session.imatrix()[:4]
+        b'GGUF'
+        """
+        from dtype_engine.runtime.session.imatrix import imatrix_file
+
+        if self.calibration is None:
+            raise NoForward(self.why_no_forward or "the model can't be run")
+        config = self.model.checkpoint.config if self.model.checkpoint is not None else None
+        model_type = (config or {}).get("model_type")
+        context = Context(self.tree, self.plan, self.model.title, model_type if isinstance(model_type, str) else None)
+        return imatrix_file(self.model, context, self.calibration, cancelled)
 
     def need_inputs(self) -> Inputs:
         """Return the inputs on which the model is run. Raises NoForward if the model can't be run.

@@ -16,7 +16,7 @@ name = "dtype_engine.core.roundings"
 spec = importlib.util.spec_from_file_location(name, sys.argv[2])
 sys.modules[name] = table = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(table)
-table.ROUNDINGS["toy"] = table.Rounding("toy", "squares", "the nearest values, but 0 for channels that get nothing")
+table.ROUNDINGS["toy"] = table.Rounding("toy", "toy", "squares", "the nearest values, but 0 for channels that get nothing")
 
 from dtype_engine.runtime.numerics import roundings
 

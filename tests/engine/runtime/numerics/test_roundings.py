@@ -20,7 +20,7 @@ from dtype_engine.runtime.numerics.roundings import (
     rounded_codes,
 )
 
-NAMES = [name for name, row in dtypes.BY_NAME.items() if row.rounding]
+NAMES = [name for name, row in dtypes.BY_NAME.items() if row.rounding and row.llama is None]
 CHANNELS = 160
 
 

@@ -302,3 +302,23 @@ def test_no_module_gets_a_larger_error_by_its_inputs(make: Callable[[], torch.nn
 def weight_values(weight: Weight) -> torch.Tensor:
     assert weight.scale is not None
     return dequantize(weight.tensor.data, weight.scale, torch.float32, dtypes.BY_NAME[weight.dtype].blocks)
+
+
+def test_saved_drift_of_a_rounding_is_only_for_its_calibration_inputs(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cast = (
+        "--device",
+        "cpu",
+        "--prompt",
+        "one short prompt",
+        "--cast",
+        "*.q_proj=int8:gptq",
+        "--save",
+        tmp_path / "d.json",
+    )
+    assert engine("drift", DEMO, *cast, "--calibration", texts / "fit.txt") == 0
+    assert engine("drift", DEMO, *cast, "--calibration", texts / "fit.txt") == 0
+    capsys.readouterr()
+    assert engine("drift", DEMO, *cast, "--calibration", texts / "other.txt") == 2
+    assert "was measured with other calibration inputs" in capsys.readouterr().err
