@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 import yaml
@@ -332,16 +333,31 @@ def gguf_names(tensor: TensorInfo) -> list[str]:
     return [f"{TOP[module]}.{local}"] if module in TOP and local in ("weight", "bias") else []
 
 
+def tensor_types(text: str) -> list[tuple[str, str]]:
+    """Read a file as `llama-quantize --tensor-type-file` does (`parse_tensor_type_file` in quantize.cpp): words of PATTERN=TYPE,
+    divided at the first `=`. Returns (pattern in lower case, ggml type) in order. Raises ValueError where llama-quantize stops.
+    """
+    found = []
+    for word in text.split():
+        pattern, equals, type_ = word.partition("=")
+        if not pattern or not equals or type_.upper() not in gguf.GGMLQuantizationType.__members__:
+            raise ValueError(f"malformed tensor type {word!r}")
+        if "(?" in pattern or re.search(r"\\[^\W\d_bBdDsSwW]", pattern):
+            raise ValueError(f"{pattern!r} means something else to std::regex")
+        found.append((pattern.lower(), type_.lower()))
+    return found
+
+
 def as_llama_cpp(context: Context, written: Conversion) -> PresetEffect:
-    """Apply llama-quantize to Q8_0: `regex_search` in the lower-case GGUF name, only for matrices that it quantizes."""
-    lines = [line.lower().rpartition("=") for line in written.text.split()]
+    """Apply llama-quantize to Q8_0: `regex_search` in the GGUF name, only for matrices that it quantizes."""
+    lines = tensor_types(written.text)
     types = {"f32": "float32", "f16": "float16", "bf16": "bfloat16", "q8_0": "q8_0", "mxfp4": "mxfp4:floor"}
     types |= {name: name for name in LLAMA_TYPES}
     found: dict[str, str] = {}
     for tensor in context.tree.tensors.values():
         results = set()
         for name in gguf_names(tensor):
-            hits = [type_ for pattern, _, type_ in lines if re.search(pattern, name)]
+            hits = [type_ for pattern, type_ in lines if re.search(pattern, name)]
             assert len(hits) <= 1
             vector = len(tensor.shape) < 2 or not name.endswith("weight") or name.endswith("_norm.weight")
             if vector or "ffn_gate_inp" in name:
@@ -718,6 +734,26 @@ def test_converting_a_rule_without_matches_exits_with_status_2(
     file = recipe_file(tmp_path, "*.no_such=fp8")
     assert run(cli, "dtype-engine", ["recipe", "convert", file, "--to", "torchao", "--model", DEMO]) == 2
     assert "matches nothing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line", ["blk.0.attn_q", "=q8_0", "^a$=", "^a$=q9_k", "^(?=a)$=q8_0", "a=b=q8_0"])
+def test_lines_at_which_llama_quantize_stops_are_not_read(line: str) -> None:
+    with pytest.raises(ValueError, match=r"malformed|something else"):
+        tensor_types(f"^ok$=q8_0\n{line}\n")
+
+
+def test_lines_with_types_of_llama_cpp_are_read_type_by_type() -> None:
+    names = ("model.embed_tokens", *(f"model.layers.{layer}.mlp.down_proj" for layer in range(3)))
+    tree = Tree([TensorInfo(f"{name}.weight", (64, 256), "float32") for name in names], {"": "LlamaForCausalLM"})
+    rules = (Rule.parse("*=iq4_xs:imatrix"), Rule.parse("*.layers.1=q5_1"), Rule.parse("*embed_tokens=q6_k:imatrix"))
+    read = tensor_types(converted("llama.cpp", tree, *rules).text)
+    found = {}
+    for name in ("token_embd.weight", *(f"blk.{layer}.ffn_down.weight" for layer in range(3))):
+        (found[name],) = [type_ for pattern, type_ in read if re.search(pattern, name)]
+    assert found == {
+        "token_embd.weight": "q6_k", "blk.0.ffn_down.weight": "iq4_xs", "blk.1.ffn_down.weight": "q5_1",
+        "blk.2.ffn_down.weight": "iq4_xs",
+    }  # fmt: skip
 
 
 def test_embedding_at_which_llama_quantize_stops_is_named() -> None:
