@@ -19,9 +19,9 @@ WHY = "no forward pass: nothing says which architecture these weights belong to"
 
 
 @asynccontextmanager
-async def planning() -> AsyncIterator[tuple[DtypeApp, Pilot[None]]]:
+async def planning(height: int = 24) -> AsyncIterator[tuple[DtypeApp, Pilot[None]]]:
     tensors = (TensorInfo("a.weight", (8, 8), "float32"), TensorInfo("a.steps", (4,), "int64"))
-    async with launched(Tree(tensors), "net.safetensors", size=(80, 24)) as (app, pilot):
+    async with launched(Tree(tensors), "net.safetensors", size=(80, height)) as (app, pilot):
         await say(app, pilot, events.OpenFailed(WHY), events.Idle())
         yield app, pilot
 
@@ -50,7 +50,7 @@ async def test_dtype_percentages_in_the_details_are_labeled_as_bytes() -> None:
 
 
 async def test_presets_that_need_classes_say_so_until_the_model_is_loaded() -> None:
-    async with planning() as (app, pilot):
+    async with planning(40) as (app, pilot):
         await pilot.press("p")
         await until(pilot, lambda: len(app.screen.effects) == len(PRESETS))  # type: ignore[attr-defined]
         await pilot.pause()
