@@ -60,11 +60,13 @@ def test_scores_agree_with_each_weight_rounded_alone(tmp_path: Path) -> None:
     calibration = tmp_path / "calibration.txt"
     calibration.write_text("The weights of a model are rounded one channel after the other. " * 20)
     session = de.open(options=de.Options(device="cpu", sequences=2, calibration=(calibration,)))
-    kind = "nvfp4:gptq"
-    rank, ratio, count = compared(session.scan([kind], draws=48), session.scan([kind], exact=True), kind)
-    assert count >= 40
-    assert rank >= 0.98
-    assert 0.8 <= ratio <= 1.25
+    kinds = ["int4@g32:gptq", "nvfp4:gptq"]
+    scan, exact = session.scan(kinds, draws=96), session.scan(kinds, exact=True)
+    for kind in kinds:
+        rank, ratio, count = compared(scan, exact, kind)
+        assert count >= 40
+        assert rank >= 0.98, kind
+        assert 0.8 <= ratio <= 1.25, kind
 
 
 @pytest.mark.parametrize(
