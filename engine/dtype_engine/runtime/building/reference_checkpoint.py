@@ -18,9 +18,10 @@ from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.options import FLOAT32, ModelOptions
 from dtype_engine.core.text import printable
 from dtype_engine.runtime.building.load import OnStep, blocks, load
-from dtype_engine.runtime.model.live import LiveModel, Weight
+from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.model.module_tree import tree_of
 from dtype_engine.runtime.model.side_settings import side_settings
+from dtype_engine.runtime.model.weight import Weight
 from dtype_engine.runtime.weights.blockwise import BlockwiseSource
 
 _WITHOUT_EFFECT = frozenset(

@@ -15,9 +15,10 @@ from dtype_engine.core.text import printable
 from dtype_engine.runtime.export.contents import Contents, ExportTensor
 from dtype_engine.runtime.formats.dequantize import dequantize
 from dtype_engine.runtime.formats.scales import Scales
-from dtype_engine.runtime.model.live import LiveModel, Weight
+from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.model.name_mapping import Placement
 from dtype_engine.runtime.model.packed_parts import in_rows
+from dtype_engine.runtime.model.weight import Weight
 
 
 def unrounded(planned: Mapping[str, str]) -> dict[str, str]:

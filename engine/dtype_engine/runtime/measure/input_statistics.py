@@ -16,7 +16,8 @@ from dtype_engine.core.options import RunSettings
 from dtype_engine.core.roundings import Statistic
 from dtype_engine.runtime.inputs import Inputs
 from dtype_engine.runtime.libraries.torch_private import WithoutModes
-from dtype_engine.runtime.model.live import LiveModel, Weight
+from dtype_engine.runtime.model.live import LiveModel
+from dtype_engine.runtime.model.weight import Weight
 from dtype_engine.runtime.modes.activations import Product, WeightProducts, operand_of
 from dtype_engine.runtime.modes.op_tables import Arguments
 from dtype_engine.runtime.modes.reference import ReferenceMode

@@ -33,7 +33,7 @@ from dtype_engine.runtime.inputs import Inputs
 from dtype_engine.runtime.libraries.torch_private import WeakIdKeyDictionary
 from dtype_engine.runtime.measure.drift import DriftMeter
 from dtype_engine.runtime.measure.nonfinite_scopes import Magnitudes, Scope, scopes
-from dtype_engine.runtime.model.live import Weight
+from dtype_engine.runtime.model.weight import Weight
 from dtype_engine.runtime.modes.op_tables import METADATA, Arguments, tensors_in
 from dtype_engine.runtime.modes.weight_mode import WeightMode
 from dtype_engine.runtime.passes.forward_pass import ModuleObserver

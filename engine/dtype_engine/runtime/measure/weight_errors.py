@@ -19,7 +19,8 @@ from dtype_engine.results.drift import ModuleDrift
 from dtype_engine.results.weights import SkippedTensor, WeightError, WeightStats
 from dtype_engine.runtime.device import has_float64
 from dtype_engine.runtime.measure.planned_casts import PlannedCast
-from dtype_engine.runtime.model.live import LiveModel, Weight
+from dtype_engine.runtime.model.live import LiveModel
+from dtype_engine.runtime.model.weight import Weight
 from dtype_engine.runtime.modes.candidate import candidate_value
 from dtype_engine.runtime.numerics.compare.element_sums import element_sums
 from dtype_engine.runtime.numerics.compare.metrics import sqnr_db

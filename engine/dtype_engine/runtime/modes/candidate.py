@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from dtype_engine.core import dtypes
 from dtype_engine.runtime.formats.dequantize import dequantize, dequantized_rows
-from dtype_engine.runtime.model.live import Weight
+from dtype_engine.runtime.model.weight import Weight
 from dtype_engine.runtime.modes.activations import ActivationRounding
 from dtype_engine.runtime.modes.weight_mode import WeightMode
 from dtype_engine.runtime.numerics.activations import InputFormat

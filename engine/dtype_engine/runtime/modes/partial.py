@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dtype_engine.runtime.libraries.torch_private import base_of
-from dtype_engine.runtime.model.live import Weight
+from dtype_engine.runtime.model.weight import Weight
 from dtype_engine.runtime.modes.activations import ActivationRounding
 from dtype_engine.runtime.modes.candidate import CandidateMode
 from dtype_engine.runtime.modes.op_tables import Arguments, tensors_in

@@ -16,7 +16,8 @@ import torch
 from dtype_engine.core.options import STORED
 from dtype_engine.core.text import printable
 from dtype_engine.runtime.formats.dequantize import dtype_name
-from dtype_engine.runtime.model.live import LiveModel, Weight
+from dtype_engine.runtime.model.live import LiveModel
+from dtype_engine.runtime.model.weight import Weight
 from dtype_engine.runtime.modes.weight_mode import WeightMode
 from dtype_engine.search.sensitivity import is_lossless
 

@@ -29,7 +29,7 @@ from dtype_engine.runtime.libraries.torch_private import (
     unwrapped,
     without_dtype_check,
 )
-from dtype_engine.runtime.model.live import Weight
+from dtype_engine.runtime.model.weight import Weight
 from dtype_engine.runtime.modes.activations import Product, WeightProducts
 from dtype_engine.runtime.modes.op_tables import (
     METADATA,

@@ -17,7 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from dtype_engine.runtime.libraries.torch_private import base_of
-from dtype_engine.runtime.model.live import Weight
+from dtype_engine.runtime.model.weight import Weight
 from dtype_engine.runtime.modes.op_tables import Arguments, tensors_in
 from dtype_engine.runtime.modes.weight_mode import WeightMode
 

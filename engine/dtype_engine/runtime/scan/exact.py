@@ -19,7 +19,7 @@ from dtype_engine.core.kv_formats import SCANNED
 from dtype_engine.recipe import tensor_bytes
 from dtype_engine.results.scan import ScanReport
 from dtype_engine.runtime.measure.drift import DriftMeter, budget_for
-from dtype_engine.runtime.model.live import sharing
+from dtype_engine.runtime.model.weight import sharing
 from dtype_engine.runtime.modes.reference import equals_reference
 from dtype_engine.runtime.passes.one_pass import PassOptions
 from dtype_engine.runtime.passes.runner import ForwardRunner
@@ -159,7 +159,7 @@ class ExactScan(SavableScan):
                 if names and left < 0:
                     break
                 names.append(each)
-            found = self.model.round_ahead(dict.fromkeys(names, dtype), self._shares(names, dtype), cancelled)
+            found = self.model.rounder.round_ahead(dict.fromkeys(names, dtype), self._shares(names, dtype), cancelled)
             self._rounded |= {(each, dtype): each in found for each in names}
         return self._rounded[key]
 

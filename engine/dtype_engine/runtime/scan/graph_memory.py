@@ -10,7 +10,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from dtype_engine.runtime.libraries.torch_private import version_of
-from dtype_engine.runtime.model.live import LiveModel, Weight
+from dtype_engine.runtime.model.live import LiveModel
+from dtype_engine.runtime.model.weight import Weight
 from dtype_engine.runtime.modes.reference import reference_part, reference_value
 from dtype_engine.runtime.scan.kept_tensors import ActivationFile, KeptTensor, is_keepable, value_of
 

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from dtype_engine.core import dtypes
 from dtype_engine.runtime.formats.dequantize import dtype_name, torch_dtype
-from dtype_engine.runtime.model.live import Weight, sharing
+from dtype_engine.runtime.model.weight import Weight, sharing
 from dtype_engine.runtime.modes.activations import ActivationRounding
 from dtype_engine.runtime.modes.op_tables import is_in_place, replace_tensors, takes_rows, tensors_in
 from dtype_engine.runtime.modes.promotion import call_mixed

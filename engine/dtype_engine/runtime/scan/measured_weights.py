@@ -21,7 +21,7 @@ import torch
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
-from dtype_engine.runtime.model.live import Weight
+from dtype_engine.runtime.model.weight import Weight
 from dtype_engine.runtime.modes.activations import ActivationRounding
 from dtype_engine.runtime.modes.op_tables import Arguments
 from dtype_engine.runtime.modes.reference import ReferenceMode

@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 
-from dtype_engine.runtime.model.live import Weight
+from dtype_engine.runtime.model.weight import Weight
 from dtype_engine.runtime.modes.op_tables import Arguments
 from dtype_engine.runtime.modes.reference import ReferenceMode
 

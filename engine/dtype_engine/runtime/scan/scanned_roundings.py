@@ -29,7 +29,8 @@ from dtype_engine.core.units import plural
 from dtype_engine.runtime.device import enough_memory
 from dtype_engine.runtime.formats.dequantize import dequantize, dequantized_rows, torch_dtype
 from dtype_engine.runtime.formats.row_blocks import stopping
-from dtype_engine.runtime.model.live import LiveModel, Weight, sharing
+from dtype_engine.runtime.model.live import LiveModel
+from dtype_engine.runtime.model.weight import Weight, sharing
 from dtype_engine.runtime.numerics.quantize import values_in
 from dtype_engine.runtime.numerics.roundings import InputStatistics, WeightStatistics, output_error, rounded_codes
 from dtype_engine.runtime.scan.kept_tensors import ActivationFile, KeptTensor
@@ -104,7 +105,7 @@ class ScannedRoundings:
             if (missing := [each for each in those if (name, each) not in self.roundings])
         }
         asked = {name: max(those, key=_needs_products) for name, those in left.items()}
-        calibration = self.model.need_calibration(asked)
+        calibration = self.model.rounder.need_calibration(asked)
         if calibration is None:
             return 0.0
         started, done = time.perf_counter(), 0

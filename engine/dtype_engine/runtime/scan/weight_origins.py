@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 import torch
 
 from dtype_engine.runtime.libraries.torch_private import is_wrapped, version_of
-from dtype_engine.runtime.model.live import Weight
+from dtype_engine.runtime.model.weight import Weight
 from dtype_engine.runtime.modes.op_tables import Arguments, tensors_in
 from dtype_engine.runtime.scan.graph_memory import WeightView
 from dtype_engine.runtime.scan.weight_ops import Remake, WeightOrigin

@@ -495,7 +495,7 @@ class Session:
     def _calibrate(self) -> None:
         """Fit roundings to the session's calibration inputs from now on."""
         self.calibration = Calibration(self.model, self.options, self._behavior, self.need_inputs)
-        self.model.calibration = self.calibration
+        self.model.rounder.calibration = self.calibration
 
     def _calibration_inputs(self) -> Inputs:
         """Return the inputs to which roundings are fitted. Raises NoForward if the model can't be run, UserError if they can't be

@@ -25,7 +25,7 @@ from dtype_engine import RunSettings
 from dtype_engine.core import dtypes
 from dtype_engine.core.cancellation import never
 from dtype_engine.runtime.formats.dequantize import dequantize
-from dtype_engine.runtime.model.live import Weight
+from dtype_engine.runtime.model.weight import Weight
 from dtype_engine.runtime.numerics.activations import quantize_activations
 from dtype_engine.runtime.passes.outputs import main_output
 from dtype_engine.runtime.passes.runner import ForwardRunner

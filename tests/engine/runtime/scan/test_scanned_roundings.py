@@ -19,7 +19,7 @@ from dtype_engine.core.cancellation import CancelToken, never
 from dtype_engine.reports.text_scan import scan_text
 from dtype_engine.runtime.building import module_sources
 from dtype_engine.runtime.formats.dequantize import dequantize
-from dtype_engine.runtime.model.live import sharing
+from dtype_engine.runtime.model.weight import sharing
 from dtype_engine.runtime.scan.local_errors import LocalErrors
 from dtype_engine.runtime.scan.scanned_roundings import ScannedRoundings
 from dtype_engine.runtime.session.calibration import Calibration

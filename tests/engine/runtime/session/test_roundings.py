@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 import transformers
@@ -22,7 +24,7 @@ from dtype_engine.recipe.file import read_recipe_file
 from dtype_engine.results.export import VerifyReport
 from dtype_engine.runtime.formats.dequantize import dequantize
 from dtype_engine.runtime.measure import input_statistics
-from dtype_engine.runtime.model.live import Weight
+from dtype_engine.runtime.model.weight import Weight
 from dtype_engine.runtime.numerics.quantize import values_in
 from dtype_engine.runtime.numerics.roundings import output_error
 from dtype_engine.runtime.session.verify import verify
@@ -57,8 +59,8 @@ def test_gptq_drifts_less_and_undo_needs_no_further_pass(texts: Path, monkeypatc
     collect = input_statistics._StatisticsMode.__init__
     monkeypatch.setattr(input_statistics._StatisticsMode, "__init__", lambda *args: (runs.append(1), collect(*args))[1])
     drifts = {}
-    for dtype in ("int4@g32", "int4@g32:gptq"):
-        session.apply(de.Recipe.of([de.Rule.make(LINEARS, dtype)]))
+    for dtype in ("int4@g32", "int4@g32:gptq"):  # no matrix product uses the norms
+        session.apply(de.Recipe.of([de.Rule.make(LINEARS, dtype), de.Rule.make("model.norm", dtype)]))
         drifts[dtype] = session.drift().output.kl_mean
     first = len(runs)
     assert first >= 1
@@ -321,3 +323,17 @@ def test_saved_drift_of_a_rounding_is_only_for_its_calibration_inputs(
     capsys.readouterr()
     assert engine("drift", DEMO, *cast, "--calibration", texts / "other.txt") == 2
     assert "was measured with other calibration inputs" in capsys.readouterr().err
+
+
+def test_roundings_lost_if_the_drift_without_them_is_smaller_by_more_than_both_errors(texts: Path) -> None:
+    session = opened(texts)
+    session.cast("*.q_proj", "int4@g32:gptq")
+    found = session.held_out(de.Options(prompts=("one short prompt",)))
+    assert found.nearest is not None
+    small, large = (dataclasses.replace(found.output, kl_mean=kl, kl_mean_se=0.01) for kl in (0.1, 0.2))
+    near = dataclasses.replace(found.output, kl_mean=0.19, kl_mean_se=0.01)
+    assert msgspec.structs.replace(found, output=large, nearest=small).lost
+    assert "the roundings lost" in msgspec.structs.replace(found, output=large, nearest=small).sentence
+    for output, nearest in ((small, large), (large, near), (large, None)):
+        kept = msgspec.structs.replace(found, output=output, nearest=nearest)
+        assert (kept.lost, kept.sentence) == (False, "")
