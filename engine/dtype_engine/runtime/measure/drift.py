@@ -79,6 +79,8 @@ class DriftMeter:
     """Facts about `model` that were observed during its passes, such as which modules have side effects."""
     _caches: dict[int, tuple[OutputCache, bool]] = field(default_factory=dict)
     """By the index of a sequence: (outputs of the candidate's last pass over it, whether modules were compared in it)."""
+    _caches_of: RunSettings | None = None
+    """The settings with which the passes ran whose outputs are in `_caches`."""
     _records: dict[int, ReferenceRecord] = field(default_factory=dict)
     _calls: dict[bool, int] = field(default_factory=dict)
     """The number of module calls that a pass observes, by whether it observes all modules (True) or only some (False)."""
@@ -176,6 +178,9 @@ class DriftMeter:
         receives the progress. begun: the totals of an interrupted measurement, to continue. Raises what `measure` raises.
         """
         batches, totals = self.inputs.batches, begun
+        if self._caches_of != self.settings:
+            self._caches.clear()
+            self._caches_of = self.settings
         progress = MeasurementProgress(listener.on_progress, batches, self._calls, self._modules)
         running = ForwardRunner(self.model, self.settings, listener.cancelled, behavior=self.behavior)
         with closing(progress), running as runner:

@@ -81,6 +81,16 @@ def test_changed_run_settings_invalidate_kept_outputs() -> None:
     assert session.drift().output.max_abs == 0
 
 
+def test_outputs_of_earlier_settings_are_not_reused_after_a_later_cast() -> None:
+    autocast = RunSettings(autocast="bfloat16")
+    session, fresh = de.open(), de.open(options=de.Options(settings=autocast))
+    session.drift()
+    session.settings = autocast
+    for each in (session, fresh):
+        each.cast("model.layers.2.mlp", "float16")
+    assert session.drift().output == fresh.drift().output
+
+
 class Asked(nn.Module):
     """Notes which dtype its input came in: on its class, since a pass leaves what a module has itself as it was."""
 
