@@ -349,11 +349,11 @@ def padded(shape: Sequence[int], dtype: str) -> bool:
 
 
 def quantizes_activations(dtype: str) -> bool:
-    """Return whether runtimes that serve this format also round activations to it. They do not for integers in groups. llama.cpp
-    rounds them to 8 bits in blocks whatever its type of the weight is, which is not measured here.
+    """Return whether runtimes that serve weights in this format also round the activations that these multiply: to this format or,
+    for a type of llama.cpp, to 8 bits (`LlamaType.inputs`). They do not for integers in groups.
     """
     row = BY_NAME.get(dtype)
-    if row is None or dtype not in STORAGE_DTYPES or row.llama is not None:
+    if row is None or dtype not in STORAGE_DTYPES:
         return False
     return row.blocks is None or row.blocks.packing != "words"
 

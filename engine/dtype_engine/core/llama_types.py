@@ -9,7 +9,7 @@ small matrices in float32, and falls back to another type where the blocks do no
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -20,6 +20,11 @@ IMATRIX = "imatrix"
 
 ONLY_GGUF = "only GGUF files have it, for which `recipe convert --to llama.cpp` writes what llama-quantize reads"
 """Why nothing else stores a type, after words that name it."""
+
+InputFormat = Literal["q8_0", "q8_1", "q8_k"]
+"""A format to which llama.cpp rounds activations."""
+INPUT_BLOCKS: Mapping[str, int] = {"q8_0": 32, "q8_1": 32, "q8_k": 256}
+"""The number of values in a block of each `InputFormat`."""
 
 
 class LlamaType(msgspec.Struct, frozen=True):
@@ -37,6 +42,8 @@ class LlamaType(msgspec.Struct, frozen=True):
     """The bytes of a block."""
     imatrix: Literal["unused", "used", "needed"]
     """What llama-quantize does with an imatrix: it ignores it, uses it, or refuses the type without one."""
+    inputs: InputFormat
+    """The format to which llama.cpp's CPU code rounds the activations that such a weight multiplies (`vec_dot_type`)."""
     fallback: str = ""
     """The type that replaces this one if `block` does not divide a row. "": float16, which also replaces a `fallback` that fits no
     better.
@@ -50,25 +57,25 @@ class LlamaType(msgspec.Struct, frozen=True):
 LLAMA_TYPES = {
     row.name: row
     for row in (
-        LlamaType("q8_0", 8, 8, 32, 34, "unused"),
-        LlamaType("q6_k", 14, 6, 256, 210, "used", "q8_0"),
-        LlamaType("q5_k", 13, 5, 256, 176, "used", "q5_1"),
-        LlamaType("q4_k", 12, 4, 256, 144, "used", "q5_0"),
-        LlamaType("q3_k", 11, 3, 256, 110, "used", "q4_0"),
-        LlamaType("q2_k", 10, 2, 256, 84, "used", "q4_0"),
-        LlamaType("iq4_nl", 20, 4, 32, 18, "used"),
-        LlamaType("iq4_xs", 23, 4, 256, 136, "used", "iq4_nl"),
-        LlamaType("iq3_s", 21, 3, 256, 110, "used", "iq4_nl"),
-        LlamaType("iq3_xxs", 18, 3, 256, 98, "needed", "iq4_nl"),
-        LlamaType("iq2_s", 22, 2, 256, 82, "needed", "iq4_nl"),
-        LlamaType("iq2_xs", 17, 2, 256, 74, "needed", "iq4_nl"),
-        LlamaType("iq2_xxs", 16, 2, 256, 66, "needed", "iq4_nl"),
-        LlamaType("q4_0", 2, 4, 32, 18, "used"),
-        LlamaType("q4_1", 3, 4, 32, 20, "used"),
-        LlamaType("q5_0", 6, 5, 32, 22, "used"),
-        LlamaType("q5_1", 7, 5, 32, 24, "used"),
-        LlamaType("tq1_0", 34, 2, 256, 54, "unused", "q4_0"),
-        LlamaType("tq2_0", 35, 2, 256, 66, "unused", "q4_0"),
+        LlamaType("q8_0", 8, 8, 32, 34, "unused", "q8_0"),
+        LlamaType("q6_k", 14, 6, 256, 210, "used", "q8_k", "q8_0"),
+        LlamaType("q5_k", 13, 5, 256, 176, "used", "q8_k", "q5_1"),
+        LlamaType("q4_k", 12, 4, 256, 144, "used", "q8_k", "q5_0"),
+        LlamaType("q3_k", 11, 3, 256, 110, "used", "q8_k", "q4_0"),
+        LlamaType("q2_k", 10, 2, 256, 84, "used", "q8_k", "q4_0"),
+        LlamaType("iq4_nl", 20, 4, 32, 18, "used", "q8_0"),
+        LlamaType("iq4_xs", 23, 4, 256, 136, "used", "q8_k", "iq4_nl"),
+        LlamaType("iq3_s", 21, 3, 256, 110, "used", "q8_k", "iq4_nl"),
+        LlamaType("iq3_xxs", 18, 3, 256, 98, "needed", "q8_k", "iq4_nl"),
+        LlamaType("iq2_s", 22, 2, 256, 82, "needed", "q8_k", "iq4_nl"),
+        LlamaType("iq2_xs", 17, 2, 256, 74, "needed", "q8_k", "iq4_nl"),
+        LlamaType("iq2_xxs", 16, 2, 256, 66, "needed", "q8_k", "iq4_nl"),
+        LlamaType("q4_0", 2, 4, 32, 18, "used", "q8_0"),
+        LlamaType("q4_1", 3, 4, 32, 20, "used", "q8_1"),
+        LlamaType("q5_0", 6, 5, 32, 22, "used", "q8_0"),
+        LlamaType("q5_1", 7, 5, 32, 24, "used", "q8_1"),
+        LlamaType("tq1_0", 34, 2, 256, 54, "unused", "q8_k", "q4_0"),
+        LlamaType("tq2_0", 35, 2, 256, 66, "unused", "q8_k", "q4_0"),
     )
 }
 """All types, the most usual first. llama.cpp's `mxfp4` is `mxfp4:floor` here."""

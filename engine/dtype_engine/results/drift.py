@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from dtype_engine.core import dtypes
+from dtype_engine.core.llama_types import INPUT_BLOCKS
 from dtype_engine.core.number_ranges import Amount, Count
 from dtype_engine.core.text import Name
 from dtype_engine.core.units import decibels, plural
@@ -200,7 +201,7 @@ class ImplicitCastStats:
         """What plain torch does with these dtypes: `promotes` or `raises`. Or `rounded`, if `quantize_activations` rounded the
         values.
         """
-        if self.target in dtypes.STORAGE_DTYPES:
+        if self.target in dtypes.STORAGE_DTYPES or self.target in INPUT_BLOCKS:
             return "rounded"
         return "raises" if self.torch_raises else "promotes"
 

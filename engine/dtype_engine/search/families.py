@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from dtype_engine.core import dtypes
@@ -15,9 +15,9 @@ from dtype_engine.core.hints import hint
 from dtype_engine.core.kv_formats import SCANNED
 from dtype_engine.core.llama_types import LLAMA_DTYPES, fitted
 from dtype_engine.core.text import printable
-from dtype_engine.core.tree import Tree
+from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.core.units import plural
-from dtype_engine.recipe import select
+from dtype_engine.recipe import select, tensor_bytes
 from dtype_engine.recipe.loader_facts import EXPERTS_ALONE, why_not_loaded
 from dtype_engine.recipe.loading import LLAMA_CPP, OWN, TRANSFORMERS
 from dtype_engine.recipe.serving import no_layout, packed_experts, whole_when_fused
@@ -42,6 +42,8 @@ class Family:
     """Whether the program fuses sibling layers, such as q, k and v, into one, so that they must have one format."""
     more: tuple[str, ...] = ()
     """Further dtypes that the program loads, which are scanned only if the user names them."""
+    nbytes: Callable[[TensorInfo, str], int] = tensor_bytes
+    """A function of (tensor, dtype) that returns the bytes of the tensor in the program's files."""
     packs_experts: bool = False
     """Whether the program packs all experts, so that it reads some formats only if all experts of a model have the same one."""
 
@@ -68,6 +70,12 @@ def _by_llama_cpp(loadable: Loadable, name: str, dtype: str) -> str | None:
     return None if given == dtype else f"llama-quantize would make it {given}"
 
 
+def _gguf_bytes(tensor: TensorInfo, dtype: str) -> int:
+    """Return the bytes of a tensor in a GGUF file, where vectors and the matrices that are never quantized are in float32."""
+    wide = tensor.castable and fitted("q8_0", tensor.shape, tensor.name) == "float32"
+    return tensor_bytes(tensor, "float32" if wide else dtype)
+
+
 _LLAMA = tuple(name for name in LLAMA_DTYPES if name in dtypes.UNROUNDED_DTYPES)
 _SCANNED = ("bfloat16", "float16", "float8_e4m3fn", "int8")
 _VLLM = ("bfloat16", "float8_e4m3fn", "fp8@128x128", "mxfp8", "int8@g128", "nvfp4", "mxfp4", "int4@g128")
@@ -81,7 +89,7 @@ FAMILIES = {
         Family("vllm", _VLLM, only_these=True, refusal=_by_runtime, fuses=True),
         Family("sglang", _SGLANG, only_these=True, refusal=_by_runtime, fuses=True),
         # llama.cpp has only the formats that `recipe convert` can write exactly. Its own types need a package, and take long.
-        Family("llama.cpp", LLAMA_CPP, only_these=True, refusal=_by_llama_cpp, more=_LLAMA),
+        Family("llama.cpp", LLAMA_CPP, only_these=True, refusal=_by_llama_cpp, nbytes=_gguf_bytes, more=_LLAMA),
         Family(OWN, _SCANNED, only_these=False),
     )
 }
@@ -110,6 +118,14 @@ class Loadable:
         if self.family.only_these and dtype not in (*self.family.dtypes, *map(dtypes.unrounded, self.family.more)):
             return f"it is not among {', '.join(map(dtypes.short_name, self.family.dtypes))}"
         return self.family.refusal(self, name, dtype) if dtype in dtypes.STORAGE_DTYPES else None
+
+    def nbytes(self, planned: Mapping[str, str]) -> int:
+        """Return the bytes of all tensors in the program's files. planned: the dtypes of weights by name; others are as stored."""
+        return sum(
+            self.family.nbytes(tensor, planned.get(name, dtypes.STORED))
+            for name, tensor in self.tree.tensors.items()
+            if tensor.counted
+        )
 
     @property
     def groups(self) -> tuple[str, ...]:

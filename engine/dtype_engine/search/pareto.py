@@ -26,7 +26,7 @@ from dtype_engine.core.kv_formats import SCANNED
 from dtype_engine.core.text import brief, printable
 from dtype_engine.core.tree import Tree, ancestors
 from dtype_engine.core.units import human_bytes, plural
-from dtype_engine.recipe import Selection, explain_no_match, select, tensor_bytes
+from dtype_engine.recipe import Selection, explain_no_match, select
 from dtype_engine.recipe.loading import LOADERS, OWN
 from dtype_engine.recipe.serving_memory import cache_tensor_bytes
 from dtype_engine.results.scan import FrontPoint, at_even_steps
@@ -133,7 +133,7 @@ def make_items(
                 for name in group
             }  # fmt: skip
             if all(of_names.values()):
-                choices[dtype] = _choice(tree, scores, of_names)
+                choices[dtype] = _choice(loadable, scores, of_names)
         if not choices:
             names = ", ".join(group[:3]) + (", …" if len(group) > 3 else "")
             raise UserError(
@@ -155,7 +155,9 @@ def _formats(of_weights: Iterable[str]) -> dict[str, list[str]]:
     return formats
 
 
-def _choice(tree: Tree, scores: Mapping[tuple[str, str], float], of_names: Mapping[str, Sequence[str]]) -> Choice:
+def _choice(
+    loadable: Loadable, scores: Mapping[tuple[str, str], float], of_names: Mapping[str, Sequence[str]]
+) -> Choice:
     """Return the choice in which each weight has the rounding with the lowest score. of_names: the roundings of one format that
     each weight may have.
     """
@@ -165,7 +167,7 @@ def _choice(tree: Tree, scores: Mapping[tuple[str, str], float], of_names: Mappi
 
     best = {name: min(those, key=lambda dtype: score(name, dtype)) for name, those in of_names.items()}
     parts = [score(*each) for each in best.items()]
-    size = sum(tensor_bytes(tree.tensors[name], dtype) for name, dtype in best.items())
+    size = sum(loadable.family.nbytes(loadable.tree.tensors[name], dtype) for name, dtype in best.items())
     first, *others = set(best.values())
     mixed = tuple(best.values()) if others else ()
     dtype = dtypes.unrounded(first) if others else first

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
-from dtype_engine.core.llama_types import IMATRIX, LLAMA_TYPES, llama_type
+from dtype_engine.core.llama_types import IMATRIX, LLAMA_DTYPES, LLAMA_TYPES, llama_type
 from dtype_engine.core.tree import TensorInfo, is_number
 from dtype_engine.recipe.kv_serving import cache_serving
 from dtype_engine.recipe.targets.base import Context, Conversion, Match, Part, Target, UnsupportedList, tool_regex
@@ -72,7 +72,7 @@ class LlamaCpp(Target):
         text = "".join(f"{pattern}={type_}\n" for pattern, type_ in patterns)
         notes = (
             "llama-quantize --tensor-type-file FILE in.gguf out.gguf Q8_0, where in.gguf was made with --outtype f32",
-            *self.wide_inputs_note(context),
+            *self.wide_inputs_note(context, LLAMA_DTYPES),
         )
         if any(llama_type(context.given.dtypes[name]) is not None for name in context.roundings):
             notes += (NEEDS_IMATRIX,)

@@ -1,4 +1,5 @@
-"""Rounds weights to llama.cpp's own types by llama.cpp's reference code, which the package `libgguf` has.
+"""Rounds weights to llama.cpp's own types by llama.cpp's reference code, which the package `libgguf` has, and activations by the
+same formulas in torch.
 
 A row of a weight is a row of blocks, as in GGUF files. The order of rows does not matter, so llama.cpp's other order of queries and
 keys makes no difference.
@@ -13,9 +14,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.nn import functional
 
 from dtype_engine.core.errors import UserError
-from dtype_engine.core.llama_types import LlamaType, fitted, llama_type
+from dtype_engine.core.llama_types import INPUT_BLOCKS, InputFormat, LlamaType, fitted, llama_type
+from dtype_engine.runtime.device import divide
 from dtype_engine.runtime.formats.row_blocks import parallel_map, row_slices
 
 _LARGEST = 2.0**28
@@ -80,6 +83,31 @@ def file_blocks(rows: torch.Tensor, dtype: str, weights: torch.Tensor | None = N
     of_channels = _channel_weights(row, weights, rows.shape[1])
     blocks: npt.NDArray[np.uint8] = _library().quantize_rows(rows.float().numpy(), row.kind, of_channels)
     return blocks
+
+
+def rounded_inputs(rows: torch.Tensor, form: InputFormat) -> torch.Tensor:
+    """Return activations as llama.cpp's CPU code rounds them before a product: float32 [tokens, channels], like `rows`, which may
+    be of any float dtype. The last block of a row may be shorter than the others. Values that are not finite count as 0.
+
+    The formulas are those of `quantize_row_q8_0_ref`, `quantize_row_q8_1_ref` and `quantize_row_q8_K_ref` in `ggml-quants.c`: the
+    largest |value| of a block gets the code 127; q8_0 and q8_1 have a float16 scale and round halves away from zero, q8_k has a
+    float32 scale and rounds halves to even. The sum of a block's codes, which q8_1 keeps in float16, is exact here.
+    """
+    size = INPUT_BLOCKS[form]
+    finite = rows.float().nan_to_num(0.0, 0.0, 0.0)
+    blocks = functional.pad(finite, (0, -rows.shape[1] % size)).view(len(rows), -1, size)
+    amax = blocks.abs().amax(-1, keepdim=True)
+    if form == "q8_k":
+        inverse = torch.full_like(amax, 127) / amax
+        scale, codes = 1 / inverse, (blocks * inverse).round_()
+    else:
+        exact = divide(amax, 127)
+        scaled = blocks * (1 / exact)
+        codes = scaled.trunc()
+        codes += scaled.sign() * ((scaled - codes).abs() >= 0.5)
+        scale = exact.half().float()
+    values = torch.where(scale > 0, codes * scale, 0.0)  # a block of zeros has no scale
+    return values.view(len(rows), -1)[:, : rows.shape[1]]
 
 
 def _channel_weights(row: LlamaType, weights: torch.Tensor | None, width: int) -> npt.NDArray[np.float32] | None:

@@ -432,7 +432,7 @@ class WeightMode(TorchFunctionMode):
         args, kwargs, before = self.rounding.apply(name, args, kwargs, rounds, dtype)
         if self.record is not None:
             self.record(
-                ImplicitCast(self.module, name, dtype_name(before.dtype), rounds.form.dtype, before.numel(), False)
+                ImplicitCast(self.module, name, dtype_name(before.dtype), rounds.form.name, before.numel(), False)
             )
         return args, kwargs
 

@@ -6,6 +6,7 @@ computed from the activations themselves, unless the files have one for all inpu
 - Block formats: blocks lie along the channels of a token, with the block length and the scale rule of the weight. For fp8 in blocks
   of 128 x 128, a block is 128 channels of one token. NVFP4's tensor scale is computed from all tokens of the operation, or
   is the static one.
+- Types of llama.cpp: blocks of 32 or 256 channels of a token in 8 bits, as llama.cpp's CPU code rounds them.
 - fp8 and int8 with a static scale: code = values / scale, and a value beyond the largest code saturates (vLLM's
   `static_scaled_fp8_quant` and `static_scaled_int8_quant`).
 
@@ -20,8 +21,10 @@ import msgspec
 import torch
 
 from dtype_engine.core import dtypes
+from dtype_engine.core.llama_types import llama_type
 from dtype_engine.runtime.device import divide
 from dtype_engine.runtime.formats.dequantize import torch_dtype
+from dtype_engine.runtime.formats.llama_blocks import rounded_inputs
 from dtype_engine.runtime.formats.nvfp4 import LARGEST
 from dtype_engine.runtime.formats.quantize_blocks import rounded
 from dtype_engine.runtime.numerics.quantize import values_in
@@ -32,22 +35,30 @@ class InputFormat:
     """How runtimes round the activations that a weight multiplies."""
 
     dtype: str
-    """The format, a name in `core.dtypes`."""
+    """The format of the weight, a name in `core.dtypes`."""
     scale: float | None = None
     """The static scale of all inputs, by which a code of fp8 or int8, or NVFP4's scale of a block, is multiplied. None if scales
     are computed from the inputs.
     """
 
+    @property
+    def name(self) -> str:
+        """The name of the inputs' own format: that of the weight, except for a type of llama.cpp."""
+        row = llama_type(self.dtype)
+        return self.dtype if row is None else row.inputs
+
 
 def quantize_activations(values: torch.Tensor, dtype: str, scale: float | None = None) -> torch.Tensor:
-    """Return activations [..., channels] after rounding to the format `dtype`, in their own dtype and shape. scale: the static
+    """Return activations [..., channels] rounded as for weights in the format `dtype`, in their own dtype and shape. scale: the static
     scale of all inputs, or None if scales are computed from the activations.
     """
     if not values.numel():
         return values
     rows = values.detach().reshape(-1, values.shape[-1])
     row = dtypes.BY_NAME[dtype]
-    if row.blocks is None and scale is not None:
+    if row.llama is not None:
+        found = rounded_inputs(rows, row.llama.inputs).to(values.dtype)
+    elif row.blocks is None and scale is not None:
         found = _with_scale(rows, row, scale)
     elif row.blocks is None:
         found = values_in(rows, dtype.removesuffix(dtypes.PER_TENSOR), values.dtype)

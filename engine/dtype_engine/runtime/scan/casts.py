@@ -8,6 +8,7 @@ from dtype_engine.core.dtypes import quantizes_activations
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.kv_formats import SCANNED
 from dtype_engine.core.options import RunSettings
+from dtype_engine.recipe.plan import dtype_given
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.modes.reference import equals_reference
 
@@ -33,5 +34,6 @@ def is_free(model: LiveModel, name: str, dtype: str, settings: RunSettings) -> b
     """Return whether a cast rounds neither the weight (or KV cache) `name` nor the activations multiplied by it."""
     if name not in model.weights:
         return dtype == SCANNED + "float32"
-    rounds = settings.quantize_activations == "weights" and quantizes_activations(dtype)
-    return not rounds and equals_reference(model.weights[name], dtype)
+    given = dtype_given(model.weights[name].info, dtype)
+    rounds = settings.quantize_activations == "weights" and quantizes_activations(given)
+    return not rounds and equals_reference(model.weights[name], given)

@@ -17,6 +17,7 @@ import torch
 from torch.nn import functional
 
 from dtype_engine.core import dtypes
+from dtype_engine.recipe.plan import dtype_given
 from dtype_engine.runtime.formats.dequantize import dtype_name, torch_dtype
 from dtype_engine.runtime.model.weight import Weight, sharing
 from dtype_engine.runtime.modes.activations import ActivationRounding
@@ -110,12 +111,12 @@ class LocalErrors:
         return read
 
     def _computed_in(self, name: str, dtype: str) -> str:
-        """Return the dtype in which an operation uses a weight whose planned dtype is `dtype`: `dtype` itself or, if this is the
-        format in which another program quantized the weight, the dtype to which the weight is decoded.
+        """Return the dtype in which an operation uses a weight that is scanned in `dtype`: the one that a rule with `dtype` gives
+        it or, if this is the format in which another program quantized the weight, the dtype to which the weight is decoded.
         """
-        stored = self.weights[name].stored
-        as_stored = dtype == self.weights[name].info.dtype
-        return dtype_name(stored.holds) if as_stored and not stored.plain and not stored.own else dtype
+        info, stored = self.weights[name].info, self.weights[name].stored
+        decoded = dtype == info.dtype and not stored.plain and not stored.own
+        return dtype_name(stored.holds) if decoded else dtype_given(info, dtype)
 
     def dtype_of(self, name: str, dtype: str) -> torch.dtype:
         """Return the torch dtype of what `cast` and `look_up` return."""

@@ -116,8 +116,9 @@ class SavableScan(ABC):
             scan_seconds=self.scan_seconds,
             weights=tuple(
                 WeightScore(
-                    name, dtype, scored_bytes(self.model.tree, name, dtype), *score, gain_of(roundings, name, dtype)
-                )
+                    name, dtype, scored_bytes(self.model.tree, name, dtype), *score,
+                    gain_of(roundings, self.model.weights, name, dtype),
+                )  # fmt: skip
                 for (name, dtype), score in scores.items()
             ),
             notices=(*self.model.notices, *self._fitted(), *nearest_notices(roundings, self.model.weights)),

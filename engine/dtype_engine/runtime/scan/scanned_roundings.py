@@ -26,6 +26,7 @@ from dtype_engine.core.llama_types import llama_type
 from dtype_engine.core.roundings import ROUNDINGS
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import plural
+from dtype_engine.recipe.plan import dtype_given
 from dtype_engine.runtime.device import enough_memory
 from dtype_engine.runtime.formats.dequantize import dequantize, dequantized_rows, torch_dtype
 from dtype_engine.runtime.formats.row_blocks import stopping
@@ -74,17 +75,17 @@ class SharedRoundings:
 
 
 class ScannedRoundings:
-    """The codes and scales of weights in dtypes with a rounding. wanted: the dtypes of each weight, of which those without a
-    rounding are left out.
+    """The codes and scales of weights in dtypes with a rounding. wanted: the dtypes of each weight. A type of llama.cpp that the
+    weight can't have counts as the one that replaces it, and a dtype without a rounding is left out.
     """
 
     def __init__(self, model: LiveModel, wanted: Mapping[str, Sequence[str]]) -> None:
         self.model = model
-        self.wanted = {
-            name: those
-            for name, targets in wanted.items()
-            if (those := tuple(each for each in targets if each in dtypes.BY_NAME and dtypes.BY_NAME[each].rounding))
-        }
+        self.wanted: dict[str, tuple[str, ...]] = {}
+        for name, weight in model.weights.items():
+            given = dict.fromkeys(dtype_given(weight.info, each) for each in wanted.get(name, ()))
+            if those := tuple(each for each in given if each in dtypes.BY_NAME and dtypes.BY_NAME[each].rounding):
+                self.wanted[name] = those
         self.roundings: dict[Key, RoundingGain] = {}
         """What the roundings did, for each weight and dtype that is done."""
         self._kept: dict[Key, _Kept] = {}
@@ -279,9 +280,11 @@ def _ratio(nearest: float, rounded: float) -> float:
     return nearest / rounded
 
 
-def gain_of(roundings: RoundingGains, name: str, dtype: str) -> float | None:
-    """Return the gain of a rounding, or None if the dtype has none or the weight has the nearest values."""
-    found = roundings.get((name, dtype))
+def gain_of(roundings: RoundingGains, weights: Mapping[str, Weight], name: str, dtype: str) -> float | None:
+    """Return the gain of a rounding, or None if the dtype has none or the weight has the nearest values. weights: all weights of
+    the model, by name.
+    """
+    found = roundings.get((name, dtype_given(weights[name].info, dtype))) if name in weights else None
     return None if found is None else found.gain
 
 

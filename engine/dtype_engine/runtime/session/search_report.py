@@ -13,6 +13,7 @@ from dtype_engine.results.losses import ValueLoss
 from dtype_engine.results.scan import SearchReport
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.search.advice import format_that_fits
+from dtype_engine.search.families import Loadable
 from dtype_engine.search.pareto import Constraints, ParetoFront, Solution
 from dtype_engine.search.sensitivity import scalar_drift
 
@@ -62,6 +63,7 @@ def search_report(
     if it was not measured) and the lost values under this plan. context: the number of tokens for which the solution's bytes
     include KV caches, or None if they include no caches.
     """
+    of_weights = Loadable(model.tree, front.formats, ()).nbytes(plan.dtypes)
     return FoundRecipe(
         model=model.title,
         unit=unit,
@@ -76,6 +78,6 @@ def search_report(
         lost=lost,
         coverage=model.coverage,
         context=context,
-        cache_bytes=0 if context is None else solution.bytes - plan.planned_bytes,
+        cache_bytes=0 if context is None else solution.bytes - of_weights,
         formats=front.formats,
     )
