@@ -21,10 +21,10 @@ IMATRIX = "imatrix"
 ONLY_GGUF = "only GGUF files have it, for which `recipe convert --to llama.cpp` writes what llama-quantize reads"
 """Why nothing else stores a type, after words that name it."""
 
-InputFormat = Literal["q8_0", "q8_1", "q8_k"]
-"""A format to which llama.cpp rounds activations."""
+InputType = Literal["q8_0", "q8_1", "q8_k"]
+"""A type to which llama.cpp rounds activations."""
 INPUT_BLOCKS: Mapping[str, int] = {"q8_0": 32, "q8_1": 32, "q8_k": 256}
-"""The number of values in a block of each `InputFormat`."""
+"""The number of values in a block of each `InputType`."""
 
 
 class LlamaType(msgspec.Struct, frozen=True):
@@ -42,8 +42,8 @@ class LlamaType(msgspec.Struct, frozen=True):
     """The bytes of a block."""
     imatrix: Literal["unused", "used", "needed"]
     """What llama-quantize does with an imatrix: it ignores it, uses it, or refuses the type without one."""
-    inputs: InputFormat
-    """The format to which llama.cpp's CPU code rounds the activations that such a weight multiplies (`vec_dot_type`)."""
+    inputs: InputType
+    """The type to which llama.cpp's CPU code rounds the activations that such a weight multiplies (`vec_dot_type`)."""
     fallback: str = ""
     """The type that replaces this one if `block` does not divide a row. "": float16, which also replaces a `fallback` that fits no
     better.

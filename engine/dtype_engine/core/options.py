@@ -43,8 +43,8 @@ class RunSettings(TypedFields):
     """Whether floating inputs are cast to the dtype of the model's first weight ("model"), as `inputs.to(model.dtype)` does."""
     quantize_activations: Literal["none", "weights"] = "none"
     """Whether the input of each matrix product with a quantized weight is rounded to the weight's format ("weights"), as in
-    runtimes that serve W8A8 and W4A4. For a weight that another program quantized, the input is rounded as the checkpoint's
-    configuration declares.
+    runtimes that serve W8A8 and W4A4, and to 8 bits for a type of llama.cpp, as there. For a weight that another program
+    quantized, the input is rounded as the checkpoint's configuration declares.
     """
     classes_dim: ClassesDim = "auto"
     """The dimension of the main output along which the logits over classes or tokens lie, from 0, or from the end if negative.

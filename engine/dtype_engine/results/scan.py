@@ -139,6 +139,7 @@ class SearchReport:
     rules: tuple[str, ...]
     stored_bytes: int
     planned_bytes: int
+    """The bytes under the recipe. For the formats of llama.cpp, those in a GGUF file, where vectors are in float32."""
     predicted: float
     front: tuple[FrontPoint, ...]
     measured: float | None = None

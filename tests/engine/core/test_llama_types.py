@@ -72,7 +72,14 @@ def test_type_that_needs_an_imatrix_has_no_other_name() -> None:
     with pytest.raises(UserError, match="did you mean iq2_xxs:imatrix"):
         dtypes.parse_target("iq2_xxs")
     assert dtypes.unrounded("q4_k:imatrix") == "q4_k"
-    assert not dtypes.quantizes_activations("q8_0")
+
+
+def test_every_type_rounds_activations_to_8_bits() -> None:
+    """`vec_dot_type` in ggml-cpu.c: q8_K for blocks of 256, q8_1 for the types of 32 that have a minimum, else q8_0."""
+    for name, row in LLAMA_TYPES.items():
+        assert dtypes.quantizes_activations(row_name(row))
+        assert row.inputs == ("q8_k" if row.block == 256 else "q8_1" if name in ("q4_1", "q5_1") else "q8_0")
+    assert not dtypes.quantizes_activations("float16")
 
 
 def test_plan_gives_each_tensor_what_it_can_have_and_says_so() -> None:

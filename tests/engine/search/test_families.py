@@ -58,6 +58,20 @@ def test_search_uses_only_formats_of_the_runtime(family: str, make_llama: Callab
     assert seen & set(dtypes.STORAGE_DTYPES)
 
 
+def test_budget_of_a_gguf_file_counts_vectors_in_float32(make_llama: Callable[..., Path]) -> None:
+    session = llama_session(make_llama, dtype="bfloat16", intermediate_size=128, num_hidden_layers=2)
+    session.scan(["q8_0"], draws=1)
+    counted = [tensor for tensor in session.tree.tensors.values() if tensor.counted]
+    planned = sum(tensor.numel * 34 // 32 if len(tensor.shape) > 1 else tensor.numel * 4 for tensor in counted)
+    assert session.front(Constraints(formats="llama.cpp")).points[0].bytes == planned
+    caches = 2 * 2 * 100 * session.model.module.config.num_key_value_heads * session.model.module.config.head_dim * 2
+    found = session.search(budget=planned + caches, constraints=Constraints(formats="llama.cpp", context=100))
+    assert (found.planned_bytes, found.cache_bytes) == (planned + caches, caches)
+    assert make_plan(session.tree, found.recipe).planned_bytes < planned, "a running model holds vectors as stored"
+    with pytest.raises(UserError, match="the smallest is"):
+        session.search(budget=planned - 1, constraints=Constraints(formats="llama.cpp"))
+
+
 def save_experts(folder: Path) -> Path:
     torch.manual_seed(0)
     config = transformers.Qwen3MoeConfig(

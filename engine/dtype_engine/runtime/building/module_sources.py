@@ -106,14 +106,13 @@ def _stays_in_file(checkpoint: Checkpoint, name: str, turned: Collection[str]) -
 
 
 def inputs_notice(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return a notice if config.json says that runtimes round the inputs of quantized layers, otherwise (). The notice says whether
-    measurements can round these inputs on request, which is not possible for every format.
+    """Return a notice if runtimes round the inputs of quantized layers, as config.json says or llama.cpp does, otherwise (). The
+    notice says whether measurements can round these inputs on request, which is not possible for every format.
     """
     others = [weight for weight in checkpoint.coded.values() if not weight.own]
     if any(input_format(weight, checkpoint.config) for weight in others):
         return (
-            "this checkpoint declares that runtimes round the inputs of its quantized layers; --quantize-activations weights "
-            "rounds them here, too",
+            "runtimes round the inputs of this checkpoint's quantized layers; --quantize-activations weights rounds them here, too",
         )
     settings = declared(checkpoint.config or {})
     rounded = any(arguments for _, arguments in config_groups(settings, "input_activations"))

@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional
 
 from dtype_engine.core.errors import UserError
-from dtype_engine.core.llama_types import INPUT_BLOCKS, InputFormat, LlamaType, fitted, llama_type
+from dtype_engine.core.llama_types import INPUT_BLOCKS, InputType, LlamaType, fitted, llama_type
 from dtype_engine.runtime.device import divide
 from dtype_engine.runtime.formats.row_blocks import parallel_map, row_slices
 
@@ -85,7 +85,7 @@ def file_blocks(rows: torch.Tensor, dtype: str, weights: torch.Tensor | None = N
     return blocks
 
 
-def rounded_inputs(rows: torch.Tensor, form: InputFormat) -> torch.Tensor:
+def rounded_inputs(rows: torch.Tensor, form: InputType) -> torch.Tensor:
     """Return activations as llama.cpp's CPU code rounds them before a product: float32 [tokens, channels], like `rows`, which may
     be of any float dtype. The last block of a row may be shorter than the others. Values that are not finite count as 0.
 

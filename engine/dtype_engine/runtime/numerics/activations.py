@@ -49,8 +49,8 @@ class InputFormat:
 
 
 def quantize_activations(values: torch.Tensor, dtype: str, scale: float | None = None) -> torch.Tensor:
-    """Return activations [..., channels] rounded as for weights in the format `dtype`, in their own dtype and shape. scale: the static
-    scale of all inputs, or None if scales are computed from the activations.
+    """Return activations [..., channels] rounded as for weights in the format `dtype`, in their own dtype and shape. scale: the
+    static scale of all inputs, or None if scales are computed from the activations.
     """
     if not values.numel():
         return values

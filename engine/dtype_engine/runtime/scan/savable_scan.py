@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -101,6 +102,7 @@ class SavableScan(ABC):
         """Return a report. sequences: the number of finished sequences. draws: the number of backward passes per sequence, or 0 for
         an exact scan. scores: (score, standard error) by (weight, dtype). roundings: what the roundings did, as far as known.
         """
+        gain = partial(gain_of, roundings, self.model.weights)
         return ScanReport(
             model=self.model.title,
             device=str(self.model.device),
@@ -115,10 +117,7 @@ class SavableScan(ABC):
             forward_seconds=self.forward_seconds,
             scan_seconds=self.scan_seconds,
             weights=tuple(
-                WeightScore(
-                    name, dtype, scored_bytes(self.model.tree, name, dtype), *score,
-                    gain_of(roundings, self.model.weights, name, dtype),
-                )  # fmt: skip
+                WeightScore(name, dtype, scored_bytes(self.model.tree, name, dtype), *score, gain(name, dtype))
                 for (name, dtype), score in scores.items()
             ),
             notices=(*self.model.notices, *self._fitted(), *nearest_notices(roundings, self.model.weights)),
