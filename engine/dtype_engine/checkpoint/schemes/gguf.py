@@ -15,7 +15,7 @@ _INPUTS_AS = {"mxfp4": "q8_0", "iq1_s": "iq2_s", "iq1_m": "iq2_s"}
 
 
 def _input_format(weight: CodedWeight, settings: Mapping[str, Any]) -> str:
-    """Return a type of `core.llama_types` for which llama.cpp rounds inputs as for the weight's own type, or "" if there is none."""
+    """Return a type of `core.llama_types` for which llama.cpp rounds inputs as for the weight's own, or "" if there is none."""
     kind = weight.format.removeprefix("gguf:")
     alike = _INPUTS_AS.get(kind, kind)
     return alike if alike in LLAMA_TYPES else ""
