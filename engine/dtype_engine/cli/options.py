@@ -305,7 +305,8 @@ _RUNNING = (
         default="none",
         show_default=True,
         help="Whether the inputs of matrix products with quantized weights are quantized, too. none: they are not. weights: they "
-        "are rounded to the weight's format, as runtimes do that serve W8A8 or W4A4 models.",
+        "are rounded to the weight's format, as runtimes do that serve W8A8 or W4A4 models, or to 8 bits for llama.cpp's "
+        "types.",
     ),
     click.Option(
         ["--classes-dim"],

@@ -425,6 +425,9 @@ def test_quantized_activations_are_converted_or_noted_as_unsupported() -> None:
         for tool in ("torchao", "modelopt", "llama.cpp"):
             notes = " ".join(target_named(tool).convert(context).notes)
             assert ("activations stay wide" in notes) is (activations == "weights")
+    own = make_plan(LLAMA, Recipe((Rule("*.q_proj", "q4_0"),)))
+    context = Context(LLAMA, own, "m", "llama", activations="weights")
+    assert "activations" not in " ".join(target_named("llama.cpp").convert(context).notes), "llama.cpp rounds them"
 
 
 ROUNDED = (Rule("*.mlp", "int4@g32:gptq"), Rule("*.down_proj", "float8_e4m3fn:gptq"), Rule("*.q_proj", "int4@g32"))

@@ -35,7 +35,7 @@ class InputFormat:
     """How runtimes round the activations that a weight multiplies."""
 
     dtype: str
-    """The format of the weight, a name in `core.dtypes`."""
+    """A format of `core.dtypes`: inputs are rounded as for weights in this format."""
     scale: float | None = None
     """The static scale of all inputs, by which a code of fp8 or int8, or NVFP4's scale of a block, is multiplied. None if scales
     are computed from the inputs.
@@ -43,7 +43,7 @@ class InputFormat:
 
     @property
     def name(self) -> str:
-        """The name of the inputs' own format: that of the weight, except for a type of llama.cpp."""
+        """The name of the format in which the inputs are: `dtype`, or what llama.cpp has for weights in one of its types."""
         row = llama_type(self.dtype)
         return self.dtype if row is None else row.inputs
 
