@@ -10,6 +10,7 @@ import gc
 import importlib
 import os
 import shlex
+import shutil
 import signal
 import tempfile
 from collections.abc import Callable, Generator
@@ -51,6 +52,12 @@ hypothesis.settings.load_profile("no deadline")
 
 _MODEL_FIXTURES = {"make_llama", "tinynet", "recorded", "net"}
 """Fixtures that make a model or run the worker: the first in a process imports torch and transformers, five seconds."""
+
+
+@pytest.fixture(autouse=True)
+def no_saved_statistics() -> None:
+    """Begin without the statistics of roundings that an earlier test has saved: whether a model is run does not depend on them."""
+    shutil.rmtree(Path(_state.name, "dtype-tui", "statistics"), ignore_errors=True)
 
 
 _LONG = ("tests/tui/test_workers.py", "tests/test_manual.py", "tests/terminal/")

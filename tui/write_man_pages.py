@@ -33,6 +33,7 @@ STATUS = {
 FILES = {
     "$XDG_CONFIG_HOME/dtype-tui/config.yaml": "Theme, keys and defaults.",
     "$XDG_STATE_HOME/dtype-tui/sessions": "Sessions, for --resume.",
+    "$XDG_STATE_HOME/dtype-tui/statistics": "Statistics of calibration inputs, for roundings such as GPTQ.",
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 from dtype_engine.core.errors import UserError, exhausted
@@ -24,18 +25,18 @@ def write_text_atomic(path: Path, text: str, replace: bool = False, mode: int | 
     return write_atomic(path, content, replace, mode)
 
 
-def write_atomic(path: Path, content: bytes, replace: bool = False, mode: int | None = None) -> Path:
+def write_atomic(path: Path, content: bytes | Iterable[bytes], replace: bool = False, mode: int | None = None) -> Path:
     """Write a file so that no crash, full disk or power failure leaves it incomplete. Returns its absolute path.
 
-    replace: whether an existing file may be replaced. mode: the file's permissions; None: the usual ones. Raises UserError if
-    the file can't be written; an existing file is then unchanged.
+    content: all bytes, or pieces of them in their order. replace: whether an existing file may be replaced. mode: the file's
+    permissions; None: the usual ones. Raises UserError if the file can't be written; an existing file is then unchanged.
     """
     path = check_target(path, replace)
     temporary: str | None = None
     try:
         number, temporary = tempfile.mkstemp(prefix=f".{path.name[:100]}.partial-", dir=path.parent)
         with open(number, "wb") as file:
-            file.write(content)
+            file.writelines([content] if isinstance(content, bytes) else content)
             file.flush()
             os.fchmod(number, mode if mode is not None else 0o666 & ~umask())
             os.fsync(number)

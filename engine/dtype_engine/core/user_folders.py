@@ -21,7 +21,9 @@ def expanded(path: str | os.PathLike[str]) -> Path:
 
 
 def state_folder() -> Path:
-    """Return the folder for data that a later start reuses: sessions, scans, running engines (`$XDG_STATE_HOME/dtype-tui`)."""
+    """Return the folder for data that a later start reuses: sessions, scans, statistics of roundings, running engines
+    (`$XDG_STATE_HOME/dtype-tui`).
+    """
     import platformdirs  # imported here because most commands need neither folder
 
     return platformdirs.user_state_path(_PROGRAM)

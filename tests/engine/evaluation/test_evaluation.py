@@ -37,7 +37,7 @@ from dtype_engine.evaluation.specs import (
 from dtype_engine.results.export import VerifyReport
 from dtype_engine.runtime.measure import attribution
 from dtype_engine.runtime.session import opening
-from dtype_engine.runtime.session.calibration import Calibration
+from dtype_engine.runtime.session.saved_statistics import SavedStatistics
 from dtype_engine.runtime.session.verify import verify
 
 pytestmark = pytest.mark.slow
@@ -77,8 +77,8 @@ def test_worker_process_reads_the_weights_that_were_rounded_for_it(
     task, collected = session.scan_task(kinds, 2, False, None), list[object]()
     rounded = task.share_rounded()
     assert rounded is not None
-    collect = Calibration.collect
-    monkeypatch.setattr(Calibration, "collect", lambda *given: collected.append(given) or collect(*given))
+    collect = SavedStatistics.collect
+    monkeypatch.setattr(SavedStatistics, "collect", lambda *given: collected.append(given) or collect(*given))
     here = task.measure(0)
     fresh = dataclasses.replace(opened, options=dataclasses.replace(opened.options, sequences=8))
     there = evaluate(Evaluation(fresh, ScanSequence(kinds, 2, 0, rounded))).value

@@ -18,6 +18,10 @@ from dtype_engine.runtime.numerics.roundings import RoundedCodes, WeightStatisti
 class InputsOfWeights(Protocol):
     """Runs a model on its calibration inputs, and collects statistics of what its weights are multiplied with."""
 
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """Sentences for the user, such as where statistics were read instead of collected."""
+
     def runs(self, rounded: Mapping[str, str]) -> int:
         """Return how many runs over one sequence `collect` makes."""
 
@@ -46,6 +50,11 @@ class Rounder:
     _nbytes: int = 0
     _unused: set[str] = field(default_factory=set)
     """The names of weights that no matrix product used in the runs, which keep the nearest values."""
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """Sentences for the user on the statistics by which weights were rounded."""
+        return () if self.calibration is None else self.calibration.notices
 
     def unknown(self, pending: Mapping[str, str], shared: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
         """Return the new dtypes, by name, of the weights that are to be rounded by statistics that are not known. pending: the new

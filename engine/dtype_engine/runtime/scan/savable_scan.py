@@ -72,10 +72,13 @@ class SavableScan(ABC):
         self._seen = scan_file.write_joined(path, self.saved(), self._seen)
 
     def _fitted(self) -> tuple[str, ...]:
-        """Return a notice if the roundings are fitted to the inputs of the scan."""
-        if self.calibration is not self.inputs:
+        """Return notices on the statistics of roundings, and one if they are of the inputs of the scan."""
+        if self.calibration is None:
             return ()
+        if self.calibration is not self.inputs:
+            return self.model.rounder.notices
         return (
+            *self.model.rounder.notices,
             "the roundings were fitted to the same inputs on which the scan was made, so their scores are larger on other text; "
             "--calibration FILE fits them to that of a file",
         )

@@ -64,21 +64,37 @@ class Fingerprint:
         """Compute the hashes of a scan to `dtypes`. They cover all inputs, and name, shape and some values of each weight.
         calibration: the inputs to which weights are rounded, if a dtype has a rounding.
         """
-        weights = hashlib.sha256()
-        if model.reference == STORED:
-            weights.update(STORED.encode())
-        for each in model.side_settings:
-            weights.update(f"{each.module} {each.reference} {each.candidate}\n".encode())
-        for name, weight in model.weights.items():
-            weights.update(f"{name} {weight.info.shape} {weight.info.dtype}\n".encode())
-            for values in (weight.stored, weight.other_reference):
-                for stored in values.in_files if isinstance(values, BlockwiseSource) else ():
-                    _digest(_first_bytes(stored), weights)  # every n-th value, as below, would read most of the file
-                for tensor in () if values is None or isinstance(values, BlockwiseSource) else values.tensors:
-                    flat = tensor.reshape(-1)
-                    _digest(flat[:: max(1, flat.numel() // _SAMPLED)], weights)
         calibrated = "" if calibration is None else hash_of(calibration)
-        return cls(weights.hexdigest(), hash_of(inputs), tuple(dtypes), str(settings), calibrated)
+        return cls(hash_of_model(model, _SAMPLED), hash_of(inputs), tuple(dtypes), str(settings), calibrated)
+
+
+def hash_of_model(model: LiveModel, most: int | None = None) -> str:
+    """Return a hash of a model's weights as stored, and of what decides its reference. It covers name, shape and dtype of each
+    weight, and about `most` of the elements of each of its tensors, by default all. Of a weight that stays on the disk, it covers
+    the first bytes.
+    """
+    weights = hashlib.sha256()
+    if model.reference == STORED:
+        weights.update(STORED.encode())
+    for each in model.side_settings:
+        weights.update(f"{each.module} {each.reference} {each.candidate}\n".encode())
+    for name, weight in model.weights.items():
+        weights.update(f"{name} {weight.info.shape} {weight.info.dtype}\n".encode())
+        for values in (weight.stored, weight.other_reference):
+            for stored in values.in_files if isinstance(values, BlockwiseSource) else ():
+                _digest(_first_bytes(stored), weights)  # every n-th value, as below, would read most of the file
+            for tensor in () if values is None or isinstance(values, BlockwiseSource) else values.tensors:
+                for flat in map(torch.flatten, _dense_parts(tensor)):
+                    _digest(flat[:: max(1, flat.numel() // (most or flat.numel() or 1))], weights)
+    return weights.hexdigest()
+
+
+def _dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the indices and values of a sparse tensor, or any other tensor itself."""
+    if tensor.layout is torch.strided:
+        return (tensor,)
+    entries = tensor.to_sparse().coalesce()
+    return entries.indices(), entries.values()
 
 
 def hash_of(inputs: Inputs) -> str:
@@ -99,7 +115,7 @@ def _first_bytes(tensor: CheckpointTensor) -> torch.Tensor:
 def _digest(value: Any, into: Any) -> None:
     if isinstance(value, torch.Tensor):
         into.update(f"{value.dtype} {tuple(value.shape)}".encode())
-        into.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        into.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
     elif isinstance(value, dict):
         for key in sorted(value, key=str):
             into.update(str(key).encode())

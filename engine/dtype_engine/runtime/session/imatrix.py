@@ -25,7 +25,7 @@ from dtype_engine.recipe.targets.llama_cpp import gguf_tensors
 from dtype_engine.runtime.inputs import Inputs
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.numerics.roundings import InputStatistics, WeightStatistics
-from dtype_engine.runtime.session.calibration import Calibration
+from dtype_engine.runtime.session.saved_statistics import SavedStatistics
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _ANY = next(f"{row.name}:{IMATRIX}" for row in LLAMA_TYPES.values() if row.imatrix == "used")
@@ -48,20 +48,20 @@ class _Entry:
         return sums, counts
 
 
-def imatrix_file(model: LiveModel, context: Context, calibration: Calibration, cancelled: IsCancelled) -> bytes:
+def imatrix_file(model: LiveModel, context: Context, statistics: SavedStatistics, cancelled: IsCancelled) -> bytes:
     """Return the content of the file, for all weights that have a name in GGUF and that a matrix product of the model uses.
 
-    context: the model's tree, and what decides the names in GGUF. calibration: the inputs. Raises UserError for an architecture
+    context: the model's tree, and what decides the names in GGUF. statistics: collects them. Raises UserError for an architecture
     that GGUF does not know, NoForward, KernelError, Cancelled.
     """
     names = gguf_tensors(context)
     wanted = {name: _ANY for name, weight in model.weights.items() if names.get(name) and len(weight.stored.shape) > 1}
     entries: dict[str, _Entry] = {}
-    for statistics in calibration.collect(wanted, ignore, cancelled):
-        for name, found in statistics.items():
+    for collected in statistics.collect(wanted, ignore, cancelled):
+        for name, found in collected.items():
             for gguf_name in names[name]:
                 _add(entries.setdefault(gguf_name, _Entry()), name, model.weights[name].stored.shape, found)
-    return _written({name: entry for name, entry in entries.items() if entry.parts}, calibration.inputs)
+    return _written({name: entry for name, entry in entries.items() if entry.parts}, statistics.calibration.inputs)
 
 
 def _add(entry: _Entry, name: str, shape: tuple[int, ...], found: WeightStatistics) -> None:

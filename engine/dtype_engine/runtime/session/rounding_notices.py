@@ -30,7 +30,7 @@ def rounding_notices(model: LiveModel, calibration: Calibration | None) -> tuple
         )
     else:
         about = f"the roundings were fitted to {printable(fitted.inputs)}"
-    return (about, *_unused(model), *_few_tokens(model))
+    return (about, *model.rounder.notices, *_unused(model), *_few_tokens(model))
 
 
 def _unused(model: LiveModel) -> tuple[str, ...]:

@@ -60,6 +60,7 @@ from dtype_engine.runtime.session.drift import DriftMeasurements
 from dtype_engine.runtime.session.held_out import measure_held_out
 from dtype_engine.runtime.session.process_memory import memory_stats
 from dtype_engine.runtime.session.rounding_notices import fitted_to
+from dtype_engine.runtime.session.saved_statistics import SavedStatistics
 from dtype_engine.runtime.session.search_report import FoundRecipe, search_report, solved
 from dtype_engine.search.constraints import parse_bytes
 from dtype_engine.search.families import FAMILIES
@@ -130,6 +131,7 @@ class Session:
         self._behavior = ModelBehavior()
         self.calibration: Calibration | None = None
         """The inputs to which roundings such as GPTQ are fitted, or None if the model can't be run."""
+        self._statistics: SavedStatistics | None = None
         self._drift = DriftMeasurements(model, options, self._behavior)
         self._floor: tuple[Inputs, ClassesDim, NoiseFloor] | None = None
         self._parts: tuple[Recipe, RunSettings, Inputs, dict[Part, PartDrift]] | None = None
@@ -367,7 +369,9 @@ class Session:
         contents = self.export_contents(cancelled)
         # Weights that stay on the disk are read only once, so losses are counted while they are written.
         lost = self.lost_values(cancelled) if not self.model.memory.limited else None
-        return export(contents, Path(folder), max_shard_size, on_bytes, cancelled, force, lost, incomplete)
+        report = export(contents, Path(folder), max_shard_size, on_bytes, cancelled, force, lost, incomplete)
+        notices = () if self.fitted_to is None else self.model.rounder.notices
+        return dataclasses.replace(report, notices=(*report.notices, *notices))
 
     @reading_weights
     def verify(self, folder: str | Path, on_bytes: OnCast = ignore, cancelled: IsCancelled = never) -> VerifyReport:
@@ -413,12 +417,12 @@ class Session:
         """
         from dtype_engine.runtime.session.imatrix import imatrix_file
 
-        if self.calibration is None:
+        if self._statistics is None:
             raise NoForward(self.why_no_forward or "the model can't be run")
         config = self.model.checkpoint.config if self.model.checkpoint is not None else None
         model_type = (config or {}).get("model_type")
         context = Context(self.tree, self.plan, self.model.title, model_type if isinstance(model_type, str) else None)
-        return imatrix_file(self.model, context, self.calibration, cancelled)
+        return imatrix_file(self.model, context, self._statistics, cancelled)
 
     def need_inputs(self) -> Inputs:
         """Return the inputs on which the model is run. Raises NoForward if the model can't be run.
@@ -495,7 +499,8 @@ class Session:
     def _calibrate(self) -> None:
         """Fit roundings to the session's calibration inputs from now on."""
         self.calibration = Calibration(self.model, self.options, self._behavior, self.need_inputs)
-        self.model.rounder.calibration = self.calibration
+        self._statistics = SavedStatistics(self.model, self.calibration, self.options.read_only)
+        self.model.rounder.calibration = self._statistics
 
     def _calibration_inputs(self) -> Inputs:
         """Return the inputs to which roundings are fitted. Raises NoForward if the model can't be run, UserError if they can't be

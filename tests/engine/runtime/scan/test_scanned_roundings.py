@@ -22,7 +22,7 @@ from dtype_engine.runtime.formats.dequantize import dequantize
 from dtype_engine.runtime.model.weight import sharing
 from dtype_engine.runtime.scan.local_errors import LocalErrors
 from dtype_engine.runtime.scan.scanned_roundings import ScannedRoundings
-from dtype_engine.runtime.session.calibration import Calibration
+from dtype_engine.runtime.session.saved_statistics import SavedStatistics
 
 Q, UP, EMBEDDING = (
     "model.layers.0.self_attn.q_proj.weight",
@@ -203,13 +203,13 @@ def test_exact_scan_runs_the_calibration_inputs_once_for_many_weights(
     opened: Callable[..., de.Session], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[set[str]] = []
-    collect = Calibration.collect
+    collect = SavedStatistics.collect
 
-    def noted(self: Calibration, rounded: Mapping[str, str], *rest: Any) -> Any:
+    def noted(self: SavedStatistics, rounded: Mapping[str, str], *rest: Any) -> Any:
         asked.append(set(rounded))
         return collect(self, rounded, *rest)
 
-    monkeypatch.setattr(Calibration, "collect", noted)
+    monkeypatch.setattr(SavedStatistics, "collect", noted)
     kinds = ["int4@g32:gptq", "nvfp4:imatrix"]
     session = opened()
     together = session.scan(kinds, exact=True).scores()
