@@ -67,8 +67,8 @@ class RecordingEngine(Engine):
                 self.commands.append(f"scan {','.join(request.dtypes)}")
             case Pause():
                 self.commands.append("pause" if request.paused else "go on")
-            case Ask(parameters=InspectTensor(tensor)):
-                self.commands.append(f"look at {tensor}")
+            case Ask(parameters=InspectTensor(tensor, with_gains=with_gains)):
+                self.commands.append(f"look at {tensor}{' with gains' if with_gains else ''}")
             case Cancel():
                 self.commands.append("cancel" if request.name is None else f"cancel {request.name}")
             case Command():

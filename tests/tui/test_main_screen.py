@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import math
 import re
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from dtype_engine.results.check import CheckReport, Finding
 from dtype_engine.results.coverage import Coverage
 from dtype_engine.results.drift import ImplicitCastStats, ModuleDrift
 from dtype_engine.results.memory import MemoryStats
+from dtype_engine.results.rounding import WeightGain
 from dtype_engine.results.runs import Generation, SpeedReport, SpeedRow, Written
 from dtype_engine.results.weights import ExponentHistogram, WeightError, WeightStats
 from dtype_engine.service import events
@@ -44,7 +46,7 @@ from dtype_tui.main_screen import PAUSE_S, MainScreen
 from dtype_tui.screens.generation import GenerationScreen
 from dtype_tui.screens.overlay import Overlay
 from dtype_tui.screens.settings import SettingsScreen
-from dtype_tui.screens.weight_values import exponent_histogram, range_mark
+from dtype_tui.screens.weight_values import cast_to, exponent_histogram, range_mark
 from dtype_tui.state import engine_life
 from dtype_tui.state.launch import Launch
 from dtype_tui.state.preview import preview
@@ -831,6 +833,34 @@ async def test_key_v_opens_a_window_with_the_values_of_a_tensor(app: DtypeApp, s
         await say(app, pilot, events.JobDone(recipe, ask, reading))
         assert not missing(app, "60.00 dB", "20 2.0 %", "500 50.0 %")
         assert all(len(line.rstrip()) <= size[0] for line in lines(app))
+
+
+@pytest.mark.parametrize("size", [WIDE, SMALL])
+async def test_key_r_in_the_window_of_values_shows_what_a_rounding_gains(app: DtypeApp, size: tuple[int, int]) -> None:
+    name, formats = "model.layers.0.mlp.up_proj.weight", ("nvfp4:imatrix", "int4@g32:imatrix", "bfloat16")
+    targets = cast_to(formats[1])
+    assert {*formats} < {*targets}, "the rounding of the rule, also for other formats"
+    errors = tuple(
+        WeightError(name, "float32", dtypes.unrounded(dtype), 1000, 1e-5, 2e-4, 1e-3, 60.0, 0, 0, 20, 500, 0)
+        for dtype in formats
+    )
+    reading = WeightStats(ExponentHistogram(name, ((-10, 900),), 0, 0), errors)
+    gains = (WeightGain(name, formats[0], 3.2), WeightGain(name, formats[1], math.inf))
+    async with running(app, size) as pilot:
+        recipe, ask = app.controller.experiment.recipe, InspectTensor(name, targets)
+        await say(app, pilot, events.JobDone(recipe, VALUES.ask(ask), reading), events.Idle())
+        assert "less error" not in screen(app)
+        await pilot.press("r")
+        assert len(app.screen_stack) == 1
+        assert engine(app).commands[-1] == f"look at {name} with gains"
+        again = VALUES.ask(msgspec.structs.replace(ask, with_gains=True))
+        await say(app, pilot, events.JobDone(recipe, again, dataclasses.replace(reading, gains=gains)))
+        assert not missing(app, "rounding", "3.20x less error", "no error", "20 2.0 %", "layer's output with imatrix")
+        assert all(len(line.rstrip()) <= size[0] for line in lines(app))
+        await pilot.press("escape")
+        unused = dataclasses.replace(reading, gains=(WeightGain(name, formats[0], None),))
+        await say(app, pilot, events.JobDone(recipe, again, unused))
+        assert not missing(app, "No matrix product uses this tensor, so no rounding changes it.")
 
 
 def test_exponent_histogram_counts_every_value() -> None:

@@ -65,6 +65,7 @@ HARMLESS_WINDOWS = {
     "ScanScreen": "again all dtype go leave map move pause sort",
     "ScanSetup": "choose leave loader move start",
     "SettingsScreen": "apply change leave move",
+    "WeightScreen": "gains",
 }
 """The actions of the keys of each window and prompt. The lines to type in are the prompts, and searches in what is shown."""
 UNREACHED_WINDOWS = {"SaveScreen": "leave-with refuses", "ModelPicker": "a read-only session needs a MODEL"}

@@ -366,9 +366,10 @@ class MainScreen(OpensWindows):
         if tensor is None:
             self.say("only tensors have values: go to one", "information")
             return
-        from dtype_tui.screens.weight_values import CAST_TO
+        from dtype_tui.screens.weight_values import cast_to
 
-        self.controller.ask_once(VALUES.ask(InspectTensor(tensor.name, CAST_TO)))
+        planned = self.experiment.plan.dtypes.get(tensor.name, tensor.dtype)
+        self.controller.ask_once(VALUES.ask(InspectTensor(tensor.name, cast_to(planned))))
 
     # -- copying --------------------------------------------------------------------------------------
 

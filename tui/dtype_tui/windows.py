@@ -61,7 +61,7 @@ class OpensWindows(Screen[None]):
             from dtype_tui.screens.overlay import Answer
 
             answer = Answer(done.result, done.ask.parameters, self.experiment, self.app.size.width)
-            self.app.push_screen(getattr(import_module(module), function)(answer))
+            self._open(getattr(import_module(module), function)(answer), self.controller.ask_once)
 
     def _inputs_of_texts(self) -> tuple[Recipe, RunSettings, InputsSummary | None]:
         experiment = self.experiment

@@ -319,7 +319,11 @@ _RUNNING = (
     ),
 )
 
-
+_INPUTS = (
+    "device", "prompts", "texts", "chat", "sequence_length", "sequences", "images", "audio", "tensors", "calibration",
+)  # fmt: skip
+INPUTS = tuple(option for option in _RUNNING if option.name in _INPUTS)
+"""The options for the inputs of a command that runs the model only if it is asked to."""
 METRICS = (
     click.Option(
         ["--metric", "metrics"],

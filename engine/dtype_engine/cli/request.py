@@ -78,7 +78,7 @@ class RunRequest(msgspec.Struct, frozen=True):
             recipe, made_for, settings = written.recipe, written.model, written.settings
         recipe = Recipe((*recipe.rules, *map(Rule.parse, values.get("casts", ()))))
         options = _options(values, runs)
-        if checks_inputs and runs:
+        if checks_inputs:
             check_files(options)
         if settings is not None and runs:
             given = {name: getattr(options.settings, name) for name in _SETTINGS if name in explicit}

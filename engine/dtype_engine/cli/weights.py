@@ -1,14 +1,18 @@
-"""`dtype-engine weights`: reports how casts change the values of a checkpoint, or how two checkpoints differ. No model is run."""
+"""`dtype-engine weights`: reports how casts change the values of a checkpoint, or how two checkpoints differ. No model is run,
+unless it is asked what roundings would gain.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+import msgspec
 
-from dtype_engine.cli.options import ModelCommand, json_option
+from dtype_engine.cli.options import INPUTS, ModelCommand, json_option
 from dtype_engine.cli.program import (
     NO,
     UnwrittenFiles,
@@ -24,16 +28,18 @@ from dtype_engine.cli.request import RunRequest
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.units import plural
-from dtype_engine.recipe import require_matches
+from dtype_engine.recipe import Recipe, require_matches
 from dtype_engine.results.as_json import as_json
+from dtype_engine.results.rounding import WeightGain
 from dtype_engine.results.weights import DifferentShape, WeightDifference, WeightsComparison
 
 if TYPE_CHECKING:
     from dtype_engine.checkpoint import Checkpoint
     from dtype_engine.checkpoint.source import Source
+    from dtype_engine.runtime.session.session import Session
 
 
-@click.command(cls=ModelCommand, runs=False)
+@click.command(cls=ModelCommand, runs=False, also=INPUTS)
 @click.option(
     "--against",
     metavar="OTHER",
@@ -46,13 +52,28 @@ if TYPE_CHECKING:
     help="With --against: save the comparison to this file while it runs. If the file exists, the comparison continues from "
     "it.",
 )
+@click.option(
+    "--gains",
+    "with_gains",
+    is_flag=True,
+    help="Also report by how much a rounding of each format, such as GPTQ, lowers the squared error of the layer's output: that of "
+    "the cast, as in int4@g32:imatrix, or else :gptq. This runs the model on the inputs (--calibration, --text, ...).",
+)
 @json_option
-def weights(request: RunRequest, against: str | None, save: Path | None, as_object: bool) -> int:
-    """Report what the casts do to the values of each tensor: rounding errors, overflow and underflow. No forward pass is run.
+def weights(request: RunRequest, against: str | None, save: Path | None, with_gains: bool, as_object: bool) -> int:
+    """Report what the casts do to the values of each tensor: rounding errors, overflow and underflow. No forward pass is run,
+    unless --gains is given.
 
     With --against OTHER, report instead how each weight of MODEL differs from the same weight of the checkpoint OTHER. The exit
     status is then 1 if anything differs.
     """
+    if with_gains and against is not None:
+        raise UserError("weights --against casts nothing: leave --gains out")
+    if not with_gains:
+        for option in INPUTS:
+            if option.name in request.explicit:
+                raise UserError(f"weights {option.opts[0]} goes with --gains, without which no model is run")
+        request = msgspec.structs.replace(request, options=dataclasses.replace(request.options, device="cpu"))
     if against is not None:
         return _compare(request, against, save, as_object)
     if save is not None:
@@ -62,10 +83,11 @@ def weights(request: RunRequest, against: str | None, save: Path | None, as_obje
     from dtype_engine.runtime.measure.planned_casts import casts_in_files, casts_of_model
     from dtype_engine.runtime.measure.weight_errors import round_trips, skipped
 
-    if source.kind == "python":
+    session = _uncast(request, source) if with_gains else None
+    if session is not None or source.kind == "python":
         from dtype_engine.runtime.building.load import load
 
-        live = load(source, request.options)
+        live = session.model if session is not None else load(source, request.options)
         recipe = request.with_preset(live.tree)
         tree, plan, remarks = live.tree, require_matches(live.tree, recipe), live.notices
         identities, casts = live.identities, casts_of_model(live, plan.dtypes)
@@ -77,25 +99,31 @@ def weights(request: RunRequest, against: str | None, save: Path | None, as_obje
         note(planned.checkpoint.of_sets)
     with unchanged(identities):
         errors = list(round_trips(casts, identities, partial(say_count, "weights")))
+    gains: tuple[WeightGain, ...] = ()
+    if session is not None:
+        wanted = {cast.name: (cast.dtype,) for cast in casts}
+        gains = session.rounding_gains(wanted, partial(say_share, "rounding"))
     say("")
     note(remarks)
-    if rounded := sum(dtypes.unrounded(cast.dtype) != cast.dtype for cast in casts):
-        note(
-            [
-                f"{plural(rounded, 'weight')} with roundings: the errors are those of the nearest values, as nothing is run"
-            ]
-        )
+    if rounded := sum(map(dtypes.has_rounding, (cast.dtype for cast in casts))):
+        note([f"{plural(rounded, 'weight')} with roundings: the errors are those of the nearest values"])
     left_out = skipped(tree)
     if as_object:
         rules = [str(rule) for rule in plan.recipe.rules]
-        print_json({"model": source.title, "rules": rules, "weights": as_json(errors), "skipped": as_json(left_out)})
+        found = {"weights": as_json(errors), "skipped": as_json(left_out)}
+        print_json({"model": source.title, "rules": rules} | found | ({"gains": as_json(gains)} if with_gains else {}))
         return 0
     from dtype_engine.reports.text import skipped_text, weights_text
 
-    answer(weights_text(errors))
+    answer(weights_text(errors, gains))
     if left_out:
         answer(skipped_text(left_out))
     return 0
+
+
+def _uncast(request: RunRequest, source: Source) -> Session:
+    """Open the model as stored, without the rules of the request."""
+    return msgspec.structs.replace(request, recipe=Recipe(), preset=None).open_session(source)
 
 
 def _compare(request: RunRequest, against: str, save: Path | None, as_object: bool) -> int:

@@ -243,6 +243,13 @@ def rounded(name: str, rounding: str) -> str | None:
     return found if row is not None and row.rounding == rounding else None
 
 
+def with_rounding(name: str) -> str | None:
+    """Return the name of a dtype if it has a rounding, otherwise with the best that it takes: GPTQ, or else that by an imatrix.
+    None if it takes none.
+    """
+    return name if has_rounding(name) else rounded(name, "gptq") or rounded(name, "imatrix")
+
+
 def rounded_formats(rounding: str) -> tuple[str, ...]:
     """Return the names of the formats that take a rounding, without it."""
     return tuple(unrounded(name) for name in CASTABLE_DTYPES if BY_NAME[name].rounding == rounding)

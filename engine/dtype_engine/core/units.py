@@ -66,6 +66,20 @@ def perplexity_text(perplexity: float) -> str:
     return f"{perplexity:.4f}" if perplexity < 1e6 else f"{perplexity:.4e}"
 
 
+def less_error(gain: float) -> str:
+    """Return by what factor an error became smaller, such as `3.20x less error`, or larger. gain: the error before, divided by the
+    error after: infinity if it vanished, 0 if there was none.
+    """
+    if gain == math.inf:
+        return "no error"
+    if gain <= 0:
+        return "more error"
+    factor = max(gain, 1 / gain)
+    if factor < 1.005:
+        return "same error"
+    return f"{factor:,.{2 if factor < 10 else 0}f}x {'less' if gain > 1 else 'more'} error"
+
+
 def seconds_text(seconds: float) -> str:
     """Return a duration as text, such as `12.3 ms` or `1.24 s`."""
     return f"{1000 * seconds:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"

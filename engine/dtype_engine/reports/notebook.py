@@ -5,7 +5,7 @@ from __future__ import annotations
 from dtype_engine.core import dtypes
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree
-from dtype_engine.core.units import human_bytes, with_error
+from dtype_engine.core.units import human_bytes, less_error, with_error
 from dtype_engine.recipe import Plan, Recipe, make_plan
 from dtype_engine.reports.blocks import Identifier, Report, Section, Table
 from dtype_engine.reports.document import drift_section, picture_sections, rules_section, tree_section, worst_table
@@ -55,14 +55,19 @@ def drift_html(report: DriftReport) -> str:
 def scan_html(report: ScanReport) -> str:
     """Return HTML that shows a scan: the sum of the scores in each dtype, and the weights with the highest scores."""
     most = sorted(report.weights, key=lambda weight: -weight.score)[:_ROWS]
+    known = any(each.rounding_gain is not None for each in most)
     rows = tuple(
-        (Identifier(printable(each.name, 200)), each.dtype, human_bytes(each.bytes), with_error(each.score, each.error))
+        (
+            Identifier(printable(each.name, 200)), each.dtype, human_bytes(each.bytes), with_error(each.score, each.error),
+            *(["" if each.rounding_gain is None else less_error(each.rounding_gain)] if known else []),
+        )
         for each in most
-    )
+    )  # fmt: skip
+    heads = ("weight", "dtype", "bytes", "score", *(["rounding"] if known else []))
     totals = tuple((dtypes.short_name(name), f"{total:.4e}") for total, name in report.totals())
     sections = (
         Section(totals_heading(report).capitalize(), (Table(("dtype", "sum of the scores"), totals, 1),)),
-        Section("What matters most", (Table(("weight", "dtype", "bytes", "score"), rows, 2),)),
+        Section("What matters most", (Table(heads, rows, 2),)),
     )
     title = f"Scan: {printable(report.model, 200)}"
     return as_fragment(Report(title, f"Scores in {report.unit}; {printable(report.inputs, 300)}.", sections))

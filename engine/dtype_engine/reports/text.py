@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from dtype_engine.core import dtypes
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Totals
-from dtype_engine.core.units import decibels, human_bytes, percent, plural, seconds_text, share_text
+from dtype_engine.core.units import decibels, human_bytes, less_error, percent, plural, seconds_text, share_text
 from dtype_engine.reports.text_drift import modules_extent_text
 from dtype_engine.reports.text_losses import loss_lines
 from dtype_engine.reports.text_table import table_lines
@@ -18,6 +18,7 @@ from dtype_engine.results.figures import About, cells
 
 if TYPE_CHECKING:
     from dtype_engine.results.drift import DriftReport, ImplicitCastStats, ModuleDrift
+    from dtype_engine.results.rounding import WeightGain
     from dtype_engine.results.runs import Generation, SpeedReport, SpeedRow
     from dtype_engine.results.weights import SkippedTensor, WeightError
 
@@ -63,19 +64,30 @@ def _one_line(text: str) -> str:
     return printable(text.replace("\n", "⏎"), 10_000)
 
 
-def weights_text(errors: Sequence[WeightError]) -> str:
-    """Return a table of the tensors that a cast changes, with the errors of their values. Higher SQNRs come first."""
+def weights_text(errors: Sequence[WeightError], gains: Sequence[WeightGain] = ()) -> str:
+    """Return a table of the tensors that a cast changes, with the errors of their values. Higher SQNRs come first. If there are
+    gains of roundings, the table has a column for them.
+    """
     if not errors:
         return "no tensor changes: give a cast that matches some, such as --cast '*=float16'"
     head = ("tensor", "cast", "SQNR", "max |Δ|", "mean |Δ|", "→ inf", "clipped", "→ 0", "subnormal", "not finite")
-    rows: list[tuple[str, ...]] = [head]
+    gained = {(each.name, dtypes.unrounded(each.dtype)): each for each in gains}
+    rows: list[tuple[str, ...]] = [(*head, "rounding") if gains else head]
     for error in sorted(errors, key=lambda error: math.inf if error.sqnr_db is None else -error.sqnr_db):
         cast = f"{dtypes.short_name(error.stored)}→{dtypes.short_name(error.dtype)}"
         sqnr = "-" if error.sqnr_db is None else decibels(error.sqnr_db)
         counts = (error.overflowed, error.saturated, error.underflowed, error.subnormal, error.nonfinite)
         shares = (share_text(count, error.elements) for count in counts)
-        rows.append((printable(error.name, 100), cast, sqnr, f"{error.max_abs:.3e}", f"{error.mean_abs:.3e}", *shares))
+        rounding = [_gain_text(gained.get((error.name, error.dtype)))] if gains else []
+        figures = (f"{error.max_abs:.3e}", f"{error.mean_abs:.3e}", *shares, *rounding)
+        rows.append((printable(error.name, 100), cast, sqnr, *figures))
     return "\n".join(table_lines(rows, range(2, len(head))))
+
+
+def _gain_text(gain: WeightGain | None) -> str:
+    if gain is None or gain.gain is None:
+        return "-"
+    return f"{dtypes.BY_NAME[gain.dtype].rounding}: {less_error(gain.gain)}"
 
 
 def skipped_text(skipped: Sequence[SkippedTensor]) -> str:

@@ -7,7 +7,7 @@ import math
 from dtype_engine.core import dtypes
 from dtype_engine.core.kv_formats import SCANNED
 from dtype_engine.core.text import printable
-from dtype_engine.core.units import human_bytes, plural, seconds_text, with_error
+from dtype_engine.core.units import human_bytes, less_error, plural, seconds_text, with_error
 from dtype_engine.recipe.loading import LOADERS
 from dtype_engine.reports.text import found_text
 from dtype_engine.reports.text_losses import loss_lines
@@ -34,13 +34,13 @@ def scan_text(report: ScanReport) -> str:
     lines += table_lines([(dtypes.short_name(dtype), f"{total:.4e}") for total, dtype in report.totals()], indent="  ")
     ranked = sorted(report.weights, key=lambda weight: -weight.score)
     known = any(weight.rounding_gain is not None for weight in report.weights)
-    gain = "; x: the layer's squared error with the nearest values, divided by that with this rounding" if known else ""
+    gain = "; last, what the rounding does to the squared error of the layer's output" if known else ""
     lines += ["", f"what matters most ({min(_ROWS, len(ranked))} of {len(ranked)}){gain}"]
     cells = [
         (
             printable(weight.name), dtypes.short_name(weight.dtype), f"{human_bytes(weight.bytes):>10}",
             with_error(weight.score, weight.error),
-            *([f"{weight.rounding_gain:.2f} x" if weight.rounding_gain is not None else ""] if known else []),
+            *(["" if weight.rounding_gain is None else less_error(weight.rounding_gain)] if known else []),
         )
         for weight in ranked[:_ROWS]
     ]  # fmt: skip

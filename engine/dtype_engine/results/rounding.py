@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from dtype_engine.core.text import Name
 from dtype_engine.results.drift import Extent, OutputDrift
 
 
@@ -14,6 +15,19 @@ class FittedTo(msgspec.Struct, frozen=True):
     """A description, such as "pod.txt: 32 sequences of your text, 16,384 tokens"."""
     fingerprint: str
     """A hash of all tensors of the inputs."""
+
+
+class WeightGain(msgspec.Struct, frozen=True):
+    """By how much a rounding lowers the error that a weight's format causes in its layer."""
+
+    name: Name
+    dtype: str
+    """The format with the rounding, such as "int4@g32:gptq"."""
+    gain: float | None
+    """The squared error of the layer's output with the nearest values, divided by that with the rounded ones, both summed over the
+    calibration inputs: tr(D H Dᵀ) with the change D of the weight and H = E[x xᵀ], or the diagonal of H if the rounding needs no
+    more. None if no matrix product uses the weight, which then keeps the nearest values.
+    """
 
 
 class HeldOut(msgspec.Struct, frozen=True):

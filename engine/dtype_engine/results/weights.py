@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from dtype_engine.core.number_ranges import Count
 from dtype_engine.core.text import Name
 from dtype_engine.results.drift import ModuleDrift
+from dtype_engine.results.rounding import WeightGain
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,8 @@ class WeightStats:
     errors: tuple[WeightError, ...]
     reference: ModuleDrift | None = None
     """The drift of the tensor, as it is cast, from the reference's, if the reference has another checkpoint's weights."""
+    gains: tuple[WeightGain, ...] = ()
+    """What a rounding gains in each of these dtypes that takes one, or () if it was not asked for."""
 
 
 @dataclass(frozen=True, slots=True)

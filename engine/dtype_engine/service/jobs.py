@@ -230,6 +230,8 @@ class InspectTensor(msgspec.Struct, array_like=True, frozen=True):
     tensor: Name
     targets: tuple[str, ...]
     """The dtypes to which the tensor is cast, to report the error of each cast."""
+    with_gains: bool = False
+    """Whether to run the calibration inputs, and report what a rounding gains in each of these dtypes that takes one."""
 
 
 def _inspect(work: Work[None], wanted: InspectTensor) -> dtype_engine.results.weights.WeightStats:
@@ -241,11 +243,18 @@ def _inspect(work: Work[None], wanted: InspectTensor) -> dtype_engine.results.we
     opened = model.session.model if model.session is not None else model.checkpoint
     assert opened is not None
     with unchanged(opened.identities):
-        return inspect_weight(opened, name, targets, work.token)
+        stats = inspect_weight(opened, name, targets, work.token)
+    if not wanted.with_gains:
+        return stats
+    if model.session is None or (tensor := model.session.tree.canonical(name)) is None:
+        raise UserError(f"a rounding of {printable(name, 200)} needs its layer's inputs, so the model has to be loaded")
+    fitting = work.progress(f"rounding {printable(name, 60)}")
+    return replace(stats, gains=model.session.rounding_gains({tensor.name: targets}, fitting, work.token))
 
 
 def _check_values(stats: dtype_engine.results.weights.WeightStats) -> None:
     check_length(stats.errors)
+    check_length(stats.gains)
     if any(abs(power) > LARGEST_EXPONENT or count < 1 for power, count in stats.exponents.counts):
         raise ValueError("a power of two that no value has")
     if any(error.elements < 1 for error in stats.errors):

@@ -10,7 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.helpers.recording_engine import report
 
-from dtype_engine.core.units import change_text, decibels, human_bytes, human_count, percent_with_error, plural, signed
+from dtype_engine.core.units import (
+    change_text,
+    decibels,
+    human_bytes,
+    human_count,
+    less_error,
+    percent_with_error,
+    plural,
+    signed,
+)
 from dtype_engine.recipe import Recipe
 from dtype_engine.reports.text import drift_text
 from dtype_engine.reports.text_scan import search_text
@@ -36,6 +45,17 @@ def test_decibels_have_no_negative_zero(value: float, shown: str) -> None:
 @pytest.mark.parametrize(("value", "shown"), [(-0.0001, "+0.00"), (0.0, "+0.00"), (-0.3, "-0.30"), (12.345, "+12.35")])
 def test_signed_numbers_have_no_negative_zero(value: float, shown: str) -> None:
     assert signed(value, 2) == shown
+
+
+@pytest.mark.parametrize(
+    ("gain", "shown"),
+    [
+        (3.2, "3.20x less error"), (1234.5, "1,234x less error"), (0.5, "2.00x more error"), (1.004, "same error"),
+        (1.0, "same error"), (0.0, "more error"), (math.inf, "no error"),
+    ],
+)  # fmt: skip
+def test_change_of_an_error_is_a_factor_and_a_direction(gain: float, shown: str) -> None:
+    assert less_error(gain) == shown
 
 
 @given(st.integers(0, 10**15))

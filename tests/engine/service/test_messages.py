@@ -71,6 +71,7 @@ REQUESTS: list[messages.Request] = [
     commands.Scan(("int8",), keep=True),
     commands.MeasureRecipes((RECIPE, Recipe())),
     VALUES.ask(InspectTensor("a.weight", ("int8",))),
+    VALUES.ask(InspectTensor("a.weight", ("int8:gptq",), with_gains=True)),
 ]
 
 
@@ -301,7 +302,7 @@ NAMES = {
     "ImplicitCastStats.module", "InspectTensor.tensor",
     "LossRemedy.tensors", "ModuleDrift.name", "NonFiniteDiagnosis.first_module", "NonFiniteDiagnosis.module",
     "NonFiniteDiagnosis.weights", "Rule.pattern", "TensorInfo.aliases", "TensorInfo.name", "TensorInfo.stored_as",
-    "ValueLoss.tensor", "WeightError.name", "WeightScore.name",
+    "ValueLoss.tensor", "WeightError.name", "WeightGain.name", "WeightScore.name",
 }  # fmt: skip
 """The fields that the app looks up in the tree or compares with a recipe: whoever draws one has to escape it."""
 

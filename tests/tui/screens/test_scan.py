@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 from tests.helpers.recording_engine import demo_tree, engine, launched, model_ready, report, say
-from tests.helpers.screen_text import is_measured, missing, notices, screen, until
+from tests.helpers.screen_text import is_measured, lines, missing, notices, screen, until
 from tests.helpers.slow_net import app_on
 from textual.pilot import Pilot
 from textual.widgets import DataTable, Input, Static
@@ -51,6 +51,32 @@ async def opened(size: tuple[int, int] = (120, 36)) -> AsyncIterator[tuple[Dtype
     async with launched(size=size) as (app, pilot):
         await say(app, pilot, model_ready(app), events.Idle())
         yield app, pilot
+
+
+@pytest.mark.parametrize("size", [(120, 36), (80, 24)])
+async def test_scan_with_roundings_shows_what_they_do_to_the_errors_of_layers(size: tuple[int, int]) -> None:
+    async with opened(size) as (app, pilot):
+        plain = scan_report()
+        await say(app, pilot, events.ScanUpdated(plain, True))
+        await pilot.press("s")
+        assert "rounding" not in screen(app)
+        await pilot.press("escape")
+        first = plain.weights[-1].name
+        weights = tuple(
+            dataclasses.replace(each, dtype="int8:gptq", rounding_gain=3.2 if each.name == first else None)
+            if each.dtype == "int8"
+            else each
+            for each in plain.weights
+        )
+        rounded = dataclasses.replace(plain, dtypes=("bfloat16", "int8:gptq"), weights=weights)
+        await say(app, pilot, events.ScanUpdated(rounded, True))
+        await pilot.press("s", "right")
+        rows = [line for line in lines(app) if line.rstrip().endswith("3.20x less error")]
+        assert not missing(app, "rounding")
+        assert len(rows) == 1
+        assert first.removesuffix(".weight")[-8:] in rows[0]
+        await pilot.press("a")
+        assert "3.20x less error" in screen(app)
 
 
 async def test_key_s_asks_for_dtypes_and_starts_a_scan() -> None:

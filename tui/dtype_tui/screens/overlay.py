@@ -32,9 +32,11 @@ class Answer(msgspec.Struct, Generic[Parameters, Result], frozen=True):
     """The width of the screen in cells."""
 
 
-class Overlay(ModalScreen[None]):
-    """A box of text over the main screen."""
+class Overlay(ModalScreen["Command"]):
+    """A box of text over the main screen. A window for a result may close with a further question for the engine."""
 
+    KEYS: ClassVar[str] = "Esc closes"
+    """The keys, on the border."""
     DEFAULT_CSS = """
     Overlay { align: center middle; }
     Overlay > VerticalScroll { width: 96%; max-width: 100; height: auto; max-height: 90%; border: round $accent; padding: 0 1;
@@ -63,7 +65,7 @@ class Overlay(ModalScreen[None]):
     def compose(self) -> ComposeResult:
         with VerticalScroll() as box:
             box.border_title = Text(self._title)
-            box.border_subtitle = "Esc closes"
+            box.border_subtitle = self.KEYS
             yield Static(self._body, markup=False)
 
     def action_edge(self, last: bool) -> None:

@@ -14,7 +14,7 @@ from textual.widgets import DataTable, Static
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.text import printable
-from dtype_engine.core.units import with_error
+from dtype_engine.core.units import less_error, with_error
 from dtype_engine.results.scan import WeightScore
 from dtype_engine.search.sensitivity import layer_map, ranking
 from dtype_tui.rendering.cells import meter, short_bytes, truncate
@@ -24,6 +24,7 @@ from dtype_tui.state.controller import Controller
 from dtype_tui.state.scan import figure
 
 MOST_ROWS = 1000
+_GAIN_WIDTH = 16
 _SHADES = " ·░▒▓█"
 
 
@@ -35,7 +36,8 @@ class ScanScreen(ModalScreen[str]):
         "A score is the drift of a model in which only this weight is cast to the dtype: in nats per token (KL divergence), or "
         "as relative squared error if the output is not a distribution. ± is its standard error. Scores are nearly additive: a "
         "node's score is the sum over its weights. The bar is full for the score of the whole model, and a cell shorter for "
-        "every power of ten below it."
+        "every power of ten below it. With a rounding such as GPTQ, the last column says what it does to the "
+        "squared error of the layer's output."
     )
 
     DEFAULT_CSS = """
@@ -123,7 +125,9 @@ class ScanScreen(ModalScreen[str]):
         rows = ranking(self.experiment.tree, report, dtype, self._per_byte)[:MOST_ROWS]
         table.clear(columns=True)
         wide = self.size.width >= 100
-        name_width = max(16, self.size.width - 40 - (21 if wide else 0) - (9 if self._all else 0))
+        gains = any(row.score.rounding_gain is not None for row in rows)
+        taken = 40 + (21 if wide else 0) + (9 if self._all else 0) + (_GAIN_WIDTH + 2 if gains else 0)
+        name_width = max(12, self.size.width - taken)
         table.add_column("weight", width=name_width)
         if self._all:
             table.add_column("dtype", width=7)
@@ -132,6 +136,8 @@ class ScanScreen(ModalScreen[str]):
         table.add_column(Text("saved", justify="right"), width=10)
         if wide:
             table.add_column(Text("per MiB", justify="right"), width=10)
+        if gains:
+            table.add_column(Text("rounding", justify="right"), width=_GAIN_WIDTH)
         most = max((row.score.score for row in rows if math.isfinite(row.score.score)), default=0.0)
         self._names = [row.score.name for row in rows]
         for row in rows:
@@ -148,6 +154,9 @@ class ScanScreen(ModalScreen[str]):
             if wide:
                 per = row.per_byte * 2**20
                 cells.append(Text(figure(per) if math.isfinite(per) else "-", justify="right"))
+            if gains:
+                gain = row.score.rounding_gain
+                cells.append(Text("-" if gain is None else less_error(gain), justify="right"))
             table.add_row(*cells)
         if before in self._names:
             table.move_cursor(row=at if self._names[at : at + 1] == [before] else self._names.index(before))

@@ -3,52 +3,105 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import ClassVar
 
+from msgspec.structs import replace
+from rich.console import RenderableType
 from rich.text import Text
+from textual.binding import Binding, BindingType
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.text import printable
-from dtype_engine.core.units import decibels, human_count, share_text
+from dtype_engine.core.units import decibels, human_count, less_error, share_text
+from dtype_engine.results.rounding import WeightGain
 from dtype_engine.results.weights import WeightStats
-from dtype_engine.service.jobs import InspectTensor
+from dtype_engine.service.jobs import VALUES, InspectTensor
 from dtype_tui.rendering.cells import bar
 from dtype_tui.rendering.plain_table import PlainTable
 from dtype_tui.screens.overlay import Answer, Overlay
 from dtype_tui.screens.scan_setup import SCANNED
 
-CAST_TO = ("float32", *(dtype for dtype in SCANNED if dtype != "int8@tensor"))
-"""The dtypes for which the window shows the error of a cast."""
+_LISTED = ("float32", *(dtype for dtype in SCANNED if dtype != "int8@tensor"))
+"""The dtypes for which the window always shows the error of a cast."""
+_NARROW = 80
+
+
+def cast_to(planned: str) -> tuple[str, ...]:
+    """Return the dtypes for which the window shows the error of a cast. planned: the dtype of the tensor under the current rules.
+    If it has a rounding, the dtypes have that rounding, too, as far as they take it.
+    """
+    row, plain = dtypes.BY_NAME.get(planned), dtypes.unrounded(planned)
+    more = (plain,) if plain in dtypes.STORAGE_DTYPES and plain not in _LISTED else ()
+    rounding = row.rounding if row is not None else ""
+    return tuple(dtypes.rounded(dtype, rounding) or dtype for dtype in (*_LISTED, *more))
+
+
+class WeightScreen(Overlay):
+    """The window with the values of a tensor. asked: the tensor and the dtypes that it shows."""
+
+    KEYS: ClassVar[str] = "r what a rounding gains  Esc closes"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("r", "gains", "Compute what a rounding such as GPTQ gains in each format"),
+    ]
+
+    def __init__(self, title: str, body: RenderableType, asked: InspectTensor) -> None:
+        super().__init__(title, body)
+        self._asked = asked
+
+    def action_gains(self) -> None:
+        self.dismiss(VALUES.ask(replace(self._asked, with_gains=True)))
 
 
 def weight_screen(answer: Answer[InspectTensor, WeightStats]) -> Overlay:
     """Return a window with the error of casting a tensor to each dtype, and a histogram of the tensor's exponents."""
     experiment, name, stats = answer.experiment, answer.parameters.tensor, answer.result
-    table = PlainTable.grid(padding=(0, 2))
-    table.add_column(no_wrap=True)
-    for _ in range(6):
-        table.add_column(no_wrap=True, justify="right")
     whole = PlainTable.grid()
     if (found := stats.reference) is not None:
         words = f"SQNR {decibels(found.sqnr_db)}, max |Δ| {found.max_abs:.2e}"
         whole.add_row(Text(f"from {printable(experiment.model.reference, 200)}: {words}", style="bold"))
         whole.add_row("")
-    table.add_row("cast to", "SQNR", "max |Δ|", "→ inf", "clipped", "→ 0", "subnormal", style="dim")
-    for error in stats.errors:
-        counts = (error.overflowed, error.saturated, error.underflowed, error.subnormal)
-        cells = [share_text(count, error.elements) for count in counts]
-        table.add_row(
-            Text(dtypes.short_name(error.dtype), style="bold"),
-            "-" if error.sqnr_db is None else decibels(error.sqnr_db),
-            f"{error.max_abs:.2e}",
-            *cells,
-        )
-    whole.add_row(table)
+    whole.add_row(_errors(stats, Overlay.content_width(answer.width) < _NARROW))
     whole.add_row(Text("fp8 and int8 with their scales; shares are of the tensor's values", style="dim"))
+    if answer.parameters.with_gains:
+        whole.add_row(Text(_about_gains(stats.gains), style="dim"))
     whole.add_row("")
     whole.add_row(exponent_histogram(stats))
     tensor = experiment.tree.canonical(name)
     stored = f", stored {dtypes.short_name(tensor.dtype)}" if tensor else ""
-    return Overlay(f"Values of {printable(name, 60)}{stored}", whole)
+    return WeightScreen(f"Values of {printable(name, 60)}{stored}", whole, answer.parameters)
+
+
+def _errors(stats: WeightStats, narrow: bool) -> PlainTable:
+    """Return the table of casts. narrow: whether there is no room for all columns beside that of roundings."""
+    heads = ["SQNR", "max |Δ|", "→ inf", "clipped", "→ 0", "subnormal"]
+    gains = {dtypes.unrounded(each.dtype): each.gain for each in stats.gains}
+    if gains:
+        heads = ["SQNR", "rounding", *(heads[2:-1] if narrow else heads[1:])]
+    table = PlainTable.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    for _ in heads:
+        table.add_column(no_wrap=True, justify="right")
+    table.add_row("cast to", *heads, style="dim")
+    for error in stats.errors:
+        cells = {
+            "SQNR": "-" if error.sqnr_db is None else decibels(error.sqnr_db),
+            "rounding": "-" if (gain := gains.get(error.dtype)) is None else less_error(gain),
+            "max |Δ|": f"{error.max_abs:.2e}",
+            "→ inf": share_text(error.overflowed, error.elements),
+            "clipped": share_text(error.saturated, error.elements),
+            "→ 0": share_text(error.underflowed, error.elements),
+            "subnormal": share_text(error.subnormal, error.elements),
+        }
+        table.add_row(Text(dtypes.short_name(error.dtype), style="bold"), *(cells[head] for head in heads))
+    return table
+
+
+def _about_gains(gains: Sequence[WeightGain]) -> str:
+    if all(each.gain is None for each in gains):
+        return "No matrix product uses this tensor, so no rounding changes it."
+    names = ", ".join(dict.fromkeys(dtypes.BY_NAME[each.dtype].rounding for each in gains))
+    return f"rounding: the squared error of the layer's output with {names}, over the calibration inputs"
 
 
 _HISTOGRAM_DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")

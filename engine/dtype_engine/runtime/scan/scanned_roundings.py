@@ -33,7 +33,13 @@ from dtype_engine.runtime.formats.row_blocks import stopping
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.model.weight import Weight, sharing
 from dtype_engine.runtime.numerics.quantize import values_in
-from dtype_engine.runtime.numerics.roundings import InputStatistics, WeightStatistics, output_error, rounded_codes
+from dtype_engine.runtime.numerics.roundings import (
+    InputStatistics,
+    RoundedCodes,
+    WeightStatistics,
+    output_error,
+    rounded_codes,
+)
 from dtype_engine.runtime.scan.kept_tensors import ActivationFile, KeptTensor
 from dtype_engine.runtime.scan.routing import Key
 
@@ -44,7 +50,7 @@ class RoundingGain:
 
     gain: float | None
     """The mean squared error of the layer's output with the nearest values, divided by that with the rounded ones, over the
-    calibration inputs. None if no matrix product uses the weight, which then has the nearest values.
+    calibration inputs. For a rounding that needs only the squares of inputs, they count as uncorrelated. None if no matrix product uses the weight, which then has the nearest values.
     """
     unseen: int = 0
     """How many of the weight's matrices, such as experts, got too few calibration inputs and have the nearest values."""
@@ -76,11 +82,13 @@ class SharedRoundings:
 
 class ScannedRoundings:
     """The codes and scales of weights in dtypes with a rounding. wanted: the dtypes of each weight. A type of llama.cpp that the
-    weight can't have counts as the one that replaces it, and a dtype without a rounding is left out.
+    weight can't have counts as the one that replaces it, and a dtype without a rounding is left out. keeps: whether the codes and
+    scales are kept, or only what the roundings did.
     """
 
-    def __init__(self, model: LiveModel, wanted: Mapping[str, Sequence[str]]) -> None:
+    def __init__(self, model: LiveModel, wanted: Mapping[str, Sequence[str]], keeps: bool = True) -> None:
         self.model = model
+        self._keeps = keeps
         self.wanted: dict[str, tuple[str, ...]] = {}
         for name, weight in model.weights.items():
             given = dict.fromkeys(dtype_given(weight.info, each) for each in wanted.get(name, ()))
@@ -229,16 +237,20 @@ class ScannedRoundings:
             return RoundingGain(None)
         amax = max((each.amax for each in sharing(self.model.weights, name, dtype)), default=None)
         made = rounded_codes(stored, dtype, given, amax)
+        if self._keeps:
+            self._keep((name, dtype), made)
+        nearest = values_in(stored, dtypes.unrounded(dtype), torch.float32, amax)
+        rounded = dequantize(made.codes, made.scale, torch.float32, dtypes.BY_NAME[dtype].blocks)
+        products = _needs_products(dtype)
+        gain = _ratio(_error(nearest, stored, given, products), _error(rounded, stored, given, products))
+        return RoundingGain(gain, len(made.nearest))
+
+    def _keep(self, key: Key, made: RoundedCodes) -> None:
         if self._file is None:
             self._hold(ActivationFile())
         assert self._file is not None
-        self._kept[name, dtype] = _Kept(
-            self._file.put(made.codes.reshape(-1)), self._file.put(made.scale.reshape(-1)), made.scale.shape
-        )
-        nearest = values_in(stored, dtypes.unrounded(dtype), torch.float32, amax)
-        rounded = dequantize(made.codes, made.scale, torch.float32, dtypes.BY_NAME[dtype].blocks)
-        gain = _ratio(_error(nearest, stored, given), _error(rounded, stored, given))
-        return RoundingGain(gain, len(made.nearest))
+        codes, scale = (self._file.put(each.reshape(-1)) for each in (made.codes, made.scale))
+        self._kept[key] = _Kept(codes, scale, made.scale.shape)
 
 
 def _matrices_with_inputs(stored: torch.Tensor, given: WeightStatistics) -> dict[int | None, InputStatistics]:
@@ -253,15 +265,16 @@ def _needs_products(dtype: str) -> bool:
     return ROUNDINGS[dtypes.BY_NAME[dtype].rounding].needs == "products"
 
 
-def _error(values: torch.Tensor, stored: torch.Tensor, given: WeightStatistics) -> float:
+def _error(values: torch.Tensor, stored: torch.Tensor, given: WeightStatistics, products: bool) -> float:
     """Return the squared error that new values of a weight cause in the outputs of its layer, summed over outputs and calibration
-    inputs: tr(D H Dᵀ), where D is the difference. If only the squares of the inputs are known, H is their diagonal matrix.
+    inputs: tr(D H Dᵀ), where D is the difference. products: whether H has all products of the inputs, or only the squares, so that
+    a gain does not depend on what else the statistics were collected for.
     """
     total = 0.0
     for index, inputs in _matrices_with_inputs(stored, given).items():
         new, old = (values, stored) if index is None else (values[index], stored[index])
         difference = (new - old.float()).reshape(-1, new.shape[-1])
-        if inputs.products is not None:
+        if products and inputs.products is not None:
             errors = output_error(difference, inputs.products, given.across)
         else:
             errors = difference.square() * (inputs.squares if given.across == 1 else inputs.squares[:, None])

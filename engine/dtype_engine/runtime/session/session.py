@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
@@ -29,7 +29,7 @@ from dtype_engine.results.export import ExportReport, VerifyReport
 from dtype_engine.results.inputs import InputsSummary
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.results.memory import MemoryStats
-from dtype_engine.results.rounding import FittedTo, HeldOut
+from dtype_engine.results.rounding import FittedTo, HeldOut, WeightGain
 from dtype_engine.results.runs import Generation, SpeedReport
 from dtype_engine.results.scan import Prediction, ScanReport
 from dtype_engine.results.serving_memory import ActivationMemory
@@ -59,6 +59,7 @@ from dtype_engine.runtime.session.component_inputs import inputs_of, tried_input
 from dtype_engine.runtime.session.drift import DriftMeasurements
 from dtype_engine.runtime.session.held_out import measure_held_out
 from dtype_engine.runtime.session.process_memory import memory_stats
+from dtype_engine.runtime.session.rounding_gains import rounding_gains
 from dtype_engine.runtime.session.rounding_notices import fitted_to
 from dtype_engine.runtime.session.saved_statistics import SavedStatistics
 from dtype_engine.runtime.session.search_report import FoundRecipe, search_report, solved
@@ -495,6 +496,28 @@ class Session:
             return measure_held_out(
                 self.model, inputs, self.plan, self.settings, self._behavior, on_progress, cancelled
             )
+
+    @reading_weights
+    def rounding_gains(
+        self,
+        wanted: Mapping[str, Sequence[str]] | None = None,
+        on_progress: OnParts = ignore,
+        cancelled: IsCancelled = never,
+    ) -> tuple[WeightGain, ...]:
+        """Compute by how much a rounding would lower the error of each layer's output, without casting the model. It takes a pass
+        over the calibration inputs. wanted: dtypes by the weights' names, by default what the current recipe casts. A dtype without
+        a rounding counts with `:gptq`, if it takes that. `on_progress` is called with the numbers of finished calibration runs and
+        roundings, and of all. Raises UserError if the model has no calibration inputs or is larger than memory.
+
+        >>> name = "model.layers.0.mlp.up_proj.weight"
+        >>> [found] = session.rounding_gains({name: ["int4@g32"]})
+        >>> found.dtype, found.gain > 1
+        ('int4@g32:gptq', True)
+        """
+        if wanted is None:
+            planned, weights = self.plan.dtypes, self.model.weights
+            wanted = {name: (planned[name],) for name in weights if planned[name] != weights[name].info.dtype}
+        return rounding_gains(self.model, wanted, on_progress, cancelled)
 
     def _calibrate(self) -> None:
         """Fit roundings to the session's calibration inputs from now on."""

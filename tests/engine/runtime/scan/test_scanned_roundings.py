@@ -125,7 +125,7 @@ def test_gain_is_the_ratio_of_layer_errors_over_the_calibration_inputs(opened: C
         batch.run(session.model.module)
     hook.remove()
     inputs = torch.cat(seen)
-    errors = {}
+    errors, squared = {}, {}
     for dtype in ("int4@g32", "int4@g32:gptq", "int4@g32:imatrix"):
         weight = session.model.weights[UP]
         stored = weight.stored.read().double()
@@ -133,10 +133,11 @@ def test_gain_is_the_ratio_of_layer_errors_over_the_calibration_inputs(opened: C
         assert weight.scale is not None
         values = dequantize(weight.tensor.data, weight.scale, torch.float64, dtypes.BY_NAME[dtype].blocks)
         errors[dtype] = float((inputs @ (values - stored).T).square().sum())
+        squared[dtype] = float((inputs.square() @ (values - stored).square().T).sum())
     gains = {score.dtype: score.rounding_gain for score in scan.weights if score.name == UP}
     assert gains["float32"] is None
     assert gains["int4@g32:gptq"] == pytest.approx(errors["int4@g32"] / errors["int4@g32:gptq"], rel=1e-3)
-    assert gains["int4@g32:imatrix"] == pytest.approx(errors["int4@g32"] / errors["int4@g32:imatrix"], rel=1e-3)
+    assert gains["int4@g32:imatrix"] == pytest.approx(squared["int4@g32"] / squared["int4@g32:imatrix"], rel=1e-3)
     assert all(
         score.rounding_gain >= 1
         for score in scan.weights
@@ -153,12 +154,12 @@ def test_weights_that_no_product_uses_are_scored_with_the_nearest_values(opened:
     (notice,) = [each for each in scan.notices if "nearest values" in each]
     assert notice.startswith(f"1 weight, first {EMBEDDING}, scored with the nearest values")
     shown = scan_text(scan)
-    assert "x: the layer's squared error with the nearest values, divided by that with this rounding" in shown
-    assert any(line.rstrip().endswith(" x") for line in shown.splitlines())
+    assert "last, what the rounding does to the squared error of the layer's output" in shown
+    assert any(line.endswith("x less error") for line in shown.splitlines())
     assert not [each for each in scan.notices if "fitted" in each]
     plain = session.scan(["int4@g32"], draws=4)
     assert plain.notices == ()
-    assert " x" not in scan_text(plain)
+    assert "error" not in scan_text(plain)
 
 
 class Experts(nn.Module):

@@ -1,0 +1,38 @@
+"""Computes by how much roundings such as GPTQ would lower the errors of layers, without casting the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from dtype_engine.core import dtypes
+from dtype_engine.core.cancellation import IsCancelled
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.text import printable
+from dtype_engine.results.rounding import WeightGain
+from dtype_engine.runtime.model.live import LiveModel
+from dtype_engine.runtime.scan.scanned_roundings import ScannedRoundings
+
+
+def rounding_gains(
+    model: LiveModel,
+    wanted: Mapping[str, Sequence[str]],
+    on_progress: Callable[[int, int], object],
+    cancelled: IsCancelled,
+) -> tuple[WeightGain, ...]:
+    """Return what a rounding gains for each matrix and each dtype that is wanted for it, as far as the dtype takes one: its own
+    rounding, otherwise that of `dtypes.with_rounding`.
+
+    wanted: the dtypes of weights, by the weights' names. on_progress: called with the numbers of finished steps and of all, which
+    are calibration runs and roundings. Raises UserError for a name that is no weight, if the model has no calibration inputs, or if
+    it is larger than memory. Raises NoForward, KernelError, Cancelled.
+    """
+    if unknown := [name for name in wanted if name not in model.weights]:
+        raise UserError(f"the model has no weight {printable(unknown[0])}")
+    rounded = {
+        name: tuple(found for dtype in dict.fromkeys(those) if (found := dtypes.with_rounding(dtype)) is not None)
+        for name, those in wanted.items()
+        if len(model.weights[name].info.shape) > 1
+    }
+    made = ScannedRoundings(model, rounded, keeps=False)
+    made.make(on_progress, cancelled)
+    return tuple(WeightGain(name, dtype, each.gain) for (name, dtype), each in made.roundings.items())
