@@ -37,6 +37,7 @@ from tests.helpers.scenes import (
     queued,
     ready,
     scanned,
+    values,
     with_event,
 )
 from tests.helpers.screen_text import lines, screen
@@ -625,6 +626,11 @@ OTHER_PLACES = (
         press(*"worst"),
         Key("escape", typing, False),
         *closing("question_mark", "escape", "q", "enter", "question_mark"),
+    ),
+    walk(
+        "In the values of a tensor",
+        with_event(ready, values),
+        Key("r", last_command, "look at model.embed_tokens.weight with gains"),
     ),
     walk(
         "In a box of text",

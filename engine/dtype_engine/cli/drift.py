@@ -100,6 +100,12 @@ if TYPE_CHECKING:
     help="If casts make values of weights infinite or zero: find rules that give these weights dtypes which hold the values, "
     "and measure the drift again with these rules.",
 )
+@click.option(
+    "--held-out-answers",
+    is_flag=True,
+    help="Measure once more as --held-out does, on text of the model itself: the reference answers the built-in prompts "
+    "greedily, by up to 64 tokens each, through the model's chat template if it has one.",
+)
 @workers_option
 @threshold_options
 @json_option
@@ -113,6 +119,7 @@ def drift(
     force: bool,
     with_causes: bool,
     suggest: bool,
+    held_out_answers: bool,
     workers: str | int | None,
     as_object: bool,
     **limits: Any,
@@ -132,9 +139,12 @@ def drift(
         request = msgspec.structs.replace(request, options=dataclasses.replace(request.options, reference_bytes=0))
     if workers is not None and not with_causes:
         raise UserError("drift --workers goes with --causes: one recipe is measured in one process")
+    if held_out_answers and request.options.held_out:
+        raise UserError("--held-out-answers and --held-out exclude each other: there is one held-out text")
     source = request.locate()
     session = request.open_session(source)
     _refuse_before_measuring(session, tokens, save_pictures, force)
+    answers = session.own_answers(on_progress=partial(say_share, "writing answers")) if held_out_answers else None
     unwritten = UnwrittenFiles()
     report = _measured(session, save, unwritten)
     if save_recipe is not None:
@@ -158,7 +168,9 @@ def drift(
         texts = session.generate(tokens, lambda which, done, most: say_share(f"generating: {which}", done, most))
     reached = verdicts(thresholds, report.output, report.metrics)
     attribution = _causes(session, source, workers) if with_causes else None
-    held_out = session.held_out(on_progress=partial(say_share, "held-out inputs")) if request.options.held_out else None
+    held_out = None
+    if answers is not None or request.options.held_out:
+        held_out = session.held_out(answers, partial(say_share, "held-out inputs"))
     details = _measure_details(session, report, attribution, suggest, held_out)
     if report_file is not None:
         from dtype_engine.cli.report import of_session, write_report

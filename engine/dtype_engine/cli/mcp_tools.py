@@ -53,7 +53,9 @@ TOOLS = (
     Tool("search", "search", required=("budget",), left_out=("max_predicted", "reference")),
     Tool("check", "check", against="source", left_out=("modules",)),
 )
-_RUN_CODE = {"trust_pickle", "trust_remote_code", "weights", "metrics", "evals", "data", "inputs", "chat"}
+_RUN_CODE = {
+    "trust_pickle", "trust_remote_code", "weights", "metrics", "evals", "data", "inputs", "chat", "held_out_answers",
+}  # fmt: skip
 _WRITE_OR_DOWNLOAD = {"save", "save_recipe", "save_pictures", "report", "output", "force", "download", "revision"}
 _READ_OTHER_FILES = {"recipe", "images", "audio", "calibration", "held_out", "device_map"}
 _OF_THE_MACHINE = {

@@ -34,6 +34,7 @@ from dtype_tui.screens.save import SaveScreen
 from dtype_tui.screens.scan import ScanScreen
 from dtype_tui.screens.scan_setup import ScanSetup
 from dtype_tui.screens.settings import SettingsScreen
+from dtype_tui.screens.weight_values import WeightScreen
 from dtype_tui.state.experiment import Experiment
 from dtype_tui.state.node_rules import rules_within
 from dtype_tui.widgets.command_line import CommandLine
@@ -187,6 +188,7 @@ def sections(
         ("In the presets", PresetsScreen.BINDINGS),
         ("In the save window", SaveScreen.BINDINGS),
         ("In the jobs", JobsScreen.BINDINGS),
+        ("In the values of a tensor", WeightScreen.BINDINGS),
         ("In this help", HelpScreen.BINDINGS),
         ("In a box of text", Overlay.BINDINGS),
     )

@@ -12,6 +12,7 @@ from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.widgets import Static
 
+from dtype_engine.service.commands import Command
 from dtype_tui.screens.modal import ModalScreen
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ class Answer(msgspec.Struct, Generic[Parameters, Result], frozen=True):
     """The width of the screen in cells."""
 
 
-class Overlay(ModalScreen["Command"]):
+class Overlay(ModalScreen[Command]):
     """A box of text over the main screen. A window for a result may close with a further question for the engine."""
 
     KEYS: ClassVar[str] = "Esc closes"

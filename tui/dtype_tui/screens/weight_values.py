@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from msgspec.structs import replace
 from rich.console import RenderableType
+from rich.table import Table
 from rich.text import Text
 from textual.binding import Binding, BindingType
 
@@ -72,7 +73,7 @@ def weight_screen(answer: Answer[InspectTensor, WeightStats]) -> Overlay:
     return WeightScreen(f"Values of {printable(name, 60)}{stored}", whole, answer.parameters)
 
 
-def _errors(stats: WeightStats, narrow: bool) -> PlainTable:
+def _errors(stats: WeightStats, narrow: bool) -> Table:
     """Return the table of casts. narrow: whether there is no room for all columns beside that of roundings."""
     heads = ["SQNR", "max |Δ|", "→ inf", "clipped", "→ 0", "subnormal"]
     gains = {dtypes.unrounded(each.dtype): each.gain for each in stats.gains}

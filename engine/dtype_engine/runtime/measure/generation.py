@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from dtype_engine.core.callbacks import ignore
 from dtype_engine.core.errors import Cancelled, NoForward, UserError
 from dtype_engine.core.input_limits import InputLimits
 from dtype_engine.results.runs import Generation, Written
@@ -68,6 +69,16 @@ def generate(
         candidate = _write(runner, "candidate", second, tokenizer, tokens, of_candidate, candidate_grows)
         generations.append(Generation(text, reference, candidate))
     return tuple(generations)
+
+
+def continued(
+    runner: ForwardRunner, batch: Batch, inputs: Inputs, tokens: int, on_tokens: Callable[[int], None]
+) -> Written:
+    """Let the reference continue one batch of `inputs` by up to `tokens` tokens, with greedy decoding. on_tokens: called after each
+    token with the number of tokens. Raises NoForward if the model can't be run, KernelError and Cancelled.
+    """
+    prompt = runner.reference_batch(_prompt(batch, inputs))
+    return _write(runner, "reference", prompt, inputs.tokenizer, tokens, on_tokens, ignore)
 
 
 def why_no_text(module: Any) -> str | None:

@@ -50,7 +50,8 @@ class RoundingGain:
 
     gain: float | None
     """The mean squared error of the layer's output with the nearest values, divided by that with the rounded ones, over the
-    calibration inputs. For a rounding that needs only the squares of inputs, they count as uncorrelated. None if no matrix product uses the weight, which then has the nearest values.
+    calibration inputs, whose channels count as uncorrelated if the rounding needs only their squares. None if no matrix product
+    uses the weight, which then has the nearest values.
     """
     unseen: int = 0
     """How many of the weight's matrices, such as experts, got too few calibration inputs and have the nearest values."""

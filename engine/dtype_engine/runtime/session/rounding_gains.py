@@ -10,7 +10,7 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 from dtype_engine.results.rounding import WeightGain
 from dtype_engine.runtime.model.live import LiveModel
-from dtype_engine.runtime.scan.scanned_roundings import ScannedRoundings
+from dtype_engine.runtime.scan.scanned_roundings import ScannedRoundings, gain_of
 
 
 def rounding_gains(
@@ -35,4 +35,8 @@ def rounding_gains(
     }
     made = ScannedRoundings(model, rounded, keeps=False)
     made.make(on_progress, cancelled)
-    return tuple(WeightGain(name, dtype, each.gain) for (name, dtype), each in made.roundings.items())
+    return tuple(
+        WeightGain(name, dtype, gain_of(made.roundings, model.weights, name, dtype))
+        for name, those in rounded.items()
+        for dtype in those
+    )

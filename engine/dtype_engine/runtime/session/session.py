@@ -44,6 +44,7 @@ from dtype_engine.runtime.measure.listener import MeasurementListener
 from dtype_engine.runtime.measure.loss_remedy import tried_remedy, untried_remedy
 from dtype_engine.runtime.measure.noise_floor import measure_noise_floor
 from dtype_engine.runtime.measure.nonfinite import diagnose_nonfinite
+from dtype_engine.runtime.measure.own_answers import ANSWER_TOKENS, own_answers
 from dtype_engine.runtime.measure.speed import REPEATS, OnPasses, measure_speed
 from dtype_engine.runtime.measure.weight_errors import reference_differences
 from dtype_engine.runtime.model.live import LiveModel
@@ -473,14 +474,14 @@ class Session:
     @reading_weights
     def held_out(
         self,
-        options: InputOptions | None = None,
+        options: InputOptions | Inputs | None = None,
         on_progress: OnParts = ignore,
         cancelled: IsCancelled = never,
     ) -> HeldOut:
         """Measure the drift of the current recipe on other inputs than the session's: those in `options`, by default the files of
-        `Options.held_out`. If the recipe has roundings, it is also measured without them, since a rounding that was fitted to one
-        kind of text may lose on another. `on_progress` is called with the numbers of finished and of all measurements. Raises
-        UserError if there are no such inputs or they do not fit.
+        `Options.held_out`, or what `own_answers` returned. If the recipe has roundings, it is also measured without them, since a
+        rounding that was fitted to one kind of text may lose on another. `on_progress` is called with the numbers of finished and
+        of all measurements. Raises UserError if there are no such inputs or they do not fit.
 
         >>> _ = session.cast("*.mlp.up_proj", "int4@g32:gptq")
         >>> found = session.held_out(de.Options(prompts=("def other(text): return text",)))
@@ -489,13 +490,33 @@ class Session:
         """
         if options is None:
             if not self.options.held_out:
-                raise UserError("there are no held-out inputs: name files with --held-out, or in Options.held_out")
+                raise UserError(
+                    "there are no held-out inputs: name files with --held-out, or in Options.held_out, or "
+                    "use own_answers"
+                )
             options = other_inputs(self.options, self.options.held_out)
-        inputs = inputs_of(self.model, self.options.with_inputs(options))
+        if isinstance(options, InputOptions):
+            options = inputs_of(self.model, self.options.with_inputs(options))
         with self.putting_back():
             return measure_held_out(
-                self.model, inputs, self.plan, self.settings, self._behavior, on_progress, cancelled
+                self.model, options, self.plan, self.settings, self._behavior, on_progress, cancelled
             )
+
+    @reading_weights
+    def own_answers(
+        self, tokens: int = ANSWER_TOKENS, on_progress: OnParts = ignore, cancelled: IsCancelled = never
+    ) -> Inputs:
+        """Let the reference answer each default prompt by up to `tokens` tokens, with greedy decoding, through the model's chat
+        template if it has one. Returns the prompts with their answers as inputs for `held_out`. `on_progress` is called with
+        the number of tokens until now and the largest number possible. Raises NoForward also for a model that does not continue a
+        text, and UserError for a model without a tokenizer.
+
+        >>> session.own_answers(4).description
+        "the model's own answers to 6 default prompts, 24 tokens, 879 with the prompts"
+        """
+        refuse_tokens(self.model, tokens, self.options.limits)
+        with ForwardRunner(self.model, RunSettings(), cancelled, behavior=self._behavior) as runner:
+            return own_answers(runner, tokens, self.options.limits, on_progress)
 
     @reading_weights
     def rounding_gains(
