@@ -15,6 +15,7 @@ from dtype_engine.cli.program import NO, answer, note, print_json, say, say_shar
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
+from dtype_engine.core.file_layouts import COMPRESSED_TENSORS, FILE_LAYOUTS
 from dtype_engine.core.text import printable
 from dtype_engine.core.throttle import Throttle
 from dtype_engine.core.units import human_bytes, plural, seconds_text
@@ -58,9 +59,18 @@ _TENSOR_BYTES = 1 << 30
     help="Export the tensors that exist even if the checkpoint lacks some of the model's tensors, or has some in other shapes "
     "than config.json gives them. Without this option, that is an error.",
 )
+@click.option(
+    "--layout",
+    type=click.Choice((COMPRESSED_TENSORS, *FILE_LAYOUTS)),
+    default=COMPRESSED_TENSORS,
+    show_default=True,
+    help="The layout of weights with scales, for the programs that read it. "
+    + "; ".join(f"{each.name} is {each.words}" for each in FILE_LAYOUTS.values())
+    + ".",
+)
 @json_option
 def export(
-    request: RunRequest, folder: Path, force: bool, max_shard_size: str, incomplete: bool, as_object: bool
+    request: RunRequest, folder: Path, force: bool, max_shard_size: str, incomplete: bool, layout: str, as_object: bool
 ) -> None:
     """Write MODEL as a new checkpoint in the dtypes of a recipe. MODEL itself stays unchanged. Its weights are read, cast and
     written one after another, so they need not fit in memory. A folder also gets the recipe, and the files that loaders need, such
@@ -75,6 +85,7 @@ def export(
     from dtype_engine.checkpoint.export_folder import check_export
     from dtype_engine.runtime.export import export as write
     from dtype_engine.runtime.export import of_checkpoint
+    from dtype_engine.runtime.export.file_layout import in_layout
     from dtype_engine.runtime.export.input_scales import needs_calibration
     from dtype_engine.runtime.export.rounded import needs_fitting
 
@@ -86,13 +97,15 @@ def export(
             from dtype_engine.runtime.building.describe import describe
 
             recipe = request.with_preset(describe(source, request.options).tree)
-        contents = of_checkpoint(checkpoint, source.title, recipe, request.options)
+        contents = in_layout(of_checkpoint(checkpoint, source.title, recipe, request.options), layout)
     with_caches = checkpoint is not None and bool(make_plan(checkpoint.tree(), recipe).caches)
     if contents is not None and not (with_caches or needs_calibration(contents) or needs_fitting(contents)):
         report = write(contents, folder, max_shard_size, _rate("exporting"), force=force, incomplete=incomplete)
     else:
         session = request.open_session(source)
-        report = session.export(folder, max_shard_size, _rate("exporting"), force=force, incomplete=incomplete)
+        report = session.export(
+            folder, max_shard_size, _rate("exporting"), force=force, incomplete=incomplete, layout=layout
+        )
     say("")
     if as_object:
         print_json(as_json(report))

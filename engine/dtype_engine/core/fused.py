@@ -8,7 +8,7 @@ the tensor scale (`FUSED_LAYER_NAMES` in `llmcompressor/observers/helpers.py`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.llama_types import llama_type
@@ -19,6 +19,12 @@ FUSED_LAYERS = (
     ("q_a_proj", "kv_a_proj_with_mqa"),
     ("w1", "w3"),
 )
+_FUSED_NAMES = {
+    ("q_proj", "k_proj", "v_proj"): "qkv_proj",
+    ("gate_proj", "up_proj"): "gate_up_proj",
+    ("q_a_proj", "kv_a_proj_with_mqa"): "fused_qkv_a_proj",
+}
+"""The names that runtimes give to fused layers, except for those of experts."""
 _GROUP_OF = {name: group for group in FUSED_LAYERS for name in group}
 _WEIGHT = ".weight"
 
@@ -39,6 +45,13 @@ def fused_groups(names: Iterable[str]) -> tuple[tuple[str, ...], ...]:
     groups = dict.fromkeys(siblings(name) for name in known)
     present = (tuple(member for member in group if member in known) for group in groups)
     return tuple(group for group in present if len(group) > 1)
+
+
+def fused_name(group: Sequence[str]) -> str:
+    """Return the name that runtimes give to the layer that they fuse from a group of `fused_groups`, or "" if it is unknown."""
+    module, dot, local = group[0].removesuffix(_WEIGHT).rpartition(".")
+    name = _FUSED_NAMES.get(_GROUP_OF[local])
+    return f"{module}{dot}{name}" if name else ""
 
 
 def scale_groups(planned: Mapping[str, str]) -> dict[str, tuple[str, ...]]:

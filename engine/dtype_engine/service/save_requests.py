@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import dtype_engine
+from dtype_engine.core.file_layouts import COMPRESSED_TENSORS
 from dtype_engine.service.message import Message
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ class ExportRequest(Message, frozen=True):
 
     folder: Path
     replace: bool = False
+    layout: str = COMPRESSED_TENSORS
+    """The layout of weights with scales: a name of `core.file_layouts`."""
 
 
 class RecipeRequest(Message, frozen=True):

@@ -144,12 +144,13 @@ def _contents_to_write(context: SaveContext) -> Contents:
 def _export(request: ExportRequest, context: SaveContext) -> tuple[str, tuple[str, ...]]:
     from dtype_engine.checkpoint.export_folder import check_export
     from dtype_engine.runtime.export import export
+    from dtype_engine.runtime.export.file_layout import in_layout
 
     source = context.model.source
     check_export(request.folder, request.replace, [source.path] if source.path is not None else [])
     losses = _losses(context, 0)  # without a live model, losses are counted during the export
     report = export(
-        _contents_to_write(context),
+        in_layout(_contents_to_write(context), request.layout),
         request.folder,
         on_bytes=_with_rate(context.on_progress),
         cancelled=context.cancelled,

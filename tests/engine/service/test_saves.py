@@ -104,6 +104,8 @@ def test_every_save_request_writes_its_file(recorded: RecordedEngine, folder: Pa
     recorded.worker.plan_export()
     plan = recorded.wait_for(events.ExportPlanned).plan
     assert plan is not None
+    refused = save(recorded, ExportRequest(tmp_path / "out", layout="gptq"))
+    assert "the layout gptq" in refused.sentence
     saved = save(recorded, ExportRequest(tmp_path / "out"))
     assert saved.done, saved
     assert str(tmp_path / "out") in saved.sentence

@@ -39,7 +39,7 @@ from dtype_engine.service.save_requests import (
 from dtype_tui.app import DtypeApp
 from dtype_tui.cli.resume import with_saved_options
 from dtype_tui.screens.presets import PresetsScreen
-from dtype_tui.screens.save import KINDS, SaveScreen
+from dtype_tui.screens.save import KINDS, LAYOUTS, SaveScreen
 from dtype_tui.state.results import Results
 from dtype_tui.state.session_saver import SessionSaver
 from dtype_tui.state.session_store import SavedSession, newest_session, read_session, sessions_folder
@@ -284,7 +284,11 @@ async def test_save_screen_saves_every_kind_of_file_and_asks_before_replacing_a_
             if kind in ("recipe", "report"):
                 assert isinstance(request, RecipeRequest | ReportRequest)
                 assert request.drift is measured
-            elif kind != "checkpoint":
+            elif kind in LAYOUTS:
+                assert request == ExportRequest(
+                    Path("demo-cast" if kind == "checkpoint" else "demo-gptq"), layout=LAYOUTS[kind]
+                )
+            else:
                 assert isinstance(request, ConvertRequest)
                 assert (request.target, request.file.name.startswith(f"demo.{kind}.")) == (kind, True)
         Path("demo.recipe.yaml").write_text("mine")

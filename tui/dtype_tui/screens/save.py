@@ -16,6 +16,7 @@ from textual.widgets import Static
 from dtype_engine.checkpoint.export_folder import check_typed_path, is_one_file
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
+from dtype_engine.core.file_layouts import COMPRESSED_TENSORS
 from dtype_engine.core.text import printable, without_controls
 from dtype_engine.core.units import human_bytes, plural
 from dtype_engine.core.user_folders import expanded
@@ -54,8 +55,11 @@ KINDS: tuple[tuple[str, str], ...] = (
     ("recipe", "rules, settings and the measurement, to use again"),
     ("report", "one page: rules, memory, drift, modules (.html, .md)"),
     *((target, TOOLS[target]) for target in TARGET_SUFFIXES),
+    ("gptq", "a checkpoint with integers in groups in GPTQ's layout"),
 )
-WRITTEN_THERE = ("checkpoint", "report")
+LAYOUTS = {"checkpoint": COMPRESSED_TENSORS, "gptq": "gptq"}
+"""The layouts of weights with scales, by the kinds that are checkpoints."""
+WRITTEN_THERE = (*LAYOUTS, "report")
 """The kinds of file that an engine on another machine writes on that machine."""
 
 
@@ -142,11 +146,11 @@ class SaveScreen(ChoiceScreen[SaveRequest]):
 
     @property
     def _thing(self) -> str:
-        return "new folder" if self._kind == "checkpoint" else "new file"
+        return "new folder" if self._kind in LAYOUTS else "new file"
 
     def _free_name(self) -> str:
         """Return a file name that is not taken in the working directory. For a file on another machine, this is not checked."""
-        ending = {"checkpoint": "-cast", "recipe": ".recipe.yaml", "report": "-report.html"}
+        ending = {"checkpoint": "-cast", "gptq": "-gptq", "recipe": ".recipe.yaml", "report": "-report.html"}
         end = ending.get(self._kind) or f".{self._kind}{TARGET_SUFFIXES[self._kind]}"
         word, dot, suffix = end.partition(".")
         further = (f"{self._base}{word}-{number}{dot}{suffix}" for number in count(2))
@@ -189,6 +193,10 @@ class SaveScreen(ChoiceScreen[SaveRequest]):
         elif self._kind == "report":
             first = "The recipe is measured first, which takes a forward pass."
             words = "With the figures on the screen." if measured else first
+        elif self._kind in LAYOUTS:
+            words = (
+                "GPTQModel and vLLM load it. A weight that the layout can't hold is named when the folder is written."
+            )
         return [(words, "")]
 
     def _about_export(self) -> list[tuple[str, str]]:
@@ -243,11 +251,11 @@ class SaveScreen(ChoiceScreen[SaveRequest]):
             return
         if self._is_remote:
             self._checking = typed
-            self._engine.check_path(typed, self._kind == "checkpoint")
+            self._engine.check_path(typed, self._kind in LAYOUTS)
             self.redraw()
             return
         try:
-            taken = check_typed_path(typed, self._kind == "checkpoint", self._experiment.model.path)
+            taken = check_typed_path(typed, self._kind in LAYOUTS, self._experiment.model.path)
         except UserError as error:
             self.notify(str(error), severity="error", markup=False)
         else:
@@ -271,8 +279,8 @@ def _loading_one_file(typed: str) -> str:
 def save_request(kind: str, path: Path, replace: bool, results: Results) -> SaveRequest:
     """Return the request to write a file of one of `KINDS`. replace: whether to replace an existing file."""
     match kind:
-        case "checkpoint":
-            return ExportRequest(path, replace)
+        case "checkpoint" | "gptq":
+            return ExportRequest(path, replace, LAYOUTS[kind])
         case "recipe":
             return RecipeRequest(path, replace, results.report)
         case "report":

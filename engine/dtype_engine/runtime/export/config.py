@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
 from typing import Any
 
 from dtype_engine.checkpoint.weight_sets import NAMED_WEIGHTS, NO_WEIGHTS
@@ -12,7 +11,8 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 from dtype_engine.recipe.schemes import activation_scheme, layout, weight_scheme
 from dtype_engine.runtime.export.contents import Contents, own_layout
-from dtype_engine.runtime.export.experts import all_experts, expert_layer, misread
+from dtype_engine.runtime.export.experts import misread, targets_of
+from dtype_engine.runtime.export.gptq_settings import gptq_settings, why_not_transformers
 
 
 def export_dtype(contents: Contents) -> str:
@@ -40,7 +40,7 @@ def changed_configs(contents: Contents) -> dict[str, dict[str, Any]]:
         config = configs["config.json"] = copy.deepcopy(contents.config)
         _set_dtype(config, export_dtype(contents))
         config.pop(NAMED_WEIGHTS, None)  # the weights are in a file that has the usual name, whatever the source's had
-        if own_layout(contents.items) or misread(contents.items) is not None:
+        if transformers_would_misread(contents):
             config[NAMED_WEIGHTS] = NO_WEIGHTS
         before = config.get("quantization_config")
         scaled = [item for item in contents.items if item.has_scales]
@@ -61,6 +61,13 @@ def changed_configs(contents: Contents) -> dict[str, dict[str, Any]]:
     return configs
 
 
+def transformers_would_misread(contents: Contents) -> bool:
+    """Return whether `from_pretrained` of transformers would load other values from an export without an error."""
+    if contents.file_layout is not None:
+        return bool(why_not_transformers(contents.items))
+    return bool(own_layout(contents.items)) or misread(contents.items) is not None
+
+
 def _set_dtype(config: dict[str, Any], dtype: str) -> None:
     """Set the dtype in a configuration and in its nested ones, such as those for the text and vision parts of a composite model."""
     config["dtype"] = dtype
@@ -75,10 +82,12 @@ def quantization_config(contents: Contents) -> dict[str, Any] | None:
     """Return the `quantization_config` with which other programs read the export's weights with scales and the scales of its KV
     caches, or None if it has neither.
 
-    If the weights are in the fp8 layout of DeepSeek, the result names this layout. Otherwise, it is a configuration of
+    If the weights are in the fp8 layout of DeepSeek or in GPTQ's, the result names this layout. Otherwise, it is a configuration of
     compressed-tensors. It has a group for each weight format, or two if the inputs of only some of the layers in this format are
     quantized. All other linear modules are listed as not quantized, so that no program looks for their scales.
     """
+    if contents.file_layout is not None:
+        return gptq_settings(contents, contents.file_layout)
     groups: dict[tuple[str, bool], list[str]] = {}
     for item in contents.items:
         if item.portable:
@@ -95,13 +104,13 @@ def quantization_config(contents: Contents) -> dict[str, Any] | None:
             "activation_scheme": "dynamic",
             "weight_block_size": [blocks.rows, blocks.columns],
             "scale_fmt": "ue8m0",
-            "modules_to_not_convert": _targets(others, targeted, str),
+            "modules_to_not_convert": targets_of(others, targeted, str),
         }
     formats = {dtype: layout(dtype) for dtype, _ in groups}
     form = formats[first] if len(set(formats.values())) == 1 else "mixed-precision"
     config_groups = {
         f"group_{index}": {
-            "targets": _targets(modules, {*others, *targeted}.difference(modules)),
+            "targets": targets_of(modules, {*others, *targeted}.difference(modules)),
             "format": formats[dtype],
             "weights": weight_scheme(dtype),
             "input_activations": activation_scheme(dtype) if inputs else None,
@@ -109,7 +118,7 @@ def quantization_config(contents: Contents) -> dict[str, Any] | None:
         }
         for index, ((dtype, inputs), modules) in enumerate(groups.items())
     }
-    return _compressed_tensors(form, contents.cache_scheme, _targets(others, targeted), config_groups)
+    return _compressed_tensors(form, contents.cache_scheme, targets_of(others, targeted), config_groups)
 
 
 def _compressed_tensors(
@@ -124,15 +133,3 @@ def _compressed_tensors(
         "ignore": ignore,
         "config_groups": config_groups,
     }
-
-
-def _targets(modules: Iterable[str], rest: Iterable[str], name_of: Callable[[str], str] = all_experts) -> list[str]:
-    """Return the entries that list the linear modules of a group: the exact names of modules, and one pattern, `name_of(layer)`,
-    for each layer whose experts are all in the group.
-
-    rest: the linear modules outside the group. A layer that has an expert among them gets no pattern, which would match this
-    expert, too.
-    """
-    split = {expert_layer(module) for module in rest}
-    named = (name_of(layer) if (layer := expert_layer(module)) and layer not in split else module for module in modules)
-    return list(dict.fromkeys(named))

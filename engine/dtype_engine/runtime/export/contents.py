@@ -15,6 +15,7 @@ from dtype_engine.checkpoint import ByteRange, CheckpointTensor, FileIdentity
 from dtype_engine.checkpoint.schemes import CodedWeight
 from dtype_engine.checkpoint.schemes.own import codes_names, input_scale_name, parts_in
 from dtype_engine.core import dtypes
+from dtype_engine.core.file_layouts import FileLayout
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import human_bytes, plural
@@ -119,6 +120,9 @@ class ExportTensor:
     weights, such as stacked experts, only the first of these weights lists them.
     """
 
+    file_layout: FileLayout | None = None
+    """The layout of a weight with scales, or None for that of compressed-tensors or of this program."""
+
     @property
     def copied(self) -> bool:
         """Whether the export copies this weight's tensors unchanged from a source that another program quantized."""
@@ -127,12 +131,17 @@ class ExportTensor:
     @property
     def entries(self) -> tuple[TensorEntry, ...]:
         """The tensors that hold this weight in the file: codes, scales, further tensors of the format, and finally the scale of
-        the layer's inputs. Scales are [channels, 1] for a matrix, [1] for a single scale, or [blocks down, blocks across].
+        the layer's inputs. Scales are [channels, 1] for a matrix, [1] for a single scale, or [blocks down, blocks across]. In
+        another layout, they are its `parts`.
         """
         if self.copied:
             return tuple(TensorEntry(each.name, each.dtype, each.shape) for each in self.copies)
         if not self.has_scales:
             return (TensorEntry(self.name, dtypes.BY_NAME[self.dtype].torch_name, self.shape),)
+        if self.file_layout is not None:
+            layer = self.name.removesuffix("weight")
+            parts = self.file_layout.parts(self.shape, self.dtype)
+            return tuple(TensorEntry(layer + part.suffix, part.dtype, part.shape) for part in parts)
         theirs, own = codes_names(self.name, self.dtype)
         codes, *rest = parts_in(self.shape, self.dtype)
         found = [TensorEntry(theirs if self.portable else own, codes.dtype, codes.shape)]
@@ -185,6 +194,11 @@ class Contents:
 
     def __repr__(self) -> str:
         return f"Contents: {printable(self.title)}, {plural(len(self.items), 'tensor')}, {human_bytes(self.nbytes)}"
+
+    @property
+    def file_layout(self) -> FileLayout | None:
+        """The layout of the weights with scales, or None for that of compressed-tensors or of this program."""
+        return next((item.file_layout for item in self.items if item.file_layout is not None), None)
 
     @property
     def nbytes(self) -> int:

@@ -7,7 +7,7 @@ The statements about transformers were tried (`recipe/loader_facts.py`); those a
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.text import printable
@@ -31,6 +31,18 @@ def all_experts(layer: str) -> str:
     with a regular expression that contains `experts`.
     """
     return rf"re:{re.escape(layer)}\.\d+\.\w+$"
+
+
+def targets_of(modules: Iterable[str], rest: Iterable[str], name_of: Callable[[str], str] = all_experts) -> list[str]:
+    """Return the entries that list the linear modules of a group in quantization settings: the exact names of modules, and one
+    pattern, `name_of(layer)`, for each layer whose experts are all in the group.
+
+    rest: the linear modules outside the group. A layer that has an expert among them gets no pattern, which would match this
+    expert, too.
+    """
+    split = {expert_layer(module) for module in rest}
+    named = (name_of(layer) if (layer := expert_layer(module)) and layer not in split else module for module in modules)
+    return list(dict.fromkeys(named))
 
 
 def experts(items: Sequence[ExportTensor]) -> list[ExportTensor]:

@@ -173,11 +173,12 @@ def _metadata(part: Part, items: tuple[ExportTensor, ...], tied: Mapping[str, st
     }
     local = {name.removeprefix(part.prefix): first.removeprefix(part.prefix) for name, first in tied.items()}
     further = {name: first for name, first in local.items() if first in names}
-    scaled = {SCALED_KEY + item.name: item.dtype for item in items if item.has_scales}
+    own = [item for item in items if item.has_scales and item.file_layout is None]
+    scaled = {SCALED_KEY + item.name: item.dtype for item in own}
     packed = {
         SHAPE_KEY + item.name: ",".join(map(str, item.shape))
-        for item in items
-        if item.has_scales and (blocks := dtypes.BY_NAME[item.dtype].blocks) is not None and blocks.packing != "none"
+        for item in own
+        if (blocks := dtypes.BY_NAME[item.dtype].blocks) is not None and blocks.packing != "none"
     }
     return rest | further | {"format": "pt"} | scaled | packed
 

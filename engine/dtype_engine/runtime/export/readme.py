@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dtype_engine.checkpoint.packed_weights import quantized_parts
 from dtype_engine.checkpoint.weight_sets import NAMED_WEIGHTS, NO_WEIGHTS
 from dtype_engine.core import dtypes
+from dtype_engine.core.file_layouts import FileLayout
 from dtype_engine.core.units import human_bytes
 from dtype_engine.core.version import __version__
 from dtype_engine.recipe.loader_facts import Kind, Outcome, outcomes
@@ -16,8 +17,9 @@ from dtype_engine.reports.text_losses import loss_sentences
 from dtype_engine.results.export import ExportedDtype
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.runtime.export.config import export_dtype
-from dtype_engine.runtime.export.contents import Contents, own_layout
+from dtype_engine.runtime.export.contents import Contents, ExportTensor, own_layout
 from dtype_engine.runtime.export.experts import experts, misread
+from dtype_engine.runtime.export.gptq_settings import why_not_transformers
 from dtype_engine.runtime.export.loading_notes import python_lines, quoted, section, short
 
 
@@ -64,9 +66,10 @@ def _plain_section(contents: Contents, name: str) -> list[str]:
     if quantized := sorted({item.dtype for item in contents.items if item.has_scales}):
         ours = (
             f"gives the model with every weight in the dtype of the table, except those with scales ({', '.join(quantized)}): a "
-            f"plain module has no place for scales, so these become values in {export_dtype(contents)}. `de.open` keeps codes and "
-            "scales and runs them as they are stored."
+            f"plain module has no place for scales, so these become values in {export_dtype(contents)}."
         )
+        if contents.file_layout is None:
+            ours += " `de.open` keeps codes and scales and runs them as they are stored."
     if len({export_dtype(contents) if item.has_scales else item.dtype for item in contents.items}) > 1:
         ours += (
             " torch refuses operations on several dtypes: `with de.mixed_dtypes():` the model runs as it was measured."
@@ -76,7 +79,7 @@ def _plain_section(contents: Contents, name: str) -> list[str]:
         "",
         ours,
         "",
-        *_from_pretrained_lines(contents),
+        *_lines_on_others(contents),
     ]
 
 
@@ -92,6 +95,8 @@ def loading_text(contents: Contents) -> str:
     wide = export_dtype(contents)
     scaled = [item for item in contents.items if item.has_scales]
     ours = f"dtype_engine.load_pretrained keeps these dtypes{f', but weights with scales become {wide}' if scaled else ''}."
+    if contents.file_layout is not None:
+        return f"{ours} {_of_gptq_layout(contents.items, contents.file_layout)}"
     if own_layout(contents.items):
         return (
             f"{ours} Plain from_pretrained raises an error: some scales are in a layout that only dtype-engine reads."
@@ -117,6 +122,18 @@ _RAISES = (
     f"So `{NAMED_WEIGHTS}` in `config.json` names a file that does not exist, `{NO_WEIGHTS}`, and `from_pretrained` raises an "
     "error with that name."
 )
+
+
+def _of_gptq_layout(items: Sequence[ExportTensor], layout: FileLayout) -> str:
+    """Return sentences on which programs load an export in GPTQ's layout."""
+    why = why_not_transformers(items)
+    theirs = "needs the packages optimum and gptqmodel" if not why else f"raises an error: {why}"
+    return (
+        f"GPTQModel and vLLM load its weights with scales, which are in the layout {layout.name}. Plain from_pretrained of "
+        f"transformers {theirs}."
+    )
+
+
 _ERRORS = (Outcome.FAILS_TO_LOAD, Outcome.FAILS_TO_RUN)
 
 
@@ -133,6 +150,14 @@ def _quantised_before(contents: Contents) -> str | None:
     plain = {entry.name: entry for item in contents.items if not item.has_scales for entry in item.entries}
     parts = quantized_parts(plain, contents.config)
     return next(iter(parts.values())).removeprefix("part of a weight that is ") if parts else None
+
+
+def _lines_on_others(contents: Contents) -> list[str]:
+    """Return lines on how other programs load the export."""
+    if contents.file_layout is None:
+        return _from_pretrained_lines(contents)
+    more = f" {_RAISES}" if why_not_transformers(contents.items) else ""
+    return [_of_gptq_layout(contents.items, contents.file_layout) + more]
 
 
 def _from_pretrained_lines(contents: Contents) -> list[str]:

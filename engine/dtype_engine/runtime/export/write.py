@@ -18,10 +18,12 @@ import torch
 
 from dtype_engine.checkpoint import ByteRange, FileIdentity, Watch
 from dtype_engine.core import dtypes
+from dtype_engine.core.callbacks import ignore
 from dtype_engine.core.cancellation import IsCancelled
 from dtype_engine.core.errors import Cancelled
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.runtime.export.contents import ExportTensor, TensorEntry
+from dtype_engine.runtime.export.gptq_tensors import gptq_tensors
 from dtype_engine.runtime.formats.blocks import BlockWork, Chunk
 from dtype_engine.runtime.formats.code_packing import pack
 from dtype_engine.runtime.formats.dequantize import torch_dtype
@@ -161,7 +163,11 @@ def _write_item(out: _Target, starts: Mapping[str, int], lost: list[ValueLoss] |
     if item.rounded is not None:
         values, given = item.rounded.read()
     counter = LossCounter(item.name, values, item.dtype) if lost is not None and item.dtype != item.stored else None
-    if item.has_scales:
+    if item.file_layout is not None:
+        see = ignore if counter is None else counter.see
+        for tensor, at in zip(gptq_tensors(values, item, given, see), offsets, strict=True):
+            _write_bytes(tensor, out, at)
+    elif item.has_scales:
         write = _write_blocks if item.dtype in dtypes.BLOCK_FORMATS else _write_codes
         write(values, item, offsets, out, counter, given)
     else:

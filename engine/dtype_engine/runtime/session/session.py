@@ -13,6 +13,7 @@ from dtype_engine.checkpoint import unchanged
 from dtype_engine.core.callbacks import ignore
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import NoForward, UserError
+from dtype_engine.core.file_layouts import COMPRESSED_TENSORS
 from dtype_engine.core.hints import ON_THE_COMMAND_LINE, fill_hints
 from dtype_engine.core.input_args import other_inputs
 from dtype_engine.core.options import ClassesDim, InputOptions, Options, RunSettings
@@ -341,6 +342,7 @@ class Session:
         cancelled: IsCancelled = never,
         force: bool = False,
         incomplete: bool = False,
+        layout: str = COMPRESSED_TENSORS,
     ) -> ExportReport:
         """Write a checkpoint in the dtypes of the current recipe. The source is not changed. Returns a report with sizes in bytes
         and times in seconds.
@@ -357,9 +359,11 @@ class Session:
             cancelled: Called after each block of a tensor. If it returns True, no file of the export is left behind.
             force: Whether to replace a previous export in this folder, or a file, once everything is written.
             incomplete: Whether to export a checkpoint that lacks tensors.
+            layout: The layout of weights with scales: "compressed-tensors", or one of `core.file_layouts`, such as "gptq".
 
         Raises:
-            UserError: The folder can't be written or is not empty, the disk is too full, or the checkpoint lacks tensors.
+            UserError: The folder can't be written or is not empty, the disk is too full, the checkpoint lacks tensors, or the
+                layout can't hold a weight.
             NoForward: The export needs scales of activations or KV caches, but the model can't be run.
 
         Example:
@@ -367,8 +371,9 @@ class Session:
             >>> model = de.load_pretrained(folder / "export")
         """
         from dtype_engine.runtime.export import export
+        from dtype_engine.runtime.export.file_layout import in_layout
 
-        contents = self.export_contents(cancelled)
+        contents = in_layout(self.export_contents(cancelled), layout)
         # Weights that stay on the disk are read only once, so losses are counted while they are written.
         lost = self.lost_values(cancelled) if not self.model.memory.limited else None
         report = export(contents, Path(folder), max_shard_size, on_bytes, cancelled, force, lost, incomplete)

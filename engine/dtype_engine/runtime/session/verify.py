@@ -16,6 +16,7 @@ from dtype_engine.results.drift import OutputDrift
 from dtype_engine.results.export import VerifyReport
 from dtype_engine.runtime.building.filling import load_into
 from dtype_engine.runtime.building.load import load, load_module
+from dtype_engine.runtime.export.file_layout import in_layout, layout_in
 from dtype_engine.runtime.export.plan import of_checkpoint, of_live
 from dtype_engine.runtime.export.write import OnBytes
 from dtype_engine.runtime.measure.drift import DriftMeter, budget_for
@@ -63,6 +64,7 @@ def verify(
         values = values_of(checkpoint, contents, source.trust_pickle)
         if session is None and any(item.rounding for item in contents.items):
             session = open_session(source, options)
+    contents = in_layout(contents, layout_in(folder))
     report = report_on(folder, contents, values, on_bytes, cancelled, elsewhere)
     if session is not None:
         report = with_rounding_errors(report, session.model, session.calibration, contents, values, folder, cancelled)

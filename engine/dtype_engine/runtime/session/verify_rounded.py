@@ -90,10 +90,9 @@ class _Check:
         """Return a difference if a weight has a larger error than the nearest values, or []."""
         item, placement = self.rounded[name], self.placements[name]
         place = placement.place if placement.part else None
-        entries = item.entries if item.input_scale is None else item.entries[:-1]
         found = has_larger_error(
             self.opened.source.read(name),
-            [self.opened.exported.read[entry.name]() for entry in entries],
+            self.opened.stored(item)[0],
             f"{item.dtype}:{item.rounding}",
             statistics[placement.name],
             self.opened.shared(item),

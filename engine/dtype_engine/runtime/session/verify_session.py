@@ -11,6 +11,7 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import Options
 from dtype_engine.recipe import Plan, Recipe, make_plan
 from dtype_engine.results.export import VerifyReport
+from dtype_engine.runtime.export.file_layout import in_layout, layout_in
 from dtype_engine.runtime.export.plan import of_live
 from dtype_engine.runtime.export.write import OnBytes
 from dtype_engine.runtime.model.live import LiveModel
@@ -36,7 +37,7 @@ def verify_open(
         raise UserError(
             f"{folder} is no folder that this program exported: `dtype-engine verify` compares other checkpoints"
         )
-    contents = of_live(model, plan.recipe, plan.dtypes, options.settings)
+    contents = in_layout(of_live(model, plan.recipe, plan.dtypes, options.settings), layout_in(folder))
     if model.checkpoint is not None:
         values = values_of(model.checkpoint, contents, options.trust_pickle)
     else:

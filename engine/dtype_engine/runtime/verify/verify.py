@@ -24,10 +24,12 @@ from dtype_engine.core.units import plural
 from dtype_engine.recipe.file import RecipeFile, read_recipe_file
 from dtype_engine.results.export import TensorDifference, VerifyReport
 from dtype_engine.runtime.export.contents import Contents, ExportTensor, TensorEntry
+from dtype_engine.runtime.export.file_layout import in_layout, layout_in
 from dtype_engine.runtime.export.plan import of_checkpoint
 from dtype_engine.runtime.export.write import OnBytes
 from dtype_engine.runtime.formats.dequantize import dtype_name, torch_dtype
 from dtype_engine.runtime.verify.exported_values import ExportedValues, read_export
+from dtype_engine.runtime.verify.file_layout import as_compressed_tensors
 from dtype_engine.runtime.verify.foreign import bits_of, count_differing
 from dtype_engine.runtime.verify.independent_block_formats import finite_largest, quantize_blocks_independently
 from dtype_engine.runtime.verify.independent_scales import quantize_independently
@@ -82,23 +84,31 @@ class OpenExport:
             wanted = torch_dtype(entry.dtype), _torch_shape(entry)
             if (held.dtype, tuple(held.shape)) != wanted:
                 return f"is {dtype_name(held.dtype)} {list(held.shape)} and should be {entry.dtype} {list(wanted[1])}"
-        if item.has_scales and (recorded := self.exported.metadata.get(SCALED_KEY + item.name)) != item.dtype:
+        recorded = self.exported.metadata.get(SCALED_KEY + item.name)
+        if item.has_scales and item.file_layout is None and recorded != item.dtype:
             return f"should be {item.dtype}, and the file says {recorded or 'nothing about scales'}"
         missing = next((name for name in _names_read(item) if name not in self.source.names), None)
         if missing is not None:
             return f"is not in the source as {missing}"
-        entries = item.entries
-        if item.input_scale is not None:
-            if problem := self._scale_problem(entries[-1], item):
-                return problem
-            entries = entries[:-1]
+        if item.input_scale is not None and (problem := self._scale_problem(item.entries[-1], item)):
+            return problem
+        stored, problem = self.stored(item)
+        if problem is not None:
+            return problem
         if item.rounding:
-            stored = [self.exported.read[entry.name]() for entry in entries]
             return problem_of_codes(self.source.read(item.name), stored, item.dtype, self.shared(item))
-        for entry, expected in zip(entries, self._expected(item), strict=True):
-            if problem := _values_differ(entry, expected, self.exported.read[entry.name](), item.stored != item.dtype):
+        for entry, expected, held in zip(item.entries[: len(stored)], self._expected(item), stored, strict=True):
+            if problem := _values_differ(entry, expected, held, item.stored != item.dtype):
                 return problem
         return None
+
+    def stored(self, item: ExportTensor) -> tuple[Sequence[torch.Tensor], str | None]:
+        """Return (the tensors that hold a weight in the export, without the scale of its inputs, in the layout of
+        compressed-tensors; what is wrong with them, or None). Each must have its planned dtype and shape.
+        """
+        entries = item.entries if item.input_scale is None else item.entries[:-1]
+        held = [self.exported.read[entry.name]() for entry in entries]
+        return (held, None) if item.file_layout is None else as_compressed_tensors(item, held)
 
     def _scale_problem(self, entry: TensorEntry, item: ExportTensor) -> str | None:
         """Return what is wrong with the exported scale of a layer's inputs (`entry`), or None. If the weight is exported as stored
@@ -129,6 +139,7 @@ def open_export(folder: Path, source: Source, options: Options) -> OpenExport:
         raise UserError(f"{source.title} is code: what it makes can only be compared in one process")
     file = read_recipe_file(folder / "recipe.yaml")
     contents = of_checkpoint(checkpoint, source.title, file.recipe, as_exported(options, file))
+    contents = in_layout(contents, layout_in(folder))
     return OpenExport(contents, values_of(checkpoint, contents, source.trust_pickle), _read(folder, contents))
 
 

@@ -1,0 +1,43 @@
+"""Reads the tensors of a weight in GPTQ's layout, to verify an export. It shares no code with what writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from dtype_engine.core import dtypes
+from dtype_engine.runtime.export.contents import ExportTensor
+
+
+def as_compressed_tensors(
+    item: ExportTensor, held: Sequence[torch.Tensor]
+) -> tuple[tuple[torch.Tensor, ...], str | None]:
+    """Return (the tensors that a file in the layout of compressed-tensors holds for the same codes and scales, in the order of
+    `core.block_formats.parts`; what is wrong with the tensors of the weight, or None).
+
+    Both layouts fill words of 32 bits with codes of one row of the weight, from the lowest bits on. GPTQ's holds the transposed
+    matrix of words, and zero points also for symmetric codes: the middle of all codes.
+
+    item: the weight as planned. held: its tensors in the order of its `entries`, in the planned dtypes and shapes.
+    """
+    codes, scales, zeros, groups = held
+    row, layout = dtypes.BY_NAME[item.dtype], item.file_layout
+    assert row.blocks is not None
+    assert layout is not None
+    _, scales_name, zeros_name, groups_name = (entry.name for entry in item.entries)
+    found = [codes.t().contiguous(), scales.t().to(getattr(torch, row.blocks.scale)).contiguous()]
+    problem = None
+    if not torch.equal(found[1].to(torch.float32), scales.t().to(torch.float32)):
+        problem = f"{scales_name} has values that {item.dtype} has not"
+    if not np.array_equal(groups.numpy(), np.repeat(np.arange(len(scales)), row.blocks.columns)):
+        problem = f"{groups_name} does not name the groups in their order"
+    if row.blocks.zero_points:
+        found.append(zeros.t().contiguous())
+    else:
+        middle = (1 << (row.bits - 1)) - layout.subtracted
+        word = sum(middle << place for place in range(0, 32, row.bits))
+        if not (zeros.numpy().view(np.uint32) == word).all():
+            problem = f"{zeros_name} has zero points other than the middle of the codes"
+    return (*found, torch.tensor(item.shape, dtype=torch.int64)), problem
