@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.model.name_mapping import Placement
 from dtype_engine.runtime.model.packed_parts import in_rows
 from dtype_engine.runtime.model.weight import Weight
+from dtype_engine.runtime.weights.kept_codes import KeptCodes
 
 
 def unrounded(planned: Mapping[str, str]) -> dict[str, str]:
@@ -63,19 +65,32 @@ class RoundedRows:
         """Return (values of the format, float32 in `shape`; the scales of their blocks or channels), from which the nearest codes
         are those that the rounding chose.
         """
-        rounded = self.weight.rounded
-        assert rounded is not None
-        blocks = dtypes.BY_NAME[self.weight.dtype].blocks
-        held = self.weight.tensor if self.weight.stashed is None else self.weight.stashed
-        values, scales = dequantize(held.data, rounded.scale, torch.float32, blocks), rounded.scales
+        codes, scale, scales, before = self._codes()
+        values = dequantize(codes, scale, torch.float32, dtypes.BY_NAME[self.weight.dtype].blocks)
         if self.rows is None:
             return values, scales
         count, height, width = matrices(values.shape, values.shape[-1])
-        values = values.reshape(count * height, width)[self.rows].reshape(self.shape)
+        rows = slice(self.rows.start - before, self.rows.stop - before)
+        values = values.reshape(count * height, width)[rows].reshape(self.shape)
         if len(scales.effective) == count < count * height:  # one scale for each matrix
-            scales = scales.rows(slice(self.rows.start // height, self.rows.start // height + 1))
+            scales = scales.rows(slice(rows.start // height, rows.start // height + 1))
             return values, Scales(*(each.expand(len(values), 1) for each in (scales.effective, scales.stored)))
-        return values, scales.rows(self.rows)
+        return values, scales.rows(rows)
+
+    def _codes(self) -> tuple[torch.Tensor, torch.Tensor, Scales, int]:
+        """Return (codes, their scales, the same with what a file stores, the number of the weight's rows before them): of the whole
+        weight or, if it stays on the disk and is cast in parts, of the parts that have the tensor's rows.
+        """
+        rounded, part, before = self.weight.rounded, None, 0
+        assert rounded is not None
+        if not isinstance(rounded, KeptCodes):
+            held = self.weight.tensor if self.weight.stashed is None else self.weight.stashed
+            return held.data, rounded.scale, rounded.scales, 0
+        if self.rows is not None and self.weight.in_parts(self.weight.dtype):
+            height = math.prod(rounded.shape[1:-1])
+            part = slice(self.rows.start // height, -(-self.rows.stop // height))
+            before = part.start * height
+        return *rounded.read(part), rounded.scales(part), before
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,11 +158,9 @@ def _write_item(out: _Target, starts: Mapping[str, int], lost: list[ValueLoss] |
         for source, at in zip(item.source_bytes, offsets, strict=True):
             _copy(source, out, at)
         return
-    values: torch.Tensor | Pieces = item.source.read() if item.source.plain else Pieces(item.source)
-    given = None
-    if item.rounded is not None:
-        values, given = item.rounded.read()
-    counter = LossCounter(item.name, values, item.dtype) if lost is not None and item.dtype != item.stored else None
+    stored: torch.Tensor | Pieces = item.source.read() if item.source.plain else Pieces(item.source)
+    values, given = (stored, None) if item.rounded is None else item.rounded.read()
+    counter = LossCounter(item.name, stored, item.dtype) if lost is not None and item.dtype != item.stored else None
     if item.file_layout is not None:
         see = ignore if counter is None else counter.see
         for tensor, at in zip(gptq_tensors(values, item, given, see), offsets, strict=True):

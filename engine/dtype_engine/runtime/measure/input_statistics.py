@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 
+from dtype_engine.core.callbacks import ignore
 from dtype_engine.core.cancellation import IsCancelled
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.roundings import Statistic
-from dtype_engine.runtime.inputs import Inputs
+from dtype_engine.runtime.inputs import Batch, Inputs
 from dtype_engine.runtime.libraries.torch_private import WithoutModes
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.model.weight import Weight
@@ -58,18 +59,36 @@ class _Sums:
         )
 
 
+@dataclass(slots=True)
+class _Totals:
+    """The sums over the inputs of weights. Passes that take turns share them."""
+
+    sums: dict[_Part, _Sums] = field(default_factory=dict)
+    last: tuple[weakref.ref[torch.Tensor], torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
+    """The input that came last, and what `_Observer` has computed from it."""
+
+    def take(self) -> dict[str, WeightStatistics]:
+        """Return the statistics by the weights' names, and begin again."""
+        found: dict[str, dict[int | None, InputStatistics]] = {}
+        across: dict[str, int] = {}
+        for part, each in self.sums.items():
+            found.setdefault(part.weight, {})[part.index] = each.means()
+            across[part.weight] = each.across
+        self.sums, self.last = {}, None
+        return {name: WeightStatistics(across[name], parts) for name, parts in found.items()}
+
+
 @dataclass
 class _Observer(WeightProducts[_Part]):
     """Adds up the inputs of every product with a weight in `needs`, and leaves them as they are."""
 
     needs: Mapping[str, Statistic]
-    sums: dict[_Part, _Sums] = field(default_factory=dict)
+    totals: _Totals
     kept: KeptPositions | None = None
     module: str = ""
 
     def __post_init__(self) -> None:
         super().__init__()
-        self._last: tuple[weakref.ref[torch.Tensor], torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
 
     def apply(
         self,
@@ -107,10 +126,10 @@ class _Observer(WeightProducts[_Part]):
         if not given.numel():
             return
         values, squares, products = self._statistics(given, dim, self.needs[part.weight] == "products")
-        if (sums := self.sums.get(part)) is None:
+        if (sums := self.totals.sums.get(part)) is None:
             channels = values.shape[-1]
             matrix = None if products is None else values.new_zeros(channels, channels)
-            sums = self.sums[part] = _Sums(across, values.new_zeros(channels), matrix)
+            sums = self.totals.sums[part] = _Sums(across, values.new_zeros(channels), matrix)
         sums.add(values, squares, products)
 
     def _statistics(
@@ -119,7 +138,7 @@ class _Observer(WeightProducts[_Part]):
         """Return (inputs [tokens, channels], the sums of their squares and of their products). What the last layer got, such as q
         before k and v, is not computed again.
         """
-        last = self._last
+        last = self.totals.last
         if last is not None and last[0]() is given and (last[3] is not None or not with_products):
             return last[1:]
         values = given.detach().movedim(dim, -1)
@@ -128,7 +147,7 @@ class _Observer(WeightProducts[_Part]):
         values = values.float()
         squares = values.square().sum(0)
         products = values.T @ values if with_products else None
-        self._last = weakref.ref(given), values, squares, products
+        self.totals.last = weakref.ref(given), values, squares, products
         return values, squares, products
 
 
@@ -171,16 +190,54 @@ def collect_statistics(
     wanted: what is needed for each weight, by its name. behavior: what earlier passes have shown about the model. on_run:
     called after each sequence. Raises NoForward, KernelError, Cancelled.
     """
-    observer = _Observer(wanted)
+    totals = _Totals()
     with ForwardRunner(model, RunSettings(), cancelled, behavior=behavior) as runner:
-        for batch in inputs.batches:
-            observer.kept = KeptPositions.of(model.module, batch, model.device, AttendedPositions())
-            moved = runner.reference_batch(batch)
-            runner.under(_StatisticsMode(model, observer), partial(moved.run, model.module))
-            on_run()
-    found: dict[str, dict[int | None, InputStatistics]] = {}
-    across: dict[str, int] = {}
-    for part, sums in observer.sums.items():
-        found.setdefault(part.weight, {})[part.index] = sums.means()
-        across[part.weight] = sums.across
-    return {name: WeightStatistics(across[name], parts) for name, parts in found.items()}
+        runner.side_by_side([partial(_observe, runner, batch, wanted, totals, on_run) for batch in inputs.batches])
+    return totals.take()
+
+
+def statistics_by_block(
+    model: LiveModel,
+    batches: Sequence[Batch],
+    wanted: Mapping[str, Statistic],
+    behavior: ModelBehavior,
+    give: Callable[[dict[str, WeightStatistics]], object],
+    cancelled: IsCancelled,
+) -> bool:
+    """Run the reference of a model larger than memory over batches side by side, and give the statistics of each block's weights to
+    `give` when all of them have run the block, while its weights are still in memory. `give` may drop them: memory then holds the
+    statistics of one block at a time. A weight that a later block uses again is given again, with its inputs there alone.
+
+    The other arguments and errors are those of `collect_statistics`. Returns False, perhaps after a part was given, if the
+    sequences can't run side by side.
+    """
+    totals = _Totals()
+
+    def end_block() -> None:
+        with WithoutModes():
+            statistics = totals.take()
+        if statistics:
+            give(statistics)
+
+    def observe(batch: Batch) -> None:
+        if runner.takes_turns:
+            _observe(runner, batch, wanted, totals, ignore)
+
+    with ForwardRunner(model, RunSettings(), cancelled, behavior=behavior) as runner:
+        runner.side_by_side([partial(observe, batch) for batch in batches], end_block)
+        return runner.takes_turns
+
+
+def _observe(
+    runner: ForwardRunner,
+    batch: Batch,
+    wanted: Mapping[str, Statistic],
+    totals: _Totals,
+    on_run: Callable[[], object],
+) -> None:
+    """Run the reference over a batch, and add up the inputs of the weights in `wanted`."""
+    model = runner.model
+    kept = KeptPositions.of(model.module, batch, model.device, AttendedPositions())
+    moved = runner.reference_batch(batch)
+    runner.under(_StatisticsMode(model, _Observer(wanted, totals, kept)), partial(moved.run, model.module))
+    on_run()

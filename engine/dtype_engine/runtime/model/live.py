@@ -161,7 +161,7 @@ class LiveModel:
     @functools.cached_property
     def rounder(self) -> Rounder:
         """Chooses the codes of weights in dtypes with roundings."""
-        return Rounder(self.weights, self.title, self.cache_budget)
+        return Rounder(self.weights, self.title, self.cache_budget, over_memory=self.memory.limited)
 
     @functools.cached_property
     def cache_names(self) -> Mapping[str, tuple[str, ...]]:
@@ -275,7 +275,8 @@ class LiveModel:
         unknown = rounder.unknown({weight.info.name: planned[weight.info.name] for weight in pending}, shared)
         step = _Steps(len(pending) + rounder.runs(unknown), on_progress).add
         try:
-            for group, statistics in rounder.groups([weight.info.name for weight in pending], unknown, step, cancelled):
+            names = [weight.info.name for weight in pending]
+            for group, statistics in rounder.groups(names, unknown, shared, step, cancelled):
                 for name in group:
                     if cancelled():
                         raise Cancelled

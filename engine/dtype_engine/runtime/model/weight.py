@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,8 +18,9 @@ from dtype_engine.runtime.formats.row_blocks import finite_amax, stopping
 from dtype_engine.runtime.numerics.activations import InputFormat
 from dtype_engine.runtime.numerics.overflow_underflow import all_losses, count_losses
 from dtype_engine.runtime.numerics.quantize import cast_or_quantize
-from dtype_engine.runtime.numerics.roundings import RoundedCodes
+from dtype_engine.runtime.numerics.roundings import RoundedCodes, WeightStatistics, rounded_codes
 from dtype_engine.runtime.weights.blockwise import BlockwiseSource
+from dtype_engine.runtime.weights.kept_codes import KeptCodes
 from dtype_engine.runtime.weights.source import WeightSource, placeholder
 
 
@@ -36,9 +37,9 @@ class Weight:
     """The current dtype, such as "bfloat16" or "nvfp4"."""
     scale: torch.Tensor | None = None
     """The scales of the codes that the module holds, or None if it holds no codes. A placeholder if `blockwise` is True."""
-    rounded: RoundedCodes | None = None
-    """The current codes and scales, if a rounding such as GPTQ chose them. None if the dtype has no rounding, and if no product
-    used the weight in the calibration runs, so that it has the nearest codes.
+    rounded: RoundedCodes | KeptCodes | None = None
+    """The current codes and scales, if a rounding such as GPTQ chose them: in a file if `blockwise` is True. None if the dtype has
+    no rounding, and if no product used the weight in the calibration runs, so that it has the nearest codes.
     """
     decoded: bool = False
     """Whether each operation has to read or decode the stored values, because the module holds a placeholder for them."""
@@ -96,6 +97,8 @@ class Weight:
         return self.stored.memory.once(key, self._cast_values, self.stored.inner)
 
     def _cast_values(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if isinstance(self.rounded, KeptCodes):
+            return self.rounded.read()
         amax = max((weight.amax for weight in self._sharing), default=None)
         stored = self.stored.read(self.tensor.device)
         made = cast_or_quantize(stored, self.dtype, amax)
@@ -121,8 +124,10 @@ class Weight:
         return self.stored.memory.once(key, lambda: self._cast_part(index, self.dtype), self.stored.inner)
 
     def _cast_part(self, index: int, dtype: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if isinstance(self.rounded, KeptCodes) and dtype == self.dtype:
+            return self.rounded.read(slice(index, index + 1))
         stored = self._part(index)
-        made = cast_or_quantize(stored, dtype, self._scale_amax(dtype))
+        made = cast_or_quantize(stored, dtype, self.scale_amax(dtype, self._sharing if dtype == self.dtype else ()))
         if (dtype, index) not in self.part_losses:
             self.part_losses[dtype, index] = all_losses(self.info.name, stored, dtype, made[0])
         return made
@@ -132,12 +137,28 @@ class Weight:
         assert part is not None
         return part[None]
 
-    def _scale_amax(self, dtype: str) -> float | None:
-        """Return the largest |value| of the weights that share a tensor scale in `dtype`, or None if it has no tensor scale."""
+    def scale_amax(self, dtype: str, sharing: Sequence[Weight]) -> float | None:
+        """Return the largest |value| from which the tensor scale in `dtype` is computed, or None if it has no tensor scale.
+        sharing: the weights that share it, including this one, or ().
+        """
         row = dtypes.BY_NAME[dtype]
         if not row.per_tensor and (row.blocks is None or not row.blocks.tensor_scale):
             return None
-        return max(weight.amax for weight in (self._sharing if dtype == self.dtype and self._sharing else (self,)))
+        return max(weight.amax for weight in sharing or (self,))
+
+    def rounded_parts(
+        self, dtype: str, given: WeightStatistics, amax: float | None
+    ) -> Iterator[tuple[torch.Tensor, WeightStatistics, RoundedCodes]]:
+        """Yield (stored values, statistics of their inputs, what a rounding chooses for them): of the whole weight or, if it is
+        cast in parts, of one index of the first dimension after another. amax: as `scale_amax` returns it.
+        """
+        if not self.in_parts(dtype):
+            stored = self.stored.read(self.tensor.device)
+            yield stored, given, rounded_codes(stored, dtype, given, amax)
+            return
+        for index in range(self.stored.shape[0]):
+            stored, of_part = self._part(index), given.at(index)
+            yield stored, of_part, rounded_codes(stored, dtype, of_part, amax)
 
     @property
     def input_format(self) -> InputFormat | None:
@@ -171,7 +192,9 @@ class Weight:
         loss = total([self.part_losses[dtype, index] for index in range(self.stored.shape[0])])
         return loss if loss.is_listed else None
 
-    def cast_to(self, dtype: str, sharing: Sequence[Weight] = (), rounded: RoundedCodes | None = None) -> None:
+    def cast_to(
+        self, dtype: str, sharing: Sequence[Weight] = (), rounded: RoundedCodes | KeptCodes | None = None
+    ) -> None:
         """Cast the stored values to `dtype`. sharing: the weights that get a common tensor scale, including this one. rounded: the
         codes that a rounding chose, or None for the nearest ones.
         """
@@ -180,7 +203,7 @@ class Weight:
             self.losses.pop(dtype, None)
             self.part_losses = {key: loss for key, loss in self.part_losses.items() if key[0] != dtype}
         self.shares, self._sharing, self.rounded = shares, tuple(sharing), rounded
-        if rounded is not None:
+        if isinstance(rounded, RoundedCodes):
             self.tensor.data, self.scale = rounded.codes, rounded.scale
         elif self.blockwise and dtype != self.info.dtype:
             held = torch_dtype(dtype) if dtype in dtypes.COMPUTE_DTYPES else self.stored.holds
@@ -191,6 +214,8 @@ class Weight:
         else:
             amax = max((weight.amax for weight in sharing), default=None)
             self.tensor.data, self.scale = cast_or_quantize(self.stored.read(self.tensor.device), dtype, amax)
+        if isinstance(rounded, KeptCodes):
+            self.losses[dtype] = rounded.loss
         self.dtype, self.decoded = dtype, dtype == self.info.dtype and not self.stored.plain
 
     def count_loss(self, dtype: str, cancelled: IsCancelled, cast: bool = False) -> ValueLoss | None:

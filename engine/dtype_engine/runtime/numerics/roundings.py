@@ -16,14 +16,14 @@ the layer's output is tr((Q - W) H (Q - W)ᵀ), where Q are the rounded values.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.block_formats import Blocks, matrices, scale_grid
 from dtype_engine.core.dtypes import DType
-from dtype_engine.core.roundings import scale_factors
+from dtype_engine.core.roundings import ROUNDINGS, scale_factors
 from dtype_engine.runtime.formats import fp8_blocks, grouped_ints, llama_blocks, mx, nvfp4
 from dtype_engine.runtime.formats.blocks import spread
 from dtype_engine.runtime.formats.code_packing import round_to_float
@@ -34,6 +34,8 @@ from dtype_engine.runtime.numerics.quantize import cast_or_quantize
 FEWEST_TOKENS = 16
 """An expert that got fewer tokens keeps the nearest values: so few say little about the tokens that it will get."""
 _DAMPING = 0.01
+_VALUES_AT_ONCE = 1 << 25
+"""About how many values of a matrix are rounded at once: with the arithmetic, they take about 1 GB."""
 _CHANNELS_AT_ONCE = 128
 """The number of channels after which GPTQ applies the collected compensation to all channels that follow."""
 
@@ -48,6 +50,8 @@ class InputStatistics:
     """The mean of x xᵀ, float32 [channels, channels], or None if only the squares are known."""
     tokens: int
     """The number of inputs, such as tokens, over which the means are."""
+    factor: tuple[torch.Tensor, torch.Tensor] | None = None
+    """What GPTQ computes of the products (`_inverse_factor`), if several parts of a weight need it. None to compute it anew."""
 
     @property
     def sums(self) -> torch.Tensor:
@@ -63,6 +67,10 @@ class WeightStatistics:
     """The dimension of the input channels in each matrix of the weight: 1 for `nn.Linear`, 0 for one stored the other way round."""
     parts: Mapping[int | None, InputStatistics]
     """By the index of the weight's first dimension, such as an expert's number. The key is None for a weight of two dimensions."""
+
+    def at(self, index: int) -> WeightStatistics:
+        """Return the statistics of a weight that holds only what this one has at one index of its first dimension."""
+        return WeightStatistics(self.across, {0: self.parts[index]} if index in self.parts else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +203,20 @@ def round_matrix(
 
 
 def _round_matrix(values: torch.Tensor, form: Format, given: InputStatistics, across: int) -> Rounded:
-    return ROUNDERS[form.element.rounding](values, form, given, across)
+    """Round a matrix, some rows at a time if it is large, so that the arithmetic takes little more memory than the result."""
+    rounding, step = form.element.rounding, max(1, _VALUES_AT_ONCE // values.shape[1])
+    if len(values) <= step or not _rows_apart(form, across):
+        return ROUNDERS[rounding](values, form, given, across)
+    if ROUNDINGS[rounding].needs == "products" and given.products is not None:
+        given = replace(given, factor=_inverse_factor(given.products))
+    parts = (values[start : start + step] for start in range(0, len(values), step))
+    made = [ROUNDERS[rounding](part, form, given, across) for part in parts]
+    return Rounded(torch.cat([each.values for each in made]), _joined([each.scales for each in made]))
+
+
+def _rows_apart(form: Format, across: int) -> bool:
+    """Return whether what one row of a matrix gets does not depend on other rows."""
+    return across == 1 and form.blocks.rows == 1
 
 
 def _by_squares(values: torch.Tensor, form: Format, given: InputStatistics, across: int) -> Rounded:
@@ -209,8 +230,9 @@ def _compensated(values: torch.Tensor, form: Format, given: InputStatistics, acr
     if given.products is None:
         return by_squares
     scales = by_squares.scales
-    made = Rounded(_gptq(values, _Grid(form, scales, values.shape), given.products, across), scales)
-    rows_apart = across == 1 and form.blocks.rows == 1
+    factor = given.factor or _inverse_factor(given.products)
+    made = Rounded(_gptq(values, _Grid(form, scales, values.shape), factor, across), scales)
+    rows_apart = _rows_apart(form, across)
     plain = nearest_scales(values, form)
     for other in (by_squares, Rounded(_Grid(form, plain, values.shape).nearest(values), plain)):
         made = _lower_error(values, made, other, given.products, across, rows_apart)
@@ -324,9 +346,11 @@ def _scales(low: torch.Tensor, high: torch.Tensor, form: Format) -> Scales:
     )
 
 
-def _gptq(values: torch.Tensor, grid: _Grid, products: torch.Tensor, across: int) -> torch.Tensor:
-    """Return rounded values in which each channel's error is compensated in the channels that are rounded after it."""
-    inverse, order = _inverse_factor(products)
+def _gptq(values: torch.Tensor, grid: _Grid, factor: tuple[torch.Tensor, torch.Tensor], across: int) -> torch.Tensor:
+    """Return rounded values in which each channel's error is compensated in the channels that are rounded after it. factor: as
+    `_inverse_factor` returns it.
+    """
+    inverse, order = factor
     left = (values if across == 1 else values.T)[:, order].clone()
     result = torch.empty_like(left)
     count = len(order)
@@ -334,13 +358,13 @@ def _gptq(values: torch.Tensor, grid: _Grid, products: torch.Tensor, across: int
         stop = min(start + _CHANNELS_AT_ONCE, count)
         columns = left[:, start:stop].T.contiguous()
         errors = torch.empty_like(columns)
-        factor = inverse[start:stop, start:stop]
+        among = inverse[start:stop, start:stop]
         for number, channel in enumerate(order[start:stop].tolist()):
             part = (slice(None), channel) if across == 1 else (channel, slice(None))
             rounded = grid.nearest(columns[number], part)  # type: ignore[arg-type]
             result[:, start + number] = rounded
-            errors[number] = (columns[number] - rounded) / factor[number, number]
-            columns[number + 1 :].addr_(factor[number, number + 1 :], errors[number], alpha=-1)
+            errors[number] = (columns[number] - rounded) / among[number, number]
+            columns[number + 1 :].addr_(among[number, number + 1 :], errors[number], alpha=-1)
         left[:, stop:] -= errors.T @ inverse[start:stop, stop:]
     result = result[:, torch.argsort(order)]
     return result if across == 1 else result.T.contiguous()
@@ -348,13 +372,14 @@ def _gptq(values: torch.Tensor, grid: _Grid, products: torch.Tensor, across: int
 
 def _inverse_factor(products: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (the upper Cholesky factor of the damped H's inverse, the order of its channels: the largest diagonal first)."""
-    damped = products.clone()
-    diagonal = damped.diagonal()
+    diagonal = products.diagonal().clone()
     diagonal[diagonal == 0] = 1.0  # a channel that is always zero, whose error costs nothing
     order = torch.argsort(diagonal, descending=True, stable=True)
-    damped = damped[order][:, order]
-    damped.diagonal().add_(_DAMPING * products.diagonal().mean())
-    return torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(damped)), upper=True), order
+    damped = products[order[:, None], order]
+    damped.diagonal().copy_(diagonal[order] + _DAMPING * products.diagonal().mean())
+    factor = torch.linalg.cholesky(damped)
+    del damped  # H of a large layer takes much of the memory
+    return torch.linalg.cholesky(torch.cholesky_inverse(factor), upper=True), order
 
 
 ROUNDERS: dict[str, Callable[[torch.Tensor, Format, InputStatistics, int], Rounded]] = {

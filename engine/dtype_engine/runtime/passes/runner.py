@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from dtype_engine.core.callbacks import ignore
 from dtype_engine.core.cancellation import IsCancelled
 from dtype_engine.core.errors import Cancelled, NoForward, UserError
 from dtype_engine.core.foreign_code import foreign_code, with_type
@@ -89,17 +90,25 @@ class ForwardRunner:
     def __exit__(self, *exception: object) -> None:
         self._calls.remove()
 
-    def side_by_side(self, works: Sequence[Callable[[], T]]) -> list[T]:
+    @property
+    def takes_turns(self) -> bool:
+        """Whether `side_by_side` lets several passes take turns, as far as earlier passes have shown."""
+        return self.model.memory.limited and not self.behavior.stateful and not self.model.side_settings
+
+    def side_by_side(self, works: Sequence[Callable[[], T]], ended: Callable[[], object] | None = None) -> list[T]:
         """Call all functions in `works`, each of which runs one forward pass by this runner, and return their results.
 
         If the model is larger than memory, the passes take turns, so that each block of weights is read once for all of them. They
         still run one after the other if one pass changes state on which another depends, or if reference and candidate have
         different settings (`LiveModel.side_settings`).
+
+        ended: called when all passes have run a block, while the values that it has read are still kept. It is not called if the
+        passes run one after the other.
         """
-        one = len(works) < 2 or self.behavior.stateful or self._together is not None or bool(self.model.side_settings)
-        if one or not self.model.memory.limited:
+        one = (len(works) < 2 and ended is None) or self._together is not None
+        if one or not self.takes_turns:
             return [work() for work in works]
-        together = self._together = SideBySide(self.model.memory, self._suspended)
+        together = self._together = SideBySide(self.model.memory, self._suspended, ended or ignore)
         try:
             results = together.run(works)
         except NotIndependent:

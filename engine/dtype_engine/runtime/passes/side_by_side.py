@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from dtype_engine.core.callbacks import Fixed
+from dtype_engine.core.callbacks import Fixed, ignore
 from dtype_engine.core.cancellation import never
 from dtype_engine.core.errors import Cancelled
 from dtype_engine.runtime.modes.weight_mode import WeightMode
@@ -32,18 +32,22 @@ class NotIndependent(Cancelled):
 class SideBySide:
     """Runs several forward passes that take turns: before each block, the running pass stops and another pass is resumed.
 
-    suspend: called when a pass stops before a block. Returns a function that is called when this pass is resumed.
+    suspend: called when a pass stops before a block. Returns a function that is called when this pass is resumed. ended: called
+    when all passes have run a block, while the values that it has read are still kept.
 
     Attributes:
         changed: returns whether the running pass has changed the model's state.
         kept: tensors of the model that the modes of all passes watch for changes (`WeightMode.kept`).
     """
 
-    def __init__(self, memory: MemoryBudget, suspend: Callable[[], Callable[[], None]]) -> None:
+    def __init__(
+        self, memory: MemoryBudget, suspend: Callable[[], Callable[[], None]], ended: Callable[[], object] = ignore
+    ) -> None:
         self.changed: Callable[[], bool] = never
         self.kept: Sequence[torch.Tensor] = ()
         self._memory = memory
         self._suspend = suspend
+        self._ended = ended
         self._shared = ExitStack()
         self._entered: dict[str, Any] = {}
         self._modes: dict[int, WeightMode] = {}
@@ -102,7 +106,11 @@ class SideBySide:
                 self._memory.cancelled = _ALWAYS  # so that the running pass stops at its next weight
             for thread in threads:
                 thread.join()
-            self._memory.leave()
+            try:
+                if not self._errors:
+                    self._ended()
+            finally:
+                self._memory.leave()
         if self._errors:
             raise self._errors[0]
         return results
@@ -123,6 +131,8 @@ class SideBySide:
         if self._errors:
             raise Cancelled
         resume()
+        if self._memory.inside not in ("", block):
+            self._ended()
         self._memory.enter(block)
         return time.perf_counter() - started
 

@@ -156,7 +156,7 @@ class ExactScan(SavableScan):
             names, left = list[str](), self.model.cache_budget // 2
             for each in (each for each, other in self._costly[self._costly.index(key) :] if other == dtype):
                 left -= self.model.weights[each].info.numel
-                if names and left < 0:
+                if names and left < 0 and not self.model.memory.limited:  # which keeps them in a file
                     break
                 names.append(each)
             found = self.model.rounder.round_ahead(dict.fromkeys(names, dtype), self._shares(names, dtype), cancelled)

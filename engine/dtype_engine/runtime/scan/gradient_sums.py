@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dtype_engine.runtime.scan.kept_tensors import ActivationFile, KeptTensor
+from dtype_engine.runtime.scan.kept_tensors import ActivationFile
+from dtype_engine.runtime.weights.temporary_file import StoredVector
 
 
 @dataclass(slots=True)
@@ -37,7 +38,7 @@ class GradientSums:
     """By weight: Σ g·Δ, float64 [D, B], for its D dtypes and the B backward passes."""
     squares: dict[str, torch.Tensor] = field(default_factory=dict)
     """By weight: Σ g²Δ², float64 [D, 1 + T], with column 0 over all probes, and one column for each sampled `topk` call."""
-    _partial: dict[tuple[int, int], torch.Tensor | KeptTensor] = field(default_factory=dict)
+    _partial: dict[tuple[int, int], torch.Tensor | StoredVector] = field(default_factory=dict)
     """The sums of the squared gradients of the probes until now, by the `id` of an operation and the index of its output."""
 
     @property
@@ -56,15 +57,15 @@ class GradientSums:
         squares = [(1 + column - self.probes, each.square()) for column, each in given if column >= self.probes]
         # Squares are added one by one, because torch takes ten times as long to sum over a first dimension of four.
         before = self._partial.pop(key, None)
-        drawn = self.file.take(before) if isinstance(before, KeptTensor) and self.file is not None else before
-        assert not isinstance(drawn, KeptTensor)
+        drawn = self.file.take(before) if isinstance(before, StoredVector) and self.file is not None else before
+        assert not isinstance(drawn, StoredVector)
         for column, gradient in given:
             if column < self.probes:
                 drawn = gradient.square() if drawn is None else drawn.addcmul_(gradient, gradient)
         if drawn is not None and final:
             squares.append((0, drawn))
         elif drawn is not None:
-            instead_of = before if isinstance(before, KeptTensor) else None
+            instead_of = before if isinstance(before, StoredVector) else None
             self._partial[key] = drawn if self.file is None else self.file.put(drawn, instead_of)
         return Gradients(list(given), squares) if given or squares else None
 

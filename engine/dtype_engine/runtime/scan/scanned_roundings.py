@@ -14,7 +14,9 @@ import json
 import math
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +24,6 @@ import torch
 from dtype_engine.core import dtypes
 from dtype_engine.core.cancellation import IsCancelled
 from dtype_engine.core.errors import Cancelled, UserError
-from dtype_engine.core.llama_types import llama_type
 from dtype_engine.core.roundings import ROUNDINGS
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import plural
@@ -33,15 +34,10 @@ from dtype_engine.runtime.formats.row_blocks import stopping
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.model.weight import Weight, sharing
 from dtype_engine.runtime.numerics.quantize import values_in
-from dtype_engine.runtime.numerics.roundings import (
-    InputStatistics,
-    RoundedCodes,
-    WeightStatistics,
-    output_error,
-    rounded_codes,
-)
-from dtype_engine.runtime.scan.kept_tensors import ActivationFile, KeptTensor
+from dtype_engine.runtime.numerics.roundings import InputStatistics, RoundedCodes, WeightStatistics, output_error
 from dtype_engine.runtime.scan.routing import Key
+from dtype_engine.runtime.weights.kept_codes import KeptCodes, keep_codes
+from dtype_engine.runtime.weights.temporary_file import StoredVector, TemporaryFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +54,6 @@ class RoundingGain:
 
 
 RoundingGains = Mapping[Key, RoundingGain]
-
-
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """Where the codes and scales of a weight are in the file, as vectors."""
-
-    codes: KeptTensor
-    scale: KeptTensor
-    grid: torch.Size
-    """The shape of the scales: [channels], or [blocks down, blocks across]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +83,8 @@ class ScannedRoundings:
                 self.wanted[name] = those
         self.roundings: dict[Key, RoundingGain] = {}
         """What the roundings did, for each weight and dtype that is done."""
-        self._kept: dict[Key, _Kept] = {}
-        self._file: ActivationFile | None = None
+        self._kept: dict[Key, KeptCodes] = {}
+        self._file: TemporaryFile | None = None
 
     def __contains__(self, key: Key) -> bool:
         """Return whether a (weight, dtype) has other values than the nearest ones."""
@@ -106,8 +92,8 @@ class ScannedRoundings:
 
     def make(self, on_progress: Callable[[int, int], object], cancelled: IsCancelled) -> float:
         """Round all weights that are not rounded yet. Returns how many seconds it took. on_progress: called with the numbers of
-        finished steps and of all, which are calibration runs and casts. Raises UserError if the model has no calibration inputs or
-        is larger than memory, or if the file can't be written. Raises NoForward, KernelError, Cancelled; a later call continues.
+        finished steps and of all, which are calibration runs and casts. Raises UserError if the model has no calibration inputs, or
+        if the file can't be written. Raises NoForward, KernelError, Cancelled; a later call continues.
         """
         left: dict[str, list[str]] = {
             name: missing
@@ -126,14 +112,10 @@ class ScannedRoundings:
             done += 1
             on_progress(done, total)
 
-        for statistics in calibration.collect(asked, step, cancelled):
-            for name, given in statistics.items():
-                for dtype in left[name]:
-                    if cancelled():
-                        raise Cancelled
-                    with stopping(cancelled), enough_memory(f"{name} in {dtype}", self.model.device):
-                        self.roundings[name, dtype] = self._round(name, dtype, given)
-                    step()
+        with closing(calibration.collect(asked, step, cancelled)) as collected:
+            for statistics in collected:
+                for name, given in statistics.items():
+                    self._round_in(left[name], name, given, step, cancelled)
         for name, those in left.items():
             for dtype in those:
                 self.roundings.setdefault((name, dtype), RoundingGain(None))
@@ -143,19 +125,17 @@ class ScannedRoundings:
         """Return the values of a weight in the dtype `compute`: of the indexes `rows` of its first dimension, or all if it is None.
         `rows` may split no block. (name, dtype) must be among the rounded ones.
         """
-        shape = self.model.weights[name].stored.shape
-        if rows is None or len(shape) < 2:
-            codes, scale = self._read(name, dtype)
-            values = dequantize(codes, scale, compute, dtypes.BY_NAME[dtype].blocks)
+        kept = self._kept[name, dtype]
+        if len(kept.shape) < 2:
+            values = dequantize(*kept.read(), compute, dtypes.BY_NAME[dtype].blocks)
             return values if rows is None else values[rows]
-        codes, scale = self._read(name, dtype, rows)
-        return dequantize(codes, scale, compute, dtypes.BY_NAME[dtype].blocks)
+        return dequantize(*kept.read(rows), compute, dtypes.BY_NAME[dtype].blocks)
 
     def look_up(self, name: str, dtype: str, ids: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
         """Return the rows `ids` of an embedding table [rows, width] in the dtype `compute`: [*ids.shape, width]. (name, dtype) must
         be among the rounded ones.
         """
-        codes, scale = self._read(name, dtype)
+        codes, scale = self._kept[name, dtype].read()
         return dequantized_rows(codes, scale, dtype, ids, compute)
 
     def share(self) -> SharedRoundings | None:
@@ -178,14 +158,13 @@ class ScannedRoundings:
         if self.roundings:
             return
         try:
-            file = ActivationFile(path=shared.path)
+            file = TemporaryFile(path=shared.path)
         except OSError:
             return
         self._hold(file)
         try:
-            index = (
-                file.take(file.record(shared.start, shared.nbytes, torch.uint8, torch.device("cpu"))).numpy().tobytes()
-            )
+            place = StoredVector(shared.start, shared.nbytes, torch.uint8, torch.device("cpu"))
+            index = file.take(place).numpy().tobytes()
         except UserError:
             index = b""
         if hashlib.sha256(index).hexdigest() != shared.digest:
@@ -196,13 +175,16 @@ class ScannedRoundings:
             if places is not None:
                 weight, (codes, scale, grid) = self.model.weights[name], places
                 device, count = weight.tensor.device, weight.stored.numel()
-                self._kept[name, dtype] = _Kept(
-                    file.record(codes, count, torch_dtype(dtype), device),
-                    file.record(scale, math.prod(grid), torch.float32, device),
-                    torch.Size(grid),
+                self._kept[name, dtype] = KeptCodes(
+                    file,
+                    dtype,
+                    weight.stored.shape,
+                    StoredVector(codes, count, torch_dtype(dtype), device),
+                    StoredVector(scale, math.prod(grid), torch.float32, device),
+                    tuple(grid),
                 )
 
-    def _hold(self, file: ActivationFile) -> None:
+    def _hold(self, file: TemporaryFile) -> None:
         self._file = file
         weakref.finalize(self, file.close)
 
@@ -214,51 +196,57 @@ class ScannedRoundings:
         self._kept.clear()
         self.roundings = {}
 
-    def _read(self, name: str, dtype: str, rows: slice | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (codes, scales) at some indexes of a weight's first dimension."""
-        file, kept, shape = self._file, self._kept[name, dtype], self.model.weights[name].stored.shape
-        assert file is not None
-        if rows is None:
-            return file.take(kept.codes).view(shape), file.take(kept.scale).view(kept.grid)
-        blocks = dtypes.BY_NAME[dtype].blocks
-        high = 1 if blocks is None or len(shape) > 2 else blocks.rows
-        each = kept.grid[0] // shape[0] if high == 1 else 1
-        first, last = rows.start // high * each, -(-rows.stop // high) * each
-        width, across = math.prod(shape[1:]), math.prod(kept.grid[1:])
-        codes = file.take(kept.codes, slice(rows.start * width, rows.stop * width))
-        if llama_type(dtype) is not None:  # has one scale, which is 1
-            return codes.view(-1, *shape[1:]), file.take(kept.scale)
-        scale = file.take(kept.scale, slice(first * across, last * across))
-        return codes.view(-1, *shape[1:]), scale.view(-1, *kept.grid[1:])
+    def _round_in(
+        self,
+        targets: Sequence[str],
+        name: str,
+        given: WeightStatistics,
+        step: Callable[[], None],
+        cancelled: IsCancelled,
+    ) -> None:
+        for dtype in targets:
+            if cancelled():
+                raise Cancelled
+            with stopping(cancelled), enough_memory(f"{name} in {dtype}", self.model.device):
+                self.roundings[name, dtype] = self._round(name, dtype, given)
+            step()
 
     def _round(self, name: str, dtype: str, given: WeightStatistics) -> RoundingGain:
         weight = self.model.weights[name]
-        stored = weight.stored.read(weight.tensor.device)
-        if not _matrices_with_inputs(stored, given):
+        if not _matrices_with_inputs(given, len(weight.stored.shape)):
             return RoundingGain(None)
-        amax = max((each.amax for each in sharing(self.model.weights, name, dtype)), default=None)
-        made = rounded_codes(stored, dtype, given, amax)
+        amax = weight.scale_amax(dtype, sharing(self.model.weights, name, dtype))
+        products, errors, unseen = _needs_products(dtype), [0.0, 0.0], 0
+
+        def rounded() -> Iterator[RoundedCodes]:
+            nonlocal unseen
+            for stored, inputs, made in weight.rounded_parts(dtype, given, amax):
+                yield made
+                nearest = values_in(stored, dtypes.unrounded(dtype), torch.float32, amax)
+                chosen = dequantize(made.codes, made.scale, torch.float32, dtypes.BY_NAME[dtype].blocks)
+                errors[0] += _error(nearest, stored, inputs, products)
+                errors[1] += _error(chosen, stored, inputs, products)
+                unseen += len(made.nearest)
+
         if self._keeps:
-            self._keep((name, dtype), made)
-        nearest = values_in(stored, dtypes.unrounded(dtype), torch.float32, amax)
-        rounded = dequantize(made.codes, made.scale, torch.float32, dtypes.BY_NAME[dtype].blocks)
-        products = _needs_products(dtype)
-        gain = _ratio(_error(nearest, stored, given, products), _error(rounded, stored, given, products))
-        return RoundingGain(gain, len(made.nearest))
+            self._keep(name, dtype, rounded())
+        else:
+            deque(rounded(), maxlen=0)  # only the errors count
+        return RoundingGain(_ratio(*errors), unseen)
 
-    def _keep(self, key: Key, made: RoundedCodes) -> None:
+    def _keep(self, name: str, dtype: str, made: Iterable[RoundedCodes]) -> None:
         if self._file is None:
-            self._hold(ActivationFile())
+            self._hold(TemporaryFile(instead="scan fewer dtypes"))
         assert self._file is not None
-        codes, scale = (self._file.put(each.reshape(-1)) for each in (made.codes, made.scale))
-        self._kept[key] = _Kept(codes, scale, made.scale.shape)
+        shape = self.model.weights[name].stored.shape
+        self._kept[name, dtype] = keep_codes(self._file, dtype, shape, made, for_export=False)
 
 
-def _matrices_with_inputs(stored: torch.Tensor, given: WeightStatistics) -> dict[int | None, InputStatistics]:
-    """Return the statistics of a weight's matrices, by index. A weight of more than two dimensions that a product uses as one
-    matrix has none.
+def _matrices_with_inputs(given: WeightStatistics, ndim: int) -> dict[int | None, InputStatistics]:
+    """Return the statistics of the matrices of a weight with `ndim` dimensions, by index. A weight of more than two dimensions that
+    a product uses as one matrix has none.
     """
-    return {index: inputs for index, inputs in given.parts.items() if (index is None) == (stored.ndim < 3)}
+    return {index: inputs for index, inputs in given.parts.items() if (index is None) == (ndim < 3)}
 
 
 def _needs_products(dtype: str) -> bool:
@@ -272,7 +260,7 @@ def _error(values: torch.Tensor, stored: torch.Tensor, given: WeightStatistics, 
     a gain does not depend on what else the statistics were collected for.
     """
     total = 0.0
-    for index, inputs in _matrices_with_inputs(stored, given).items():
+    for index, inputs in _matrices_with_inputs(given, stored.ndim).items():
         new, old = (values, stored) if index is None else (values[index], stored[index])
         difference = (new - old.float()).reshape(-1, new.shape[-1])
         if products and inputs.products is not None:

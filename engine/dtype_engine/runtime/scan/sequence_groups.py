@@ -9,7 +9,7 @@ from dtype_engine.runtime.device import cache_budget
 from dtype_engine.runtime.inputs import Inputs
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.passes.model_behavior import ModelBehavior
-from dtype_engine.runtime.scan.kept_tensors import free_for_activations
+from dtype_engine.runtime.weights.temporary_file import free_for_temporary_files
 
 _SIDE_BY_SIDE = 8
 """The maximum number of sequences of a model larger than memory that are scanned side by side."""
@@ -51,7 +51,7 @@ class SequenceGroups:
             return pending[:1], False
         one_by_one = self.behavior.stateful or bool(self.model.side_settings)
         room, most = cache_budget(self.model.device), pending[: 1 if one_by_one else self.most]
-        graph, disk = self.graph_bytes(pending[0]), free_for_activations() / _FILE_BYTES
+        graph, disk = self.graph_bytes(pending[0]), free_for_temporary_files() / _FILE_BYTES
         in_memory = _first_of(most, self.graph_bytes, room)
         if graph > disk or (len(in_memory) == len(most) and graph <= room):
             return in_memory, False

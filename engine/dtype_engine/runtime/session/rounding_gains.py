@@ -23,8 +23,8 @@ def rounding_gains(
     rounding, otherwise that of `dtypes.with_rounding`.
 
     wanted: the dtypes of weights, by the weights' names. on_progress: called with the numbers of finished steps and of all, which
-    are calibration runs and roundings. Raises UserError for a name that is no weight, if the model has no calibration inputs, or if
-    it is larger than memory. Raises NoForward, KernelError, Cancelled.
+    are calibration runs and roundings. Raises UserError for a name that is no weight, and if the model has no calibration inputs.
+    Raises NoForward, KernelError, Cancelled.
     """
     if unknown := [name for name in wanted if name not in model.weights]:
         raise UserError(f"the model has no weight {printable(unknown[0])}")

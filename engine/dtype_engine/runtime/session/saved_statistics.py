@@ -16,7 +16,7 @@ import site
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -69,7 +69,7 @@ class SavedStatistics:
 
     def collect(
         self, rounded: Mapping[str, str], on_run: Callable[[], None], cancelled: IsCancelled
-    ) -> Iterator[dict[str, WeightStatistics]]:
+    ) -> Generator[dict[str, WeightStatistics]]:
         """Yield the statistics of weights as `Calibration.collect` does: first those in the file, one weight at a time. What the
         runs collect is added to the file when they end, also if they are cancelled. Raises UserError if the file can't be read any
         more, and what `Calibration.collect` raises.
@@ -88,15 +88,16 @@ class SavedStatistics:
 
     def _collected(
         self, missing: Mapping[str, str], saved: SavedFile, on_run: Callable[[], None], cancelled: IsCancelled
-    ) -> Iterator[dict[str, WeightStatistics]]:
+    ) -> Generator[dict[str, WeightStatistics]]:
         additions, left = self._additions(saved), dict(missing)
         try:
-            for found in self.calibration.collect(missing, on_run, cancelled):
-                for name, given in found.items():
-                    left.pop(name, None)
-                    if additions is not None and not self._added(additions, name, given):
-                        additions = None
-                yield found
+            with contextlib.closing(self.calibration.collect(missing, on_run, cancelled)) as collected:
+                for found in collected:
+                    for name, given in found.items():
+                        left.pop(name, None)
+                        if additions is not None and not self._added(additions, name, given):
+                            additions = None
+                    yield found
             if additions is not None:
                 additions.add_unused(left)
         finally:

@@ -10,6 +10,7 @@ import torch
 from dtype_engine.core import dtypes
 from dtype_engine.core.roundings import ROUNDED_FORMATS
 from dtype_engine.runtime.formats.dequantize import dequantize
+from dtype_engine.runtime.numerics import roundings
 from dtype_engine.runtime.numerics.quantize import cast_or_quantize, values_in
 from dtype_engine.runtime.numerics.roundings import (
     FEWEST_TOKENS,
@@ -46,6 +47,27 @@ def output_difference(inputs: torch.Tensor, before: torch.Tensor, after: torch.T
 def test_every_format_with_every_rounding_is_a_dtype() -> None:
     assert {dtypes.unrounded(name) for name in NAMES} == set(ROUNDED_FORMATS)
     assert len(NAMES) == 2 * len(ROUNDED_FORMATS)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_of_a_large_matrix_are_rounded_some_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, inputs = layer()
+    given = WeightStatistics(1, {None: known(inputs)})
+    whole, asked = rounded_codes(weight, name, given), list[int]()
+    rounding = dtypes.BY_NAME[name].rounding
+    rounder = roundings.ROUNDERS[rounding]
+
+    def noted(values: torch.Tensor, form: roundings.Format, given: InputStatistics, across: int) -> roundings.Rounded:
+        asked.append(len(values))
+        return rounder(values, form, given, across)
+
+    monkeypatch.setattr(roundings, "_VALUES_AT_ONCE", 10 * CHANNELS)
+    monkeypatch.setitem(roundings.ROUNDERS, rounding, noted)
+    parts = rounded_codes(weight, name, given)
+    assert asked == [10, 10, 4]
+    assert torch.equal(parts.scales.stored.view(torch.uint8), whole.scales.stored.view(torch.uint8))
+    # A matrix product may add the same numbers in another order for another number of rows.
+    assert (parts.codes.float() != whole.codes.float()).float().mean() < 0.01
 
 
 @pytest.mark.parametrize("name", NAMES)

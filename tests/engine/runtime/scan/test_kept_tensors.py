@@ -23,6 +23,7 @@ from dtype_engine.runtime.building import module_sources
 from dtype_engine.runtime.scan import kept_tensors, scan, sequence_groups, sequence_scans
 from dtype_engine.runtime.scan.kept_tensors import ActivationFile, KeptTensor
 from dtype_engine.runtime.scan.weight_ops import WeightOp
+from dtype_engine.runtime.weights import temporary_file
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -123,7 +124,7 @@ def test_vector_in_the_activation_file_can_be_overwritten_in_place() -> None:
 
 
 def test_activation_file_is_in_tmpdir_and_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_tensors.tempfile, "tempdir", None)
+    monkeypatch.setattr(temporary_file.tempfile, "tempdir", None)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     with closing(ActivationFile()) as file:
         file.put(drawn(4096))

@@ -17,7 +17,6 @@ import dtype_engine as de
 from dtype_engine.core import dtypes
 from dtype_engine.core.cancellation import CancelToken, never
 from dtype_engine.reports.text_scan import scan_text
-from dtype_engine.runtime.building import module_sources
 from dtype_engine.runtime.formats.dequantize import dequantize
 from dtype_engine.runtime.model.weight import sharing
 from dtype_engine.runtime.scan.local_errors import LocalErrors
@@ -237,16 +236,6 @@ def test_rounding_continues_after_it_was_cancelled(opened: Callable[..., de.Sess
     found = session.scan(kinds, draws=2, on_progress=progress)
     assert steps[-1][0] == "scan"
     assert found.scores() == opened().scan(kinds, draws=2).scores()
-
-
-def test_model_run_from_the_disk_is_refused(make_llama: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module_sources, "SMALLEST", 1)  # otherwise these weights stay in memory
-    options = de.Options(device="cpu", over_memory=True, max_memory={"cpu": 1 << 12})
-    session = de.open(str(make_llama()), options=options, inputs={"input_ids": architectures.tokens()})
-    with pytest.raises(
-        de.UserError, match=r"can't be rounded to int4@g32:gptq in a model that is run from the disk: use int4@g32"
-    ):
-        session.scan(["int4@g32:gptq"], draws=1)
 
 
 def test_pieces_of_a_large_weight_have_its_rounded_values(

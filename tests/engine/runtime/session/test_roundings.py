@@ -205,13 +205,6 @@ def test_command_line_exports_and_verifies(texts: Path, tmp_path: Path, capsys: 
     assert report["held_out"]["nearest"]["kl_mean"] > 0
 
 
-def test_models_that_are_run_from_the_disk_refuse_with_a_sentence() -> None:
-    options = de.Options(device="cpu", prompts=("one short prompt",), over_memory=True, max_memory={"cpu": 100_000})
-    session = de.open(str(DEMO), options=options)
-    with pytest.raises(de.UserError, match="run from the disk"):
-        session.cast(LINEARS, "int8:imatrix")
-
-
 def test_verify_of_a_named_model_needs_the_calibration_inputs(texts: Path, tmp_path: Path) -> None:
     session = opened(texts)
     session.cast(LINEARS, "mxfp4:imatrix")
