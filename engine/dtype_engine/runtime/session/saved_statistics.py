@@ -100,6 +100,11 @@ class SavedStatistics:
                     yield found
             if additions is not None:
                 additions.add_unused(left)
+        except UserError:  # the inputs of a weight that was added turned out to be incomplete
+            if additions is not None:
+                additions.close()
+            additions = None
+            raise
         finally:
             if additions is not None:
                 self._write(additions)

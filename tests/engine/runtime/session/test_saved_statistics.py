@@ -168,7 +168,7 @@ def test_model_run_from_the_disk_is_known_by_its_files(
         if change is not None:
             change(llama)
         files.append(opened(llama, over_memory=True, max_memory={"cpu": 1 << 12}).imatrix())
-    assert len(runs) == 2
+    assert len(runs) == 4  # before the statistics are collected, a run finds out which weights are used more than once
     assert files[0] == files[1] != files[2]
 
 
