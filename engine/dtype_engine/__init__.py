@@ -17,6 +17,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dtype_engine.core.errors import Cancelled, KernelError, NoForward, PatternError, UserError
+from dtype_engine.core.execution import Execution
 from dtype_engine.core.input_limits import InputLimits
 from dtype_engine.core.options import Options, RunSettings
 from dtype_engine.core.version import __version__
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Cancelled",
+    "Execution",
     "InputLimits",
     "KernelError",
     "NoForward",

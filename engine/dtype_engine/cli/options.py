@@ -309,6 +309,20 @@ _RUNNING = (
         "types.",
     ),
     click.Option(
+        ["--candidate", "execution"],
+        multiple=True,
+        metavar="KEY=VALUE",
+        help="How the candidate is executed; may be repeated. attention=eager, sdpa, flex, math or flash (the last two: torch's "
+        "kernels of sdpa). batch=N: N sequences at once, the shorter ones padded. padding=right or left. decode=yes: token by "
+        "token, with a KV cache. threads=N. mkldnn=no. matmul=highest, high or medium: the precision of products of float32.",
+    ),
+    click.Option(
+        ["--reference-run", "reference_execution"],
+        multiple=True,
+        metavar="KEY=VALUE",
+        help="How the reference is executed, as --candidate says it of the candidate; may be repeated.",
+    ),
+    click.Option(
         ["--classes-dim"],
         type=_classes_dim,
         default="auto",

@@ -13,6 +13,7 @@ import msgspec
 from dtype_engine.cli.program import print_stderr, say, say_share
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
+from dtype_engine.core.execution import parse_execution
 from dtype_engine.core.gc_pause import gc_paused
 from dtype_engine.core.input_args import check_files
 from dtype_engine.core.input_limits import InputLimits
@@ -179,4 +180,5 @@ def _options(values: Mapping[str, Any], runs: bool) -> Options:
     if autocast is not None and cast is None:
         raise UserError(f"--autocast {autocast}: torch.autocast knows bfloat16 and float16")
     others = (values[name] for name in ("float_inputs", "quantize_activations", "classes_dim"))
-    return Options(**given, settings=RunSettings(compute, cast, *others))
+    executions = (parse_execution(values[name]) for name in ("execution", "reference_execution"))
+    return Options(**given, settings=RunSettings(compute, cast, *others, *executions))

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from dtype_engine.core.dtypes import COMPUTE_DTYPES
+from dtype_engine.core.execution import PLAIN, Execution
 from dtype_engine.core.input_limits import InputLimits
 from dtype_engine.core.number_ranges import Count, Dimension, Processes, SequenceLength, Sequences, Share, Threads
 from dtype_engine.core.typed_data import TypedFields
@@ -26,7 +27,7 @@ ClassesDim = Dimension | Literal["auto", "none"]
 
 @dataclass(frozen=True, slots=True, repr=False)
 class RunSettings(TypedFields):
-    """The settings with which the candidate, the cast model, is run. The reference ignores them.
+    """The settings with which the candidate, the cast model, is run. The reference ignores all but `reference_execution`.
 
     Example:
         >>> print(de.RunSettings(autocast="bfloat16"))
@@ -50,10 +51,16 @@ class RunSettings(TypedFields):
     """The dimension of the main output along which the logits over classes or tokens lie, from 0, or from the end if negative.
     "none": the output is no distribution. "auto": the model's class and its configuration decide.
     """
+    execution: Execution = PLAIN
+    """How the candidate is executed: its attention kernel, batch and so on."""
+    reference_execution: Execution = PLAIN
+    """How the reference is executed."""
 
     def of_weights(self) -> RunSettings:
-        """Return these settings without autocast and `float_inputs`, which do not apply to single weights."""
-        return dataclasses.replace(self, autocast=None, float_inputs="given")
+        """Return these settings without autocast, `float_inputs` and executions, which do not apply to single weights."""
+        return dataclasses.replace(
+            self, autocast=None, float_inputs="given", execution=PLAIN, reference_execution=PLAIN
+        )
 
     def __str__(self) -> str:
         parts = [f"autocast {self.autocast}"] if self.autocast else []
@@ -62,6 +69,8 @@ class RunSettings(TypedFields):
         parts += ["activations quantized as their weights"] if self.quantize_activations == "weights" else []
         parts += ["no distribution"] if self.classes_dim == "none" else []
         parts += [f"classes in dimension {self.classes_dim}"] if isinstance(self.classes_dim, int) else []
+        parts += [str(self.execution)] if self.execution != PLAIN else []
+        parts += [f"reference {self.reference_execution}"] if self.reference_execution != PLAIN else []
         return ", ".join(parts) or "defaults"
 
 

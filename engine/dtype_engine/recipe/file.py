@@ -16,7 +16,6 @@ Only `version` and `rules` are required.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,13 +26,14 @@ import yaml
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
+from dtype_engine.core.execution import execution_of
 from dtype_engine.core.number_ranges import Count, Positive
 from dtype_engine.core.options import ClassesDim, RunSettings
 from dtype_engine.core.plain_yaml import load_yaml
 from dtype_engine.core.regexes import time_limit
 from dtype_engine.core.regular_files import read_regular, reading
 from dtype_engine.core.text import printable
-from dtype_engine.core.typed_data import as_type
+from dtype_engine.core.typed_data import as_plain, as_type
 from dtype_engine.recipe.plan import MATCHING_S
 from dtype_engine.recipe.rules import Recipe, Rule
 from dtype_engine.results.losses import ValueLoss
@@ -129,6 +129,8 @@ class _Settings(msgspec.Struct):
     float_inputs: Literal["given", "model"] | None = None
     quantize_activations: Literal["none", "weights"] | None = None
     classes_dim: ClassesDim | None = None
+    execution: dict[str, Any] = {}
+    reference_execution: dict[str, Any] = {}
 
 
 class _Loss(msgspec.Struct):
@@ -160,12 +162,15 @@ def _settings(entry: object) -> RunSettings:
     autocast: Any = settings.autocast and _dtype("autocast", settings.autocast)
     if autocast not in (None, "bfloat16", "float16"):
         raise UserError("setting autocast: torch.autocast supports bfloat16 and float16")
+    with _errors_in("settings"):
+        executions = [execution_of(each) for each in (settings.execution, settings.reference_execution)]
     return RunSettings(
         compute,
         autocast,
         settings.float_inputs or "given",
         settings.quantize_activations or "none",
         "auto" if settings.classes_dim is None else settings.classes_dim,
+        *executions,
     )
 
 
@@ -213,10 +218,10 @@ def write_recipe(
         lines.append(f"  - {{pattern: {_scalar(rule.pattern)}, dtype: {rule.dtype}}}{comment}")
     if settings is not None:
         lines.append("settings:  # how the candidate is run")
-        entries = dataclasses.asdict(settings)
+        entries = as_plain(settings)
         # Earlier versions behave as the defaults of these say, but refuse an entry that they do not know.
-        for name, default in (("quantize_activations", "none"), ("classes_dim", "auto")):
-            if entries[name] == default:
+        for name in ("quantize_activations", "classes_dim", "execution", "reference_execution"):
+            if getattr(settings, name) == getattr(RunSettings(), name):
                 del entries[name]
         lines += [f"  {name}: {_figure(value)}" for name, value in entries.items()]
     if fitted_to is not None:
@@ -248,4 +253,4 @@ def _scalar(text: str) -> str:
 def _figure(value: Figure) -> str:
     if isinstance(value, str):
         return value if value.isidentifier() and yaml.safe_load(value) == value else _scalar(value)
-    return yaml.safe_dump(value, width=1 << 20).removesuffix("...\n").strip()
+    return yaml.safe_dump(value, width=1 << 20, default_flow_style=True).removesuffix("...\n").strip()

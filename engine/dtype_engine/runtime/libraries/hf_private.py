@@ -10,13 +10,15 @@ import functools
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
+from dtype_engine.core.errors import UserError
 from dtype_engine.core.replaced import replaced
+from dtype_engine.core.text import printable
 
 SKIPPED_BY_DIFFUSERS = "_skip_layerwise_casting_patterns"
 """The class attribute with regular expressions for the names of modules that diffusers' layerwise casting skips."""
@@ -229,23 +231,41 @@ def set_implementation(config: Any, of: str, name: str | None) -> None:
 @contextmanager
 def other_attention(module: nn.Module) -> Iterator[str | None]:
     """During the `with` block, make a transformers model use "eager" attention instead of "sdpa", or the reverse. Yields the name
-    of the implementation in use. Yields None if the model can't be switched, or lacks `_can_set_attn_implementation`.
+    of the implementation in use. Yields None if the model can't be switched.
     """
-    before = [(config, implementation(config, "attn")) for config in _configs(module)]
-    now = getattr(getattr(module, "config", None), "_attn_implementation", None)
-    can_set = getattr(module, "_can_set_attn_implementation", lambda: False)
-    other = {"sdpa": "eager", "eager": "sdpa"}.get(now or "") if can_set() else None
-    try:
+    other = {"sdpa": "eager", "eager": "sdpa"}.get(attention_of(module) or "")
+    with ExitStack() as stack:
         if other is not None:
             try:
-                module.set_attn_implementation(other)  # type: ignore[operator]
-            except (ValueError, ImportError, AttributeError):
+                stack.enter_context(with_attention(module, other))
+            except UserError:
                 other = None
         yield other
+
+
+@contextmanager
+def with_attention(module: nn.Module, name: str) -> Iterator[None]:
+    """During the `with` block, make a transformers model use the implementation of attention `name`, such as "eager". Raises
+    UserError if the model can't be switched, or lacks `_can_set_attn_implementation`.
+    """
+    before = [(config, implementation(config, "attn")) for config in _configs(module)]
+    if not getattr(module, "_can_set_attn_implementation", lambda: False)():
+        raise UserError(f"transformers can't change the attention of {type(module).__name__} to {name}")
+    try:
+        try:
+            module.set_attn_implementation(name)  # type: ignore[operator]
+        except (ValueError, ImportError, AttributeError) as error:
+            raise UserError(f"{type(module).__name__} has no attention {name}: {printable(str(error), 200)}") from None
+        yield
     finally:
         # The configurations of a model's parts may have had different implementations.
-        for config, name in before:
-            set_implementation(config, "attn", name)
+        for config, own in before:
+            set_implementation(config, "attn", own)
+
+
+def attention_of(module: nn.Module) -> str | None:
+    """Return the name of the implementation of attention that a transformers model uses, such as "sdpa", or None."""
+    return getattr(getattr(module, "config", None), "_attn_implementation", None)
 
 
 def _configs(module: nn.Module) -> list[Any]:

@@ -24,6 +24,7 @@ from dtype_engine.results.drift import DriftReport
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.results.memory import MemoryStats
 from dtype_engine.runtime.device import cache_budget, enough_memory
+from dtype_engine.runtime.execution.executor import Executor
 from dtype_engine.runtime.inputs import Inputs
 from dtype_engine.runtime.measure.listener import MeasurementListener
 from dtype_engine.runtime.measure.modules.comparer import ModuleComparer
@@ -79,8 +80,8 @@ class DriftMeter:
     """Facts about `model` that were observed during its passes, such as which modules have side effects."""
     _caches: dict[int, tuple[OutputCache, bool]] = field(default_factory=dict)
     """By the index of a sequence: (outputs of the candidate's last pass over it, whether modules were compared in it)."""
-    _caches_of: RunSettings | None = None
-    """The settings with which the passes ran whose outputs are in `_caches`."""
+    _settings_of_kept: RunSettings | None = None
+    """The settings with which the passes ran whose outputs are kept."""
     _records: dict[int, ReferenceRecord] = field(default_factory=dict)
     _calls: dict[bool, int] = field(default_factory=dict)
     """The number of module calls that a pass observes, by whether it observes all modules (True) or only some (False)."""
@@ -178,12 +179,11 @@ class DriftMeter:
         receives the progress. begun: the totals of an interrupted measurement, to continue. Raises what `measure` raises.
         """
         batches, totals = self.inputs.batches, begun
-        if self._caches_of != self.settings:
-            self._caches.clear()
-            self._caches_of = self.settings
+        self._forget_other_settings()
         progress = MeasurementProgress(listener.on_progress, batches, self._calls, self._modules)
         running = ForwardRunner(self.model, self.settings, listener.cancelled, behavior=self.behavior)
         with closing(progress), running as runner:
+            executor = Executor(runner, batches)
             runner.calibrate_caches(batches)
             steps_left = (
                 step
@@ -194,7 +194,7 @@ class DriftMeter:
                 self._expect(progress, steps, totals, listener)
                 sharing = sum(step.compares_modules for step in steps)
                 references = runner.side_by_side(
-                    [partial(self._reference, runner, step, progress, sharing) for step in steps]
+                    [partial(self._reference, executor, step, progress, sharing) for step in steps]
                 )
                 if totals is None:
                     name, output = references[0].output_name, references[0].output
@@ -208,7 +208,7 @@ class DriftMeter:
                     comparers.append((kept, self._comparer(step, reference, totals, listener, kept)))
                 passes = runner.side_by_side(
                     [
-                        partial(self._candidate, runner, step, progress, comparer)
+                        partial(self._candidate, executor, step, progress, comparer)
                         for step, (_, comparer) in zip(steps, comparers, strict=True)
                     ]
                 )
@@ -222,6 +222,14 @@ class DriftMeter:
                         if listener.on_modules is not None:
                             listener.on_modules(totals.modules)
                     yield totals
+
+    def _forget_other_settings(self) -> None:
+        """Drop outputs that passes with other settings computed."""
+        before, self._settings_of_kept = self._settings_of_kept, self.settings
+        if before is not None and before != self.settings:
+            self._caches.clear()
+            if before.reference_execution != self.settings.reference_execution:
+                self._records.clear()
 
     def _groups(self, steps: Iterable[Step], most: int | None) -> Iterator[list[Step]]:
         """Yield the steps in groups whose sequences run side by side. A group is a single step, or several if the model is larger
@@ -280,7 +288,7 @@ class DriftMeter:
         return ModuleComparer(reference.modules, routing, kept, report if listener.on_modules is not None else None)
 
     def _candidate(
-        self, runner: ForwardRunner, step: Step, progress: MeasurementProgress, comparer: ModuleComparer | None
+        self, executor: Executor, step: Step, progress: MeasurementProgress, comparer: ModuleComparer | None
     ) -> PassResult[Any]:
         """Run the candidate on a step's sequence. Module outputs that can't have changed since the last measurement are reused."""
         observer = progress.begin_pass("candidate", step.number, step.compares_modules, comparer)
@@ -291,7 +299,7 @@ class DriftMeter:
             cached=self._plan.cached,
             earlier=earlier if compared or not step.compares_modules else None,
         )
-        ran = runner.candidate(runner.candidate_call(self.inputs.batches[step.number]), options, observer)
+        ran = executor.run("candidate", step.number, options, observer)
         if ran.cache is not None and ran.cache.calls:
             self._caches[step.number] = ran.cache, step.compares_modules
         return ran
@@ -301,7 +309,7 @@ class DriftMeter:
         return record is not None and (record.modules is not None or not with_modules)
 
     def _reference(
-        self, runner: ForwardRunner, step: Step, progress: MeasurementProgress, sharing: int
+        self, executor: Executor, step: Step, progress: MeasurementProgress, sharing: int
     ) -> ReferenceRecord:
         """Return the reference's outputs for a step's sequence. If they are not kept, run the reference, and keep its outputs if
         they fit. sharing: the number of sequences that run side by side and keep module outputs. The memory is divided among them.
@@ -313,8 +321,7 @@ class DriftMeter:
         recorder = ModuleRecorder(max(left, self._working) // sharing) if step.compares_modules else None
         observer = progress.begin_pass("reference", step.number, step.compares_modules, recorder)
         options = PassOptions(watched=self._plan.watched(step), learns=True)
-        call = runner.reference_call(self.inputs.batches[step.number])
-        ran = runner.reference(call, options, observer)
+        ran = executor.run("reference", step.number, options, observer)
         name, output = main_output(ran.output)
         if recorder is None:
             record = ReferenceRecord(name, output.detach().clone(), ran.seconds, ran.attended, None)

@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 
 import torch
 
+from dtype_engine.core.execution import PLAIN, Execution
 from dtype_engine.runtime.modes.kv_cache import CacheWatcher
 from dtype_engine.runtime.modes.weight_mode import WeightMode
 from dtype_engine.runtime.passes.kept_positions import AttendedPositions
@@ -47,6 +48,8 @@ class PassOptions:
     """The largest |value| of each head, float32 [heads], keyed by the name of the cache tensor, with which `ForwardRunner.partial`
     rounds KV caches. If None, the values of the reference run are used.
     """
+    execution: Execution = PLAIN
+    """How torch executes the pass. How inputs are grouped, as in a batch, has no effect here."""
 
 
 @dataclass(slots=True)

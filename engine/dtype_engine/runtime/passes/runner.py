@@ -32,6 +32,7 @@ from dtype_engine.runtime.modes.partial import PartialCastMode
 from dtype_engine.runtime.modes.reference import ReferenceMode, WidenedWeights
 from dtype_engine.runtime.modes.weight_mode import WeightMode
 from dtype_engine.runtime.passes.call_interception import ModuleCalls
+from dtype_engine.runtime.passes.execution import executed
 from dtype_engine.runtime.passes.forward_pass import ForwardPass, ModuleObserver
 from dtype_engine.runtime.passes.kept_positions import AttendedPositions, KeptPositions
 from dtype_engine.runtime.passes.model_behavior import Calibration, ModelBehavior, Run
@@ -378,6 +379,9 @@ class ForwardRunner:
                 contexts.enter_context(options.around(mode))
             contexts.enter_context(mode)
             contexts.enter_context(self._for_all("float32", partial(exact_float32, device)))
+            contexts.enter_context(
+                self._for_all("execution", partial(executed, self.model.module, options.execution))
+            )
             if caches is not None:
                 contexts.enter_context(self._for_all("caches", watched_caches))
                 contexts.enter_context(watching_caches(caches, mode))

@@ -1,0 +1,85 @@
+"""Runs reference and candidate over sequences, as the settings of a run say that they are executed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from dtype_engine.core.execution import Execution
+from dtype_engine.runtime.execution.batches import PartObserver, join
+from dtype_engine.runtime.execution.stepwise import StepObserver, stepwise
+from dtype_engine.runtime.inputs import Batch
+from dtype_engine.runtime.passes.forward_pass import ModuleObserver
+from dtype_engine.runtime.passes.model_behavior import Run
+from dtype_engine.runtime.passes.one_pass import PassOptions, PassResult
+from dtype_engine.runtime.passes.outputs import main_output
+from dtype_engine.runtime.passes.runner import ForwardRunner
+
+
+class Executor:
+    """Runs passes over the sequences `batches`. What a batch computed of its other sequences is kept until they are asked for.
+
+    Attributes:
+        not_compared: the names of modules whose outputs can't be compared in this execution.
+    """
+
+    def __init__(self, runner: ForwardRunner, batches: Sequence[Batch]) -> None:
+        self.not_compared: set[str] = set()
+        self._runner, self._batches = runner, batches
+        self._kept: dict[tuple[Run, int], PassResult[Any]] = {}
+
+    def run(self, run: Run, number: int, options: PassOptions, observer: ModuleObserver) -> PassResult[Any]:
+        """Run the reference or the candidate over a sequence. The result's main output is that of this sequence alone. Raises
+        NoForward, KernelError, Cancelled, and UserError if the model or the inputs can't be executed so.
+        """
+        settings = self._runner.settings
+        execution = settings.execution if run == "candidate" else settings.reference_execution
+        options = dataclasses.replace(options, execution=execution)
+        if not execution.regroups:
+            return self._pass(run, self._batches[number], options, observer)
+        kept = self._kept.pop((run, number), None)
+        if kept is not None and options.watched is not None:
+            return kept
+        options = dataclasses.replace(options, cache_bytes=0, cached=None, earlier=None)
+        if execution.decode:
+            return self._token_by_token(run, number, options, observer)
+        return self._in_batch(run, number, execution, options, observer)
+
+    def _pass(self, run: Run, batch: Batch, options: PassOptions, observer: ModuleObserver) -> PassResult[Any]:
+        runner = self._runner
+        if run == "reference":
+            return runner.reference(runner.reference_call(batch), options, observer)
+        return runner.candidate(runner.candidate_call(batch), options, observer)
+
+    def _in_batch(
+        self, run: Run, number: int, execution: Execution, options: PassOptions, observer: ModuleObserver
+    ) -> PassResult[Any]:
+        first = number // execution.batch * execution.batch
+        members = range(first, min(first + execution.batch, len(self._batches)))
+        joined = join([self._batches[each] for each in members], self._runner.model.module, execution)
+        of_one = PartObserver(observer, joined, number - first)
+        ran = self._pass(run, joined.batch, options, of_one)
+        self.not_compared |= of_one.left_out
+        name, output = main_output(ran.output)
+        for index, member in enumerate(members):
+            part = joined.part(index, output)
+            if part is not None:
+                self._kept[run, member] = dataclasses.replace(
+                    ran, output={name: part.clone()}, seconds=ran.seconds / len(members)
+                )
+        return self._kept.pop((run, number))
+
+    def _token_by_token(
+        self, run: Run, number: int, options: PassOptions, observer: ModuleObserver
+    ) -> PassResult[Any]:
+        runner, steps = self._runner, StepObserver(observer)
+        batch = self._batches[number]
+        moved = runner.reference_batch(batch) if run == "reference" else runner.candidate_batch(batch)
+        call = stepwise(moved, runner.model.module, steps.begin_step)
+        ran = runner.reference(call, options, steps) if run == "reference" else runner.candidate(call, options, steps)
+        with torch.no_grad():
+            self.not_compared |= steps.give()
+        return dataclasses.replace(ran, finished=[], spans=[])

@@ -1,0 +1,91 @@
+"""Runs a sequence token by token with a KV cache, as decoding does, and joins what the modules computed."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from dtype_engine.core.errors import UserError
+from dtype_engine.runtime.inputs import Batch
+from dtype_engine.runtime.passes.forward_pass import ModuleObserver
+from dtype_engine.runtime.passes.outputs import main_output
+
+_IDS, _MASK, _CACHE = "input_ids", "attention_mask", "past_key_values"
+
+
+class StepObserver(ModuleObserver):
+    """Keeps copies of the modules' outputs of each token, and gives them, joined, to another observer."""
+
+    def __init__(self, observer: ModuleObserver) -> None:
+        self._observer = observer
+        self._steps = 0
+        self._calls: defaultdict[str, int] = defaultdict(int)
+        self._outputs: dict[tuple[str, int], list[torch.Tensor]] = {}
+        self._choices: dict[tuple[str, int], list[torch.Tensor]] = {}
+
+    def begin_step(self) -> None:
+        """Begin the pass over the next token."""
+        self._steps += 1
+        self._calls.clear()
+
+    def __call__(self, module: str, call: int, output: torch.Tensor) -> None:
+        key = module, self._calls[module]
+        self._calls[module] += 1
+        self._outputs.setdefault(key, []).append(output.detach().clone())
+
+    def take_choice(self, module: str, call: int, chosen: torch.Tensor) -> None:
+        self._choices.setdefault((module, self._calls[module]), []).append(chosen.clone())
+
+    def give(self) -> set[str]:
+        """Give the joined outputs to the observer. Returns the names of the modules that it does not get, because they did not run
+        for each token, such as experts.
+        """
+        left_out = set[str]()
+        for key, parts in self._outputs.items():
+            if (output := self._joined(parts)) is None:
+                left_out.add(key[0])
+                continue
+            chosen = self._joined(self._choices.get(key, []))
+            if chosen is not None:
+                self._observer.take_choice(*key, chosen)
+            self._observer(*key, output)
+        return left_out
+
+    def _joined(self, parts: list[torch.Tensor]) -> torch.Tensor | None:
+        if len(parts) != self._steps:
+            return None
+        dim = 1 if parts[0].ndim > 2 else 0
+        return torch.cat(parts, dim) if parts[0].ndim > 1 and parts[0].shape[dim] == 1 else None
+
+
+def stepwise(batch: Batch, module: nn.Module, begin_step: Callable[[], None]) -> Callable[[], dict[str, torch.Tensor]]:
+    """Return a function that runs the model on each token of a batch of one sequence. It returns the main output of all, by its
+    name. begin_step: called before each token. Raises UserError for other inputs than tokens; the function raises it for a model
+    that keeps no KV cache.
+    """
+    ids, mask = batch.kwargs.get(_IDS), batch.kwargs.get(_MASK)
+    if batch.args or not isinstance(ids, torch.Tensor) or set(batch.kwargs) - {_IDS, _MASK, "use_cache"}:
+        raise UserError("decode=yes runs inputs of tokens alone: give texts, or tensors named input_ids")
+    if len(ids) != 1:
+        raise UserError(f"decode=yes runs one sequence at a time, and these inputs have {len(ids)} in one batch")
+
+    def call() -> dict[str, torch.Tensor]:
+        cache: Any = None
+        outputs: list[torch.Tensor] = []
+        name = ""
+        for token in range(ids.shape[1]):
+            begin_step()
+            kwargs = {} if mask is None else {_MASK: mask[:, : token + 1]}
+            output = module(**{_IDS: ids[:, token : token + 1], _CACHE: cache, "use_cache": True}, **kwargs)
+            cache = getattr(output, _CACHE, None)
+            if cache is None:
+                raise UserError(f"decode=yes: {type(module).__name__} returns no {_CACHE}, so it can't run token by token")
+            name, main = main_output(output)
+            outputs.append(main)
+        return {name: torch.cat(outputs, 1)}
+
+    return call
