@@ -16,7 +16,8 @@ from dtype_engine.core.number_ranges import Threads
 from dtype_engine.core.typed_data import as_type, refuse_unknown
 
 _BOOLEANS = {"yes": True, "on": True, "no": False, "off": False}
-_DECODE_ALONE = "decode=yes runs one sequence at a time: leave batch out"
+EXCLUDE = {"decode": ("batch", "padding"), "batch": ("decode",)}
+"""Axes that exclude others: an execution has only one of the two."""
 
 
 class Execution(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -62,7 +63,7 @@ class Execution(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     def check(self) -> Execution:
         """Return this execution. Raises UserError for axes that exclude each other."""
         if self.decode and self.batch > 1:
-            raise UserError(_DECODE_ALONE)
+            raise UserError("decode=yes runs one sequence at a time: leave batch out")
         if self.padding != "right" and self.batch == 1:
             raise UserError(f"padding={self.padding} needs a batch, as in batch=8")
         return self

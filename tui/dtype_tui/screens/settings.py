@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import textwrap
 from typing import ClassVar
 
+import msgspec
 from rich.text import Text
 from textual.binding import Binding, BindingType
 
 from dtype_engine.core import dtypes
+from dtype_engine.core.execution import EXCLUDE, PLAIN
 from dtype_engine.core.options import RunSettings
 from dtype_tui.screens.choice import ChoiceScreen
 
@@ -48,8 +51,27 @@ CHOICES: tuple[tuple[str, str, tuple[tuple[object, str], ...], str], ...] = (
         "The dimension of the output along which classes or tokens have a distribution. With `none`, drift has no KL and no same "
         "top-1. `auto` follows the model's class and configuration.",
     ),
+    (
+        "execution.attention",
+        "attention",
+        ((None, "as loaded"), *((name, name) for name in ("eager", "sdpa", "math", "flash"))),
+        "The implementation of attention that the candidate runs with. `math` and `flash` are kernels of torch's "
+        "scaled_dot_product_attention. The same weights give other outputs.",
+    ),
+    (
+        "execution.batch",
+        "sequences at once",
+        tuple((count, str(count)) for count in (1, 2, 4, 8)),
+        "How many sequences the candidate runs in one batch. Shorter ones are padded on the right.",
+    ),
+    (
+        "execution.decode",
+        "tokens",
+        ((False, "all at once"), (True, "one by one")),
+        "`one by one` runs the candidate token by token with a KV cache, as decoding does, one sequence at a time.",
+    ),
 )
-"""The settings: (field of RunSettings, title, values as (value, label), explanation)."""
+"""The settings: (field of RunSettings, dotted if nested, title, values as (value, label), explanation)."""
 
 
 class SettingsScreen(ChoiceScreen[RunSettings]):
@@ -79,7 +101,7 @@ class SettingsScreen(ChoiceScreen[RunSettings]):
             text.append(*self.marker(index))
             text.append(f"{title:<22}", style="bold" if index == self.index else "")
             for value, name in self._choices(index):
-                chosen = getattr(self._settings, field) == value
+                chosen = _value(self._settings, field) == value
                 text.append(f"[{name}]" if chosen else f" {name} ", style="bold" if chosen else "dim")
                 text.append(" ")
             text.append("\n")
@@ -91,15 +113,30 @@ class SettingsScreen(ChoiceScreen[RunSettings]):
     def _choices(self, index: int) -> tuple[tuple[object, str], ...]:
         """Return (value, label) of each choice of a setting. If only the command line can set the current value, it is added."""
         field, _, choices, _ = CHOICES[index]
-        value = getattr(self._settings, field)
+        value = _value(self._settings, field)
         return choices if value in [each for each, _ in choices] else (*choices, (value, str(value)))
 
     def action_change(self, step: int) -> None:
         field = CHOICES[self.index][0]
         values = [value for value, _ in self._choices(self.index)]
-        value = values[(values.index(getattr(self._settings, field)) + step) % len(values)]
-        self._settings = dataclasses.replace(self._settings, **{field: value})  # type: ignore[arg-type]
+        value = values[(values.index(_value(self._settings, field)) + step) % len(values)]
+        self._settings = _with(self._settings, field, value)
         self.redraw()
 
     def action_apply(self) -> None:
         self.dismiss(self._settings)
+
+
+def _value(settings: RunSettings, field: str) -> object:
+    return functools.reduce(getattr, field.split("."), settings)
+
+
+def _with(settings: RunSettings, field: str, value: object) -> RunSettings:
+    """Return the settings with another value of a field. Where it excludes the value of another field, that one is the default."""
+    name, _, nested = field.partition(".")
+    changed: object = value
+    if nested:
+        changed = msgspec.structs.replace(getattr(settings, name), **{nested: value})
+        if nested in EXCLUDE and value != getattr(PLAIN, nested):
+            changed = msgspec.structs.replace(changed, **{other: getattr(PLAIN, other) for other in EXCLUDE[nested]})
+    return dataclasses.replace(settings, **{name: changed})  # type: ignore[arg-type]
