@@ -32,7 +32,14 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 from dtype_engine.core.user_folders import expanded
 from dtype_engine.results.as_json import as_json
-from dtype_engine.results.attribution import AttributionReport, LossRemedy, NoiseFloor, NonFiniteDiagnosis, near_floor
+from dtype_engine.results.attribution import (
+    AttributionReport,
+    LossRemedy,
+    NoiseFloor,
+    NonFiniteDiagnosis,
+    near_floor,
+    near_kernels,
+)
 from dtype_engine.results.drift import DriftReport
 from dtype_engine.results.losses import severe
 from dtype_engine.results.meaning import HELP, Meaning, meaning
@@ -183,7 +190,9 @@ def drift(
     if as_object:
         calibration = {"calibration": as_json(session.inputs_reading)}
         generated = {"generated": [_generation(text) for text in texts]} if tokens else {}
-        print_json(as_json(report) | calibration | generated | details.as_json() | {"thresholds": as_json(reached)})
+        print_json(
+            as_json(report) | calibration | generated | details.as_json(report) | {"thresholds": as_json(reached)}
+        )
         return _exit_status(reached, report, unwritten)
     from dtype_engine.reports.text import drift_text, generation_text
 
@@ -202,6 +211,7 @@ class _Details:
     """
 
     floor: NoiseFloor | None
+    candidate_floor: NoiseFloor | None
     nonfinite: NonFiniteDiagnosis | None
     causes: AttributionReport | None
     meaning: Meaning
@@ -212,8 +222,10 @@ class _Details:
     """The inputs to which the recipe's roundings are fitted."""
     held_out: HeldOut | None
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self, report: DriftReport) -> dict[str, Any]:
         keys = {"floor": as_json(self.floor), "under_floor": self.meaning.word == "under the floor"}
+        if (kernels := self.candidate_floor) is not None:
+            keys |= {"candidate_floor": as_json(kernels), "within_kernels": kernels.explains(report.output)}
         keys |= {"meaning": as_json(self.meaning), "nonfinite": as_json(self.nonfinite)}
         keys |= {"suggest": as_json(self.remedy)} if self.with_remedy else {}
         keys |= {"fitted_to": as_json(self.fitted_to)} if self.fitted_to is not None else {}
@@ -221,10 +233,17 @@ class _Details:
         return keys | ({"causes": as_json(self.causes)} if self.causes is not None else {})
 
     def text(self, report: DriftReport, reached: Sequence[Verdict]) -> str:
-        from dtype_engine.reports.text_drift import causes_text, floor_lines, held_out_lines, nonfinite_lines
+        from dtype_engine.reports.text_drift import (
+            causes_text,
+            floor_lines,
+            held_out_lines,
+            kernel_lines,
+            nonfinite_lines,
+        )
         from dtype_engine.reports.text_losses import remedy_lines, suggestion
 
         lines = floor_lines(self.floor, report.output, report.modules)
+        lines += kernel_lines(self.candidate_floor, report.output)
         lines += held_out_lines(self.held_out) if self.held_out is not None else []
         lines += nonfinite_lines(self.nonfinite) if self.nonfinite is not None else []
         found = self.nonfinite and self.nonfinite.remedy
@@ -260,10 +279,13 @@ def _measure_details(
     floor = None
     if option == "always" or (option == "auto" and near_floor(report.output)):
         floor = session.floor(partial(say_share, "measuring the noise floor"))
+    kernels = None
+    if option == "always" or (option == "auto" and near_kernels(report.output)):
+        kernels = session.candidate_floor(partial(say_share, "measuring other kernels"))
     nonfinite = session.nonfinite(report, partial(say_share, "trying remedies"))
     remedy = session.loss_remedy(report, partial(say_share, "trying what keeps the values")) if suggest else None
     meant = meaning(report.output, floor, report.modules)
-    return _Details(floor, nonfinite, attribution, meant, suggest, remedy, session.fitted_to, held_out)
+    return _Details(floor, kernels, nonfinite, attribution, meant, suggest, remedy, session.fitted_to, held_out)
 
 
 def _refuse_targets(recipe: Path | None, report: Path | None, force: bool) -> None:

@@ -13,7 +13,7 @@ import msgspec
 
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.number_ranges import Threads
-from dtype_engine.core.typed_data import as_type, refuse_unknown
+from dtype_engine.core.typed_data import as_type, literals, refuse_unknown
 
 _BOOLEANS = {"yes": True, "on": True, "no": False, "off": False}
 EXCLUDE = {"decode": ("batch", "padding"), "batch": ("decode",)}
@@ -87,7 +87,15 @@ def parse_execution(texts: Iterable[str]) -> Execution:
 def execution_of(given: Mapping[str, object]) -> Execution:
     """Return the execution with the given fields, such as {"attention": "eager"}. Raises UserError."""
     refuse_unknown("axis of execution", given, Execution.__struct_fields__)
+    for field in msgspec.structs.fields(Execution):
+        if (choices := literals(field.type)) and given.get(field.name, field.default) not in (*choices, field.default):
+            raise UserError(f"{field.name}={given[field.name]}: choose one of {', '.join(map(str, choices))}")
     return as_type(dict(given), Execution).check()
+
+
+def names_axis(settings: str) -> bool:
+    """Return whether the text of `RunSettings` says that a pass is executed otherwise than by default."""
+    return any(f"{name}=" in settings for name in Execution.__struct_fields__)
 
 
 def _word(value: object) -> str:

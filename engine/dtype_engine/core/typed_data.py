@@ -94,15 +94,15 @@ def _in_python(sentence: str, field: Any) -> str:
     for word, name in (("null", "None"), ("array", "a tuple"), ("object", getattr(field, "__name__", "dict"))):
         said = re.sub(rf"\b{word}\b", name, said)
     if said.startswith("invalid enum value"):
-        said = f"expected one of {', '.join(map(str, _literals(field)))}, got {said.rpartition(' ')[2]}"
+        said = f"expected one of {', '.join(map(str, literals(field)))}, got {said.rpartition(' ')[2]}"
     return f"{where}{colon}{said}".replace("[...]", "") if colon else f": {said}"
 
 
-def _literals(field: Any) -> list[object]:
+def literals(field: Any) -> list[object]:
     """Return the values that a type allows by `Literal`, in any part of it."""
     if typing.get_origin(field) is typing.Literal:
         return list(typing.get_args(field))
-    return [value for part in typing.get_args(field) for value in _literals(part)]
+    return [value for part in typing.get_args(field) for value in literals(part)]
 
 
 def refuse_unknown(what: str, names: Iterable[object], known: Collection[str]) -> None:

@@ -136,7 +136,8 @@ WEIGHTS_ONLY = "weights only: what a runtime does to activations (W8A8, W4A4) co
 
 def drift_text(report: DriftReport) -> str:
     """Return the metrics of a measurement, and a table of the modules with the lowest SQNR."""
-    from dtype_engine.results.drift import worst_modules  # the first paint does not need it
+    from dtype_engine.core.execution import names_axis  # the first paint needs neither
+    from dtype_engine.results.drift import first_different, worst_modules
 
     output, memory = report.output, report.memory
     itself = ", itself not finite" if output.nonfinite_reference else ""
@@ -171,6 +172,8 @@ def drift_text(report: DriftReport) -> str:
         lines.append(
             f"seconds    reference {report.seconds.reference:.3f}, candidate {report.seconds.candidate:.3f}{partly}"
         )
+    if names_axis(report.settings) and (first := first_different(report.modules)) is not None:
+        lines.append(f"first      {printable(first)} is the first module whose output differs")
     if worst := worst_modules(report.modules, output)[:8]:
         extent = modules_extent_text(report)
         how = f" (modules: {extent}; --modules exact compares all)" if extent else ""

@@ -62,6 +62,9 @@ def partial_text(reading: PartialDrift) -> str:
     return f"{main_text(output, extent)}, {extent_text(extent).split(',')[0]}"
 
 
+WITHIN_KERNELS = "the drift is within what another kernel does: it is less than twice as large"
+
+
 def floor_text(floor: NoiseFloor) -> str:
     """Return the noise floor as text: `KL 9.0e-13 nats, 128.0 dB`."""
     if not floor.ways:
@@ -80,6 +83,15 @@ def floor_lines(floor: NoiseFloor | None, output: OutputDrift, modules: Iterable
     if floor.ways:
         lines[1] += f": the reference against itself, by {' and '.join(floor.ways)}, {floor.positions:,} positions"
     return lines
+
+
+def kernel_lines(floor: NoiseFloor | None, output: OutputDrift) -> list[str]:
+    """Return a line with the floor of the candidate in its own dtypes, and one that says whether the drift is within it."""
+    if floor is None or not floor.ways:
+        return []
+    ways = f"{' and '.join(floor.ways)}, {floor.positions:,} positions"
+    lines = [f"kernels    {floor_text(floor)}: the candidate against itself, by {ways}"]
+    return [*lines, f"           {WITHIN_KERNELS}"] if floor.explains(output) else lines
 
 
 def held_out_lines(found: HeldOut) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,6 +14,10 @@ REACH_OF_FLOOR = 1e-3
 """The largest relative L2 error with which a drift may be noise. Summing in another order changes a float32 output by about 1e-7 of
 its size; the limit is higher because the noise grows in deep models.
 """
+REACH_IN_16_BITS = 0.1
+"""The same for the drift of a candidate that computes in 16 bits, in which another kernel changes an output by about 1e-2."""
+_KERNELS = 2.0
+"""Up to this many times what another kernel changes, a drift is said to be within it: both runs differ from exact sums."""
 
 
 def near_floor(output: OutputDrift) -> bool:
@@ -20,9 +25,16 @@ def near_floor(output: OutputDrift) -> bool:
     return 0 < output.rel_l2 <= REACH_OF_FLOOR
 
 
+def near_kernels(output: OutputDrift) -> bool:
+    """Return whether the drift of a candidate that computes in 16 bits may be what another kernel changes."""
+    return 0 < output.rel_l2 <= REACH_IN_16_BITS
+
+
 @dataclass(frozen=True, slots=True)
 class NoiseFloor:
-    """The noise floor: the drift of the reference from itself when the same float32 arithmetic runs in another order."""
+    """The noise floor: the drift of a model from itself when the same arithmetic runs in another order. It is that of the reference
+    in float32, or that of the candidate in its own dtypes.
+    """
 
     ways: tuple[str, ...]
     """The repeated runs, such as "eager attention". Each metric is the worst of all runs. Without runs, the floor is unknown."""
@@ -41,6 +53,14 @@ class NoiseFloor:
         if output.kl_mean is not None and self.kl_mean is not None:
             return output.kl_mean <= self.kl_mean
         return output.sqnr_db >= self.sqnr_db
+
+    def explains(self, output: OutputDrift) -> bool:
+        """Return whether a drift is less than twice this floor of the candidate, by mean KL if both have one, otherwise by SQNR."""
+        if not self.ways or not output.is_finite or output.max_abs == 0:
+            return False
+        if output.kl_mean is not None and self.kl_mean is not None:
+            return output.kl_mean < _KERNELS * self.kl_mean
+        return output.sqnr_db > self.sqnr_db - 10 * math.log10(_KERNELS)
 
 
 @dataclass(frozen=True, slots=True)

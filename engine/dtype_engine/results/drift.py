@@ -179,6 +179,12 @@ def worst_modules(modules: Iterable[ModuleDrift], output: OutputDrift | None = N
     )  # fmt: skip
 
 
+def first_different(modules: Iterable[ModuleDrift]) -> str | None:
+    """Return the name of the first module, in the order of their calls, whose output differs from the reference's, or None."""
+    differing = (each.name for each in modules if not each.is_finite or each.max_abs > 0)
+    return next(differing, None)
+
+
 @dataclass(frozen=True, slots=True)
 class ImplicitCastStats:
     """Implicit casts of one kind in a forward pass: `operation` in `module` got values in dtype `source` and computed in

@@ -278,6 +278,10 @@ def _measure_floor(work: Work[None], _: None) -> dtype_engine.results.attributio
     return None if floor is work.last else floor
 
 
+def _measure_kernels(work: Work[None], _: None) -> dtype_engine.results.attribution.NoiseFloor | None:
+    return work.cast_session().candidate_floor(work.progress("measuring other kernels"), work.token)
+
+
 def _compare_weights(work: Work[None], _: None) -> tuple[dtype_engine.results.drift.ModuleDrift, ...]:
     return work.cast_session().weight_differences(work.token)
 
@@ -309,10 +313,25 @@ LOSS_REMEDY = Job("losses", run=_find_loss_remedy, check=lambda found: check_rul
 """Find rules that prevent the current casts from making weight values infinite or zero."""
 FLOOR = Job("floor", run=_measure_floor, rank=IDLE_RANK, follows=True, of_recipe=False)
 """Measure the noise floor: the drift of the reference from itself in another order of arithmetic. Once for each set of inputs."""
+KERNELS = Job("kernels", run=_measure_kernels, rank=IDLE_RANK, follows=True)
+"""Measure by how much other kernels change the output of a candidate that computes in 16 bits."""
 WEIGHTS = Job("weights", run=_compare_weights, rank=IDLE_RANK, follows=True)
 """Compare each weight, as the current recipe casts it, with the same weight of the checkpoint that serves as the reference."""
 JOBS: dict[str, Job[Any, Any, Any]] = {
     job.name: job
-    for job in (FLOW, CAUSES, GENERATE, SPEED, ACTIVATIONS, CHECK, VALUES, NONFINITE, LOSS_REMEDY, FLOOR, WEIGHTS)
+    for job in (
+        FLOW,
+        CAUSES,
+        GENERATE,
+        SPEED,
+        ACTIVATIONS,
+        CHECK,
+        VALUES,
+        NONFINITE,
+        LOSS_REMEDY,
+        FLOOR,
+        KERNELS,
+        WEIGHTS,
+    )
 }
 """All jobs by name."""

@@ -76,6 +76,7 @@ QUESTIONS = [
     Question("losses", "looking for values that are lost", "lost values", "m looks again"),
     Question("weights", "comparing the weights", "weights", "m compares them again"),
     Question("floor", "measuring the noise floor", "noise floor", "the drift stays valid"),
+    Question("kernels", "measuring other kernels", "other kernels", "the drift stays valid"),
 ]  # fmt: skip
 """The rows, in the order of their keys in the help and in the palette."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import textwrap
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 from rich.text import Text
@@ -134,9 +134,9 @@ def _value(settings: RunSettings, field: str) -> object:
 def _with(settings: RunSettings, field: str, value: object) -> RunSettings:
     """Return the settings with another value of a field. Where it excludes the value of another field, that one is the default."""
     name, _, nested = field.partition(".")
-    changed: object = value
+    changed: Any = value
     if nested:
         changed = msgspec.structs.replace(getattr(settings, name), **{nested: value})
         if nested in EXCLUDE and value != getattr(PLAIN, nested):
             changed = msgspec.structs.replace(changed, **{other: getattr(PLAIN, other) for other in EXCLUDE[nested]})
-    return dataclasses.replace(settings, **{name: changed})  # type: ignore[arg-type]
+    return dataclasses.replace(settings, **{name: changed})

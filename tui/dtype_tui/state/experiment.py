@@ -24,7 +24,7 @@ from dtype_engine.recipe.serving_memory import (
 )
 from dtype_engine.results.thresholds import Limit
 from dtype_engine.service import events
-from dtype_engine.service.jobs import ACTIVATIONS, CAUSES, FLOOR, LOSS_REMEDY, NONFINITE, SPEED, WEIGHTS
+from dtype_engine.service.jobs import ACTIVATIONS, CAUSES, FLOOR, KERNELS, LOSS_REMEDY, NONFINITE, SPEED, WEIGHTS
 from dtype_tui.rendering.hint_keys import with_keys
 from dtype_tui.state.measurement_log import MeasuredRecipe, ModuleLog, lost_counts, mark, measured, remember
 from dtype_tui.state.results import Losses, Results
@@ -51,7 +51,13 @@ _MOST_OF_A_FAILURE = 2000
 _MOST_KNOWN = 10
 """Maximum number of drift reports that are kept, for undo to show."""
 
-_FIELDS = {CAUSES.name: "causes", SPEED.name: "speed", NONFINITE.name: "nonfinite", LOSS_REMEDY.name: "loss_remedy"}
+_FIELDS = {
+    CAUSES.name: "causes",
+    SPEED.name: "speed",
+    NONFINITE.name: "nonfinite",
+    LOSS_REMEDY.name: "loss_remedy",
+    KERNELS.name: "kernels",
+}
 """The field of `Results` that stores the result of a job, by the job's name."""
 
 
@@ -361,7 +367,7 @@ class Experiment:
         results, key = self.results, (self.recipe, self.settings)
         if (field := _FIELDS.get(event.ask.job)) is not None:
             self.results = replace(results, **{field: event.result})
-            if field in ("causes", "speed") and key in self._known:  # an undo shows them again
+            if field in ("causes", "speed", "kernels") and key in self._known:  # an undo shows them again
                 self._known[key] = replace(self._known[key], **{field: event.result})
         elif (weights := events.result_of(event, WEIGHTS)) is not None:
             self.results = replace(results, weights={weight.name: weight for weight in weights})
@@ -378,7 +384,9 @@ class Experiment:
         self._known.pop(key, None)
         if report.sequences.whole:
             now = self.results
-            self._known[key] = Results(report=report, modules=now.modules, causes=now.causes, speed=now.speed)
+            self._known[key] = Results(
+                report=report, modules=now.modules, causes=now.causes, speed=now.speed, kernels=now.kernels
+            )
         for old in list(self._known)[:-_MOST_KNOWN]:
             del self._known[old]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import change_text, human_bytes, plural
-from dtype_engine.reports.text_drift import extent_text, floor_text, modules_extent_text
+from dtype_engine.reports.text_drift import WITHIN_KERNELS, extent_text, floor_text, modules_extent_text
 from dtype_engine.reports.text_memory import budget_words, cache_words, size_words
 from dtype_engine.results.figures import About, Figure, cells
 from dtype_engine.results.meaning import meaning
@@ -29,6 +29,9 @@ def drift_rows(experiment: Experiment) -> Rows:
         rows.append(("meaning", str(meaning(report.output, experiment.floor, report.modules))))
         if experiment.floor is not None and experiment.floor.ways:
             rows.append(("floor", floor_text(experiment.floor)))
+        if (kernels := experiment.results.kernels) is not None and kernels.ways:
+            rows.append(("kernels", f"{floor_text(kernels)} by {' and '.join(kernels.ways)}"))
+            rows += [("", WITHIN_KERNELS)] if kernels.explains(report.output) else []
         return [*rows, *_figures(experiment, report.output, report.sequences), *_run(report)]
     if partial is not None:
         return [("so far", extent_text(partial.extent)), *_figures(experiment, partial.output, partial.extent)]

@@ -11,7 +11,13 @@ import msgspec
 
 # Importing these would delay the first paint, so they are imported where they are used.
 if TYPE_CHECKING:
-    from dtype_engine.results.attribution import AttributionReport, LossRemedy, NonFiniteDiagnosis, PartialAttribution
+    from dtype_engine.results.attribution import (
+        AttributionReport,
+        LossRemedy,
+        NoiseFloor,
+        NonFiniteDiagnosis,
+        PartialAttribution,
+    )
     from dtype_engine.results.drift import DriftReport, ModuleDrift, PartialDrift
     from dtype_engine.results.losses import ValueLoss
     from dtype_engine.results.meaning import Word
@@ -50,6 +56,8 @@ class Results(msgspec.Struct, frozen=True, dict=True):
     loss_remedy: LossRemedy | None = None
     """Rules that keep the weight values which casts lose, or None."""
     nonfinite: NonFiniteDiagnosis | None = None
+    kernels: NoiseFloor | None = None
+    """By how much other kernels change the output of the candidate, which computes in 16 bits."""
     causes: AttributionReport | None = None
     partial_causes: PartialAttribution | None = None
     """The causes found so far, before `causes` is known."""

@@ -34,16 +34,18 @@ class JoinedBatch:
         """Return the part of a module's output that belongs to the joined batch `number`, without padding, or None if it can't be
         told: neither the examples nor the tokens of all examples lie along its first dimension.
         """
-        count = self.starts[-1]
+        count, own = self.starts[-1], slice(self.starts[number], self.starts[number + 1])
         if value.ndim and value.shape[0] == count:
-            return self._tokens(number, value)
+            return self._tokens(number, value[own])
         for width in self.lengths:
             if value.ndim and value.shape[0] == count * width:
-                return self._tokens(number, value.unflatten(0, (count, width))).flatten(0, 1)
+                rows = value.reshape(count, width, *value.shape[1:])[own]
+                return self._tokens(number, rows).flatten(0, 1)
+        if value.ndim and len(value) == 1:  # the same for all examples, such as the angles of positions
+            return self._tokens(number, value)
         return None
 
-    def _tokens(self, number: int, value: torch.Tensor) -> torch.Tensor:
-        rows = value[self.starts[number] : self.starts[number + 1]]
+    def _tokens(self, number: int, rows: torch.Tensor) -> torch.Tensor:
         width = rows.shape[1] if rows.ndim > 1 else 0
         if width not in self.lengths:
             return rows
@@ -74,7 +76,9 @@ def join(batches: Sequence[Batch], module: nn.Module, execution: Execution) -> J
             fill = (pad if isinstance(pad, int) else 0) if name == _IDS else 0
             values = [_padded(value, max(widths), fill, left) for value in values]
         if len({value.shape[1:] for value in values}) > 1:
-            raise UserError(f"batch={execution.batch}: {name} has another shape in each sequence, so they make no batch")
+            raise UserError(
+                f"batch={execution.batch}: {name} has another shape in each sequence, so they make no batch"
+            )
         joined[name] = torch.cat(values)
     starts = [0]
     for each in batches:

@@ -72,9 +72,7 @@ class Executor:
                 )
         return self._kept.pop((run, number))
 
-    def _token_by_token(
-        self, run: Run, number: int, options: PassOptions, observer: ModuleObserver
-    ) -> PassResult[Any]:
+    def _token_by_token(self, run: Run, number: int, options: PassOptions, observer: ModuleObserver) -> PassResult[Any]:
         runner, steps = self._runner, StepObserver(observer)
         batch = self._batches[number]
         moved = runner.reference_batch(batch) if run == "reference" else runner.candidate_batch(batch)

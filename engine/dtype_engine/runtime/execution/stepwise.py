@@ -83,7 +83,9 @@ def stepwise(batch: Batch, module: nn.Module, begin_step: Callable[[], None]) ->
             output = module(**{_IDS: ids[:, token : token + 1], _CACHE: cache, "use_cache": True}, **kwargs)
             cache = getattr(output, _CACHE, None)
             if cache is None:
-                raise UserError(f"decode=yes: {type(module).__name__} returns no {_CACHE}, so it can't run token by token")
+                raise UserError(
+                    f"decode=yes: {type(module).__name__} returns no {_CACHE}, so it can't run token by token"
+                )
             name, main = main_output(output)
             outputs.append(main)
         return {name: torch.cat(outputs, 1)}

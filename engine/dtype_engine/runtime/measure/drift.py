@@ -83,6 +83,8 @@ class DriftMeter:
     _settings_of_kept: RunSettings | None = None
     """The settings with which the passes ran whose outputs are kept."""
     _records: dict[int, ReferenceRecord] = field(default_factory=dict)
+    _not_compared: set[str] = field(default_factory=set)
+    """The names of the modules whose outputs the executions of the settings leave out."""
     _calls: dict[bool, int] = field(default_factory=dict)
     """The number of module calls that a pass observes, by whether it observes all modules (True) or only some (False)."""
 
@@ -159,6 +161,7 @@ class DriftMeter:
                 *llama_notices(model.tree, plan),
                 *_window_notices(model, self.inputs, totals.modules_numbers),
                 *_fast_path_notices(model.module),
+                *_not_compared_notices(self._not_compared),
             ),
             lost=lost,
             activations=self.settings.quantize_activations,
@@ -184,6 +187,7 @@ class DriftMeter:
         running = ForwardRunner(self.model, self.settings, listener.cancelled, behavior=self.behavior)
         with closing(progress), running as runner:
             executor = Executor(runner, batches)
+            self._not_compared = executor.not_compared
             runner.calibrate_caches(batches)
             steps_left = (
                 step
@@ -363,6 +367,15 @@ def _fast_path_notices(module: nn.Module) -> tuple[str, ...]:
     return (
         f"torch's fast path of {found} is off for reference and candidate, so padded positions are computed like all "
         "others; the figures leave out those that a key_padding_mask of torch's self-attention marks",
+    )
+
+
+def _not_compared_notices(modules: Collection[str]) -> tuple[str, ...]:
+    if not modules:
+        return ()
+    first = printable(min(modules))
+    return (
+        f"{plural(len(modules), 'module')}, first {first}, can't be compared in this execution: no output for each token",
     )
 
 

@@ -379,9 +379,7 @@ class ForwardRunner:
                 contexts.enter_context(options.around(mode))
             contexts.enter_context(mode)
             contexts.enter_context(self._for_all("float32", partial(exact_float32, device)))
-            contexts.enter_context(
-                self._for_all("execution", partial(executed, self.model.module, options.execution))
-            )
+            contexts.enter_context(self._for_all("execution", partial(executed, self.model.module, options.execution)))
             if caches is not None:
                 contexts.enter_context(self._for_all("caches", watched_caches))
                 contexts.enter_context(watching_caches(caches, mode))

@@ -16,7 +16,7 @@ from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.file_layouts import COMPRESSED_TENSORS
 from dtype_engine.core.hints import ON_THE_COMMAND_LINE, fill_hints
 from dtype_engine.core.input_args import other_inputs
-from dtype_engine.core.options import ClassesDim, InputOptions, Options, RunSettings
+from dtype_engine.core.options import InputOptions, Options, RunSettings
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree
 from dtype_engine.core.units import human_bytes
@@ -136,7 +136,7 @@ class Session:
         """The inputs to which roundings such as GPTQ are fitted, or None if the model can't be run."""
         self._statistics: SavedStatistics | None = None
         self._drift = DriftMeasurements(model, options, self._behavior)
-        self._floor: tuple[Inputs, ClassesDim, NoiseFloor] | None = None
+        self._floor: tuple[Inputs, RunSettings, NoiseFloor] | None = None
         self._parts: tuple[Recipe, RunSettings, Inputs, dict[Part, PartDrift]] | None = None
         """The recipe, settings and inputs of the last attribution, and what it has measured, from which the next one continues."""
         self._scan = LastScan(self._calibration_inputs)
@@ -595,12 +595,30 @@ class Session:
         >>> session.floor() is session.floor()
         True
         """
-        inputs = self.need_inputs()
-        classes_dim = self.settings.classes_dim
-        if self._floor is None or self._floor[0] is not inputs or self._floor[1] != classes_dim:
-            floor = measure_noise_floor(self.model, inputs, self._behavior, on_progress, cancelled, classes_dim)
-            self._floor = inputs, classes_dim, floor
+        inputs, settings = self.need_inputs(), RunSettings(classes_dim=self.settings.classes_dim)
+        if self._floor is None or self._floor[0] is not inputs or self._floor[1] != settings:
+            floor = measure_noise_floor(self.model, inputs, self._behavior, on_progress, cancelled, settings)
+            self._floor = inputs, settings, floor
         return self._floor[2]
+
+    @reading_weights
+    def candidate_floor(self, on_progress: OnParts = ignore, cancelled: IsCancelled = never) -> NoiseFloor | None:
+        """Measure by how much another attention kernel and another batch change the output of the candidate, in its own dtypes: as
+        `floor` does for the reference. Returns None if nothing in the candidate computes in 16 bits, so that `floor` says it.
+
+        >>> session.candidate_floor() is None
+        True
+        """
+        in_16_bits = {"bfloat16", "float16"} & {
+            *self.plan.dtypes.values(),
+            self.settings.autocast,
+            self.settings.compute,
+        }
+        if not in_16_bits:
+            return None
+        return measure_noise_floor(
+            self.model, self.need_inputs(), self._behavior, on_progress, cancelled, self.settings, "candidate"
+        )
 
     @reading_weights
     def nonfinite(

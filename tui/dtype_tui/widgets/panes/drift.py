@@ -221,6 +221,9 @@ class DriftPane(Pane):
             rows.append(("reference", printable(report.reference, 200)))
         if floor is not None and floor.ways:
             rows.append(("floor", floor_text(floor)))
+        if (kernels := self.experiment.results.kernels) is not None and kernels.ways:
+            within = ", so the drift is within it" if kernels.explains(report.output) else ""
+            rows.append(("other kernels", f"{floor_text(kernels)}{within}"))
         if not report.sequences.whole:
             rows.append(("m", "measures the rest"))
         if report.settings != str(RunSettings()):
