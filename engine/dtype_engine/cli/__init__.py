@@ -22,7 +22,7 @@ from dtype_engine.core.version import __version__
 _MODULES = {
     "inspect": "inspect", "memory": "memory", "drift": "drift", "flow": "drift", "speed": "drift", "weights": "weights",
     "scan": "scan",
-    "search": "scan", "sweep": "sweep",
+    "check-execution": "execution", "search": "scan", "sweep": "sweep",
     "check": "check", "export": "export", "verify": "export", "recipe": "recipe", "report": "report", "stdio": "stdio",
     "worker": "parallel", "mcp": "mcp_server",
 }  # fmt: skip
@@ -38,7 +38,7 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _MODULES:
             return None
-        found = getattr(import_module(f".{_MODULES[cmd_name]}", __package__), cmd_name)
+        found = getattr(import_module(f".{_MODULES[cmd_name]}", __package__), cmd_name.replace("-", "_"))
         assert isinstance(found, click.Command)
         return found
 

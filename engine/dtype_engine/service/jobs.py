@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     import dtype_engine.results.attribution
     import dtype_engine.results.check
     import dtype_engine.results.drift
+    import dtype_engine.results.execution
     import dtype_engine.results.runs
     import dtype_engine.results.serving_memory
     import dtype_engine.results.weights
@@ -179,6 +180,14 @@ class PassSizes(msgspec.Struct, array_like=True, frozen=True):
     """The number of sequences in each pass."""
 
 
+def _compare_executions(work: Work[None], _: None) -> dtype_engine.results.execution.ExecutionReport:
+    return work.cast_session().executions((), work.progress("comparing executions"), work.token)
+
+
+def _check_executions(report: dtype_engine.results.execution.ExecutionReport) -> None:
+    check_length(report.rows)
+
+
 def _estimate_activations(
     work: Work[None], sizes: PassSizes
 ) -> tuple[dtype_engine.results.serving_memory.ActivationMemory, ...]:
@@ -294,6 +303,8 @@ GENERATE = Job("generate", run=_generate)
 """Generate text with the float32 reference, and with the model cast to the current recipe."""
 SPEED = Job("speed", run=_measure_speed, check=_check_speed)
 """Time forward passes in the dtypes of the reference, of the checkpoint, and of the current recipe."""
+EXECUTIONS = Job("executions", run=_compare_executions, check=_check_executions)
+"""Compare the outputs of the candidate under other attention kernels, batches and decoding."""
 ACTIVATIONS = Job("activations", run=_estimate_activations, check=_check_activations)
 """Estimate the peak memory of activations in forward passes."""
 CHECK = Job("check", run=_check_files, check=_check_findings, needs_model=False)
@@ -324,6 +335,7 @@ JOBS: dict[str, Job[Any, Any, Any]] = {
         CAUSES,
         GENERATE,
         SPEED,
+        EXECUTIONS,
         ACTIVATIONS,
         CHECK,
         VALUES,

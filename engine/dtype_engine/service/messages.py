@@ -21,6 +21,7 @@ import msgspec
 import dtype_engine.results.attribution
 import dtype_engine.results.check
 import dtype_engine.results.drift
+import dtype_engine.results.execution
 import dtype_engine.results.inputs
 import dtype_engine.results.losses
 import dtype_engine.results.memory

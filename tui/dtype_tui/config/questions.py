@@ -61,6 +61,12 @@ QUESTIONS = [
         also="latency benchmark throughput seconds", window="dtype_tui.screens.speed.speed_screen",
     ),
     Question(
+        "executions", "comparing executions", "executions", "b compares them again", key="b", group="Measure",
+        meaning="Executions: the same weights with another attention kernel, batch or decoding", help="compare executions",
+        also="batch invariance kernel attention decode padding determinism",
+        window="dtype_tui.screens.executions.executions_screen",
+    ),
+    Question(
         "values", "reading the values", "values", "v reads them again", key="v", group="Look",
         meaning="Values of the tensor: exponents, and the error of each cast", help="values of a tensor",
         also="histogram distribution weights overflow underflow", own_action="values",

@@ -29,18 +29,18 @@ class Executor:
     def __init__(self, runner: ForwardRunner, batches: Sequence[Batch]) -> None:
         self.not_compared: set[str] = set()
         self._runner, self._batches = runner, batches
-        self._kept: dict[tuple[Run, int], PassResult[Any]] = {}
+        self._kept: dict[tuple[Run, Execution, int], PassResult[Any]] = {}
 
-    def run(self, run: Run, number: int, options: PassOptions, observer: ModuleObserver) -> PassResult[Any]:
+    def run(
+        self, run: Run, execution: Execution, number: int, options: PassOptions, observer: ModuleObserver
+    ) -> PassResult[Any]:
         """Run the reference or the candidate over a sequence. The result's main output is that of this sequence alone. Raises
         NoForward, KernelError, Cancelled, and UserError if the model or the inputs can't be executed so.
         """
-        settings = self._runner.settings
-        execution = settings.execution if run == "candidate" else settings.reference_execution
         options = dataclasses.replace(options, execution=execution)
         if not execution.regroups:
             return self._pass(run, self._batches[number], options, observer)
-        kept = self._kept.pop((run, number), None)
+        kept = self._kept.pop((run, execution, number), None)
         if kept is not None and options.watched is not None:
             return kept
         options = dataclasses.replace(options, cache_bytes=0, cached=None, earlier=None)
@@ -67,10 +67,10 @@ class Executor:
         for index, member in enumerate(members):
             part = joined.part(index, output)
             if part is not None:
-                self._kept[run, member] = dataclasses.replace(
+                self._kept[run, execution, member] = dataclasses.replace(
                     ran, output={name: part.clone()}, seconds=ran.seconds / len(members)
                 )
-        return self._kept.pop((run, number))
+        return self._kept.pop((run, execution, number))
 
     def _token_by_token(self, run: Run, number: int, options: PassOptions, observer: ModuleObserver) -> PassResult[Any]:
         runner, steps = self._runner, StepObserver(observer)

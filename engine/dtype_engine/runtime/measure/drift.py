@@ -40,7 +40,7 @@ from dtype_engine.runtime.modes.reference import reference_name
 from dtype_engine.runtime.numerics.compare.pictures import picture_range
 from dtype_engine.runtime.passes.class_dimensions import classes_dimension
 from dtype_engine.runtime.passes.kept_positions import KeptPositions
-from dtype_engine.runtime.passes.model_behavior import ModelBehavior
+from dtype_engine.runtime.passes.model_behavior import ModelBehavior, Run
 from dtype_engine.runtime.passes.one_pass import PassOptions, PassResult
 from dtype_engine.runtime.passes.output_cache import OutputCache
 from dtype_engine.runtime.passes.outputs import main_output
@@ -78,6 +78,8 @@ class DriftMeter:
     budget: int = MOST_KEPT
     behavior: ModelBehavior = field(default_factory=ModelBehavior)
     """Facts about `model` that were observed during its passes, such as which modules have side effects."""
+    base: Run = "reference"
+    """The run that serves as the reference. With "candidate", only the execution of the two runs differs."""
     _caches: dict[int, tuple[OutputCache, bool]] = field(default_factory=dict)
     """By the index of a sequence: (outputs of the candidate's last pass over it, whether modules were compared in it)."""
     _settings_of_kept: RunSettings | None = None
@@ -303,7 +305,7 @@ class DriftMeter:
             cached=self._plan.cached,
             earlier=earlier if compared or not step.compares_modules else None,
         )
-        ran = executor.run("candidate", step.number, options, observer)
+        ran = executor.run("candidate", self.settings.execution, step.number, options, observer)
         if ran.cache is not None and ran.cache.calls:
             self._caches[step.number] = ran.cache, step.compares_modules
         return ran
@@ -325,7 +327,7 @@ class DriftMeter:
         recorder = ModuleRecorder(max(left, self._working) // sharing) if step.compares_modules else None
         observer = progress.begin_pass("reference", step.number, step.compares_modules, recorder)
         options = PassOptions(watched=self._plan.watched(step), learns=True)
-        ran = executor.run("reference", step.number, options, observer)
+        ran = executor.run(self.base, self.settings.reference_execution, step.number, options, observer)
         name, output = main_output(ran.output)
         if recorder is None:
             record = ReferenceRecord(name, output.detach().clone(), ran.seconds, ran.attended, None)

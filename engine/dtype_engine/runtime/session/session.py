@@ -13,6 +13,7 @@ from dtype_engine.checkpoint import unchanged
 from dtype_engine.core.callbacks import ignore
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import NoForward, UserError
+from dtype_engine.core.execution import Execution
 from dtype_engine.core.file_layouts import COMPRESSED_TENSORS
 from dtype_engine.core.hints import ON_THE_COMMAND_LINE, fill_hints
 from dtype_engine.core.input_args import other_inputs
@@ -26,6 +27,7 @@ from dtype_engine.recipe.targets.base import Context
 from dtype_engine.reports.notebook import drift_html, drift_repr, scan_html, session_html, tree_html
 from dtype_engine.results.attribution import AttributionReport, LossRemedy, NoiseFloor, NonFiniteDiagnosis
 from dtype_engine.results.drift import DriftReport, ImplicitCastStats, ModuleDrift
+from dtype_engine.results.execution import ExecutionReport
 from dtype_engine.results.export import ExportReport, VerifyReport
 from dtype_engine.results.inputs import InputsSummary
 from dtype_engine.results.losses import ValueLoss
@@ -39,6 +41,7 @@ from dtype_engine.runtime.inputs.text import with_next_tokens, without_cache
 from dtype_engine.runtime.inputs.validate import with_labels
 from dtype_engine.runtime.measure.attribution import Attribution, OnCauses, Part, PartDrift
 from dtype_engine.runtime.measure.attribution import OnProgress as OnParts
+from dtype_engine.runtime.measure.execution_check import compare_executions, usual_executions
 from dtype_engine.runtime.measure.generation import OnText, OnTokens, generate, refuse_tokens
 from dtype_engine.runtime.measure.implicit_casts import implicit_casts
 from dtype_engine.runtime.measure.listener import MeasurementListener
@@ -556,6 +559,27 @@ class Session:
         made.
         """
         return self.need_inputs() if self.calibration is None else self.calibration.inputs
+
+    @reading_weights
+    def executions(
+        self,
+        executions: Sequence[Execution] = (),
+        on_progress: OnParts = ignore,
+        cancelled: IsCancelled = never,
+    ) -> ExecutionReport:
+        """Compare executions of the model as it is cast: how far its outputs move if another attention kernel, batch or decoding
+        computes them with the same weights. Returns a row for each of `executions`, by default those that the device and the inputs
+        allow. `on_progress` is called with the numbers of finished and of all executions. Raises NoForward if none can be run.
+
+        >>> row, = session.executions([de.Execution(attention="eager")]).rows
+        >>> row.execution, row.output.max_abs < 1e-3
+        ('attention=eager', True)
+        """
+        inputs = self.need_inputs()
+        wanted = tuple(executions) or usual_executions(self.model, inputs)
+        return compare_executions(
+            self.model, inputs, self.plan, self.settings, self._behavior, wanted, on_progress, cancelled
+        )
 
     @reading_weights
     def causes(
