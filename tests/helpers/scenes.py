@@ -16,6 +16,7 @@ from dtype_engine.core.tree import Tree
 from dtype_engine.recipe import Recipe, Rule, tensor_bytes
 from dtype_engine.results.attribution import AttributionReport, Contribution, NoiseFloor
 from dtype_engine.results.drift import NATS, Extent, ImplicitCastStats, ModuleDrift, PartialDrift
+from dtype_engine.results.execution import ExecutionReport, ExecutionRow
 from dtype_engine.results.inputs import InputBatch, InputsSummary, InputTensor
 from dtype_engine.results.memory import MemoryStats
 from dtype_engine.results.pictures import Picture, PicturePair
@@ -23,7 +24,17 @@ from dtype_engine.results.runs import Generation, SpeedReport, SpeedRow, Written
 from dtype_engine.results.scan import ScanReport, WeightScore
 from dtype_engine.results.weights import ExponentHistogram, WeightError, WeightStats
 from dtype_engine.service import events
-from dtype_engine.service.jobs import CAUSES, FLOOR, FLOW, GENERATE, SPEED, VALUES, GenerateText, InspectTensor
+from dtype_engine.service.jobs import (
+    CAUSES,
+    EXECUTIONS,
+    FLOOR,
+    FLOW,
+    GENERATE,
+    SPEED,
+    VALUES,
+    GenerateText,
+    InspectTensor,
+)
 from dtype_engine.service.save_requests import ExportPlan
 from dtype_tui.app import DtypeApp
 from dtype_tui.widgets.module_tree import ModuleTree
@@ -204,6 +215,18 @@ def timed(app: DtypeApp) -> events.Event:
     return events.JobDone(app.controller.experiment.recipe, SPEED.ask(None), times)
 
 
+def executions(app: DtypeApp) -> events.Event:
+    moved = app.controller.experiment.results.report
+    assert moved is not None
+    rows = (
+        ExecutionRow("attention=eager", moved.output, "model.layers.0.self_attn.o_proj"),
+        ExecutionRow("threads=1", dataclasses.replace(moved.output, max_abs=0.0)),
+        ExecutionRow("decode=yes", None, why_not="decode=yes runs inputs of tokens alone"),
+    )
+    report = ExecutionReport("demo", "cpu", (), "6 default prompts", rows)
+    return events.JobDone(app.controller.experiment.recipe, EXECUTIONS.ask(None), report)
+
+
 def values(app: DtypeApp) -> events.Event:
     name = "model.embed_tokens.weight"
     counts = tuple((power, max(1, 40_000 - 400 * (power + 5) ** 2)) for power in range(-15, 4))
@@ -268,6 +291,7 @@ SCENES: dict[str, Scene] = {
     "generation": generating,
     "pictures": pictures,
     "speed": with_event(mixed, timed),
+    "executions": with_event(mixed, executions),
     "values": with_event(ready, values),
     "inputs": with_event(ready, inputs, "i"),
     "presets": after(ready, "p"),

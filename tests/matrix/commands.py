@@ -322,6 +322,18 @@ def check_output(found: dict[str, Any], truth: tuple[float, float]) -> None:
         assert near(found["output"][name], expected, 0.02), (name, found["output"], expected)
 
 
+def drift_of_an_execution(job: Job) -> str:
+    made = job.made
+    chosen = ("--cast", ALL_BF16, "--execution", "mkldnn=no")
+    (row,) = answer("check-execution", *job.run, *chosen)["rows"]
+    module = outside.in_dtype(made.runs, BF16)
+    base = outside.call(module, made.inputs, BF16)
+    with torch.backends.mkldnn.flags(enabled=False):
+        largest = float((outside.call(module, made.inputs, BF16) - base).abs().max())
+    assert near(row["output"]["max_abs"], largest, 0.02), (row, largest)
+    return "plain torch"
+
+
 def flow(job: Job) -> str:
     if job.made.module is None or job.made.inputs is None:
         answer("flow", *job.run, "--cast", ALL_BF16)
@@ -578,6 +590,7 @@ COMMANDS: dict[str, Way] = {
     "weights --against": weights_against,
     "check": check,
     "drift": drift,
+    "drift of an execution": drift_of_an_execution,
     "drift --metric": drift_metric,
     "sweep --metric": sweep_metric,
     "search --metric": search_metric,

@@ -48,7 +48,10 @@ def text_of(result: Any) -> str:
     return parts[0] if len(parts) == 1 else parts[1]
 
 
-RUNNING = "prompts texts sequence_length sequences compute autocast float_inputs quantize_activations classes_dim"
+RUNNING = (
+    "prompts texts sequence_length sequences compute autocast float_inputs quantize_activations classes_dim execution "
+    "reference_execution"
+)
 OF_DRIFT = (
     "model casts generate causes suggest max_kl min_sqnr min_top1 json component architecture precision floor modules "
     + RUNNING

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from rich.console import Group, RenderableType
+from rich.table import Table
 from rich.text import Text
 
 from dtype_engine.core.text import printable
@@ -19,18 +21,25 @@ def executions_screen(answer: Answer[None, ExecutionReport]) -> Overlay:
     grid.add_column(no_wrap=True)
     for _ in HEADINGS[1:-1]:
         grid.add_column(no_wrap=True, justify="right")
-    grid.add_column(overflow="fold")
-    grid.add_row(*HEADINGS, style="dim")
-    width = Overlay.content_width(answer.width) // 3
+    grid.add_row(*HEADINGS[:-1], style="dim")
+    parts: list[RenderableType] = [grid]
     for row in report.rows:
-        *figures, last = execution_cells(row)
-        name = Text(printable(row.execution), style="bold")
-        grid.add_row(name, *figures, wrap_dotted(last, width) if row.first is not None else last)
+        grid.add_row(Text(printable(row.execution), style="bold"), *execution_cells(row)[:-1])
+    width = Overlay.content_width(answer.width)
+    parts += [Text(f"\n{HEADINGS[-1]}", style="dim"), _remarks(report, width)]
     words = Text(
         "\nall with the dtypes of the recipe, against the model by itself, one sequence at a time", style="dim"
     )
     words.append(f"\n{printable(report.inputs, 300)}; {printable(report.device)}")
-    whole = PlainTable.grid()
-    whole.add_row(grid)
-    whole.add_row(words)
-    return Overlay("The same weights, executed otherwise", whole)
+    return Overlay("The same weights, executed otherwise", Group(*parts, words))
+
+
+def _remarks(report: ExecutionReport, width: int) -> Table:
+    """Return a table with what is said of each execution: the first module that differs, or why it was not run."""
+    grid = PlainTable.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    for row in report.rows:
+        last = execution_cells(row)[-1]
+        grid.add_row(printable(row.execution), wrap_dotted(last, width - 26) if row.first is not None else last)
+    return grid

@@ -55,7 +55,7 @@ def compare_executions(
     NoForward if the model can't be run at all, KernelError, Cancelled.
     """
     meter = DriftMeter(model, inputs, budget=budget_for(model), behavior=behavior, base="candidate")
-    listener = MeasurementListener(cancelled=cancelled, all_modules=lambda: False)
+    listener = MeasurementListener(cancelled=cancelled, all_modules=lambda: True)
     rows = []
     for done, execution in enumerate(executions):
         on_progress(done, len(executions))
