@@ -16,7 +16,11 @@ from dtype_engine.core.number_ranges import Threads
 from dtype_engine.core.typed_data import as_type, literals, refuse_unknown
 
 _BOOLEANS = {"yes": True, "on": True, "no": False, "off": False}
-EXCLUDE = {"decode": ("batch", "padding"), "batch": ("decode",)}
+EXCLUDE = {
+    "decode": ("batch", "padding", "compile"),
+    "batch": ("decode", "compile"),
+    "compile": ("batch", "padding", "decode"),
+}
 """Axes that exclude others: an execution has only one of the two."""
 
 
@@ -38,6 +42,10 @@ class Execution(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     """On which side the shorter sequences of a batch are padded."""
     decode: bool = False
     """Whether the tokens of a sequence run one after another with a KV cache, as in decoding, instead of all at once."""
+    compile: Literal["inductor", "aot_eager"] | None = None
+    """The backend of `torch.compile` that compiles the whole model to one graph. None: it runs eagerly. aot_eager traces the model
+    and runs torch's own kernels, so that it differs from inductor in what inductor's kernels do.
+    """
     threads: Threads | None = None
     """The number of threads. None: that of the session."""
     mkldnn: bool = True
@@ -57,13 +65,15 @@ class Execution(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
 
     @property
     def regroups(self) -> bool:
-        """Whether a sequence does not run in a pass of its own over all its tokens."""
-        return self.batch > 1 or self.decode
+        """Whether a sequence does not run in a plain pass of its own over all its tokens."""
+        return self.batch > 1 or self.decode or self.compile is not None
 
     def check(self) -> Execution:
         """Return this execution. Raises UserError for axes that exclude each other."""
         if self.decode and self.batch > 1:
             raise UserError("decode=yes runs one sequence at a time: leave batch out")
+        if self.compile is not None and (self.decode or self.batch > 1):
+            raise UserError(f"compile={self.compile} runs whole sequences, one at a time: leave batch and decode out")
         if self.padding != "right" and self.batch == 1:
             raise UserError(f"padding={self.padding} needs a batch, as in batch=8")
         return self

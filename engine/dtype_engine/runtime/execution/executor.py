@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
+from dtype_engine.core.errors import UserError
 from dtype_engine.core.execution import Execution
 from dtype_engine.runtime.execution.batches import PartObserver, join
+from dtype_engine.runtime.execution.compiled import CompiledModel
 from dtype_engine.runtime.execution.stepwise import StepObserver, stepwise
 from dtype_engine.runtime.inputs import Batch
+from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.passes.forward_pass import ModuleObserver
 from dtype_engine.runtime.passes.model_behavior import Run
 from dtype_engine.runtime.passes.one_pass import PassOptions, PassResult
@@ -29,6 +33,7 @@ class Executor:
     def __init__(self, runner: ForwardRunner, batches: Sequence[Batch]) -> None:
         self.not_compared: set[str] = set()
         self._runner, self._batches = runner, batches
+        self._model: CompiledModel | None = None
         self._kept: dict[tuple[Run, Execution, int], PassResult[Any]] = {}
 
     def run(
@@ -44,6 +49,8 @@ class Executor:
         if kept is not None and options.watched is not None:
             return kept
         options = dataclasses.replace(options, cache_bytes=0, cached=None, earlier=None)
+        if execution.compile is not None:
+            return self._compiled(run, execution.compile, number, options, observer)
         if execution.decode:
             return self._token_by_token(run, number, options, observer)
         return self._in_batch(run, number, execution, options, observer)
@@ -72,6 +79,32 @@ class Executor:
                 )
         return self._kept.pop((run, execution, number))
 
+    def _compiled(
+        self, run: Run, backend: str, number: int, options: PassOptions, observer: ModuleObserver
+    ) -> PassResult[Any]:
+        runner = self._runner
+        if run == "reference" and (wide := _not_float32(runner.model)) is not None:
+            raise UserError(
+                f"compile={backend} runs the tensors as they are stored, and the reference is in float32 while {wide} is not: "
+                "compile the candidate"
+            )
+        if self._model is None:
+            self._model = CompiledModel(runner.model, backend)
+        batch = (
+            runner.reference_batch(self._batches[number])
+            if run == "reference"
+            else runner.candidate_batch(self._batches[number])
+        )
+        ran = runner.plain(partial(batch.run, self._model), options)
+        with torch.no_grad():
+            self._model.give(observer)
+        return ran
+
+    def close(self) -> None:
+        """Remove what a compiled model needs. The executor can't be used afterwards."""
+        if self._model is not None:
+            self._model.close()
+
     def _token_by_token(self, run: Run, number: int, options: PassOptions, observer: ModuleObserver) -> PassResult[Any]:
         runner, steps = self._runner, StepObserver(observer)
         batch = self._batches[number]
@@ -81,3 +114,11 @@ class Executor:
         with torch.no_grad():
             self.not_compared |= steps.give()
         return dataclasses.replace(ran, finished=[], spans=[])
+
+
+def _not_float32(model: LiveModel) -> str | None:
+    """Return the name of a weight that a reference pass would widen or take from another checkpoint, or None."""
+    weights = (each for each in model.weights.values() if each.info.castable)
+    return next(
+        (each.info.name for each in weights if each.dtype != "float32" or each.other_reference is not None), None
+    )

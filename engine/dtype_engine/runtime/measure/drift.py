@@ -187,8 +187,7 @@ class DriftMeter:
         self._forget_other_settings()
         progress = MeasurementProgress(listener.on_progress, batches, self._calls, self._modules)
         running = ForwardRunner(self.model, self.settings, listener.cancelled, behavior=self.behavior)
-        with closing(progress), running as runner:
-            executor = Executor(runner, batches)
+        with closing(progress), running as runner, closing(Executor(runner, batches)) as executor:
             self._not_compared = executor.not_compared
             runner.calibrate_caches(batches)
             steps_left = (

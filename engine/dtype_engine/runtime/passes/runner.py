@@ -325,6 +325,33 @@ class ForwardRunner:
         """Run the model under any mode. `call` may enable gradients. caches: intercepts the KV caches that the model writes."""
         return self._run(call, mode, PassOptions(graph=True), _IGNORES, caches=caches)
 
+    def plain(self, call: Callable[[], Output], options: PassOptions) -> PassResult[Output]:
+        """Run the model as it is, without a mode that intercepts operations and without intercepted calls of modules, as a compiled
+        model needs. All weights must be plain tensors. The pass is not observed, and can't be cancelled.
+        """
+        device = self.model.device
+        self._calls.remove()
+        try:
+            with ExitStack() as contexts:
+                contexts.enter_context(torch.no_grad())
+                contexts.enter_context(_NO_FUTURE_WARNINGS())
+                if self._autocast is not None:
+                    contexts.enter_context(torch.autocast(device.type, self._autocast))
+                contexts.enter_context(exact_float32(device))
+                contexts.enter_context(executed(self.model.module, options.execution))
+                contexts.enter_context(foreign_code())
+                started = time.perf_counter()
+                output = call()
+                synchronize(device)
+                seconds = time.perf_counter() - started
+        except (Cancelled, UserError):
+            raise
+        except Exception as error:
+            raise NoForward(f"the pass failed as plain torch runs it: {with_type(error)}") from error
+        finally:
+            self._calls.intercept(reports=self._watch)
+        return PassResult(output, seconds, [], [], {}, AttendedPositions(), added=False)
+
     def _for_all(self, name: str, context: Callable[[], AbstractContextManager[T]]) -> AbstractContextManager[T]:
         """Return a context for a pass. Passes that take turns share one context for each `name`, which the first pass enters and
         which ends with the last pass. context: creates it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -87,6 +88,56 @@ def test_executions_that_a_model_does_not_have_are_listed_with_the_reason() -> N
     assert report.rows[1].why_not.startswith("decode=yes runs inputs of tokens alone")
     with pytest.raises(de.NoForward, match="can't change the attention"):
         session.executions([de.Execution(attention="eager")])
+
+
+@pytest.fixture
+def compiling() -> Iterator[None]:
+    """Let torch.compile work, which the environment of the tests turns off."""
+    from torch._dynamo import config
+
+    with config.patch(disable=False):
+        yield
+
+
+class Branching(torch.nn.Module):
+    """Its graph depends on a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) if x.sum() > 0 else x
+
+
+@pytest.mark.usefixtures("compiling")
+def test_compiled_model_is_one_graph_with_the_outputs_of_its_modules() -> None:
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 4)).to(torch.bfloat16)
+    inputs = torch.randn(3, 8, dtype=torch.bfloat16)
+    execution = de.Execution(compile="inductor")
+    options = de.Options(device="cpu", reference="stored", settings=de.RunSettings(execution=execution))
+    session = de.open(module, inputs=inputs, options=options)
+    report = session.drift()
+    with torch.no_grad():
+        eager = module(inputs)
+        compiled = torch.compile(module, backend="inductor", fullgraph=True)(inputs)
+    assert report.output.max_abs == float((eager.double() - compiled.double()).abs().max())
+    assert [each.name for each in report.modules] == ["0", "1", "2"]
+    assert not any(each._forward_hooks for each in module.modules())
+    session.cast("2", "fp8")
+    with pytest.raises(de.UserError, match=r"plain tensors only: 2\.weight is in float8_e4m3fn"):
+        session.drift()
+
+
+@pytest.mark.usefixtures("compiling")
+def test_model_that_makes_no_single_graph_is_refused() -> None:
+    session = de.open(Branching(), inputs=torch.ones(2, 4))
+    session.settings = de.RunSettings(execution=de.Execution(compile="aot_eager"))
+    with pytest.raises(de.UserError, match="compile=aot_eager makes no single graph of this model"):
+        session.drift()
+    session.settings = de.RunSettings()
+    assert session.drift().output.max_abs == 0
 
 
 def test_floor_of_the_candidate_is_what_other_kernels_change_in_its_own_dtypes(session: de.Session) -> None:
