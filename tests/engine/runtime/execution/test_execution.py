@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import dtype_engine as de
 from dtype_engine.core.execution import parse_execution
+from dtype_engine.results.drift import first_different as first_different_module
 
 LENGTHS = (20, 13, 24, 9)
 SMALL = {
@@ -53,18 +54,70 @@ def made(name: str) -> Any:
     return transformers.BertForMaskedLM(transformers.BertConfig(**SMALL))
 
 
-@pytest.fixture(scope="module", params=[(name, dtype) for name in MODELS for dtype in ("float32", "bfloat16")], ids=str)
-def stored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, torch.dtype, Path]:
-    name, dtype = request.param
-    folder = tmp_path_factory.mktemp("model")
-    made(name).to(getattr(torch, dtype)).save_pretrained(folder)
-    return name, getattr(torch, dtype), folder
+@dataclass
+class Stored:
+    """A checkpoint, opened by this program and by transformers."""
+
+    name: str
+    session: de.Session
+    model: Any
+    reference: list[torch.Tensor]
+    """The logits of each sequence that plain transformers computes without settings."""
 
 
 @pytest.fixture(scope="module")
 def ids() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(5, 128, (1, length), generator=generator) for length in LENGTHS]
+
+
+@pytest.fixture(scope="module", params=[(name, dtype) for name in MODELS for dtype in ("float32", "bfloat16")], ids=str)
+def stored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, ids: list[torch.Tensor]) -> Stored:
+    name, dtype = request.param
+    folder, module = tmp_path_factory.mktemp("model"), made(name).to(getattr(torch, dtype))
+    module.save_pretrained(folder)
+    options = de.Options(device="cpu", threads=1, reference="stored", modules="exact")
+    session = de.open(str(folder), options=options, inputs=[{"input_ids": each} for each in ids])
+    model = type(module).from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+    return Stored(name, session, model, plain(model, ids, ""))
+
+
+@contextlib.contextmanager
+def observed(model: Any) -> Iterator[dict[str, list[torch.Tensor]]]:
+    """In the `with` block, collect the outputs of all modules of a plain model, in the order of their first calls."""
+    seen: dict[str, list[torch.Tensor]] = {}
+
+    def hook(name: str) -> Any:
+        def keep(_: Any, args: Any, output: Any) -> None:
+            first = output[0] if isinstance(output, tuple) else output
+            if isinstance(first, torch.Tensor) and first.is_floating_point():
+                seen.setdefault(name, []).append(first.clone())
+
+        return keep
+
+    hooks = [module.register_forward_hook(hook(name)) for name, module in model.named_modules() if name]
+    try:
+        yield seen
+    finally:
+        for each in hooks:
+            each.remove()
+
+
+def first_different(stored: Stored, ids: Sequence[torch.Tensor], axes: str) -> str | None:
+    """The first module whose output differs in plain transformers, for executions that keep the sequences apart."""
+    found = []
+    for each in ("", axes):
+        with observed(stored.model) as seen:
+            plain(stored.model, ids, each)
+        found.append(seen)
+    return next(
+        (
+            name
+            for name, outputs in found[0].items()
+            if any(not torch.equal(*pair) for pair in zip(outputs, found[1][name], strict=True))
+        ),
+        None,
+    )
 
 
 def joined(model: Any, ids: Sequence[torch.Tensor], left: bool) -> list[torch.Tensor]:
@@ -87,10 +140,9 @@ def decoded(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return torch.cat(found, 1)
 
 
-def plain(folder: Path, dtype: torch.dtype, kind: Any, ids: Sequence[torch.Tensor], axes: str) -> list[torch.Tensor]:
+def plain(model: Any, ids: Sequence[torch.Tensor], axes: str) -> list[torch.Tensor]:
     """The logits of each sequence that plain transformers computes under these settings."""
     given = dict(each.split("=") for each in axes.split())
-    model = kind.from_pretrained(folder, dtype=dtype).eval()
     threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
     with torch.no_grad(), contextlib.ExitStack() as contexts:
         contexts.callback(torch.set_num_threads, threads)
@@ -99,6 +151,7 @@ def plain(folder: Path, dtype: torch.dtype, kind: Any, ids: Sequence[torch.Tenso
         torch.set_float32_matmul_precision(given.get("matmul", "highest"))
         if given.get("attention") == "eager":
             model.set_attn_implementation("eager")
+            contexts.callback(model.set_attn_implementation, "sdpa")
         if given.get("attention") == "math":
             contexts.enter_context(sdpa_kernel(SDPBackend.MATH))
         if given.get("mkldnn") == "no":
@@ -123,20 +176,19 @@ def mean_kl(reference: Sequence[torch.Tensor], candidate: Sequence[torch.Tensor]
 @pytest.mark.filterwarnings("ignore:TF32 acceleration")
 @pytest.mark.parametrize("axes", AXES)
 def test_drift_of_an_execution_equals_that_of_plain_transformers(
-    stored: tuple[str, torch.dtype, Path], ids: list[torch.Tensor], axes: str
+    stored: Stored, ids: list[torch.Tensor], axes: str
 ) -> None:
-    name, dtype, folder = stored
-    if axes == "decode=yes" and name == "encoder":
+    if axes == "decode=yes" and stored.name == "encoder":
         pytest.skip("an encoder does not decode")
-    settings = de.RunSettings(execution=parse_execution(axes.split()))
-    options = de.Options(device="cpu", threads=1, reference="stored", settings=settings, modules="exact")
-    session = de.open(str(folder), options=options, inputs=[{"input_ids": each} for each in ids])
-    report = session.drift()
-    reference, candidate = (plain(folder, dtype, type(session.model.module), ids, each) for each in ("", axes))
-    largest = max(
-        float((one.double() - other.double()).abs().max()) for one, other in zip(reference, candidate, strict=True)
+    stored.session.settings = de.RunSettings(execution=parse_execution(axes.split()))
+    report = stored.session.drift()
+    candidate = plain(stored.model, ids, axes)
+    pairs = list(zip(stored.reference, candidate, strict=True))
+    assert report.output.max_abs == pytest.approx(
+        max(float((one.double() - other.double()).abs().max()) for one, other in pairs), rel=1e-6
     )
-    assert report.output.max_abs == pytest.approx(largest, rel=1e-6)
-    assert report.output.kl_mean == pytest.approx(mean_kl(reference, candidate), rel=1e-6, abs=1e-15)
+    assert report.output.kl_mean == pytest.approx(mean_kl(stored.reference, candidate), rel=1e-6, abs=1e-15)
     assert report.settings == axes
+    if not axes.startswith(("batch", "decode")) and stored.name != "experts":  # an expert may get other tokens
+        assert first_different_module(report.modules) == first_different(stored, ids, axes)
     assert report.sequences.done == len(LENGTHS)
