@@ -25,7 +25,8 @@ EXCLUDE = {
 
 
 class Execution(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """How a pass is executed. The defaults are the execution of the model as it is loaded, one sequence at a time.
+    """How a pass is executed. The defaults are the execution of the model as it is loaded, one sequence at a time. Raises UserError
+    for axes that exclude each other.
 
     Example:
         >>> print(de.Execution(attention="eager", batch=8))
@@ -55,6 +56,14 @@ class Execution(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     where the device has them.
     """
 
+    def __post_init__(self) -> None:
+        if self.decode and self.batch > 1:
+            raise UserError("decode=yes runs one sequence at a time: leave batch out")
+        if self.compile is not None and (self.decode or self.batch > 1):
+            raise UserError(f"compile={self.compile} runs whole sequences, one at a time: leave batch and decode out")
+        if self.padding != "right" and self.batch == 1:
+            raise UserError(f"padding={self.padding} needs a batch, as in batch=8")
+
     def __str__(self) -> str:
         return " ".join(f"{name}={_word(value)}" for name, value in self.axes().items())
 
@@ -67,16 +76,6 @@ class Execution(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     def regroups(self) -> bool:
         """Whether a sequence does not run in a plain pass of its own over all its tokens."""
         return self.batch > 1 or self.decode or self.compile is not None
-
-    def check(self) -> Execution:
-        """Return this execution. Raises UserError for axes that exclude each other."""
-        if self.decode and self.batch > 1:
-            raise UserError("decode=yes runs one sequence at a time: leave batch out")
-        if self.compile is not None and (self.decode or self.batch > 1):
-            raise UserError(f"compile={self.compile} runs whole sequences, one at a time: leave batch and decode out")
-        if self.padding != "right" and self.batch == 1:
-            raise UserError(f"padding={self.padding} needs a batch, as in batch=8")
-        return self
 
 
 PLAIN = Execution()
@@ -100,7 +99,7 @@ def execution_of(given: Mapping[str, object]) -> Execution:
     for field in msgspec.structs.fields(Execution):
         if (choices := literals(field.type)) and given.get(field.name, field.default) not in (*choices, field.default):
             raise UserError(f"{field.name}={given[field.name]}: choose one of {', '.join(map(str, choices))}")
-    return as_type(dict(given), Execution).check()
+    return as_type(dict(given), Execution)
 
 
 def names_axis(settings: str) -> bool:

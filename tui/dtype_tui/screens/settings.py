@@ -136,7 +136,7 @@ def _with(settings: RunSettings, field: str, value: object) -> RunSettings:
     name, _, nested = field.partition(".")
     changed: Any = value
     if nested:
-        changed = msgspec.structs.replace(getattr(settings, name), **{nested: value})
-        if nested in EXCLUDE and value != getattr(PLAIN, nested):
-            changed = msgspec.structs.replace(changed, **{other: getattr(PLAIN, other) for other in EXCLUDE[nested]})
+        excluded = EXCLUDE.get(nested, ()) if value != getattr(PLAIN, nested) else ()
+        defaults = {other: getattr(PLAIN, other) for other in excluded}
+        changed = msgspec.structs.replace(getattr(settings, name), **{nested: value}, **defaults)
     return dataclasses.replace(settings, **{name: changed})

@@ -192,3 +192,10 @@ def test_wrong_axes_are_refused_in_a_sentence(axes: list[str], words: str, capsy
     options = [word for axis in axes for word in ("--candidate", axis)]
     assert run(cli, "dtype-engine", ["drift", "demo", *options]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_axes_that_exclude_each_other_are_refused_in_python() -> None:
+    with pytest.raises(de.UserError, match="decode=yes runs one sequence at a time"):
+        de.Execution(decode=True, batch=2)
+    with pytest.raises(de.UserError, match="one at a time: leave batch and decode out"):
+        de.Execution(compile="aot_eager", decode=True)
