@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 import msgspec
 
-from dtype_engine.cli.options import HELD_OUT, MEASURING, REFERENCE, ModelCommand, json_option
+from dtype_engine.cli.options import HELD_OUT, LOGITS, MEASURING, REFERENCE, ModelCommand, json_option
 from dtype_engine.cli.parallel import over_workers, workers_option
 from dtype_engine.cli.program import (
     NO,
@@ -41,6 +41,7 @@ from dtype_engine.results.attribution import (
     near_kernels,
 )
 from dtype_engine.results.drift import DriftReport
+from dtype_engine.results.given_logits import GivenLogits
 from dtype_engine.results.losses import severe
 from dtype_engine.results.meaning import HELP, Meaning, meaning
 from dtype_engine.results.rounding import FittedTo, HeldOut
@@ -51,8 +52,10 @@ if TYPE_CHECKING:
     from dtype_engine.checkpoint.source import Source
     from dtype_engine.runtime.session.session import Session
 
+Run = Literal["reference", "candidate"]
 
-@click.command(cls=ModelCommand, also=(*MEASURING, HELD_OUT), epilog=HELP)
+
+@click.command(cls=ModelCommand, also=(*MEASURING, HELD_OUT, *LOGITS), epilog=HELP)
 @click.option(
     "--generate",
     "tokens",
@@ -89,10 +92,18 @@ if TYPE_CHECKING:
     help="Save the measurement to this file while it runs. If the file exists, the measurement continues from it.",
 )
 @click.option(
+    "--save-logits",
+    type=(click.Choice(["reference", "candidate"]), click.Path(path_type=Path)),
+    multiple=True,
+    metavar="RUN FILE",
+    help="Also write the tokens and the logits of a run to this safetensors file; RUN is reference or candidate. It is run once "
+    "more for this. --reference-logits and --against-logits take such a file. May be repeated.",
+)
+@click.option(
     "--force",
     is_flag=True,
-    help="Let --save-recipe, --report and --save-pictures replace files that exist. Without --force, an existing file is an "
-    "error.",
+    help="Let --save-recipe, --report, --save-logits and --save-pictures replace files that exist. Without --force, an existing "
+    "file is an error.",
 )
 @click.option(
     "--causes",
@@ -123,6 +134,7 @@ def drift(
     report_file: Path | None,
     save_pictures: Path | None,
     save: Path | None,
+    save_logits: tuple[tuple[Run, Path], ...],
     force: bool,
     with_causes: bool,
     suggest: bool,
@@ -140,10 +152,12 @@ def drift(
     output has NaN or infinite values in the reference or in the candidate.
     """
     thresholds = all_limits(limits, request.options.metrics)
-    _refuse_targets(save_recipe, report_file, force)
+    _refuse_targets(report_file, (save_recipe, report_file, *(file for _, file in save_logits)), force)
     if request.options.reference_bytes is None and not suggest:
         # Nothing is measured a second time, so no outputs need to be kept.
         request = msgspec.structs.replace(request, options=dataclasses.replace(request.options, reference_bytes=0))
+    if with_causes and (request.options.against_logits or request.options.reference_logits):
+        raise UserError("--causes compares modules, of which a file of outputs has none: leave --causes out")
     if workers is not None and not with_causes:
         raise UserError("drift --workers goes with --causes: one recipe is measured in one process")
     if held_out_answers and request.options.held_out:
@@ -170,6 +184,9 @@ def drift(
 
         with unwritten.reported():
             note(tuple(f"{file} is written" for file in saved_pictures.save_pictures(session, save_pictures, force)))
+    for run, file in save_logits:
+        with unwritten.reported():
+            note((f"{session.save_logits(file, run, force, say_progress)} is written",))
     texts: tuple[Generation, ...] = ()
     if tokens:
         texts = session.generate(tokens, lambda which, done, most: say_share(f"generating: {which}", done, most))
@@ -221,6 +238,8 @@ class _Details:
     fitted_to: FittedTo | None
     """The inputs to which the recipe's roundings are fitted."""
     held_out: HeldOut | None
+    logits: GivenLogits | None
+    """The file with the outputs of the reference or of the candidate."""
 
     def as_json(self, report: DriftReport) -> dict[str, Any]:
         keys = {"floor": as_json(self.floor), "under_floor": self.meaning.word == "under the floor"}
@@ -230,6 +249,7 @@ class _Details:
         keys |= {"suggest": as_json(self.remedy)} if self.with_remedy else {}
         keys |= {"fitted_to": as_json(self.fitted_to)} if self.fitted_to is not None else {}
         keys |= {"held_out": as_json(self.held_out) | {"lost": self.held_out.lost}} if self.held_out is not None else {}
+        keys |= {"logits": as_json(self.logits)} if self.logits is not None else {}
         return keys | ({"causes": as_json(self.causes)} if self.causes is not None else {})
 
     def text(self, report: DriftReport, reached: Sequence[Verdict]) -> str:
@@ -275,9 +295,9 @@ def _measure_details(
     suggest: bool,
     held_out: HeldOut | None,
 ) -> _Details:
-    option = session.options.floor
-    floor = None
-    if option == "always" or (option == "auto" and near_floor(report.output)):
+    option, given = session.options.floor, session.given_logits
+    floor, of_file = None, given is not None and given.run == "reference"  # a file's floor is not known
+    if not of_file and (option == "always" or (option == "auto" and near_floor(report.output))):
         floor = session.floor(partial(say_share, "measuring the noise floor"))
     kernels = None
     if option == "always" or (option == "auto" and near_kernels(report.output)):
@@ -285,17 +305,18 @@ def _measure_details(
     nonfinite = session.nonfinite(report, partial(say_share, "trying remedies"))
     remedy = session.loss_remedy(report, partial(say_share, "trying what keeps the values")) if suggest else None
     meant = meaning(report.output, floor, report.modules)
-    return _Details(floor, kernels, nonfinite, attribution, meant, suggest, remedy, session.fitted_to, held_out)
+    fitted = session.fitted_to
+    return _Details(floor, kernels, nonfinite, attribution, meant, suggest, remedy, fitted, held_out, given)
 
 
-def _refuse_targets(recipe: Path | None, report: Path | None, force: bool) -> None:
+def _refuse_targets(report: Path | None, files: Sequence[Path | None], force: bool) -> None:
     from dtype_engine.core.atomic_write import check_target
 
     if report is not None:
         from dtype_engine.reports.render import check_name
 
         check_name(report)
-    for file in (recipe, report):
+    for file in files:
         if file is not None:
             check_target(file, force)
 

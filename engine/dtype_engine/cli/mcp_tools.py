@@ -56,8 +56,12 @@ TOOLS = (
 _RUN_CODE = {
     "trust_pickle", "trust_remote_code", "weights", "metrics", "evals", "data", "inputs", "chat", "held_out_answers",
 }  # fmt: skip
-_WRITE_OR_DOWNLOAD = {"save", "save_recipe", "save_pictures", "report", "output", "force", "download", "revision"}
-_READ_OTHER_FILES = {"recipe", "images", "audio", "calibration", "held_out", "device_map"}
+_WRITE_OR_DOWNLOAD = {
+    "save", "save_recipe", "save_pictures", "save_logits", "report", "output", "force", "download", "revision",
+}  # fmt: skip
+_READ_OTHER_FILES = {
+    "recipe", "images", "audio", "calibration", "held_out", "device_map", "against_logits", "reference_logits",
+}  # fmt: skip
 _OF_THE_MACHINE = {
     "device", "over_memory", "max_memory", "workers", "shard", "random_weights", "limits", "sarif", "least", "most",
 }  # fmt: skip

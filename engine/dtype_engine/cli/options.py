@@ -421,6 +421,23 @@ HELD_OUT = _files(
     "recipe, such as GPTQ, and without them; may be repeated. A rounding that was fitted to one kind of text may lose on another.",
 )
 
+LOGITS = (
+    click.Option(
+        ["--against-logits"],
+        type=_FILE,
+        metavar="FILE",
+        help="Take the candidate's outputs from this file, which another runtime has written; MODEL runs as the reference, on the "
+        "file's tokens. FILE is one of --save-logits, one of llama-perplexity --kl-divergence-base, or JSON Lines with the "
+        "prompt_logprobs of vLLM, of which KL is a lower bound.",
+    ),
+    click.Option(
+        ["--reference-logits"],
+        type=_FILE,
+        metavar="FILE",
+        help="Take the reference's outputs from such a file; MODEL, cast by the rules, runs as the candidate.",
+    ),
+)
+
 
 def _need_working_folder() -> None:
     """Raise UserError if the working folder was removed: Intel's MKL, which torch loads, then ends the process without a reason."""

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dtype_engine.core.errors import UserError
-from dtype_engine.core.options import InputOptions, Options
+from dtype_engine.core.execution import PLAIN
+from dtype_engine.core.options import FLOAT32, InputOptions, Options
 from dtype_engine.core.regular_files import open_regular, read_text, reading
 from dtype_engine.core.text import printable
 from dtype_engine.core.user_folders import expanded
@@ -21,6 +22,7 @@ TEXTS = (".txt", ".md", ".jsonl", ".ndjson", ".py")
 
 def check_files(options: Options) -> None:
     """Raise UserError, before anything is loaded, for a file that can't be read or for inputs that exclude each other."""
+    check_logits(options)
     if options.data:
         if not options.metrics:
             raise UserError("--data has the examples of a --metric: name one, or give inputs by --text, --inputs, ...")
@@ -40,6 +42,25 @@ def check_files(options: Options) -> None:
         raise UserError(
             f"{options.tensors} has all the arguments of a forward pass: leave the prompts, texts, images and sounds out"
         )
+
+
+def check_logits(options: Options) -> None:
+    """Raise UserError for options that exclude a file of outputs, by which one of the two runs is replaced."""
+    if options.against_logits is None and options.reference_logits is None:
+        return
+    if options.against_logits is not None and options.reference_logits is not None:
+        raise UserError("--against-logits and --reference-logits: the model has to be one of the two; leave one out")
+    option = "--reference-logits" if options.against_logits is None else "--against-logits"
+    if options.prompts or options.texts or options.images or options.audio or options.tensors is not None:
+        raise UserError(f"{option}: the tokens come from its file: leave --prompt, --text and other inputs out")
+    if options.metrics or options.held_out:
+        raise UserError(
+            f"{option}: the file has outputs for its own tokens alone: leave --metric, --eval and --held-out out"
+        )
+    if option == "--reference-logits" and options.reference != FLOAT32:
+        raise UserError("--reference-logits: the file is the reference: leave --reference and --against out")
+    if option == "--against-logits" and options.settings.execution != PLAIN:
+        raise UserError("--against-logits: the file is the candidate: leave --candidate out")
 
 
 def parse_inputs_line(options: Options, line: str) -> Options:

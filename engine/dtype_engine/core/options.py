@@ -156,6 +156,13 @@ class MeasureOptions(TypedFields):
     """The settings of candidate runs."""
     metrics: tuple[str, ...] = ()
     """The user's own metrics: `file.py:NAME` or `package.module:NAME`, which run that code, or `lm-eval:TASK`."""
+    against_logits: Path | None = None
+    """A file with outputs that stand for the candidate's, for example of another runtime. The model runs as the reference, on the
+    file's tokens. `Session.save_logits` writes such a file, and llama-perplexity with `--kl-divergence-base`; or it is JSON Lines
+    with vLLM's `prompt_logprobs`.
+    """
+    reference_logits: Path | None = None
+    """Such a file whose outputs stand for the reference's; the model runs as the candidate."""
     data: tuple[Path, ...] = ()
     """Files of texts, images, audio or tensors, on which `metrics` are measured. If empty, they are measured on the inputs."""
     precision: Share | None = None

@@ -295,6 +295,8 @@ def _depth(tree: Tree, drift: DriftReport) -> list[Section]:
 
 
 def _worst(tree: Tree, drift: DriftReport) -> Section:
+    if not drift.modules_sequences:
+        return Section("Worst modules", ("Not known: outputs of modules were not compared.",))
     worst = worst_modules(_leaves(tree, drift), drift.output)[:_WORST]
     if not worst:
         return Section("Worst modules", ("None: no module's output differs from the reference.",))

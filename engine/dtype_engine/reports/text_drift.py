@@ -29,6 +29,8 @@ def reference_words(reference: str) -> str:
     """Return words for the `reference` of a drift report, such as `the float32 reference` or `the weights of path/to/other`."""
     if reference in dtypes.BY_NAME:
         return f"the {reference} reference"
+    if reference.startswith("outputs in "):
+        return f"the {reference}"
     return f"the model {reference}" if reference.startswith("as stored") else f"the weights of {reference}"
 
 

@@ -22,12 +22,12 @@ _KERNELS = 2.0
 
 def near_floor(output: OutputDrift) -> bool:
     """Return whether the drift may be noise, so that the noise floor should be measured."""
-    return 0 < output.rel_l2 <= REACH_OF_FLOOR
+    return 0 < (output.rel_l2 or 0.0) <= REACH_OF_FLOOR
 
 
 def near_kernels(output: OutputDrift) -> bool:
     """Return whether the drift of a candidate that computes in 16 bits may be what another kernel changes."""
-    return 0 < output.rel_l2 <= REACH_IN_16_BITS
+    return 0 < (output.rel_l2 or 0.0) <= REACH_IN_16_BITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class NoiseFloor:
             return False
         if output.kl_mean is not None and self.kl_mean is not None:
             return output.kl_mean <= self.kl_mean
-        return output.sqnr_db >= self.sqnr_db
+        return output.sqnr_db is not None and output.sqnr_db >= self.sqnr_db
 
     def explains(self, output: OutputDrift) -> bool:
         """Return whether a drift is less than twice this floor of the candidate, by mean KL if both have one, otherwise by SQNR."""
@@ -60,7 +60,7 @@ class NoiseFloor:
             return False
         if output.kl_mean is not None and self.kl_mean is not None:
             return output.kl_mean < _KERNELS * self.kl_mean
-        return output.sqnr_db > self.sqnr_db - 10 * math.log10(_KERNELS)
+        return output.sqnr_db is not None and output.sqnr_db > self.sqnr_db - 10 * math.log10(_KERNELS)
 
 
 @dataclass(frozen=True, slots=True)

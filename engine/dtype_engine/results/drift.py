@@ -43,19 +43,20 @@ the actual next token, from -1 to 1. `_se` is the standard error of a mean over 
 class OutputDrift:
     """How far the candidate's main output is from the reference's, over all elements, computed in float64.
 
-    Each of `NAMES` is an attribute, which is None if it was not measured. c is the candidate's output and r the reference's.
+    Each of `NAMES` is an attribute, which is None if it was not measured: those of elements, if only log-probabilities of one of
+    the two outputs are known. c is the candidate's output and r the reference's.
     """
 
     elements: Count
-    mean_abs: float
+    mean_abs: float | None = None
     """The mean of |c - r|, in the output's own unit."""
-    max_abs: float
+    max_abs: float | None = None
     """The largest |c - r|, in the output's own unit."""
-    rel_l2: float
+    rel_l2: float | None = None
     """The relative L2 error, ‖c - r‖ / ‖r‖."""
-    sqnr_db: float
+    sqnr_db: float | None = None
     """20 log10(‖r‖ / ‖c - r‖) in decibels. Infinity if c equals r."""
-    cosine: float
+    cosine: float | None = None
     """The cosine similarity r·c / (‖r‖ ‖c‖)."""
     nonfinite: Count
     """The number of elements of c that are not finite and differ from r's, which is 0 if both are NaN everywhere."""
@@ -353,4 +354,4 @@ def drifts_less(one: OutputDrift, other: OutputDrift) -> bool:
         return one.nonfinite < other.nonfinite
     if one.kl_mean is not None and other.kl_mean is not None:
         return one.kl_mean < other.kl_mean
-    return one.rel_l2 < other.rel_l2
+    return (one.rel_l2 or 0.0) < (other.rel_l2 or 0.0)

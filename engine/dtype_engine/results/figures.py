@@ -140,7 +140,7 @@ def sqnr_error(output: OutputDrift, extent: Extent) -> str:
     """Return the error in dB of an SQNR that is estimated from a part of the inputs, such as ` ± 0.40`. Returns "" if all inputs
     were run or the error is unknown.
     """
-    known = not extent.whole and extent.rel_l2_error is not None and math.isfinite(output.sqnr_db)
+    known = not extent.whole and extent.rel_l2_error is not None and math.isfinite(output.sqnr_db or 0.0)
     return f" ± {20 / math.log(10) * (extent.rel_l2_error or 0.0):.2f}" if known else ""
 
 

@@ -81,13 +81,14 @@ def sqnr_limits(output: OutputDrift | None) -> tuple[tuple[float, Word], ...]:
     proportional to the square of the error, so if the SQNR is 10 dB lower, the KL is ten times as large. The share of positions
     with another top-1 is proportional to the error.
     """
-    if output is None or not output.kl_mean or not output.kl_mean > 0 or not math.isfinite(output.sqnr_db):
+    sqnr = None if output is None else output.sqnr_db
+    if output is None or not output.kl_mean or not output.kl_mean > 0 or sqnr is None or not math.isfinite(sqnr):
         return tuple((least, word) for least, word, _ in _SQNR)
     kl_mean, other_top1 = output.kl_mean, 1 - _likely_top1(output)
 
     def least(most_kl: float, least_top1: float) -> float:
         by_top1 = 20 * math.log10(other_top1 / (1 - least_top1)) if other_top1 > 0 else -math.inf
-        return output.sqnr_db + max(10 * math.log10(kl_mean / most_kl), by_top1)
+        return sqnr + max(10 * math.log10(kl_mean / most_kl), by_top1)
 
     return tuple((least(most_kl, least_top1), word) for most_kl, least_top1, word, _ in _KL)
 
@@ -142,7 +143,7 @@ def meaning(output: OutputDrift, floor: NoiseFloor | None = None, modules: Itera
     """
     if output.nonfinite_reference and not output.nonfinite:
         return Meaning("broken", "the reference itself is not finite")
-    if output.nonfinite or math.isnan(output.sqnr_db):
+    if output.nonfinite or math.isnan(output.sqnr_db or 0.0):
         return Meaning("broken", "not finite")
     if output.max_abs == 0:
         return Meaning("exact", _module_drift_words(modules))
@@ -152,7 +153,7 @@ def meaning(output: OutputDrift, floor: NoiseFloor | None = None, modules: Itera
         if math.isnan(output.kl_mean):
             return Meaning("broken", "not finite")
         return _by_kl_and_top1(output.kl_mean, _likely_top1(output))
-    met = (Meaning(word, why) for least, word, why in _SQNR if output.sqnr_db >= least)
+    met = (Meaning(word, why) for least, word, why in _SQNR if (output.sqnr_db or 0.0) >= least)
     return next(met, Meaning("broken", "worse than rounding to 1 bit"))
 
 

@@ -33,7 +33,7 @@ def scalar_drift(output: OutputDrift) -> float:
     """Return a model output's drift as one number: the mean KL divergence if the output is a distribution, otherwise the squared
     relative L2 error. It is infinite if the output has NaN or infinite values.
     """
-    value = output.kl_mean if output.kl_mean is not None else output.rel_l2**2
+    value = output.kl_mean if output.kl_mean is not None else (output.rel_l2 or 0.0) ** 2
     return value if math.isfinite(value) and not output.nonfinite else math.inf
 
 

@@ -49,7 +49,7 @@ class MeasuredRecipe(msgspec.Struct, frozen=True):
         """Return the drift by which plots compare recipes: the mean KL in nats if the output is a distribution, otherwise the
         squared relative L2 error. None if it is unknown or not finite.
         """
-        value = self.output.kl_mean if distribution else 10 ** (-self.output.sqnr_db / 10)
+        value = self.output.kl_mean if distribution else 10 ** (-(self.output.sqnr_db or 0.0) / 10)
         return None if not self.output.is_finite or value is None or math.isnan(value) else max(0.0, value)
 
     def metric(self, name: str) -> MetricChange | None:

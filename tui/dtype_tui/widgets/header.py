@@ -86,7 +86,7 @@ def _about_drift(experiment: Experiment) -> list[_Part]:
     output = report.output
     found = meaning(output, experiment.floor, report.modules)
     parts = [_Part(Text(*verdict_pill(found.word)), 1)]
-    if output.max_abs > 0:
+    if output.max_abs != 0:
         figure = decibels(output.sqnr_db)
         if output.kl_mean is not None:
             figure = "not finite" if math.isnan(output.kl_mean) else f"KL {scientific(output.kl_mean)}"

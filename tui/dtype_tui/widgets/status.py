@@ -63,7 +63,7 @@ def next_keys(experiment: Experiment, filtered: bool, working: Activity, ended: 
             first[0] = "stop", "stop "  # as wide as what it replaces, so that the other keys stay where they are
         else:
             first.insert(0, ("stop", "stop"))
-    usual = _USUAL if report is not None and report.output.max_abs > 0 else _USUAL[1:]
+    usual = _USUAL if report is not None and report.output.max_abs != 0 else _USUAL[1:]
     return list(dict.fromkeys((*first, *(each for each in usual if each[0] not in dict(first)))))
 
 

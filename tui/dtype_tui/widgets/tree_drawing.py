@@ -287,7 +287,7 @@ def _drift_of_modules(row: Row, output: OutputDrift | None, modules: Mapping[str
         return worst_drift(modules, row.modules)
     from dtype_engine.results.drift import ModuleDrift  # imported late, for a faster first paint
 
-    return ModuleDrift("", output.sqnr_db, output.max_abs, output.nonfinite, output.nonfinite_reference)
+    return ModuleDrift("", output.sqnr_db, output.max_abs or 0.0, output.nonfinite, output.nonfinite_reference)
 
 
 def _add_drift(line: _Line, experiment: Experiment, row: Row, columns: Columns) -> None:

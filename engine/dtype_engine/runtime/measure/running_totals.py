@@ -149,6 +149,11 @@ class RunningTotals:
         self._candidate_seconds += ran.seconds
         self._reused = self._reused or ran.reused
 
+    def add_figures(self, number: int, figures: SequenceFigures) -> None:
+        """Add the figures of one sequence that was not added before. number: its index among the inputs."""
+        self._comparison.sequences[number] = figures
+        self._count(number)
+
     def _count(self, number: int) -> None:
         self.numbers.append(number)
         positions = self._comparison.sequences[number].positions
@@ -194,8 +199,7 @@ class RunningTotals:
             if one.positions is not None:
                 kl, same, log_p, log_q = (torch.tensor(values, dtype=torch.float64) for values in one.positions)
                 positions = PositionFigures(kl, same.bool(), log_p, log_q)
-            totals._comparison.sequences[one.number] = SequenceFigures(one.rows, one.sums, positions, one.left_out)
-            totals._count(one.number)
+            totals.add_figures(one.number, SequenceFigures(one.rows, one.sums, positions, one.left_out))
             if one.modules is not None:
                 totals.set_modules(one.number, one.modules)
         return totals

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dtype_engine.core import dtypes
+from dtype_engine.core.errors import UserError
 from dtype_engine.core.input_args import data_options
 from dtype_engine.core.options import Options, RunSettings
 from dtype_engine.core.throttle import Throttle
@@ -24,6 +25,7 @@ from dtype_engine.runtime.scan.saved import Fingerprint
 from dtype_engine.runtime.session import saved_drift
 from dtype_engine.runtime.session.calibration import Calibration
 from dtype_engine.runtime.session.component_inputs import inputs_of
+from dtype_engine.runtime.session.given_logits import Given, measure_given
 from dtype_engine.runtime.session.process_memory import memory_stats, reset_peak_rss
 from dtype_engine.runtime.session.rounding_notices import rounding_notices
 
@@ -35,6 +37,8 @@ class DriftMeasurements:
     model: LiveModel
     options: Options
     behavior: ModelBehavior
+    given: Given | None = None
+    """The file that has the outputs of the reference or of the candidate, or None if the model runs as both."""
     meter: DriftMeter | None = None
     """Measures drift. None before the first measurement."""
     _metrics: MetricMeter | None = None
@@ -59,6 +63,8 @@ class DriftMeasurements:
         need_inputs: returns the inputs, or raises NoForward. plan: the dtypes to which the model is cast. save: as for
         `Session.drift`. calibration: what the roundings of the plan were fitted to, if it has any.
         """
+        if self.given is not None:
+            return self._measure_given(self.given, plan, settings, listener, save, calibration)
         metrics = self._metric_meter(need_inputs)  # what is wrong with a metric is said before the model runs
         if self.meter is None:
             budget = budget_for(self.model, self.options.reference_bytes)
@@ -96,6 +102,21 @@ class DriftMeasurements:
         lost = self.model.lost_values(None, listener.cancelled, on_weights)
         changes = metrics.measure(settings, listener.on_progress, listener.cancelled) if metrics is not None else ()
         return dataclasses.replace(report, lost=lost, metrics=changes)
+
+    def _measure_given(
+        self,
+        given: Given,
+        plan: Plan,
+        settings: RunSettings,
+        listener: MeasurementListener,
+        save: Path | None,
+        calibration: Calibration | None,
+    ) -> DriftReport:
+        if save is not None:
+            raise UserError("--save: a measurement against outputs in a file is not saved; leave --save out")
+        listener = dataclasses.replace(listener, precision=listener.precision or (lambda: self.options.precision))
+        report = measure_given(self.model, given, self.options, plan, settings, self.behavior, listener)
+        return dataclasses.replace(report, notices=(*report.notices, *rounding_notices(self.model, calibration)))
 
     def _metric_meter(self, need_inputs: Callable[[], Inputs]) -> MetricMeter | None:
         if self._metrics is None and self.options.metrics:

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Concatenate, Literal, ParamSpec, TypeVar
 
 from dtype_engine.checkpoint import unchanged
 from dtype_engine.core.callbacks import ignore
@@ -29,6 +29,7 @@ from dtype_engine.results.attribution import AttributionReport, LossRemedy, Nois
 from dtype_engine.results.drift import DriftReport, ImplicitCastStats, ModuleDrift
 from dtype_engine.results.execution import ExecutionReport
 from dtype_engine.results.export import ExportReport, VerifyReport
+from dtype_engine.results.given_logits import GivenLogits
 from dtype_engine.results.inputs import InputsSummary
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.results.memory import MemoryStats
@@ -44,7 +45,7 @@ from dtype_engine.runtime.measure.attribution import OnProgress as OnParts
 from dtype_engine.runtime.measure.execution_check import compare_executions, usual_executions
 from dtype_engine.runtime.measure.generation import OnText, OnTokens, generate, refuse_tokens
 from dtype_engine.runtime.measure.implicit_casts import implicit_casts
-from dtype_engine.runtime.measure.listener import MeasurementListener
+from dtype_engine.runtime.measure.listener import MeasurementListener, OnProgress
 from dtype_engine.runtime.measure.loss_remedy import tried_remedy, untried_remedy
 from dtype_engine.runtime.measure.noise_floor import measure_noise_floor
 from dtype_engine.runtime.measure.nonfinite import diagnose_nonfinite
@@ -62,6 +63,7 @@ from dtype_engine.runtime.session.casting import Casting
 from dtype_engine.runtime.session.casting import OnProgress as OnCast
 from dtype_engine.runtime.session.component_inputs import inputs_of, tried_inputs
 from dtype_engine.runtime.session.drift import DriftMeasurements
+from dtype_engine.runtime.session.given_logits import given_logits, save_logits
 from dtype_engine.runtime.session.held_out import measure_held_out
 from dtype_engine.runtime.session.process_memory import memory_stats
 from dtype_engine.runtime.session.rounding_gains import rounding_gains
@@ -122,10 +124,15 @@ class Session:
         self.options = options
         self.settings = options.settings
         """The settings of candidate runs. They may be replaced between measurements."""
+        given = given_logits(model, options)
+        if given is not None and inputs is not None:
+            raise UserError("the tokens come from the file of outputs: leave the inputs out")
+        self.given_logits: GivenLogits | None = None if given is None else given.about
+        """The file of outputs that the options name, or None."""
         if inputs is not None:
             inputs = with_next_tokens(model, with_labels(model, inputs) if options.metrics else inputs)
             inputs = without_cache(model, inputs)
-        self.inputs = inputs
+        self.inputs = inputs if given is None else given.inputs
         """The inputs on which the model is run, or None if the model can't be run."""
         self.why_no_forward: str | None = None
         """Why the model can't be run, or None if it can. The app replaces placeholders in this text by keys, the command line by
@@ -138,12 +145,12 @@ class Session:
         self.calibration: Calibration | None = None
         """The inputs to which roundings such as GPTQ are fitted, or None if the model can't be run."""
         self._statistics: SavedStatistics | None = None
-        self._drift = DriftMeasurements(model, options, self._behavior)
+        self._drift = DriftMeasurements(model, options, self._behavior, given)
         self._floor: tuple[Inputs, RunSettings, NoiseFloor] | None = None
         self._parts: tuple[Recipe, RunSettings, Inputs, dict[Part, PartDrift]] | None = None
         """The recipe, settings and inputs of the last attribution, and what it has measured, from which the next one continues."""
         self._scan = LastScan(self._calibration_inputs)
-        if inputs is None:
+        if self.inputs is None:
             try:
                 self.inputs = inputs_of(model, options)
             except NoForward as error:
@@ -468,6 +475,40 @@ class Session:
         listener = listener or MeasurementListener(cancelled=cancelled)
         return self._drift.measure(self.need_inputs, self.plan, self.settings, listener, save, self.calibration)
 
+    @reading_weights
+    def save_logits(
+        self,
+        path: str | Path,
+        run: Literal["reference", "candidate"] = "reference",
+        force: bool = False,
+        on_progress: OnProgress = lambda run, done, total: None,
+        cancelled: IsCancelled = never,
+    ) -> Path:
+        """Run the reference or the candidate once more over the inputs, and write the tokens and the logits to a safetensors file.
+        The logits keep the dtype in which the model returns them. `Options.reference_logits` and `Options.against_logits` take such
+        a file. Returns its absolute path.
+
+        Args:
+            path: The file to write.
+            run: Whose outputs are written.
+            force: Whether to replace a file that exists.
+            on_progress: Called with the run and the numbers of finished and of all tokens.
+            cancelled: Called between module calls. If it returns True, no file is left behind.
+
+        Raises:
+            UserError: The file can't be written or does not fit on the disk, or the inputs are not plain sequences of tokens.
+            NoForward: The model can't be run, or its output is not a distribution for each token.
+
+        Example:
+            >>> file = session.save_logits(folder / "reference.safetensors")
+            >>> de.open(options=de.Options(reference_logits=file)).drift().output.kl_mean
+            0.0
+        """
+        listener = MeasurementListener(on_progress=on_progress, cancelled=cancelled)
+        return save_logits(
+            self.model, self.need_inputs(), self.settings, self._behavior, run, Path(path), force, listener
+        )
+
     @property
     def fitted_to(self) -> FittedTo | None:
         """The calibration inputs to which the roundings of the current recipe, such as GPTQ, are fitted: those of
@@ -628,7 +669,8 @@ class Session:
     @reading_weights
     def candidate_floor(self, on_progress: OnParts = ignore, cancelled: IsCancelled = never) -> NoiseFloor | None:
         """Measure by how much another attention kernel and another batch change the output of the candidate, in its own dtypes: as
-        `floor` does for the reference. Returns None if nothing in the candidate computes in 16 bits, so that `floor` says it.
+        `floor` does for the reference. Returns None if nothing in the candidate computes in 16 bits, so that `floor` says it, or if
+        the candidate's outputs come from a file.
 
         >>> session.candidate_floor() is None
         True
@@ -638,7 +680,7 @@ class Session:
             self.settings.autocast,
             self.settings.compute,
         }
-        if not in_16_bits:
+        if not in_16_bits or (self.given_logits is not None and self.given_logits.run == "candidate"):
             return None
         return measure_noise_floor(
             self.model, self.need_inputs(), self._behavior, on_progress, cancelled, self.settings, "candidate"
