@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import time
@@ -17,19 +18,34 @@ _JOBS = (("d", "running each module as cast by itself"), ("g\r", "generating"), 
 """The keys that start a job, and the name beside its bar."""
 
 
+_SLOW = """
+import time
+from transformers import LlamaForCausalLM
+
+class SlowLlama(LlamaForCausalLM):
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, **kwargs):
+        time.sleep(0.1)
+        return super().forward(input_ids, attention_mask, position_ids, past_key_values, **kwargs)
+"""
+
+
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A Llama of 2 M parameters in bfloat16: each job takes long enough to be seen."""
+    """A small Llama whose passes wait: each job takes long enough to be drawn on a busy machine, and hardly any processor time."""
     import torch
     import transformers
 
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=1024, hidden_size=192, intermediate_size=576, num_hidden_layers=4, num_attention_heads=4,
+        vocab_size=1024, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=4, tie_word_embeddings=True, max_position_embeddings=512,
     )  # fmt: skip
     folder = tmp_path / "llama"
     transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    settings = json.loads((folder / "config.json").read_text())
+    settings |= {"architectures": ["SlowLlama"], "auto_map": {"AutoModelForCausalLM": "slow.SlowLlama"}}
+    (folder / "config.json").write_text(json.dumps(settings))
+    (folder / "slow.py").write_text(_SLOW)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO / name, folder / name)
     return folder
@@ -60,7 +76,15 @@ def test_each_job_has_a_progress_bar_that_never_goes_back(model: Path) -> None:
     the bar while they are not. On a busy machine only one step of a short job may be drawn: that its steps rise is tested in
     `tests/engine/runtime/measure/test_progress.py`.
     """
-    options = ("--cast", "model.layers.{0..1}.mlp=float16", "--device", "cpu", "--sequences", "2")
+    options = (
+        "--cast",
+        "model.layers.{0..1}.mlp=float16",
+        "--device",
+        "cpu",
+        "--sequences",
+        "4",
+        "--trust-remote-code",
+    )
     with Terminal(str(model), *options, forked=True) as terminal:
         _has_bars(bars_until(terminal, _READY), "measuring", "measuring the noise floor")
         for keys, job in _JOBS:

@@ -20,8 +20,9 @@ from dtype_engine.evaluation.specs import Evaluated, Evaluation, Opened, ScanSeq
 
 
 def untimed(report: Any) -> Any:
-    """Return a scan report without its times, which differ in every run."""
-    return dataclasses.replace(report, forward_seconds=0.0, scan_seconds=0.0)
+    """Return a scan report without what differs in every run: its times, and whether saved statistics were reused."""
+    notices = tuple(each for each in report.notices if not each.startswith("calibration statistics"))
+    return dataclasses.replace(report, forward_seconds=0.0, scan_seconds=0.0, notices=notices)
 
 
 def results_with_one_killed(pool: ProcessPool | DaskPool, opened: Opened, count: int) -> dict[int, Evaluated]:

@@ -36,6 +36,7 @@ COMMANDS: dict[str, list[str]] = {
     "check --sarif": ["FILE", "--against", "OTHER"],
     "drift": ["NET", "--cast", "*=bf16"],
     "flow": ["NET", "--cast", "*=bf16"],
+    "check-execution": ["NET", "--cast", "*=bf16", "--execution", "threads=1"],
     "speed": ["NET", "--cast", "*=bf16", "--repeats", "3"],
     "inspect": ["NET"],
     "memory": ["NET", "--activations", "none"],
