@@ -50,6 +50,7 @@ hypothesis.settings.register_profile("no deadline", deadline=None)  # how long a
 hypothesis.settings.register_profile("many examples", deadline=None, max_examples=5000)
 hypothesis.settings.load_profile("no deadline")
 
+_OPEN_FILES, _MANY_FILES = Path("/proc/self/fd"), 400
 _MODEL_FIXTURES = {"make_llama", "tinynet", "recorded", "net"}
 """Fixtures that make a model or run the worker: the first in a process imports torch and transformers, five seconds."""
 
@@ -58,6 +59,14 @@ _MODEL_FIXTURES = {"make_llama", "tinynet", "recorded", "net"}
 def no_saved_statistics() -> None:
     """Begin without the statistics of roundings that an earlier test has saved: whether a model is run does not depend on them."""
     shutil.rmtree(Path(_state.name, "dtype-tui", "statistics"), ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def few_open_files() -> Generator[None]:
+    """Free models of earlier tests, of which each has a file open for every weight, before `select` can take no more files."""
+    yield
+    if _OPEN_FILES.is_dir() and len(os.listdir(_OPEN_FILES)) > _MANY_FILES:
+        gc.collect()
 
 
 _LONG = ("tests/tui/test_workers.py", "tests/test_manual.py", "tests/terminal/")

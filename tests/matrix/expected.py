@@ -44,7 +44,7 @@ _CODE = dict.fromkeys(("check", "weights --against", "app: :check"), "is code") 
 
 REFUSED_SCHEMES: dict[str, dict[str, str]] = {
     "ct int4 stacked": dict.fromkeys(
-        ("drift", "drift --against", "drift --over-memory", "flow", "scan", "generate"),
+        ("drift", "drift of an execution", "drift --against", "drift --over-memory", "flow", "scan", "generate"),
         "does not know the architecture",
     )
     | {"drift *.kv_cache": "names KV caches"},

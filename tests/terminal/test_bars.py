@@ -23,9 +23,9 @@ import time
 from transformers import LlamaForCausalLM
 
 class SlowLlama(LlamaForCausalLM):
-    def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, **kwargs):
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
         time.sleep(0.1)
-        return super().forward(input_ids, attention_mask, position_ids, past_key_values, **kwargs)
+        return super().forward(input_ids, attention_mask, position_ids, **kwargs)
 """
 
 

@@ -31,9 +31,9 @@ HARMLESS_KEYS = """
     cast cast-node-float32 cast-node-bfloat16 cast-node-float16 cast-node-float64 cast-node-float8-e4m3fn
     cast-node-float8-e5m2 cast-node-int8 cast-node-stored undo redo drop-rules measure causes remedy history flow generate
     speed executions scan optimise presets inputs settings values worst filter match-next match-previous command next-order
-    copy-name copy-rules fold jump rules zoom details stop jobs over-memory restart-engine help command-palette messages quit repaint
-    move-previous move-next open close open-or-close next-pane page-previous page-next end-previous end-next sibling-next
-    sibling-previous parent next-cast-next next-cast-previous expand-all collapse-all
+    copy-name copy-rules fold jump rules zoom details stop jobs over-memory restart-engine help command-palette messages quit
+    repaint move-previous move-next open close open-or-close next-pane page-previous page-next end-previous end-next
+    sibling-next sibling-previous parent next-cast-next next-cast-previous expand-all collapse-all
 """
 REFUSED_KEYS = {"leave-with": "e", "suspend-process": "ctrl+z", "tour": "ctrl+t"}
 HARMLESS_COMMANDS = {

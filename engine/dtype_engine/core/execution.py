@@ -25,8 +25,7 @@ EXCLUDE = {
 
 
 class Execution(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """How a pass is executed. The defaults are the execution of the model as it is loaded, one sequence at a time. Raises UserError
-    for axes that exclude each other.
+    """How a pass is executed. The defaults are the execution of the model as it is loaded, one sequence at a time.
 
     Example:
         >>> print(de.Execution(attention="eager", batch=8))
@@ -56,14 +55,6 @@ class Execution(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     where the device has them.
     """
 
-    def __post_init__(self) -> None:
-        if self.decode and self.batch > 1:
-            raise UserError("decode=yes runs one sequence at a time: leave batch out")
-        if self.compile is not None and (self.decode or self.batch > 1):
-            raise UserError(f"compile={self.compile} runs whole sequences, one at a time: leave batch and decode out")
-        if self.padding != "right" and self.batch == 1:
-            raise UserError(f"padding={self.padding} needs a batch, as in batch=8")
-
     def __str__(self) -> str:
         return " ".join(f"{name}={_word(value)}" for name, value in self.axes().items())
 
@@ -76,6 +67,16 @@ class Execution(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     def regroups(self) -> bool:
         """Whether a sequence does not run in a plain pass of its own over all its tokens."""
         return self.batch > 1 or self.decode or self.compile is not None
+
+    def check(self) -> Execution:
+        """Return this execution. Raises UserError for axes that exclude each other."""
+        if self.decode and self.batch > 1:
+            raise UserError("decode=yes runs one sequence at a time: leave batch out")
+        if self.compile is not None and (self.decode or self.batch > 1):
+            raise UserError(f"compile={self.compile} runs whole sequences, one at a time: leave batch and decode out")
+        if self.padding != "right" and self.batch == 1:
+            raise UserError(f"padding={self.padding} needs a batch, as in batch=8")
+        return self
 
 
 PLAIN = Execution()
@@ -99,7 +100,7 @@ def execution_of(given: Mapping[str, object]) -> Execution:
     for field in msgspec.structs.fields(Execution):
         if (choices := literals(field.type)) and given.get(field.name, field.default) not in (*choices, field.default):
             raise UserError(f"{field.name}={given[field.name]}: choose one of {', '.join(map(str, choices))}")
-    return as_type(dict(given), Execution)
+    return as_type(dict(given), Execution).check()
 
 
 def names_axis(settings: str) -> bool:

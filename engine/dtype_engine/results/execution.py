@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dtype_engine.core.text import Name, brief
+from dtype_engine.core.text import brief
 from dtype_engine.core.units import plural
 from dtype_engine.results.drift import OutputDrift
 
@@ -17,7 +17,7 @@ class ExecutionRow:
     """The execution, such as "batch=8 padding=left"."""
     output: OutputDrift | None
     """None if the model can't be executed so."""
-    first: Name | None = None
+    first: str | None = None
     """The first module, in the order of their calls, whose output differs, or None if none was seen to differ."""
     why_not: str = ""
     """Why the model can't be executed so."""

@@ -26,6 +26,7 @@ REFUSED = {"SetInputs", "ExportRequest", "RecipeRequest", "ReportRequest", "Conv
 IN_PART = {"Scan": "runs, but is not saved"}
 HARMLESS_JOBS = {
     "flow", "causes", "generate", "speed", "activations", "check", "values", "nonfinite", "losses", "floor", "weights",
+    "executions", "kernels",
 }  # fmt: skip
 
 

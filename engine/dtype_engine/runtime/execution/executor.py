@@ -42,7 +42,7 @@ class Executor:
         """Run the reference or the candidate over a sequence. The result's main output is that of this sequence alone. Raises
         NoForward, KernelError, Cancelled, and UserError if the model or the inputs can't be executed so.
         """
-        options = dataclasses.replace(options, execution=execution)
+        options = dataclasses.replace(options, execution=execution.check())
         if not execution.regroups:
             return self._pass(run, self._batches[number], options, observer)
         kept = self._kept.pop((run, execution, number), None)

@@ -481,7 +481,7 @@ class Session:
         path: str | Path,
         run: Literal["reference", "candidate"] = "reference",
         force: bool = False,
-        on_progress: OnProgress = lambda run, done, total: None,
+        on_progress: OnProgress = ignore,
         cancelled: IsCancelled = never,
     ) -> Path:
         """Run the reference or the candidate once more over the inputs, and write the tokens and the logits to a safetensors file.

@@ -195,7 +195,10 @@ def test_wrong_axes_are_refused_in_a_sentence(axes: list[str], words: str, capsy
 
 
 def test_axes_that_exclude_each_other_are_refused_in_python() -> None:
+    session = de.open(options=de.Options(prompts=PROMPTS))
+    session.settings = de.RunSettings(execution=de.Execution(decode=True, batch=2))
     with pytest.raises(de.UserError, match="decode=yes runs one sequence at a time"):
-        de.Execution(decode=True, batch=2)
+        session.drift()
+    session.settings = de.RunSettings(execution=de.Execution(compile="aot_eager", decode=True))
     with pytest.raises(de.UserError, match="one at a time: leave batch and decode out"):
-        de.Execution(compile="aot_eager", decode=True)
+        session.drift()

@@ -204,15 +204,15 @@ def test_activation_file_is_used_if_that_reads_fewer_bytes_than_reading_weights_
     room = 1.9 * groups.graph_bytes(0)
     monkeypatch.setattr(sequence_groups, "cache_budget", lambda device: room)
     assert groups.next([0, 1, 2, 3], 1) == (([0, 1, 2, 3], True) if in_file else ([0], False))
-    monkeypatch.setattr(sequence_groups, "free_for_activations", lambda: 4 * groups.graph_bytes(0))
+    monkeypatch.setattr(sequence_groups, "free_for_temporary_files", lambda: 4 * groups.graph_bytes(0))
     assert groups.next([0, 1, 2, 3], 1) == (([0, 1], True) if in_file else ([0], False))
-    monkeypatch.setattr(sequence_groups, "free_for_activations", lambda: 0)
+    monkeypatch.setattr(sequence_groups, "free_for_temporary_files", lambda: 0)
     assert groups.next([0, 1, 2, 3], 1) == ([0], False)
     room /= 4
-    monkeypatch.setattr(sequence_groups, "free_for_activations", lambda: 2 * groups.graph_bytes(0))
+    monkeypatch.setattr(sequence_groups, "free_for_temporary_files", lambda: 2 * groups.graph_bytes(0))
     assert groups.next([0, 1, 2, 3], 1) == ([0], True)  # it fits only there
     groups.behavior.stateful = True
-    monkeypatch.setattr(sequence_groups, "free_for_activations", lambda: 1 << 40)
+    monkeypatch.setattr(sequence_groups, "free_for_temporary_files", lambda: 1 << 40)
     assert groups.next([0, 1, 2, 3], 1) == ([0], True)
 
 
