@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,9 @@ from dtype_engine.runtime.inputs import Batch
 from dtype_engine.runtime.passes.forward_pass import ModuleObserver
 from dtype_engine.runtime.passes.outputs import main_output
 
-_IDS, _MASK, _CACHE = "input_ids", "attention_mask", "past_key_values"
+_IDS, _MASK = "input_ids", "attention_mask"
+_CACHES = ("cache", "past_key_values")
+"""The names of the argument for a KV cache, and of the output with it: newer versions of transformers use the first."""
 
 
 class StepObserver(ModuleObserver):
@@ -73,18 +76,21 @@ def stepwise(batch: Batch, module: nn.Module, begin_step: Callable[[], None]) ->
     if len(ids) != 1:
         raise UserError(f"decode=yes runs one sequence at a time, and these inputs have {len(ids)} in one batch")
 
+    accepted = inspect.signature(module.forward).parameters
+    argument = next((name for name in _CACHES if name in accepted), _CACHES[-1])
+
     def call() -> dict[str, torch.Tensor]:
         cache: Any = None
         outputs: list[torch.Tensor] = []
         name = ""
         for token in range(ids.shape[1]):
             begin_step()
-            kwargs = {} if mask is None else {_MASK: mask[:, : token + 1]}
-            output = module(**{_IDS: ids[:, token : token + 1], _CACHE: cache, "use_cache": True}, **kwargs)
-            cache = getattr(output, _CACHE, None)
+            kwargs = {_IDS: ids[:, token : token + 1], argument: cache, "use_cache": True}
+            output = module(**kwargs, **({} if mask is None else {_MASK: mask[:, : token + 1]}))
+            cache = next((found for each in _CACHES if (found := getattr(output, each, None)) is not None), None)
             if cache is None:
                 raise UserError(
-                    f"decode=yes: {type(module).__name__} returns no {_CACHE}, so it can't run token by token"
+                    f"decode=yes: {type(module).__name__} returns no KV cache, so it can't run token by token"
                 )
             name, main = main_output(output)
             outputs.append(main)
