@@ -104,6 +104,9 @@ def storm(seed: int, count: int) -> tuple[list[int], list[str]]:
                 assert answers, f"no answer after {pressed} keys, the last {recent!r}; {terminal.logs}"
             if pressed // 2000 != before // 2000:
                 memory.append(process.memory_info().rss >> 20)
+        # On a busy machine keys still wait. If one of them suspended the app, it would later read several Escapes as other keys.
+        _until_quiet(terminal)
+        _bring_to_the_front(process)
         for _ in range(12):  # whatever stands on top closes, and then the tree answers
             terminal.press("\x1b")
             time.sleep(0.3)  # two at once would be another key
