@@ -28,13 +28,13 @@ _MANY = 8
 def usual_executions(model: LiveModel, inputs: Inputs) -> tuple[Execution, ...]:
     """Return the executions that are compared if the user names none: those that differ from how the model runs by itself."""
     now, count = attention_of(model.module), len(inputs.batches)
-    found = [Execution(attention=name) for name in ("eager", "sdpa") if now not in (None, name)]
-    found.append(Execution(attention="math"))
+    found = [Execution(attention=name) for name in ("eager", "sdpa", "math") if now not in (None, name)]
     batches = sorted({min(2, count), min(_MANY, count)} - {1})
     found += [Execution(batch=size) for size in batches]
     if batches and len({batch.elements for batch in inputs.batches}) > 1:  # otherwise nothing is padded
         found.append(Execution(batch=batches[-1], padding="left"))
-    found.append(Execution(decode=True))
+    if all("input_ids" in batch.kwargs for batch in inputs.batches):
+        found.append(Execution(decode=True))
     if model.device.type == "cpu":
         found += [Execution(mkldnn=False), Execution(threads=1 if torch.get_num_threads() > 1 else 2)]
     return tuple(found)

@@ -78,6 +78,11 @@ def test_usual_executions_leave_out_what_the_model_runs_with_by_itself(session: 
     assert all(row.output is not None for row in rows)
 
 
+def test_usual_executions_of_a_net_without_attention_and_tokens_are_those_of_torch() -> None:
+    session = de.open(torch.nn.Linear(4, 4), inputs=torch.ones(2, 4), options=de.Options(device="cpu"))
+    assert [row.execution.partition("=")[0] for row in session.executions().rows] == ["mkldnn", "threads"]
+
+
 def test_executions_that_a_model_does_not_have_are_listed_with_the_reason() -> None:
     session = de.open(torch.nn.Linear(4, 4), inputs=torch.ones(2, 4))
     report = session.executions(
