@@ -38,7 +38,6 @@ from dtype_engine.results.attribution import (
     NoiseFloor,
     NonFiniteDiagnosis,
     near_floor,
-    near_kernels,
 )
 from dtype_engine.results.drift import DriftReport
 from dtype_engine.results.given_logits import GivenLogits
@@ -300,7 +299,7 @@ def _measure_details(
     if not of_file and (option == "always" or (option == "auto" and near_floor(report.output))):
         floor = session.floor(partial(say_share, "measuring the noise floor"))
     kernels = None
-    if option == "always" or (option == "auto" and near_kernels(report.output)):
+    if session.wants_candidate_floor(report.output):
         kernels = session.candidate_floor(partial(say_share, "measuring other kernels"))
     nonfinite = session.nonfinite(report, partial(say_share, "trying remedies"))
     remedy = session.loss_remedy(report, partial(say_share, "trying what keeps the values")) if suggest else None

@@ -14,7 +14,7 @@ from dtype_engine.core.foreign_code import foreign_code, with_type
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.throttle import Throttle
 from dtype_engine.recipe import Recipe
-from dtype_engine.results.attribution import near_floor, near_kernels
+from dtype_engine.results.attribution import near_floor
 from dtype_engine.service import commands, events
 from dtype_engine.service.commands import Command
 from dtype_engine.service.jobs import FLOOR, KERNELS, LOSS_REMEDY, NONFINITE, WEIGHTS, Ask, Work
@@ -155,7 +155,7 @@ class CommandRunner:
             names.append(WEIGHTS.name)
         if _wants_floor(session, report):
             names.append(FLOOR.name)
-        if session.options.floor != "never" and near_kernels(report.output):
+        if session.wants_candidate_floor(report.output):
             names.append(KERNELS.name)
         return [Ask(name) for name in names]
 

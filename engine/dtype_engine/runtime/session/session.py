@@ -25,8 +25,14 @@ from dtype_engine.recipe import Plan, Recipe, Rule, make_plan
 from dtype_engine.recipe.minimize import minimize
 from dtype_engine.recipe.targets.base import Context
 from dtype_engine.reports.notebook import drift_html, drift_repr, scan_html, session_html, tree_html
-from dtype_engine.results.attribution import AttributionReport, LossRemedy, NoiseFloor, NonFiniteDiagnosis
-from dtype_engine.results.drift import DriftReport, ImplicitCastStats, ModuleDrift
+from dtype_engine.results.attribution import (
+    AttributionReport,
+    LossRemedy,
+    NoiseFloor,
+    NonFiniteDiagnosis,
+    near_kernels,
+)
+from dtype_engine.results.drift import DriftReport, ImplicitCastStats, ModuleDrift, OutputDrift
 from dtype_engine.results.execution import ExecutionReport
 from dtype_engine.results.export import ExportReport, VerifyReport
 from dtype_engine.results.given_logits import GivenLogits
@@ -665,6 +671,14 @@ class Session:
             floor = measure_noise_floor(self.model, inputs, self._behavior, on_progress, cancelled, settings)
             self._floor = inputs, settings, floor
         return self._floor[2]
+
+    def wants_candidate_floor(self, output: OutputDrift) -> bool:
+        """Return whether to measure `candidate_floor` after a drift: as `Options.floor` says, and with "auto" if the drift may be
+        within it and the model is not run from the disk, where its passes take too long.
+        """
+        option, memory = self.options.floor, self.model.memory
+        from_disk = memory.limited and not memory.keeps_pages
+        return option == "always" or (option == "auto" and near_kernels(output) and not from_disk)
 
     @reading_weights
     def candidate_floor(self, on_progress: OnParts = ignore, cancelled: IsCancelled = never) -> NoiseFloor | None:

@@ -207,3 +207,11 @@ def test_axes_that_exclude_each_other_are_refused_in_python() -> None:
     session.settings = de.RunSettings(execution=de.Execution(compile="aot_eager", decode=True))
     with pytest.raises(de.UserError, match="one at a time: leave batch and decode out"):
         session.drift()
+
+
+def test_floor_of_the_candidate_is_not_measured_by_default_where_each_pass_reads_the_disk(session: de.Session) -> None:
+    drift = session.drift().output
+    assert session.wants_candidate_floor(drift)
+    over = de.open(options=de.Options(device="cpu", over_memory=True, max_memory={"cpu": 1 << 20}, prompts=PROMPTS))
+    assert over.model.memory.limited
+    assert not over.wants_candidate_floor(drift)
