@@ -675,6 +675,10 @@ class Session:
     def wants_candidate_floor(self, output: OutputDrift) -> bool:
         """Return whether to measure `candidate_floor` after a drift: as `Options.floor` says, and with "auto" if the drift may be
         within it and the model is not run from the disk, where its passes take too long.
+
+        >>> _ = session.cast("*", "bfloat16")
+        >>> session.wants_candidate_floor(session.drift().output)
+        True
         """
         option, memory = self.options.floor, self.model.memory
         from_disk = memory.limited and not memory.keeps_pages
