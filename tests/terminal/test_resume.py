@@ -100,7 +100,7 @@ def test_session_resumes_with_history_and_cursor(opened: Opener, tmp_path: Path)
     back.wait_for("1 model.embed_tokens +bf16")
     back.wait_for(r"▌ +▸ mlp")
     back.press("u")
-    back.wait_for(r"▸ embed_tokens +f32")
+    back.wait_for(r"▸ embed_tokens .* f32 ")  # with its class between, once the engine has told it
     back.press("\x12\x12")
     back.wait_for("2 lm_head +f16")
     back.leave()

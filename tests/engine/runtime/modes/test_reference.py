@@ -67,7 +67,9 @@ def test_reference_with_weights_widened_in_shared_memory_is_bitwise_equal_to_pla
     with ForwardRunner(session.model, session.settings, never) as runner:
         found = [main_output(runner.reference(runner.reference_call(batch)).output)[1].clone() for _ in range(2)]
     assert taken[1] == taken[2], "two layers, in the memory of the larger one"
-    module = session.model.module
+    # As a model is after loading. Whether a weight needs gradients decides, also under no_grad, which kernel matmul takes, and
+    # on some processors the last bits then differ.
+    module = session.model.module.requires_grad_(True)
     with torch.no_grad():
         wanted = nn.Module.float(module)(*batch.args)
     assert torch.equal(found[0], wanted)
