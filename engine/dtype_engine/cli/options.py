@@ -19,6 +19,7 @@ from dtype_engine.core.input_limits import KINDS
 from dtype_engine.core.number_ranges import MOST_TOKENS, SequenceLength, Sequences
 from dtype_engine.core.options import FLOAT32, STORED, ClassesDim
 from dtype_engine.recipe.serving_memory import DEFAULT_CONTEXT
+from dtype_engine.results.thresholds import settings_of_limits
 
 _FILE = click.Path(path_type=Path)
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -340,6 +341,12 @@ INPUTS = tuple(option for option in _RUNNING if option.name in _INPUTS)
 """The options for the inputs of a command that runs the model only if it is asked to."""
 METRICS = (
     click.Option(
+        ["--acceptance"],
+        is_flag=True,
+        help="Also measure the acceptance, the sum of min(p, q) over all tokens: how often speculative sampling from the reference "
+        "keeps a token that the candidate drafts. --min acceptance=95% measures it as well.",
+    ),
+    click.Option(
         ["--metric", "metrics"],
         multiple=True,
         metavar="FILE.py:NAME",
@@ -496,6 +503,8 @@ class ModelCommand(click.Command):
         default = click.core.ParameterSource.DEFAULT
         explicit = frozenset(name for name in ctx.params if ctx.get_parameter_source(name) is not default)
         values = {name: ctx.params.pop(name) for name in tuple(ctx.params) if name in self._shared}
+        wanted = settings_of_limits((*ctx.params.get("least", ()), *ctx.params.get("most", ())))
+        values, explicit = values | dict.fromkeys(wanted, True), explicit | wanted
         if values.get("against") is not None and ctx.get_parameter_source("reference") is _OF_CONFIGURATION:
             values["reference"] = FLOAT32  # only a default from the user's configuration, which --against overrides
         ctx.params["request"] = RunRequest.of(values, explicit, self._runs, self._checks_inputs)

@@ -181,4 +181,5 @@ def _options(values: Mapping[str, Any], runs: bool) -> Options:
         raise UserError(f"--autocast {autocast}: torch.autocast knows bfloat16 and float16")
     others = (values[name] for name in ("float_inputs", "quantize_activations", "classes_dim"))
     executions = (parse_execution(values[name]) for name in ("execution", "reference_execution"))
-    return Options(**given, settings=RunSettings(compute, cast, *others, *executions))
+    settings = RunSettings(compute, cast, *others, *executions, acceptance=values.get("acceptance", False))
+    return Options(**given, settings=settings)

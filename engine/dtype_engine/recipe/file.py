@@ -132,6 +132,7 @@ class _Settings(msgspec.Struct):
     classes_dim: ClassesDim | None = None
     execution: dict[str, Any] = {}
     reference_execution: dict[str, Any] = {}
+    acceptance: bool = False
 
 
 class _Loss(msgspec.Struct):
@@ -172,6 +173,7 @@ def _settings(entry: object) -> RunSettings:
         settings.quantize_activations or "none",
         "auto" if settings.classes_dim is None else settings.classes_dim,
         *executions,
+        settings.acceptance,
     )
 
 
@@ -221,7 +223,7 @@ def write_recipe(
         lines.append("settings:  # how the candidate is run")
         entries = as_plain(settings)
         # Earlier versions behave as the defaults of these say, but refuse an entry that they do not know.
-        for name in ("quantize_activations", "classes_dim", "execution", "reference_execution"):
+        for name in ("quantize_activations", "classes_dim", "execution", "reference_execution", "acceptance"):
             if getattr(settings, name) == getattr(RunSettings(), name):
                 del entries[name]
         lines += [f"  {name}: {_figure(value)}" for name, value in entries.items()]

@@ -29,7 +29,7 @@ NAMES = (
     "kl_p90", "kl_p10", "kl_p5", "kl_p1", "kl_p01", "kl_min", "dp_rms_se", "dp_max", "dp_p999", "dp_p95", "dp_p90", "dp_p75",
     "dp_median", "dp_p25", "dp_p10", "dp_p5", "dp_p01", "dp_min", "perplexity_reference_se", "perplexity_candidate_se",
     "perplexity_correlation", "perplexity_ratio", "perplexity_ratio_se", "perplexity_difference", "perplexity_difference_se",
-    "psnr_db", "ssim", "nonfinite_reference", "nonfinite_candidate",
+    "psnr_db", "ssim", "nonfinite_reference", "nonfinite_candidate", "acceptance", "acceptance_se",
 )  # fmt: skip
 """The names of what is measured of an output, in the order of JSON.
 

@@ -59,6 +59,8 @@ class Figure(msgspec.Struct, frozen=True):
     """What the figure is, for recipe files."""
     baseline: Callable[[float], str] | None = None
     """Formats the value of the baseline recipe, beside the current one in the app's details."""
+    setting: str = ""
+    """The field of `RunSettings` that asks for this figure, or "" if it is always measured."""
     option: str = ""
     """The command-line option, besides `--min` and `--max`, that limits this figure, such as `max_kl`, or ""."""
     compute: Callable[[OutputDrift], float | None] | None = None
@@ -261,6 +263,11 @@ FIGURES: dict[str, Figure] = {row.name: row for row in (
         pane=Shown("KL p99", lambda value: scientific(value, 1), order=1)),
     _kl("kl_p999", "p99.9"),
     _kl("kl_max", "max", "recipe"),
+    Figure("acceptance", "acceptance", _percent(2), percent_with_error, unit=" %", better="more", about="predictions",
+           setting="acceptance", what="mean of Σ min(p, q): how often a drafted token is kept",
+           comment="mean of Σ min(p, q), 1 is all", baseline=_percent(2, ""),
+           shown=_in("repr", "details", "recipe", "comparison", "history", text=Shown(around="{}, the mean of Σ min(p, q)"),
+                     report=Shown("acceptance of drafts"), pane=Shown(form=_percent(2)))),
     Figure("top1_agreement", "same top-1", _percent(2), percent_with_error, unit=" %", better="more", about="predictions",
            option="min_top1", what="of positions", comment="share of positions, 1 is all", baseline=_percent(2, ""),
            shown=_in("details", "recipe", text=Shown(around="{} of positions"), report=Shown("same top-1 {item}"),

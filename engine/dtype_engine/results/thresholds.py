@@ -108,6 +108,14 @@ class Verdict(msgspec.Struct, frozen=True):
         return self.name.startswith("max")
 
 
+def settings_of_limits(texts: Iterable[str]) -> frozenset[str]:
+    """Return the fields of `RunSettings` that measure the figures which values of `--min` and `--max` limit, as `acceptance=95%`
+    limits the acceptance. Figures that are always measured need none.
+    """
+    rows = (FIGURES.get(text.rpartition("=")[0]) for text in texts)
+    return frozenset(row.setting for row in rows if row is not None and row.setting)
+
+
 def verdicts(limits: Iterable[Limit], output: OutputDrift, metrics: Iterable[MetricChange] = ()) -> tuple[Verdict, ...]:
     """Return whether the output and the user's metrics meet each limit. A value meets no limit if it was not measured, or if it is
     NaN in the reference or in the candidate. If the output is not finite in one of the two, no limit is met.

@@ -54,7 +54,7 @@ RUNNING = (
 )
 OF_DRIFT = (
     "model casts generate causes suggest max_kl min_sqnr min_top1 json component architecture precision floor modules "
-    + RUNNING
+    "acceptance " + RUNNING
 )
 OFFERED = {
     "inspect": "model casts preset json depth sort component architecture",
@@ -62,7 +62,7 @@ OFFERED = {
     "against": f"{OF_DRIFT} other",
     "scan": f"model formats dtypes draws exact json component architecture {RUNNING}",
     "search": "model budget keep groups only context batch measure verify formats dtypes draws exact json component architecture "
-    + RUNNING,
+    "acceptance " + RUNNING,
     "check": "model source values json component architecture",
 }
 """The parameters of each tool. No parameter may run code, write a file, download, or read a file outside the allowed folders."""

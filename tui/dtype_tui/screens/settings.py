@@ -52,6 +52,13 @@ CHOICES: tuple[tuple[str, str, tuple[tuple[object, str], ...], str], ...] = (
         "top-1. `auto` follows the model's class and configuration.",
     ),
     (
+        "acceptance",
+        "acceptance",
+        ((False, "not measured"), (True, "measured")),
+        "How often speculative sampling from the reference keeps a token that the candidate drafts: the sum of min(p, q) over all "
+        "tokens.",
+    ),
+    (
         "execution.attention",
         "attention",
         ((None, "as loaded"), *((name, name) for name in ("eager", "sdpa", "math", "flash"))),

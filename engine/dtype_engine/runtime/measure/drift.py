@@ -204,8 +204,8 @@ class DriftMeter:
                 if totals is None:
                     name, output = references[0].output_name, references[0].output
                     classes_dim = classes_dimension(self.model.module, name, output, self.settings.classes_dim)
-                    pixels = picture_range(self.model.module)
-                    totals = RunningTotals(name, output, classes_dim, len(batches), self.routed, pixels)
+                    pixels, acceptance = picture_range(self.model.module), self.settings.acceptance
+                    totals = RunningTotals(name, output, classes_dim, len(batches), self.routed, pixels, acceptance)
                 comparers = []
                 for step, reference in zip(steps, references, strict=True):
                     batch, attended = batches[step.number], reference.attended

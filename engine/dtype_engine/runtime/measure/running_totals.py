@@ -57,13 +57,23 @@ class SavedSequence(msgspec.Struct):
     positions: tuple[list[float], list[bool], list[float], list[float]] | None
     """The fields `kl`, `same_top`, `log_p` and `log_q` of `PositionFigures` as lists, or None if the output is no distribution."""
     modules: dict[str, ModuleSums] | None
+    accepted: list[float] | None = None
+    """The field `accepted` of `PositionFigures`."""
 
-    def fits(self, classes_dim: int | None) -> bool:
-        """Return whether there are figures of as many positions as there are rows, and only if the output is a distribution."""
+    def fits(self, classes_dim: int | None, acceptance: bool) -> bool:
+        """Return whether there are figures of as many positions as there are rows, and only if the output is a distribution.
+        acceptance: whether there must be an acceptance at each position.
+        """
         if self.positions is None:
-            return classes_dim is None
+            return classes_dim is None and self.accepted is None
         kl, same, log_p, log_q = (len(values) for values in self.positions)
-        return classes_dim is not None and self.rows == kl == same and log_p == log_q
+        accepted = None if self.accepted is None else len(self.accepted)
+        return (
+            classes_dim is not None
+            and self.rows == kl == same
+            and log_p == log_q
+            and accepted == (self.rows if acceptance else None)
+        )
 
 
 class SavedTotals(msgspec.Struct):
@@ -79,6 +89,8 @@ class SavedTotals(msgspec.Struct):
     left_wide: list[str]
     sequences: list[SavedSequence]
     unseen: list[str] = []
+    acceptance: bool = False
+    """Whether the acceptance of distributions is computed."""
 
 
 class RunningTotals:
@@ -87,7 +99,7 @@ class RunningTotals:
     output_name, output: the name of the main output, and its value for the first sequence. classes_dim: the dimension of this
     output with the logits of a distribution, or None. total: the number of all sequences. routed: whether the model routes tokens
     to experts. If so, no sampling error is given before all sequences are done (`sampling_error`). picture_range: if the output is
-    a picture, its values for black and for full brightness.
+    a picture, its values for black and for full brightness. acceptance: whether to compute the acceptance of distributions.
     """
 
     def __init__(
@@ -98,6 +110,7 @@ class RunningTotals:
         total: int,
         routed: bool = False,
         picture_range: tuple[float, float] | None = None,
+        acceptance: bool = False,
     ) -> None:
         self.output_name = output_name
         self.dimensions = output.ndim
@@ -106,7 +119,7 @@ class RunningTotals:
         """The indexes, among the inputs, of the sequences that were added, in the order in which they were added."""
         self._total = total
         self._routed = routed
-        self._comparison = OutputMetrics(classes_dim, picture_range)
+        self._comparison = OutputMetrics(classes_dim, picture_range, acceptance)
         self._pictures: dict[int, PicturePair] = {}
         self._kl_means: list[float] = []
         self._kl_within = 0.0
@@ -170,10 +183,11 @@ class RunningTotals:
         sequences = []
         for number in self.numbers:
             one, modules = self._comparison.sequences[number], self._modules.get(number)
-            at, positions = one.positions, None
+            at, positions, accepted = one.positions, None, None
             if at is not None:
                 positions = at.kl.tolist(), at.same_top.tolist(), at.log_p.tolist(), at.log_q.tolist()
-            sequences.append(SavedSequence(number, one.rows, one.left_out, one.sums, positions, modules))
+                accepted = None if at.accepted is None else at.accepted.tolist()
+            sequences.append(SavedSequence(number, one.rows, one.left_out, one.sums, positions, modules, accepted))
         return SavedTotals(
             self.output_name,
             self.dimensions,
@@ -183,6 +197,7 @@ class RunningTotals:
             sorted(self._left_wide),
             sequences,
             sorted(self._unseen or ()),
+            self._comparison.acceptance,
         )
 
     @classmethod
@@ -190,7 +205,8 @@ class RunningTotals:
         """Return totals with the results of `saved`. total: the number of all sequences. routed: whether the model routes tokens to
         experts.
         """
-        totals = cls(saved.output_name, torch.empty((0,) * saved.dimensions), saved.classes_dim, total, routed)
+        output = torch.empty((0,) * saved.dimensions)
+        totals = cls(saved.output_name, output, saved.classes_dim, total, routed, acceptance=saved.acceptance)
         totals._reference_seconds, totals._candidate_seconds = saved.seconds
         totals._left_out, totals._left_wide = set(saved.modules_left_out), set(saved.left_wide)
         totals._unseen = set(saved.unseen)
@@ -198,7 +214,8 @@ class RunningTotals:
             positions = None
             if one.positions is not None:
                 kl, same, log_p, log_q = (torch.tensor(values, dtype=torch.float64) for values in one.positions)
-                positions = PositionFigures(kl, same.bool(), log_p, log_q)
+                accepted = None if one.accepted is None else torch.tensor(one.accepted, dtype=torch.float64)
+                positions = PositionFigures(kl, same.bool(), log_p, log_q, accepted)
             totals.add_figures(one.number, SequenceFigures(one.rows, one.sums, positions, one.left_out))
             if one.modules is not None:
                 totals.set_modules(one.number, one.modules)
@@ -298,6 +315,11 @@ class RunningTotals:
                 f"the reference itself is not finite in {output.nonfinite_reference:,} of the {output.elements:,} values of "
                 f"{self.output_name}: {of_others}"
             )
+        if self._comparison.acceptance and output.acceptance is None:
+            why = "the output is no distribution"
+            if self._comparison.classes_dim is not None:
+                why = "the probabilities of some tokens are not known one by one"
+            notices.append(f"acceptance is not measured: {why}")
         if self._left_out:
             notices.append(
                 f"{len(self._left_out)} modules are not compared: the reference's outputs do not fit into free memory"

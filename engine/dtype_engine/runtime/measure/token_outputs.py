@@ -81,21 +81,22 @@ def token_outputs(
 
 def compare_with(
     file: LogitsFile, file_is: Run, batches: tuple[Batch, ...], outputs: Generator[TokenOutput, None, None],
-    listener: MeasurementListener,
+    listener: MeasurementListener, acceptance: bool = False,
 ) -> tuple[RunningTotals, float]:  # fmt: skip
     """Compare a model's outputs with those of a file, until they are as precise as the listener requires. Returns the totals and
     the duration of the model's passes in seconds.
 
-    file_is: whether the file has the outputs of the reference or of the candidate. batches: the inputs, one sequence each. Raises
-    what `token_outputs` and `LogitsFile.outputs` raise.
+    file_is: whether the file has the outputs of the reference or of the candidate. batches: the inputs, one sequence each.
+    acceptance: whether to compute the acceptance, which needs the probability of every token. Raises what `token_outputs` and
+    `LogitsFile.outputs` raise.
     """
     totals, seconds = None, 0.0
     with closing(outputs):
         for number, (batch, (name, logits, lasted)) in enumerate(zip(batches, outputs, strict=True)):
             if totals is None:
-                totals = RunningTotals(name, logits, 2, len(batches))
+                totals = RunningTotals(name, logits, 2, len(batches), acceptance=acceptance)
             read = file.outputs(number, logits.shape[-1])
-            totals.add_figures(number, _figures(read, file_is, logits[0], batch.next_tokens))
+            totals.add_figures(number, _figures(read, file_is, logits[0], batch.next_tokens, acceptance))
             seconds += lasted
             if listener.on_sequence is not None:
                 listener.on_sequence(totals)
@@ -106,8 +107,12 @@ def compare_with(
     return totals, seconds
 
 
-def _figures(read: Outputs, file_is: Run, logits: torch.Tensor, next_tokens: torch.Tensor | None) -> SequenceFigures:
-    """Return the figures of a sequence at the positions that the file has. logits: of the model, [positions, classes]."""
+def _figures(
+    read: Outputs, file_is: Run, logits: torch.Tensor, next_tokens: torch.Tensor | None, acceptance: bool
+) -> SequenceFigures:
+    """Return the figures of a sequence at the positions that the file has. logits: of the model, [positions, classes]. There is no
+    acceptance if classes are merged: it would be an upper bound.
+    """
     rows = slice(read.first, read.first + len(read.values))
     labels = None if next_tokens is None else next_tokens[0, rows]
     if read.ids is not None:
@@ -118,4 +123,4 @@ def _figures(read: Outputs, file_is: Run, logits: torch.Tensor, next_tokens: tor
         return merged_figures(read.values.masked_fill(unknown, -torch.inf), None, logits[rows], labels, file_is)
     given = read.values.to(logits.device)
     pair = (given, logits[rows]) if file_is == "reference" else (logits[rows], given)
-    return sequence_figures(*pair, distribution=True, labels=labels)
+    return sequence_figures(*pair, distribution=True, labels=labels, acceptance=acceptance)

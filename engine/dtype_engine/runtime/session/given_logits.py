@@ -90,7 +90,7 @@ def measure_given(
         )
     run: Run = "reference" if about.run == "candidate" else "candidate"
     outputs = token_outputs(model, given.inputs, settings, behavior, run, listener)
-    totals, seconds = compare_with(given.file, about.run, given.inputs.batches, outputs, listener)
+    totals, seconds = compare_with(given.file, about.run, given.inputs.batches, outputs, listener, settings.acceptance)
     output = totals.output
     if not about.are_logits:
         output = dataclasses.replace(output, mean_abs=None, max_abs=None, rel_l2=None, sqnr_db=None, cosine=None)

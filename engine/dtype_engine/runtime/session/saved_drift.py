@@ -119,7 +119,7 @@ def read(path: Path, expected: Fingerprint, sequences: int) -> SavedTotals:
     if (
         len(numbers) < len(saved.totals.sequences)
         or not all(number < sequences for number in numbers)
-        or not all(one.fits(saved.totals.classes_dim) for one in saved.totals.sequences)
+        or not all(one.fits(saved.totals.classes_dim, saved.totals.acceptance) for one in saved.totals.sequences)
     ):
         raise UserError(f"{path} is not a saved drift (its sequences); remove it or give another file")
     return saved.totals

@@ -5,6 +5,7 @@
     SQNR                   20 log10(‖r‖ / ‖Δ‖), in dB, as torch.ao.ns computes it
     cosine                 r·c / (‖r‖ ‖c‖)
     KL                     Σ p (ln p - ln q) at each position, p = softmax(r), q = softmax(c), in nats
+    acceptance             Σ min(p, q) at each position
     top-1 agreement        share of positions whose largest logit belongs to the same class
     Δp                     q - p of the correct next token
     perplexity             exp of the mean of -ln p of the correct next token
@@ -51,6 +52,8 @@ class OutputMetrics:
     """The output dimension along which logits lie, or None if the output is no distribution."""
     picture_range: tuple[float, float] | None = None
     """If the output is a picture, the pixel values of black and of full brightness."""
+    acceptance: bool = False
+    """Whether to compute the acceptance of distributions."""
     sequences: dict[int, SequenceFigures] = field(default_factory=dict)
     """The comparison of the two outputs on each sequence, keyed by sequence number."""
     _pictures: dict[int, PictureSums] = field(default_factory=dict)
@@ -78,7 +81,7 @@ class OutputMetrics:
         if labels is not None:
             labels = labels.reshape(-1) if kept is None else labels[kept.to(labels.device)]
         rows, others = (compared_rows(output, classes_dim, kept) for output in (reference, candidate))
-        figures = sequence_figures(rows, others, classes_dim is not None, labels)
+        figures = sequence_figures(rows, others, classes_dim is not None, labels, self.acceptance)
         if kept is not None:
             figures.left_out = kept.numel() - int(kept.sum())
             figures.sums.elements = reference.numel() // kept.numel() * int(kept.sum())
@@ -107,6 +110,11 @@ class OutputMetrics:
             if sums.nonfinite_reference:
                 kl, same, log_p, log_q = (torch.full_like(each, math.nan) for each in (kl, same, log_p, log_q))
             figures |= _of_distributions(kl, same)
+            accepted = [each.accepted for each in positions if each.accepted is not None]
+            if len(accepted) == len(positions):
+                share = torch.cat(accepted)
+                share = torch.full_like(share, math.nan) if sums.nonfinite_reference else share
+                figures |= {"acceptance": float(share.mean()), "acceptance_se": _standard_error(share)}
             figures |= _of_next_tokens(log_p, log_q) if len(log_p) else {}
         return OutputDrift(**OutputDrift.fields_of(figures))
 

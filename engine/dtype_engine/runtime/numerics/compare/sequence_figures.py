@@ -5,6 +5,9 @@ With p = softmax(r), q = softmax(c) and Δ = c - r, the divergence at a position
 
     KL = Σ p (ln p - ln q) = ln Σ e^c - ln Σ e^r - Σ p Δ,    where 0 ln 0 = 0.
 
+The acceptance is Σ min(p, q) = 1 - ½ Σ |p - q|: the probability that speculative sampling from p accepts a token that was drawn
+from q (Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", 2023, corollary 3.6).
+
 Everything is computed in float64, whatever the dtypes of the outputs, some rows at a time. The outputs are never copied as a whole.
 """
 
@@ -47,6 +50,9 @@ class PositionFigures:
     """The reference's log-probability of the correct next token, at the positions that have one: float64 [scored positions]."""
     log_q: torch.Tensor
     """The candidate's log-probability of the correct next token, at the same positions."""
+    accepted: torch.Tensor | None = None
+    """Σ min(p, q), from 0 to 1, or None if it was not asked for. It is NaN at positions where an output has NaN or plus infinity.
+    """
 
 
 @dataclass(slots=True)
@@ -62,11 +68,15 @@ class SequenceFigures:
 
 
 def sequence_figures(
-    reference: torch.Tensor, candidate: torch.Tensor, distribution: bool, labels: torch.Tensor | None = None
+    reference: torch.Tensor,
+    candidate: torch.Tensor,
+    distribution: bool,
+    labels: torch.Tensor | None = None,
+    acceptance: bool = False,
 ) -> SequenceFigures:
     """Compare two outputs [rows, width] of any floating dtypes, on the candidate's device, or on the CPU if this device does not
     support float64. distribution: whether the outputs are logits over classes. labels: the id of the correct next token for each
-    row, int64 [rows], or -100 for none.
+    row, int64 [rows], or -100 for none. acceptance: whether to compute Σ min(p, q) of logits, for about 15 % more time.
     """
     reference, candidate = for_sums(reference), for_sums(candidate)
     count, width = candidate.shape
@@ -75,18 +85,19 @@ def sequence_figures(
     reference, candidate, device = reference.detach(), candidate.detach(), candidate.device
     # All results are in one tensor. Small tensors kept from every chunk would lie between the chunks' freed temporaries,
     # so that the allocator could not reuse their memory: gigabytes for a large vocabulary.
-    results = torch.zeros(_RESULTS, count, dtype=torch.float64, device=device)
+    results = torch.zeros(_RESULTS + acceptance, count, dtype=torch.float64, device=device)
     index = torch.zeros(count, 1, dtype=torch.int64) if labels is None else labels[:, None].clamp(min=0)
     index = index.to(device)
 
     def sums_of(rows: slice, buffers: Sequence[torch.Tensor]) -> ElementSums:
-        r, other, delta = buffers  # only three, so that they stay in a cache
+        r, other, delta, *more = buffers  # as few as possible, so that they stay in a cache
         widen(reference[rows], r)
         widen(candidate[rows], other)
         torch.sub(other, r, out=delta)
         scored = index[rows]
-        of_c = _softmax(other, scored, other)
+        of_c = _softmax(other, scored, more[0] if more else other)
         of_r = _softmax(r, scored, other)
+        accepted = [_overlap(other, of_r[0], each, of_c[0]) for each in more]
         moved = other.mul_(delta).sum(-1)
         sums = sums_of_small(r, delta)
         if sums is None:
@@ -94,18 +105,19 @@ def sequence_figures(
             _softmax(r, scored, other)
             moved = other.mul_(widen(candidate[rows], delta).sub_(r)).nansum(-1)
             sums = sums_of_any(r, widen(candidate[rows], other))
-        results[:, rows] = torch.stack([*of_r, *of_c, moved])
+        results[:, rows] = torch.stack([*of_r, *of_c, moved, *accepted])
         return sums
 
     most = _CHUNK_ELEMENTS if device.type == "cpu" else _GPU_CHUNK_ELEMENTS
-    sums = sum_chunks(sums_of, candidate, max(1, most // width), 3, parallel=True)
-    total_r, largest_r, top_r, scored_r, total_c, largest_c, top_c, scored_c, moved = results.cpu()
+    sums = sum_chunks(sums_of, candidate, max(1, most // width), 3 + acceptance, parallel=True)
+    total_r, largest_r, top_r, scored_r, total_c, largest_c, top_c, scored_c, moved, *accepted = results.cpu()
     # A NaN only in Σ p Δ was removed above; any other NaN is also in ln Σ e^c - ln Σ e^r.
     kl = (largest_c - largest_r) + (total_c / total_r).log() - moved / total_r
     scored = labels.cpu() >= 0 if labels is not None else torch.zeros(count, dtype=torch.bool)
     log_p, log_q = scored_r - total_r.log(), scored_c - total_c.log()
     # Rounding can make a divergence of zero negative.
-    return SequenceFigures(count, sums, PositionFigures(kl.clamp(min=0), top_r == top_c, log_p[scored], log_q[scored]))
+    figures = PositionFigures(kl.clamp(min=0), top_r == top_c, log_p[scored], log_q[scored], *accepted)
+    return SequenceFigures(count, sums, figures)
 
 
 def _softmax(x: torch.Tensor, scored: torch.Tensor, exponentials: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -120,3 +132,11 @@ def _softmax(x: torch.Tensor, scored: torch.Tensor, exponentials: torch.Tensor) 
     # e^x is 2^(x log2 e): torch's exp of float64 takes twice as long as its exp2 where MKL has no code for the processor.
     torch.add(largest * -_LOG2_E, x, alpha=_LOG2_E, out=exponentials).exp2_()
     return exponentials.sum(-1), largest[:, 0], top.double(), distance[:, 0]
+
+
+def _overlap(of_r: torch.Tensor, total_r: torch.Tensor, of_c: torch.Tensor, total_c: torch.Tensor) -> torch.Tensor:
+    """Return Σ min(p, q) of each row. of_r, of_c: e^(r - m) and e^(c - m), [rows, classes]; of_c is overwritten. total_r, total_c:
+    the sums of their rows.
+    """
+    of_c.mul_((total_r / total_c)[:, None])  # now in the unit of of_r, so that equal rows give exactly 1
+    return (torch.minimum(of_r, of_c, out=of_c).sum(-1) / total_r).clamp_(max=1)
