@@ -179,7 +179,7 @@ def _options(values: Mapping[str, Any], runs: bool) -> Options:
     cast = _AUTOCAST.get(dtypes.parse_target(autocast)) if autocast is not None else None
     if autocast is not None and cast is None:
         raise UserError(f"--autocast {autocast}: torch.autocast knows bfloat16 and float16")
-    others = (values[name] for name in ("float_inputs", "quantize_activations", "classes_dim"))
-    executions = (parse_execution(values[name]) for name in ("execution", "reference_execution"))
-    settings = RunSettings(compute, cast, *others, *executions, acceptance=values.get("acceptance", False))
-    return Options(**given, settings=settings)
+    others = {name: values[name] for name in ("float_inputs", "quantize_activations", "classes_dim")}
+    others |= {name: parse_execution(values[name]) for name in ("execution", "reference_execution")}
+    others["acceptance"] = values.get("acceptance", False)
+    return Options(**given, settings=RunSettings(compute, cast, **others))

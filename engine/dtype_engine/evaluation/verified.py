@@ -66,7 +66,7 @@ def best(
     return dataclasses.replace(
         search_report(session.model, unit, front, found[index], plan, reports[index], context, lost),
         candidates=tuple(
-            Candidate(solution.bytes, solution.score, measured[at], reports[at].metrics)
+            Candidate(solution.bytes, solution.score, measured[at], reports[at].metrics, reports[at].output)
             for at, solution in enumerate(found)
         ),
         held_out=session.inputs.description if session.inputs is not None else None,

@@ -165,14 +165,15 @@ def _settings(entry: object) -> RunSettings:
     if autocast not in (None, "bfloat16", "float16"):
         raise UserError("setting autocast: torch.autocast supports bfloat16 and float16")
     with _errors_in("settings"):
-        executions = [execution_of(each) for each in (settings.execution, settings.reference_execution)]
+        execution, of_reference = map(execution_of, (settings.execution, settings.reference_execution))
     return RunSettings(
         compute,
         autocast,
         settings.float_inputs or "given",
         settings.quantize_activations or "none",
         "auto" if settings.classes_dim is None else settings.classes_dim,
-        *executions,
+        execution,
+        of_reference,
         settings.acceptance,
     )
 

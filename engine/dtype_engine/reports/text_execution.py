@@ -8,6 +8,7 @@ from dtype_engine.core.text import printable
 from dtype_engine.core.units import decibels
 from dtype_engine.reports.text_table import table_lines
 from dtype_engine.results.execution import ExecutionReport, ExecutionRow
+from dtype_engine.results.figures import asked_for
 from dtype_engine.results.thresholds import Verdict
 
 HEADINGS = ("execution", "KL (nats)", "same top-1", "SQNR", "max |Δ|", "first module that differs")
@@ -34,9 +35,11 @@ def execution_text(report: ExecutionReport, reached: Sequence[Sequence[Verdict]]
         f"inputs     {report.inputs}",
         "base       the model by itself, one sequence at a time, in the same dtypes",
     ]
-    rows = [HEADINGS]
+    figures = asked_for(row.output for row in report.rows)
+    rows = [(*HEADINGS[:-1], *(figure.label for figure in figures), HEADINGS[-1])]
     for row, verdicts in zip(report.rows, reached, strict=True):
         failed = any(not verdict.passed for verdict in verdicts)
         mark = ("FAIL " if failed else "pass ") if verdicts else ""
-        rows.append((f"{mark}{row.execution}", *execution_cells(row)))  # type: ignore[arg-type]
-    return "\n".join([*lines, *table_lines(rows, (1, 2, 3, 4))])
+        *cells, last = execution_cells(row)
+        rows.append((f"{mark}{row.execution}", *cells, *(figure.in_column(row.output) for figure in figures), last))
+    return "\n".join([*lines, *table_lines(rows, range(1, len(rows[0]) - 1))])

@@ -12,6 +12,7 @@ from dtype_engine.recipe.loading import LOADERS
 from dtype_engine.reports.text import found_text
 from dtype_engine.reports.text_losses import loss_lines
 from dtype_engine.reports.text_table import table_lines
+from dtype_engine.results.figures import asked_for
 from dtype_engine.results.scan import ScanReport, SearchReport, at_even_steps
 
 _ROWS = 20
@@ -67,15 +68,18 @@ def search_text(report: SearchReport) -> str:
         lines[1] += f", of which KV cache {human_bytes(report.cache_bytes)} at {plural(report.context, 'token')}"
     if report.measured is not None:
         lines.append(f"measured   {report.measured:.4e} {report.unit}")
+        figures = asked_for([report.output])
+        lines += [f"{row.label:<10} {row.in_column(report.output)}" for row in figures]
         lines += [f"metric     {printable(change.name)} {change}" for change in report.metrics]
     if report.candidates:
         lines += ["", f"measured on {report.held_out}"]
-        names = [printable(change.name) for change in report.metrics]
+        figures = asked_for(each.output for each in report.candidates)
+        names = [*(row.label for row in figures), *(printable(change.name) for change in report.metrics)]
         rows = [
             (
                 "*" if (each.planned_bytes, each.measured) == (report.planned_bytes, report.measured) else " ",
                 human_bytes(each.planned_bytes), f"{each.predicted:.4e}", f"{each.measured:.4e}",
-                *(change.short for change in each.metrics),
+                *(row.in_column(each.output) for row in figures), *(change.short for change in each.metrics),
             )
             for each in report.candidates
         ]  # fmt: skip

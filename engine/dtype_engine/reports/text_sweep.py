@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import human_bytes, perplexity_text
 from dtype_engine.reports.text_table import table_lines
+from dtype_engine.results.figures import asked_for
 from dtype_engine.results.sweep import SweepReport, SweepRow
 
 _WIDTH, _HEIGHT = 60, 12
@@ -21,16 +22,19 @@ def sweep_text(report: SweepReport) -> str:
         f"drift      {report.unit}; * no other is smaller and no worse",
         "",
     ]
+    figures = asked_for(row.output for row in report.rows)
     perplexity = any(row.output.perplexity_candidate is not None for row in report.rows)
     rows = [
         (
             "*" if row.best else " ", printable(row.recipe), human_bytes(row.planned_bytes), f"{row.drift:.4e}",
             *((perplexity_text(row.output.perplexity_candidate or math.nan),) if perplexity else ()),
+            *(figure.in_column(row.output) for figure in figures),
             *(change.short for change in row.metrics),
         )
         for row in report.rows
     ]  # fmt: skip
     head = (" ", "recipe", "planned", "drift", *(("perplexity",) if perplexity else ()))
+    head += tuple(figure.label for figure in figures)
     head += tuple(printable(change.name) for change in report.rows[0].metrics)
     return "\n".join([*lines, *table_lines([head, *rows], (2, 3, 4)), *_plot(report.rows)])
 

@@ -7,7 +7,7 @@ those that follow from others, which their row computes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
@@ -72,6 +72,11 @@ class Figure(msgspec.Struct, frozen=True):
         """Return the figure's value for an output, or None if it was not measured."""
         return self.compute(output) if self.compute is not None else getattr(output, self.name, None)
 
+    def in_column(self, output: OutputDrift | None) -> str:
+        """Return the figure's value for an output as a cell of a table, which is "" if it was not measured."""
+        value = None if output is None else self.of(output)
+        return "" if value is None else self.form(value)
+
     def worsened(self, before: float, now: float) -> bool:
         return now > before if self.better == "less" else now < before
 
@@ -116,6 +121,13 @@ def cells(view: View, output: OutputDrift, extent: Extent, *about: About) -> lis
     """Return the figures of an output as a view shows them. extent: the inputs that were run. about: as in `figures_in`."""
     texts = ((row, row.text_in(view, output, extent)) for row in figures_in(view, *about))
     return [Cell(row, row.label_in(view, extent.of_tokens), text) for row, text in texts if text is not None]
+
+
+def asked_for(outputs: Iterable[OutputDrift | None]) -> list[Figure]:
+    """Return the figures that are measured only if a setting asks for them, and that one of the outputs has."""
+    known = [output for output in outputs if output is not None]
+    rows = (row for row in FIGURES.values() if row.setting)
+    return [row for row in rows if any(row.of(output) is not None for output in known)]
 
 
 def has_kl(output: OutputDrift) -> bool:

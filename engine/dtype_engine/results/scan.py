@@ -11,6 +11,7 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.text import Name, brief
 from dtype_engine.core.units import human_bytes, plural, with_error
 from dtype_engine.results.coverage import Coverage
+from dtype_engine.results.drift import OutputDrift
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.results.metrics import MetricChange
 
@@ -128,6 +129,8 @@ class Candidate:
     measured: float
     metrics: tuple[MetricChange, ...] = ()
     """The user's own metrics, such as an accuracy."""
+    output: OutputDrift | None = None
+    """The figures of the output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +163,8 @@ class SearchReport:
     """The bytes of KV caches in `planned_bytes`."""
     formats: str = "own"
     """The program that loads an export of every point: "transformers", a runtime such as "vllm", or "own" for this program."""
+    output: OutputDrift | None = None
+    """The figures of the output under the recipe, or None if it was not measured."""
 
     def __repr__(self) -> str:
         measured = "" if self.measured is None else f", measured {self.measured:.4e}"

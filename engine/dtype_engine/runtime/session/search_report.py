@@ -80,4 +80,5 @@ def search_report(
         context=context,
         cache_bytes=0 if context is None else solution.bytes - of_weights,
         formats=front.formats,
+        output=None if drift is None else drift.output,
     )
