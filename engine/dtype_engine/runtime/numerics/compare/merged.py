@@ -1,7 +1,8 @@
 """Compares two outputs of which one is known for some classes alone, by merging all others into one class.
 
 Merging classes never makes a divergence larger: Σ p ln(p / q) >= (Σ p) ln(Σ p / Σ q) over the merged ones (the log-sum inequality).
-So the KL divergence of the merged distributions is a lower bound of that of the whole ones.
+So the KL divergence of the merged distributions is a lower bound of that of the whole ones. Σ min(p, q) never gets smaller, so it
+would be an upper bound. It is left out, since a limit is on how small it may be.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def merged_figures(
         whole.rows += part.rows
         whole.sums.add(part.sums)
     found = [part.positions for part in parts if part.positions is not None]
-    names = PositionFigures.__dataclass_fields__
+    names = [name for name in PositionFigures.__dataclass_fields__ if getattr(found[0], name) is not None]
     whole.positions = PositionFigures(**{name: torch.cat([getattr(each, name) for each in found]) for name in names})
     return whole
 

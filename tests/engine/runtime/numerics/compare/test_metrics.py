@@ -26,7 +26,7 @@ def pair(
 def compare(
     reference: torch.Tensor, candidate: torch.Tensor, labels: torch.Tensor | None = None, distribution: bool = True
 ) -> OutputDrift:
-    comparison = OutputMetrics(-1 if distribution else None)
+    comparison = OutputMetrics(-1 if distribution else None, acceptance=True)
     comparison.add(reference, candidate, labels)
     return comparison.result()
 
@@ -63,6 +63,9 @@ def test_kl_and_top1_figures_equal_those_of_numpy() -> None:
     same = (log_p.argmax(-1) == log_q.argmax(-1)).mean()
     assert found.top1_agreement == same
     assert found.top1_agreement_se == pytest.approx(math.sqrt(same * (1 - same) / (n - 1)))
+    accepted = np.minimum(np.exp(log_p), np.exp(log_q)).sum(-1)
+    assert found.acceptance == pytest.approx(accepted.mean(), rel=1e-13)
+    assert found.acceptance_se == pytest.approx(accepted.std(ddof=1) / math.sqrt(n), rel=1e-9)
 
 
 def test_perplexity_and_next_token_figures_equal_those_of_numpy() -> None:
@@ -88,7 +91,7 @@ def test_perplexity_and_next_token_figures_equal_those_of_numpy() -> None:
 def test_figures_of_single_sequences_add_up_to_those_of_all_sequences() -> None:
     reference, candidate, labels = pair()
     whole = compare(reference, candidate, labels)
-    comparison = OutputMetrics(-1)
+    comparison = OutputMetrics(-1, acceptance=True)
     for start, end in ((0, 17), (17, 18), (18, 150)):
         comparison.add(reference[None, start:end], candidate[None, start:end], labels[None, start:end])
     parts = comparison.result()
@@ -101,6 +104,7 @@ def test_identical_outputs_have_no_drift() -> None:
     found = compare(reference, reference.clone(), labels)
     assert (found.mean_abs, found.max_abs, found.rel_l2, found.kl_mean, found.kl_max) == (0, 0, 0, 0, 0)
     assert (found.sqnr_db, found.cosine, found.top1_agreement, found.log_ratio) == (math.inf, 1, 1, 0)
+    assert (found.acceptance, found.acceptance_se) == (1, 0)
 
 
 @pytest.mark.parametrize("odd", [None, -math.inf, math.inf, math.nan])
@@ -124,7 +128,8 @@ def test_percentiles_of_fewer_than_100_positions_are_none() -> None:
     assert found.kl_median is not None
     one = compare(reference[:1], candidate[:1], labels[:1])
     assert one.kl_mean is not None
-    assert one.kl_mean_se is one.top1_agreement_se is None
+    assert one.kl_mean_se is one.top1_agreement_se is one.acceptance_se is None
+    assert one.acceptance is not None
 
 
 def test_logits_that_are_minus_infinity_in_reference_and_candidate_are_left_out() -> None:
@@ -163,3 +168,20 @@ def test_cosine_of_a_candidate_of_another_scale_equals_that_of_numpy(factor: flo
         assert math.isnan(found.cosine)
         return
     assert found.cosine == pytest.approx(r @ c / np.linalg.norm(r) / np.linalg.norm(c), rel=1e-12)
+
+
+def test_acceptance_is_measured_only_if_asked_for() -> None:
+    reference, candidate, labels = pair()
+    comparison = OutputMetrics(-1)
+    comparison.add(reference, candidate, labels)
+    assert comparison.result().acceptance is None
+    assert compare(reference, candidate, labels, distribution=False).acceptance is None
+
+
+@pytest.mark.parametrize("side", ["reference", "candidate"])
+def test_acceptance_is_nan_if_an_output_has_nan(side: str) -> None:
+    reference, candidate, _ = pair()
+    (reference if side == "reference" else candidate)[3, 4] = math.nan
+    found = compare(reference, candidate).acceptance
+    assert found is not None
+    assert math.isnan(found)

@@ -33,6 +33,13 @@ def figures(reference: torch.Tensor, candidate: torch.Tensor, labels: torch.Tens
     return found
 
 
+def acceptance(reference: torch.Tensor, candidate: torch.Tensor) -> torch.Tensor:
+    found = sequence_figures(reference, candidate, True, acceptance=True).positions
+    assert found is not None
+    assert found.accepted is not None
+    return found.accepted
+
+
 def check(reference: torch.Tensor, candidate: torch.Tensor, labels: torch.Tensor) -> None:
     """Compare with the definitions."""
     found = figures(reference, candidate, labels)
@@ -48,6 +55,8 @@ def check(reference: torch.Tensor, candidate: torch.Tensor, labels: torch.Tensor
     assert found.same_top.tolist() == (r.argmax(-1) == c.argmax(-1)).tolist()
     assert found.log_p.numpy() == pytest.approx(log_p[of_labels].astype(float), rel=1e-13, abs=2e-15 * size)
     assert found.log_q.numpy() == pytest.approx(log_q[of_labels].astype(float), rel=1e-13, abs=2e-15 * size)
+    accepted = np.minimum(np.exp(log_p), np.exp(log_q)).sum(-1)
+    assert acceptance(reference, candidate).numpy() == pytest.approx(accepted.astype(float), rel=1e-12 + 2e-15 * size)
 
 
 DISTRIBUTIONS = (
@@ -111,6 +120,9 @@ def test_equal_rows_of_logits_have_zero_kl(dtype: torch.dtype) -> None:
     assert not found.kl[:200].any()
     assert found.same_top[:200].all()
     assert (found.kl[200:] > 0).all()
+    accepted = acceptance(reference, candidate)
+    assert (accepted[:200] == 1).all()
+    assert (accepted[200:] < 1).all()
 
 
 def test_kl_is_never_negative() -> None:
@@ -155,6 +167,9 @@ def test_nonfinite_rows_of_logits_do_not_affect_the_kl_of_others(side: str, bad:
     assert found.kl[others].tolist() == expected.kl[others].tolist()
     assert found.log_q[others].tolist() == expected.log_q[others].tolist()
     assert bool(torch.isnan(found.kl[150])) == (bad != -math.inf)
+    accepted = acceptance(reference, candidate)
+    assert bool(torch.isnan(accepted[150])) == (bad != -math.inf)
+    assert bool(((accepted[others] > 0.9) & (accepted[others] < 1)).all())
 
 
 def test_kl_of_no_rows_is_empty_and_ignored_labels_are_left_out() -> None:
@@ -189,3 +204,40 @@ def test_kl_does_not_depend_on_chunk_size_and_threads(elements: int, monkeypatch
     assert one.log_q.tolist() == three.log_q.tolist()
     assert found[0].sums.noise == pytest.approx(expected.sums.noise, rel=1e-13)
     assert one.kl.numpy() == pytest.approx(expected.positions.kl.numpy(), rel=1e-12, abs=2e-15)
+
+
+def test_acceptance_of_distributions_that_share_no_class_is_zero() -> None:
+    reference, candidate = torch.zeros(2, 9), torch.zeros(2, 9)
+    reference[:, :4], candidate[:, 4:] = -math.inf, -math.inf
+    assert acceptance(reference, candidate).tolist() == [0.0, 0.0]
+    candidate[1, 4:6] = 0.0  # of the reference's five equal classes and the candidate's six, two are shared: 2 / 6
+    assert acceptance(reference, candidate).tolist() == [0.0, pytest.approx(2 / 6, rel=1e-15)]
+
+
+def test_acceptance_of_masked_classes_equals_that_of_the_others() -> None:
+    reference, _, generator = logits(20, 700)
+    candidate = reference + 0.5 * torch.randn(20, 700, generator=generator)
+    expected = acceptance(reference[:, 100:], candidate[:, 100:])
+    reference[:, :100] = candidate[:, :100] = -math.inf
+    assert acceptance(reference, candidate).numpy() == pytest.approx(expected.numpy(), rel=1e-14)
+
+
+@pytest.mark.parametrize("elements", [1, 7000, 1 << 20])
+def test_acceptance_does_not_depend_on_chunk_size_and_changes_no_other_figure(
+    elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference, labels, _ = logits(203, 700)
+    candidate = reference.half()
+    candidate[9, 9] = math.nan
+    expected = acceptance(reference, candidate)
+    monkeypatch.setattr(module, "_CHUNK_ELEMENTS", elements)
+    without = sequence_figures(reference, candidate, True, labels)
+    found = sequence_figures(reference, candidate, True, labels, acceptance=True)
+    assert without.positions is not None
+    assert without.positions.accepted is None
+    assert found.positions is not None
+    assert found.positions.accepted is not None
+    assert found.positions.accepted.numpy() == pytest.approx(expected.numpy(), rel=1e-14, nan_ok=True)
+    assert repr(found.sums) == repr(without.sums)
+    for name in ("kl", "same_top", "log_p", "log_q"):
+        assert repr(getattr(found.positions, name).tolist()) == repr(getattr(without.positions, name).tolist()), name
