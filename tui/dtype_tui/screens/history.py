@@ -16,7 +16,7 @@ from dtype_engine.core.options import RunSettings
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import seconds_text
 from dtype_engine.reports.text_drift import versus
-from dtype_engine.results.figures import About, figures_in
+from dtype_engine.results.figures import About, Figure, asked_for, figures_in
 from dtype_engine.results.meaning import Meaning, meaning
 from dtype_tui.rendering.canvas import Series, axes_around, linear_axes, plot
 from dtype_tui.rendering.cells import short_bytes, truncate
@@ -91,6 +91,12 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe]):
     def _entries(self) -> tuple[MeasuredRecipe, ...]:
         return self._experiment.measured
 
+    @property
+    def _figures(self) -> list[Figure]:
+        """The figures that have a column. Those that are measured only if a setting asks for them have none unless it did."""
+        asked = asked_for(entry.output for entry in self._entries)
+        return [row for row in figures_in("history") if not row.setting or row in asked]
+
     def _fill(self, at: int) -> None:
         """Fill the table again: pinned measurements first, then the newest first. at: the cursor's new index in the history."""
         entries = self._entries
@@ -126,7 +132,7 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe]):
             "drift": Text(self._meaning(entry).word, style=ramp(self._meaning(entry).word)),
             **{
                 row.label_in("history"): Text(row.text_in("history", entry.output, entry.extent) or "", justify="right")
-                for row in figures_in("history")
+                for row in self._figures
             },
             **{printable(name, 24): _metric_cell(entry, name) for name in metric_names(self._entries)},
             "time": Text(_time_or_extent(entry), justify="right", style="dim" if entry.in_part else ""),
@@ -233,12 +239,13 @@ def fitting(rows: Sequence[Mapping[str, Text]], width: int) -> dict[str, int]:
     """Return the widths of the columns that fit into `width` cells, by name. rows: the cells of the table, by column name.
 
     The column of rules gets all remaining cells. If these are too few, other columns are left out: first empty columns, then
-    figures in the order of `_OMITTED`, then the bytes, and last the user's metrics.
+    figures in the order of `_OMITTED`, then the bytes, then figures that a setting asks for, and last the user's metrics.
     """
     widths = {name: max(len(name), *(row[name].cell_len for row in rows)) for name in rows[0]}
     wanted = min(widths.pop(_RULES), _RULES_WIDTH) + _PADDING
-    by_use = (row for about in _OMITTED for row in reversed(figures_in("history", about)))
-    figures = (*(row.label_in("history") for row in by_use), "bytes")
+    by_use = [row for about in _OMITTED for row in reversed(figures_in("history", about))]
+    usual, asked = ([row.label_in("history") for row in by_use if bool(row.setting) is on] for on in (False, True))
+    figures = [name for name in (*usual, "bytes", *asked) if name in widths]
     optional = (*figures, *(name for name in widths if name not in {"", "drift", "time", *figures}))
     for name in sorted(optional, key=lambda name: any(row[name] for row in rows)):
         if sum(widths.values()) + _PADDING * len(widths) + wanted <= width:
