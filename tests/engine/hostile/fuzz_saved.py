@@ -104,10 +104,10 @@ def _drift(folder: Path) -> bytes:
     rows = [0.1, 0.2, 0.3, 0.4]
     modules = {"layer": ModuleSums(_sums(0.5), rerouted=2)}
     sequences = [
-        SavedSequence(number, 4, 1, _sums(1.0), (rows, [True, True, False, True], rows[:3], rows[:3]), modules)
+        SavedSequence(number, 4, 1, _sums(1.0), (rows, [True, True, False, True], rows[:3], rows[:3]), modules, rows)
         for number in range(2)
     ]
-    totals = SavedTotals("logits", 3, 2, (1.5, 2.5), ["left"], ["wide"], sequences, ["unseen"])
+    totals = SavedTotals("logits", 3, 2, (1.5, 2.5), ["left"], ["wide"], sequences, ["unseen"], acceptance=True)
     saved_drift.write(folder / "drift.json", fingerprint(), totals)
     return (folder / "drift.json").read_bytes()
 
