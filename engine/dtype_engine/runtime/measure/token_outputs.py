@@ -95,7 +95,10 @@ def compare_with(
             if totals is None:
                 totals = RunningTotals(name, logits, 2, len(batches))
             read = file.outputs(number, logits.shape[-1])
-            totals.add_figures(number, _figures(read, file_is, logits[0], batch.next_tokens))
+            figures = _figures(read, file_is, logits[0], batch.next_tokens)
+            if figures.positions is not None:
+                figures.positions.position = torch.arange(read.first + 1, read.first + 1 + figures.rows)
+            totals.add_figures(number, figures)
             seconds += lasted
             if listener.on_sequence is not None:
                 listener.on_sequence(totals)
