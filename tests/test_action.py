@@ -75,14 +75,18 @@ def test_github_action_uses_no_other_actions_and_no_unquoted_values() -> None:
 
 @pytest.mark.slow
 def test_github_action_fails_if_a_limit_is_missed_and_shows_the_report(tmp_path: Path) -> None:
-    limits = {"max_kl": "1e-12", "min_top1": "1%", "arguments": "--prompt=import os\n--modules=some\n"}
+    limits = {
+        "max_kl": "1e-12\nposition:1=1000\n",
+        "min_top1": "1%",
+        "arguments": "--prompt=import os\n--modules=some\n",
+    }
     job = Job(tmp_path, model="demo", rules="*.mlp=fp8\n*.{q,k}_proj=bf16\n", **limits)
     ended = job.run(MEASURE)
     assert ended.returncode == 1, ended.stderr
     assert "KL" in ended.stderr
     measured = json.loads(Path(job.outputs["json"]).read_text())
     assert measured["rules"] == ["*.mlp=float8_e4m3fn", "*.{q,k}_proj=bfloat16"]
-    assert [each["passed"] for each in measured["thresholds"]] == [False, True]
+    assert [each["passed"] for each in measured["thresholds"]] == [False, True, True]
     assert job.run(SUMMARIZE).returncode == 0
     assert "*.mlp" in job.summary()
     assert job.summary() == Path(job.outputs["report"]).read_text()

@@ -123,6 +123,12 @@ Run = Literal["reference", "candidate"]
     help="Measure once more as --held-out does, on text of the model itself: the reference answers the built-in prompts "
     "greedily, by up to 64 tokens each, through the model's chat template if it has one.",
 )
+@click.option(
+    "--positions",
+    is_flag=True,
+    help="Also print the drift by position in the sequence, which shows whether it grows along a long text. Reports and --json "
+    "always have it.",
+)
 @workers_option
 @threshold_options
 @json_option
@@ -138,6 +144,7 @@ def drift(
     with_causes: bool,
     suggest: bool,
     held_out_answers: bool,
+    positions: bool,
     workers: str | int | None,
     as_object: bool,
     **limits: Any,
@@ -212,7 +219,7 @@ def drift(
         return _exit_status(reached, report, unwritten)
     from dtype_engine.reports.text import drift_text, generation_text
 
-    answer(drift_text(report))
+    answer(drift_text(report, positions))
     answer(details.text(report, reached))
     for text in texts:
         answer(generation_text(text))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -14,10 +14,12 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import LM_EVAL
 from dtype_engine.core.text import printable
 from dtype_engine.results.figures import FIGURES
+from dtype_engine.results.groups import group_named, limit_name
 from dtype_engine.results.thresholds import Limit
 
 if TYPE_CHECKING:
     from dtype_engine.results.drift import DriftReport
+    from dtype_engine.results.figures import Figure
 
 
 def _share(text: str) -> float:
@@ -44,6 +46,19 @@ def _divergence(text: str) -> float:
     return number
 
 
+def _by_group(parse: Callable[[str], float]) -> Callable[[str], tuple[str, float]]:
+    """Return a function that parses `confident=1e-3` to (full name of the group, number), and `0.01` to ("", number)."""
+
+    def pair(text: str) -> tuple[str, float]:
+        name, equals, number = text.rpartition("=")
+        try:
+            return group_named(name.strip()) if equals else "", parse(number.strip())
+        except UserError as error:
+            raise ValueError(str(error)) from None
+
+    return pair
+
+
 _IS_TOO = "Fail if a figure of the output, by its name in --json, or the candidate's value in a metric of --metric or --eval is too"
 min_and_max_options = with_options(
     click.option(
@@ -66,10 +81,12 @@ min_and_max_options = with_options(
 threshold_options = with_options(
     click.option(
         "--max-kl",
-        metavar="NATS",
-        type=_divergence,
+        multiple=True,
+        metavar="[GROUP=]NATS",
+        type=_by_group(_divergence),
         help="Fail if the mean KL divergence of the candidate's output distribution from the reference's is larger than this "
-        "number, in nats per position.",
+        "number, in nats per position. confident=1e-3 limits the mean over the positions where the reference gives a class a "
+        "probability of 0.95 or more, and position:129-256=0.01 that over a group of positions. May be repeated.",
     ),
     click.option(
         "--min-sqnr",
@@ -79,10 +96,11 @@ threshold_options = with_options(
     ),
     click.option(
         "--min-top1",
-        metavar="SHARE",
-        type=_share,
+        multiple=True,
+        metavar="[GROUP=]SHARE",
+        type=_by_group(_share),
         help="Fail if the candidate's likeliest token or class is the same as the reference's in less than this share of "
-        "positions, such as 0.99 or 99%.",
+        "positions, such as 0.99 or 99%. With GROUP= as for --max-kl. May be repeated.",
     ),
     min_and_max_options,
 )
@@ -101,8 +119,18 @@ def all_limits(values: Mapping[str, Any], metrics: Sequence[str]) -> tuple[Limit
     and errors are those of `min_and_max_limits`.
     """
     rows = sorted((row for row in FIGURES.values() if row.option), key=lambda row: row.option)
-    single = (Limit(row.option, row.name, values[row.option]) for row in rows if values[row.option] is not None)
+    single = (limit for row in rows for limit in _limits_of(row, values[row.option]))
     return *single, *min_and_max_limits(values, metrics)
+
+
+def _limits_of(row: Figure, given: float | Sequence[tuple[str, float]] | None) -> list[Limit]:
+    """Return the limits of an option for a single figure. given: its number or None, or pairs (group or "", number)."""
+    pairs = (("", given),) if isinstance(given, float) else given or ()
+    option = row.option.replace("_", "-")
+    return [
+        Limit(f"{option} {limit_name(group)}" if group else row.option, row.name, number, group=group)
+        for group, number in pairs
+    ]
 
 
 def min_and_max_limits(values: Mapping[str, Any], metrics: Sequence[str]) -> tuple[Limit, ...]:

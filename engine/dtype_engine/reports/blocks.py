@@ -37,11 +37,15 @@ class StackedBars:
 
 @dataclass(frozen=True, slots=True)
 class BarChart:
-    """A chart with one value for each name, in order. The value is None if it is unknown. A larger value is better."""
+    """A chart with one value for each name, in order. The value is None if it is unknown."""
 
     title: str
     points: tuple[tuple[str, float | None], ...]
     unit: str
+    worst: Literal["lowest", "highest"] = "lowest"
+    """Which values are marked and named."""
+    form: str = ".2f"
+    """The format of values."""
 
 
 @dataclass(frozen=True, slots=True)

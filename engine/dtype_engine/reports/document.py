@@ -24,10 +24,13 @@ from dtype_engine.reports.text_drift import (
     remedy_result,
     value_sentence,
 )
+from dtype_engine.reports.text_groups import HEADINGS as GROUP_HEADINGS
+from dtype_engine.reports.text_groups import group_rows
 from dtype_engine.reports.text_losses import HELP
 from dtype_engine.results.attribution import NonFiniteDiagnosis
 from dtype_engine.results.drift import DriftReport, ModuleDrift, worst_modules
 from dtype_engine.results.figures import cells
+from dtype_engine.results.groups import GROUPINGS, group_label
 from dtype_engine.results.losses import ValueLoss, severe
 from dtype_engine.results.meaning import HELP as MEANING_HELP
 from dtype_engine.results.meaning import meaning
@@ -78,6 +81,7 @@ def build_report(
         *([_nonfinite_section(nonfinite)] if nonfinite is not None else []),
         *_lost(plan, losses),
         drift_section(drift, no_drift),
+        *(group_sections(drift) if drift is not None else []),
         tree_section(tree, plan),
         _modules(tree, plan, drift),
         _made_with(settings, drift, versions, provenance, speed.notices if speed is not None else ()),
@@ -202,6 +206,24 @@ def drift_section(drift: DriftReport | None, no_drift: str = "") -> Section:
     plain = f"{drift.reference} arithmetic on the weights as stored"
     words = f"Of {name}, against {plain if drift.reference in dtypes.BY_NAME else reference_words(drift.reference)}."
     return Section("Drift", (words, Table(("figure", "value", "what it is"), tuple(rows)), MEANING_HELP))
+
+
+def group_sections(drift: DriftReport) -> list[Section]:
+    """Return a section for each way to group the positions of the output that was measured, with a curve if the groups are places
+    in the sequence.
+    """
+    sections = []
+    for grouping in GROUPINGS.values():
+        if found := grouping.of(drift.output.groups):
+            table = Table((grouping.name, *GROUP_HEADINGS), group_rows(drift.output, grouping), 1)
+            points = tuple(
+                (group_label(name), group.kl_mean if math.isfinite(group.kl_mean) else None)
+                for name, group in found.items()
+            )
+            curve = BarChart(f"Mean KL by {grouping.title}", points, "nats", "highest", ".2e")
+            drawn = (curve,) if grouping.is_curve and len(points) > 1 and any(value for _, value in points) else ()
+            sections.append(Section(f"Drift by {grouping.title}", (grouping.what, table, *drawn)))
+    return sections
 
 
 def _nonfinite_section(diagnosis: NonFiniteDiagnosis) -> Section:

@@ -102,13 +102,13 @@ def _bar_chart(chart: BarChart) -> list[str]:
     points = [(name, value) for name, value in chart.points if value is not None]
     if not points:
         return []
-    lowest = sorted(points, key=lambda point: point[1])[:_PROFILE_ROWS]
-    shown = [point for point in points if point in lowest]
+    worst = sorted(points, key=lambda point: point[1], reverse=chart.worst == "highest")[:_PROFILE_ROWS]
+    shown = [point for point in points if point in worst]
     largest = max(value for _, value in shown)
     width = max(len(name) for name, _ in shown)
-    less = f", the {len(shown)} lowest of {len(points)}" if len(shown) < len(points) else ""
+    less = f", the {len(shown)} {chart.worst} of {len(points)}" if len(shown) < len(points) else ""
     lines = [f"{_text(chart.title)}, in {chart.unit}{less}:", "", "```"]
     for name, value in shown:
         bar = "█" * max(0, round(_BAR * value / largest)) if largest > 0 else ""
-        lines.append(f"{_in_block(name):<{width}}  {value:7.2f}  {bar}")
+        lines.append(f"{_in_block(name):<{width}}  {value:7{chart.form}}  {bar}")
     return [*lines, "```"]

@@ -8,7 +8,14 @@ from dtype_engine.core.tree import Tree
 from dtype_engine.core.units import human_bytes, less_error, with_error
 from dtype_engine.recipe import Plan, Recipe, make_plan
 from dtype_engine.reports.blocks import Identifier, Report, Section, Table
-from dtype_engine.reports.document import drift_section, picture_sections, rules_section, tree_section, worst_table
+from dtype_engine.reports.document import (
+    drift_section,
+    group_sections,
+    picture_sections,
+    rules_section,
+    tree_section,
+    worst_table,
+)
 from dtype_engine.reports.html import as_fragment
 from dtype_engine.reports.overview import size_tile, verdict_tile
 from dtype_engine.reports.text import cache_change_text
@@ -43,7 +50,7 @@ def drift_html(report: DriftReport) -> str:
         if memory.cache_stored_bytes is not None and memory.cache_planned_bytes is not None:
             caches = cache_change_text(memory.cache_stored_bytes, memory.cache_planned_bytes, memory.cache_context or 0)
         tiles.insert(0, size_tile(memory.stored_bytes, memory.planned_bytes, caches))
-    sections = [drift_section(report), *picture_sections(report)]
+    sections = [drift_section(report), *group_sections(report), *picture_sections(report)]
     if worst := worst_modules(report.modules, report.output)[:_ROWS]:
         sections.append(Section("Worst modules", (worst_table(worst),)))
     title = f"Drift: {printable(report.model, 200)}"

@@ -36,7 +36,7 @@ def stacked_bars_svg(chart: StackedBars) -> str:
 
 
 def bar_chart_svg(chart: BarChart) -> str:
-    """Return a chart with a column for each name, in order, or "" if no value is known. The three lowest values are marked, and
+    """Return a chart with a column for each name, in order, or "" if no value is known. The three worst values are marked, and
     named below the chart.
     """
     values = [value for _, value in chart.points if value is not None]
@@ -54,8 +54,9 @@ def bar_chart_svg(chart: BarChart) -> str:
             f'<line x1="0" x2="100%" y1="{y:.1f}" y2="{y:.1f}" stroke="currentColor" stroke-opacity=".15"/>'
             f'<text x="-6" y="{y + 4:.1f}" text-anchor="end">{line:g}</text>'
         )
-    lowest = sorted((value, index) for index, (_, value) in enumerate(chart.points) if value is not None)[:3]
-    marked = {index for _, index in lowest}
+    known = ((value, index) for index, (_, value) in enumerate(chart.points) if value is not None)
+    worst = sorted(known, reverse=chart.worst == "highest")[:3]
+    marked = {index for _, index in worst}
     for index, (name, value) in enumerate(chart.points):
         if value is None:
             continue
@@ -64,11 +65,11 @@ def bar_chart_svg(chart: BarChart) -> str:
         drawn.append(
             f'<rect x="{index * step:.3f}%" y="{height - tall:.1f}" width="{step * 0.8:.3f}%" '
             f'height="{max(tall, 0.5):.1f}" '
-            f'fill="{colour}"><title>{escape(name)}: {value:.2f} {escape(chart.unit)}</title></rect>'
+            f'fill="{colour}"><title>{escape(name)}: {value:{chart.form}} {escape(chart.unit)}</title></rect>'
         )
     words = [
-        f"lowest: {value:.2f} {chart.unit} {chart.points[index][0]}, column {index + 1} of {len(chart.points)}"
-        for value, index in lowest
+        f"{chart.worst}: {value:{chart.form}} {chart.unit} {chart.points[index][0]}, column {index + 1} of {len(chart.points)}"
+        for value, index in worst
     ]
     paragraphs = [f"<p>{escape(line)}</p>" for line in words]
     return "\n".join(['<div class="plot">', _svg(height, chart.title, drawn), "</div>", *paragraphs])

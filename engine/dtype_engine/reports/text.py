@@ -11,6 +11,7 @@ from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Totals
 from dtype_engine.core.units import decibels, human_bytes, less_error, percent, plural, seconds_text, share_text
 from dtype_engine.reports.text_drift import modules_extent_text
+from dtype_engine.reports.text_groups import group_lines
 from dtype_engine.reports.text_losses import loss_lines
 from dtype_engine.reports.text_table import table_lines
 from dtype_engine.results.coverage import Coverage
@@ -134,8 +135,10 @@ NOT_COUNTED = f"{'lost':<10} not counted: the values that the casts make infinit
 WEIGHTS_ONLY = "weights only: what a runtime does to activations (W8A8, W4A4) comes on top"
 
 
-def drift_text(report: DriftReport) -> str:
-    """Return the metrics of a measurement, and a table of the modules with the lowest SQNR."""
+def drift_text(report: DriftReport, positions: bool = False) -> str:
+    """Return the metrics of a measurement, and a table of the modules with the lowest SQNR. positions: whether to show the drift by
+    position in the sequence, too.
+    """
     from dtype_engine.core.execution import names_axis  # the first paint needs neither
     from dtype_engine.results.drift import first_different, worst_modules
 
@@ -156,6 +159,9 @@ def drift_text(report: DriftReport) -> str:
     if not report.sequences.whole and (error := report.sequences.error) is not None:
         lines.append(f"           over all inputs it may be {100 * error:.1f} % more or less: one standard error")
     lines += _figure_lines(report, "predictions")
+    lines += group_lines(output, "confidence", *(("position",) if positions else ()))
+    if positions and not output.groups.get("position"):
+        lines.append("positions  none: the output has no finite distributions along sequences")
     lines += [f"{'metric':<10} {printable(change.name)} {change}" for change in report.metrics]
     lines.append(
         f"memory     stored {human_bytes(memory.stored_bytes or 0)} → planned {human_bytes(memory.planned_bytes or 0)}; "

@@ -15,7 +15,8 @@ from dtype_engine.results.figures import FIGURES
 def as_json(value: Any) -> Any:
     """Return a result as an object for JSON. Infinity and NaN become None. Fields with the metadata `json=False` are left out."""
     if isinstance(value, OutputDrift):
-        return as_json(value.by_name() | {row.name: row.of(value) for row in FIGURES.values()})
+        figures = value.by_name() | {row.name: row.of(value) for row in FIGURES.values()}
+        return as_json({**figures, "groups": value.groups})
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = (field for field in dataclasses.fields(value) if field.metadata.get("json", True))
         return {field.name: as_json(getattr(value, field.name)) for field in fields}

@@ -17,6 +17,7 @@ from dtype_engine.core.number_ranges import Amount, Count
 from dtype_engine.core.text import Name
 from dtype_engine.core.units import decibels, plural
 from dtype_engine.results.coverage import Coverage
+from dtype_engine.results.groups import Groups, PositionGroup
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.results.memory import MemoryStats
 from dtype_engine.results.metrics import MetricChange
@@ -75,6 +76,8 @@ class OutputDrift:
     """At how many positions the actual next token is known."""
     values: Mapping[str, float] = field(default_factory=dict)
     """The metrics that have no field, by name."""
+    groups: Groups = field(default_factory=dict)
+    """The drift in groups of positions. Empty if the output has no distributions, or NaN or +infinity in the reference."""
 
     @property
     def is_finite(self) -> bool:
@@ -90,9 +93,9 @@ class OutputDrift:
         return f"{count:,} of {self.elements:,} in the candidate, {self.nonfinite_reference:,} in the reference"
 
     @classmethod
-    def fields_of(cls, values: Mapping[str, float | None]) -> dict[str, Any]:
-        """Return the arguments to construct an `OutputDrift` from metrics by their names in JSON. A metric that is None is left
-        out.
+    def fields_of(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments to construct an `OutputDrift` from metrics by their names in JSON, and from `groups`. A metric that
+        is None is left out.
         """
         known = {name: value for name, value in values.items() if value is not None}
         own = {name: known.pop(name) for name in cls.__slots__ if name in known}
@@ -103,6 +106,11 @@ class OutputDrift:
         if name not in NAMES and (name == "values" or name not in self.values):
             raise AttributeError(f"a drift has no figure {name!r}")
         return self.values.get(name)
+
+    def group(self, name: str) -> PositionGroup | None:
+        """Return the drift in a group of positions, such as `confidence:0.95-1`, or None if it has no positions."""
+        grouping, _, group = name.partition(":")
+        return self.groups.get(grouping, {}).get(group)
 
     def by_name(self) -> dict[str, float | None]:
         """Return all metrics of the output, by name. A metric that was not measured is None."""

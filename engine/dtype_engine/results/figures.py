@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import msgspec
 
 from dtype_engine.core.units import decibels, percent_with_error, perplexity_text, scientific, signed, with_error
+from dtype_engine.results.groups import CONFIDENT
 
 if TYPE_CHECKING:
     from dtype_engine.results.drift import Extent, OutputDrift
@@ -182,6 +183,31 @@ def _kl_tail(output: OutputDrift, _: Extent) -> str | None:
     return _listed({"p99": output.kl_p99, "max": output.kl_max}, ".1e", "  ") if has_kl(output) else None
 
 
+def _kl_confident(output: OutputDrift) -> float | None:
+    group = output.group(CONFIDENT)
+    return None if group is None else group.kl_mean
+
+
+def confident_stands_out(output: OutputDrift) -> bool:
+    """Return whether the output drifts where the reference is sure (`CONFIDENT`): the mean KL there is above the mean over all
+    positions, or the most likely class is another one at a position there.
+    """
+    group = output.group(CONFIDENT)
+    if group is None or output.kl_mean is None or math.isnan(output.kl_mean):
+        return False
+    return group.kl_mean > output.kl_mean or group.top1_agreement < 1
+
+
+def _confident_in_pane(output: OutputDrift, _: Extent) -> str | None:
+    kl = _kl_confident(output)
+    return scientific(kl, 1) if kl is not None and confident_stands_out(output) else None
+
+
+def _p99_in_pane(output: OutputDrift, _: Extent) -> str | None:
+    """Return the 99th percentile, or None if the mean where the reference is sure takes its place, as the pane has few lines."""
+    return scientific(output.kl_p99, 1) if output.kl_p99 is not None and not confident_stands_out(output) else None
+
+
 def _perplexities(output: OutputDrift, _: Extent) -> str | None:
     reference, candidate = output.perplexity_reference, output.perplexity_candidate
     return None if reference is None or candidate is None else " → ".join(map(perplexity_text, (reference, candidate)))
@@ -272,9 +298,12 @@ FIGURES: dict[str, Figure] = {row.name: row for row in (
     _kl("kl_median", "median", text=Shown("", text=_kl_percentiles)),
     _kl("kl_p95", "p95"),
     _kl("kl_p99", "p99", "recipe", details=Shown("KL tail", text=_kl_tail),
-        pane=Shown("KL p99", lambda value: scientific(value, 1), order=1)),
+        pane=Shown("KL p99", text=_p99_in_pane, order=1)),
     _kl("kl_p999", "p99.9"),
     _kl("kl_max", "max", "recipe"),
+    Figure("kl_confident", "mean KL (confident)", unit=" nats", better="less", about="distribution",
+           comment="nats per position where the reference gives a class 0.95 or more",
+           compute=_kl_confident, shown=_in("recipe", pane=Shown("confident", text=_confident_in_pane, order=1))),
     Figure("acceptance", "acceptance", _percent(2), percent_with_error, unit=" %", better="more", about="predictions",
            setting="acceptance", what="mean of Σ min(p, q): how often a drafted token is kept",
            comment="mean of Σ min(p, q), 1 is all", baseline=_percent(2, ""),

@@ -11,6 +11,7 @@ import msgspec
 
 from dtype_engine.core.errors import UserError
 from dtype_engine.results.figures import FIGURES
+from dtype_engine.results.groups import group_label, limit_name
 
 if TYPE_CHECKING:
     from dtype_engine.results.drift import OutputDrift
@@ -46,6 +47,8 @@ class Limit(msgspec.Struct, frozen=True):
     limit: float
     is_change: bool = False
     """Whether the candidate's value minus the reference's is limited, rather than the candidate's value."""
+    group: str = ""
+    """The full name of the group of positions whose figure is limited, such as `confidence:0.95-1`, or "" for all positions."""
 
     @classmethod
     def parse(cls, text: str, kind: Literal["min", "max"]) -> Limit:
@@ -128,7 +131,10 @@ def _verdict(limit: Limit, output: OutputDrift, change: MetricChange | None) -> 
     figure = FIGURES.get(limit.name)
     sides: tuple[float, ...] = ()
     epsilon = 2.0**-52
-    if figure is not None and (change is None or figure.option == limit.option):
+    if figure is not None and limit.group:
+        value, unit = _of_group(limit, output), figure.unit
+        what = f"{figure.label} ({group_label(limit_name(limit.group))})"
+    elif figure is not None and (change is None or figure.option == limit.option):
         value, what, unit = figure.of(output), figure.label, figure.unit
     else:
         value = None if change is None else change.difference if limit.is_change else change.candidate
@@ -139,3 +145,11 @@ def _verdict(limit: Limit, output: OutputDrift, change: MetricChange | None) -> 
     parts, is_most = sides if limit.is_change else (), limit.option.startswith("max")
     kept = value is not None and meets(value, limit.limit, is_most, *parts, epsilon=epsilon)
     return Verdict(limit.option, limit.limit, value, kept and finite, finite, what, unit)
+
+
+def _of_group(limit: Limit, output: OutputDrift) -> float | None:
+    """Return the limited figure of a group, None if the group has no positions, or NaN if the reference is not finite."""
+    group = output.group(limit.group)
+    if group is not None:
+        return float(getattr(group, limit.name))
+    return output.kl_mean if output.kl_mean is not None and math.isnan(output.kl_mean) else None

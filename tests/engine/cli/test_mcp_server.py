@@ -53,7 +53,7 @@ RUNNING = (
     "reference_execution"
 )
 OF_DRIFT = (
-    "model casts generate causes suggest max_kl min_sqnr min_top1 json component architecture precision floor modules "
+    "model casts generate causes suggest positions max_kl min_sqnr min_top1 json component architecture precision floor modules "
     "acceptance " + RUNNING
 )
 OFFERED = {
@@ -94,7 +94,7 @@ async def test_schema_of_each_mcp_tool_lists_its_arguments_and_which_are_require
 CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "inspect": ({"casts": [DEMO_RULE], "depth": 1}, "demo"),
     "check": ({"values": True}, "nothing found"),
-    "drift": ({"casts": [DEMO_RULE], "prompts": ["import os"], "max_kl": 0.0}, "SQNR"),
+    "drift": ({"casts": [DEMO_RULE], "prompts": ["import os"], "max_kl": ["0", "confident=1"]}, "SQNR"),
     "scan": ({"dtypes": "fp8", "prompts": ["import os"]}, "self_attn.o_proj.weight"),
     "search": ({"budget": "60%", "dtypes": "bf16", "prompts": ["import os"], "measure": False}, "predicted"),
     "against": ({"other": "demo", "casts": [DEMO_RULE], "prompts": ["import os"]}, "SQNR"),

@@ -4,18 +4,22 @@ a function that writes a sample and returns its content, and one that reads a fi
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 from tests.helpers.mutations import changed
 
 from dtype_engine.recipe.file import read_recipe_file, write_recipe
+from dtype_engine.reports.text_groups import group_lines, group_words
 from dtype_engine.reports.text_weights import comparison_text
 from dtype_engine.results.drift import Extent, OutputDrift
 from dtype_engine.results.figures import View, cells
+from dtype_engine.results.groups import GROUPINGS, PositionGroup
 from dtype_engine.results.weights import WeightDifference, WeightsComparison
 
 if TYPE_CHECKING:
@@ -104,7 +108,17 @@ def _drift(folder: Path) -> bytes:
     rows = [0.1, 0.2, 0.3, 0.4]
     modules = {"layer": ModuleSums(_sums(0.5), rerouted=2)}
     sequences = [
-        SavedSequence(number, 4, 1, _sums(1.0), (rows, [True, True, False, True], rows[:3], rows[:3]), modules, rows)
+        SavedSequence(
+            number,
+            4,
+            1,
+            _sums(1.0),
+            (rows, [True, True, False, True], rows[:3], rows[:3]),
+            modules,
+            [0.2, 0.6, 0.7, 1.0],
+            [1, 2, 3, 4],
+            rows,
+        )
         for number in range(2)
     ]
     totals = SavedTotals("logits", 3, 2, (1.5, 2.5), ["left"], ["wide"], sequences, ["unseen"], acceptance=True)
@@ -128,6 +142,8 @@ def _use_drift(path: Path) -> None:
 def _show(output: OutputDrift, extent: Extent) -> None:
     for view in _VIEWS:
         cells(view, output, extent)
+    group_words(output)
+    group_lines(output, *GROUPINGS)
     extent.rest_for(0.1)
     str((output.nonfinite_text, extent.left_out_text))
 
@@ -163,6 +179,8 @@ def _session(folder: Path) -> bytes:
 
     bf16 = Recipe((Rule("*", "bfloat16"),))
     entry = measured(report(bf16), bf16, RunSettings(), 1_415_616)
+    groups = {"confidence": {"0.95-1": PositionGroup(9, 3e-4, 1e-5, 0.25, 0.5)}}
+    entry = msgspec.structs.replace(entry, output=dataclasses.replace(entry.output, groups=groups))
     rule_lists = (
         RuleList(),
         RuleList.of([Rule("*", "bfloat16")]),

@@ -13,6 +13,7 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import decibels, human_bytes, plural, seconds_text, signed
 from dtype_engine.recipe import Plan, Recipe, make_plan, tensor_bytes
+from dtype_engine.reports.text_groups import labelled_groups
 from dtype_engine.results.drift import ModuleDrift, sqnr_gain
 from dtype_engine.results.figures import About, cells
 from dtype_engine.results.meaning import meaning
@@ -54,11 +55,13 @@ def side_of_recipe(experiment: Experiment, recipe: Recipe, title: str) -> Side:
 
 
 def comparison_screen(experiment: Experiment, one: Side, other: Side) -> Overlay:
-    """Return a window that compares the metrics, rules, tensors and modules of two recipes. Differences are bold."""
+    """Return a window that compares the metrics, rules, groups of positions, tensors and modules of two recipes. Differences are
+    bold.
+    """
     plans = make_plan(experiment.tree, one.recipe), make_plan(experiment.tree, other.recipe)
     tensors = _tensors(experiment, plans, one.title, other.title)
     rules = Group(_heading("rules"), _rules(one, other))
-    page = Group(_figures(one, other, plans), rules, tensors, _modules(one, other))
+    page = Group(_figures(one, other, plans), rules, *_groups(one, other), tensors, _modules(one, other))
     return Overlay("Two recipes side by side", page)
 
 
@@ -137,6 +140,19 @@ def _rules(one: Side, other: Side) -> Table:
     if not one.recipe.rules and not other.recipe.rules:
         table.add_row("none: as stored", "")
     return table
+
+
+def _groups(one: Side, other: Side) -> list[RenderableType]:
+    """Return a heading and a table of the groups of positions that both recipes were measured on, or [] if there are none."""
+    left, right = ({} if side.entry is None else labelled_groups(side.entry.output) for side in (one, other))
+    if not any(label in right for label in left):
+        return []
+    table = _columns("", f"KL in {one.title}", f"in {other.title}", f"same top-1 in {one.title}", f"in {other.title}")
+    for label, group in left.items():
+        if (against := right.get(label)) is not None:
+            kls = (f"{each.kl_mean:.2e}" for each in (group, against))
+            table.add_row(label, *kls, *(f"{100 * each.top1_agreement:.2f} %" for each in (group, against)))
+    return [_heading("groups of positions"), table]
 
 
 def _tensors(experiment: Experiment, plans: tuple[Plan, Plan], left: str, right: str) -> RenderableType:

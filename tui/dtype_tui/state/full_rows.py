@@ -9,6 +9,7 @@ from dtype_engine.core.options import RunSettings
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import change_text, human_bytes, plural
 from dtype_engine.reports.text_drift import WITHIN_KERNELS, extent_text, floor_text, modules_extent_text
+from dtype_engine.reports.text_groups import group_words
 from dtype_engine.reports.text_memory import budget_words, cache_words, size_words
 from dtype_engine.results.figures import About, Figure, cells
 from dtype_engine.results.meaning import meaning
@@ -52,6 +53,7 @@ def _figures(experiment: Experiment, output: OutputDrift, extent: Extent) -> Ite
     if not output.is_finite:
         yield "not finite", output.nonfinite_text
     yield from shown("distribution")
+    yield from group_words(output)
     if guess := experiment.predicted():
         yield "scan predicts", guess
     yield from shown("predictions")

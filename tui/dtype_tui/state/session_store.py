@@ -241,7 +241,7 @@ class _Measurement(msgspec.Struct, kw_only=True):
     inputs: str
     planned_bytes: Count
     output: OutputDrift
-    """In the file, its figures are keyed by name (`OutputDrift.by_name`)."""
+    """In the file, its figures are keyed by name (`OutputDrift.by_name`), beside `groups`."""
     extent: Extent
     seconds: Amount | None
     overflowed: Count | None
@@ -294,7 +294,7 @@ def _encoded(session: SavedSession) -> dict[str, Any]:
     )
     plain = as_plain(file)
     for entry, each in zip(plain["measured"], session.measured, strict=True):
-        entry["output"] = each.output.by_name()
+        entry["output"] = {**each.output.by_name(), "groups": entry["output"]["groups"]}
     return {
         "version": VERSION,
         **plain,

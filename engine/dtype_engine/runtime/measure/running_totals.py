@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import torch
 
-from dtype_engine.core.number_ranges import Amount, Count, Dimension, Dimensions
+from dtype_engine.core.number_ranges import Amount, Count, Dimension, Dimensions, Positive
 from dtype_engine.core.units import plural
 from dtype_engine.results.drift import NATS, Extent, ModuleDrift, OutputDrift, PartialDrift, Seconds, unit_for
 from dtype_engine.results.pictures import MOST_PICTURES, PicturePair
@@ -57,23 +57,22 @@ class SavedSequence(msgspec.Struct):
     positions: tuple[list[float], list[bool], list[float], list[float]] | None
     """The fields `kl`, `same_top`, `log_p` and `log_q` of `PositionFigures` as lists, or None if the output is no distribution."""
     modules: dict[str, ModuleSums] | None
+    confidence: list[float] | None = None
+    """As in `PositionFigures`, one number for each position. Missing in files of older versions, as is the next field."""
+    position: list[Positive] | None = None
     accepted: list[float] | None = None
-    """The field `accepted` of `PositionFigures`."""
+    """As in `PositionFigures`, if the acceptance was asked for."""
 
     def fits(self, classes_dim: int | None, acceptance: bool) -> bool:
         """Return whether there are figures of as many positions as there are rows, and only if the output is a distribution.
         acceptance: whether there must be an acceptance at each position.
         """
+        further = {len(values) for values in (self.confidence, self.position, self.accepted) if values is not None}
         if self.positions is None:
-            return classes_dim is None and self.accepted is None
+            return classes_dim is None and not further
         kl, same, log_p, log_q = (len(values) for values in self.positions)
-        accepted = None if self.accepted is None else len(self.accepted)
-        return (
-            classes_dim is not None
-            and self.rows == kl == same
-            and log_p == log_q
-            and accepted == (self.rows if acceptance else None)
-        )
+        whole = {self.rows} == {kl, same} | further and log_p == log_q
+        return classes_dim is not None and whole and acceptance == (self.accepted is not None)
 
 
 class SavedTotals(msgspec.Struct):
@@ -183,11 +182,13 @@ class RunningTotals:
         sequences = []
         for number in self.numbers:
             one, modules = self._comparison.sequences[number], self._modules.get(number)
-            at, positions, accepted = one.positions, None, None
-            if at is not None:
-                positions = at.kl.tolist(), at.same_top.tolist(), at.log_p.tolist(), at.log_q.tolist()
-                accepted = None if at.accepted is None else at.accepted.tolist()
-            sequences.append(SavedSequence(number, one.rows, one.left_out, one.sums, positions, modules, accepted))
+            row = SavedSequence(number, one.rows, one.left_out, one.sums, None, modules)
+            if (at := one.positions) is not None:
+                row.positions = at.kl.tolist(), at.same_top.tolist(), at.log_p.tolist(), at.log_q.tolist()
+                row.confidence = None if at.confidence is None else at.confidence.tolist()
+                row.position = None if at.position is None else at.position.tolist()
+                row.accepted = None if at.accepted is None else at.accepted.tolist()
+            sequences.append(row)
         return SavedTotals(
             self.output_name,
             self.dimensions,
@@ -214,8 +215,15 @@ class RunningTotals:
             positions = None
             if one.positions is not None:
                 kl, same, log_p, log_q = (torch.tensor(values, dtype=torch.float64) for values in one.positions)
-                accepted = None if one.accepted is None else torch.tensor(one.accepted, dtype=torch.float64)
-                positions = PositionFigures(kl, same.bool(), log_p, log_q, accepted)
+                further = (
+                    None if values is None else torch.tensor(values, dtype=kind)
+                    for values, kind in (
+                        (one.confidence, torch.float64),
+                        (one.position, torch.int64),
+                        (one.accepted, torch.float64),
+                    )
+                )
+                positions = PositionFigures(kl, same.bool(), log_p, log_q, *further)
             totals.add_figures(one.number, SequenceFigures(one.rows, one.sums, positions, one.left_out))
             if one.modules is not None:
                 totals.set_modules(one.number, one.modules)
@@ -320,6 +328,10 @@ class RunningTotals:
             if self._comparison.classes_dim is not None:
                 why = "the probabilities of some tokens are not known one by one"
             notices.append(f"acceptance is not measured: {why}")
+        if output.kl_mean is not None and not output.nonfinite_reference and "confidence" not in output.groups:
+            notices.append(
+                "there are no groups of positions: an earlier version of the program saved a part of the measurement"
+            )
         if self._left_out:
             notices.append(
                 f"{len(self._left_out)} modules are not compared: the reference's outputs do not fit into free memory"

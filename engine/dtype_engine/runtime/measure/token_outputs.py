@@ -96,7 +96,10 @@ def compare_with(
             if totals is None:
                 totals = RunningTotals(name, logits, 2, len(batches), acceptance=acceptance)
             read = file.outputs(number, logits.shape[-1])
-            totals.add_figures(number, _figures(read, file_is, logits[0], batch.next_tokens, acceptance))
+            figures = _figures(read, file_is, logits[0], batch.next_tokens, acceptance)
+            if figures.positions is not None:
+                figures.positions.position = torch.arange(read.first + 1, read.first + 1 + figures.rows)
+            totals.add_figures(number, figures)
             seconds += lasted
             if listener.on_sequence is not None:
                 listener.on_sequence(totals)

@@ -49,6 +49,9 @@ def assert_figures(session: de.Session, reference: torch.Tensor, candidate: torc
     assert output.kl_mean == pytest.approx(kl(reference, candidate), rel=rel)
     assert output.mean_abs == pytest.approx(float(delta.mean()), rel=rel)
     assert output.max_abs == pytest.approx(float(delta.max()), rel=rel)
+    late = output.groups["position"]["17-32"]
+    assert late.positions == 28, "of both sequences"
+    assert late.kl_mean == pytest.approx(kl(reference[:, 16:], candidate[:, 16:]), rel=rel)
 
 
 def rewritten(source: Path, folder: Path, change: Callable[[str, torch.Tensor], tuple[str, torch.Tensor]]) -> Path:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from tests.helpers.exporting import engine
 
 import dtype_engine as de
+from dtype_engine.results.drift import OutputDrift
 from dtype_engine.runtime.numerics.compare.merged import merged_figures
 
 VOCABULARY, BOS = 131, 1
@@ -125,11 +126,17 @@ def test_file_of_llama_cpp(folder: Path, tmp_path: Path, adds_bos: bool) -> None
     against = opened(folder, against_logits=tmp_path / "base.kld").drift()
     assert against.output.kl_mean == pytest.approx(float(divergence(own, held).mean()), abs=1e-5)
     assert against.output.positions == against.output.scored_tokens == 15
+    assert places(against.output) == {"5-8": 6, "9-16": 9}, "positions 7 to 11 of three chunks"
     of_next = held.log_softmax(-1).gather(1, tokens[:, 7:].reshape(-1, 1))
     assert against.output.perplexity_candidate == pytest.approx(math.exp(-float(of_next.mean())), rel=1e-5)
     from_file = opened(folder, reference_logits=tmp_path / "base.kld").drift()
     assert from_file.output.kl_mean == pytest.approx(float(divergence(held, own).mean()), abs=1e-5)
     assert from_file.reference == "outputs in base.kld"
+
+
+def places(output: OutputDrift) -> dict[str, int]:
+    """Return how many positions each group of places in the sequence has."""
+    return {name: group.positions for name, group in output.groups["position"].items()}
 
 
 def test_bounds_are_below_the_divergence_of_all_classes() -> None:
@@ -176,6 +183,7 @@ def test_likeliest_tokens_of_vllm(folder: Path, tmp_path: Path, in_choices: bool
         assert session.given_logits is not None
         assert session.given_logits.kl_is_lower_bound
         assert (found.positions, found.scored_tokens) == (33, 33)
+        assert places(found) == {"1": 3, "2": 3, "3-4": 6, "5-8": 12, "9-16": 9}
         assert found.top1_agreement == float((own.argmax(-1) == noisy.argmax(-1))[:, :-1].double().mean())
         of_next = noisy[:, :-1].gather(2, TOKENS[:, 1:, None])
         assert found.perplexity_candidate == pytest.approx(math.exp(-float(of_next.mean())), rel=1e-5)

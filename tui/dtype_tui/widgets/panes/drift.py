@@ -61,6 +61,8 @@ class DriftPane(Pane):
         "KL is in nats per position, ± its standard error; while inputs remain, ± says how far the KL over all inputs may differ. "
         "a → b: from the recipe before to this one, ▲ with more drift, ▼ with less. "
         "Same top-1: share of positions at which the most likely token is the same. "
+        "Confident, in place of KL p99: the mean KL where the reference gives a token 0.95 or more, if this is above the mean over "
+        "all positions, or a most likely token changed there. "
         "Acceptance: how often speculative sampling keeps a token that the candidate drafts, if the settings ask for it. "
         "Your own metrics (--metric): reference → candidate, the difference ± its paired standard error, and the changed examples. "
         "Modules are compared in about a sixth of the sequences; m compares them in all. "

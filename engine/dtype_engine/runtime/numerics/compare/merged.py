@@ -27,7 +27,8 @@ def merged_figures(
     next_tokens: torch.Tensor | None,
     known_is: str,
 ) -> SequenceFigures:
-    """Return the figures of a sequence: the KL is a lower bound, the others are those of the whole distributions.
+    """Return the figures of a sequence: the KL is a lower bound, the others are those of the whole distributions. The positions in
+    the sequence are left to the caller.
 
     known: log-probabilities of some classes, among them the likeliest, in any floating dtype [positions, k], with -infinity for
     none. ids: these classes, int64 [positions, k], or None if they are all classes in their order. logits: those of all classes in
@@ -76,4 +77,7 @@ def _figures(
     figures = sequence_figures(*(pair if known_is == "reference" else pair[::-1]), distribution=True, labels=found)
     if figures.positions is not None:
         figures.positions.same_top = logits.argmax(-1) == likeliest
+        # The merged class may be likelier than any single one. Known values are log-probabilities, others are logits.
+        sure = known.amax(-1) if known_is == "reference" else logits.amax(-1) - whole.logsumexp(-1)
+        figures.positions.confidence = sure.exp()
     return figures

@@ -27,11 +27,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from dtype_engine.results.drift import OutputDrift
 from dtype_engine.runtime.numerics.compare.element_sums import ElementSums
+from dtype_engine.runtime.numerics.compare.groups import grouped, positions_in_sequences
 from dtype_engine.runtime.numerics.compare.pictures import PictureSums, picture_sums
 from dtype_engine.runtime.numerics.compare.sequence_figures import SequenceFigures, sequence_figures
 
@@ -85,6 +87,8 @@ class OutputMetrics:
         if kept is not None:
             figures.left_out = kept.numel() - int(kept.sum())
             figures.sums.elements = reference.numel() // kept.numel() * int(kept.sum())
+        if figures.positions is not None and classes_dim == 2 == reference.ndim - 1:
+            figures.positions.position = positions_in_sequences(reference.shape[:2], kept)
         place = len(self.sequences) if number is None else number
         self.sequences[place] = figures
         if self.picture_range is not None and reference.ndim >= 4:
@@ -96,7 +100,7 @@ class OutputMetrics:
         sums = ElementSums()
         for sequence in sequences:
             sums.add(sequence.sums)
-        figures = _of_elements(sums)
+        figures: dict[str, Any] = _of_elements(sums)
         if self._pictures:
             pictures = PictureSums()
             for _, each in sorted(self._pictures.items()):
@@ -116,6 +120,8 @@ class OutputMetrics:
                 share = torch.full_like(share, math.nan) if sums.nonfinite_reference else share
                 figures |= {"acceptance": float(share.mean()), "acceptance_se": _standard_error(share)}
             figures |= _of_next_tokens(log_p, log_q) if len(log_p) else {}
+            if not sums.nonfinite_reference:
+                figures["groups"] = grouped(positions)
         return OutputDrift(**OutputDrift.fields_of(figures))
 
 

@@ -50,6 +50,10 @@ class PositionFigures:
     """The reference's log-probability of the correct next token, at the positions that have one: float64 [scored positions]."""
     log_q: torch.Tensor
     """The candidate's log-probability of the correct next token, at the same positions."""
+    confidence: torch.Tensor | None = None
+    """The largest probability that the reference gives to a class, from 0 to 1. None if an earlier version saved the figures."""
+    position: torch.Tensor | None = None
+    """The position in its sequence, from 1 and without padding: int64 [positions]. None if the positions are not in sequences."""
     accepted: torch.Tensor | None = None
     """Σ min(p, q), from 0 to 1, or None if it was not asked for. It is NaN at positions where an output has NaN or plus infinity.
     """
@@ -115,9 +119,10 @@ def sequence_figures(
     kl = (largest_c - largest_r) + (total_c / total_r).log() - moved / total_r
     scored = labels.cpu() >= 0 if labels is not None else torch.zeros(count, dtype=torch.bool)
     log_p, log_q = scored_r - total_r.log(), scored_c - total_c.log()
-    # Rounding can make a divergence of zero negative.
-    figures = PositionFigures(kl.clamp(min=0), top_r == top_c, log_p[scored], log_q[scored], *accepted)
-    return SequenceFigures(count, sums, figures)
+    # Rounding can make a divergence of zero negative. The largest probability of the reference is e^0 / Σ e^(r - m).
+    at = PositionFigures(kl.clamp(min=0), top_r == top_c, log_p[scored], log_q[scored], total_r.reciprocal())
+    at.accepted = next(iter(accepted), None)
+    return SequenceFigures(count, sums, at)
 
 
 def _softmax(x: torch.Tensor, scored: torch.Tensor, exponentials: torch.Tensor) -> tuple[torch.Tensor, ...]:
