@@ -43,6 +43,7 @@ from dtype_engine.runtime.passes.one_pass import PassOptions
 from dtype_engine.runtime.passes.output_cache import OutputCache
 from dtype_engine.runtime.passes.outputs import main_output
 from dtype_engine.runtime.passes.runner import ForwardRunner
+from dtype_engine.runtime.passes.stepwise import STATES, stepwise
 from dtype_engine.search.sensitivity import scalar_drift
 
 MOST_PASSES = 160
@@ -223,13 +224,21 @@ class Attribution:
 
     def _base(self, runner: ForwardRunner, batch: Batch, budget: int) -> _Base:
         recorder = ModuleRecorder(budget // 2)
-        options = PassOptions(learns=True, cache_bytes=budget // 2)
-        call = runner.reference_call(batch)
+        # A module that runs for each token writes what the next one reads, so that none of its calls can be left out.
+        steps = bool(self.model.state_formats)
+        options = PassOptions(learns=True, cache_bytes=0 if steps else budget // 2)
+        call = self._call(runner, batch)
         ran, uses = runner.partial(call, self._drifting, lambda name: False, options, recorder)
         output = main_output(ran.output)[1].detach().clone()
         kept = {key: output for key, output in recorder.outputs.items() if key[0] in uses}
         masks = KeptPositions.of(self.model.module, batch, self.model.device, ran.attended)
         return _Base(batch, output, kept, ran.cache, uses, masks)
+
+    def _call(self, runner: ForwardRunner, batch: Batch) -> Callable[[], object]:
+        """Return a function that runs the model on a batch: token by token, if the states of recurrent layers have a format."""
+        if self.model.state_formats:
+            return stepwise(runner.reference_batch(batch), self.model.module, why=STATES)
+        return runner.reference_call(batch)
 
     def _contributions(self, run: MeasureParts, whole: float, on_part: _OnPart) -> list[Contribution]:
         """Return the contribution of each module. If there are more than `MOST_PASSES` modules, return those of subtrees instead,
@@ -318,7 +327,7 @@ class Attribution:
                 # A module that is not called for this batch does not limit the prefix.
                 prefix = min(base.uses.get(name, len(base.cache.names)) for name in part.modules)
             options = PassOptions(earlier=base.cache, prefix=prefix, amax=amax)
-            ran, _ = runner.partial(runner.reference_call(base.batch), self._drifting, inside, options, local)
+            ran, _ = runner.partial(self._call(runner, base.batch), self._drifting, inside, options, local)
             return main_output(ran.output)
 
         outputs = runner.side_by_side([partial(measure, base) for base in self._bases])

@@ -10,14 +10,21 @@ from typing import Any
 import torch
 from torch import nn
 
+from dtype_engine.core.callbacks import ignore
 from dtype_engine.core.errors import UserError
 from dtype_engine.runtime.inputs import Batch
 from dtype_engine.runtime.passes.forward_pass import ModuleObserver
 from dtype_engine.runtime.passes.outputs import main_output
 
 _IDS, _MASK = "input_ids", "attention_mask"
-_CACHES = ("cache", "past_key_values")
-"""The names of the argument for a KV cache, and of the output with it: newer versions of transformers use the first."""
+_CACHES = ("cache", "past_key_values", "cache_params", "state")
+"""The names of the argument for what a model keeps of earlier tokens, and of the output with it: transformers' cache, by its name in
+newer versions and before, or RWKV's list of states.
+"""
+_RETURN_NONE = ("recurrent_gemma",)
+"""The types of transformers' models that take a cache and do not return it."""
+STATES = "recurrent states are rounded after each token"
+"""Why a model runs token by token if a recipe gives its recurrent states a format."""
 
 
 class StepObserver(ModuleObserver):
@@ -59,39 +66,49 @@ class StepObserver(ModuleObserver):
         return left_out
 
     def _joined(self, parts: list[torch.Tensor]) -> torch.Tensor | None:
-        if len(parts) != self._steps:
+        if len(parts) != self._steps or any(part.shape != parts[0].shape for part in parts):
             return None
         dim = 1 if parts[0].ndim > 2 else 0
         return torch.cat(parts, dim) if parts[0].ndim > 1 and parts[0].shape[dim] == 1 else None
 
 
-def stepwise(batch: Batch, module: nn.Module, begin_step: Callable[[], None]) -> Callable[[], dict[str, torch.Tensor]]:
+def _new_cache(module: nn.Module) -> Any:
+    """Return a cache for a model that takes one and does not return it, or None for the first call of other models."""
+    config = getattr(module, "config", None)
+    if getattr(config, "model_type", None) not in _RETURN_NONE:
+        return None
+    from transformers import DynamicCache
+
+    return DynamicCache(config=config)
+
+
+def stepwise(
+    batch: Batch, module: nn.Module, begin_step: Callable[[], None] = ignore, why: str = "decode=yes"
+) -> Callable[[], dict[str, torch.Tensor]]:
     """Return a function that runs the model on each token of a batch of one sequence. It returns the main output of all, by its
-    name. begin_step: called before each token. Raises UserError for other inputs than tokens; the function raises it for a model
-    that keeps no KV cache.
+    name. begin_step: called before each token. why: why it runs so, for errors. Raises UserError for other inputs than tokens; the
+    function raises it for a model that keeps no KV cache.
     """
     ids, mask = batch.kwargs.get(_IDS), batch.kwargs.get(_MASK)
     if batch.args or not isinstance(ids, torch.Tensor) or set(batch.kwargs) - {_IDS, _MASK, "use_cache"}:
-        raise UserError("decode=yes runs inputs of tokens alone: give texts, or tensors named input_ids")
+        raise UserError(f"{why}, which runs inputs of tokens alone: give texts, or tensors named input_ids")
     if len(ids) != 1:
-        raise UserError(f"decode=yes runs one sequence at a time, and these inputs have {len(ids)} in one batch")
+        raise UserError(f"{why}, which runs one sequence at a time, and these inputs have {len(ids)} in one batch")
 
     accepted = inspect.signature(module.forward).parameters
     argument = next((name for name in _CACHES if name in accepted), _CACHES[-1])
 
     def call() -> dict[str, torch.Tensor]:
-        cache: Any = None
+        cache = _new_cache(module)
         outputs: list[torch.Tensor] = []
         name = ""
         for token in range(ids.shape[1]):
             begin_step()
             kwargs = {_IDS: ids[:, token : token + 1], argument: cache, "use_cache": True}
             output = module(**kwargs, **({} if mask is None else {_MASK: mask[:, : token + 1]}))
-            cache = next((found for each in _CACHES if (found := getattr(output, each, None)) is not None), None)
+            cache = next((found for each in _CACHES if (found := getattr(output, each, None)) is not None), cache)
             if cache is None:
-                raise UserError(
-                    f"decode=yes: {type(module).__name__} returns no KV cache, so it can't run token by token"
-                )
+                raise UserError(f"{why}, but {type(module).__name__} returns no KV cache, so it can't run token by token")
             name, main = main_output(output)
             outputs.append(main)
         return {name: torch.cat(outputs, 1)}
