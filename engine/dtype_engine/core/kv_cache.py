@@ -122,3 +122,13 @@ class KVCache(msgspec.Struct, frozen=True):
     """The dtype in which the model computes, as its configuration says."""
     longest: int | None = None
     """The maximum length of a sequence in tokens, as the model's configuration says."""
+
+    @property
+    def of_tokens(self) -> tuple[KVCacheTensor, ...]:
+        """The tensors that rules may give a format and that grow with the tokens, such as keys and values."""
+        return tuple(tensor for tensor in self.tensors if tensor.castable and not tensor.is_state)
+
+    @property
+    def states(self) -> tuple[KVCacheTensor, ...]:
+        """The states of recurrent layers."""
+        return tuple(tensor for tensor in self.tensors if tensor.is_state)

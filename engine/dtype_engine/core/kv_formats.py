@@ -107,8 +107,14 @@ def may_have(part: str, form: str) -> bool:
 
 def why_no_state(form: str) -> str:
     """Return a sentence part that says that recurrent states can't have a format, and which they can have."""
-    *others, last = map(_typed, STATE_FORMATS["ssm_state"])
-    return f"recurrent states can't be {_typed(form)}: they may be {', '.join(others)}, or, but for conv_state, {last}"
+    if form == STOCHASTIC:
+        return (
+            f"convolutions can't be {_typed(form)}: they may be {', '.join(map(_typed, STATE_FORMATS['conv_state']))}"
+        )
+    names = ", ".join(map(_typed, STATE_FORMATS["conv_state"]))
+    return (
+        f"recurrent states can't be {_typed(form)}: they may be {names}, or, but for convolutions, {_typed(STOCHASTIC)}"
+    )
 
 
 _OF_VLLM = {f"{name}_per_token_head": f"{name}@token" for name in ("fp8", "int8", "int4")}
@@ -159,10 +165,11 @@ def parse_format(text: str) -> str:
     raise UserError(f"a KV cache can't be {text.strip()!r}: {hint} {', '.join(known)}, or {dtypes.STORED}")
 
 
-def completions(begun: str) -> list[str]:
-    """Return the names of the KV cache formats that begin with `begun`."""
-    whole = begun.strip().lower()
-    return [name for name in (*map(_typed, KV_FORMATS), dtypes.STORED) if name.startswith(whole)]
+def completions(pattern: str, begun: str) -> list[str]:
+    """Return the names of the formats that begin with `begun`, of those that the KV caches may have that a pattern names."""
+    whole, states = begun.strip().lower(), names_states_alone(pattern)
+    names = (name for name in KV_FORMATS if not states or any(may_have(part, name) for part in STATES))
+    return [name for name in (*map(_typed, names), dtypes.STORED) if name.startswith(whole)]
 
 
 def _typed(name: str) -> str:
@@ -172,7 +179,14 @@ def _typed(name: str) -> str:
 def parse_scanned(text: str) -> str:
     """Parse an entry of a scan's dtypes: a dtype of weights, or `kv:` and a format of KV caches. Raises UserError."""
     whole = text.strip()
-    return SCANNED + parse_format(whole[len(SCANNED) :]) if whole.startswith(SCANNED) else dtypes.parse_target(whole)
+    return SCANNED + parse_of_tokens(whole[len(SCANNED) :]) if whole.startswith(SCANNED) else dtypes.parse_target(whole)
+
+
+def parse_of_tokens(text: str) -> str:
+    """Parse a format of keys and values, as `parse_format` does. Raises UserError, also for a format that only states have."""
+    if (form := parse_format(text)) == STOCHASTIC:
+        raise UserError(f"keys and values can't be {form}: only states of recurrences can")
+    return form
 
 
 def format_of_caches(text: str) -> str | None:

@@ -40,8 +40,9 @@ def minimize(tree: Tree, wanted: Mapping[str, str], after: Recipe | None = None)
     if not caches:
         return recipe
     rules: list[Rule] = []
-    for states in (False, True):  # a rule for keys and values, such as `*.kv_cache=bf16`, may reach states as well
-        names = [tensor.name for tensor in tree.kv_cache.tensors if tensor.castable and tensor.is_state == states]
+    # States come last, since a rule for keys and values, such as `*.kv_cache=bf16`, may reach them as well.
+    for tensors in (tree.kv_cache.of_tokens, tree.kv_cache.states):
+        names = [tensor.name for tensor in tensors]
         given = make_plan(tree, Recipe.of(rules)).caches
         now = {name: given.get(name, dtypes.STORED) for name in names}
         rules += _CacheProposals(tree, {name: caches.get(name, dtypes.STORED) for name in names}).rules(now)

@@ -78,9 +78,7 @@ def _target(pattern: str, dtype: str) -> str:
         return dtypes.parse_target(dtype)
     if not may_name_caches(pattern):
         who, example = ("states of recurrences", "ssm_state") if only == STOCHASTIC else ("KV caches", "kv_cache")
-        raise UserError(
-            f"only {who} can be {only}: write a pattern that names them, for example '*.{example}={only}'"
-        )
+        raise UserError(f"only {who} can be {only}: write a pattern that names them, for example '*.{example}={only}'")
     return only
 
 

@@ -13,6 +13,7 @@ from dtype_engine.core.kv_cache import KVCache, KVCacheTensor
 from dtype_engine.core.kv_formats import KV_FORMATS
 from dtype_engine.core.number_ranges import MOST_TOKENS
 from dtype_engine.core.tree import Totals, Tree
+from dtype_engine.core.units import plural
 from dtype_engine.recipe.plan import Plan
 
 if TYPE_CHECKING:
@@ -64,16 +65,18 @@ def _wide_states(cache: KVCache, formats: Mapping[str, str], dtype: str) -> tupl
     """Return a note if states are counted in a wider dtype than that in which the model computes (`dtype`), because no rule gives
     them a format: runtimes may have another default than transformers.
     """
+    computed = dtypes.BY_NAME[dtype].bits
     wide = [
-        tensor for tensor in cache.tensors
-        if tensor.is_state and tensor.name not in formats and dtypes.BY_NAME[written_in(tensor, dtype)].bits > dtypes.BY_NAME[dtype].bits
-    ]  # fmt: skip
+        tensor
+        for tensor in cache.states
+        if tensor.name not in formats and dtypes.BY_NAME[written_in(tensor, dtype)].bits > computed
+    ]
     if not wide:
         return ()
-    states, kept = plural(len(wide), "recurrent state"), dtypes.short_name(written_in(wide[0], dtype))
+    kept = dtypes.short_name(written_in(wide[0], dtype))
     return (
-        f"{states} counted in {kept}, as transformers keeps them; vLLM and SGLang may keep them in another dtype: a rule such as "
-        f"*.{wide[0].part}={dtypes.short_name(dtype)} counts it",
+        f"{plural(len(wide), 'recurrent state')} counted in {kept}, as transformers keeps them; vLLM and SGLang may keep them in "
+        f"another dtype: a rule such as *.{wide[0].part}={dtypes.short_name(dtype)} counts that",
     )
 
 
@@ -164,8 +167,7 @@ def serving_memory(
     context, batch = load.context, load.batch
     cache, longest = tree.kv_cache, tree.kv_cache.longest
     dtype = serving_dtype(tree.totals(plan.dtypes)[""] if totals is None else totals, cache)
-    tokens = (tensor.name for tensor in cache.tensors if tensor.castable and not tensor.is_state)
-    formats = {**({} if load.kv is None else dict.fromkeys(tokens, load.kv)), **plan.caches}
+    formats = {**({} if load.kv is None else {tensor.name: load.kv for tensor in cache.of_tokens}), **plan.caches}
 
     def of_cache(tokens: int, sequences: int = batch) -> int:
         return sum(cache_bytes(tree, formats, dtype, tokens, sequences).values())

@@ -13,7 +13,7 @@ def state_notices(tree: Tree, plan: Plan) -> tuple[str, ...]:
     """Return a notice for each rule that names the caches of a model with recurrent layers, such as `*.kv_cache=fp8`, and leaves
     their states as they are, because states can't have the rule's format.
     """
-    if not any(tensor.is_state for tensor in tree.kv_cache.tensors):
+    if not tree.kv_cache.states:
         return ()
     notices = []
     for rule, taken in zip(plan.recipe.rules, plan.selections, strict=True):

@@ -52,7 +52,9 @@ def predict(tree: Tree, plan: Plan, report: ScanReport, scores: Mapping[tuple[st
         total += scores[name, dtype]
     for name, form in plan.caches.items():
         if name.endswith(STATES):
-            raise UserError(f"{name} in {form} has no score, since a scan does not score recurrent states: measure the drift")
+            raise UserError(
+                f"{name} in {form} has no score, since a scan does not score recurrent states: measure the drift"
+            )
         if (name, SCANNED + form) not in scores:
             raise UserError(f"{name} was not scanned in {form}: scan with {SCANNED}{form} to predict this recipe")
         total += scores[name, SCANNED + form]

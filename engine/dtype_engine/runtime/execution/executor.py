@@ -134,10 +134,12 @@ def for_states(model: LiveModel, settings: RunSettings) -> RunSettings:
 
 
 def token_by_token(execution: Execution) -> Execution:
-    """Return an execution, but token by token, which rounded states of recurrent layers need. Raises UserError if it excludes that."""
+    """Return an execution that runs token by token, as rounded states of recurrent layers need it. Raises UserError if `execution`
+    excludes that.
+    """
     for axis in EXCLUDE["decode"]:
         if axis in execution.axes():
-            raise UserError(f"{STATES}, one sequence at a time: leave {axis} out, or the formats of recurrent states")
+            raise UserError(f"{STATES} runs token by token, one sequence at a time: leave {axis} out")
     return msgspec.structs.replace(execution, decode=True)
 
 

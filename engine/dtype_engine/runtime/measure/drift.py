@@ -46,7 +46,6 @@ from dtype_engine.runtime.passes.one_pass import PassOptions, PassResult
 from dtype_engine.runtime.passes.output_cache import OutputCache
 from dtype_engine.runtime.passes.outputs import main_output
 from dtype_engine.runtime.passes.runner import ForwardRunner
-from dtype_engine.runtime.passes.stepwise import STATES
 
 MOST_KEPT = 2 << 30
 """Limit on the bytes of outputs kept between measurements: some hundred tokens of a model with 1 B parameters."""
@@ -189,7 +188,9 @@ class DriftMeter:
             return ()
         ids = (self.inputs.batches[number].kwargs["input_ids"] for number in totals.numbers)
         tokens = sum(each.shape[-1] for each in ids)
-        return (f"{STATES}, so reference and candidate ran {tokens:,} passes of one token each",)
+        return (
+            f"recurrent states are rounded after each token, so reference and candidate ran {tokens:,} passes of one token each",
+        )
 
     @property
     def routed(self) -> bool:

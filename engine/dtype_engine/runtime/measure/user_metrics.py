@@ -117,7 +117,8 @@ class MetricMeter:
         """Return the value of each metric in the reference run and with the model as it is currently cast.
 
         `on_progress(what, done, total)` is called with the run and the metrics, such as "candidate, accuracy", and with numbers of
-        batches. Raises UserError if a metric fails, does not return numbers or can't run as the recipe asks, and NoForward, KernelError, Cancelled.
+        batches. Raises UserError if a metric fails, does not return numbers or can't run as the recipe asks, and NoForward,
+        KernelError, Cancelled.
         """
         runs_itself = next((each.name for each in self.metrics if isinstance(each, ModelMetric)), None)
         if self.model.state_formats and runs_itself is not None:

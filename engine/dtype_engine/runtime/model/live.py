@@ -170,9 +170,8 @@ class LiveModel:
         recurrent layers are left out.
         """
         found: dict[str, tuple[str, ...]] = {}
-        for tensor in self.tree.kv_cache.tensors:
-            if tensor.castable and not tensor.is_state:
-                found[tensor.module] = (*found.get(tensor.module, ()), tensor.name)
+        for tensor in self.tree.kv_cache.of_tokens:
+            found[tensor.module] = (*found.get(tensor.module, ()), tensor.name)
         return found
 
     @property

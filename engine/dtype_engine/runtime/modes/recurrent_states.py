@@ -91,20 +91,28 @@ def _of_layer(cache: Any, layer: int, part: str) -> list[torch.Tensor]:
     """Return the states of a layer in a cache, in the order of the modules that write them: those of transformers' cache layers, of
     RWKV's list [channels, layers] or of MiniMax's list of layers.
     """
-    if isinstance(cache, list):  # RWKV: the last inputs of the feed-forward and of the attention, then the states of the attention
+    if isinstance(
+        cache, list
+    ):  # RWKV: the last inputs of the feed-forward and of the attention, then the states of the attention
         found = [cache[1], cache[0]] if part == "conv_state" else cache[2:]
         return [each[:, :, layer] for each in found]
     layers, linear = getattr(cache, "layers", ()), getattr(cache, "linear_cache", ())
     if part == "ssm_state" and layer < len(linear) and isinstance(linear[layer], torch.Tensor):
         return [linear[layer]]
-    held = getattr(layers[layer], "conv_states" if part == "conv_state" else "recurrent_states", None) if layer < len(layers) else None
+    held = (
+        getattr(layers[layer], "conv_states" if part == "conv_state" else "recurrent_states", None)
+        if layer < len(layers)
+        else None
+    )
     return [each for each in (held.values() if isinstance(held, dict) else [held]) if isinstance(each, torch.Tensor)]
 
 
 def _of_module(module: nn.Module, state: KVCacheTensor) -> list[torch.Tensor]:
     """Return a state that a module itself keeps, as RecurrentGemma's do."""
     block: Any = module.get_submodule(state.module)
-    held = getattr(block, "conv1d_state", None) if state.part == "conv_state" else getattr(
-        getattr(block, "rg_lru", None), "recurrent_states", None
+    held = (
+        getattr(block, "conv1d_state", None)
+        if state.part == "conv_state"
+        else getattr(getattr(block, "rg_lru", None), "recurrent_states", None)
     )
     return [held] if isinstance(held, torch.Tensor) else []

@@ -1,8 +1,8 @@
 """Rounds a state of a recurrent layer to one of its formats and back.
 
-Stochastic rounding is that of PTX's `cvt.rs.f16x2.f32`, with which vLLM, SGLang and FlashInfer write float16 states: a value between
-two numbers of float16 becomes the upper one with a probability of its distance to the lower one, so that the mean error is 0. A
-value that float16 has stays as it is.
+Stochastic rounding is that of PTX's `cvt.rs.f16x2.f32`, with which vLLM, SGLang and FlashInfer write float16 states: a value
+between two neighbouring numbers of float16 becomes one of both, the nearer one with the higher probability, so that the mean error
+is 0. A value that float16 has stays as it is.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _BITS, _LEAST = 10, -14
 
 
 def round_state(state: torch.Tensor, form: str, random: Callable[[torch.Size], torch.Tensor]) -> torch.Tensor:
-    """Return a state of any shape after rounding to a format of `STATE_FORMATS`, in its own dtype. A value beyond the largest number
-    of float16 becomes infinite, as in a runtime.
+    """Return a state of any shape after rounding to a format of `STATE_FORMATS`, in its own dtype. A value beyond the largest
+    number of float16 becomes infinite, as in a runtime.
 
     random: returns float32 numbers of a shape, uniform in [0, 1), on the CPU. It is called for stochastic rounding alone.
     """

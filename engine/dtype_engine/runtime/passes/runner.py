@@ -377,7 +377,7 @@ class ForwardRunner:
         model = self.model
         if not model.cache_formats:
             return None
-        states = [each for each in model.tree.kv_cache.tensors if each.is_state] if model.state_formats else []
+        states = model.tree.kv_cache.states if model.state_formats else ()
         return CacheRounding(model.cache_names, model.cache_formats, amax, inside, states=states)
 
     @contextmanager

@@ -18,13 +18,13 @@ from dtype_engine.runtime.passes.outputs import main_output
 
 _IDS, _MASK = "input_ids", "attention_mask"
 _CACHES = ("cache", "past_key_values", "cache_params", "state")
-"""The names of the argument for what a model keeps of earlier tokens, and of the output with it: transformers' cache, by its name in
-newer versions and before, or RWKV's list of states.
+"""The names of the argument for what a model keeps of earlier tokens, and of the output with it: transformers' cache, by its newest
+name and older ones, or RWKV's list of states.
 """
 _RETURN_NONE = ("recurrent_gemma",)
 """The types of transformers' models that take a cache and do not return it."""
-STATES = "recurrent states are rounded after each token"
-"""Why a model runs token by token if a recipe gives its recurrent states a format."""
+STATES = "a model with rounded recurrent states"
+"""What runs token by token because a recipe gives recurrent states a format: they are rounded after each token."""
 
 
 class StepObserver(ModuleObserver):
@@ -37,10 +37,10 @@ class StepObserver(ModuleObserver):
         self._outputs: dict[tuple[str, int], list[torch.Tensor]] = {}
         self._choices: dict[tuple[str, int], list[torch.Tensor]] = {}
 
-    def begin_step(self) -> None:
-        """Begin the pass over the next token."""
+    def begin_step(self, done: int, steps: int) -> None:
         self._steps += 1
         self._calls.clear()
+        self._observer.begin_step(done, steps)
 
     def __call__(self, module: str, call: int, output: torch.Tensor) -> None:
         key = module, self._calls[module]
@@ -83,17 +83,17 @@ def _new_cache(module: nn.Module) -> Any:
 
 
 def stepwise(
-    batch: Batch, module: nn.Module, begin_step: Callable[[], None] = ignore, why: str = "decode=yes"
+    batch: Batch, module: nn.Module, begin_step: Callable[[int, int], None] = ignore, why: str = "decode=yes"
 ) -> Callable[[], dict[str, torch.Tensor]]:
     """Return a function that runs the model on each token of a batch of one sequence. It returns the main output of all, by its
-    name. begin_step: called before each token. why: why it runs so, for errors. Raises UserError for other inputs than tokens; the
-    function raises it for a model that keeps no KV cache.
+    name. begin_step: called before each token with the numbers of finished and of all tokens. why: what needs this, for errors.
+    Raises UserError for other inputs than tokens; the function raises it for a model that keeps no KV cache.
     """
     ids, mask = batch.kwargs.get(_IDS), batch.kwargs.get(_MASK)
     if batch.args or not isinstance(ids, torch.Tensor) or set(batch.kwargs) - {_IDS, _MASK, "use_cache"}:
-        raise UserError(f"{why}, which runs inputs of tokens alone: give texts, or tensors named input_ids")
+        raise UserError(f"{why} runs inputs of tokens alone: give texts, or tensors named input_ids")
     if len(ids) != 1:
-        raise UserError(f"{why}, which runs one sequence at a time, and these inputs have {len(ids)} in one batch")
+        raise UserError(f"{why} runs one sequence at a time, and these inputs have {len(ids)} in one batch")
 
     accepted = inspect.signature(module.forward).parameters
     argument = next((name for name in _CACHES if name in accepted), _CACHES[-1])
@@ -103,12 +103,12 @@ def stepwise(
         outputs: list[torch.Tensor] = []
         name = ""
         for token in range(ids.shape[1]):
-            begin_step()
+            begin_step(token, ids.shape[1])
             kwargs = {_IDS: ids[:, token : token + 1], argument: cache, "use_cache": True}
             output = module(**kwargs, **({} if mask is None else {_MASK: mask[:, : token + 1]}))
             cache = next((found for each in _CACHES if (found := getattr(output, each, None)) is not None), cache)
             if cache is None:
-                raise UserError(f"{why}, but {type(module).__name__} returns no KV cache, so it can't run token by token")
+                raise UserError(f"{why}: {type(module).__name__} returns no KV cache, so it can't run token by token")
             name, main = main_output(output)
             outputs.append(main)
         return {name: torch.cat(outputs, 1)}

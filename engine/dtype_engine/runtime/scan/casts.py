@@ -13,7 +13,6 @@ from dtype_engine.recipe.plan import dtype_given
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.modes.reference import equals_reference
 
-
 NOT_SCORED = "states are rounded after each token, and a scan runs all tokens of a text at once"
 """Why a scan has no scores of recurrent states."""
 
@@ -31,19 +30,19 @@ def scanned_dtypes(model: LiveModel, targets: Sequence[str]) -> dict[str, tuple[
         if weight.info.castable and weight.info.persistent
     }
     cache = model.tree.kv_cache
-    names = [tensor.name for tensor in cache.tensors if tensor.castable and not tensor.is_state]
+    names = [tensor.name for tensor in cache.of_tokens]
     if of_caches and not names:
-        states = f"{NOT_SCORED}, and it keeps nothing else" if cache.tensors else ""
-        raise UserError(f"{of_caches[0]}: {cache.none_because or states or 'the model keeps no KV cache'}")
+        only = f"the model keeps recurrent states alone, which are not scored: {NOT_SCORED}" if cache.states else ""
+        raise UserError(f"{of_caches[0]}: {cache.none_because or only or 'the model keeps no KV cache'}")
     return wanted | (dict.fromkeys(names, of_caches) if of_caches else {})
 
 
 def states_left_out(model: LiveModel, targets: Sequence[str]) -> tuple[str, ...]:
     """Return a notice if formats of KV caches are scanned, and the model also has states of recurrent layers, which are not."""
-    states = sum(tensor.is_state for tensor in model.tree.kv_cache.tensors)
+    states = model.tree.kv_cache.states
     if not states or not any(target.startswith(SCANNED) for target in targets):
         return ()
-    return (f"{plural(states, 'recurrent state')} not scored: {NOT_SCORED}",)
+    return (f"{plural(len(states), 'recurrent state')} not scored: {NOT_SCORED}",)
 
 
 def is_free(model: LiveModel, name: str, dtype: str, settings: RunSettings) -> bool:
