@@ -113,7 +113,8 @@ class Executor:
         runner, steps = self._runner, StepObserver(observer)
         batch = self._batches[number]
         moved = runner.reference_batch(batch) if run == "reference" else runner.candidate_batch(batch)
-        call = stepwise(moved, runner.model.module, steps.begin_step)
+        why = STATES if runner.model.state_formats else "decode=yes"
+        call = stepwise(moved, runner.model.module, steps.begin_step, why)
         ran = runner.reference(call, options, steps) if run == "reference" else runner.candidate(call, options, steps)
         with torch.no_grad():
             self.not_compared |= steps.give()
