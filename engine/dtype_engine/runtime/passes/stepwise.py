@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections import defaultdict
 from collections.abc import Callable
@@ -84,10 +85,11 @@ def _new_cache(module: nn.Module) -> Any:
 
 def stepwise(
     batch: Batch, module: nn.Module, begin_step: Callable[[int, int], None] = ignore, why: str = "decode=yes"
-) -> Callable[[], dict[str, torch.Tensor]]:
-    """Return a function that runs the model on each token of a batch of one sequence. It returns the main output of all, by its
-    name. begin_step: called before each token with the numbers of finished and of all tokens. why: what needs this, for errors.
-    Raises UserError for other inputs than tokens; the function raises it for a model that keeps no KV cache.
+) -> Callable[[], Any]:
+    """Return a function that runs the model on each token of a batch of one sequence. It returns what the model returns, with the
+    main output of all tokens and nothing else. begin_step: called before each token with the numbers of finished and of all
+    tokens. why: what needs this, for errors. Raises UserError for other inputs than tokens; the function raises it for a model that
+    keeps no KV cache.
     """
     ids, mask = batch.kwargs.get(_IDS), batch.kwargs.get(_MASK)
     if batch.args or not isinstance(ids, torch.Tensor) or set(batch.kwargs) - {_IDS, _MASK, "use_cache"}:
@@ -96,12 +98,12 @@ def stepwise(
         raise UserError(f"{why} runs one sequence at a time, and these inputs have {len(ids)} in one batch")
 
     accepted = inspect.signature(module.forward).parameters
-    argument = next((name for name in _CACHES if name in accepted), _CACHES[-1])
+    argument = next((name for name in _CACHES if name in accepted), "past_key_values")
 
-    def call() -> dict[str, torch.Tensor]:
+    def call() -> Any:
         cache = _new_cache(module)
         outputs: list[torch.Tensor] = []
-        name = ""
+        name, output = "", None
         for token in range(ids.shape[1]):
             begin_step(token, ids.shape[1])
             kwargs = {_IDS: ids[:, token : token + 1], argument: cache, "use_cache": True}
@@ -111,6 +113,7 @@ def stepwise(
                 raise UserError(f"{why}: {type(module).__name__} returns no KV cache, so it can't run token by token")
             name, main = main_output(output)
             outputs.append(main)
-        return {name: torch.cat(outputs, 1)}
+        made = type(output) if dataclasses.is_dataclass(output) else dict
+        return made(**{name: torch.cat(outputs, 1)})
 
     return call
