@@ -113,7 +113,7 @@ def stepwise(
                 raise UserError(f"{why}: {type(module).__name__} returns no KV cache, so it can't run token by token")
             name, main = main_output(output)
             outputs.append(main)
-        made = type(output) if dataclasses.is_dataclass(output) else dict
+        made: Any = type(output) if dataclasses.is_dataclass(output) else dict
         return made(**{name: torch.cat(outputs, 1)})
 
     return call
