@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from dtype_engine.core.kv_cache import KVCacheTensor
+from dtype_engine.core.kv_formats import STOCHASTIC
 from dtype_engine.runtime.numerics.state_rounding import round_state
 
 _OUTPUTS = ("cache", "past_key_values", "cache_params", "state")
@@ -45,19 +46,20 @@ class StateRounding:
         """Round the states that a call of the model has left behind, in place. given: the keyword arguments of the call. output:
         what it returned.
         """
-        ids = given.get("input_ids")
-        self._seen.update(ids.cpu().numpy().tobytes() if isinstance(ids, torch.Tensor) else b"no tokens")
+        if STOCHASTIC in self.formats.values():  # reading the tokens would make another device wait
+            ids = given.get("input_ids")
+            self._seen.update(ids.cpu().numpy().tobytes() if isinstance(ids, torch.Tensor) else b"no tokens")
         for name, kept in kept_states(module, output, self.states):
             if name not in self.formats:
                 continue
             self.first_use[name] = 0
             if self.inside(name):
-                for state in kept:
-                    state.copy_(round_state(state, self.formats[name], self._random(name)))
+                for number, state in enumerate(kept):
+                    state.copy_(round_state(state, self.formats[name], self._random(f"{name} {number}")))
 
-    def _random(self, name: str) -> Callable[[torch.Size], torch.Tensor]:
-        """Return a function that draws numbers in [0, 1), which depend on the state's name and the tokens until now alone."""
-        seed = hashlib.sha256(self._seen.digest() + name.encode()).digest()
+    def _random(self, what: str) -> Callable[[torch.Size], torch.Tensor]:
+        """Return a function that draws numbers in [0, 1), which depend on the text `what` and the tokens until now alone."""
+        seed = hashlib.sha256(self._seen.digest() + what.encode()).digest()
 
         def draw(shape: torch.Size) -> torch.Tensor:
             generator = torch.Generator().manual_seed(int.from_bytes(seed[:8], "little"))
