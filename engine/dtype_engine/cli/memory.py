@@ -15,7 +15,7 @@ from dtype_engine.cli.program import NO, answer, print_json, say
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import NoForward, UserError
-from dtype_engine.core.kv_formats import parse_format
+from dtype_engine.core.kv_formats import parse_of_tokens
 from dtype_engine.recipe.serving_memory import Load, default_context, serving_dtype, serving_memory
 from dtype_engine.results.as_json import as_json
 from dtype_engine.results.serving_memory import ActivationMemory
@@ -60,7 +60,7 @@ def memory(
     source = request.locate()
     planned = request.plan(source)
     tree, plan, checkpoint = planned.tree, planned.plan, planned.checkpoint
-    form = parse_format(kv) if kv is not None else None
+    form = parse_of_tokens(kv) if kv is not None else None
     if form == dtypes.STORED:
         raise UserError("--kv stored: leave out --kv for the dtype in which the model computes")
     context = context or default_context(tree)

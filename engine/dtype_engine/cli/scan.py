@@ -252,7 +252,8 @@ def search(
     held_out_options = dataclasses.replace(request.options, prompts=(), texts=held_out)
     check_files(held_out_options)
     rules = [parse_allowed(text) for text in only]
-    if context is None and SCANNED in (scanning.dtype_names or ""):
+    of_caches = any(form.startswith(SCANNED) for _, allowed in rules for form in allowed)
+    if context is None and (of_caches or SCANNED in (scanning.dtype_names or "")):
         raise UserError(f"formats that begin with {SCANNED} are for KV caches, whose bytes depend on --context TOKENS")
     unwritten = UnwrittenFiles()
     session, _ = _scanned(request, scanning, unwritten, only_loadable=True)

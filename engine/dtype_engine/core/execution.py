@@ -60,8 +60,9 @@ class Execution(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
 
     def axes(self) -> dict[str, object]:
         """Return the fields that are not the defaults, by name."""
+        # `omit_defaults` compares texts by identity, so that it keeps those that came from another process.
         found: dict[str, object] = msgspec.to_builtins(self)
-        return found
+        return {name: value for name, value in found.items() if value != getattr(PLAIN, name)}
 
     @property
     def regroups(self) -> bool:

@@ -12,10 +12,10 @@ from dtype_engine.core.text import Name, printable
 
 KV_CACHE = "kv_cache"
 """The child that an attention module has in the tree for its cache, as in `model.layers.0.self_attn.kv_cache.k`."""
-PARTS = ("k", "v", "latent", "rope", "indexer", "conv_state", "ssm_state")
-"""What a tensor may hold: keys and values, MLA's latent and rotary part, the keys of a sparse attention's indexer, and the two
-states of a recurrent layer.
-"""
+STATES = ("conv_state", "ssm_state")
+"""The parts that recurrent layers keep: the last inputs of a convolution, and the state of the recurrence itself."""
+PARTS = ("k", "v", "latent", "rope", "indexer", *STATES)
+"""What a tensor may hold: keys and values, MLA's latent and rotary part, the keys of a sparse attention's indexer, and `STATES`."""
 
 
 class KVCacheTensor(msgspec.Struct, frozen=True):
@@ -34,7 +34,9 @@ class KVCacheTensor(msgspec.Struct, frozen=True):
     window: int | None = None
     """How many tokens a query attends to, its own included, if the layer has a sliding window or chunks; otherwise None."""
     state_dtype: str | None = None
-    """The dtype of a recurrent state whatever the model computes in, mostly float32, or None if it is the model's."""
+    """The dtype in which transformers keeps a recurrent state whatever the model computes in, mostly float32, or None if it is the
+    model's. A rule's format replaces it.
+    """
     runs: int = 1
     """How often a pass runs the layer, each time with a cache of its own: more than once in models that loop, as HRM does."""
     shared_with: Name | None = None
@@ -57,6 +59,11 @@ class KVCacheTensor(msgspec.Struct, frozen=True):
         return self.name.rpartition(".")[2]
 
     @property
+    def is_state(self) -> bool:
+        """Whether the tensor is a state of a recurrent layer, which has the same size for any number of tokens."""
+        return self.part in STATES
+
+    @property
     def castable(self) -> bool:
         """Whether a rule may give the tensor a format."""
         return self.why_no_format is None
@@ -66,9 +73,7 @@ class KVCacheTensor(msgspec.Struct, frozen=True):
         """Why no rule may give the tensor a format, for the user, or None if one may."""
         if self.shared_with is not None:
             return f"the layer has no cache of its own, it reads {printable(self.shared_with)}"
-        if self.part == "indexer":
-            return "the keys of an indexer stay as they are"
-        return None if self.part in ("k", "v", "latent", "rope") else "the state of a recurrent layer stays as it is"
+        return "the keys of an indexer stay as they are" if self.part == "indexer" else None
 
     def tokens(self, context: int) -> int:
         """Return how many tokens the cache keeps for a sequence of `context` tokens; 0 if it reads another layer's cache. For cross
@@ -117,3 +122,13 @@ class KVCache(msgspec.Struct, frozen=True):
     """The dtype in which the model computes, as its configuration says."""
     longest: int | None = None
     """The maximum length of a sequence in tokens, as the model's configuration says."""
+
+    @property
+    def of_tokens(self) -> tuple[KVCacheTensor, ...]:
+        """The tensors that rules may give a format and that grow with the tokens, such as keys and values."""
+        return tuple(tensor for tensor in self.tensors if tensor.castable and not tensor.is_state)
+
+    @property
+    def states(self) -> tuple[KVCacheTensor, ...]:
+        """The states of recurrent layers."""
+        return tuple(tensor for tensor in self.tensors if tensor.is_state)

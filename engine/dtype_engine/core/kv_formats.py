@@ -1,7 +1,8 @@
 """The formats of a KV cache: their names, scales and bytes.
 
 A KV cache consists of tensors [batch, heads, tokens, width], such as the keys of one layer. The formats are those that runtimes
-offer: vLLM, TensorRT-LLM (NVFP4) and KIVI (Liu et al., 2024). `engine/docs/kv-cache.md` says what each of them means.
+offer: vLLM, TensorRT-LLM (NVFP4) and KIVI (Liu et al., 2024). `engine/docs/kv-cache.md` says what each of them means. Recurrent
+states have formats of their own (`engine/docs/recurrent-states.md`), of which most are those of a cache as well.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import msgspec
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
-from dtype_engine.core.kv_cache import KV_CACHE, PARTS
+from dtype_engine.core.kv_cache import KV_CACHE, PARTS, STATES
 from dtype_engine.core.suggest import nearest
 
 SCANNED = "kv:"
@@ -63,6 +64,10 @@ class KVFormat(msgspec.Struct, frozen=True):
 
 
 _FP8 = "float8_e4m3fn"
+STOCHASTIC = "float16@stochastic"
+"""float16 of which each value is rounded up or down at random, so that the mean error is 0. Only states of recurrences have it, in
+vLLM, SGLang and TensorRT-LLM.
+"""
 KV_FORMATS = {
     each.name: each
     for each in (
@@ -78,11 +83,38 @@ KV_FORMATS = {
         KVFormat("nvfp4", "nvfp4", "blocks", 4),
         KVFormat("int4@kivi", "", "kivi", 4),
         KVFormat("int2@kivi", "", "kivi", 2),
+        KVFormat(STOCHASTIC, "float16", "none", 16),
     )
 }
 """All formats of a KV cache, keyed by their name in rules."""
 ONLY_KV = frozenset(KV_FORMATS) - frozenset(dtypes.CASTABLE_DTYPES)
 """The names of the formats that KV caches can have and weights can't."""
+STATE_FORMATS = {
+    "conv_state": ("float32", "bfloat16", "float16"),
+    "ssm_state": ("float32", "bfloat16", "float16", STOCHASTIC),
+}
+"""The formats that a state of a recurrent layer can have, by its part of `STATES`: those of vLLM's `MambaDType` and SGLang's
+`--mamba-ssm-dtype`.
+"""
+
+
+def may_have(part: str, form: str) -> bool:
+    """Return whether a cache tensor that holds `part`, one of `PARTS`, may have a format of `KV_FORMATS` or `dtypes.STORED`."""
+    if form == dtypes.STORED:
+        return True
+    return form in STATE_FORMATS[part] if part in STATES else form in KV_FORMATS and form != STOCHASTIC
+
+
+def why_no_state(form: str) -> str:
+    """Return a sentence part that says that recurrent states can't have a format, and which they can have."""
+    if form == STOCHASTIC:
+        return (
+            f"convolutions can't be {_typed(form)}: they may be {', '.join(map(_typed, STATE_FORMATS['conv_state']))}"
+        )
+    names = ", ".join(map(_typed, STATE_FORMATS["conv_state"]))
+    return (
+        f"recurrent states can't be {_typed(form)}: they may be {names}, or, but for convolutions, {_typed(STOCHASTIC)}"
+    )
 
 
 _OF_VLLM = {f"{name}_per_token_head": f"{name}@token" for name in ("fp8", "int8", "int4")}
@@ -95,8 +127,19 @@ def names_caches(pattern: str) -> bool:
 
 def may_name_caches(pattern: str) -> bool:
     """Return whether a pattern may match tensors of KV caches: it names them, or ends in a name of `PARTS`, as `*.v`."""
-    last = pattern.rpartition(".")[2].strip("{}")
-    return names_caches(pattern) or not {part.strip() for part in last.split(",")}.isdisjoint(PARTS)
+    return names_caches(pattern) or not _last_words(pattern).isdisjoint(PARTS)
+
+
+def names_states_alone(pattern: str) -> bool:
+    """Return whether a pattern ends in names of `STATES` alone, as `*.ssm_state` and `*.{conv,ssm}_state` do."""
+    return _last_words(pattern).issubset(STATES)
+
+
+def _last_words(pattern: str) -> set[str]:
+    """Return what the last part of a pattern names: {"k", "v"} for `*.{k,v}`."""
+    before, opened, last = pattern.rpartition(".")[2].partition("{")
+    words, _, after = last.partition("}")
+    return {before + word.strip() + after for word in words.split(",")} if opened else {before}
 
 
 def parse_format(text: str) -> str:
@@ -108,6 +151,8 @@ def parse_format(text: str) -> str:
     word, _, scales = whole.partition("@")
     if word in ("float8_e4m3fn", "e4m3", "fp8_e4m3") and f"fp8@{scales}" in KV_FORMATS:
         return f"fp8@{scales}"
+    if whole in (f"{word}@stochastic" for word in ("f16", "fp16", "half")):
+        return STOCHASTIC
     try:
         found = dtypes.parse_target(whole)
     except UserError:
@@ -120,20 +165,28 @@ def parse_format(text: str) -> str:
     raise UserError(f"a KV cache can't be {text.strip()!r}: {hint} {', '.join(known)}, or {dtypes.STORED}")
 
 
-def completions(begun: str) -> list[str]:
-    """Return the names of the KV cache formats that begin with `begun`."""
-    whole = begun.strip().lower()
-    return [name for name in (*map(_typed, KV_FORMATS), dtypes.STORED) if name.startswith(whole)]
+def completions(pattern: str, begun: str) -> list[str]:
+    """Return the names of the formats that begin with `begun`, of those that the KV caches may have that a pattern names."""
+    whole, states = begun.strip().lower(), names_states_alone(pattern)
+    names = (name for name in KV_FORMATS if not states or any(may_have(part, name) for part in STATES))
+    return [name for name in (*map(_typed, names), dtypes.STORED) if name.startswith(whole)]
 
 
 def _typed(name: str) -> str:
-    return name.replace(_FP8, "fp8") if "@" in name else dtypes.short_name(name)
+    return name.replace(_FP8, "fp8").replace("float16", "f16") if "@" in name else dtypes.short_name(name)
 
 
 def parse_scanned(text: str) -> str:
     """Parse an entry of a scan's dtypes: a dtype of weights, or `kv:` and a format of KV caches. Raises UserError."""
     whole = text.strip()
-    return SCANNED + parse_format(whole[len(SCANNED) :]) if whole.startswith(SCANNED) else dtypes.parse_target(whole)
+    return SCANNED + parse_of_tokens(whole[len(SCANNED) :]) if whole.startswith(SCANNED) else dtypes.parse_target(whole)
+
+
+def parse_of_tokens(text: str) -> str:
+    """Parse a format of keys and values, as `parse_format` does. Raises UserError, also for a format that only states have."""
+    if (form := parse_format(text)) == STOCHASTIC:
+        raise UserError(f"keys and values can't be {form}: only states of recurrences can")
+    return form
 
 
 def format_of_caches(text: str) -> str | None:

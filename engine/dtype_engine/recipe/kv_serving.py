@@ -1,7 +1,9 @@
 """Finds the options that tell an inference runtime which formats a plan gives to KV caches, and formats that a runtime lacks.
 
 The sources are vLLM (main branch, 2026: `vllm/config/cache.py`, `CacheDType` and `kv_cache_dtype_skip_layers`), SGLang
-(`server_args.py`, `kv_cache_dtype`) and llama.cpp (`common/arg.cpp`, `--cache-type-k` and `--cache-type-v`).
+(`server_args.py`, `kv_cache_dtype`) and llama.cpp (`common/arg.cpp`, `--cache-type-k` and `--cache-type-v`). For the states of
+recurrent layers they are vLLM's `MambaDType` and `layers/mamba/mamba_utils.py`, SGLang's `mamba_ssm_dtype`, and llama.cpp's
+`llama_memory_recurrent`.
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dtype_engine.core import dtypes
-from dtype_engine.core.kv_formats import KV_FORMATS
+from dtype_engine.core.kv_cache import STATES
+from dtype_engine.core.kv_formats import KV_FORMATS, STOCHASTIC
 from dtype_engine.core.tree import Tree
 
 _FP8 = "float8_e4m3fn"
@@ -22,6 +25,7 @@ _VLLM = {
 }  # fmt: skip
 _SGLANG = {_FP8: "fp8_e4m3", _FP8 + dtypes.PER_TENSOR: "fp8_e4m3", "float8_e5m2": "fp8_e5m2", "bfloat16": "bf16"}
 _LLAMA_CPP = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "int8@token": "q8_0", "int4@g32": "q4_0"}
+_SSM_OPTION = {"vllm": "--mamba-ssm-cache-dtype", "sglang": "--mamba-ssm-dtype"}
 _MODELOPT = {_FP8 + dtypes.PER_TENSOR: "FP8", "nvfp4": "NVFP4"}
 
 
@@ -52,9 +56,51 @@ def cache_serving(tree: Tree, caches: Mapping[str, str], runtime: str) -> CacheS
     """Return how to tell a runtime the formats of KV caches. caches: the rules' formats, by tensor name. runtime: "vllm", "sglang"
     or "llama.cpp".
     """
-    if not caches:
-        return CacheServing()
-    return _llama_cpp(tree, caches) if runtime == "llama.cpp" else _with_one_dtype(tree, caches, runtime)
+    states = {name: form for name, form in caches.items() if name.endswith(STATES)}
+    tokens = {name: form for name, form in caches.items() if name not in states}
+    found = [_of_states(tree, states, runtime)] if states else []
+    if tokens:
+        found.insert(0, _llama_cpp(tree, tokens) if runtime == "llama.cpp" else _with_one_dtype(tree, tokens, runtime))
+    problems = tuple(problem for served in found for problem in served.problems)
+    if any(problem.refused for problem in problems):
+        return CacheServing((), problems)
+    return CacheServing(tuple(flag for served in found for flag in served.flags), problems)
+
+
+def _of_states(tree: Tree, caches: Mapping[str, str], runtime: str) -> CacheServing:
+    """Return how to tell a runtime the formats of recurrent states, which have one dtype in all layers. caches: the rules' formats,
+    by the names of states.
+    """
+    if runtime == "llama.cpp":
+        other = tuple(name for name, form in caches.items() if form != "float32")
+        return _refused("llama.cpp keeps recurrent states in float32", other) if other else CacheServing()
+    title, forms = "vLLM" if runtime == "vllm" else "SGLang", dict[str, str | None]()
+    for part, what in (("conv_state", "convolutions"), ("ssm_state", "recurrences")):
+        states = [state for state in tree.kv_cache.states if state.part == part]
+        of_part = {caches.get(state.name, state.state_dtype) for state in states}
+        if len(of_part) > 1:
+            return _refused(f"{title} has one dtype for the {what} of all layers", tuple(caches))
+        if of_part:
+            forms[part] = of_part.pop()
+    recurrence, problems = forms.get("ssm_state"), list[CacheProblem]()
+    flags: list[str] = []
+    if recurrence is not None:
+        flags = [_SSM_OPTION[runtime], "float16" if recurrence == STOCHASTIC else recurrence]
+    if recurrence == STOCHASTIC:
+        flags.append("--enable-mamba-cache-stochastic-rounding")
+        why = "it draws other random numbers, and does so on NVIDIA GPUs alone: from compute capability 10.0 on, or by FlashInfer"
+        problems.append(CacheProblem(why, False, tuple(name for name in caches if name.endswith("ssm_state"))))
+    if (convolution := forms.get("conv_state")) is not None:
+        if runtime == "vllm":
+            flags = ["--mamba-cache-dtype", convolution, *flags]
+        elif any(name.endswith("conv_state") for name in caches):
+            why = f"it reads the dtype of convolutions from the environment: set SGLANG_MAMBA_CONV_DTYPE={convolution}"
+            problems.append(CacheProblem(why, False, tuple(name for name in caches if name.endswith("conv_state"))))
+    elif (
+        runtime == "vllm" and "conv_state" not in forms
+    ):  # MiniMax's lightning attention, whose state is all that it keeps
+        flags = ["--mamba-cache-dtype", *flags[1:]]
+    return CacheServing(tuple(flags), tuple(problems))
 
 
 def _with_one_dtype(tree: Tree, caches: Mapping[str, str], runtime: str) -> CacheServing:
@@ -62,9 +108,8 @@ def _with_one_dtype(tree: Tree, caches: Mapping[str, str], runtime: str) -> Cach
     if problem := _unknown(caches, names, title):
         return problem
     of_layer: dict[int, set[str | None]] = {}
-    for tensor in tree.kv_cache.tensors:
-        if tensor.castable:
-            of_layer.setdefault(tensor.layer, set()).add(caches.get(tensor.name))
+    for tensor in tree.kv_cache.of_tokens:
+        of_layer.setdefault(tensor.layer, set()).add(caches.get(tensor.name))
     mixed = tuple(
         tensor.name for tensor in tree.kv_cache.tensors if tensor.name in caches and len(of_layer[tensor.layer]) > 1
     )
@@ -129,14 +174,17 @@ def modelopt_layers(tree: Tree, caches: Mapping[str, str]) -> tuple[dict[str, di
     whose format ModelOpt does not have. caches: the planned formats, keyed by the name of the cache tensor.
     """
     of_module: dict[str, list[str | None]] = {}
-    for tensor in tree.kv_cache.tensors:
-        if tensor.castable:
-            of_module.setdefault(tensor.module, []).append(_MODELOPT.get(caches.get(tensor.name, "")))
+    for tensor in tree.kv_cache.of_tokens:
+        of_module.setdefault(tensor.module, []).append(_MODELOPT.get(caches.get(tensor.name, "")))
     layers = {}
     for module, parts in of_module.items():
         name = parts[0] if parts[0] == parts[-1] else f"{parts[0]}_K_{parts[-1]}_V"
         if None not in parts and name in ("FP8", "NVFP4", "FP8_K_NVFP4_V"):
             layers[module] = {"quant_algo": str(name)}
     wide = (*dtypes.COMPUTE_DTYPES, None)
-    left = tuple(name for name, form in caches.items() if name.rsplit(".", 2)[0] not in layers and form not in wide)
+    left = tuple(
+        name
+        for name, form in caches.items()
+        if name.endswith(STATES) or (name.rsplit(".", 2)[0] not in layers and form not in wide)
+    )
     return layers, left

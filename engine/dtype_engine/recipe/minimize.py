@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
 from dtype_engine.core import dtypes
-from dtype_engine.core.kv_cache import KV_CACHE
+from dtype_engine.core.kv_cache import KV_CACHE, STATES
 from dtype_engine.core.kv_formats import KV_FORMATS
 from dtype_engine.core.tree import Tree, ancestors, is_number, numbered_parts
 from dtype_engine.recipe.pattern import generalisations
@@ -39,9 +39,14 @@ def minimize(tree: Tree, wanted: Mapping[str, str], after: Recipe | None = None)
     caches = {name: form for name, form in wanted.items() if name not in tree.tensors}
     if not caches:
         return recipe
-    as_written = dict.fromkeys(tree.caches, dtypes.STORED)
-    formats = as_written | {name: caches[name] for name in tree.caches if name in caches}
-    return recipe.then(*_CacheProposals(tree, formats).rules(as_written))
+    rules: list[Rule] = []
+    # States come last, since a rule for keys and values, such as `*.kv_cache=bf16`, may reach them as well.
+    for tensors in (tree.kv_cache.of_tokens, tree.kv_cache.states):
+        names = [tensor.name for tensor in tensors]
+        given = make_plan(tree, Recipe.of(rules)).caches
+        now = {name: given.get(name, dtypes.STORED) for name in names}
+        rules += _CacheProposals(tree, {name: caches.get(name, dtypes.STORED) for name in names}).rules(now)
+    return recipe.then(*rules)
 
 
 def _pruned(tree: Tree, rules: list[Rule], target: Mapping[str, str], after: Recipe) -> Recipe:
@@ -174,10 +179,14 @@ class _Proposals:
 
 
 class _CacheProposals(_Proposals):
-    """Proposes rules for KV caches. target: the wanted format of every KV cache tensor, by name."""
+    """Proposes rules for KV caches. target: the wanted format of all keys and values, or of all recurrent states, by name."""
 
     def _select(self, pattern: str) -> tuple[str, ...]:
-        return select(self.tree, pattern).caches
+        caches = select(self.tree, pattern).caches
+        taken = tuple(name for name in caches if name in self.target)
+        # A pattern for states that also names keys or values would change what is right already.
+        of_states = bool(taken) and taken[0].rpartition(".")[2] in STATES
+        return () if of_states and len(taken) < len(caches) else taken
 
     def _general_patterns(self) -> list[str]:
         names = [*self._modules(), *self.target]

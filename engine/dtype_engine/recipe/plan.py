@@ -9,7 +9,7 @@ import msgspec
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import TooSlow, UserError
-from dtype_engine.core.kv_formats import KV_FORMATS, ONLY_KV, may_name_caches, names_caches
+from dtype_engine.core.kv_formats import ONLY_KV, may_have, may_name_caches, names_caches, why_no_state
 from dtype_engine.core.llama_types import fitted, llama_type
 from dtype_engine.core.regexes import shortened, time_limit
 from dtype_engine.core.suggest import nearest
@@ -43,9 +43,13 @@ class Selection(msgspec.Struct, frozen=True):
         KV caches.
         """
         if dtype in ONLY_KV:
-            return msgspec.structs.replace(self, tensors=(), uncastable=())
-        may_be_caches = dtype in KV_FORMATS or dtype == dtypes.STORED
-        return self if may_be_caches else msgspec.structs.replace(self, caches=())
+            return msgspec.structs.replace(self.with_caches(dtype), tensors=(), uncastable=())
+        return self.with_caches(dtype)
+
+    def with_caches(self, form: str) -> Selection:
+        """Return this selection without the KV cache tensors that can't have the format `form`."""
+        caches = tuple(name for name in self.caches if may_have(name.rpartition(".")[2], form))
+        return self if len(caches) == len(self.caches) else msgspec.structs.replace(self, caches=caches)
 
 
 def select(tree: Tree, pattern: str, seconds: float = MATCHING_S) -> Selection:
@@ -292,7 +296,8 @@ def require_matches(tree: Tree, recipe: Recipe) -> Plan:
         others = [repr(recipe.rules[other].pattern) for other in unmatched[1:]]
         nor = "nor does 1 more rule" if len(others) == 1 else f"nor do {len(others)} more rules"
         more = f"; {nor} match anything: {', '.join(others[:5])}" if others else ""
-        raise UserError(explain_no_match(tree, recipe.rules[index].pattern, plan.selections[index]) + more)
+        rule = recipe.rules[index]
+        raise UserError(explain_no_match(tree, rule.pattern, plan.selections[index], rule.dtype) + more)
     return plan
 
 
@@ -310,8 +315,10 @@ NO_CLASSES = (
 )
 
 
-def explain_no_match(tree: Tree, pattern: str, taken: Selection | None = None) -> str:
-    """Return a sentence that says why a pattern selects nothing in the tree. taken: the pattern's selection, if it is known."""
+def explain_no_match(tree: Tree, pattern: str, taken: Selection | None = None, dtype: str | None = None) -> str:
+    """Return a sentence that says why a pattern, or a rule with the pattern and `dtype`, selects nothing in the tree. taken: what
+    it selects, if that is known.
+    """
     named = f"pattern {shortened(pattern)}"
     if names_caches(pattern) and not tree.caches:
         return f"{named} names KV caches: {tree.kv_cache.none_because or 'this model has none that a rule can give a format'}"
@@ -321,12 +328,10 @@ def explain_no_match(tree: Tree, pattern: str, taken: Selection | None = None) -
     if compiled.by_class and not tree.has_classes:
         return f"{named} matches module classes, {NO_CLASSES}"
     with time_limit(MATCHING_S):
-        caches = tree.kv_cache.tensors if may_name_caches(pattern) else ()
-        no_format = next((tensor for tensor in caches if _names_cache(compiled, tensor.name)), None)
+        of_caches = _no_format(tree, compiled, dtype)
         partly = next((tensor for tensor in tree.renamed if any(map(compiled.selects, tensor.stored_as))), None)
-    if no_format is not None and no_format.why_no_format is not None:
-        first = f"{printable(no_format.name)}: {no_format.why_no_format}"
-        return f"{named} matches only KV caches that take no format (first {first})"
+    if of_caches is not None:
+        return f"{named} matches only {of_caches}"
     if partly is not None:
         return (
             f"{named} matches only a part of {partly.name}, which the model packs from {len(partly.stored_as)} tensors of the "
@@ -348,3 +353,22 @@ def explain_no_match(tree: Tree, pattern: str, taken: Selection | None = None) -
     near = nearest(wanted, known[:_MOST_NAMES])
     hint = f"; the nearest is {prefix}{near}" if near else ""
     return f"{named} matches nothing in this model{hint}"
+
+
+def _no_format(tree: Tree, compiled: Pattern, dtype: str | None) -> str | None:
+    """Return what a pattern matches of KV caches that can't have a format, or not the format `dtype`, and why. None if it matches
+    no KV cache, or one that can.
+    """
+    caches = tree.kv_cache.tensors if may_name_caches(compiled.text) else ()
+    taken = [tensor for tensor in caches if _names_cache(compiled, tensor.name)]
+    if not taken:
+        return None
+    if taken[0].why_no_format is not None:
+        first = f"{printable(taken[0].name)}: {taken[0].why_no_format}"
+        return f"KV caches that take no format (first {first})"
+    if dtype is None or any(may_have(tensor.part, dtype) for tensor in taken):
+        return None
+    states = sum(tensor.is_state for tensor in taken)
+    if not states:
+        return f"keys and values, and only states of recurrences can be {dtype}"
+    return f"{plural(states, 'recurrent state')}: {why_no_state(dtype)}"

@@ -8,7 +8,18 @@ from typing import Generic, TypeVar
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
-from dtype_engine.core.kv_formats import KV_FORMATS, format_of_caches, may_name_caches, names_caches, parse_format
+from dtype_engine.core.kv_cache import STATES
+from dtype_engine.core.kv_formats import (
+    KV_FORMATS,
+    STOCHASTIC,
+    format_of_caches,
+    may_have,
+    may_name_caches,
+    names_caches,
+    names_states_alone,
+    parse_format,
+    why_no_state,
+)
 from dtype_engine.core.text import Name
 from dtype_engine.recipe.pattern import compile_pattern
 
@@ -42,15 +53,10 @@ class Rule:
         the tensors that the pattern names can't have the dtype.
         """
         compiled = compile_pattern(pattern)
-        if names_caches(compiled.text):
-            return cls(compiled.text, parse_format(str(dtype)))
-        if (only := format_of_caches(str(dtype))) is None:
-            return cls(compiled.text, dtypes.parse_target(str(dtype)))
-        if not may_name_caches(compiled.text):
-            raise UserError(
-                f"only KV caches can be {only}: write a pattern that names them, for example '*.kv_cache={only}'"
-            )
-        return cls(compiled.text, only)
+        found = _target(compiled.text, str(dtype))
+        if names_states_alone(compiled.text) and not any(may_have(part, found) for part in STATES):
+            raise UserError(why_no_state(found))
+        return cls(compiled.text, found)
 
     @classmethod
     def parse(cls, text: str) -> Rule:
@@ -62,6 +68,18 @@ class Rule:
 
     def __str__(self) -> str:
         return f"{self.pattern}={self.dtype}"
+
+
+def _target(pattern: str, dtype: str) -> str:
+    """Return the full name of a dtype or a format in a rule. Raises UserError."""
+    if names_caches(pattern):
+        return parse_format(dtype)
+    if (only := format_of_caches(dtype)) is None:
+        return dtypes.parse_target(dtype)
+    if not may_name_caches(pattern):
+        who, example = ("states of recurrences", "ssm_state") if only == STOCHASTIC else ("KV caches", "kv_cache")
+        raise UserError(f"only {who} can be {only}: write a pattern that names them, for example '*.{example}={only}'")
+    return only
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from dtype_engine.core.kv_cache import KVCache, KVCacheTensor
 from dtype_engine.core.kv_formats import KV_FORMATS
 from dtype_engine.core.number_ranges import MOST_TOKENS
 from dtype_engine.core.tree import Totals, Tree
+from dtype_engine.core.units import plural
 from dtype_engine.recipe.plan import Plan
 
 if TYPE_CHECKING:
@@ -37,14 +38,20 @@ def default_context(tree: Tree) -> int:
 def cache_bytes(tree: Tree, formats: Mapping[str, str], dtype: str, context: int, batch: int) -> dict[str, int]:
     """Return the bytes of the KV cache for `batch` sequences of `context` tokens, keyed by format, the largest first.
 
-    formats: the formats that rules give to cache tensors, by name. dtype: the dtype of all cache tensors without a rule, except
-    states that have a dtype of their own.
+    formats: the formats that rules give to cache tensors, by name. dtype: the dtype in which the model computes, for `written_in`.
     """
     found: dict[str, int] = {}
     for tensor in tree.kv_cache.tensors:
-        form = formats.get(tensor.name, tensor.state_dtype or dtype)
+        form = formats.get(tensor.name, written_in(tensor, dtype))
         found[form] = found.get(form, 0) + cache_tensor_bytes(tensor, form, context, batch)
     return dict(sorted(found.items(), key=lambda entry: -entry[1]))
+
+
+def written_in(tensor: KVCacheTensor, dtype: str) -> str:
+    """Return the dtype of a cache tensor without a rule, as transformers keeps it in a model that computes in `dtype`: for most
+    states of recurrences float32, for all else `dtype`.
+    """
+    return tensor.state_dtype or dtype
 
 
 def cache_tensor_bytes(tensor: KVCacheTensor, form: str, context: int, batch: int) -> int:
@@ -52,6 +59,25 @@ def cache_tensor_bytes(tensor: KVCacheTensor, form: str, context: int, batch: in
     if tensor.castable and form in KV_FORMATS:
         return KV_FORMATS[form].nbytes(tensor.shape(context, batch), keys=tensor.part in ("k", "latent"))
     return tensor.nbytes(form, context, batch)
+
+
+def _wide_states(cache: KVCache, formats: Mapping[str, str], dtype: str) -> tuple[str, ...]:
+    """Return a note if states are counted in a wider dtype than that in which the model computes (`dtype`), because no rule gives
+    them a format: runtimes may have another default than transformers.
+    """
+    computed = dtypes.BY_NAME[dtype].bits
+    wide = [
+        tensor
+        for tensor in cache.states
+        if tensor.name not in formats and dtypes.BY_NAME[written_in(tensor, dtype)].bits > computed
+    ]
+    if not wide:
+        return ()
+    kept = dtypes.short_name(written_in(wide[0], dtype))
+    return (
+        f"{plural(len(wide), 'recurrent state')} counted in {kept}, as transformers keeps them; vLLM and SGLang may keep them in "
+        f"another dtype: a rule such as *.{wide[0].part}={dtypes.short_name(dtype)} counts that",
+    )
 
 
 def cache_change(tree: Tree, plan: Plan, context: int) -> tuple[int, int]:
@@ -118,7 +144,9 @@ class Load(msgspec.Struct, frozen=True):
     batch: int = 1
     """The number of sequences."""
     kv: str | None = None
-    """The format of KV caches to which no rule gives a format, or None for the dtype in which the model computes."""
+    """The format of KV caches to which no rule gives a format, but not of recurrent states, or None for the dtype in which the
+    model computes.
+    """
 
 
 def serving_memory(
@@ -139,7 +167,7 @@ def serving_memory(
     context, batch = load.context, load.batch
     cache, longest = tree.kv_cache, tree.kv_cache.longest
     dtype = serving_dtype(tree.totals(plan.dtypes)[""] if totals is None else totals, cache)
-    formats = {**({} if load.kv is None else dict.fromkeys(tree.caches, load.kv)), **plan.caches}
+    formats = {**({} if load.kv is None else {tensor.name: load.kv for tensor in cache.of_tokens}), **plan.caches}
 
     def of_cache(tokens: int, sequences: int = batch) -> int:
         return sum(cache_bytes(tree, formats, dtype, tokens, sequences).values())
@@ -155,6 +183,7 @@ def serving_memory(
     free = None if budget is None else budget - plan.planned_bytes
     of_sequence = of_cache(context, 1) + (-(-found.nbytes // batch) if found is not None else 0)
     notes = cache.notes if cache.none_because is None else (f"without a KV cache: {cache.none_because}",)
+    notes += _wide_states(cache, plan.caches, dtype)
     if longest is not None and context > longest:
         notes += (f"the model was made for at most {longest:,} tokens",)
     from dtype_engine.results.serving_memory import ServingMemory  # the first paint does not need it

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
-from dtype_engine.core.kv_formats import SCANNED, names_caches, parse_format, parse_scanned
+from dtype_engine.core.kv_formats import SCANNED, names_caches, names_states_alone, parse_format, parse_scanned
 from dtype_engine.core.text import printable
 from dtype_engine.search.families import FAMILIES
 from dtype_engine.search.pareto import Constraints
@@ -41,7 +41,7 @@ def parse_allowed(text: str) -> tuple[str, tuple[str, ...]]:
     pattern, equals, names = text.rpartition("=")
     if not equals or not pattern or not names:
         raise UserError(f"can't read {text!r}: write PATTERN=DTYPE,DTYPE")
-    if names_caches(pattern):
+    if names_caches(pattern) or names_states_alone(pattern):
         parsed = (parse_format(name) if name.strip() != dtypes.STORED else None for name in names.split(","))
         return pattern, tuple(dtypes.STORED if form is None else SCANNED + form for form in parsed)
     return pattern, parse_dtypes(names)

@@ -22,13 +22,13 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.errors import OutOfReach, UserError
 from dtype_engine.core.hints import hint
 from dtype_engine.core.kv_cache import KVCacheTensor
-from dtype_engine.core.kv_formats import SCANNED
+from dtype_engine.core.kv_formats import SCANNED, names_states_alone
 from dtype_engine.core.text import brief, printable
 from dtype_engine.core.tree import Tree, ancestors
 from dtype_engine.core.units import human_bytes, plural
-from dtype_engine.recipe import Selection, explain_no_match, select
+from dtype_engine.recipe import Rule, Selection, explain_no_match, select
 from dtype_engine.recipe.loading import LOADERS, OWN
-from dtype_engine.recipe.serving_memory import cache_tensor_bytes
+from dtype_engine.recipe.serving_memory import cache_tensor_bytes, written_in
 from dtype_engine.results.scan import FrontPoint, at_even_steps
 from dtype_engine.results.thresholds import told_apart
 from dtype_engine.search.families import Loadable, stays_wide
@@ -104,11 +104,13 @@ def make_items(
     scanned = {dtype for _, dtype in scores}
     weights_of_model = frozenset(weights)
     loadable = Loadable(tree, constraints.formats or OWN, scanned)
-    for dtype in (*constraints.dtypes, *(dtype for _, allowed in constraints.only for dtype in allowed)):
+    of_states = {pattern: only for pattern, only in constraints.only if names_states_alone(pattern)}
+    chosen = [(pattern, only) for pattern, only in constraints.only if pattern not in of_states]
+    for dtype in (*constraints.dtypes, *(dtype for _, only in chosen for dtype in only)):
         if dtype != dtypes.STORED and dtype not in scanned:
             raise UserError(f"{dtype} was not scanned: scan with it, or choose among {', '.join(sorted(scanned))}")
     allowed: dict[str, frozenset[str]] = {}
-    for pattern, only in constraints.only:
+    for pattern, only in chosen:
         taken = _taken(tree, pattern)
         allowed |= dict.fromkeys((*taken.tensors, *taken.caches), frozenset(only))
         for dtype in only:
@@ -140,11 +142,30 @@ def make_items(
                 f"no dtype is left for {names}, which must have the same: some are kept, or allowed other dtypes"
             )
         items.append(Item(group, _undominated(choices.values())))
+    states = _state_formats(tree, of_states)
     if constraints.context is not None:
         for tensor in tree.kv_cache.tensors:
             may_be = frozenset() if tensor.name in kept else allowed.get(tensor.name, general)
-            items.append(Item((tensor.name,), _cache_choices(tree, tensor, scores, may_be, constraints)))
+            of_tensor = scores if tensor.name not in states else {(tensor.name, states[tensor.name]): 0.0}
+            may_be = frozenset(states.values()) if tensor.name in states else may_be
+            items.append(Item((tensor.name,), _cache_choices(tree, tensor, of_tensor, may_be, constraints)))
     return items
+
+
+def _state_formats(tree: Tree, of_states: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Return the format of each recurrent state that the user sets, such as `kv:bfloat16`. A scan does not score states, so there
+    is nothing to choose. of_states: the formats, keyed by pattern. Raises UserError if a pattern has several.
+    """
+    found: dict[str, str] = {}
+    for pattern, only in of_states.items():
+        if len(only) > 1:
+            raise UserError(f"{printable(pattern)}: recurrent states have no scores to choose by, so give one format")
+        rule = Rule.make(pattern, only[0].removeprefix(SCANNED))
+        taken = _taken(tree, pattern).with_caches(rule.dtype)
+        if not taken:
+            raise UserError(explain_no_match(tree, pattern, taken, rule.dtype))
+        found |= dict.fromkeys(taken.caches, only[0])
+    return {name: form for name, form in found.items() if form != dtypes.STORED}
 
 
 def _formats(of_weights: Iterable[str]) -> dict[str, list[str]]:
@@ -195,12 +216,13 @@ def _cache_choices(
         if name == tensor.name and form in allowed
     ]
     if not choices or not allowed or dtypes.STORED in allowed:
-        choices.append(Choice(dtypes.STORED, cache_tensor_bytes(tensor, written_dtype(tree), context, batch), 0.0))
+        form = written_in(tensor, written_dtype(tree))
+        choices.append(Choice(dtypes.STORED, cache_tensor_bytes(tensor, form, context, batch), 0.0))
     return _undominated(choices)
 
 
 def written_dtype(tree: Tree) -> str:
-    """Return the dtype that a KV cache is assumed to have without a rule: the dtype of most weights, or bfloat16."""
+    """Return the dtype in which the model is assumed to compute, for `written_in`: the dtype of most weights, or bfloat16."""
     most = next(iter(tree.totals()[""].mix()), ("", 0.0))[0]
     return most if most in dtypes.COMPUTE_DTYPES else "bfloat16"
 

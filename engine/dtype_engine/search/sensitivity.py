@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
+from dtype_engine.core.kv_cache import STATES
 from dtype_engine.core.kv_formats import SCANNED
 from dtype_engine.core.tree import Tree, ancestors, is_number, numbered_parts
 from dtype_engine.recipe import Plan
@@ -50,6 +51,10 @@ def predict(tree: Tree, plan: Plan, report: ScanReport, scores: Mapping[tuple[st
             raise UserError(f"{name} was not scanned in {dtype}: scan with it to predict this recipe")
         total += scores[name, dtype]
     for name, form in plan.caches.items():
+        if name.endswith(STATES):
+            raise UserError(
+                f"{name} in {form} has no score, since a scan does not score recurrent states: measure the drift"
+            )
         if (name, SCANNED + form) not in scores:
             raise UserError(f"{name} was not scanned in {form}: scan with {SCANNED}{form} to predict this recipe")
         total += scores[name, SCANNED + form]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,8 @@ from torch import nn
 from dtype_engine.checkpoint.kv_cache import kv_cache
 from dtype_engine.core.kv_cache import KVCache, KVCacheTensor
 from dtype_engine.core.tree import TensorInfo, Tree, from_tensors
+from dtype_engine.recipe import Recipe, Rule, make_plan
+from dtype_engine.recipe.serving_memory import cache_tensor_bytes, written_in
 from dtype_engine.runtime.model.module_tree import tree_of
 
 BATCH, CONTEXT, ENCODED = 2, 13, 17
@@ -243,6 +246,43 @@ def test_states_of_rwkv_equal_those_that_its_modules_return(dtype: str) -> None:
     with torch.no_grad():
         state = module(torch.randint(3, 63, (BATCH, CONTEXT)), use_cache=True).state
     assert _nbytes(from_headers(module), dtype) == sum(tensor.nbytes for tensor in state)
+
+
+BY_HAND = {
+    # Elements of one sequence: (convolutions, recurrences), each (layers, channels, numbers of a channel).
+    "Mamba": ((2, 64, 4), (2, 64, 4)),
+    "Mamba 2": ((2, 64 + 2 * 2 * 4, 4), (2, 4 * 16, 4)),
+    "hybrid of attention and Mamba": ((2, 64, 4), (2, 64, 4)),
+    "hybrid of attention and delta nets": ((3, 2 * 2 * 4 + 4 * 8, 4), (3, 4 * 4, 8)),
+    "attention beside Mamba 2": ((3, 64 + 2 * 4, 4), (3, 8 * 8, 4)),
+    "MLA and delta nets with gates": ((1, 3 * 4 * 8, 4), (1, 4 * 8, 8)),
+    "Mamba and shared attention": ((6, 64, 4), (6, 64, 4)),
+    "lightning attention": ((0, 0, 0), (2, 4 * 8, 8)),
+    "convolutions": ((2, 32, 3), (0, 0, 0)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("architecture", BY_HAND)
+def test_bytes_of_recurrent_states_in_a_format_equal_those_by_hand(architecture: str) -> None:
+    module = make(architecture).to(torch.bfloat16)
+    convolutions, recurrences = map(math.prod, BY_HAND[architecture])
+    tree = header_tree(module)
+    tree.kv_cache = found = from_headers(module)
+
+    def nbytes(*rules: str) -> int:
+        caches = make_plan(tree, Recipe.of(map(Rule.parse, rules))).caches
+        forms = ((each, caches.get(each.name, written_in(each, "bfloat16"))) for each in found.states)
+        return sum(cache_tensor_bytes(each, form, CONTEXT, BATCH) for each, form in forms)
+
+    of_recurrence = 2 if architecture == "lightning attention" else 4  # which runs in the model's dtype
+    assert nbytes() == BATCH * (2 * convolutions + of_recurrence * recurrences)
+    assert nbytes("*.kv_cache=f32") == BATCH * 4 * (convolutions + recurrences)
+    if recurrences:
+        assert nbytes("*.ssm_state=bf16") == BATCH * 2 * (convolutions + recurrences)
+        assert nbytes("*.ssm_state=f16@stochastic", "*.kv_cache=fp8") == BATCH * 2 * (convolutions + recurrences)
+    if convolutions:
+        assert nbytes("*.conv_state=f32") == BATCH * (4 * convolutions + of_recurrence * recurrences)
+    assert nbytes() == sum(tensor.nbytes for _, attribute, _, tensor in real_cache(module) if "state" in attribute)
 
 
 def test_layers_that_share_a_kv_cache_name_the_layer_that_holds_it() -> None:

@@ -7,9 +7,10 @@ import pytest
 from dtype_engine import Recipe, Rule
 from dtype_engine.checkpoint.kv_cache import kv_cache
 from dtype_engine.core.errors import UserError
-from dtype_engine.core.kv_formats import KV_FORMATS, KVFormat
+from dtype_engine.core.kv_formats import KV_FORMATS, KVFormat, completions
 from dtype_engine.core.tree import TensorInfo, Tree, from_tensors
 from dtype_engine.recipe import make_plan, require_matches
+from dtype_engine.recipe.state_words import state_notices
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64,
@@ -89,7 +90,8 @@ def test_invalid_dtypes_for_kv_caches_and_weights_are_refused(rule: str, words: 
     ("text", "name"),
     [
         ("fp8", "float8_e4m3fn"), ("FP8@Tensor", "float8_e4m3fn@tensor"), ("e4m3@head", "fp8@head"), ("bf16", "bfloat16"),
-        ("int8_per_token_head", "int8@token"), ("float8_e4m3fn@token", "fp8@token"), ("fp8e5", "float8_e5m2"),
+        ("int8_per_token_head", "int8@token"),
+        ("fp16@stochastic", "float16@stochastic"), ("float8_e4m3fn@token", "fp8@token"), ("fp8e5", "float8_e5m2"),
     ],
 )  # fmt: skip
 def test_names_that_runtimes_give_to_kv_cache_formats_are_parsed(text: str, name: str) -> None:
@@ -139,11 +141,69 @@ def test_rule_for_a_shared_kv_cache_is_refused_and_names_the_owning_layer(tree: 
     )
 
 
-def test_kv_cache_rule_for_a_recurrent_state_is_refused_with_the_reason(tree: Tree) -> None:
-    convolution = TensorInfo("model.layers.12.mixer.conv1d.weight", (64, 1, 4), "bfloat16")
-    hybrid = from_tensors([*tree.tensors.values(), convolution])
+def _hybrid(tree: Tree) -> Tree:
+    """The layers of `tree`, and one of Mamba."""
+    mixer = {
+        "conv1d.weight": (64, 1, 4), "A_log": (64, 8), "in_proj.weight": (128, 32), "out_proj.weight": (32, 64),
+    }  # fmt: skip
+    tensors = [TensorInfo(f"model.layers.12.mixer.{name}", shape, "bfloat16") for name, shape in mixer.items()]
+    hybrid = from_tensors([*tree.tensors.values(), *tensors])
     hybrid.kv_cache = kv_cache(hybrid, CONFIG | {"num_hidden_layers": 13})
-    with pytest.raises(
-        UserError, match=r"first model\.layers\.12\.mixer\.kv_cache\.conv_state: the state of a recurrent"
-    ):
-        require_matches(hybrid, Recipe.of([Rule.parse("*.mixer.kv_cache=fp8")]))
+    return hybrid
+
+
+STATES = [f"model.layers.12.mixer.kv_cache.{part}" for part in ("conv_state", "ssm_state")]
+
+
+@pytest.mark.parametrize(
+    ("rule", "formats"),
+    [
+        ("*.ssm_state=bf16", [None, "bfloat16"]),
+        ("*.{conv,ssm}_state=f16", ["float16", "float16"]),
+        ("*.kv_cache.{conv_state,ssm_state}=f32", ["float32", "float32"]),
+        ("*.mixer.kv_cache=f16@stochastic", [None, "float16@stochastic"]),
+        ("*.12.*.kv_cache.conv_state=bf16", ["bfloat16", None]),
+        ("*.kv_cache=fp16", ["float16", "float16"]),
+        ("*.kv_cache=fp8", [None, None]),
+        ("*.mixer=bf16", [None, None]),
+    ],
+)
+def test_rule_gives_recurrent_states_the_formats_that_they_may_have(
+    tree: Tree, rule: str, formats: list[str | None]
+) -> None:
+    reached = _reached(_hybrid(tree), rule)
+    assert [reached.get(name) for name in STATES] == formats
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        ("*.ssm_state=fp8", "recurrent states can't be fp8: they may be f32, bf16, f16, or, but for convolutions, f16@stochastic"),
+        ("*.{conv_state,ssm_state}=int8", "recurrent states can't be i8"),
+        ("*.kv_cache.ssm_state=int8@token", "recurrent states can't be int8@token"),
+        ("*.mixer.kv_cache=fp8", "matches only 2 recurrent states: recurrent states can't be fp8"),
+        ("*.conv_state=f16@stochastic", "matches only 1 recurrent state: convolutions can't be f16@stochastic: they may be f32"),
+        ("*.self_attn.kv_cache=f16@stochastic", "matches only keys and values, and only states of recurrences can be"),
+        ("*.mlp=f16@stochastic", "only states of recurrences can be float16@stochastic: write a pattern that names them"),
+    ],
+)  # fmt: skip
+def test_formats_that_a_recurrent_state_can_not_have_are_refused(tree: Tree, rule: str, words: str) -> None:
+    with pytest.raises(UserError) as raised:
+        require_matches(_hybrid(tree), Recipe.of([Rule.parse(rule)]))
+    assert words in str(raised.value)
+
+
+def test_rule_that_leaves_states_as_they_are_gives_a_notice(tree: Tree) -> None:
+    def notices(tree: Tree, *rules: str) -> tuple[str, ...]:
+        return state_notices(tree, make_plan(tree, Recipe.of(map(Rule.parse, rules))))
+
+    (notice,) = notices(_hybrid(tree), "*.kv_cache=fp8", "*.kv_cache.{k,v}=fp8", "*.kv_cache=f16", "*.ssm_state=bf16")
+    assert notice.startswith(
+        "*.kv_cache=float8_e4m3fn leaves 2 recurrent states as they are: recurrent states can't be fp8"
+    )
+    assert notices(tree, "*.kv_cache=fp8") == ()
+
+
+def test_formats_offered_for_a_pattern_are_those_that_its_caches_may_have() -> None:
+    assert completions("*.ssm_state", "f") == ["f32", "f16", "f16@stochastic"]
+    assert {"fp8", "fp8@head"} <= set(completions("*.kv_cache", "f"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
 
 from dtype_engine import Recipe, Rule
@@ -159,3 +160,80 @@ def test_preset_kv_declared_is_refused_without_a_known_format_in_the_config(quan
     with pytest.raises(UserError) as raised:
         preset("kv-declared").recipe(_tree({"quantization_config": quantization}))
     assert "it declares no formats of KV caches" in str(raised.value)
+
+
+def _hybrid(*, attention: bool = True, convolution: bool = True) -> Tree:
+    """Two layers of Mamba and, if wanted, the layers of attention of `_tree` after them."""
+    mixer = {"A_log": (64, 8), "in_proj.weight": (128, 32), "out_proj.weight": (32, 64), "conv1d.weight": (64, 1, 4)}
+    tensors = [
+        TensorInfo(f"model.layers.{layer}.mixer.{name}", shape, "bfloat16")
+        for layer in (4, 5)
+        for name, shape in mixer.items()
+    ]
+    tree = from_tensors([*(_tree().tensors.values() if attention else ()), *tensors])
+    tree.kv_cache = kv_cache(tree, CONFIG | {"num_hidden_layers": 6})
+    if not convolution:
+        states = tuple(tensor for tensor in tree.kv_cache.tensors if tensor.part != "conv_state")
+        tree.kv_cache = msgspec.structs.replace(tree.kv_cache, tensors=states)
+    return tree
+
+
+@pytest.mark.parametrize(
+    ("runtime", "rules", "flags"),
+    [
+        ("vllm", ["*.ssm_state=bf16"], "--mamba-ssm-cache-dtype bfloat16"),
+        ("vllm", ["*.conv_state=f16"], "--mamba-cache-dtype float16 --mamba-ssm-cache-dtype float32"),
+        ("vllm", ["*.{conv,ssm}_state=bf16"], "--mamba-cache-dtype bfloat16 --mamba-ssm-cache-dtype bfloat16"),
+        ("vllm", ["*.ssm_state=f16@stochastic"],
+         "--mamba-ssm-cache-dtype float16 --enable-mamba-cache-stochastic-rounding"),
+        ("vllm", ["*.kv_cache.{k,v}=fp8", "*.ssm_state=f16"], "--kv-cache-dtype fp8 --mamba-ssm-cache-dtype float16"),
+        ("sglang", ["*.ssm_state=bf16"], "--mamba-ssm-dtype bfloat16"),
+        ("sglang", ["*.ssm_state=f16@stochastic", "*.{k,v}=fp8"],
+         "--kv-cache-dtype fp8_e4m3 --mamba-ssm-dtype float16 --enable-mamba-cache-stochastic-rounding"),
+        ("sglang", ["*.conv_state=bf16"], "--mamba-ssm-dtype float32"),
+        ("llama.cpp", ["*.ssm_state=f32"], ""),
+        ("llama.cpp", ["*.ssm_state=f32", "*.k=f16"], "-ctk f16"),
+    ],
+)  # fmt: skip
+def test_formats_of_recurrent_states_become_options_of_the_runtime(runtime: str, rules: list[str], flags: str) -> None:
+    tree = _hybrid()
+    served = cache_serving(tree, _plan(tree, *rules), runtime)
+    assert " ".join(served.flags) == flags
+    assert not any(problem.refused for problem in served.problems)
+
+
+def test_state_of_a_model_without_convolutions_has_the_option_for_all_states() -> None:
+    """MiniMax's lightning attention, whose states vLLM keeps in the dtype of `--mamba-cache-dtype`."""
+    tree = _hybrid(attention=False, convolution=False)
+    served = cache_serving(tree, _plan(tree, "*.ssm_state=bf16"), "vllm")
+    assert " ".join(served.flags) == "--mamba-cache-dtype bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("runtime", "rules", "why"),
+    [
+        ("vllm", ["*.4.*.ssm_state=bf16"], "vLLM has one dtype for the recurrences of all layers"),
+        ("sglang", ["*.4.*.conv_state=f16", "*.5.*.conv_state=bf16"], "SGLang has one dtype for the convolutions"),
+        ("llama.cpp", ["*.ssm_state=bf16"], "llama.cpp keeps recurrent states in float32"),
+    ],
+)
+def test_formats_of_recurrent_states_that_a_runtime_lacks_are_refused(runtime: str, rules: list[str], why: str) -> None:
+    tree = _hybrid()
+    served = cache_serving(tree, _plan(tree, *rules), runtime)
+    assert served.flags == ()
+    assert [problem.refused for problem in served.problems] == [True]
+    assert why in served.problems[0].why
+    assert {name.rpartition(".")[2] for name in served.problems[0].tensors} <= {"conv_state", "ssm_state"}
+
+
+def test_what_a_runtime_does_otherwise_with_states_is_named() -> None:
+    tree = _hybrid()
+    plan = make_plan(tree, Recipe.of([Rule.parse("*.ssm_state=f16@stochastic"), Rule.parse("*.conv_state=bf16")]))
+    lines = serving_lines(lint_serving(Context(tree, plan), "sglang"), ", ".join)
+    assert any("set SGLANG_MAMBA_CONV_DTYPE=bfloat16" in line for line in lines)
+    assert any("draws other random numbers" in line for line in lines)
+    assert lines[-1].endswith("--mamba-ssm-dtype float16 --enable-mamba-cache-stochastic-rounding")
+    converted = target_named("modelopt").convert(Context(tree, plan))
+    assert {name for entry in converted.left_out for name in entry.tensors} == set(plan.caches)
+    llama = compare_patterns(Context(tree, plan, model_type="llama"), target_named("llama.cpp"))
+    assert [problem.effect for problem in llama.caches.problems] == ["refused"]

@@ -7,7 +7,15 @@ import pytest
 from dtype_engine.core.kv_cache import KVCache, KVCacheTensor
 from dtype_engine.core.tree import TensorInfo, from_tensors
 from dtype_engine.recipe import Recipe, Rule, make_plan
-from dtype_engine.recipe.serving_memory import cache_bytes, default_context, largest_context, serving_dtype
+from dtype_engine.recipe.serving_memory import (
+    Load,
+    cache_bytes,
+    default_context,
+    largest_context,
+    serving_dtype,
+    serving_memory,
+)
+from dtype_engine.results.serving_memory import ServingMemory
 
 
 @pytest.mark.parametrize("budget", [0, 999, 1000, 1010, 5000, 12345, 10**6, 10**9])
@@ -61,6 +69,32 @@ def test_cache_bytes_are_listed_by_the_dtype_of_each_tensor() -> None:
     assert cache_bytes(tree, {}, "bfloat16", 10, 2) == expected
     per_token = cache_bytes(tree, {"d.kv_cache.v": "fp8@token"}, "bfloat16", 10, 2)["fp8@token"]
     assert per_token == 3 * cache_bytes(tree, {"a.kv_cache.k": "fp8@token"}, "bfloat16", 10, 2)["fp8@token"]
+
+
+def test_memory_of_states_is_that_of_their_rule_and_a_note_names_the_default() -> None:
+    tree = from_tensors([TensorInfo("a.weight", (64, 64), "bfloat16")])
+    tree.kv_cache = KVCache(
+        (
+            KVCacheTensor("a.kv_cache.k", 0, per_token=6, heads=2),
+            KVCacheTensor("b.kv_cache.conv_state", 1, fixed=5),
+            KVCacheTensor("b.kv_cache.ssm_state", 1, fixed=700, state_dtype="float32"),
+        )
+    )
+
+    def served(kv: str | None, *rules: str) -> ServingMemory:
+        return serving_memory("a", tree, make_plan(tree, Recipe.of(map(Rule.parse, rules))), Load(10, 3, kv))
+
+    assert served(None).kv_bytes == 3 * (60 * 2 + 5 * 2 + 700 * 4)
+    assert served("float8_e4m3fn").kv_bytes == 3 * (60 + 5 * 2 + 700 * 4)
+    assert served(None, "*.ssm_state=bf16").kv_bytes == 3 * (60 * 2 + 5 * 2 + 700 * 2)
+    assert served(None, "*.ssm_state=bf16").notes == ()
+    assert (
+        served(None)
+        .notes[0]
+        .startswith("1 recurrent state counted in f32, as transformers keeps them; vLLM and SGLang")
+    )
+    assert served(None).notes[0].endswith("a rule such as *.ssm_state=bf16 counts that")
+    assert served("float8_e4m3fn").kv_bytes_per_token == 6
 
 
 def test_default_context_is_at_most_the_longest_context_of_the_model() -> None:

@@ -8,6 +8,7 @@ from tests.helpers.screen_text import lines, notices, screen
 from textual.pilot import Pilot
 from textual.widgets import Input
 
+from dtype_engine.checkpoint.kv_cache import kv_cache
 from dtype_engine.core.kv_cache import KVCache, KVCacheTensor
 from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.results.serving_memory import ActivationMemory
@@ -93,6 +94,55 @@ async def test_dtype_keys_and_cast_prompt_set_kv_cache_formats() -> None:
         line.value = f"{CACHE}=int4@kivi"
         await pilot.press("enter")
         assert set(app.controller.experiment.plan.caches.values()) == {"int4@kivi"}
+
+
+def hybrid_tree() -> Tree:
+    """A layer of attention and one of Mamba 2, in bfloat16."""
+    mixer = {"conv1d.weight": (64, 1, 4), "A_log": (4,), "in_proj.weight": (128, 32), "out_proj.weight": (32, 64)}
+    tree = Tree(
+        [TensorInfo(f"model.layers.0.self_attn.{part}_proj.weight", (32, 32), "bfloat16") for part in "qkvo"]
+        + [TensorInfo(f"model.layers.1.mixer.{name}", shape, "bfloat16") for name, shape in mixer.items()]
+    )
+    config = {
+        "architectures": ["NemotronHForCausalLM"], "num_attention_heads": 4, "num_key_value_heads": 4, "hidden_size": 32,
+        "num_hidden_layers": 2, "ssm_state_size": 8, "dtype": "bfloat16",
+    }  # fmt: skip
+    tree.kv_cache = kv_cache(tree, config)
+    return tree
+
+
+@pytest.mark.slow
+async def test_dtype_keys_give_recurrent_states_only_possible_formats() -> None:
+    app = make_app(hybrid_tree(), "hybrid")
+    conv, ssm = (f"model.layers.1.mixer.kv_cache.{part}" for part in ("conv_state", "ssm_state"))
+    async with app.run_test(size=(120, 36)) as pilot:
+        await enter(app, pilot, f"go {ssm}")
+        assert "f32" in row_of(app, "ssm_state  [512]")
+        assert "2.0 KiB" in row_of(app, "ssm_state  [512]")
+        for key, form in (("1", "float32"), ("2", "bfloat16"), ("3", "float16")):
+            await pilot.press(key)
+            assert app.controller.experiment.plan.caches == {ssm: form}
+        assert "1.0 KiB" in row_of(app, "ssm_state  [512]")
+        for key in "4567":
+            await pilot.press(key)
+            assert (
+                "recurrent states can't be " in notices(app)[-1] or "a KV cache can't be 'float64'" in notices(app)[-1]
+            )
+            assert app.controller.experiment.plan.caches == {ssm: "float16"}
+        await pilot.press("8")
+        assert not app.controller.experiment.plan.caches
+        await pilot.press("x", "c")
+        line = app.query_one(CastPrompt).query_one(Input)
+        line.value = f"{ssm}=f16@s"
+        await pilot.press("tab")
+        assert line.value == f"{ssm}=f16@stochastic"
+        await pilot.press("enter")
+        assert app.controller.experiment.plan.caches == {ssm: "float16@stochastic"}
+        await enter(app, pilot, "go model.layers.1.mixer.kv_cache")
+        await pilot.press("5")
+        assert "matches only 2 recurrent states: recurrent states can't be fp8" in " ".join(notices(app)[-1].split())
+        await pilot.press("2")
+        assert app.controller.experiment.plan.caches == {conv: "bfloat16", ssm: "bfloat16"}
 
 
 @pytest.mark.slow

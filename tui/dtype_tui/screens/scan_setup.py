@@ -54,7 +54,7 @@ class ScanSetup(ChoiceScreen[tuple[str, ...]]):
         """The dtypes to choose from: those that the program loads, or the usual ones if it loads others, too."""
         family = FAMILIES[self._loader]
         weights = (*family.dtypes, *family.more) if family.only_these else SCANNED
-        return (*weights, *OF_CACHES) if self._experiment.tree.caches else weights
+        return (*weights, *OF_CACHES) if self._experiment.tree.kv_cache.of_tokens else weights
 
     def draw(self) -> Text:
         text = Text("to be loaded by ", style="dim")
@@ -72,9 +72,9 @@ class ScanSetup(ChoiceScreen[tuple[str, ...]]):
         text.append(f"{'rounded':<18}", style="bold")
         words = f"by {self._rounding}, where a format takes it" if self._rounding else "to the nearest values"
         text.append(words, style="bold" if index == self.index else "dim")
-        if self._experiment.tree.caches:
+        if self._experiment.tree.kv_cache.of_tokens:
             text.append("\n\nkv: scores KV caches; o then adds their bytes at the set context.", style="dim")
-        blank = "" if self._experiment.tree.caches else "\n"
+        blank = "" if self._experiment.tree.kv_cache.of_tokens else "\n"
         text.append(f"{blank}\nIt takes the time of about 20 forward passes; Esc stops it, s resumes it.", style="dim")
         return text
 

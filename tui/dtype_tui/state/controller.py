@@ -276,8 +276,8 @@ class Controller:
             pattern = experiment.recipe.rules[index].pattern
             self.notify(f"rule {index + 1}: {pattern} takes too long to match: simplify it", "warning")
         for index in plan.unmatched:
-            pattern = experiment.recipe.rules[index].pattern
-            reason = explain_no_match(experiment.tree, pattern, plan.selections[index])
+            rule = experiment.recipe.rules[index]
+            reason = explain_no_match(experiment.tree, rule.pattern, plan.selections[index], rule.dtype)
             self.notify(f"rule {index + 1}: {reason}", "warning")
 
     def undo(self) -> None:

@@ -245,7 +245,7 @@ class Experiment:
         if self.model.partial or waits or plan.selections[last]:
             return None
         more = "; the model is still loading, and its names may differ from those of its files" if loading else ""
-        return explain_no_match(self.tree, rule.pattern, plan.selections[last]) + more
+        return explain_no_match(self.tree, rule.pattern, plan.selections[last], rule.dtype) + more
 
     def push(self, recipe: Recipe) -> bool:
         """Make a recipe the current one, without any disabled rules. Returns False if it already is."""

@@ -146,12 +146,17 @@ class CastPrompt(BottomPrompt):
 
 
 def _completions(pattern: str, begun: str) -> list[str]:
-    return kv_formats.completions(begun) if kv_formats.names_caches(pattern) else dtypes.completions(begun)
+    return kv_formats.completions(pattern, begun) if _of_caches(pattern) else dtypes.completions(begun)
+
+
+def _of_caches(pattern: str) -> bool:
+    """Return whether a pattern names KV caches, and nothing else."""
+    return kv_formats.names_caches(pattern) or kv_formats.names_states_alone(pattern)
 
 
 def _rounding_words(pattern: str, names: Sequence[str]) -> str:
     """Return words about the roundings that some of the dtypes `names` take, or "" if none does, or the pattern names KV caches."""
-    if kv_formats.names_caches(pattern) or any(":" in name for name in names):
+    if _of_caches(pattern) or any(":" in name for name in names):
         return ""
     taken = [name for name in ROUNDINGS if any(dtypes.rounded(dtypes.parse_target(each), name) for each in names)]
     return f"  then {' or '.join(f':{name}' for name in taken)}" if taken else ""
@@ -159,7 +164,7 @@ def _rounding_words(pattern: str, names: Sequence[str]) -> str:
 
 def _is_target(pattern: str, text: str) -> bool:
     try:
-        (kv_formats.parse_format if kv_formats.names_caches(pattern) else dtypes.parse_target)(text)
+        (kv_formats.parse_format if _of_caches(pattern) else dtypes.parse_target)(text)
     except UserError:
         return False
     return True

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 
 from dtype_engine.core.errors import UserError
-from dtype_engine.core.execution import Execution
+from dtype_engine.core.execution import EXCLUDE, Execution
+from dtype_engine.core.options import RunSettings
 from dtype_engine.runtime.execution.batches import PartObserver, join
 from dtype_engine.runtime.execution.compiled import CompiledModel
-from dtype_engine.runtime.execution.stepwise import StepObserver, stepwise
 from dtype_engine.runtime.inputs import Batch
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.passes.forward_pass import ModuleObserver
@@ -21,6 +22,7 @@ from dtype_engine.runtime.passes.model_behavior import Run
 from dtype_engine.runtime.passes.one_pass import PassOptions, PassResult
 from dtype_engine.runtime.passes.outputs import main_output
 from dtype_engine.runtime.passes.runner import ForwardRunner
+from dtype_engine.runtime.passes.stepwise import STATES, StepObserver, stepwise
 
 
 class Executor:
@@ -43,6 +45,8 @@ class Executor:
         NoForward, KernelError, Cancelled, and UserError if the model or the inputs can't be executed so.
         """
         options = dataclasses.replace(options, execution=execution.check())
+        if run == "candidate" and self._runner.model.state_formats:
+            execution = token_by_token(execution)
         if not execution.regroups:
             return self._pass(run, self._batches[number], options, observer)
         kept = self._kept.pop((run, execution, number), None)
@@ -109,11 +113,35 @@ class Executor:
         runner, steps = self._runner, StepObserver(observer)
         batch = self._batches[number]
         moved = runner.reference_batch(batch) if run == "reference" else runner.candidate_batch(batch)
-        call = stepwise(moved, runner.model.module, steps.begin_step)
+        why = STATES if runner.model.state_formats else "decode=yes"
+        call = stepwise(moved, runner.model.module, steps.begin_step, why)
         ran = runner.reference(call, options, steps) if run == "reference" else runner.candidate(call, options, steps)
         with torch.no_grad():
             self.not_compared |= steps.give()
         return dataclasses.replace(ran, finished=[], spans=[])
+
+
+def for_states(model: LiveModel, settings: RunSettings) -> RunSettings:
+    """Return settings with which reference and candidate run token by token, if states of recurrent layers have a format. Raises
+    UserError if an execution excludes that.
+    """
+    if not model.state_formats:
+        return settings
+    return dataclasses.replace(
+        settings,
+        execution=token_by_token(settings.execution),
+        reference_execution=token_by_token(settings.reference_execution),
+    )
+
+
+def token_by_token(execution: Execution) -> Execution:
+    """Return an execution that runs token by token, as rounded states of recurrent layers need it. Raises UserError if `execution`
+    excludes that.
+    """
+    for axis in EXCLUDE["decode"]:
+        if axis in execution.axes():
+            raise UserError(f"{STATES} runs token by token, one sequence at a time: leave {axis} out")
+    return msgspec.structs.replace(execution, decode=True)
 
 
 def _not_float32(model: LiveModel) -> str | None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from dtype_engine.core import dtypes
+from dtype_engine.core.kv_cache import STATES
 from dtype_engine.core.tree import Tree
 from dtype_engine.recipe.kv_serving import cache_serving
 from dtype_engine.runtime.export.contents import Contents, ExportTensor
@@ -28,8 +29,8 @@ def cache_scheme(tree: Tree, caches: Mapping[str, str]) -> dict[str, Any] | None
     can only say that the keys and values of all layers are in fp8 with calibrated scales, one for each tensor or one for each
     head. caches: the formats by the names of the cache tensors.
     """
-    forms = {caches.get(tensor.name) for tensor in tree.kv_cache.tensors if tensor.castable}
-    parts = {tensor.part for tensor in tree.kv_cache.tensors if tensor.castable}
+    forms = {caches.get(tensor.name) for tensor in tree.kv_cache.of_tokens}
+    parts = {tensor.part for tensor in tree.kv_cache.of_tokens}
     strategy = _STRATEGIES.get(next(iter(forms)) or "") if len(forms) == 1 else None
     if strategy is None or parts != {"k", "v"}:
         return None
@@ -54,20 +55,27 @@ def with_cache_scales(
     before = (contents.config or {}).get("quantization_config")
     quantised = before is not None and not any(item.has_scales for item in contents.items)
     if scheme is None or contents.config is None or quantised:
-        served = cache_serving(tree, caches, "vllm")
-        how = f"start vLLM with {' '.join(served.flags)}" if served.flags else served.problems[0].why
-        notice = f"the formats of KV caches are in recipe.yaml, not in the checkpoint: {how}"
-        return dataclasses.replace(contents, has_cache_formats=True, notices=(*contents.notices, notice))
+        notices = (*contents.notices, _in_recipe_alone(tree, caches))
+        return dataclasses.replace(contents, has_cache_formats=True, notices=notices)
+    if states := {name: form for name, form in caches.items() if name.endswith(STATES)}:
+        contents = dataclasses.replace(contents, notices=(*contents.notices, _in_recipe_alone(tree, states)))
     items = {item.name: item for item in contents.items}
-    for tensor in tree.kv_cache.tensors:
-        if tensor.castable:
-            by_head = scheme["strategy"] == "attn_head"
-            largest = amax[tensor.name] if by_head else amax[tensor.name].max()
-            scale = amax_to_scale(largest.reshape(-1, 1, 1) if by_head else largest.reshape(1), _FP8.max).cpu()
-            name = f"{file_name(tensor.module)}.{tensor.part}_scale"
-            source = PlainSource(scale.clone())
-            items[name] = ExportTensor(name, tuple(scale.shape), "float32", "float32", False, False, (), source)
+    for tensor in tree.kv_cache.of_tokens:
+        by_head = scheme["strategy"] == "attn_head"
+        largest = amax[tensor.name] if by_head else amax[tensor.name].max()
+        scale = amax_to_scale(largest.reshape(-1, 1, 1) if by_head else largest.reshape(1), _FP8.max).cpu()
+        name = f"{file_name(tensor.module)}.{tensor.part}_scale"
+        source = PlainSource(scale.clone())
+        items[name] = ExportTensor(name, tuple(scale.shape), "float32", "float32", False, False, (), source)
     return dataclasses.replace(contents, items=tuple(items.values()), has_cache_formats=True, cache_scheme=scheme)
+
+
+def _in_recipe_alone(tree: Tree, caches: Mapping[str, str]) -> str:
+    """Return a notice that says that only the recipe holds these formats, and how to request them from a runtime."""
+    served = cache_serving(tree, caches, "vllm")
+    how = f"start vLLM with {' '.join(served.flags)}" if served.flags else served.problems[0].why
+    what = "recurrent states" if all(name.endswith(STATES) for name in caches) else "KV caches"
+    return f"the formats of {what} are in recipe.yaml, not in the checkpoint: {how}"
 
 
 def module_in_files(model: LiveModel, module: str) -> str:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -25,6 +26,7 @@ from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.dtypes import quantizes_activations
 from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.hints import hint
+from dtype_engine.core.kv_cache import STATES as KEPT
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.text import printable
 from dtype_engine.results.attribution import AttributionReport, Contribution, PartialAttribution
@@ -43,6 +45,7 @@ from dtype_engine.runtime.passes.one_pass import PassOptions
 from dtype_engine.runtime.passes.output_cache import OutputCache
 from dtype_engine.runtime.passes.outputs import main_output
 from dtype_engine.runtime.passes.runner import ForwardRunner
+from dtype_engine.runtime.passes.stepwise import STATES, stepwise
 from dtype_engine.search.sensitivity import scalar_drift
 
 MOST_PASSES = 160
@@ -122,6 +125,8 @@ class Attribution:
     known: dict[Part, PartDrift] = field(default_factory=dict)
     """The measurements of an earlier, cancelled `report` of the same casts, settings and inputs. The next one reuses them."""
     _bases: list[_Base] = field(default_factory=list)
+    _stepped: list[_Base] = field(default_factory=list)
+    """What the reference run produced token by token, for parts with states of recurrent layers, if these have formats."""
     _passes: int = 0
     _done: int = 0
 
@@ -150,7 +155,7 @@ class Attribution:
         with self._runner(cancelled) as runner:
             self._run_reference(runner)
             unit, whole, _ = self._alone(runner)
-            self._passes = 2 * len(self._bases)
+            self._passes = 2 * len(self._bases) + len(self._stepped)
 
             def here(parts: Sequence[Part]) -> Iterator[tuple[int, PartDrift]]:
                 size = 1 if not self.model.memory.limited else _SIDE_BY_SIDE
@@ -220,6 +225,8 @@ class Attribution:
                 break
         if not self._bases:
             raise NoForward("there are no inputs to run the model on")
+        if self.model.state_formats:
+            self._stepped = [self._stepped_base(runner, base.batch) for base in self._bases]
 
     def _base(self, runner: ForwardRunner, batch: Batch, budget: int) -> _Base:
         recorder = ModuleRecorder(budget // 2)
@@ -230,6 +237,18 @@ class Attribution:
         kept = {key: output for key, output in recorder.outputs.items() if key[0] in uses}
         masks = KeptPositions.of(self.model.module, batch, self.model.device, ran.attended)
         return _Base(batch, output, kept, ran.cache, uses, masks)
+
+    def _stepped_base(self, runner: ForwardRunner, batch: Batch) -> _Base:
+        """Return what the reference produces token by token. No outputs of modules are kept: a call that runs for each token writes
+        what the next one reads, so none can be left out.
+        """
+        ran = runner.reference(self._steps(runner, batch))
+        output = main_output(ran.output)[1].detach().clone()
+        masks = KeptPositions.of(self.model.module, batch, self.model.device, ran.attended)
+        return _Base(batch, output, {}, None, {}, masks)
+
+    def _steps(self, runner: ForwardRunner, batch: Batch) -> Callable[[], Any]:
+        return stepwise(runner.reference_batch(batch), self.model.module, why=STATES)
 
     def _contributions(self, run: MeasureParts, whole: float, on_part: _OnPart) -> list[Contribution]:
         """Return the contribution of each module. If there are more than `MOST_PASSES` modules, return those of subtrees instead,
@@ -318,11 +337,14 @@ class Attribution:
                 # A module that is not called for this batch does not limit the prefix.
                 prefix = min(base.uses.get(name, len(base.cache.names)) for name in part.modules)
             options = PassOptions(earlier=base.cache, prefix=prefix, amax=amax)
-            ran, _ = runner.partial(runner.reference_call(base.batch), self._drifting, inside, options, local)
+            call = self._steps(runner, base.batch) if by_token else runner.reference_call(base.batch)
+            ran, _ = runner.partial(call, self._drifting, inside, options, local)
             return main_output(ran.output)
 
-        outputs = runner.side_by_side([partial(measure, base) for base in self._bases])
-        for base, (name, candidate) in zip(self._bases, outputs, strict=True):
+        by_token = bool(self._stepped) and (part is None or any(name.endswith(KEPT) for name in part.modules))
+        bases = self._stepped if by_token else self._bases
+        outputs = runner.side_by_side([partial(measure, base) for base in bases])
+        for base, (name, candidate) in zip(bases, outputs, strict=True):
             if comparison is None:
                 dimension = classes_dimension(self.model.module, name, candidate, self.settings.classes_dim)
                 comparison = OutputMetrics(dimension)

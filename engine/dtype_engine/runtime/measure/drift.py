@@ -20,11 +20,12 @@ from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree
 from dtype_engine.core.units import plural
 from dtype_engine.recipe import Recipe, llama_notices, make_plan
+from dtype_engine.recipe.state_words import state_notices
 from dtype_engine.results.drift import DriftReport
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.results.memory import MemoryStats
 from dtype_engine.runtime.device import cache_budget, enough_memory
-from dtype_engine.runtime.execution.executor import Executor
+from dtype_engine.runtime.execution.executor import Executor, for_states
 from dtype_engine.runtime.inputs import Inputs
 from dtype_engine.runtime.measure.listener import MeasurementListener
 from dtype_engine.runtime.measure.modules.comparer import ModuleComparer
@@ -147,7 +148,7 @@ class DriftMeter:
             device=str(model.device),
             reference=reference_name(model),
             rules=tuple(map(str, recipe.rules)),
-            settings=str(self.settings),
+            settings=str(self._executed),
             inputs=self.inputs.description,
             output_name=totals.output_name,
             output=output,
@@ -162,6 +163,8 @@ class DriftMeter:
                 *_quantized_notices(model.tree, {name for taken in plan.selections for name in taken.uncastable}),
                 *llama_notices(model.tree, plan),
                 *_window_notices(model, self.inputs, totals.modules_numbers),
+                *state_notices(model.tree, plan),
+                *self._step_notices(totals),
                 *_fast_path_notices(model.module),
                 *_not_compared_notices(self._not_compared),
             ),
@@ -170,6 +173,23 @@ class DriftMeter:
             weights_only=self.settings.quantize_activations == "none" and quantizes_inputs,
             coverage=model.coverage,
             pictures=totals.pictures,
+        )
+
+    @property
+    def _executed(self) -> RunSettings:
+        """The settings with which the passes run: token by token if states of recurrent layers have a format. The reference does so
+        as well, so that only the rounding differs.
+        """
+        return for_states(self.model, self.settings)
+
+    def _step_notices(self, totals: RunningTotals) -> tuple[str, ...]:
+        """Return a notice that says how many passes it takes if states of recurrent layers have a format."""
+        if not self.model.state_formats:
+            return ()
+        ids = (self.inputs.batches[number].kwargs["input_ids"] for number in totals.numbers)
+        tokens = sum(each.shape[-1] for each in ids)
+        return (
+            f"recurrent states are rounded after each token, so reference and candidate ran {tokens:,} passes of one token each",
         )
 
     @property
@@ -230,10 +250,10 @@ class DriftMeter:
 
     def _forget_other_settings(self) -> None:
         """Drop outputs that passes with other settings computed."""
-        before, self._settings_of_kept = self._settings_of_kept, self.settings
-        if before is not None and before != self.settings:
+        before, self._settings_of_kept = self._settings_of_kept, self._executed
+        if before is not None and before != self._executed:
             self._caches.clear()
-            if before.reference_execution != self.settings.reference_execution:
+            if before.reference_execution != self._executed.reference_execution:
                 self._records.clear()
 
     def _groups(self, steps: Iterable[Step], most: int | None) -> Iterator[list[Step]]:
@@ -304,7 +324,7 @@ class DriftMeter:
             cached=self._plan.cached,
             earlier=earlier if compared or not step.compares_modules else None,
         )
-        ran = executor.run("candidate", self.settings.execution, step.number, options, observer)
+        ran = executor.run("candidate", self._executed.execution, step.number, options, observer)
         if ran.cache is not None and ran.cache.calls:
             self._caches[step.number] = ran.cache, step.compares_modules
         return ran
@@ -326,7 +346,7 @@ class DriftMeter:
         recorder = ModuleRecorder(max(left, self._working) // sharing) if step.compares_modules else None
         observer = progress.begin_pass("reference", step.number, step.compares_modules, recorder)
         options = PassOptions(watched=self._plan.watched(step), learns=True)
-        ran = executor.run(self.base, self.settings.reference_execution, step.number, options, observer)
+        ran = executor.run(self.base, self._executed.reference_execution, step.number, options, observer)
         name, output = main_output(ran.output)
         if recorder is None:
             record = ReferenceRecord(name, output.detach().clone(), ran.seconds, ran.attended, None)

@@ -63,6 +63,8 @@ class MeasurementProgress:
             self._on_progress(self._run, self._done + sum(map(self._done_of, self._running)), self._total)
 
     def _done_of(self, running: _PassProgress) -> int:
+        if running.of_steps is not None:
+            return int(running.of_steps * running.size)
         expected = self._calls.get(running.every_module) or max(self._calls.values(), default=self._modules)
         return int(min(1.0, running.finished / max(1, expected)) * running.size)
 
@@ -84,11 +86,18 @@ class _PassProgress(ModuleObserver):
     every_module: bool
     observer: ModuleObserver
     finished: int = 0
+    of_steps: float | None = None
+    """The finished fraction of a pass that runs token by token, or None for other passes."""
 
     def __call__(self, module: str, call: int, output: torch.Tensor) -> Any:
         observed = self.observer(module, call, output)
         self._call_finished()
         return observed
+
+    def begin_step(self, done: int, steps: int) -> None:
+        self.of_steps = done / steps
+        self.observer.begin_step(done, steps)
+        self.report()
 
     def take_choice(self, module: str, call: int, chosen: torch.Tensor) -> None:
         self.observer.take_choice(module, call, chosen)

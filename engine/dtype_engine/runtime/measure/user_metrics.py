@@ -117,8 +117,15 @@ class MetricMeter:
         """Return the value of each metric in the reference run and with the model as it is currently cast.
 
         `on_progress(what, done, total)` is called with the run and the metrics, such as "candidate, accuracy", and with numbers of
-        batches. Raises UserError if a metric fails or does not return numbers, and NoForward, KernelError, Cancelled.
+        batches. Raises UserError if a metric fails, does not return numbers or can't run as the recipe asks, and NoForward,
+        KernelError, Cancelled.
         """
+        runs_itself = next((each.name for each in self.metrics if isinstance(each, ModelMetric)), None)
+        if self.model.state_formats and runs_itself is not None:
+            raise UserError(
+                f"{runs_itself} runs the model by itself, on whole texts, where recurrent states are not rounded after each token: "
+                "leave out their formats, or this metric"
+            )
         watch = bool(self.model.cache_formats)
         with ForwardRunner(self.model, settings, cancelled, watch, self.behavior) as runner:
             if self._reference is None:

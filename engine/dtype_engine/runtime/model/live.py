@@ -25,6 +25,7 @@ from dtype_engine.checkpoint.kv_cache import declared_formats
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import Cancelled, UserError
 from dtype_engine.core.fused import scale_groups
+from dtype_engine.core.kv_cache import STATES
 from dtype_engine.core.system_memory import trim_heap
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import TensorInfo, Tree
@@ -165,12 +166,18 @@ class LiveModel:
 
     @functools.cached_property
     def cache_names(self) -> Mapping[str, tuple[str, ...]]:
-        """The names of KV cache tensors that rules may give a format, such as keys, keyed by the module that writes them."""
+        """The names of KV cache tensors that rules may give a format, such as keys, keyed by the module that writes them. States of
+        recurrent layers are left out.
+        """
         found: dict[str, tuple[str, ...]] = {}
-        for name in self.tree.caches:
-            module = name.rsplit(".", 2)[0]
-            found[module] = (*found.get(module, ()), name)
+        for tensor in self.tree.kv_cache.of_tokens:
+            found[tensor.module] = (*found.get(tensor.module, ()), tensor.name)
         return found
+
+    @property
+    def state_formats(self) -> dict[str, str]:
+        """Those of `cache_formats` that states of recurrent layers have: they are rounded after each token."""
+        return {name: form for name, form in self.cache_formats.items() if name.endswith(STATES)}
 
     @classmethod
     def wrap(

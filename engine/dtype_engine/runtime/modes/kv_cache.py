@@ -3,22 +3,26 @@
 transformers' models write keys and values by `Cache.update(keys, values, layer)`, and attend to what it returns. MLA writes its
 latent vector and its rotary key in the same way. Formats with static scales or with a scale per token are applied to what is
 written. Every token is thus rounded once, no matter whether tokens are processed together or one by one. KIVI is applied to what is
-read, since its groups contain many tokens.
+read, since its groups contain many tokens. States of recurrent layers are rounded after each call of the model
+(`recurrent_states.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
+from dtype_engine.core.kv_cache import KVCacheTensor
 from dtype_engine.core.kv_formats import KV_FORMATS
 from dtype_engine.runtime.libraries.hf_private import cache_updates_by
 from dtype_engine.runtime.libraries.torch_private import WithoutModes
+from dtype_engine.runtime.modes.recurrent_states import StateRounding
 from dtype_engine.runtime.modes.weight_mode import WeightMode
 from dtype_engine.runtime.numerics.kv_rounding import head_amax, round_cache
 
@@ -45,6 +49,10 @@ class CacheWatcher:
         """Return the tensor that attention uses instead of `states`, the cached keys (`part` 0) or values (1) of all tokens."""
         return states
 
+    def around(self, module: nn.Module) -> AbstractContextManager[object]:
+        """Return a context for a pass of a model, in which its calls may be intercepted, too."""
+        return nullcontext()
+
 
 @dataclass
 class CacheRounding(CacheWatcher):
@@ -59,6 +67,21 @@ class CacheRounding(CacheWatcher):
     """Returns whether to round the cache tensor with a given name. By default, all that have a format are rounded."""
     first_use: dict[str, int] = field(default_factory=dict)
     """How many module calls had ended before a cache tensor with a format was first written, keyed by the tensor's name."""
+    states: Sequence[KVCacheTensor] = ()
+    """All states that the model's recurrent layers keep, if some of them have a format."""
+
+    def around(self, module: nn.Module) -> AbstractContextManager[object]:
+        if not self.states:
+            return nullcontext()
+        rounding = StateRounding(self.states, self.formats, self.inside, self.first_use)
+
+        def ended(called: nn.Module, args: tuple[Any, ...], given: dict[str, Any], output: Any) -> None:
+            watch = _watching.get()
+            if watch is not None and watch[0] is self:  # passes of several threads may take turns
+                with WithoutModes():
+                    rounding.after(called, given, output)
+
+        return module.register_forward_hook(ended, with_kwargs=True)
 
     def written(self, module: str, part: int, states: torch.Tensor, finished: int) -> torch.Tensor:
         if (name := self._name(module, part)) is None:

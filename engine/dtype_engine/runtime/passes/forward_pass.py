@@ -30,6 +30,9 @@ class ModuleObserver:
         a module returns an integer tensor together with float tensors, it counts as a router.
         """
 
+    def begin_step(self, done: int, steps: int) -> None:
+        """Learn that the pass runs token by token, and that `done` of its `steps` tokens have run."""
+
     def replay(self, module: str, observed: Any) -> None:
         """Receive again what `__call__` returned in an earlier pass, because the module's output is reused from that pass."""
 

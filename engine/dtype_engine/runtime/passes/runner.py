@@ -41,6 +41,7 @@ from dtype_engine.runtime.passes.output_cache import OutputCache
 from dtype_engine.runtime.passes.side_by_side import NotIndependent, SideBySide
 from dtype_engine.runtime.passes.side_effects import SideEffects
 from dtype_engine.runtime.passes.state_restore import SavedState, as_every_pass, stored_values
+from dtype_engine.runtime.passes.stepwise import STATES, stepwise
 
 Output = TypeVar("Output")
 T = TypeVar("T")
@@ -145,7 +146,14 @@ class ForwardRunner:
         return partial(self.reference_batch(batch).run, self.model.module)
 
     def candidate_call(self, batch: Batch) -> Callable[[], Any]:
-        """Return a function that runs the model on a batch, with inputs in the dtypes of a candidate run."""
+        """Return a function that runs the model on a batch, with inputs in the dtypes of a candidate run: token by token, if the
+        states of recurrent layers have a format. Raises UserError if the batch can't be run so.
+        """
+        if self.model.state_formats:
+            return stepwise(self.candidate_batch(batch), self.model.module, why=STATES)
+        return self._whole_candidate(batch)
+
+    def _whole_candidate(self, batch: Batch) -> Callable[[], Any]:
         return partial(self.candidate_batch(batch).run, self.model.module)
 
     def reference_batch(self, batch: Batch) -> Batch:
@@ -191,7 +199,7 @@ class ForwardRunner:
         if run == "reference":
             amax = self._amax_of(batches, self.reference_call, self.reference)
         else:
-            amax = self._amax_of(batches, self.candidate_call, self.candidate)
+            amax = self._amax_of(batches, self._whole_candidate, self.candidate)
         self.behavior.calibrations[run] = Calibration(self._calibration_state(run), amax)
 
     def partial_amax(
@@ -272,8 +280,7 @@ class ForwardRunner:
         reused. Raises NoForward if the model does not write to a KV cache that has a format.
         """
         forms, amax = self._forms(), self.amax_of("candidate")
-        for names in self.model.cache_names.values():
-            forms |= {name: self._form_of_cache(name, amax) for name in names}
+        forms |= {name: self._form_of_cache(name, amax) for name in self.model.tree.caches}
         cache, earlier = _new_cache(forms, options), options.earlier
         prefix, reused = 0, dict[tuple[str, int], int]()
         if earlier is not None and earlier.only == options.cached:
@@ -368,7 +375,10 @@ class ForwardRunner:
 
     def _cache_rounding(self, amax: Mapping[str, torch.Tensor], inside: Callable[[str], bool]) -> CacheRounding | None:
         model = self.model
-        return CacheRounding(model.cache_names, model.cache_formats, amax, inside) if model.cache_formats else None
+        if not model.cache_formats:
+            return None
+        states = model.tree.kv_cache.states if model.state_formats else ()
+        return CacheRounding(model.cache_names, model.cache_formats, amax, inside, states=states)
 
     @contextmanager
     def _same_state(self, mode: WeightMode) -> Iterator[None]:
@@ -410,6 +420,7 @@ class ForwardRunner:
             if caches is not None:
                 contexts.enter_context(self._for_all("caches", watched_caches))
                 contexts.enter_context(watching_caches(caches, mode))
+                contexts.enter_context(caches.around(self.model.module))
             contexts.enter_context(foreign_code())
             yield
 

@@ -8,9 +8,13 @@ from dtype_engine.core.dtypes import quantizes_activations
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.kv_formats import SCANNED
 from dtype_engine.core.options import RunSettings
+from dtype_engine.core.units import plural
 from dtype_engine.recipe.plan import dtype_given
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.modes.reference import equals_reference
+
+NOT_SCORED = "states are rounded after each token, and a scan runs all tokens of a text at once"
+"""Why a scan has no scores of recurrent states."""
 
 
 def scanned_dtypes(model: LiveModel, targets: Sequence[str]) -> dict[str, tuple[str, ...]]:
@@ -25,9 +29,20 @@ def scanned_dtypes(model: LiveModel, targets: Sequence[str]) -> dict[str, tuple[
         for name, weight in model.weights.items()
         if weight.info.castable and weight.info.persistent
     }
-    if of_caches and not model.tree.caches:
-        raise UserError(f"{of_caches[0]}: {model.tree.kv_cache.none_because or 'the model keeps no KV cache'}")
-    return wanted | (dict.fromkeys(model.tree.caches, of_caches) if of_caches else {})
+    cache = model.tree.kv_cache
+    names = [tensor.name for tensor in cache.of_tokens]
+    if of_caches and not names:
+        only = f"the model keeps recurrent states alone, which are not scored: {NOT_SCORED}" if cache.states else ""
+        raise UserError(f"{of_caches[0]}: {cache.none_because or only or 'the model keeps no KV cache'}")
+    return wanted | (dict.fromkeys(names, of_caches) if of_caches else {})
+
+
+def states_left_out(model: LiveModel, targets: Sequence[str]) -> tuple[str, ...]:
+    """Return a notice if formats of KV caches are scanned, and the model also has states of recurrent layers, which are not."""
+    states = model.tree.kv_cache.states
+    if not states or not any(target.startswith(SCANNED) for target in targets):
+        return ()
+    return (f"{plural(len(states), 'recurrent state')} not scored: {NOT_SCORED}",)
 
 
 def is_free(model: LiveModel, name: str, dtype: str, settings: RunSettings) -> bool:

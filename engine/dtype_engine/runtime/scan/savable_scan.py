@@ -22,7 +22,7 @@ from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.modes.reference import reference_name
 from dtype_engine.runtime.scan import saved as scan_file
 from dtype_engine.runtime.scan.cache_writes import scored_bytes
-from dtype_engine.runtime.scan.casts import scanned_dtypes
+from dtype_engine.runtime.scan.casts import scanned_dtypes, states_left_out
 from dtype_engine.runtime.scan.routing import Key
 from dtype_engine.runtime.scan.saved import Fingerprint, SavedScan
 from dtype_engine.runtime.scan.scanned_roundings import RoundingGains, gain_of, nearest_notices
@@ -123,7 +123,12 @@ class SavableScan(ABC):
                 WeightScore(name, dtype, scored_bytes(self.model.tree, name, dtype), *score, gain(name, dtype))
                 for (name, dtype), score in scores.items()
             ),
-            notices=(*self.model.notices, *self._fitted(), *nearest_notices(roundings, self.model.weights)),
+            notices=(
+                *self.model.notices,
+                *self._fitted(),
+                *nearest_notices(roundings, self.model.weights),
+                *states_left_out(self.model, self.dtypes),
+            ),
             activations=self.settings.quantize_activations,
             coverage=self.model.coverage,
             loader=self.model.loader,

@@ -56,7 +56,7 @@ class Casting:
         recipe = self.plan.recipe.then(rule)
         plan = self._planned(recipe)
         if not plan.selections[-1]:
-            raise UserError(explain_no_match(self._model.tree, rule.pattern, plan.selections[-1]))
+            raise UserError(explain_no_match(self._model.tree, rule.pattern, plan.selections[-1], rule.dtype))
         self.push(recipe)
 
     def undo(self) -> bool:

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from dtype_engine.core.errors import OutOfReach
+from dtype_engine.core.kv_cache import STATES
 from dtype_engine.core.tree import Tree
+from dtype_engine.core.units import plural
 from dtype_engine.recipe import Plan, Recipe, Rule
 from dtype_engine.results.drift import DriftReport
 from dtype_engine.results.losses import ValueLoss
@@ -74,7 +76,7 @@ def search_report(
         front=tuple(front.points),
         measured=None if drift is None else scalar_drift(drift.output),
         metrics=() if drift is None else drift.metrics,
-        notices=model.notices,
+        notices=(*model.notices, *_unscored(plan)),
         lost=lost,
         coverage=model.coverage,
         context=context,
@@ -82,3 +84,11 @@ def search_report(
         formats=front.formats,
         output=None if drift is None else drift.output,
     )
+
+
+def _unscored(plan: Plan) -> tuple[str, ...]:
+    """Return a notice if a plan gives formats to recurrent states, which add nothing to its predicted drift."""
+    states = sum(name.endswith(STATES) for name in plan.caches)
+    if not states:
+        return ()
+    return (f"the prediction leaves out {plural(states, 'recurrent state')}, which a scan does not score",)

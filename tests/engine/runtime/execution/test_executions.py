@@ -83,6 +83,11 @@ def test_usual_executions_of_a_net_without_attention_and_tokens_are_those_of_tor
     assert [row.execution.partition("=")[0] for row in session.executions().rows] == ["mkldnn", "threads"]
 
 
+def test_default_that_another_process_sent_is_no_axis() -> None:
+    """Its text is equal to the default, and not the same object."""
+    assert de.Execution(padding="".join(["ri", "ght"]), matmul="".join(["high", "est"])).axes() == {}
+
+
 def test_executions_that_a_model_does_not_have_are_listed_with_the_reason() -> None:
     session = de.open(torch.nn.Linear(4, 4), inputs=torch.ones(2, 4))
     report = session.executions(

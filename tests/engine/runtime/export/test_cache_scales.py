@@ -86,3 +86,51 @@ def test_export_gives_a_notice_about_kv_cache_formats_that_config_cannot_express
     assert told[0].endswith("start vLLM with --kv-cache-dtype fp8 --kv-cache-dtype-skip-layers 0")
     assert "quantization_config" not in json.loads((tmp_path / "export/config.json").read_text())
     assert "kv_cache" in (tmp_path / "export/recipe.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("rules", "told", "in_config"),
+    [
+        (
+            ["*.ssm_state=bf16"],
+            "the formats of recurrent states are in recipe.yaml, not in the checkpoint: start vLLM with "
+            "--mamba-ssm-cache-dtype bfloat16",
+            False,
+        ),
+        (
+            ["*.kv_cache.{k,v}=fp8@tensor", "*.{conv,ssm}_state=f16"],
+            "the formats of recurrent states are in recipe.yaml, not in the checkpoint: start vLLM with "
+            "--mamba-cache-dtype float16 --mamba-ssm-cache-dtype float16",
+            True,
+        ),
+        (
+            ["*.kv_cache.{k,v}=fp8", "*.0.*.ssm_state=bf16"],
+            "the formats of KV caches are in recipe.yaml, not in the checkpoint: vLLM has one dtype for the recurrences of all "
+            "layers",
+            False,
+        ),
+    ],
+)
+def test_export_gives_a_notice_that_only_the_recipe_has_the_formats_of_states(
+    rules: list[str], told: str, in_config: bool, tmp_path: Path
+) -> None:
+    config = transformers.JambaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        attn_layer_period=2, attn_layer_offset=1, num_experts=2, use_mamba_kernels=False, mamba_d_state=4,
+    )  # fmt: skip
+    transformers.JambaForCausalLM(config).save_pretrained(tmp_path / "jamba")
+    ids = torch.arange(3, 20)[None]
+    session = de.open(str(tmp_path / "jamba"), inputs=[{"input_ids": ids}])
+    session.use_recipe(de.Recipe.of(map(de.Rule.parse, rules)))
+    report = session.export(tmp_path / "export")
+    assert [notice for notice in report.notices if "recipe.yaml" in notice] == [told]
+    settings = json.loads((tmp_path / "export/config.json").read_text())
+    assert ("quantization_config" in settings) == in_config
+    assert "_state" in (tmp_path / "export/recipe.yaml").read_text()
+    with safe_open(tmp_path / "export/model.safetensors", "np") as file:
+        assert sorted(name for name in list(file.keys()) if name.endswith("_scale")) == [
+            f"model.layers.{layer}.self_attn.{part}_scale" for layer in (1, 3) for part in "kv" if in_config
+        ]
+    again = de.open(str(tmp_path / "export"), inputs=[{"input_ids": ids}])
+    again.use_recipe(session.recipe)
+    assert again.plan.caches == session.plan.caches

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
+from tests.helpers.transformers_caches import cache_argument, cache_of
 
 import dtype_engine as de
 from dtype_engine.cli import cli
@@ -24,6 +26,8 @@ from dtype_engine.runtime.passes.runner import ForwardRunner
 
 MODELS = '''
 import torch
+import transformers
+from tests.helpers.transformers_caches import cache_argument, cache_of
 from torch import nn
 
 
@@ -72,6 +76,8 @@ class Speech(nn.Module):
 '''
 METRICS = """
 import torch
+import transformers
+from tests.helpers.transformers_caches import cache_argument, cache_of
 
 LETTERS = "-abcde"
 
@@ -272,6 +278,41 @@ def test_user_metric_is_computed_with_rounded_kv_caches(lab: Path) -> None:
     with ForwardRunner(session.model, session.settings, never) as runner:
         output = runner.candidate(runner.candidate_call(session.need_inputs().batches[0])).output
     assert found.candidate == pytest.approx(main_output(output)[1].max().item(), rel=1e-6) != found.reference
+
+
+def test_user_metric_is_computed_token_by_token_with_rounded_recurrent_states(lab: Path) -> None:
+    """Its value is that of a loop of plain transformers that rounds by hand. A metric that runs the model by itself is refused."""
+    Path("seen.py").write_text(
+        "def largest(output, inputs):\n    return float(output.logits.max())\n\n\ndef own(model):\n    return 1.0"
+    )
+    torch.manual_seed(0)
+    config = transformers.Mamba2Config(
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=8, num_heads=4, head_dim=16, n_groups=1, chunk_size=8,
+        initializer_range=0.3,
+    )  # fmt: skip
+    transformers.Mamba2ForCausalLM(config).save_pretrained("mamba")
+    ids = torch.arange(3, 40)[None]
+    np.savez("ids.npz", input_ids=ids.numpy())
+    session = de.open("mamba", options=de.Options(metrics=("seen.py:largest",), tensors=Path("ids.npz"), device="cpu"))
+    session.cast("*.ssm_state", "f16")
+    (found,) = session.drift().metrics
+    module: Any = transformers.Mamba2ForCausalLM.from_pretrained("mamba").eval()
+    cache, largest = None, -np.inf
+    with torch.no_grad():
+        for at in range(ids.shape[1]):
+            given = {} if cache is None else {cache_argument(module): cache}
+            output = module(ids[:, at : at + 1], use_cache=True, **given)
+            cache, largest = cache_of(output), max(largest, float(output.logits.max()))
+            for layer in cache.layers:
+                for state in layer.recurrent_states.values():
+                    state.copy_(state.half())
+    assert found.candidate == pytest.approx(largest, abs=1e-12)
+    session = de.open("mamba", options=de.Options(metrics=("seen.py:own",), tensors=Path("ids.npz"), device="cpu"))
+    session.cast("*.ssm_state", "f16")
+    with pytest.raises(
+        UserError, match="own runs the model by itself, on whole texts, where recurrent states are not rounded"
+    ):
+        session.drift()
 
 
 @pytest.mark.parametrize(

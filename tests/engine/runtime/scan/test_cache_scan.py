@@ -109,3 +109,39 @@ def test_search_of_weights_and_kv_caches_under_one_budget_is_optimal() -> None:
         assert found is not None
         assert found.bytes <= budget
         assert found.score == pytest.approx(min(score for size, score in whole if size <= budget), rel=1e-9, abs=1e-15)
+
+
+def _jamba() -> Any:
+    torch.manual_seed(0)
+    config = transformers.JambaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        attn_layer_period=2, attn_layer_offset=1, num_experts=2, use_mamba_kernels=False, mamba_d_state=4,
+        initializer_range=0.3,
+    )  # fmt: skip
+    return transformers.JambaForCausalLM(config).eval()
+
+
+def test_scan_scores_keys_and_values_of_a_hybrid_model_and_says_that_it_leaves_out_its_states() -> None:
+    session = de.open(_jamba(), inputs=[{"input_ids": architectures.tokens(24, vocabulary=64)}])
+    report = session.scan(("bfloat16", "kv:fp8"), draws=2)
+    scored = {weight.name.rpartition(".")[2] for weight in report.weights if weight.dtype.startswith("kv:")}
+    assert scored == {"k", "v"}
+    assert any(notice.startswith("4 recurrent states not scored") for notice in report.notices)
+    assert not any("not scored" in notice for notice in session.scan(("bfloat16",), draws=2).notices)
+    session.scanned = report
+    session.use_recipe(de.Recipe.of([de.Rule.parse("*.kv_cache.{k,v}=fp8"), de.Rule.parse("*.0.*.ssm_state=bf16")]))
+    with pytest.raises(de.UserError, match=r"layers\.0\.mamba\.kv_cache\.ssm_state in bfloat16 has no score"):
+        session.predict()
+    constraints = Constraints(only=(("*.ssm_state", ("kv:float16",)),), context=CONTEXT)
+    found = session.search(budget=None, max_drift=1e9, constraints=constraints, measure=True)
+    assert {form for name, form in session.plan.caches.items() if name.endswith("ssm_state")} == {"float16"}
+    assert found.measured is not None
+    assert any("the prediction leaves out 2 recurrent states" in notice for notice in found.notices)
+    with pytest.raises(de.UserError, match="only states of recurrences can"):
+        session.scan(("kv:f16@stochastic",))
+
+
+def test_scan_of_a_model_with_states_alone_is_refused_with_the_reason() -> None:
+    module, inputs = architectures.make("mamba")
+    with pytest.raises(de.UserError, match="the model keeps recurrent states alone, which are not scored"):
+        de.open(module, inputs=inputs).scan(("kv:fp8",))
