@@ -1,7 +1,8 @@
 """The formats of a KV cache: their names, scales and bytes.
 
 A KV cache consists of tensors [batch, heads, tokens, width], such as the keys of one layer. The formats are those that runtimes
-offer: vLLM, TensorRT-LLM (NVFP4) and KIVI (Liu et al., 2024). `engine/docs/kv-cache.md` says what each of them means.
+offer: vLLM, TensorRT-LLM (NVFP4) and KIVI (Liu et al., 2024). `engine/docs/kv-cache.md` says what each of them means. Those of vLLM
+are as in version 0.33 (`vllm/config/cache.py`, `CacheDType`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import msgspec
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
-from dtype_engine.core.kv_cache import KV_CACHE, PARTS
+from dtype_engine.core.kv_cache import KV_CACHE, PARTS, KVCacheTensor
 from dtype_engine.core.suggest import nearest
 
 SCANNED = "kv:"
@@ -28,19 +29,33 @@ class KVFormat(msgspec.Struct, frozen=True):
 
     name: str
     dtype: str
-    """A key of `dtypes.BY_NAME`: the dtype of an element, or a block format. "" for integers with zero points."""
-    scales: Literal["none", "tensor", "head", "token", "blocks", "kivi"] = "none"
+    """A key of `dtypes.BY_NAME`: the dtype of an element, or a block format. "" for integers with zero points and TurboQuant."""
+    scales: Literal["none", "tensor", "head", "token", "blocks", "kivi", "turboquant"] = "none"
     """Which values share a scale. "tensor": all. "head": those of a head. "token": those of one token in one head. "blocks":
     those of a block within one token and head. "kivi": for keys, those of one channel in `GROUP` tokens; for values, those of
-    one token in `GROUP` channels.
+    one token in `GROUP` channels. "turboquant": those of one token in one head; for keys, the scale is their norm.
     """
     bits: int = 0
     """The number of bits of an element, without scales."""
+    value_bits: int = 0
+    """For TurboQuant, the number of bits of an element of the values; `bits` are then those of the keys."""
 
     @property
     def calibrated(self) -> bool:
         """Whether scales are computed once, from the calibration inputs, and then kept for all tokens."""
-        return self.scales in ("tensor", "head") or self.name == "nvfp4"
+        return self.scales in ("tensor", "head") or self.dtype == "nvfp4"
+
+    def why_not(self, tensor: KVCacheTensor) -> str | None:
+        """Return why a tensor of a cache can't have the format, for the user, or None if it can."""
+        latent = tensor.part in ("latent", "rope")
+        if self.scales != "turboquant":
+            return None
+        width = tensor.per_token // tensor.heads
+        if latent:
+            return "vLLM has no TurboQuant for multi-head latent attention"
+        if self.bits < 8 and (width < 8 or width & (width - 1)):
+            return f"TurboQuant takes heads whose width is a power of two from 8 on, and these have {width} channels"
+        return None
 
     def nbytes(self, shape: Sequence[int], keys: bool) -> int:
         """Return the bytes of a tensor with `shape` [batch, heads, tokens, width], scales included. keys: whether it holds
@@ -58,6 +73,10 @@ class KVFormat(msgspec.Struct, frozen=True):
             scale = 1 if block.tensor_scale else 2
             of_row = -(-width * self.bits // 8) + scale * -(-width // block.columns)
             return batch * heads * tokens * of_row + (dtypes.SCALE_BYTES if block.tensor_scale else 0)
+        if self.scales == "turboquant":
+            # An fp8 key has no scale, a rounded key a norm in float16, and a value a scale and a minimum in float16.
+            beside = 4 if not keys else 2 if self.bits < 8 else 0
+            return batch * heads * tokens * (-(-width * (self.bits if keys else self.value_bits) // 8) + beside)
         scales = {"none": 0, "tensor": 1, "head": heads, "token": batch * heads * tokens}[self.scales]
         return math.prod((batch, heads, tokens)) * -(-width * self.bits // 8) + dtypes.SCALE_BYTES * scales
 
@@ -78,6 +97,10 @@ KV_FORMATS = {
         KVFormat("nvfp4", "nvfp4", "blocks", 4),
         KVFormat("int4@kivi", "", "kivi", 4),
         KVFormat("int2@kivi", "", "kivi", 2),
+        KVFormat("turboquant_k8v4", "", "turboquant", 8, 4),
+        KVFormat("turboquant_4bit_nc", "", "turboquant", 4, 4),
+        KVFormat("turboquant_k3v4_nc", "", "turboquant", 3, 4),
+        KVFormat("turboquant_3bit_nc", "", "turboquant", 3, 3),
     )
 }
 """All formats of a KV cache, keyed by their name in rules."""
