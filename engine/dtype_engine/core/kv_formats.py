@@ -39,6 +39,8 @@ class KVFormat(msgspec.Struct, frozen=True):
     """The number of bits of an element, without scales."""
     value_bits: int = 0
     """For TurboQuant, the number of bits of an element of the values; `bits` are then those of the keys."""
+    queries: bool = False
+    """Whether attention rounds queries, too: to float8_e4m3fn without a scale. A format of keys decides this."""
 
     @property
     def calibrated(self) -> bool:
@@ -48,6 +50,8 @@ class KVFormat(msgspec.Struct, frozen=True):
     def why_not(self, tensor: KVCacheTensor) -> str | None:
         """Return why a tensor of a cache can't have the format, for the user, or None if it can."""
         latent = tensor.part in ("latent", "rope")
+        if self.queries and latent:
+            return "the queries of multi-head latent attention are rounded in another place, which is not measured"
         if self.scales != "turboquant":
             return None
         width = tensor.per_token // tensor.heads
@@ -104,11 +108,43 @@ KV_FORMATS = {
     )
 }
 """All formats of a KV cache, keyed by their name in rules."""
+QUERIES = "+q"
+"""The end of the name of a format with which attention rounds queries, too, as in `fp8@tensor+q`."""
+_STORED_AS = {
+    name.replace(_FP8, "fp8") + QUERIES: name for name in (_FP8, _FP8 + dtypes.PER_TENSOR, "fp8@head", "nvfp4")
+}
+KV_FORMATS |= {
+    name: msgspec.structs.replace(KV_FORMATS[stored], name=name, queries=True) for name, stored in _STORED_AS.items()
+}
 ONLY_KV = frozenset(KV_FORMATS) - frozenset(dtypes.CASTABLE_DTYPES)
 """The names of the formats that KV caches can have and weights can't."""
 
 
 _OF_VLLM = {f"{name}_per_token_head": f"{name}@token" for name in ("fp8", "int8", "int4")}
+NOT_MEASURED = {
+    "auto": "it is the dtype in which the model computes: give the cache that dtype, or stored",
+    "fp8_inc": "vLLM has it for Intel Gaudi",
+    "fp8_ds_mla": "vLLM has it for sparse attention like that of DeepSeek V3.2",
+    "nvfp4_ds_mla": "vLLM has it for sparse attention like that of DeepSeek V3.2",
+    "nvfp4_4over6": "vLLM has it, and chooses between two scales for each block; nvfp4 has one",
+    "octave_k3v4": "vLLM has it for AMD GPUs",
+    "octave_k3v3": "vLLM has it for AMD GPUs",
+    "octave_k3v3_compact": "vLLM has it for AMD GPUs",
+    "ultraquant_4bit": "vLLM has it for AMD GPUs",
+}
+"""What runtimes call formats of KV caches that are not in `KV_FORMATS`, and what is known of each."""
+
+
+def stored_as(name: str) -> str:
+    """Return the name of the format in which a cache is stored whose format is `name`: the same without `QUERIES` at its end."""
+    return _STORED_AS.get(name, name)
+
+
+def with_queries(name: str) -> str | None:
+    """Return the name of the format that is stored like `name`, and with which attention rounds queries. Returns None if there is
+    none, or if `name` is it.
+    """
+    return next((each for each, stored in _STORED_AS.items() if stored == name), None)
 
 
 def names_caches(pattern: str) -> bool:
@@ -128,6 +164,13 @@ def parse_format(text: str) -> str:
     whole = _OF_VLLM.get(whole, whole)
     if whole in KV_FORMATS:
         return whole
+    if whole in NOT_MEASURED:
+        raise UserError(f"a KV cache in {whole} can't be measured: {NOT_MEASURED[whole]}")
+    if whole.endswith(QUERIES):
+        if (found := with_queries(parse_format(whole.removesuffix(QUERIES)))) is not None:
+            return found
+        known = ", ".join(_STORED_AS)
+        raise UserError(f"a KV cache can't be {text.strip()!r}: the formats with which queries are rounded are {known}")
     word, _, scales = whole.partition("@")
     if word in ("float8_e4m3fn", "e4m3", "fp8_e4m3") and f"fp8@{scales}" in KV_FORMATS:
         return f"fp8@{scales}"

@@ -77,8 +77,16 @@ def test_rule_with_a_kv_cache_format_casts_no_weight(tree: Tree) -> None:
         ("*.kv_cache=int8", "did you mean int8@token?"),
         ("*.mlp=int4@kivi", "only KV caches can be int4@kivi: write a pattern that names them"),
         ("*=fp8@head", "only KV caches can be fp8@head"),
+        ("*.mlp=fp8+q", "only KV caches can be fp8+q"),
         (
+            "*.kv_cache=fp8e5+q",
+            "the formats with which queries are rounded are fp8+q, fp8@tensor+q, fp8@head+q, nvfp4+q",
         ),
+        ("*.kv_cache=fp8+q+q", "a KV cache can't be 'fp8+q+q'"),
+        ("*.kv_cache=int9+q", "a KV cache can't be 'int9'"),
+        ("*.kv_cache=nvfp4_4over6", "a KV cache in nvfp4_4over6 can't be measured: vLLM has it, and chooses"),
+        ("*.kv_cache=FP8_DS_MLA", "a KV cache in fp8_ds_mla can't be measured: vLLM has it for sparse attention"),
+        ("*.kv_cache=auto", "it is the dtype in which the model computes"),
     ],
 )
 def test_invalid_dtypes_for_kv_caches_and_weights_are_refused(rule: str, words: str) -> None:
@@ -92,6 +100,7 @@ def test_invalid_dtypes_for_kv_caches_and_weights_are_refused(rule: str, words: 
     [
         ("fp8", "float8_e4m3fn"), ("FP8@Tensor", "float8_e4m3fn@tensor"), ("e4m3@head", "fp8@head"), ("bf16", "bfloat16"),
         ("int8_per_token_head", "int8@token"), ("float8_e4m3fn@token", "fp8@token"), ("fp8e5", "float8_e5m2"),
+        ("e4m3+q", "fp8+q"), ("FP8@tensor+Q", "fp8@tensor+q"), ("fp8_e4m3", "float8_e4m3fn"),
         ("turboquant_k8v4", "turboquant_k8v4"), ("int4_per_token_head", "int4@token"),
     ],
 )  # fmt: skip
@@ -111,6 +120,8 @@ def test_names_that_runtimes_give_to_kv_cache_formats_are_parsed(text: str, name
         ("int4@token", 76800 + 4 * 2400, 76800 + 4 * 2400),
         ("int4@g32", 76800 + 2 * 2 * 2400, 76800 + 2 * 2 * 2400),
         ("nvfp4", 76800 + 4 * 2400 + 4, 76800 + 4 * 2400 + 4),
+        ("fp8@tensor+q", 153604, 153604),
+        ("nvfp4+q", 76800 + 4 * 2400 + 4, 76800 + 4 * 2400 + 4),
         # a norm beside a row of keys, scale and minimum beside one of values, each in 2 bytes
         ("turboquant_k8v4", 153600, 2400 * (32 + 4)),
         ("turboquant_4bit_nc", 2400 * (32 + 2), 2400 * (32 + 4)),

@@ -1,9 +1,12 @@
-"""Intercepts what a forward pass writes into KV caches, and rounds it to the formats of a recipe.
+"""Intercepts what a forward pass writes into KV caches, and rounds it to the formats of a recipe. Also rounds queries, if a format
+says so.
 
 transformers' models write keys and values by `Cache.update(keys, values, layer)`, and attend to what it returns. MLA writes its
 latent vector and its rotary key in the same way. Formats with static scales or with a scale per token are applied to what is
 written. Every token is thus rounded once, no matter whether tokens are processed together or one by one. KIVI is applied to what is
 read, since its groups contain many tokens.
+
+Queries are intercepted where a model calls the kernel of its attention, which it looks up by transformers' `AttentionInterface`.
 """
 
 from __future__ import annotations
@@ -17,10 +20,10 @@ from typing import Any
 import torch
 
 from dtype_engine.core.kv_formats import KV_FORMATS
-from dtype_engine.runtime.libraries.hf_private import cache_updates_by
+from dtype_engine.runtime.libraries.hf_private import attention_queries_by, cache_updates_by
 from dtype_engine.runtime.libraries.torch_private import WithoutModes
 from dtype_engine.runtime.modes.weight_mode import WeightMode
-from dtype_engine.runtime.numerics.kv_rounding import head_amax, round_cache
+from dtype_engine.runtime.numerics.kv_rounding import head_amax, round_cache, round_queries
 
 CACHE_FIELDS = ("cache", "past_key_values", "cache_params")
 """The names by which transformers' models take and return a cache: the first from 5.24 on, before that one of the others."""
@@ -31,9 +34,21 @@ CacheNames = Mapping[str, tuple[str, ...]]
 
 
 class CacheWatcher:
-    """Intercepts what a forward pass writes into KV caches, and what it reads from them. This base class returns everything
-    unchanged. module: the name of the attention module. part: 0 for keys, 1 for values.
+    """Intercepts what a forward pass writes into KV caches, what it reads from them, and the queries. This base class returns
+    everything unchanged. module: the name of the attention module. part: 0 for keys, 1 for values.
     """
+
+    takes_queries: bool = False
+    """Whether `asked` is to be called."""
+
+    def asked(self, module: str, queries: torch.Tensor) -> torch.Tensor:
+        """Return the tensor that attention uses instead of `queries`: [batch, heads, tokens, width]."""
+        return queries
+
+    @property
+    def unseen(self) -> list[str]:
+        """The names of the keys that the pass has written, but whose queries it should have given to `asked`, and did not."""
+        return []
 
     def written(self, module: str, part: int, states: torch.Tensor, finished: int) -> torch.Tensor:
         """Return what to store instead of the keys or values `states` of new tokens: [batch, heads, tokens, width]. part: 0 for
@@ -59,6 +74,23 @@ class CacheRounding(CacheWatcher):
     """Returns whether to round the cache tensor with a given name. By default, all that have a format are rounded."""
     first_use: dict[str, int] = field(default_factory=dict)
     """How many module calls had ended before a cache tensor with a format was first written, keyed by the tensor's name."""
+    seen: set[str] = field(default_factory=set)
+    """The names of the keys for whose formats queries were intercepted."""
+    takes_queries: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.takes_queries = any(KV_FORMATS[form].queries for form in self.formats.values())
+
+    def asked(self, module: str, queries: torch.Tensor) -> torch.Tensor:
+        if (name := self._name(module, 0)) is None or not KV_FORMATS[self.formats[name]].queries:
+            return queries
+        self.seen.add(name)
+        return round_queries(queries) if self.inside(name) else queries
+
+    @property
+    def unseen(self) -> list[str]:
+        keys = (name for names in self.names.values() for name in names[:1] if name in self.first_use)
+        return [name for name in keys if KV_FORMATS[self.formats[name]].queries and name not in self.seen]
 
     def written(self, module: str, part: int, states: torch.Tensor, finished: int) -> torch.Tensor:
         if (name := self._name(module, part)) is None:
@@ -117,6 +149,19 @@ def watching_caches(watcher: CacheWatcher, mode: WeightMode) -> Iterator[None]:
 def watched_caches() -> AbstractContextManager[None]:
     """Return a context in which a thread's reads and writes of KV caches go to the watcher that `watching_caches` has set."""
     return cache_updates_by(_update)
+
+
+def watched_queries() -> AbstractContextManager[None]:
+    """Return a context in which a thread's queries go to the watcher that `watching_caches` has set."""
+    return attention_queries_by(_ask)
+
+
+def _ask(queries: torch.Tensor) -> torch.Tensor:
+    if (watch := _watching.get()) is None:
+        return queries
+    watcher, mode = watch
+    with WithoutModes():
+        return watcher.asked(mode.module, queries)
 
 
 def _update(update: Callable[..., Any], keys: torch.Tensor, values: torch.Tensor) -> Any:

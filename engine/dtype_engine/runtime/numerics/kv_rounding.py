@@ -45,6 +45,12 @@ def round_cache(values: torch.Tensor, name: str, keys: bool, amax: torch.Tensor 
     return found
 
 
+def round_queries(queries: torch.Tensor) -> torch.Tensor:
+    """Return queries after rounding to float8_e4m3fn without a scale, in their own dtype. Values that are not finite stay."""
+    queries = queries.detach()
+    return torch.where(torch.isfinite(queries), _in_float8(queries, "float8_e4m3fn").to(queries.dtype), queries)
+
+
 def head_amax(values: torch.Tensor) -> torch.Tensor:
     """Return the largest finite |value| of each head of keys or values [batch, heads, tokens, width]: float32 [heads]."""
     magnitudes = values.detach().float().abs().nan_to_num_(0.0, 0.0, 0.0)

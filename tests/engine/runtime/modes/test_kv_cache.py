@@ -181,7 +181,7 @@ def test_kv_cache_drift_equals_that_computed_with_an_independent_cache(session: 
 
 @pytest.mark.parametrize(
     ("architecture", "name"),
-    [("llama", name) for name in (*BY_TOKEN, "turboquant_4bit_nc", "turboquant_3bit_nc")]
+    [("llama", name) for name in (*BY_TOKEN, "fp8+q", "nvfp4+q", "turboquant_4bit_nc", "turboquant_3bit_nc")]
     + [(each, "fp8@head") for each in ("gemma3", "gpt2", "deepseek_v3", "falcon")],
 )
 def test_kv_cache_rounding_in_one_pass_equals_rounding_while_decoding_token_by_token(
