@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from dtype_engine.core import dtypes
+from dtype_engine.core.kv_formats import stored_as
 from dtype_engine.core.tree import Tree
 from dtype_engine.recipe.kv_serving import cache_serving
 from dtype_engine.runtime.export.contents import Contents, ExportTensor
@@ -28,9 +29,9 @@ def cache_scheme(tree: Tree, caches: Mapping[str, str]) -> dict[str, Any] | None
     can only say that the keys and values of all layers are in fp8 with calibrated scales, one for each tensor or one for each
     head. caches: the formats by the names of the cache tensors.
     """
-    forms = {caches.get(tensor.name) for tensor in tree.kv_cache.tensors if tensor.castable}
+    forms = {stored_as(caches.get(tensor.name, "")) for tensor in tree.kv_cache.tensors if tensor.castable}
     parts = {tensor.part for tensor in tree.kv_cache.tensors if tensor.castable}
-    strategy = _STRATEGIES.get(next(iter(forms)) or "") if len(forms) == 1 else None
+    strategy = _STRATEGIES.get(next(iter(forms))) if len(forms) == 1 else None
     if strategy is None or parts != {"k", "v"}:
         return None
     return {"num_bits": 8, "type": "float", "strategy": strategy, "dynamic": False, "symmetric": True}
