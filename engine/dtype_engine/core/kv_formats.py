@@ -169,8 +169,9 @@ def parse_format(text: str) -> str:
     if whole.endswith(QUERIES):
         if (found := with_queries(parse_format(whole.removesuffix(QUERIES)))) is not None:
             return found
-        known = ", ".join(_STORED_AS)
-        raise UserError(f"a KV cache can't be {text.strip()!r}: the formats with which queries are rounded are {known}")
+        raise UserError(
+            f"a KV cache can't be {text.strip()!r}: the formats with which queries are rounded are {', '.join(_STORED_AS)}"
+        )
     word, _, scales = whole.partition("@")
     if word in ("float8_e4m3fn", "e4m3", "fp8_e4m3") and f"fp8@{scales}" in KV_FORMATS:
         return f"fp8@{scales}"

@@ -20,13 +20,18 @@ def hadamard(rows: torch.Tensor) -> torch.Tensor:
     """Return H x for each row x of a tensor [..., n], without a factor. n is a power of two. Each result is a sum of the same terms
     in the same order, however many rows there are.
     """
-    shape, apart = rows.shape, 1
-    while apart < shape[-1]:
-        pairs = rows.reshape(-1, 2, apart)
-        first, second = pairs[:, :1], pairs[:, 1:]
-        rows = torch.cat([first + second, first - second], dim=1)
+    width, apart = rows.shape[-1], 1
+    summed = (
+        rows.reshape(-1, width).t().clone(memory_format=torch.contiguous_format)
+    )  # all rows of a channel side by side
+    other = torch.empty_like(summed)
+    while apart < width:
+        pairs, sums = (each.view(-1, 2, apart * summed.shape[1]) for each in (summed, other))
+        torch.add(pairs[:, 0], pairs[:, 1], out=sums[:, 0])
+        torch.sub(pairs[:, 0], pairs[:, 1], out=sums[:, 1])
+        summed, other = other, summed
         apart *= 2
-    return rows.reshape(shape)
+    return summed.t().contiguous().view(rows.shape)
 
 
 def block_of(width: int) -> int:

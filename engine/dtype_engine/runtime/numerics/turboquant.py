@@ -25,7 +25,7 @@ _STEPS, _TOLERANCE, _INTERVALS = 200, 1e-10, 200
 def rounded_keys(rows: torch.Tensor, bits: int) -> torch.Tensor:
     """Return keys [rows, width] after rounding to `bits` bits for a channel. width is a power of two."""
     width = rows.shape[-1]
-    norms = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
+    norms: torch.Tensor = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
     turned = divide(hadamard(rows / (norms + 1e-8)), math.sqrt(width))
     codes = torch.tensor(codebook(width, bits), dtype=torch.float32, device=rows.device)
     middles = divide(codes[:-1] + codes[1:], 2)

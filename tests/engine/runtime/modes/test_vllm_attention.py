@@ -21,6 +21,7 @@ import dtype_engine as de
 from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.runtime.device import has_float64
 from dtype_engine.runtime.numerics.kv_rounding import round_cache, round_queries
+from dtype_engine.runtime.numerics.rotations import hadamard, signed_hadamard, undo_signed_hadamard
 
 IDS = (torch.arange(2 * 40).reshape(2, 40) * 13 + 5) % 61
 QUERY_HEADS, HEADS, WIDTH, WINDOW = 4, 2, 32, 12
@@ -258,6 +259,18 @@ def test_values_of_turboquant_equal_those_of_the_formulas(name: str, keys: int, 
     found = round_cache(x, name, False).numpy()
     np.testing.assert_allclose(found, vllm_caches.turboquant_values(x.numpy(), values), rtol=0, atol=1e-6)
     assert all(len(np.unique(row)) <= 2**values for row in found.reshape(-1, 64))
+
+
+def test_rotation_leaves_its_argument_as_it_is() -> None:
+    for shape in ((1, 8), (3, 8), (5, 1), (2, 3, 12)):
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(6))
+        before = x.clone()
+        turned = signed_hadamard(x)
+        matrix, _ = vllm_caches.signed_hadamard(shape[-1])
+        np.testing.assert_allclose(turned.numpy(), x.double().numpy() @ matrix, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(undo_signed_hadamard(turned).numpy(), before.numpy(), rtol=0, atol=1e-6)
+        hadamard(x[..., :1])
+        assert torch.equal(x, before)
 
 
 def test_values_that_are_not_finite_stay_in_every_format() -> None:
