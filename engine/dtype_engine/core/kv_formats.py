@@ -101,10 +101,10 @@ KV_FORMATS = {
         KVFormat("nvfp4", "nvfp4", "blocks", 4),
         KVFormat("int4@kivi", "", "kivi", 4),
         KVFormat("int2@kivi", "", "kivi", 2),
-        KVFormat("turboquant_k8v4", "", "turboquant", 8, 4),
-        KVFormat("turboquant_4bit_nc", "", "turboquant", 4, 4),
-        KVFormat("turboquant_k3v4_nc", "", "turboquant", 3, 4),
-        KVFormat("turboquant_3bit_nc", "", "turboquant", 3, 3),
+        KVFormat("tq@k8v4", "", "turboquant", 8, 4),
+        KVFormat("tq@k4v4", "", "turboquant", 4, 4),
+        KVFormat("tq@k3v4", "", "turboquant", 3, 4),
+        KVFormat("tq@k3v3", "", "turboquant", 3, 3),
     )
 }
 """All formats of a KV cache, keyed by their name in rules."""
@@ -120,7 +120,12 @@ ONLY_KV = frozenset(KV_FORMATS) - frozenset(dtypes.CASTABLE_DTYPES)
 """The names of the formats that KV caches can have and weights can't."""
 
 
-_OF_VLLM = {f"{name}_per_token_head": f"{name}@token" for name in ("fp8", "int8", "int4")}
+OF_VLLM = {
+    **{f"{name}_per_token_head": f"{name}@token" for name in ("fp8", "int8", "int4")},
+    "turboquant_k8v4": "tq@k8v4", "turboquant_4bit_nc": "tq@k4v4", "turboquant_k3v4_nc": "tq@k3v4",
+    "turboquant_3bit_nc": "tq@k3v3",
+}  # fmt: skip
+"""Formats of `KV_FORMATS` by vLLM's names, where no other format has this name."""
 NOT_MEASURED = {
     "auto": "it is the dtype in which the model computes: give the cache that dtype, or stored",
     "fp8_inc": "vLLM has it for Intel Gaudi",
@@ -161,7 +166,7 @@ def may_name_caches(pattern: str) -> bool:
 def parse_format(text: str) -> str:
     """Parse a format (`fp8`, `bf16`, `int4@kivi`, `stored`) to a name in `KV_FORMATS` or `dtypes.STORED`. Raises UserError."""
     whole = text.strip().lower().removeprefix("torch.")
-    whole = _OF_VLLM.get(whole, whole)
+    whole = OF_VLLM.get(whole, whole)
     if whole in KV_FORMATS:
         return whole
     if whole in NOT_MEASURED:

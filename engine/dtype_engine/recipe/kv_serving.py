@@ -16,15 +16,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dtype_engine.core import dtypes
-from dtype_engine.core.kv_formats import KV_FORMATS, stored_as, with_queries
+from dtype_engine.core.kv_formats import KV_FORMATS, OF_VLLM, stored_as, with_queries
 from dtype_engine.core.tree import Tree
 
 _FP8 = "float8_e4m3fn"
 _VLLM = {
     _FP8: "fp8", "float8_e5m2": "fp8_e5m2", _FP8 + dtypes.PER_TENSOR: "fp8", "fp8@head": "fp8",
-    "fp8@token": "fp8_per_token_head", "int8@token": "int8_per_token_head", "int4@token": "int4_per_token_head",
-    "nvfp4": "nvfp4", "bfloat16": "bfloat16", "float16": "float16",
-    **{name: name for name, form in KV_FORMATS.items() if form.scales == "turboquant"},
+    "nvfp4": "nvfp4", "bfloat16": "bfloat16", "float16": "float16", **{name: theirs for theirs, name in OF_VLLM.items()},
 }  # fmt: skip
 _KEPT_WIDE = 2
 """How many layers at each end of a model vLLM leaves unrounded with TurboQuant, but at most half of the layers at each end

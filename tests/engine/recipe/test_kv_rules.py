@@ -101,7 +101,7 @@ def test_invalid_dtypes_for_kv_caches_and_weights_are_refused(rule: str, words: 
         ("fp8", "float8_e4m3fn"), ("FP8@Tensor", "float8_e4m3fn@tensor"), ("e4m3@head", "fp8@head"), ("bf16", "bfloat16"),
         ("int8_per_token_head", "int8@token"), ("float8_e4m3fn@token", "fp8@token"), ("fp8e5", "float8_e5m2"),
         ("e4m3+q", "fp8+q"), ("FP8@tensor+Q", "fp8@tensor+q"), ("fp8_e4m3", "float8_e4m3fn"),
-        ("turboquant_k8v4", "turboquant_k8v4"), ("int4_per_token_head", "int4@token"),
+        ("turboquant_k8v4", "tq@k8v4"), ("turboquant_4bit_nc", "tq@k4v4"), ("int4_per_token_head", "int4@token"),
     ],
 )  # fmt: skip
 def test_names_that_runtimes_give_to_kv_cache_formats_are_parsed(text: str, name: str) -> None:
@@ -123,10 +123,10 @@ def test_names_that_runtimes_give_to_kv_cache_formats_are_parsed(text: str, name
         ("fp8@tensor+q", 153604, 153604),
         ("nvfp4+q", 76800 + 4 * 2400 + 4, 76800 + 4 * 2400 + 4),
         # a norm beside a row of keys, scale and minimum beside one of values, each in 2 bytes
-        ("turboquant_k8v4", 153600, 2400 * (32 + 4)),
-        ("turboquant_4bit_nc", 2400 * (32 + 2), 2400 * (32 + 4)),
-        ("turboquant_k3v4_nc", 2400 * (24 + 2), 2400 * (32 + 4)),
-        ("turboquant_3bit_nc", 2400 * (24 + 2), 2400 * (24 + 4)),
+        ("tq@k8v4", 153600, 2400 * (32 + 4)),
+        ("tq@k4v4", 2400 * (32 + 2), 2400 * (32 + 4)),
+        ("tq@k3v4", 2400 * (24 + 2), 2400 * (32 + 4)),
+        ("tq@k3v3", 2400 * (24 + 2), 2400 * (24 + 4)),
         # 256 tokens of keys in 8 groups for each channel, 172 of values in 2 groups for each token; the rest in 16 bits
         ("int2@kivi", 8 * (256 * 16 + 8 * 64 * 4 + 44 * 128), 8 * (172 * 16 + 172 * 2 * 4 + 128 * 128)),
     ],
@@ -146,15 +146,13 @@ def test_turboquant_is_refused_for_heads_that_vllm_can_not_rotate(width: int, fi
         for part, heads in (("q", 4), ("k", 2), ("v", 2))
     )
     tree.kv_cache = kv_cache(tree, of_width)
-    recipe = Recipe.of([Rule.parse("*.kv_cache=turboquant_4bit_nc")])
+    recipe = Recipe.of([Rule.parse("*.kv_cache=tq@k4v4")])
     if fits:
         assert len(require_matches(tree, recipe).caches) == 2
     else:
-        with pytest.raises(
-            UserError, match=rf"kv_cache\.k can't be turboquant_4bit_nc: .* these have {width} channels"
-        ):
+        with pytest.raises(UserError, match=rf"kv_cache\.k can't be tq@k4v4: .* these have {width} channels"):
             require_matches(tree, recipe)
-    assert len(require_matches(tree, Recipe.of([Rule.parse("*.kv_cache=turboquant_k8v4")])).caches) == 2
+    assert len(require_matches(tree, Recipe.of([Rule.parse("*.kv_cache=tq@k8v4")])).caches) == 2
 
 
 def test_kv_cache_rule_for_a_model_without_a_cache_is_refused_with_the_reason() -> None:

@@ -49,7 +49,7 @@ def _plan(tree: Tree, *rules: str) -> dict[str, str]:
         ("vllm", ["*.kv_cache=fp8@tensor+q"], "--kv-cache-dtype fp8"),
         ("vllm", ["*.kv_cache.k=nvfp4+q", "*.kv_cache.v=nvfp4"], "--kv-cache-dtype nvfp4"),
         ("vllm", ["*.kv_cache=int4@token"], "--kv-cache-dtype int4_per_token_head"),
-        ("vllm", ["*.kv_cache=turboquant_k3v4_nc"], "--kv-cache-dtype turboquant_k3v4_nc"),
+        ("vllm", ["*.kv_cache=tq@k3v4"], "--kv-cache-dtype turboquant_k3v4_nc"),
         ("sglang", ["*.kv_cache=fp8+q"], "--kv-cache-dtype fp8_e4m3"),
         ("sglang", ["*.kv_cache=fp8"], "--kv-cache-dtype fp8_e4m3"),
         ("llama.cpp", ["*.kv_cache.k=int8@token", "*.kv_cache.v=int4@g32"], "-ctk q8_0 -ctv q4_0"),
@@ -97,8 +97,8 @@ def test_kv_cache_formats_that_a_runtime_does_not_support_are_refused(runtime: s
         ("vllm", ["*.kv_cache=fp8@head"], ["its scales are read from a checkpoint", "Blackwell GPUs: fp8@head+q measures it"]),
         ("vllm", ["*.kv_cache=fp8@head+q"], ["its scales are read from a checkpoint"]),
         *(("vllm", [f"*.kv_cache={form}"], []) for form in ("fp8+q", "nvfp4+q", "fp8e5", "bf16", "int4@token", "int8@token")),
-        ("vllm", ["*.kv_cache=turboquant_k8v4"], ["unrounded keys", "leaves the first 2 and the last 2 layers unrounded"]),
-        ("vllm", ["*.{1..2}.*.kv_cache=turboquant_k8v4"], ["unrounded keys", "leaves the first 2 and the last 2 layers"]),
+        ("vllm", ["*.kv_cache=tq@k8v4"], ["unrounded keys", "leaves the first 2 and the last 2 layers unrounded"]),
+        ("vllm", ["*.{1..2}.*.kv_cache=tq@k8v4"], ["unrounded keys", "leaves the first 2 and the last 2 layers"]),
     ],
 )  # fmt: skip
 def test_lint_says_where_a_runtime_computes_otherwise_with_kv_caches(
@@ -115,11 +115,11 @@ def test_lint_says_where_a_runtime_computes_otherwise_with_kv_caches(
 
 def test_turboquant_of_the_layers_that_vllm_rounds_has_no_layers_to_report() -> None:
     tree = _tree({"num_hidden_layers": 6}, layers=6)
-    caches = _plan(tree, "*.{2,3}.*.kv_cache=turboquant_3bit_nc")
+    caches = _plan(tree, "*.{2,3}.*.kv_cache=tq@k3v3")
     served = cache_serving(tree, caches, "vllm")
     assert " ".join(served.flags) == "--kv-cache-dtype turboquant_3bit_nc --kv-cache-dtype-skip-layers 0 1 4 5"
     assert [problem.tensors for problem in served.problems] == [tuple(caches)]
-    everywhere = cache_serving(tree, _plan(tree, "*.kv_cache=turboquant_3bit_nc"), "vllm").problems[1]
+    everywhere = cache_serving(tree, _plan(tree, "*.kv_cache=tq@k3v3"), "vllm").problems[1]
     layers = {name.split(".")[2] for name in everywhere.tensors}
     assert layers == {"0", "1", "4", "5"}
 

@@ -86,7 +86,7 @@ ROUNDINGS: dict[str, Callable[[Array, int, Array], Array]] = {
     "fp8@token": lambda x, part, amax: _cast(x, E4M3, np.abs(x).max(-1, keepdims=True) / np.float32(448)),
     "int8@token": lambda x, part, amax: _symmetric(x, np.abs(x).max(-1, keepdims=True) / np.float32(127)),
     "int4@token": lambda x, part, amax: vllm_caches.int4(x),
-    "turboquant_k8v4": lambda x, part, amax: vllm_caches.turboquant_values(x, 4) if part else _cast(x, E4M3),
+    "tq@k8v4": lambda x, part, amax: vllm_caches.turboquant_values(x, 4) if part else _cast(x, E4M3),
     "nvfp4": lambda x, part, amax: _nvfp4(x, float(amax.max())),
     "int4@kivi": _kivi(4),
     "int2@kivi": _kivi(2),
@@ -181,7 +181,7 @@ def test_kv_cache_drift_equals_that_computed_with_an_independent_cache(session: 
 
 @pytest.mark.parametrize(
     ("architecture", "name"),
-    [("llama", name) for name in (*BY_TOKEN, "fp8+q", "nvfp4+q", "turboquant_4bit_nc", "turboquant_3bit_nc")]
+    [("llama", name) for name in (*BY_TOKEN, "fp8+q", "nvfp4+q", "tq@k4v4", "tq@k3v3")]
     + [(each, "fp8@head") for each in ("gemma3", "gpt2", "deepseek_v3", "falcon")],
 )
 def test_kv_cache_rounding_in_one_pass_equals_rounding_while_decoding_token_by_token(

@@ -167,9 +167,9 @@ def _turboquant(bits: int, value_bits: int) -> Attend:
 
 ROTATED: dict[str, Attend] = {
     "int4@token": _int4,
-    "turboquant_4bit_nc": _turboquant(4, 4),
-    "turboquant_k3v4_nc": _turboquant(3, 4),
-    "turboquant_3bit_nc": _turboquant(3, 3),
+    "tq@k4v4": _turboquant(4, 4),
+    "tq@k3v4": _turboquant(3, 4),
+    "tq@k3v3": _turboquant(3, 3),
 }
 
 
@@ -249,7 +249,7 @@ def test_codes_of_rotated_int4_equal_those_of_the_formulas(dtype: torch.dtype) -
         assert len(np.unique(np.round((expected @ matrix)[0, 0, 0], 3))) <= 16
 
 
-@pytest.mark.parametrize(("name", "keys", "values"), [("turboquant_4bit_nc", 4, 4), ("turboquant_3bit_nc", 3, 3)])
+@pytest.mark.parametrize(("name", "keys", "values"), [("tq@k4v4", 4, 4), ("tq@k3v3", 3, 3)])
 def test_values_of_turboquant_equal_those_of_the_formulas(name: str, keys: int, values: int) -> None:
     x = torch.randn((2, 2, 50, 64), generator=torch.Generator().manual_seed(4)) * 3
     found = round_cache(x, name, True).numpy()
@@ -276,7 +276,7 @@ def test_rotation_leaves_its_argument_as_it_is() -> None:
 def test_values_that_are_not_finite_stay_in_every_format() -> None:
     x = torch.randn((1, 1, 4, 32), generator=torch.Generator().manual_seed(5))
     x[0, 0, 1, 3], x[0, 0, 2, 5] = math.inf, math.nan
-    for name in (*ROTATED, "turboquant_k8v4"):
+    for name in (*ROTATED, "tq@k8v4"):
         for keys in (True, False):
             found = round_cache(x, name, keys)
             assert bool((torch.isfinite(found) == torch.isfinite(x)).all()), name
@@ -287,7 +287,7 @@ def test_values_that_are_not_finite_stay_in_every_format() -> None:
 
 
 def test_zeros_and_equal_values_are_read_as_such() -> None:
-    for name in (*ROTATED, "turboquant_k8v4"):
+    for name in (*ROTATED, "tq@k8v4"):
         zeros, equal = torch.zeros(1, 1, 3, 32), torch.full((1, 1, 3, 32), -2.5)
         assert not round_cache(zeros, name, True).any()
         assert float(round_cache(zeros, name, False).abs().max()) < 1e-5
@@ -313,7 +313,7 @@ def test_formats_that_a_cache_can_not_have_are_refused_with_the_reason() -> None
 
     module, arguments = architectures.make("deepseek_v3")
     session = de.open(module, inputs=arguments)
-    for form, why in (("fp8+q", "the queries of multi-head latent"), ("turboquant_3bit_nc", "vLLM has no TurboQuant")):
+    for form, why in (("fp8+q", "the queries of multi-head latent"), ("tq@k3v3", "vLLM has no TurboQuant")):
         with pytest.raises(UserError, match=rf"kv_cache\.latent can't be {form.replace('+', '.')}: {why}"):
             session.cast("*.kv_cache", form)
         with pytest.raises(UserError, match=why):
