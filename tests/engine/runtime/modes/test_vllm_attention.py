@@ -25,6 +25,8 @@ from dtype_engine.runtime.numerics.rotations import hadamard, signed_hadamard, u
 
 IDS = (torch.arange(2 * 40).reshape(2, 40) * 13 + 5) % 61
 QUERY_HEADS, HEADS, WIDTH, WINDOW = 4, 2, 32, 12
+CLOSE = {"rel": 0, "abs": 1e-9 if DEVICE == "cpu" else 1e-7}
+"""The expected figures are the CPU's. On another device, the norms, which are float32, differ in the last bits."""
 Tensor = torch.Tensor
 Attend = Callable[[int, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Callable[[Tensor], Tensor]]]
 """Gets (layer, queries, keys, values), and returns those with which attention computes, and what its result goes through."""
@@ -140,7 +142,7 @@ def test_drift_with_rounded_queries_equals_that_of_a_hand_written_attention(
 ) -> None:
     expected = _kl(model, _with_queries(form, _amax_of(model)))
     session.use_recipe(de.Recipe.of([de.Rule.make("*.kv_cache", form)]))
-    assert session.drift().output.kl_mean == pytest.approx(expected, abs=1e-9, rel=0)
+    assert session.drift().output.kl_mean == pytest.approx(expected, **CLOSE)
     assert expected > 1e-4
     session.use_recipe(de.Recipe.of([de.Rule.make("*.kv_cache", form.removesuffix("+q"))]))
     unrounded = session.drift().output.kl_mean
@@ -200,7 +202,7 @@ def test_causes_count_rounded_queries_with_the_keys(model: Any, session: de.Sess
     for layer in range(3):
         for part in "kv":
             name = f"model.layers.{layer}.self_attn.kv_cache.{part}"
-            assert shares[name] == pytest.approx(alone(layer, part), abs=1e-9), name
+            assert shares[name] == pytest.approx(alone(layer, part), **CLOSE), name
 
 
 def test_rounded_queries_raise_estimated_scores_of_keys_as_they_raise_exact_scores(session: de.Session) -> None:
