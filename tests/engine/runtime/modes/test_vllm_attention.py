@@ -49,10 +49,15 @@ def model(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.fixture(scope="module")
-def session(model: Any, tmp_path_factory: pytest.TempPathFactory) -> de.Session:
+def folder(model: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("model")
     model.save_pretrained(folder)
-    return de.open(str(folder), inputs={"input_ids": IDS})
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def session(folder: str) -> de.Session:
+    return de.open(folder, inputs={"input_ids": IDS})
 
 
 def _log_p(model: Any, attend: Attend) -> Tensor:
@@ -148,6 +153,13 @@ def test_drift_with_rounded_queries_equals_that_of_a_hand_written_attention(
     unrounded = session.drift().output.kl_mean
     assert unrounded is not None
     assert abs(unrounded - expected) > expected / 100
+
+
+def test_queries_of_sequences_that_run_side_by_side_are_rounded_in_each(model: Any, folder: str) -> None:
+    expected = _kl(model, _with_queries("fp8+q", {}))
+    apart = de.open(folder, inputs=[{"input_ids": ids[None]} for ids in IDS])
+    apart.cast("*.kv_cache", "fp8+q")
+    assert apart.drift().output.kl_mean == pytest.approx(expected, **CLOSE)
 
 
 def _int4(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Any:
