@@ -132,7 +132,8 @@ def _of_turboquant(tree: Tree, layers: Mapping[int, str | None]) -> Iterator[tup
         at_ends = tuple(
             tensor.name for tensor in tree.kv_cache.tensors if tensor.name in names and tensor.layer in ends
         )
-        yield f"vLLM leaves the first {count} and the last {count} layers unrounded: give their caches bf16", at_ends
+        which = "first and the last layer" if count == 1 else f"first {count} and the last {count} layers"
+        yield f"vLLM leaves the {which} unrounded: give their caches bf16", at_ends
 
 
 def _llama_cpp(tree: Tree, caches: Mapping[str, str]) -> CacheServing:

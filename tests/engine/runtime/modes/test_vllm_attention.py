@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tests.helpers import vllm_caches
+from tests.helpers import architectures, vllm_caches
 from tests.helpers.measured_on import DEVICE
 from torch.nn import functional
 
 import dtype_engine as de
 from dtype_engine.core.errors import NoForward, UserError
+from dtype_engine.recipe import make_plan
+from dtype_engine.recipe.kv_serving import cache_serving
 from dtype_engine.runtime.device import has_float64
 from dtype_engine.runtime.numerics.kv_rounding import round_cache, round_queries
 from dtype_engine.runtime.numerics.rotations import hadamard, signed_hadamard, undo_signed_hadamard
@@ -322,9 +324,32 @@ def test_model_with_an_attention_of_its_own_is_refused_for_rounded_queries() -> 
         session.scan(["kv:fp8+q"])
 
 
-def test_formats_that_a_cache_can_not_have_are_refused_with_the_reason() -> None:
-    from tests.helpers import architectures
+@pytest.mark.parametrize(
+    ("architecture", "form", "reasons"),
+    [
+        ("deepseek_v3", "fp8", ["as on Hopper and Blackwell GPUs: that of latent attention is not measured"]),
+        (
+            "qwen3_next",
+            "tq@k8v4",
+            ["attends to unrounded keys and values"],
+        ),  # vLLM rounds all, for other layers are recurrent
+        (
+            "gemma3",
+            "tq@k8v4",
+            ["attends to unrounded keys and values", "leaves the first and the last layer unrounded"],
+        ),
+    ],
+)
+def test_lint_knows_the_layers_that_vllm_leaves_unrounded(architecture: str, form: str, reasons: list[str]) -> None:
+    module, arguments = architectures.make(architecture)
+    tree = de.open(module, inputs=arguments).tree
+    plan = make_plan(tree, de.Recipe.of([de.Rule.make("*.kv_cache", form)]))
+    problems = cache_serving(tree, plan.caches, "vllm").problems
+    assert len(problems) == len(reasons)
+    assert all(reason in problem.why for problem, reason in zip(problems, reasons, strict=True))
 
+
+def test_formats_that_a_cache_can_not_have_are_refused_with_the_reason() -> None:
     module, arguments = architectures.make("deepseek_v3")
     session = de.open(module, inputs=arguments)
     for form, why in (("fp8+q", "the queries of multi-head latent"), ("tq@k3v3", "vLLM has no TurboQuant")):
