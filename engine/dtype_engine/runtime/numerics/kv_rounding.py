@@ -5,7 +5,7 @@
 - With a scale for each token and head, fp8 and int8 are symmetric: amax / 448 or amax / 127.
 - int4 with a scale for each token and head is that of vLLM 0.33 (`v1/attention/ops/int4_per_token_head.py`). The channels of a head
   are rotated (`rotations`) and brought into the dtype of the cache's values. Then scale = (max - min) / 15, the zero point is
-  round(-min / scale), and code = round(x / scale) + zero point, all from 0 to 15. vLLM stores the zero point in the scale's last
+  round(-min / scale), and code = round(x / scale + zero point), all from 0 to 15. vLLM stores the zero point in the scale's last
   four bits, and reads the scale with zeros there. Its GPU kernels rotate in bfloat16; here, the rotation is in float32.
 - TurboQuant: see `turboquant`.
 - KIVI (Liu et al., 2024): code = round((x - min) / scale) with scale = (max - min) / (2^bits - 1), both in float16. Keys have

@@ -21,9 +21,8 @@ def hadamard(rows: torch.Tensor) -> torch.Tensor:
     in the same order, however many rows there are.
     """
     width, apart = rows.shape[-1], 1
-    summed = (
-        rows.reshape(-1, width).t().clone(memory_format=torch.contiguous_format)
-    )  # all rows of a channel side by side
+    # All rows of a channel lie side by side, so that sums are of long vectors.
+    summed = rows.reshape(-1, width).t().clone(memory_format=torch.contiguous_format)
     other = torch.empty_like(summed)
     while apart < width:
         pairs, sums = (each.view(-1, 2, apart * summed.shape[1]) for each in (summed, other))
