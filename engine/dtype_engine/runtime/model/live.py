@@ -172,6 +172,12 @@ class LiveModel:
             found[module] = (*found.get(module, ()), name)
         return found
 
+    @functools.cached_property
+    def keys_read(self) -> Mapping[str, str]:
+        """The names of the KV cache tensors with the keys that attention modules read, their own or another's, by module."""
+        keys = (tensor for tensor in self.tree.kv_cache.tensors if tensor.part == "k")
+        return {tensor.module: tensor.shared_with or tensor.name for tensor in keys}
+
     @classmethod
     def wrap(
         cls,

@@ -72,6 +72,8 @@ class CacheRounding(CacheWatcher):
     """The calibrated largest |value| of each head, float32 [heads], keyed by the name of the cache tensor."""
     inside: Callable[[str], bool] = lambda name: True
     """Returns whether to round the cache tensor with a given name. By default, all that have a format are rounded."""
+    keys_read: Mapping[str, str] = field(default_factory=dict)
+    """The names of the cache tensors with the keys that attention modules read, keyed by the module."""
     first_use: dict[str, int] = field(default_factory=dict)
     """How many module calls had ended before a cache tensor with a format was first written, keyed by the tensor's name."""
     seen: set[str] = field(default_factory=set)
@@ -82,7 +84,8 @@ class CacheRounding(CacheWatcher):
         self.takes_queries = any(KV_FORMATS[form].queries for form in self.formats.values())
 
     def asked(self, module: str, queries: torch.Tensor) -> torch.Tensor:
-        if (name := self._name(module, 0)) is None or not KV_FORMATS[self.formats[name]].queries:
+        name = self.keys_read.get(module, "")
+        if name not in self.formats or not KV_FORMATS[self.formats[name]].queries:
             return queries
         self.seen.add(name)
         return round_queries(queries) if self.inside(name) else queries

@@ -377,7 +377,9 @@ class ForwardRunner:
 
     def _cache_rounding(self, amax: Mapping[str, torch.Tensor], inside: Callable[[str], bool]) -> CacheRounding | None:
         model = self.model
-        return CacheRounding(model.cache_names, model.cache_formats, amax, inside) if model.cache_formats else None
+        if not model.cache_formats:
+            return None
+        return CacheRounding(model.cache_names, model.cache_formats, amax, inside, model.keys_read)
 
     @contextmanager
     def _same_state(self, mode: WeightMode) -> Iterator[None]:

@@ -19,14 +19,14 @@ from dtype_engine.runtime.numerics.kv_rounding import round_cache, round_queries
 
 @dataclass(slots=True)
 class CacheWrite:
-    """The keys or the values that one call of an attention module writes into a KV cache. With keys, also the queries of the call,
-    if a scanned format rounds them. `outputs` and `gradients` are as in `WeightOp`.
+    """The keys or the values that one call of an attention module writes into a KV cache. With keys, also the queries that meet
+    them, if a scanned format rounds queries. `outputs` and `gradients` are as in `WeightOp`.
     """
 
     name: str
     keys: bool
     outputs: list[torch.Tensor]
-    """A list with one tensor [batch, heads, tokens, width] or, with the queries, two."""
+    """Tensors [batch, heads, tokens, width]: what is written and, for keys, the queries of each attention that reads them."""
     gradients: list[list[tuple[int, torch.Tensor]]] = field(default_factory=lambda: [[]])
 
     @property
@@ -56,6 +56,8 @@ class CacheRecorder(CacheWatcher):
     names: CacheNames
     on_gradient: Callable[[Any, int, torch.Tensor], None]
     """Called in backward passes as `on_gradient(write, index, gradient)` for each tensor of `CacheWrite.outputs`."""
+    keys_read: Mapping[str, str] = field(default_factory=dict)
+    """The names of the cache tensors with the keys that attention modules read, keyed by the module."""
     takes_queries: bool = False
     """Whether to record queries, too, because a scanned format rounds them."""
     writes: list[CacheWrite] = field(default_factory=list)
@@ -70,8 +72,8 @@ class CacheRecorder(CacheWatcher):
         return states
 
     def asked(self, module: str, queries: torch.Tensor) -> torch.Tensor:
-        keys = self.names.get(module, ())[:1]
-        write = next((write for write in reversed(self.writes) if (write.name,) == keys), None)
+        keys = self.keys_read.get(module)
+        write = next((write for write in reversed(self.writes) if write.name == keys), None)
         if write is not None and queries.requires_grad:
             queries = queries.view_as(queries)
             write.outputs.append(queries.detach())

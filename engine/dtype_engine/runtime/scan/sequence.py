@@ -175,7 +175,7 @@ class SequenceScan:
                 self._recorder.forget()
             memory = GraphMemory(model, self.rereads, self.backward.enter_block, file)
             mode = self._recorder = WeightOpRecorder(model, frozenset(self.wanted), on_gradient, copies, memory)
-            caches = CacheRecorder(names, on_gradient, queries) if names else None
+            caches = CacheRecorder(names, on_gradient, model.keys_read, queries) if names else None
             call = torch.enable_grad()(partial(batch.run, model.module))
             try:
                 with memory.saving(), differentiable_recurrence(model.module, model.device):

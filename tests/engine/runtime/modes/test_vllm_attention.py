@@ -232,6 +232,44 @@ def test_rounded_queries_raise_estimated_scores_of_keys_as_they_raise_exact_scor
         assert estimated[name, "kv:fp8+q"] == pytest.approx(estimated[name, "kv:float8_e4m3fn"])
 
 
+@pytest.fixture
+def attention_in_fp8() -> str:
+    """The name of an attention of transformers that rounds queries, keys and values to fp8 by itself."""
+    name, sdpa = "fp8_by_hand", transformers.AttentionInterface()["sdpa"]
+
+    def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **named: Any) -> Any:
+        return sdpa(module, *(_fp8(x.cpu()).to(x) for x in (q, k, v)), *rest, **named)
+
+    transformers.AttentionInterface.register(name, attend)
+    transformers.AttentionMaskInterface.register(name, transformers.AttentionMaskInterface()["sdpa"])
+    return name
+
+
+def test_queries_of_layers_that_read_another_layers_keys_are_rounded(attention_in_fp8: str) -> None:
+    """In Gemma 3n, whose last layers write no keys of their own."""
+    torch.manual_seed(0)
+    config = transformers.Gemma3nTextConfig(
+        vocab_size=61, vocab_size_per_layer_input=61, hidden_size=32, hidden_size_per_layer_input=8, intermediate_size=48,
+        num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1, head_dim=16, num_kv_shared_layers=2, sliding_window=8,
+        layer_types=["sliding_attention", "full_attention"] * 2, laurel_rank=4, altup_num_inputs=2, initializer_range=0.2,
+        activation_sparsity_pattern=[0.0] * 4,
+    )  # fmt: skip
+    module: Any = transformers.Gemma3nForCausalLM(config).eval().requires_grad_(False)
+    session = de.open(module, inputs={"input_ids": IDS})
+    session.cast("*.kv_cache", "fp8+q")
+    measured = session.drift().output.kl_mean
+    estimated, exact = (session.scan(["kv:fp8", "kv:fp8+q"], exact=each).scores() for each in (False, True))
+    module = session.model.module
+    before = module(IDS.to(DEVICE)).logits.double().cpu().log_softmax(-1)
+    module.set_attn_implementation(attention_in_fp8)
+    after = module(IDS.to(DEVICE)).logits.double().cpu().log_softmax(-1)
+    assert measured == pytest.approx(float((before.exp() * (before - after)).sum(-1).mean()), rel=1e-4)
+    for layer in (0, 1):
+        name = f"model.layers.{layer}.self_attn.kv_cache.k"
+        ratios = [scores[name, "kv:fp8+q"] / scores[name, "kv:float8_e4m3fn"] for scores in (estimated, exact)]
+        assert ratios[0] == pytest.approx(ratios[1], rel=0.3)
+
+
 def test_notice_says_that_values_alone_round_no_queries(session: de.Session) -> None:
     session.use_recipe(de.Recipe.of([de.Rule.parse("*.kv_cache.v=fp8+q")]))
     report = session.drift()
