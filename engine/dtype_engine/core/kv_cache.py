@@ -116,7 +116,7 @@ class KVCache(msgspec.Struct, frozen=True):
     """Why the model keeps no KV cache, or None if it keeps one."""
     declared: tuple[tuple[str, str, str], ...] = ()
     """The formats that `config.json` declares, as triples: the attention module's name, or "" for all; "k" or "v", or "" for
-    both; and the format, such as "fp8".
+    both; and the format, such as "fp8", or what `config.json` calls it if it is none of `kv_formats.KV_FORMATS`.
     """
     dtype: str | None = None
     """The dtype in which the model computes, as its configuration says."""

@@ -1,28 +1,35 @@
 """Finds the options that tell an inference runtime which formats a plan gives to KV caches, and formats that a runtime lacks.
 
-The sources are vLLM (main branch, 2026: `vllm/config/cache.py`, `CacheDType` and `kv_cache_dtype_skip_layers`), SGLang
-(`server_args.py`, `kv_cache_dtype`) and llama.cpp (`common/arg.cpp`, `--cache-type-k` and `--cache-type-v`). For the states of
-recurrent layers they are vLLM's `MambaDType` and `layers/mamba/mamba_utils.py`, SGLang's `mamba_ssm_dtype`, and llama.cpp's
-`llama_memory_recurrent`.
+The sources are vLLM 0.33 (`vllm/config/cache.py`, `CacheDType` and `kv_cache_dtype_skip_layers`), SGLang (`server_args.py`,
+`kv_cache_dtype`) and llama.cpp (`common/arg.cpp`, `--cache-type-k` and `--cache-type-v`). For the states of recurrent layers they
+are vLLM's `MambaDType` and `layers/mamba/mamba_utils.py`, SGLang's `mamba_ssm_dtype`, and llama.cpp's `llama_memory_recurrent`.
+
+Queries: vLLM rounds them in `Attention.forward` (`model_executor/layers/attention/attention.py`) if the format begins with fp8 or
+nvfp4 and has no scales for each token, and if the kernel computes in fp8: FlashAttention 3 and 4, FlashInfer on Blackwell, and
+Triton on NVIDIA GPUs. The scale is the checkpoint's `q_scale`, or 1. SGLang's FlashAttention rounds them without a scale
+(`layers/attention/flashattention_backend.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.kv_cache import STATES
-from dtype_engine.core.kv_formats import KV_FORMATS, STOCHASTIC
+from dtype_engine.core.kv_formats import KV_FORMATS, OF_VLLM, STOCHASTIC, stored_as, with_queries
 from dtype_engine.core.tree import Tree
 
 _FP8 = "float8_e4m3fn"
 _VLLM = {
     _FP8: "fp8", "float8_e5m2": "fp8_e5m2", _FP8 + dtypes.PER_TENSOR: "fp8", "fp8@head": "fp8",
-    "fp8@token": "fp8_per_token_head", "int8@token": "int8_per_token_head", "int4@token": "int4_per_token_head",
-    "nvfp4": "nvfp4", "bfloat16": "bfloat16", "float16": "float16",
+    "nvfp4": "nvfp4", "bfloat16": "bfloat16", "float16": "float16", **{name: theirs for theirs, name in OF_VLLM.items()},
 }  # fmt: skip
+_KEPT_WIDE = 2
+"""How many layers at each end of a model vLLM leaves unrounded with TurboQuant, but at most half of the layers at each end
+(`model_executor/layers/quantization/turboquant/config.py`, `get_boundary_skip_layers`).
+"""
 _SGLANG = {_FP8: "fp8_e4m3", _FP8 + dtypes.PER_TENSOR: "fp8_e4m3", "float8_e5m2": "fp8_e5m2", "bfloat16": "bf16"}
 _LLAMA_CPP = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "int8@token": "q8_0", "int4@g32": "q4_0"}
 _SSM_OPTION = {"vllm": "--mamba-ssm-cache-dtype", "sglang": "--mamba-ssm-dtype"}
@@ -105,6 +112,7 @@ def _of_states(tree: Tree, caches: Mapping[str, str], runtime: str) -> CacheServ
 
 def _with_one_dtype(tree: Tree, caches: Mapping[str, str], runtime: str) -> CacheServing:
     names, title = (_VLLM, "vLLM") if runtime == "vllm" else (_SGLANG, "SGLang")
+    planned, caches = caches, {name: stored_as(form) for name, form in caches.items()}
     if problem := _unknown(caches, names, title):
         return problem
     of_layer: dict[int, set[str | None]] = {}
@@ -125,17 +133,51 @@ def _with_one_dtype(tree: Tree, caches: Mapping[str, str], runtime: str) -> Cach
     flags: tuple[str, ...] = ("--kv-cache-dtype", names[form])
     if wide and low:
         flags += ("--kv-cache-dtype-skip-layers", *map(str, sorted(wide)))
-    return CacheServing(flags, _differences(caches, form))
+    rounded = tuple(name for name, each in caches.items() if each == form)
+    differences: list[tuple[str, tuple[str, ...]]] = []
+    if KV_FORMATS[form].calibrated and form != "nvfp4":
+        differences.append(("its scales are read from a checkpoint: export the model with this rule", rounded))
+    differences += _of_queries(tree, {name: planned[name] for name in rounded}, title)
+    if KV_FORMATS[form].scales == "turboquant":
+        differences += _of_turboquant(tree, layers)
+    return CacheServing(flags, tuple(CacheProblem(why, False, names) for why, names in differences))
 
 
-def _differences(caches: Mapping[str, str], form: str) -> tuple[CacheProblem, ...]:
-    if form == "int4@token":
-        why = "vLLM rotates the values of a head before it rounds them, so it drifts less"
-    elif KV_FORMATS[form].calibrated and form != "nvfp4":
-        why = "its scales are read from a checkpoint: export the model with this rule"
-    else:
-        return ()
-    return (CacheProblem(why, False, tuple(name for name, each in caches.items() if each == form)),)
+def _of_queries(tree: Tree, planned: Mapping[str, str], title: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield a reason why the runtime computes with other values if it also rounds queries, and the plan does not. planned: the
+    formats by the names of the cache tensors.
+    """
+    keys = [tensor for tensor in tree.kv_cache.tensors if tensor.part in ("k", "latent") and tensor.name in planned]
+    left = {tensor.name: form for tensor in keys if (form := with_queries(planned[tensor.name])) is not None}
+    if left:
+        form = next(iter(left.values()))
+        latent = any(tensor.part == "latent" for tensor in keys)
+        how = "that of latent attention is not measured" if latent else f"{form} measures it"
+        yield (
+            f"{title} also rounds queries where its attention computes in fp8, as on Hopper and Blackwell GPUs: {how}",
+            tuple(left),
+        )
+
+
+def _of_turboquant(tree: Tree, layers: Mapping[int, str | None]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield reasons why vLLM computes with other values in TurboQuant's formats. layers: the planned format of each layer."""
+    rounded = {layer for layer, form in layers.items() if form is not None and form not in dtypes.COMPUTE_DTYPES}
+    names = tuple(tensor.name for tensor in tree.kv_cache.tensors if tensor.castable and tensor.layer in rounded)
+    yield (
+        "vLLM attends to unrounded keys and values while it processes the first part of a prompt, so it drifts less",
+        names,
+    )
+    if any(tensor.fixed for tensor in tree.kv_cache.tensors):
+        return  # vLLM rounds all layers with attention of a model that also has recurrent ones
+    order = sorted(layers)
+    count = min(_KEPT_WIDE, len(order) // 2)
+    ends = {*order[:count], *order[len(order) - count :]} & rounded
+    if ends:
+        at_ends = tuple(
+            tensor.name for tensor in tree.kv_cache.tensors if tensor.name in names and tensor.layer in ends
+        )
+        which = "first and the last layer" if count == 1 else f"first {count} and the last {count} layers"
+        yield f"vLLM leaves the {which} unrounded: give their caches bf16", at_ends
 
 
 def _llama_cpp(tree: Tree, caches: Mapping[str, str]) -> CacheServing:
@@ -175,7 +217,7 @@ def modelopt_layers(tree: Tree, caches: Mapping[str, str]) -> tuple[dict[str, di
     """
     of_module: dict[str, list[str | None]] = {}
     for tensor in tree.kv_cache.of_tokens:
-        of_module.setdefault(tensor.module, []).append(_MODELOPT.get(caches.get(tensor.name, "")))
+        of_module.setdefault(tensor.module, []).append(_MODELOPT.get(stored_as(caches.get(tensor.name, ""))))
     layers = {}
     for module, parts in of_module.items():
         name = parts[0] if parts[0] == parts[-1] else f"{parts[0]}_K_{parts[-1]}_V"

@@ -9,7 +9,7 @@ import msgspec
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import TooSlow, UserError
-from dtype_engine.core.kv_formats import ONLY_KV, may_have, may_name_caches, names_caches, why_no_state
+from dtype_engine.core.kv_formats import KV_FORMATS, ONLY_KV, may_have, may_name_caches, names_caches, why_no_state
 from dtype_engine.core.llama_types import fitted, llama_type
 from dtype_engine.core.regexes import shortened, time_limit
 from dtype_engine.core.suggest import nearest
@@ -34,22 +34,37 @@ class Selection(msgspec.Struct, frozen=True):
     """Names of selected tensors that are never cast, such as integers, and of non-persistent buffers that are not named exactly."""
     caches: tuple[str, ...] = ()
     """The names of the selected KV cache tensors. Only patterns that name caches, such as `*.kv_cache`, select any."""
+    unfit: str | None = None
+    """For the user: which of the KV caches that the pattern names can't have the rule's format, and why. None are then selected."""
 
     def __len__(self) -> int:
         return len(self.tensors) + len(self.caches)
 
-    def for_dtype(self, dtype: str) -> Selection:
-        """Return what a rule with this pattern and `dtype` selects. Weights are left out if they can't have the dtype, and so are
-        KV caches.
+    def for_dtype(self, tree: Tree, dtype: str) -> Selection:
+        """Return what a rule with this pattern and `dtype` selects in the same tree. Weights are left out if they can't have the
+        dtype, and so are KV caches.
         """
-        if dtype in ONLY_KV:
-            return msgspec.structs.replace(self.with_caches(dtype), tensors=(), uncastable=())
-        return self.with_caches(dtype)
+        given = self.with_caches(dtype)
+        if dtype not in ONLY_KV:
+            return given
+        unfit = unfit_caches(tree, given.caches, dtype)
+        return msgspec.structs.replace(
+            given, tensors=(), uncastable=(), caches=() if unfit else given.caches, unfit=unfit
+        )
 
     def with_caches(self, form: str) -> Selection:
-        """Return this selection without the KV cache tensors that can't have the format `form`."""
+        """Return this selection without the KV cache tensors that can't have the format `form`, whatever their shape."""
         caches = tuple(name for name in self.caches if may_have(name.rpartition(".")[2], form))
         return self if len(caches) == len(self.caches) else msgspec.structs.replace(self, caches=caches)
+
+
+def unfit_caches(tree: Tree, caches: Collection[str], form: str) -> str | None:
+    """Return which of the KV cache tensors named in `caches` can't have a format of `KV_FORMATS`, and why, for the user, or None if
+    all can.
+    """
+    among, row = frozenset(caches), KV_FORMATS[form]
+    reasons = ((tensor.name, row.why_not(tensor)) for tensor in tree.kv_cache.tensors if tensor.name in among)
+    return next((f"{printable(name)} can't be {form}: {why}" for name, why in reasons if why is not None), None)
 
 
 def select(tree: Tree, pattern: str, seconds: float = MATCHING_S) -> Selection:
@@ -194,7 +209,7 @@ def make_plan(tree: Tree, recipe: Recipe) -> Plan:
         for index, rule in enumerate(recipe.rules):
             try:
                 pattern = compile_pattern(rule.pattern)
-                taken = _selected(tree, pattern).for_dtype(rule.dtype)
+                taken = _selected(tree, pattern).for_dtype(tree, rule.dtype)
             except TooSlow:
                 selections.append(Selection(frozenset(), ()))
                 too_slow.append(index)
@@ -320,6 +335,8 @@ def explain_no_match(tree: Tree, pattern: str, taken: Selection | None = None, d
     it selects, if that is known.
     """
     named = f"pattern {shortened(pattern)}"
+    if taken is not None and taken.unfit is not None:
+        return f"{named}: {taken.unfit}"
     if names_caches(pattern) and not tree.caches:
         return f"{named} names KV caches: {tree.kv_cache.none_because or 'this model has none that a rule can give a format'}"
     if taken is not None and taken.uncastable:

@@ -11,8 +11,10 @@ from dataclasses import dataclass, replace
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.kv_cache import KV_CACHE
+from dtype_engine.core.kv_formats import KV_FORMATS
 from dtype_engine.core.roundings import ROUNDINGS
 from dtype_engine.core.suggest import nearest
+from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Module, Tree, ancestors, numbered_parts
 from dtype_engine.recipe.llama_mixes import MIXES, Mix, mixed_rules
 from dtype_engine.recipe.pattern import compile_pattern, generalisations
@@ -171,6 +173,8 @@ def _kept_wide(tree: Tree) -> Iterable[str]:
 
 def _declared_caches(tree: Tree) -> Iterator[Rule]:
     for module, part, form in tree.kv_cache.declared:
+        if form not in KV_FORMATS:
+            raise UserError(f"config.json declares KV caches in {printable(form, 40)}, which can't be measured")
         caches = generalisations(f"{module}.{KV_CACHE}")[0] if module else f"*.{KV_CACHE}"
         yield Rule(f"{caches}.{part}" if part else caches, form)
 

@@ -78,6 +78,16 @@ def test_rule_with_a_kv_cache_format_casts_no_weight(tree: Tree) -> None:
         ("*.kv_cache=int8", "did you mean int8@token?"),
         ("*.mlp=int4@kivi", "only KV caches can be int4@kivi: write a pattern that names them"),
         ("*=fp8@head", "only KV caches can be fp8@head"),
+        ("*.mlp=fp8+q", "only KV caches can be fp8+q"),
+        (
+            "*.kv_cache=fp8e5+q",
+            "the formats with which queries are rounded are fp8+q, fp8@tensor+q, fp8@head+q, nvfp4+q",
+        ),
+        ("*.kv_cache=fp8+q+q", "a KV cache can't be 'fp8+q+q'"),
+        ("*.kv_cache=int9+q", "a KV cache can't be 'int9'"),
+        ("*.kv_cache=nvfp4_4over6", "a KV cache in nvfp4_4over6 can't be measured: vLLM has it, and chooses"),
+        ("*.kv_cache=FP8_DS_MLA", "a KV cache in fp8_ds_mla can't be measured: vLLM has it for sparse attention"),
+        ("*.kv_cache=auto", "it is the dtype in which the model computes"),
     ],
 )
 def test_invalid_dtypes_for_kv_caches_and_weights_are_refused(rule: str, words: str) -> None:
@@ -90,8 +100,10 @@ def test_invalid_dtypes_for_kv_caches_and_weights_are_refused(rule: str, words: 
     ("text", "name"),
     [
         ("fp8", "float8_e4m3fn"), ("FP8@Tensor", "float8_e4m3fn@tensor"), ("e4m3@head", "fp8@head"), ("bf16", "bfloat16"),
-        ("int8_per_token_head", "int8@token"),
-        ("fp16@stochastic", "float16@stochastic"), ("float8_e4m3fn@token", "fp8@token"), ("fp8e5", "float8_e5m2"),
+        ("int8_per_token_head", "int8@token"), ("float8_e4m3fn@token", "fp8@token"), ("fp8e5", "float8_e5m2"),
+        ("fp16@stochastic", "float16@stochastic"), ("e4m3+q", "fp8+q"), ("FP8@tensor+Q", "fp8@tensor+q"),
+        ("fp8_e4m3", "float8_e4m3fn"), ("turboquant_k8v4", "tq@k8v4"), ("turboquant_4bit_nc", "tq@k4v4"),
+        ("int4_per_token_head", "int4@token"),
     ],
 )  # fmt: skip
 def test_names_that_runtimes_give_to_kv_cache_formats_are_parsed(text: str, name: str) -> None:
@@ -110,6 +122,13 @@ def test_names_that_runtimes_give_to_kv_cache_formats_are_parsed(text: str, name
         ("int4@token", 76800 + 4 * 2400, 76800 + 4 * 2400),
         ("int4@g32", 76800 + 2 * 2 * 2400, 76800 + 2 * 2 * 2400),
         ("nvfp4", 76800 + 4 * 2400 + 4, 76800 + 4 * 2400 + 4),
+        ("fp8@tensor+q", 153604, 153604),
+        ("nvfp4+q", 76800 + 4 * 2400 + 4, 76800 + 4 * 2400 + 4),
+        # a norm beside a row of keys, scale and minimum beside one of values, each in 2 bytes
+        ("tq@k8v4", 153600, 2400 * (32 + 4)),
+        ("tq@k4v4", 2400 * (32 + 2), 2400 * (32 + 4)),
+        ("tq@k3v4", 2400 * (24 + 2), 2400 * (32 + 4)),
+        ("tq@k3v3", 2400 * (24 + 2), 2400 * (24 + 4)),
         # 256 tokens of keys in 8 groups for each channel, 172 of values in 2 groups for each token; the rest in 16 bits
         ("int2@kivi", 8 * (256 * 16 + 8 * 64 * 4 + 44 * 128), 8 * (172 * 16 + 172 * 2 * 4 + 128 * 128)),
     ],
@@ -118,6 +137,24 @@ def test_bytes_of_kv_cache_formats_equal_hand_computed_values(name: str, keys: i
     form: KVFormat = KV_FORMATS[name]
     shape = (2, 4, 300, 64)
     assert (form.nbytes(shape, keys=True), form.nbytes(shape, keys=False)) == (keys, values)
+
+
+@pytest.mark.parametrize(("width", "fits"), [(64, True), (32, True), (96, False), (80, False), (4, False)])
+def test_turboquant_is_refused_for_heads_that_vllm_can_not_rotate(width: int, fits: bool) -> None:
+    of_width = CONFIG | {"head_dim": width, "num_hidden_layers": 1}
+    attention = "model.layers.0.self_attn"
+    tree = from_tensors(
+        TensorInfo(f"{attention}.{part}_proj.weight", (heads * width, 64), "bfloat16")
+        for part, heads in (("q", 4), ("k", 2), ("v", 2))
+    )
+    tree.kv_cache = kv_cache(tree, of_width)
+    recipe = Recipe.of([Rule.parse("*.kv_cache=tq@k4v4")])
+    if fits:
+        assert len(require_matches(tree, recipe).caches) == 2
+    else:
+        with pytest.raises(UserError, match=rf"kv_cache\.k can't be tq@k4v4: .* these have {width} channels"):
+            require_matches(tree, recipe)
+    assert len(require_matches(tree, Recipe.of([Rule.parse("*.kv_cache=tq@k8v4")])).caches) == 2
 
 
 def test_kv_cache_rule_for_a_model_without_a_cache_is_refused_with_the_reason() -> None:

@@ -25,11 +25,11 @@ CONFIG = {
 ATTENTION = "model.layers.{}.self_attn"
 
 
-def _tree(config: dict[str, object] | None = None) -> Tree:
+def _tree(config: dict[str, object] | None = None, layers: int = 4) -> Tree:
     parts = {"q_proj": 64, "k_proj": 32, "v_proj": 32, "o_proj": 64}
     tree = from_tensors(
         TensorInfo(f"{ATTENTION.format(layer)}.{part}.weight", (rows, 64), "bfloat16")
-        for layer in range(4)
+        for layer in range(layers)
         for part, rows in parts.items()
     )
     tree.kv_cache = kv_cache(tree, CONFIG | (config or {}))
@@ -47,6 +47,11 @@ def _plan(tree: Tree, *rules: str) -> dict[str, str]:
         ("vllm", ["*.kv_cache=fp8e5", "*.{0,3}.*.kv_cache=bf16"], "--kv-cache-dtype fp8_e5m2 --kv-cache-dtype-skip-layers 0 3"),
         ("vllm", ["*.{1,2}.*.kv_cache=int8@token"], "--kv-cache-dtype int8_per_token_head --kv-cache-dtype-skip-layers 0 3"),
         ("vllm", ["*.kv_cache=bf16"], "--kv-cache-dtype bfloat16"),
+        ("vllm", ["*.kv_cache=fp8@tensor+q"], "--kv-cache-dtype fp8"),
+        ("vllm", ["*.kv_cache.k=nvfp4+q", "*.kv_cache.v=nvfp4"], "--kv-cache-dtype nvfp4"),
+        ("vllm", ["*.kv_cache=int4@token"], "--kv-cache-dtype int4_per_token_head"),
+        ("vllm", ["*.kv_cache=tq@k3v4"], "--kv-cache-dtype turboquant_k3v4_nc"),
+        ("sglang", ["*.kv_cache=fp8+q"], "--kv-cache-dtype fp8_e4m3"),
         ("sglang", ["*.kv_cache=fp8"], "--kv-cache-dtype fp8_e4m3"),
         ("llama.cpp", ["*.kv_cache.k=int8@token", "*.kv_cache.v=int4@g32"], "-ctk q8_0 -ctv q4_0"),
         ("llama.cpp", ["*.kv_cache.v=f16"], "-ctv f16"),
@@ -82,6 +87,42 @@ def test_kv_cache_formats_that_a_runtime_does_not_support_are_refused(runtime: s
     assert [problem.refused for problem in served.problems] == [True]
     assert why in served.problems[0].why
     assert set(served.problems[0].tensors) <= set(tree.caches)
+
+
+@pytest.mark.parametrize(
+    ("runtime", "rules", "reasons"),
+    [
+        ("vllm", ["*.kv_cache=fp8"], ["vLLM also rounds queries where its attention computes in fp8"]),
+        ("vllm", ["*.kv_cache=nvfp4"], ["on Hopper and Blackwell GPUs: nvfp4+q measures it"]),
+        ("sglang", ["*.kv_cache=fp8"], ["SGLang also rounds queries where"]),
+        ("vllm", ["*.kv_cache=fp8@head"], ["its scales are read from a checkpoint", "Blackwell GPUs: fp8@head+q measures it"]),
+        ("vllm", ["*.kv_cache=fp8@head+q"], ["its scales are read from a checkpoint"]),
+        *(("vllm", [f"*.kv_cache={form}"], []) for form in ("fp8+q", "nvfp4+q", "fp8e5", "bf16", "int4@token", "int8@token")),
+        ("vllm", ["*.kv_cache=tq@k8v4"], ["unrounded keys", "leaves the first 2 and the last 2 layers unrounded"]),
+        ("vllm", ["*.{1..2}.*.kv_cache=tq@k8v4"], ["unrounded keys", "leaves the first 2 and the last 2 layers"]),
+    ],
+)  # fmt: skip
+def test_lint_says_where_a_runtime_computes_otherwise_with_kv_caches(
+    runtime: str, rules: list[str], reasons: list[str]
+) -> None:
+    tree = _tree()
+    problems = cache_serving(tree, _plan(tree, *rules), runtime).problems
+    assert len(problems) == len(reasons)
+    for problem, reason in zip(problems, reasons, strict=True):
+        assert reason in problem.why
+        assert problem.effect == "other values"
+        assert set(problem.tensors) <= set(tree.caches)
+
+
+def test_turboquant_of_the_layers_that_vllm_rounds_has_no_layers_to_report() -> None:
+    tree = _tree({"num_hidden_layers": 6}, layers=6)
+    caches = _plan(tree, "*.{2,3}.*.kv_cache=tq@k3v3")
+    served = cache_serving(tree, caches, "vllm")
+    assert " ".join(served.flags) == "--kv-cache-dtype turboquant_3bit_nc --kv-cache-dtype-skip-layers 0 1 4 5"
+    assert [problem.tensors for problem in served.problems] == [tuple(caches)]
+    everywhere = cache_serving(tree, _plan(tree, "*.kv_cache=tq@k3v3"), "vllm").problems[1]
+    layers = {name.split(".")[2] for name in everywhere.tensors}
+    assert layers == {"0", "1", "4", "5"}
 
 
 def test_lint_and_recipe_conversion_include_kv_caches() -> None:
@@ -150,6 +191,19 @@ def test_preset_kv_declared_has_the_kv_cache_formats_of_the_config(
         found, left = modelopt_layers(tree, make_plan(tree, recipe).caches)
         assert found == {name: layers[name] for name in layers if "*" not in name}
         assert left == ()
+
+
+@pytest.mark.parametrize(
+    ("quantization", "name"),
+    [
+        ({"kv_cache_scheme": {"num_bits": 4, "type": "int", "strategy": "tensor"}}, "int4"),
+        ({"kv_cache_quant_algo": "NVFP4_4OVER6"}, "NVFP4_4OVER6"),
+        ({"kv_cache_quantized_layers": {ATTENTION.format(1): {"quant_algo": "INT8"}}}, "INT8"),
+    ],
+)
+def test_preset_kv_declared_names_a_declared_format_that_is_not_measured(quantization: object, name: str) -> None:
+    with pytest.raises(UserError, match=rf"^config\.json declares KV caches in {name}, which can't be measured$"):
+        preset("kv-declared").recipe(_tree({"quantization_config": quantization}))
 
 
 @pytest.mark.parametrize(

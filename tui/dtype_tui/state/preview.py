@@ -54,7 +54,7 @@ def preview(tree: Tree, plan: Plan, rule: Rule) -> Preview:
     """Return what a rule would do if it were added to the recipe of `plan`. Raises PatternError if the pattern is invalid, or
     takes longer than `PREVIEW_S` to match, because keys wait for the preview.
     """
-    taken = select(tree, rule.pattern, PREVIEW_S).for_dtype(rule.dtype)
+    taken = select(tree, rule.pattern, PREVIEW_S).for_dtype(tree, rule.dtype)
     names = frozenset(taken.tensors)
     tensors = [tree.tensors[name] for name in taken.tensors]
     return Preview(

@@ -231,8 +231,11 @@ def _zero_points(weight: CodedWeight, settings: Config) -> tuple[CheckpointTenso
 
 def _cache_formats(settings: Config) -> tuple[tuple[str, str, str], ...]:
     scheme = mapping(settings.get("kv_cache_scheme"))
-    if scheme.get("num_bits") != 8 or scheme.get("type") != "float":
+    bits, kind = scheme.get("num_bits"), scheme.get("type")
+    if not isinstance(bits, int) or not isinstance(kind, str):
         return ()
+    if (bits, kind) != (8, "float"):
+        return (("", "", f"{kind}{bits}"),)
     by_head = scheme.get("strategy") == "attn_head"
     form = "fp8@token" if scheme.get("dynamic") is True else "fp8@head" if by_head else "float8_e4m3fn@tensor"
     return (("", "", form),)

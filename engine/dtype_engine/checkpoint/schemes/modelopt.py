@@ -124,11 +124,12 @@ def _cache_formats(settings: Config) -> tuple[tuple[str, str, str], ...]:
     layers = settings.get("kv_cache_quantized_layers")
     if not isinstance(layers, Mapping):
         layers = {"": {"quant_algo": settings.get("kv_cache_quant_algo")}}
+    algorithms = {module: mapping(of_module).get("quant_algo") for module, of_module in layers.items()}
     return tuple(
         (module, part, form)
-        for module, of_module in layers.items()
-        if isinstance(module, str)
-        for part, form in _CACHES.get(str(mapping(of_module).get("quant_algo")), ())
+        for module, algorithm in algorithms.items()
+        if isinstance(module, str) and isinstance(algorithm, str)
+        for part, form in _CACHES.get(algorithm, (("", algorithm),))
     )
 
 

@@ -12,6 +12,7 @@ import torch
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.kv_cache import STATES
+from dtype_engine.core.kv_formats import stored_as
 from dtype_engine.core.tree import Tree
 from dtype_engine.recipe.kv_serving import cache_serving
 from dtype_engine.runtime.export.contents import Contents, ExportTensor
@@ -29,9 +30,9 @@ def cache_scheme(tree: Tree, caches: Mapping[str, str]) -> dict[str, Any] | None
     can only say that the keys and values of all layers are in fp8 with calibrated scales, one for each tensor or one for each
     head. caches: the formats by the names of the cache tensors.
     """
-    forms = {caches.get(tensor.name) for tensor in tree.kv_cache.of_tokens}
+    forms = {stored_as(caches.get(tensor.name, "")) for tensor in tree.kv_cache.of_tokens}
     parts = {tensor.part for tensor in tree.kv_cache.of_tokens}
-    strategy = _STRATEGIES.get(next(iter(forms)) or "") if len(forms) == 1 else None
+    strategy = _STRATEGIES.get(next(iter(forms))) if len(forms) == 1 else None
     if strategy is None or parts != {"k", "v"}:
         return None
     return {"num_bits": 8, "type": "float", "strategy": strategy, "dynamic": False, "symmetric": True}

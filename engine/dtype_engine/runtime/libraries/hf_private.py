@@ -127,6 +127,31 @@ def cache_updates_by(function: Callable[[Callable[..., Any], torch.Tensor, torch
         yield
 
 
+@contextmanager
+def attention_queries_by(function: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """During the `with` block, let a model's attention work with `function(queries)` instead of its queries [batch, heads, tokens,
+    width]. Nothing changes for attention that does not look its kernel up by `AttentionInterface.get_interface` of transformers.
+    """
+    library = sys.modules.get("transformers.modeling_utils")
+    if library is None:
+        yield
+        return
+    original = library.AttentionInterface.get_interface
+
+    @functools.wraps(original)
+    def get_interface(interface: Any, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        attention = original(interface, *args, **kwargs)
+
+        @functools.wraps(attention)
+        def on_queries(module: nn.Module, query: torch.Tensor, *rest: Any, **named: Any) -> Any:
+            return attention(module, function(query), *rest, **named)
+
+        return on_queries
+
+    with replaced(library.AttentionInterface, "get_interface", get_interface):
+        yield
+
+
 def converted_names(
     module: nn.Module, names: Iterable[str], live: Mapping[str, torch.Tensor]
 ) -> dict[str, tuple[str, bool, tuple[int | None, int] | None]]:

@@ -165,6 +165,7 @@ class DriftMeter:
                 *_window_notices(model, self.inputs, totals.modules_numbers),
                 *state_notices(model.tree, plan),
                 *self._step_notices(totals),
+                *_query_notices(model),
                 *_fast_path_notices(model.module),
                 *_not_compared_notices(self._not_compared),
             ),
@@ -416,6 +417,18 @@ def _window_notices(model: LiveModel, inputs: Inputs, compared: Collection[int])
     if compared and max(lengths[number] for number in compared) < WINDOW:
         return (f"{keeps}, and modules were compared over shorter inputs: compare them over all (modules: exact)",)
     return ()
+
+
+def _query_notices(model: LiveModel) -> tuple[str, ...]:
+    """Return a notice if the values of a layer have a format that also rounds queries, but its keys have not."""
+    rounding = {name for name, form in model.cache_formats.items() if KV_FORMATS[form].queries}
+    without = [
+        name for keys, *rest in model.cache_names.values() if keys not in rounding for name in rest if name in rounding
+    ]
+    if not without:
+        return ()
+    form = model.cache_formats[without[0]]
+    return (f"{printable(without[0])} is {form}, but queries are only rounded where the keys are {form}, too",)
 
 
 def _quantized_notices(tree: Tree, matched: Collection[str]) -> tuple[str, ...]:

@@ -179,6 +179,12 @@ class LiveModel:
         """Those of `cache_formats` that states of recurrent layers have: they are rounded after each token."""
         return {name: form for name, form in self.cache_formats.items() if name.endswith(STATES)}
 
+    @functools.cached_property
+    def keys_read(self) -> Mapping[str, str]:
+        """The names of the KV cache tensors with the keys that attention modules read, their own or another's, by module."""
+        keys = (tensor for tensor in self.tree.kv_cache.tensors if tensor.part == "k")
+        return {tensor.module: tensor.shared_with or tensor.name for tensor in keys}
+
     @classmethod
     def wrap(
         cls,

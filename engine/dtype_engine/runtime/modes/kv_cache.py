@@ -1,10 +1,13 @@
-"""Intercepts what a forward pass writes into KV caches, and rounds it to the formats of a recipe.
+"""Intercepts what a forward pass writes into KV caches, and rounds it to the formats of a recipe. Also rounds queries, if a format
+says so.
 
 transformers' models write keys and values by `Cache.update(keys, values, layer)`, and attend to what it returns. MLA writes its
 latent vector and its rotary key in the same way. Formats with static scales or with a scale per token are applied to what is
 written. Every token is thus rounded once, no matter whether tokens are processed together or one by one. KIVI is applied to what is
 read, since its groups contain many tokens. States of recurrent layers are rounded after each call of the model
 (`recurrent_states.py`).
+
+Queries are intercepted where a model calls the kernel of its attention, which it looks up by transformers' `AttentionInterface`.
 """
 
 from __future__ import annotations
@@ -20,11 +23,11 @@ from torch import nn
 
 from dtype_engine.core.kv_cache import KVCacheTensor
 from dtype_engine.core.kv_formats import KV_FORMATS
-from dtype_engine.runtime.libraries.hf_private import cache_updates_by
+from dtype_engine.runtime.libraries.hf_private import attention_queries_by, cache_updates_by
 from dtype_engine.runtime.libraries.torch_private import WithoutModes
 from dtype_engine.runtime.modes.recurrent_states import StateRounding
 from dtype_engine.runtime.modes.weight_mode import WeightMode
-from dtype_engine.runtime.numerics.kv_rounding import head_amax, round_cache
+from dtype_engine.runtime.numerics.kv_rounding import head_amax, round_cache, round_queries
 
 CACHE_FIELDS = ("cache", "past_key_values", "cache_params")
 """The names by which transformers' models take and return a cache: the first from 5.24 on, before that one of the others."""
@@ -35,9 +38,21 @@ CacheNames = Mapping[str, tuple[str, ...]]
 
 
 class CacheWatcher:
-    """Intercepts what a forward pass writes into KV caches, and what it reads from them. This base class returns everything
-    unchanged. module: the name of the attention module. part: 0 for keys, 1 for values.
+    """Intercepts what a forward pass writes into KV caches, what it reads from them, and the queries. This base class returns
+    everything unchanged. module: the name of the attention module. part: 0 for keys, 1 for values.
     """
+
+    takes_queries: bool = False
+    """Whether `asked` is to be called."""
+
+    def asked(self, module: str, queries: torch.Tensor) -> torch.Tensor:
+        """Return the tensor that attention uses instead of `queries`: [batch, heads, tokens, width]."""
+        return queries
+
+    @property
+    def unseen(self) -> list[str]:
+        """The names of the keys that the pass has written, but whose queries it should have given to `asked`, and did not."""
+        return []
 
     def written(self, module: str, part: int, states: torch.Tensor, finished: int) -> torch.Tensor:
         """Return what to store instead of the keys or values `states` of new tokens: [batch, heads, tokens, width]. part: 0 for
@@ -65,10 +80,18 @@ class CacheRounding(CacheWatcher):
     """The calibrated largest |value| of each head, float32 [heads], keyed by the name of the cache tensor."""
     inside: Callable[[str], bool] = lambda name: True
     """Returns whether to round the cache tensor with a given name. By default, all that have a format are rounded."""
+    keys_read: Mapping[str, str] = field(default_factory=dict)
+    """The names of the cache tensors with the keys that attention modules read, keyed by the module."""
     first_use: dict[str, int] = field(default_factory=dict)
     """How many module calls had ended before a cache tensor with a format was first written, keyed by the tensor's name."""
     states: Sequence[KVCacheTensor] = ()
     """All states that the model's recurrent layers keep, if some of them have a format."""
+    seen: set[str] = field(default_factory=set)
+    """The names of the keys for whose formats queries were intercepted."""
+    takes_queries: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.takes_queries = any(KV_FORMATS[form].queries for form in self.formats.values())
 
     def around(self, module: nn.Module) -> AbstractContextManager[object]:
         if not self.states:
@@ -82,6 +105,18 @@ class CacheRounding(CacheWatcher):
                     rounding.after(called, given, output)
 
         return module.register_forward_hook(ended, with_kwargs=True)
+
+    def asked(self, module: str, queries: torch.Tensor) -> torch.Tensor:
+        name = self.keys_read.get(module, "")
+        if name not in self.formats or not KV_FORMATS[self.formats[name]].queries:
+            return queries
+        self.seen.add(name)
+        return round_queries(queries) if self.inside(name) else queries
+
+    @property
+    def unseen(self) -> list[str]:
+        keys = (name for names in self.names.values() for name in names[:1] if name in self.first_use)
+        return [name for name in keys if KV_FORMATS[self.formats[name]].queries and name not in self.seen]
 
     def written(self, module: str, part: int, states: torch.Tensor, finished: int) -> torch.Tensor:
         if (name := self._name(module, part)) is None:
@@ -140,6 +175,19 @@ def watching_caches(watcher: CacheWatcher, mode: WeightMode) -> Iterator[None]:
 def watched_caches() -> AbstractContextManager[None]:
     """Return a context in which a thread's reads and writes of KV caches go to the watcher that `watching_caches` has set."""
     return cache_updates_by(_update)
+
+
+def watched_queries() -> AbstractContextManager[None]:
+    """Return a context in which a thread's queries go to the watcher that `watching_caches` has set."""
+    return attention_queries_by(_ask)
+
+
+def _ask(queries: torch.Tensor) -> torch.Tensor:
+    if (watch := _watching.get()) is None:
+        return queries
+    watcher, mode = watch
+    with WithoutModes():
+        return watcher.asked(mode.module, queries)
 
 
 def _update(update: Callable[..., Any], keys: torch.Tensor, values: torch.Tensor) -> Any:

@@ -18,8 +18,10 @@ from dtype_engine.core.callbacks import ignore
 from dtype_engine.core.cancellation import IsCancelled
 from dtype_engine.core.errors import Cancelled, NoForward, UserError
 from dtype_engine.core.foreign_code import foreign_code, with_type
-from dtype_engine.core.kv_formats import KV_FORMATS
+from dtype_engine.core.kv_cache import KV_CACHE
+from dtype_engine.core.kv_formats import KV_FORMATS, QUERIES
 from dtype_engine.core.options import STORED, RunSettings
+from dtype_engine.core.text import printable
 from dtype_engine.recipe.loader_facts import loaded_dtype
 from dtype_engine.runtime.device import enough_memory, exact_float32, random_states, set_random_states, synchronize
 from dtype_engine.runtime.formats.dequantize import torch_dtype
@@ -27,7 +29,14 @@ from dtype_engine.runtime.inputs import Batch
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.modes.activations import ActivationRounding
 from dtype_engine.runtime.modes.candidate import CandidateMode, candidate_dtype
-from dtype_engine.runtime.modes.kv_cache import CacheAmax, CacheRounding, CacheWatcher, watched_caches, watching_caches
+from dtype_engine.runtime.modes.kv_cache import (
+    CacheAmax,
+    CacheRounding,
+    CacheWatcher,
+    watched_caches,
+    watched_queries,
+    watching_caches,
+)
 from dtype_engine.runtime.modes.partial import PartialCastMode
 from dtype_engine.runtime.modes.reference import ReferenceMode, WidenedWeights
 from dtype_engine.runtime.modes.weight_mode import WeightMode
@@ -378,7 +387,7 @@ class ForwardRunner:
         if not model.cache_formats:
             return None
         states = model.tree.kv_cache.states if model.state_formats else ()
-        return CacheRounding(model.cache_names, model.cache_formats, amax, inside, states=states)
+        return CacheRounding(model.cache_names, model.cache_formats, amax, inside, model.keys_read, states=states)
 
     @contextmanager
     def _same_state(self, mode: WeightMode) -> Iterator[None]:
@@ -419,6 +428,8 @@ class ForwardRunner:
             contexts.enter_context(self._for_all("execution", partial(executed, self.model.module, options.execution)))
             if caches is not None:
                 contexts.enter_context(self._for_all("caches", watched_caches))
+                if caches.takes_queries:
+                    contexts.enter_context(self._for_all("queries", watched_queries))
                 contexts.enter_context(watching_caches(caches, mode))
                 contexts.enter_context(caches.around(self.model.module))
             contexts.enter_context(foreign_code())
@@ -451,6 +462,7 @@ class ForwardRunner:
                     output = call()
                 if run.refused:
                     raise NoForward(run.refused)
+                _refuse_unseen_queries(caches)
                 synchronize(model.device)
                 seconds = time.perf_counter() - started - run.observing_seconds
                 if run.effects is not None:
@@ -473,6 +485,15 @@ class ForwardRunner:
             reused=bool(reused),
             cache=cache,
             left_wide=frozenset(mode.rounding.left_wide) if mode.rounding is not None else frozenset(),
+        )
+
+
+def _refuse_unseen_queries(caches: CacheWatcher | None) -> None:
+    if caches is not None and (unseen := caches.unseen):
+        attention = printable(unseen[0].rpartition(f".{KV_CACHE}")[0])
+        raise NoForward(
+            f"the queries of {attention} can't be rounded, because the model does not call its attention by transformers' "
+            f"AttentionInterface: measure a format without {QUERIES} at its end"
         )
 
 

@@ -9,24 +9,24 @@ from typing import Any
 
 import torch
 
-from dtype_engine.core.kv_formats import SCANNED
+from dtype_engine.core.kv_formats import KV_FORMATS, SCANNED
 from dtype_engine.core.tree import Tree
 from dtype_engine.recipe import tensor_bytes
 from dtype_engine.recipe.serving_memory import DEFAULT_CONTEXT, cache_tensor_bytes
 from dtype_engine.runtime.modes.kv_cache import CacheNames, CacheWatcher
-from dtype_engine.runtime.numerics.kv_rounding import round_cache
+from dtype_engine.runtime.numerics.kv_rounding import round_cache, round_queries
 
 
 @dataclass(slots=True)
 class CacheWrite:
-    """The keys or the values that one call of an attention module writes into a KV cache. `outputs` and `gradients` are as in
-    `WeightOp`.
+    """The keys or the values that one call of an attention module writes into a KV cache. With keys, also the queries that meet
+    them, if a scanned format rounds queries. `outputs` and `gradients` are as in `WeightOp`.
     """
 
     name: str
     keys: bool
     outputs: list[torch.Tensor]
-    """A list with one tensor: [batch, heads, tokens, width]."""
+    """Tensors [batch, heads, tokens, width]: what is written and, for keys, the queries of each attention that reads them."""
     gradients: list[list[tuple[int, torch.Tensor]]] = field(default_factory=lambda: [[]])
 
     @property
@@ -34,22 +34,32 @@ class CacheWrite:
         return (self.name,)
 
     def errors(self, names: Sequence[str], amax: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Return the changes that rounding to each format in `names`, such as `kv:fp8`, makes to what was written: a list with one
-        tensor [formats, elements]. amax: the calibrated largest |value| of each head, by the name of the cache tensor.
+        """Return the changes that rounding to each format in `names`, such as `kv:fp8`, makes to `outputs`: a list with one tensor
+        [formats, elements] for each. amax: the calibrated largest |value| of each head, by the name of the cache tensor.
         """
-        states = self.outputs[0]
-        forms = (name.removeprefix(SCANNED) for name in names)
-        rows = [round_cache(states, form, self.keys, amax.get(self.name)) - states for form in forms]
-        return [torch.stack(rows).flatten(1)]
+        states, *queries = self.outputs
+        forms = [KV_FORMATS[name.removeprefix(SCANNED)] for name in names]
+        errors = [
+            [round_cache(states, form.name, self.keys, amax.get(self.name)) - states for form in forms],
+            *(
+                [round_queries(each) - each if form.queries else torch.zeros_like(each) for form in forms]
+                for each in queries
+            ),
+        ]
+        return [torch.stack(rows).flatten(1) for rows in errors]
 
 
 @dataclass
 class CacheRecorder(CacheWatcher):
-    """Records the keys and values that a pass writes into KV caches."""
+    """Records the keys and values that a pass writes into KV caches, and the queries."""
 
     names: CacheNames
     on_gradient: Callable[[Any, int, torch.Tensor], None]
-    """Called in backward passes as `on_gradient(write, 0, gradient)` for each `CacheWrite`, which has one output."""
+    """Called in backward passes as `on_gradient(write, index, gradient)` for each tensor of `CacheWrite.outputs`."""
+    keys_read: Mapping[str, str] = field(default_factory=dict)
+    """The names of the cache tensors with the keys that attention modules read, keyed by the module."""
+    takes_queries: bool = False
+    """Whether to record queries, too, because a scanned format rounds them."""
     writes: list[CacheWrite] = field(default_factory=list)
 
     def written(self, module: str, part: int, states: torch.Tensor, finished: int) -> torch.Tensor:
@@ -60,6 +70,24 @@ class CacheRecorder(CacheWatcher):
                 states.register_hook(partial(self.on_gradient, write, 0))  # type: ignore[no-untyped-call]
                 self.writes.append(write)
         return states
+
+    def asked(self, module: str, queries: torch.Tensor) -> torch.Tensor:
+        keys = self.keys_read.get(module)
+        write = next((write for write in reversed(self.writes) if write.name == keys), None)
+        if write is not None and queries.requires_grad:
+            queries = queries.view_as(queries)
+            write.outputs.append(queries.detach())
+            write.gradients.append([])
+            queries.register_hook(partial(self.on_gradient, write, len(write.outputs) - 1))  # type: ignore[no-untyped-call]
+        return queries
+
+    @property
+    def unseen(self) -> list[str]:
+        return (
+            [write.name for write in self.writes if write.keys and len(write.outputs) == 1]
+            if self.takes_queries
+            else []
+        )
 
 
 def scored_bytes(tree: Tree, name: str, dtype: str) -> int:

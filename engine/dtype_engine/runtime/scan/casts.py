@@ -9,7 +9,7 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.kv_formats import SCANNED
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.units import plural
-from dtype_engine.recipe.plan import dtype_given
+from dtype_engine.recipe.plan import dtype_given, unfit_caches
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.modes.reference import equals_reference
 
@@ -20,7 +20,7 @@ NOT_SCORED = "states are rounded after each token, and a scan runs all tokens of
 def scanned_dtypes(model: LiveModel, targets: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """Return the dtypes to which casts of each weight are scanned: those of `targets`, and its stored dtype, which may also drift
     from the reference. The tensors of KV caches are scanned in those formats of `targets` that begin with `kv:`. Raises UserError
-    if there is such a format, but no KV cache.
+    if there is such a format, but no KV cache, or one that can't have it.
     """
     of_weights = tuple(target for target in targets if not target.startswith(SCANNED))
     of_caches = tuple(target for target in targets if target.startswith(SCANNED))
@@ -34,6 +34,9 @@ def scanned_dtypes(model: LiveModel, targets: Sequence[str]) -> dict[str, tuple[
     if of_caches and not names:
         only = f"the model keeps recurrent states alone, which are not scored: {NOT_SCORED}" if cache.states else ""
         raise UserError(f"{of_caches[0]}: {cache.none_because or only or 'the model keeps no KV cache'}")
+    for target in of_caches:
+        if (unfit := unfit_caches(model.tree, names, target.removeprefix(SCANNED))) is not None:
+            raise UserError(unfit)
     return wanted | (dict.fromkeys(names, of_caches) if of_caches else {})
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from dtype_engine.core.errors import Cancelled, NoForward
+from dtype_engine.core.kv_formats import KV_FORMATS, SCANNED
 from dtype_engine.results.drift import unit_for
 from dtype_engine.runtime.device import differentiable_recurrence, for_sums
 from dtype_engine.runtime.inputs import Batch
@@ -165,6 +166,8 @@ class SequenceScan:
         """
         model, file = self.runner.model, self.backward.file
         names = {module: names for module, names in model.cache_names.items() if any(map(self.wanted.get, names))}
+        keys = (dtype for of_module in names.values() for dtype in self.wanted.get(of_module[0], ()))
+        queries = any(KV_FORMATS[dtype.removeprefix(SCANNED)].queries for dtype in keys)
         on_gradient = self.backward.on_gradient
         copies = frozenset[int]()
         while True:
@@ -172,7 +175,7 @@ class SequenceScan:
                 self._recorder.forget()
             memory = GraphMemory(model, self.rereads, self.backward.enter_block, file)
             mode = self._recorder = WeightOpRecorder(model, frozenset(self.wanted), on_gradient, copies, memory)
-            caches = CacheRecorder(names, on_gradient) if names else None
+            caches = CacheRecorder(names, on_gradient, model.keys_read, queries) if names else None
             call = torch.enable_grad()(partial(batch.run, model.module))
             try:
                 with memory.saving(), differentiable_recurrence(model.module, model.device):
