@@ -35,8 +35,9 @@ NAMES = (
 """The names of what is measured of an output, in the order of JSON.
 
 `kl_` is about KL(p ‖ q) in nats per position, with p the reference's distribution and q the candidate's. `dp_` is about q - p of
-the actual next token, from -1 to 1. `_se` is the standard error of a mean over positions. Percentiles (`_p999` is the 99.9th,
-`_p01` the 0.1th) need 100 positions. `runtime/numerics/compare/metrics.py` says how each is computed, and by whose definition.
+the actual next token, from -1 to 1. `acceptance` is the mean of Σ min(p, q), from 0 to 1, if a setting asks for it. `_se` is the
+standard error of a mean over positions. Percentiles (`_p999` is the 99.9th, `_p01` the 0.1th) need 100 positions.
+`runtime/numerics/compare/metrics.py` says how each is computed, and by whose definition.
 """
 
 

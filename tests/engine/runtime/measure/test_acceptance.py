@@ -204,7 +204,7 @@ def test_limit_on_the_acceptance_measures_it(tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.mark.slow
-def test_acceptance_is_a_column_of_sweep_search_and_executions(
+def test_acceptance_is_shown_by_sweep_search_executions_and_reports(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, recipe = made("llama", tmp_path), tmp_path / "bf16.yaml"
@@ -227,3 +227,8 @@ def test_acceptance_is_a_column_of_sweep_search_and_executions(
     assert f" {share}" in said[0].partition("acceptance")[2]
     assert f"acceptance {share}" in said[1]
     assert " 100.00 %" in said[2].partition("acceptance")[2]
+    page = tmp_path / "page.md"
+    arguments = ("report", model, "--cast", "*=bf16", *inputs, "--acceptance", "-o", str(page))
+    assert status_and_text(capsys, *arguments)[0] == 0
+    assert f"· acceptance: {share} ·" in page.read_text()
+    assert f"| acceptance of drafts | {share.removesuffix(' %')} ± " in page.read_text()
