@@ -36,12 +36,7 @@ def own_answers(
     """
     model = runner.model
     _refuse(model)
-    room = min(TOKENS_PER_SEQUENCE, position_count(model)) - tokens
-    if room < 1:
-        raise UserError(f"answers of {tokens} tokens are too long: a prompt and its answer have {room + tokens} tokens")
-    chat = bool(getattr(tokenizer_of(model), "chat_template", None))
-    prompts = text_inputs(model, InputOptions(chat=chat, sequence_length=room, limits=limits))
-    prompts = dataclasses.replace(prompts, prompts=True)
+    chat, prompts = default_prompts(model, tokens, limits)
     batches, answered, count = [], 0, len(prompts.batches)
     for number, prompt in enumerate(prompts.batches):
 
@@ -57,6 +52,18 @@ def own_answers(
     positions = sum(batch.kwargs["input_ids"].numel() for batch in batches)
     described = f"{about}, {plural(answered, 'token')}, {positions:,} with the prompts"
     return Inputs(tuple(batches), described, prompts.tokenizer, made_of=(about,))
+
+
+def default_prompts(model: LiveModel, tokens: int, limits: InputLimits) -> tuple[bool, Inputs]:
+    """Return the default prompts, each with room for an answer of `tokens` tokens, and whether they are messages in the model's chat
+    template. Without a chat template, they are plain text. Raises UserError if there is no room.
+    """
+    room = min(TOKENS_PER_SEQUENCE, position_count(model)) - tokens
+    if room < 1:
+        raise UserError(f"answers of {tokens} tokens are too long: a prompt and its answer have {room + tokens} tokens")
+    chat = bool(getattr(tokenizer_of(model), "chat_template", None))
+    prompts = text_inputs(model, InputOptions(chat=chat, sequence_length=room, limits=limits))
+    return chat, dataclasses.replace(prompts, prompts=True)
 
 
 def _refuse(model: LiveModel) -> None:
