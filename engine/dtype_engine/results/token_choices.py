@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from dtype_engine.core.text import brief
 from dtype_engine.core.units import plural
@@ -83,9 +83,11 @@ class TokenReport:
         """The number of tokens in all texts."""
         return sum(len(text.kinds) for text in self.texts)
 
-    def count(self, kind: Kind) -> int:
-        """Return the number of tokens of one kind in all texts."""
-        return sum(text.kinds.count(kind) for text in self.texts)
+    @property
+    def counts(self) -> dict[Kind, int]:
+        """The number of tokens of each kind in all texts."""
+        kinds: tuple[Kind, ...] = get_args(Kind)
+        return {kind: sum(text.kinds.count(kind) for text in self.texts) for kind in kinds}
 
     @property
     def _differing(self) -> list[float]:
@@ -130,10 +132,10 @@ class TokenReport:
         return "; ".join(named)
 
     def __repr__(self) -> str:
-        largest = self.largest_severity
+        largest, counts = self.largest_severity, self.counts
         return brief(
             f"TokenReport: {plural(self.tokens, 'token')} in {plural(len(self.texts), 'text')} of {self.model}",
-            ("same", f"{self.count('identical')}, {self.count('tie')} ties, {self.count('different')} different"),
+            ("same", f"{counts['identical']}, {plural(counts['tie'], 'tie')}, {counts['different']} different"),
             ("largest", "" if largest is None else severity_text(largest)),
             ("inputs", self.inputs),
         )

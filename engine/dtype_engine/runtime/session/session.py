@@ -841,8 +841,8 @@ class Session:
         Example:
             >>> _ = session.cast("*.mlp", "int4@g32")
             >>> found = session.token_choices(16)
-            >>> found.count("identical") + found.count("tie") + found.count("different") == found.tokens
-            True
+            >>> found.tokens, found.counts["identical"] > found.counts["different"]
+            (96, True)
         """
         refuse_tokens(self.model, tokens, self.options.limits)
         inputs, options = self.need_inputs(), self.options

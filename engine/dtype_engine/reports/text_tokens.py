@@ -1,0 +1,87 @@
+"""Formats the tokens that a candidate would choose in texts of the reference as text."""
+
+from __future__ import annotations
+
+from dtype_engine.core.text import printable
+from dtype_engine.core.units import plural
+from dtype_engine.results.token_choices import EDGES, FirstDifference, TextChoices, TokenReport, severity_text
+
+_MARKS = {"tie": "({} | {})", "different": "⟦{} | {}⟧"}
+"""How a token that differs is shown: that of the text, and the candidate's."""
+
+
+def token_text(report: TokenReport) -> str:
+    """Return a report with each text in one line. A tie is marked as in `(a | b)`, another difference as in `⟦a | b⟧`: first the
+    reference's token, then the candidate's.
+    """
+    lines = [
+        f"model      {report.model} on {report.device}",
+        f"rules      {', '.join(report.rules) or 'none: as stored'}",
+        f"inputs     {report.inputs}",
+        *summary_lines(report),
+    ]
+    for text in report.texts:
+        lines += ["", f"prompt     {_line(text.prompt)}", f"reference  {_line(marked_text(text))}"]
+    return "\n".join(lines)
+
+
+def summary_lines(report: TokenReport) -> list[str]:
+    """Return the lines with the counts, the margin, the histogram and the first difference."""
+    lines = [f"tokens     {report.tokens:,}: {shares_text(report)}"]
+    largest, first = report.largest_severity, report.first_difference
+    if largest is None:
+        return lines
+    lines.append(f"tie        {margin_text(report)}")
+    lines.append(f"severity   {histogram_text(report)}; largest {severity_text(largest)}")
+    if first is not None:
+        lines.append(f"first      {first_text(first)}")
+    return lines
+
+
+def shares_text(report: TokenReport) -> str:
+    """Return how many of the tokens are of each kind, such as `190 identical (99.0 %), 2 ties (1.0 %), 0 different`."""
+    parts = []
+    for kind, count in report.counts.items():
+        words = plural(count, "tie") if kind == "tie" else f"{count:,} {kind}"
+        parts.append(f"{words} ({100 * count / report.tokens:.1f} %)" if count else words)
+    return ", ".join(parts)
+
+
+def margin_text(report: TokenReport) -> str:
+    """Return words that say which differences are ties."""
+    if report.margin is None:
+        return "none: no noise floor was measured, so every token that differs counts as different"
+    return f"up to {severity_text(report.margin)}, which another order of arithmetic changes: {report.margin_from}"
+
+
+def histogram_text(report: TokenReport) -> str:
+    """Return how many tokens that differ have which severity, as in `3 below 0.05, 2 below 0.1, 1 from 2 nats`. Empty bins are left
+    out.
+    """
+    names = [*(f"below {edge:g}" for edge in EDGES), f"from {EDGES[-1]:g}"]
+    return ", ".join(f"{count} {name}" for count, name in zip(report.histogram, names, strict=True) if count) + " nats"
+
+
+def first_text(first: FirstDifference) -> str:
+    """Return where the candidate first differs, and by how much."""
+    own, other = (printable(piece.replace("\n", "⏎"), 40) for piece in (first.reference_piece, first.candidate_piece))
+    where = f"prompt {first.prompt + 1}, token {first.token + 1}"
+    return f"{where}: {own!r} in the text, {other!r} by the candidate, {severity_text(first.severity)}"
+
+
+def marked_text(text: TextChoices) -> str:
+    """Return a text with the candidate's tokens beside those from which they differ."""
+    return "".join(
+        _MARKS[kind].format(own, other) if kind in _MARKS else own
+        for own, other, kind in zip(text.reference.pieces, text.candidate_pieces, text.kinds, strict=True)
+    )
+
+
+def counts_text(text: TextChoices) -> str:
+    """Return how many tokens of one text differ."""
+    ties, different = text.kinds.count("tie"), text.kinds.count("different")
+    return f"{plural(len(text.kinds), 'token')}, {plural(ties, 'tie')}, {different:,} different"
+
+
+def _line(text: str) -> str:
+    return printable(text.replace("\n", "⏎"), 10_000)
