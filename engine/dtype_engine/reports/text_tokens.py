@@ -6,8 +6,12 @@ from dtype_engine.core.text import printable
 from dtype_engine.core.units import plural
 from dtype_engine.results.token_choices import EDGES, FirstDifference, TextChoices, TokenReport, severity_text
 
-_MARKS = {"tie": "({} | {})", "different": "⟦{} | {}⟧"}
+MARKS = {"tie": "({} | {})", "different": "⟦{} | {}⟧"}
 """How a token that differs is shown: that of the text, and the candidate's."""
+
+
+_PROMPT = 120
+"""Maximum number of characters shown of a prompt: the last ones."""
 
 
 def token_text(report: TokenReport) -> str:
@@ -18,24 +22,23 @@ def token_text(report: TokenReport) -> str:
         f"model      {report.model} on {report.device}",
         f"rules      {', '.join(report.rules) or 'none: as stored'}",
         f"inputs     {report.inputs}",
-        *summary_lines(report),
+        *(f"{name:<10} {words}" for name, words in summary_rows(report)),
     ]
     for text in report.texts:
-        lines += ["", f"prompt     {_line(text.prompt)}", f"reference  {_line(marked_text(text))}"]
+        prompt = text.prompt if len(text.prompt) <= _PROMPT else f"…{text.prompt[-_PROMPT:]}"
+        lines += ["", f"prompt     {_line(prompt)}", f"reference  {_line(marked_text(text))}"]
     return "\n".join(lines)
 
 
-def summary_lines(report: TokenReport) -> list[str]:
-    """Return the lines with the counts, the margin, the histogram and the first difference."""
-    lines = [f"tokens     {report.tokens:,}: {shares_text(report)}"]
+def summary_rows(report: TokenReport) -> list[tuple[str, str]]:
+    """Return (name, text) of the counts and, if a token differs, of the margin, the histogram and the first difference."""
+    rows = [("tokens", f"{report.tokens:,}: {shares_text(report)}")]
     largest, first = report.largest_severity, report.first_difference
     if largest is None:
-        return lines
-    lines.append(f"tie        {margin_text(report)}")
-    lines.append(f"severity   {histogram_text(report)}; largest {severity_text(largest)}")
-    if first is not None:
-        lines.append(f"first      {first_text(first)}")
-    return lines
+        return rows
+    rows.append(("tie", margin_text(report)))
+    rows.append(("severity", f"{histogram_text(report)}; largest {severity_text(largest)}"))
+    return [*rows, ("first", first_text(first))] if first is not None else rows
 
 
 def shares_text(report: TokenReport) -> str:
@@ -51,7 +54,7 @@ def margin_text(report: TokenReport) -> str:
     """Return words that say which differences are ties."""
     if report.margin is None:
         return "none: no noise floor was measured, so every token that differs counts as different"
-    return f"up to {severity_text(report.margin)}, which another order of arithmetic changes: {report.margin_from}"
+    return f"up to {severity_text(report.margin)}: what another order of arithmetic changes ({report.margin_from})"
 
 
 def histogram_text(report: TokenReport) -> str:
@@ -72,15 +75,15 @@ def first_text(first: FirstDifference) -> str:
 def marked_text(text: TextChoices) -> str:
     """Return a text with the candidate's tokens beside those from which they differ."""
     return "".join(
-        _MARKS[kind].format(own, other) if kind in _MARKS else own
+        MARKS[kind].format(own, other) if kind in MARKS else own
         for own, other, kind in zip(text.reference.pieces, text.candidate_pieces, text.kinds, strict=True)
     )
 
 
 def counts_text(text: TextChoices) -> str:
-    """Return how many tokens of one text differ."""
+    """Return how many tokens of one text differ, such as `1 tie, 2 different`."""
     ties, different = text.kinds.count("tie"), text.kinds.count("different")
-    return f"{plural(len(text.kinds), 'token')}, {plural(ties, 'tie')}, {different:,} different"
+    return f"{plural(ties, 'tie')}, {different:,} different"
 
 
 def _line(text: str) -> str:

@@ -35,7 +35,7 @@ class TextChoices:
     the same token. Infinity if the candidate has NaN in its logits, or a token that the reference rules out.
     """
     kinds: tuple[Kind, ...]
-    """identical: the candidate has the token of the text. tie: another one, with a severity up to the margin. different: the rest."""
+    """identical: the candidate has the text's token. tie: another one, with a severity up to the margin. different: the rest."""
 
     @property
     def first_different(self) -> int | None:
@@ -128,7 +128,9 @@ class TokenReport:
     def margin_from(self) -> str:
         """Words that say from which runs the margin comes, such as "the candidate under eager attention and a batch of two"."""
         floors = [("the reference", self.floor), ("the candidate", self.candidate_floor)]
-        named = [f"{who} under {' and a '.join(floor.ways)}" for who, floor in floors if floor is not None and floor.ways]
+        named = [
+            f"{who} under {' and a '.join(floor.ways)}" for who, floor in floors if floor is not None and floor.ways
+        ]
         return "; ".join(named)
 
     def __repr__(self) -> str:

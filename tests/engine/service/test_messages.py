@@ -33,6 +33,7 @@ from dtype_engine.service.jobs import (
     GENERATE,
     JOBS,
     SPEED,
+    TOKENS,
     VALUES,
     Ask,
     GenerateText,
@@ -67,6 +68,7 @@ REQUESTS: list[messages.Request] = [
     CHECK.ask(None),
     commands.Download(),
     GENERATE.ask(GenerateText(48)),
+    TOKENS.ask(GenerateText(48)),
     commands.Scan(("int8", "bfloat16")),
     commands.Scan(("int8",), keep=True),
     commands.MeasureRecipes((RECIPE, Recipe())),
@@ -147,6 +149,7 @@ def test_every_event_of_a_real_worker_is_unchanged_by_encoding_and_decoding() ->
             SPEED.ask(None),
             ACTIVATIONS.ask(PassSizes((16, 32), 1)),
             GENERATE.ask(GenerateText(2)),
+            TOKENS.ask(GenerateText(2)),
             commands.Scan(("int8",)),
             VALUES.ask(InspectTensor("lm_head.weight", ("int8",))),
         ):
@@ -163,6 +166,7 @@ def test_every_event_of_a_real_worker_is_unchanged_by_encoding_and_decoding() ->
         "causes",
         "speed",
         "generate",
+        "tokens",
     }
     for event in told:
         assert_same(crossed(event), event)
@@ -220,7 +224,7 @@ MADE_UP: dict[str, Callable[[], Any]] = {
         if kind not in (events.JobDone, events.JobGrown)
     },
     **{name: partial(made_up_answer, events.JobDone, name) for name in JOBS},
-    **{f"{name} so far": partial(made_up_answer, events.JobGrown, name) for name in ("causes", "generate")},
+    **{f"{name} so far": partial(made_up_answer, events.JobGrown, name) for name in ("causes", "generate", "tokens")},
 }
 """Makes events of every type, and answers of every job."""
 

@@ -201,11 +201,13 @@ def decoding(runner: ForwardRunner, prompt: Batch, tokens: int) -> Decoding:
     def call() -> None:
         # An encoder runs here, so this is a pass of its own.
         with quiet(), contextlib.suppress(_Prepared):
-            module.generate(*prompt.args, **prompt.kwargs, **_greedy(runner.model, tokens), custom_generate=take)
+            prompt.run(partial(module.generate, **_greedy(runner.model, tokens), custom_generate=take))
 
     runner.reference(call)
     if not found:
-        raise NoForward(f"a {type(module).__name__} generates text in a way of its own, so its choices can't be compared")
+        raise NoForward(
+            f"a {type(module).__name__} generates text in a way of its own, so its choices can't be compared"
+        )
     return found[0]
 
 

@@ -36,7 +36,10 @@ def own_answers(
     """
     model = runner.model
     _refuse(model)
-    chat, prompts = default_prompts(model, tokens, limits)
+    room = min(TOKENS_PER_SEQUENCE, position_count(model)) - tokens
+    if room < 1:
+        raise UserError(f"answers of {tokens} tokens are too long: a prompt and its answer have {room + tokens} tokens")
+    chat, prompts = default_prompts(model, room, limits)
     batches, answered, count = [], 0, len(prompts.batches)
     for number, prompt in enumerate(prompts.batches):
 
@@ -54,15 +57,12 @@ def own_answers(
     return Inputs(tuple(batches), described, prompts.tokenizer, made_of=(about,))
 
 
-def default_prompts(model: LiveModel, tokens: int, limits: InputLimits) -> tuple[bool, Inputs]:
-    """Return the default prompts, each with room for an answer of `tokens` tokens, and whether they are messages in the model's chat
-    template. Without a chat template, they are plain text. Raises UserError if there is no room.
+def default_prompts(model: LiveModel, longest: int, limits: InputLimits) -> tuple[bool, Inputs]:
+    """Return the default prompts in sequences of up to `longest` tokens. They are messages in the model's chat template or, without
+    one, plain text. The first result says whether there is a template.
     """
-    room = min(TOKENS_PER_SEQUENCE, position_count(model)) - tokens
-    if room < 1:
-        raise UserError(f"answers of {tokens} tokens are too long: a prompt and its answer have {room + tokens} tokens")
     chat = bool(getattr(tokenizer_of(model), "chat_template", None))
-    prompts = text_inputs(model, InputOptions(chat=chat, sequence_length=room, limits=limits))
+    prompts = text_inputs(model, InputOptions(chat=chat, sequence_length=longest, limits=limits))
     return chat, dataclasses.replace(prompts, prompts=True)
 
 

@@ -1,7 +1,7 @@
 """Lets the reference write texts, and asks at each token of them whether the candidate would choose the same token.
 
-Two texts that are decoded freely can't be compared after their first difference. So the candidate does not decode: one pass over the
-prompt and the reference's text gives its logits after each of the reference's tokens.
+Two texts that are decoded freely can't be compared after their first difference. So the candidate does not decode: one pass over
+the prompt and the reference's text gives its logits after each of the reference's tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dtype_engine.results.runs import Generation, Written
 from dtype_engine.results.token_choices import Kind, TextChoices, TokenReport, severity_text
 from dtype_engine.runtime.execution.executor import Executor
 from dtype_engine.runtime.inputs import Batch, Inputs, tokenizer_of
-from dtype_engine.runtime.inputs.text import keeps_cache, position_count
+from dtype_engine.runtime.inputs.text import TOKENS_PER_SEQUENCE, keeps_cache, position_count
 from dtype_engine.runtime.measure.generation import (
     Decoding,
     OnText,
@@ -74,7 +74,12 @@ def text_prompts(model: LiveModel, inputs: Inputs, options: InputOptions, tokens
     """
     alone = all(not batch.args and _TOKENS_ALONE.issuperset(batch.kwargs) for batch in inputs.batches)
     if alone and inputs.made and not (options.prompts or options.texts) and tokenizer_of(model) is not None:
-        return default_prompts(model, tokens, options.limits)[1]
+        room = position_count(model) - tokens
+        if room < 1:
+            raise UserError(
+                f"texts of {tokens} tokens leave no room for a prompt: {model.title} has {room + tokens} positions"
+            )
+        return default_prompts(model, min(TOKENS_PER_SEQUENCE, room), options.limits)[1]
     batches = tuple(
         row for batch in inputs.batches for row in _prompts(prompt_batch(_by_name(batch, model.module), inputs))
     )

@@ -24,7 +24,8 @@ from dtype_engine.results.token_choices import EDGES, TextChoices, TokenReport
 from dtype_engine.runtime.inputs.default_prompts import DEFAULT_PROMPTS
 
 TOKENS = 12
-LETTERS = "the quick brown fox jumps over lazy dogs while seven wizards make big toxic brew for evil queen jack".split()
+SENTENCE = "the quick brown fox jumps over lazy dogs while seven wizards make big toxic brew for evil queen jack"
+WORDS = SENTENCE.split()
 
 
 def rounded(weight: torch.Tensor, recipe: str) -> torch.Tensor:
@@ -174,10 +175,12 @@ RECIPES = ("fp8", "int8", "int4@g32", "bfloat16", "float16")
 def test_first_token_that_differs_is_that_of_free_decoding(
     recipe: str, llama: Any, saved: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """In float32, so that a pass over the whole text chooses as decoding does. 20 prompts of one to twenty words."""
+    """In float32, so that a pass over the whole text chooses as decoding does. 20 prompts of up to 19 words."""
     folder, candidate = saved(), cast(llama, recipe)
-    prompts = tuple(" ".join(LETTERS[:count]) for count in range(1, 21))
-    if recipe.endswith("float16"):  # the program would compute in 16 bits, so the rounded weights are another checkpoint
+    prompts = (*(" ".join(WORDS[:count]) for count in range(1, 20)), "jack fox")
+    if recipe.endswith(
+        "float16"
+    ):  # the program would compute in 16 bits, so the rounded weights are another checkpoint
         shutil.copytree(folder, tmp_path / "rounded")
         candidate.save_pretrained(tmp_path / "rounded")
         session = opened(tmp_path / "rounded", {}, prompts=prompts, reference=str(folder))
@@ -190,7 +193,9 @@ def test_first_token_that_differs_is_that_of_free_decoding(
         given = tokenizer(prompt, return_tensors="pt")
         ids, mask = given["input_ids"], given["attention_mask"]
         free = [
-            module.generate(ids, attention_mask=mask, max_new_tokens=TOKENS, do_sample=False)[0, ids.shape[1] :].tolist()
+            module.generate(ids, attention_mask=mask, max_new_tokens=TOKENS, do_sample=False)[
+                0, ids.shape[1] :
+            ].tolist()
             for module in (llama, candidate)
         ]
         assert list(text.reference.ids) == free[0]
@@ -225,7 +230,9 @@ def test_histogram_counts_each_token_that_differs_once() -> None:
     assert report.largest_severity == math.inf
     difference = report.first_difference
     assert difference is not None
-    assert dataclasses.astuple(difference) == (1, 2, 2, "c", 52, "C", 0.05), "the ties of the first text are passed over"
+    assert dataclasses.astuple(difference) == (1, 2, 2, "c", 52, "C", 0.05), (
+        "the ties of the first text are passed over"
+    )
     assert TokenReport("m", "cpu", (), "i", (text_of([-1], 1),), None).largest_severity is None
 
 
@@ -309,15 +316,19 @@ def test_text_ends_with_the_end_token_which_is_classed_too(llama: Any, saved: Ca
 
 def test_generation_settings_change_the_choices_of_both(llama: Any, saved: Callable[..., Path]) -> None:
     """A penalty for repetition: both choose as plain `generate` does with these settings."""
-    session = opened(saved(repetition_penalty=1.5), {"*_proj": "int8"}, prompts=tuple(LETTERS[:8]))
+    session = opened(saved(repetition_penalty=1.5), {"*_proj": "int8"}, prompts=tuple(WORDS[:8]))
     report = session.token_choices(TOKENS)
     tokenizer = transformers.AutoTokenizer.from_pretrained(session.model.folder)
     without = 0
-    for prompt, text in zip(LETTERS[:8], report.texts, strict=True):
+    for prompt, text in zip(WORDS[:8], report.texts, strict=True):
         ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
         free = [
             module.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS, do_sample=False, repetition_penalty=penalty
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=TOKENS,
+                do_sample=False,
+                repetition_penalty=penalty,
             )[0, ids.shape[1] :].tolist()
             for module, penalty in ((llama, 1.5), (cast(llama, "int8"), 1.5), (llama, 1.0))
         ]

@@ -31,8 +31,8 @@ def chosen_tokens(reference: torch.Tensor, candidate: torch.Tensor) -> ChosenTok
 
 def severities(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Return the log-probability of the most likely token at each position minus that of the token in `ids`: in nats, float64
-    [positions], on the CPU. Infinity for a token whose logit is minus infinity. logits: [positions, classes], without NaN. ids: int64
-    [positions].
+    [positions], on the CPU. Infinity for a token whose logit is minus infinity. logits: [positions, classes], without NaN. ids:
+    int64 [positions].
 
     ln Σ e^r cancels in ln p(a) - ln p(b) = r_a - r_b, so no softmax is computed.
     """
