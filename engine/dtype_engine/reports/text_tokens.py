@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import plural
 from dtype_engine.results.token_choices import EDGES, FirstDifference, TextChoices, TokenReport, severity_text
@@ -58,11 +60,14 @@ def margin_text(report: TokenReport) -> str:
 
 
 def histogram_text(report: TokenReport) -> str:
-    """Return how many tokens that differ have which severity, as in `3 below 0.05, 2 below 0.1, 1 from 2 nats`. Empty bins are left
+    """Return how many tokens that differ have which severity, as in `3 at <0.05, 2 at 0.5–1, 1 at ≥2 nats`. Empty bins are left
     out.
     """
-    names = [*(f"below {edge:g}" for edge in EDGES), f"from {EDGES[-1]:g}"]
-    return ", ".join(f"{count} {name}" for count, name in zip(report.histogram, names, strict=True) if count) + " nats"
+    inner = (f"{low:g}–{high:g}" for low, high in pairwise(EDGES))
+    names = [f"<{EDGES[0]:g}", *inner, f"≥{EDGES[-1]:g}"]
+    return (
+        ", ".join(f"{count} at {name}" for count, name in zip(report.histogram, names, strict=True) if count) + " nats"
+    )
 
 
 def first_text(first: FirstDifference) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar
 
 from rich.console import RenderableType
+from rich.table import Table
 from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
@@ -212,7 +213,7 @@ class GenerationScreen(ModalScreen[None]):
         self.query_one("#generate-says", Static).update(Text(words, style="dim"))
 
 
-def _add_more(grid: PlainTable, count: int) -> None:
+def _add_more(grid: Table, count: int) -> None:
     if count > MOST_TEXTS:
         grid.add_row("", Text(f"and {count - MOST_TEXTS:,} more", style="dim"))
 

@@ -98,10 +98,11 @@ def _prompts(batch: Batch) -> list[Batch]:
     of_tokens = {name for name, value in batch.kwargs.items() if _is_like(value, ids)}
     if len(ids) > 1 and any(isinstance(batch.kwargs[name], torch.Tensor) for name in batch.kwargs.keys() - of_tokens):
         return [batch]  # refused when it is to be continued
-    masked = isinstance(mask, torch.Tensor) and mask.shape == ids.shape
+    if not isinstance(mask, torch.Tensor) or mask.shape != ids.shape:
+        mask = torch.ones_like(ids)
     found = []
     for row in range(len(ids)):
-        kept = mask[row].bool() if masked else torch.ones(ids.shape[1], dtype=torch.bool)
+        kept = mask[row].bool()
         cut = {name: batch.kwargs[name][row : row + 1, kept] for name in of_tokens}
         found.append(Batch(kwargs=batch.kwargs | cut))
     return found

@@ -846,6 +846,8 @@ class Session:
         """
         refuse_tokens(self.model, tokens, self.options.limits)
         inputs, options = self.need_inputs(), self.options
+        if self.given_logits is not None:
+            raise UserError("token_choices runs both models: leave the file of outputs out")
         if prompt is not None:
             options = dataclasses.replace(options, prompts=(prompt,), texts=(), tensors=None)
         with ForwardRunner(self.model, self.settings, cancelled, behavior=self._behavior) as runner:
