@@ -27,12 +27,12 @@ class TextChoices:
     reference: Written
     """The text of the reference."""
     candidate_ids: tuple[int, ...]
-    """The most likely token of the candidate after the prompt and the reference's earlier tokens."""
+    """The most likely token of the candidate after the prompt and the reference's earlier tokens, or -1 if its logits have NaN."""
     candidate_pieces: tuple[str, ...]
     """The text that each token of the candidate would add."""
     severities: tuple[float, ...]
     """By how much the reference's log-probability of its most likely token is above that of the candidate's token, in nats. 0 for
-    the same token. Infinity if the candidate has NaN in its logits, or a token that the reference rules out.
+    the same token. Infinity if the candidate's logits have NaN, or if the reference rules its token out.
     """
     kinds: tuple[Kind, ...]
     """identical: the candidate has the text's token. tie: another one, with a severity up to the margin. different: the rest."""
@@ -101,7 +101,7 @@ class TokenReport:
     @property
     def histogram(self) -> tuple[int, ...]:
         """How many of the tokens that differ, ties or not, have a severity below the first edge of `EDGES`, from each edge to the
-        next, and from the last edge on.
+        next, and from the last edge on, infinite ones included.
         """
         counts = [0] * (len(EDGES) + 1)
         for severity in self._differing:
@@ -126,11 +126,9 @@ class TokenReport:
 
     @property
     def margin_from(self) -> str:
-        """Words that say from which runs the margin comes, such as "the candidate under eager attention and a batch of two"."""
+        """Words that say from which runs the margin comes, such as "the candidate with eager attention, batch of two"."""
         floors = [("the reference", self.floor), ("the candidate", self.candidate_floor)]
-        named = [
-            f"{who} under {' and a '.join(floor.ways)}" for who, floor in floors if floor is not None and floor.ways
-        ]
+        named = [f"{who} with {', '.join(floor.ways)}" for who, floor in floors if floor is not None and floor.ways]
         return "; ".join(named)
 
     def __repr__(self) -> str:

@@ -181,17 +181,8 @@ def _check_tokens(report: dtype_engine.results.token_choices.TokenReport) -> Non
     check_length(report.notices, MOST_NOTICES)
     for text in report.texts:
         own = text.reference
-        if (
-            len(
-                {
-                    *map(
-                        len,
-                        (own.ids, own.pieces, text.candidate_ids, text.candidate_pieces, text.severities, text.kinds),
-                    )
-                }
-            )
-            > 1
-        ):
+        others = own.pieces, text.candidate_ids, text.candidate_pieces, text.severities, text.kinds
+        if any(len(each) != len(own.ids) for each in others):
             raise ValueError("a text whose tokens do not have one choice each")
         if not all(severity >= 0 for severity in text.severities):
             raise ValueError("a severity that no token has")

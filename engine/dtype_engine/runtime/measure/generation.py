@@ -198,6 +198,9 @@ def decoding(runner: ForwardRunner, prompt: Batch, tokens: int) -> Decoding:
         found.append(Decoding(tuple(input_ids[0].tolist()), logits_processor))
         raise _Prepared
 
+    if (getattr(getattr(module, "generation_config", None), "guidance_scale", None) or 1) != 1:
+        raise NoForward("guidance_scale in the model's generation settings runs it twice for each token: set it to 1")
+
     def call() -> None:
         # An encoder runs here, so this is a pass of its own.
         with quiet(), contextlib.suppress(_Prepared):

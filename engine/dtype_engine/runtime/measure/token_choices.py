@@ -79,7 +79,9 @@ def text_prompts(model: LiveModel, inputs: Inputs, options: InputOptions, tokens
             raise UserError(
                 f"texts of {tokens} tokens leave no room for a prompt: {model.title} has {room + tokens} positions"
             )
-        return default_prompts(model, min(TOKENS_PER_SEQUENCE, room), options.limits)[1]
+        chat, prompts = default_prompts(model, min(TOKENS_PER_SEQUENCE, room), options.limits)
+        through = ", through the chat template" if chat else ""
+        return dataclasses.replace(prompts, description=f"{prompts.description}{through}")
     batches = tuple(
         row for batch in inputs.batches for row in _prompts(prompt_batch(_by_name(batch, model.module), inputs))
     )
@@ -129,7 +131,7 @@ def written_texts(
         on_tokens = part_of(on_step, "writing the reference's texts", number * tokens, len(prompts.batches) * tokens)
         prompt = runner.reference_batch(batch)
         begun, shown = decoding(runner, prompt, tokens), prompt_text(batch, tokenizer)
-        _refuse_long(model, begun, tokens)
+        _refuse(model, batch, begun, tokens)
 
         def grows(read: Callable[[], Written], shown: str = shown) -> None:
             on_text(lambda: Generation(shown, read(), Written((), (), 0.0), finished=False))
@@ -139,7 +141,9 @@ def written_texts(
     return texts
 
 
-def _refuse_long(model: LiveModel, begun: Decoding, tokens: int) -> None:
+def _refuse(model: LiveModel, prompt: Batch, begun: Decoding, tokens: int) -> None:
+    if "position_ids" in prompt.kwargs:
+        raise UserError("leave position_ids out of the inputs: they have none for the text that is written")
     if hasattr(model.module, "config") and len(begun.start) + tokens > (known := position_count(model)):
         raise UserError(
             f"a prompt of {plural(len(begun.start), 'token')} and {tokens} more are too long for {model.title}: "
@@ -156,8 +160,6 @@ def _whole(prompt: Batch, ids: tuple[int, ...], model: LiveModel) -> Batch:
         kwargs["use_cache"] = False
     if getattr(getattr(model.module, "config", None), "is_encoder_decoder", False):
         return Batch(kwargs=kwargs | {"decoder_input_ids": row})
-    if "position_ids" in kwargs:
-        raise UserError("leave position_ids out of the inputs: they have none for the text that is written")
     before = kwargs.get("input_ids")
     for name, value in kwargs.items():
         if isinstance(before, torch.Tensor) and _is_like(value, before):

@@ -842,7 +842,7 @@ class Session:
             >>> _ = session.cast("*.mlp", "int4@g32")
             >>> found = session.token_choices(16)
             >>> found.tokens, found.counts["identical"] > found.counts["different"]
-            (96, True)
+            (16, True)
         """
         refuse_tokens(self.model, tokens, self.options.limits)
         inputs, options = self.need_inputs(), self.options

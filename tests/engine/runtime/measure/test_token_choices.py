@@ -116,6 +116,7 @@ def test_choices_after_the_default_prompts_are_those_of_plain_transformers(
 ) -> None:
     session = opened(saved(chat), {"*_proj": "int4@g32"})
     report = session.token_choices(TOKENS)
+    assert report.inputs.endswith("through the chat template") is chat
     tokenizer = transformers.AutoTokenizer.from_pretrained(session.model.folder)
     candidate = cast(llama, "int4@g32")
     for prompt, text in zip(DEFAULT_PROMPTS, report.texts, strict=True):
@@ -256,7 +257,7 @@ def test_ties_are_up_to_the_margin_of_the_measured_floor(llama: Any) -> None:
     session.cast("*_proj", "int4@g32")
     report = session.token_choices(60)
     assert report.margin == pytest.approx(0.3, abs=1e-4)
-    assert report.margin_from == "the reference under eager attention and a batch of two"
+    assert report.margin_from == "the reference with eager attention, batch of two"
     (text,) = report.texts
     of_ties = [each for each, kind in zip(text.severities, text.kinds, strict=True) if kind == "tie"]
     of_others = [each for each, kind in zip(text.severities, text.kinds, strict=True) if kind == "different"]
@@ -386,16 +387,26 @@ def refusals(tmp_path: Path, llama: Any) -> Iterator[tuple[Any, dict[str, Any], 
     yield architectures.make("bert")[0], ids, "a BertForMaskedLM does not generate text"
     long = {"input_ids": torch.full((1, 1020), 7)}
     yield copy.deepcopy(llama), long, "a prompt of 1,020 tokens and 12 more are too long for .*: it has 1024 positions"
+    guided = copy.deepcopy(llama)
+    guided.generation_config.guidance_scale = 1.5
+    yield guided, ids, "guidance_scale in the model's generation settings runs it twice for each token"
     twice = {"pixel_values": architectures.picture().repeat(2, 1, 1, 1)}
     yield architectures.make("blip")[0], twice, "a batch has 2 prompts: give one prompt in each batch"
 
 
-@pytest.mark.parametrize("case", range(4))
+@pytest.mark.parametrize("case", range(5))
 def test_what_has_no_choices_is_refused_in_a_sentence(case: int, tmp_path: Path, llama: Any) -> None:
     module, inputs, words = list(refusals(tmp_path, llama))[case]
     session = de.open(module, inputs=inputs, options=de.Options(device="cpu"))
     with pytest.raises(de.UserError, match=words):
         session.token_choices(TOKENS)
+
+
+def test_file_of_outputs_does_not_stand_for_a_model(saved: Callable[..., Path], tmp_path: Path) -> None:
+    folder = saved()
+    file = opened(folder, {}, prompts=("fox",)).save_logits(tmp_path / "logits.safetensors", "reference")
+    with pytest.raises(de.UserError, match="runs both models: leave the file of outputs out"):
+        opened(folder, {}, reference_logits=str(file)).token_choices(TOKENS)
 
 
 def test_writing_stops_when_cancelled(saved: Callable[..., Path]) -> None:
