@@ -378,7 +378,8 @@ def test_invalid_rules_in_a_message_are_refused(rule: tuple[Any, Any]) -> None:
 LONG_LISTS = (
     ("HeadersRead", "notices"), ("ModelReady", "notices"), ("Saved", "notices"), ("Measured", "report.notices"),
     ("RecipeMeasured", "report.notices"), ("InputsReady", "summary.made_of"), ("speed", "result.rows"),
-    ("speed", "result.notices"), ("tokens", "result.notices"), ("activations", "result"), ("check", "result.unchecked"), ("values", "result.errors"),
+    ("speed", "result.notices"), ("tokens", "result.notices"), ("activations", "result"),
+    ("check", "result.unchecked"), ("values", "result.errors"),
 )  # fmt: skip
 
 
