@@ -63,7 +63,7 @@ class RandomEvents:
 
     def _answer(self, kind: type) -> list[Any]:
         """Return a result of a random job, final or intermediate."""
-        name = self._chance.choice([*JOBS] if kind is events.JobDone else ["causes", "generate"])
+        name = self._chance.choice([*JOBS] if kind is events.JobDone else ["causes", "generate", "tokens"])
         types = job_types(JOBS[name].run)
         ask = ["Ask", name, self._value(types.parameters)]
         result = self._value(types.result if kind is events.JobDone else types.partial)

@@ -61,8 +61,8 @@ class RecordingEngine(Engine):
                 self.settings.append(request.settings)
             case SetInputs():
                 self.lines.append(request.line)
-            case Ask(parameters=GenerateText(tokens, prompt)):
-                self.commands.append(f"generate {tokens} {prompt}".rstrip())
+            case Ask(job, GenerateText(tokens, prompt)):
+                self.commands.append(f"{job} {tokens} {prompt}".rstrip())
             case Scan():
                 self.commands.append(f"scan {','.join(request.dtypes)}")
             case Pause():

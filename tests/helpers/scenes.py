@@ -22,6 +22,7 @@ from dtype_engine.results.memory import MemoryStats
 from dtype_engine.results.pictures import Picture, PicturePair
 from dtype_engine.results.runs import Generation, SpeedReport, SpeedRow, Written
 from dtype_engine.results.scan import ScanReport, WeightScore
+from dtype_engine.results.token_choices import TextChoices, TokenReport
 from dtype_engine.results.weights import ExponentHistogram, WeightError, WeightStats
 from dtype_engine.service import events
 from dtype_engine.service.jobs import (
@@ -31,6 +32,7 @@ from dtype_engine.service.jobs import (
     FLOW,
     GENERATE,
     SPEED,
+    TOKENS,
     VALUES,
     GenerateText,
     InspectTensor,
@@ -182,8 +184,30 @@ def generated(app: DtypeApp) -> events.Event:
 
 async def generating(app: DtypeApp, pilot: Pilot[None]) -> None:
     await mixed(app, pilot)
-    await pilot.press("g", *"class Worker:", "enter")
+    await pilot.press("g", "f2", *"class Worker:", "enter")
     await say(app, pilot, generated(app), events.Idle())
+    await pilot.pause()
+
+
+def token_choices(app: DtypeApp) -> events.Event:
+    pieces = ("    def", " run", "(self", "):\n", "        return", " self", ".", "_run", "()", "\n")
+    others = {1: (" stop", 0.84, "different"), 4: ("        pass", 0.011, "tie"), 7: ("run", 2.4, "different")}
+    written = Written(tuple(range(10)), pieces, 0.5)
+    text = TextChoices(
+        "class Worker:\n", written, tuple(50 if at in others else at for at in range(10)),
+        tuple(others[at][0] if at in others else pieces[at] for at in range(10)),
+        tuple(others[at][1] if at in others else 0.0 for at in range(10)),
+        tuple(others[at][2] if at in others else "identical" for at in range(10)),  # type: ignore[arg-type]
+    )  # fmt: skip
+    floor = NoiseFloor(("eager attention", "batch of two"), 256, 128.0, 1e-5, 1e-7, 9e-13, 1.0, 0.0156)
+    report = TokenReport("demo", "cpu", ("*=bfloat16",), "your prompt", (text,), 0.0156, floor)
+    return events.JobDone(app.controller.experiment.recipe, TOKENS.ask(GenerateText(48)), report)
+
+
+async def comparing_tokens(app: DtypeApp, pilot: Pilot[None]) -> None:
+    await mixed(app, pilot)
+    await pilot.press("g", *"class Worker:", "enter")
+    await say(app, pilot, token_choices(app), events.Idle())
     await pilot.pause()
 
 
@@ -289,6 +313,7 @@ SCENES: dict[str, Scene] = {
     "settings": after(ready, "comma"),
     "flow": with_event(mixed, flow),
     "generation": generating,
+    "tokens": comparing_tokens,
     "pictures": pictures,
     "speed": with_event(mixed, timed),
     "executions": with_event(mixed, executions),

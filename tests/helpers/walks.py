@@ -189,7 +189,7 @@ def half_scanned(app: DtypeApp) -> events.Event:
 async def much_text(app: DtypeApp, pilot: Pilot[None]) -> None:
     """The window for generated texts, with more lines than it has room for."""
     await ready(app, pilot)
-    await pilot.press("g", "enter")
+    await pilot.press("g", "f2", "enter")
     lines = tuple(f"line {number}\n" for number in range(80))
     written = Written(tuple(range(80)), lines, 0.5)
     found = Generation("", written, written)
@@ -442,6 +442,7 @@ OTHER_PLACES = (
         Key("pageup", scrolled, 0),
         Key("tab", focus, "generate-tokens"),
         Key("shift+tab", focus, "generate-prompt"),
+        Key("f2", last_command, "tokens 48"),
         Key("escape", top, "MainScreen"),
     ),
     walk(

@@ -218,11 +218,12 @@ async def _generate(app: DtypeApp, pilot: Pilot[None], made: Made) -> str:
     await _open(app, pilot, "g")
     if isinstance(app.screen, PicturesScreen):
         return await _pictures(app, pilot, made)
-    await pilot.press("tab", "ctrl+u", "4", "enter")
+    await pilot.press("f2", "tab", "ctrl+u", "4", "enter")
     await until(pilot, lambda: ("tokens, " in shown(app) and ready(app)) or _refusal_of(app), "nothing is generated")
     if refusal := _refusal_of(app):
         raise Refused(refusal)
-    (made_by, *_) = app.main.generation.texts
+    assert isinstance(app.main.generation.found, tuple)
+    made_by = app.main.generation.found[0]
     ids = list(made_by.reference.ids)
     assert ids, made_by
     assert outside.generated(made, 4)[-len(ids) :] == ids

@@ -14,7 +14,12 @@ from tests.helpers.terminal import Terminal
 
 _BAR = re.compile(r"^ ● (?P<job>\S.*?) +(?P<percent>\d+) % (?P<bar>[█▏▎▍▌▋▊▉]*) ", re.MULTILINE)
 _READY = r"(?m)^ ● ready"
-_JOBS = (("d", "running each module as cast by itself"), ("g\r", "generating"), ("t", "timing"), ("s\r", "scan"))
+_JOBS = (
+    ("d", "running each module as cast by itself"),
+    ("g\r", "writing the reference's texts"),
+    ("t", "timing"),
+    ("s\r", "scan"),
+)
 """The keys that start a job, and the name beside its bar."""
 
 

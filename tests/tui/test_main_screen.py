@@ -677,7 +677,7 @@ async def test_generated_texts_are_side_by_side_with_the_difference_marked(
     app: DtypeApp, size: tuple[int, int]
 ) -> None:
     async with running(app, size) as pilot:
-        await pilot.press("g")
+        await pilot.press("g", "f2")
         assert "generate" not in " ".join(engine(app).commands), "the first time it asks for a prompt and a length"
         await pilot.press(*"def", "tab", "backspace", "backspace", "enter")
         await pilot.pause()

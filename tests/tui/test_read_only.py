@@ -49,7 +49,7 @@ HARMLESS_WINDOWS = {
     "CausesScreen": "close_and_stop go leave move page put_back undo",
     "CommandLine": "cancel complete earlier",
     "FilterPrompt": "cancel",
-    "GenerationScreen": "leave other_line scroll",
+    "GenerationScreen": "leave other_line other_view scroll",
     "HelpScreen": "dismiss leave scroll search",
     "InputsScreen": "dismiss scroll",
     "JobsScreen": "leave move stop",

@@ -20,7 +20,7 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 from dtype_engine.service import events
 from dtype_engine.service.commands import READ_ONLY, Download, OpenOverMemory
-from dtype_engine.service.jobs import GENERATE, VALUES, Ask, InspectTensor
+from dtype_engine.service.jobs import GENERATE, TOKENS, VALUES, Ask, InspectTensor
 from dtype_tui.config.bindings import HIDDEN, MAIN_KEYS
 from dtype_tui.process.gc_policy import resume_gc
 from dtype_tui.rendering.hint_keys import with_keys
@@ -262,6 +262,8 @@ class MainScreen(OpensWindows):
                 self.tree_view.rebuild()
             case events.JobDone() if (texts := events.result_of(event, GENERATE)) is not None:
                 self.keep_texts(texts)
+            case events.JobDone() if (choices := events.result_of(event, TOKENS)) is not None:
+                self.keep_texts(choices)
             case events.JobDone() if len(self.app.screen_stack) < MOST_WINDOWS:
                 self.open_result(event)
         for window in self.app.screen_stack[1:]:

@@ -14,7 +14,7 @@ from textual.screen import Screen, ScreenResultType
 from dtype_engine.core.options import RunSettings
 from dtype_engine.recipe import Recipe
 from dtype_engine.service import events
-from dtype_engine.service.jobs import CAUSES, GENERATE, GenerateText
+from dtype_engine.service.jobs import CAUSES, GENERATE, TOKENS, GenerateText
 from dtype_tui.config.questions import row_of
 from dtype_tui.state.controller import Controller
 from dtype_tui.widgets.module_tree import ModuleTree
@@ -22,6 +22,7 @@ from dtype_tui.widgets.module_tree import ModuleTree
 if TYPE_CHECKING:
     from dtype_engine.results.inputs import InputsSummary
     from dtype_engine.results.runs import Generation
+    from dtype_engine.results.token_choices import TokenReport
 
 
 class _LastGeneration(msgspec.Struct):
@@ -29,9 +30,12 @@ class _LastGeneration(msgspec.Struct):
 
     wanted: GenerateText | None = None
     """The request, or None if nothing was generated yet."""
-    texts: tuple[Generation, ...] = ()
+    free: bool = False
+    """Whether the window showed both texts as they are decoded freely, and not every token of the reference's text."""
+    found: TokenReport | tuple[Generation, ...] | None = None
+    """What the engine has answered: with `free`, a tuple of texts."""
     made_with: tuple[Recipe, RunSettings, InputsSummary | None] | None = None
-    """The recipe, the settings and the inputs with which `texts` were generated."""
+    """The recipe, the settings and the inputs with which `found` was made."""
 
 
 class OpensWindows(Screen[None]):
@@ -67,9 +71,9 @@ class OpensWindows(Screen[None]):
         experiment = self.experiment
         return experiment.recipe, experiment.settings, experiment.model.inputs_summary
 
-    def keep_texts(self, texts: tuple[Generation, ...]) -> None:
-        """Store generated texts, which the next window of generated texts shows."""
-        self.generation.texts, self.generation.made_with = texts, self._inputs_of_texts()
+    def keep_texts(self, found: TokenReport | tuple[Generation, ...]) -> None:
+        """Store what the engine has answered about generated texts, which the next window of generated texts shows."""
+        self.generation.found, self.generation.made_with = found, self._inputs_of_texts()
 
     def action_generate(self) -> None:
         """Open the window of pictures if the model makes pictures, otherwise the window of generated texts. The last texts are
@@ -87,13 +91,16 @@ class OpensWindows(Screen[None]):
             return
         from dtype_tui.screens.generation import GenerationScreen
 
-        def start(wanted: GenerateText) -> bool:
-            last.wanted, last.texts = wanted, ()
-            controller.ask(GENERATE.ask(wanted))
+        def start(wanted: GenerateText, free: bool) -> bool:
+            last.wanted, last.free, last.found = wanted, free, None
+            controller.ask((GENERATE if free else TOKENS).ask(wanted))
             return controller.activity.busy
 
-        texts = last.texts if self._inputs_of_texts() == last.made_with else ()
-        self.app.push_screen(GenerationScreen(last.wanted, texts, start, lambda: controller.life.stop(GENERATE.name)))
+        def stop() -> None:
+            controller.life.stop((GENERATE if last.free else TOKENS).name)
+
+        found = last.found if self._inputs_of_texts() == last.made_with else None
+        self.app.push_screen(GenerationScreen(last.wanted, last.free, found, start, stop))
 
     def has_tensors(self) -> bool:
         """Return whether the model's tensors are known. If they are not, tell the user."""

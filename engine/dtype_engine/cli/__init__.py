@@ -20,8 +20,8 @@ from dtype_engine.cli.program import BAD_INPUT, answer, run
 from dtype_engine.core.version import __version__
 
 _MODULES = {
-    "inspect": "inspect", "memory": "memory", "drift": "drift", "flow": "drift", "speed": "drift", "weights": "weights",
-    "scan": "scan",
+    "inspect": "inspect", "memory": "memory", "drift": "drift", "flow": "drift", "speed": "drift",
+    "tokens": "tokens", "weights": "weights", "scan": "scan",
     "check-execution": "execution", "search": "scan", "sweep": "sweep",
     "check": "check", "export": "export", "verify": "export", "recipe": "recipe", "report": "report", "stdio": "stdio",
     "worker": "parallel", "mcp": "mcp_server",

@@ -61,7 +61,7 @@ Run = Literal["reference", "candidate"]
     type=click.IntRange(min=1),
     metavar="N",
     help="Also let the reference and the candidate continue each prompt by this number of tokens, greedily, and show the "
-    "first token that differs.",
+    "first token that differs. `dtype-engine tokens` compares every token.",
 )
 @click.option(
     "-o",

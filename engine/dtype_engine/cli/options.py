@@ -387,6 +387,15 @@ batch_option = click.option(
 )
 
 
+FLOOR = click.Option(
+    ["--floor"],
+    type=click.Choice(["auto", "always", "never"]),
+    default="auto",
+    show_default=True,
+    help="When to measure the noise floor, the drift that the reference shows from itself if its float32 sums are computed "
+    "in another order: always, never, or auto. auto: only if the measured drift is small enough to be noise (in dtype-tui, "
+    "also whenever the engine is idle, unless the model runs from the disk).",
+)
 _MEASURING = (
     click.Option(
         ["--precision"],
@@ -395,15 +404,7 @@ _MEASURING = (
         help="Stop measuring once the standard error of the drift is at most this fraction of the drift, such as 5%. By default, "
         "all inputs are run.",
     ),
-    click.Option(
-        ["--floor"],
-        type=click.Choice(["auto", "always", "never"]),
-        default="auto",
-        show_default=True,
-        help="When to measure the noise floor, the drift that the reference shows from itself if its float32 sums are computed "
-        "in another order: always, never, or auto. auto: only if the measured drift is small enough to be noise (in dtype-tui, "
-        "also whenever the engine is idle, unless the model runs from the disk).",
-    ),
+    FLOOR,
     click.Option(
         ["--modules"],
         type=click.Choice(["some", "exact"]),

@@ -45,6 +45,10 @@ class NoiseFloor:
     rel_l2: float
     kl_mean: float | None = None
     top1_agreement: float | None = None
+    margin: float | None = None
+    """The largest change, at a position, of the difference between the log-probabilities of the run's two most likely classes, in
+    nats. Another order of arithmetic may swap two classes that are this close.
+    """
 
     def covers(self, output: OutputDrift) -> bool:
         """Return whether a drift is not above the noise floor, by mean KL if both have a mean KL, otherwise by SQNR."""

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     import dtype_engine.results.execution
     import dtype_engine.results.runs
     import dtype_engine.results.serving_memory
+    import dtype_engine.results.token_choices
     import dtype_engine.results.weights
     from dtype_engine.runtime.session.session import Session
     from dtype_engine.service.open_model import OpenModel
@@ -135,7 +136,7 @@ def _attribute_drift(
 
 
 class GenerateText(msgspec.Struct, array_like=True, frozen=True):
-    """The parameters of the job `generate`."""
+    """The parameters of the jobs `generate` and `tokens`."""
 
     tokens: int
     """The number of tokens to generate."""
@@ -157,6 +158,34 @@ def _generate(
             work.on_partial(read())
 
     return work.cast_session().generate(wanted.tokens, on_tokens, work.token, wanted.prompt or None, on_text)
+
+
+def _compare_tokens(
+    work: Work[dtype_engine.results.runs.Generation], wanted: GenerateText
+) -> dtype_engine.results.token_choices.TokenReport:
+    throttle, shown = Throttle(), Throttle()
+
+    def on_step(what: str, done: int, total: int) -> None:
+        if throttle.due():
+            work.on_progress(what, done, total)
+
+    def on_text(read: Callable[[], dtype_engine.results.runs.Generation]) -> None:
+        if shown.due():
+            work.on_partial(read())
+
+    session = work.cast_session()
+    return session.token_choices(wanted.tokens, on_step, work.token, wanted.prompt or None, on_text)
+
+
+def _check_tokens(report: dtype_engine.results.token_choices.TokenReport) -> None:
+    check_length(report.notices, MOST_NOTICES)
+    for text in report.texts:
+        own = text.reference
+        others = own.pieces, text.candidate_ids, text.candidate_pieces, text.severities, text.kinds
+        if any(len(each) != len(own.ids) for each in others):
+            raise ValueError("a text whose tokens do not have one choice each")
+        if not all(severity >= 0 for severity in text.severities):
+            raise ValueError("a severity that no token has")
 
 
 def _measure_speed(work: Work[None], _: None) -> dtype_engine.results.runs.SpeedReport:
@@ -301,6 +330,8 @@ CAUSES = Job("causes", run=_attribute_drift)
 """Find the modules that cause the drift of the output, by casting one module at a time."""
 GENERATE = Job("generate", run=_generate)
 """Generate text with the float32 reference, and with the model cast to the current recipe."""
+TOKENS = Job("tokens", run=_compare_tokens, check=_check_tokens)
+"""Let the reference write texts, and ask at each token whether the candidate would choose the same one."""
 SPEED = Job("speed", run=_measure_speed, check=_check_speed)
 """Time forward passes in the dtypes of the reference, of the checkpoint, and of the current recipe."""
 EXECUTIONS = Job("executions", run=_compare_executions, check=_check_executions)
@@ -334,6 +365,7 @@ JOBS: dict[str, Job[Any, Any, Any]] = {
         FLOW,
         CAUSES,
         GENERATE,
+        TOKENS,
         SPEED,
         EXECUTIONS,
         ACTIVATIONS,

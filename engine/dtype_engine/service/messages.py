@@ -28,6 +28,7 @@ import dtype_engine.results.memory
 import dtype_engine.results.runs
 import dtype_engine.results.scan
 import dtype_engine.results.serving_memory
+import dtype_engine.results.token_choices
 import dtype_engine.results.weights  # noqa: F401
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.kv_cache import KVCache

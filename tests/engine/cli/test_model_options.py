@@ -36,7 +36,7 @@ def test_every_command_has_the_same_model_options(name: str) -> None:
     spelled = {text for option in command.params if isinstance(option, click.Option) for text in option.opts}
     assert spelled >= MODEL_OPTIONS
     takes_rules = name in {
-        "inspect", "weights", "drift", "flow", "speed", "check-execution", "export", "report", "memory", "dtype-tui",
+        "inspect", "weights", "drift", "flow", "speed", "tokens", "check-execution", "export", "report", "memory", "dtype-tui",
     }  # fmt: skip
     assert (spelled & RULE_OPTIONS == RULE_OPTIONS) is takes_rules
 

@@ -10,6 +10,7 @@ import click
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.helpers import checkpoint_folders
 
 from dtype_engine.cli import cli
 from dtype_engine.cli.program import run
@@ -37,6 +38,7 @@ COMMANDS: dict[str, list[str]] = {
     "drift": ["NET", "--cast", "*=bf16"],
     "flow": ["NET", "--cast", "*=bf16"],
     "check-execution": ["NET", "--cast", "*=bf16", "--execution", "threads=1"],
+    "tokens": ["TEXT", "--cast", "re:.*\x9b?=bf16", "--prompt", "fox", "--tokens", "2"],
     "speed": ["NET", "--cast", "*=bf16", "--repeats", "3"],
     "inspect": ["NET"],
     "memory": ["NET", "--activations", "none"],
@@ -62,7 +64,9 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     save_file({f"{HOSTILE}.bias": torch.ones(4)}, folder / "other.safetensors")
     rule = json.dumps({"pattern": f"{HOSTILE}.weight", "dtype": "bfloat16"})
     (folder / "recipe.yaml").write_text(f"version: 1\nrules:\n  - {rule}\n")
+    checkpoint_folders.save("llama", folder / "text\x9b")
     names = {
+        "TEXT": "text\x9b",
         "NET": "net\x9b.py:Net",
         "FILE": "file\x9b.safetensors",
         "OTHER": "other.safetensors",

@@ -33,6 +33,7 @@ from dtype_engine.service.jobs import (
     GENERATE,
     JOBS,
     SPEED,
+    TOKENS,
     VALUES,
     Ask,
     GenerateText,
@@ -67,6 +68,7 @@ REQUESTS: list[messages.Request] = [
     CHECK.ask(None),
     commands.Download(),
     GENERATE.ask(GenerateText(48)),
+    TOKENS.ask(GenerateText(48)),
     commands.Scan(("int8", "bfloat16")),
     commands.Scan(("int8",), keep=True),
     commands.MeasureRecipes((RECIPE, Recipe())),
@@ -147,6 +149,7 @@ def test_every_event_of_a_real_worker_is_unchanged_by_encoding_and_decoding() ->
             SPEED.ask(None),
             ACTIVATIONS.ask(PassSizes((16, 32), 1)),
             GENERATE.ask(GenerateText(2)),
+            TOKENS.ask(GenerateText(2)),
             commands.Scan(("int8",)),
             VALUES.ask(InspectTensor("lm_head.weight", ("int8",))),
         ):
@@ -163,6 +166,7 @@ def test_every_event_of_a_real_worker_is_unchanged_by_encoding_and_decoding() ->
         "causes",
         "speed",
         "generate",
+        "tokens",
     }
     for event in told:
         assert_same(crossed(event), event)
@@ -220,7 +224,7 @@ MADE_UP: dict[str, Callable[[], Any]] = {
         if kind not in (events.JobDone, events.JobGrown)
     },
     **{name: partial(made_up_answer, events.JobDone, name) for name in JOBS},
-    **{f"{name} so far": partial(made_up_answer, events.JobGrown, name) for name in ("causes", "generate")},
+    **{f"{name} so far": partial(made_up_answer, events.JobGrown, name) for name in ("causes", "generate", "tokens")},
 }
 """Makes events of every type, and answers of every job."""
 
@@ -374,7 +378,8 @@ def test_invalid_rules_in_a_message_are_refused(rule: tuple[Any, Any]) -> None:
 LONG_LISTS = (
     ("HeadersRead", "notices"), ("ModelReady", "notices"), ("Saved", "notices"), ("Measured", "report.notices"),
     ("RecipeMeasured", "report.notices"), ("InputsReady", "summary.made_of"), ("speed", "result.rows"),
-    ("speed", "result.notices"), ("activations", "result"), ("check", "result.unchecked"), ("values", "result.errors"),
+    ("speed", "result.notices"), ("tokens", "result.notices"), ("activations", "result"),
+    ("check", "result.unchecked"), ("values", "result.errors"),
 )  # fmt: skip
 
 
@@ -414,6 +419,23 @@ def test_event_with_lost_values_of_an_empty_tensor_is_refused(index: int) -> Non
     messages.check_event(with_losses(ValueLoss("w", "float16", overflowed=1, vanished=0, elements=1))[index])
     with pytest.raises(ValueError, match="w loses values and has none"):
         messages.check_event(with_losses(ValueLoss("w", "float16", overflowed=1, vanished=0, elements=0))[index])
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("kinds", ("tie", "tie"), "do not have one choice each"),
+        ("candidate_pieces", (), "do not have one choice each"),
+        ("severities", (-1.0,), "a severity that no token has"),
+        ("severities", (float("nan"),), "a severity that no token has"),
+    ],
+)
+def test_choices_that_do_not_fit_the_tokens_of_their_text_are_refused(field: str, value: Any, words: str) -> None:
+    done = MADE_UP["tokens"]()
+    messages.check_event(done)
+    texts = tuple(dataclasses.replace(text, **{field: value}) for text in done.result.texts)
+    with pytest.raises(ValueError, match=words):
+        messages.check_event(msgspec.structs.replace(done, result=dataclasses.replace(done.result, texts=texts)))
 
 
 def test_recipe_with_control_characters_is_unchanged_by_encoding_and_decoding() -> None:

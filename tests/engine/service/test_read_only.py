@@ -25,7 +25,7 @@ HARMLESS = {
 REFUSED = {"SetInputs", "ExportRequest", "RecipeRequest", "ReportRequest", "ConvertRequest", "CheckPath", "Download"}
 IN_PART = {"Scan": "runs, but is not saved"}
 HARMLESS_JOBS = {
-    "flow", "causes", "generate", "speed", "activations", "check", "values", "nonfinite", "losses", "floor", "weights",
+    "flow", "causes", "generate", "tokens", "speed", "activations", "check", "values", "nonfinite", "losses", "floor", "weights",
     "executions", "kernels",
 }  # fmt: skip
 

@@ -11,7 +11,7 @@ from tests.helpers.recorded_worker import RecordedEngine, RecordedWorker, Way
 from dtype_engine import Options, Recipe, Rule, RunSettings
 from dtype_engine.service import events
 from dtype_engine.service.commands import Cancel, Measure, Pause, Scan, SetRecipe, SetSettings
-from dtype_engine.service.jobs import CAUSES, CHECK, FLOOR, FLOW, GENERATE, SPEED, GenerateText
+from dtype_engine.service.jobs import CAUSES, CHECK, FLOOR, FLOW, GENERATE, SPEED, TOKENS, GenerateText
 from dtype_engine.service.worker import NICENESS
 
 HALF = Recipe((Rule("*", "float16"),))
@@ -74,6 +74,8 @@ def test_generation_and_measurement_of_speed_use_the_current_recipe(short: Recor
     short.worker.request(SPEED.ask(None))
     short.worker.request(CHECK.ask(None))
     assert len(short.answer(GENERATE)[0].candidate.ids) == 3
+    short.worker.request(TOKENS.ask(GenerateText(3)))
+    assert (short.answer(TOKENS).tokens, short.answer(TOKENS).rules) == (3, ("*=float16",))
     assert short.wait_for(events.JobDone, lambda done: done.ask.job == "generate").recipe == HALF
     assert short.answer(SPEED).rules == ("*=float16",)
     check = short.answer(CHECK)

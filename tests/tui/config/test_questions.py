@@ -20,9 +20,9 @@ def test_every_job_of_the_engine_has_a_row_in_the_table_of_questions() -> None:
     assert all(row.running and row.waiting and row.again for row in (*QUESTIONS, *COMMANDS))
 
 
-def test_jobs_outside_the_palette_follow_a_measurement_except_activations() -> None:
+def test_jobs_outside_the_palette_follow_a_measurement_or_belong_to_a_window() -> None:
     unasked = {row.job for row in QUESTIONS if not row.meaning}
-    assert unasked == {job.name for job in JOBS.values() if job.follows} | {"activations"}
+    assert unasked == {job.name for job in JOBS.values() if job.follows} | {"activations", "tokens"}
 
 
 @pytest.mark.parametrize("row", [row for row in QUESTIONS if row.window], ids=lambda row: row.job)

@@ -74,5 +74,5 @@ async def test_key_g_generates_text_for_a_model_without_pictures() -> None:
         await say(app, pilot, measured(app.controller.experiment.recipe), events.Idle())
         await pilot.press("g")
         await pilot.pause()
-        assert "Generate with reference and candidate" in screen(app)
+        assert "Each token of the reference's text" in screen(app)
         assert not notices(app)

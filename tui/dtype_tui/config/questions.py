@@ -52,9 +52,10 @@ QUESTIONS = [
     ),
     Question(
         "generate", "generating", "text", "g generates again", key="g", group="Measure",
-        meaning="Text or pictures of reference and candidate, side by side", help="generate text or pictures",
-        also="sample picture completion", own_action="generate",
+        meaning="Text of the reference, with the tokens at which the candidate differs; or pictures of both",
+        help="generate text or pictures", also="sample picture completion tokens tie greedy", own_action="generate",
     ),
+    Question("tokens", "comparing tokens", "tokens", "g compares them again"),
     Question(
         "speed", "timing", "timing", "t times again", key="t", group="Measure",
         meaning="Time forward passes", help="time forward passes",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -51,22 +52,22 @@ def generate(
     most = 2 * len(batches) * tokens
     generations = []
     for number, batch in enumerate(batches):
-        prompt, before = _prompt(batch, inputs), 2 * number * tokens
+        prompt, before = prompt_batch(batch, inputs), 2 * number * tokens
         of_reference = part_of(on_tokens, "reference", before, most)
         of_candidate = part_of(on_tokens, "candidate", before + tokens, most)
-        text = _prompt_text(prompt, tokenizer)
+        text = prompt_text(prompt, tokenizer)
 
         def reference_grows(read: Callable[[], Written], text: str = text) -> None:
             on_text(lambda: Generation(text, read(), Written((), (), 0.0), finished=False))
 
         first = runner.reference_batch(prompt)
-        reference = _write(runner, "reference", first, tokenizer, tokens, of_reference, reference_grows)
+        reference = write(runner, "reference", first, tokenizer, tokens, of_reference, reference_grows)
 
         def candidate_grows(read: Callable[[], Written], text: str = text, reference: Written = reference) -> None:
             on_text(lambda: Generation(text, reference, read(), finished=False))
 
         second = runner.candidate_batch(prompt)
-        candidate = _write(runner, "candidate", second, tokenizer, tokens, of_candidate, candidate_grows)
+        candidate = write(runner, "candidate", second, tokenizer, tokens, of_candidate, candidate_grows)
         generations.append(Generation(text, reference, candidate))
     return tuple(generations)
 
@@ -77,8 +78,8 @@ def continued(
     """Let the reference continue one batch of `inputs` by up to `tokens` tokens, with greedy decoding. on_tokens: called after each
     token with the number of tokens. Raises NoForward if the model can't be run, KernelError and Cancelled.
     """
-    prompt = runner.reference_batch(_prompt(batch, inputs))
-    return _write(runner, "reference", prompt, inputs.tokenizer, tokens, on_tokens, ignore)
+    prompt = runner.reference_batch(prompt_batch(batch, inputs))
+    return write(runner, "reference", prompt, inputs.tokenizer, tokens, on_tokens, ignore)
 
 
 def why_no_text(module: Any) -> str | None:
@@ -104,7 +105,7 @@ def _own_generate(module: Any) -> bool:
     return type(module).generate is not GenerationMixin.generate
 
 
-def _prompt(batch: Batch, inputs: Inputs) -> Batch:
+def prompt_batch(batch: Batch, inputs: Inputs) -> Batch:
     """Return the arguments in a batch that the model's `generate` accepts. (It refuses some of a forward pass, such as labels.)"""
     # Tensors are copied, because BLIP's own `generate` writes its start token into the given ids.
     kwargs = {
@@ -123,7 +124,7 @@ def _prompt(batch: Batch, inputs: Inputs) -> Batch:
     return Batch(batch.args, kwargs)
 
 
-def _write(
+def write(
     runner: ForwardRunner,
     run: Literal["reference", "candidate"],
     prompt: Batch,
@@ -167,6 +168,50 @@ def _write(
 
     ran = runner.reference(call) if run == "reference" else runner.candidate(call)
     return _written(tokenizer, ran.output[0, began[0] if began else 0 :], ran.seconds)
+
+
+class _Prepared(Exception):
+    """Leaves transformers' `generate` when it has prepared everything and would begin to decode."""
+
+
+class Decoding(NamedTuple):
+    """How transformers' greedy decoding of a prompt begins, and how it changes logits before it chooses a token."""
+
+    start: tuple[int, ...]
+    """The tokens of the decoder before the first generated one: the prompt or, in an encoder-decoder model, its start tokens."""
+    processors: Any
+    """What the model's generation settings do to logits, such as a penalty for repetition: a `LogitsProcessorList`, which takes
+    token ids, int64 [batch, positions], and the logits of the next token, float32 [batch, classes].
+    """
+
+
+def decoding(runner: ForwardRunner, prompt: Batch, tokens: int) -> Decoding:
+    """Return how greedy decoding of up to `tokens` tokens after a prompt begins. Raises NoForward if the model can't be run or has
+    another way to generate text, UserError for several prompts in one batch, KernelError and Cancelled.
+    """
+    found: list[Decoding] = []
+    module: Any = runner.model.module
+
+    def take(_: Any, input_ids: torch.Tensor, logits_processor: Any, **rest: Any) -> None:
+        if len(input_ids) != 1:
+            raise UserError(f"a batch has {len(input_ids)} prompts: give one prompt in each batch")
+        found.append(Decoding(tuple(input_ids[0].tolist()), logits_processor))
+        raise _Prepared
+
+    if (getattr(getattr(module, "generation_config", None), "guidance_scale", None) or 1) != 1:
+        raise NoForward("guidance_scale in the model's generation settings runs it twice for each token: set it to 1")
+
+    def call() -> None:
+        # An encoder runs here, so this is a pass of its own.
+        with quiet(), contextlib.suppress(_Prepared):
+            prompt.run(partial(module.generate, **_greedy(runner.model, tokens), custom_generate=take))
+
+    runner.reference(call)
+    if not found:
+        raise NoForward(
+            f"a {type(module).__name__} generates text in a way of its own, so its choices can't be compared"
+        )
+    return found[0]
 
 
 def _written(tokenizer: Any, tokens: torch.Tensor, seconds: float) -> Written:
@@ -214,7 +259,7 @@ def pieces(tokenizer: Any, ids: list[int]) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def _prompt_text(prompt: Batch, tokenizer: Any) -> str:
+def prompt_text(prompt: Batch, tokenizer: Any) -> str:
     ids = prompt.kwargs.get("input_ids", prompt.args[0] if prompt.args else None)
     picture = "a picture" if "pixel_values" in prompt.kwargs else ""
     if "input_features" in prompt.kwargs or "input_values" in prompt.kwargs:

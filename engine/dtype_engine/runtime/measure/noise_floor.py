@@ -61,6 +61,7 @@ def measure_noise_floor(
     an estimate. Raises NoForward if the run fails.
     """
     comparisons: dict[str, OutputMetrics] = {}
+    margins: list[float] = []
     positions = 0
     watch = bool(model.cache_formats)  # KV caches are rounded in observed passes only
     with ForwardRunner(model, settings, cancelled, watch=watch, behavior=behavior) as runner:
@@ -82,25 +83,39 @@ def measure_noise_floor(
                 if again is not None:
                     comparison = comparisons.setdefault(variant, OutputMetrics(dimension))
                     comparison.add(reference, again, kept=kept)
+                    if dimension is not None:
+                        rows = (compared_rows(each, dimension, kept) for each in (reference, again))
+                        margins.append(_change_of_lead(*rows))
             runner.behavior = behavior
             positions += len(compared_rows(reference, dimension, kept))
             if positions >= ENOUGH_POSITIONS:
                 break
-    return _worst({variant: comparison.result() for variant, comparison in comparisons.items()}, positions)
+    drifts = {variant: comparison.result() for variant, comparison in comparisons.items()}
+    return _worst(drifts, positions, max(margins, default=None))
+
+
+def _change_of_lead(reference: torch.Tensor, again: torch.Tensor) -> float:
+    """Return the largest change, at a position, of the lead that the most likely class has over the second, in nats. Positions with
+    infinite logits or NaN do not count. reference, again: logits [positions, classes].
+    """
+    top = reference.topk(2, -1).indices
+    leads = [torch.diff(each.gather(-1, top).cpu().double(), dim=-1) for each in (reference, again)]
+    change = (leads[1] - leads[0]).abs()
+    return float(change[change.isfinite()].max()) if change.isfinite().any() else 0.0
 
 
 def _expected(done: int, positions: int, batches: int) -> int:
     return batches if not positions else min(batches, max(done + 1, math.ceil(ENOUGH_POSITIONS * done / positions)))
 
 
-def _worst(drifts: dict[str, OutputDrift], positions: int) -> NoiseFloor:
+def _worst(drifts: dict[str, OutputDrift], positions: int, margin: float | None) -> NoiseFloor:
     worst = {"sqnr_db": 0.0, "max_abs": 0.0, "rel_l2": 0.0}
     for name in (*worst, "kl_mean", "top1_agreement"):
         figure = FIGURES[name]
         values = [value for drift in drifts.values() if (value := figure.of(drift)) is not None]
         if values:
             worst[name] = max(values) if figure.better == "less" else min(values)
-    return NoiseFloor(tuple(drifts), positions, **worst)
+    return NoiseFloor(tuple(drifts), positions, **worst, margin=margin)
 
 
 def _run(runner: ForwardRunner, run: Run, batch: Batch) -> PassResult[Any]:

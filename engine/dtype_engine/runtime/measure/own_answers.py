@@ -39,9 +39,7 @@ def own_answers(
     room = min(TOKENS_PER_SEQUENCE, position_count(model)) - tokens
     if room < 1:
         raise UserError(f"answers of {tokens} tokens are too long: a prompt and its answer have {room + tokens} tokens")
-    chat = bool(getattr(tokenizer_of(model), "chat_template", None))
-    prompts = text_inputs(model, InputOptions(chat=chat, sequence_length=room, limits=limits))
-    prompts = dataclasses.replace(prompts, prompts=True)
+    chat, prompts = default_prompts(model, room, limits)
     batches, answered, count = [], 0, len(prompts.batches)
     for number, prompt in enumerate(prompts.batches):
 
@@ -57,6 +55,15 @@ def own_answers(
     positions = sum(batch.kwargs["input_ids"].numel() for batch in batches)
     described = f"{about}, {plural(answered, 'token')}, {positions:,} with the prompts"
     return Inputs(tuple(batches), described, prompts.tokenizer, made_of=(about,))
+
+
+def default_prompts(model: LiveModel, longest: int, limits: InputLimits) -> tuple[bool, Inputs]:
+    """Return the default prompts in sequences of up to `longest` tokens. They are messages in the model's chat template or, without
+    one, plain text. The first result says whether there is a template.
+    """
+    chat = bool(getattr(tokenizer_of(model), "chat_template", None))
+    prompts = text_inputs(model, InputOptions(chat=chat, sequence_length=longest, limits=limits))
+    return chat, dataclasses.replace(prompts, prompts=True)
 
 
 def _refuse(model: LiveModel) -> None:

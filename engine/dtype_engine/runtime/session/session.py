@@ -43,6 +43,7 @@ from dtype_engine.results.rounding import FittedTo, HeldOut, WeightGain
 from dtype_engine.results.runs import Generation, SpeedReport
 from dtype_engine.results.scan import Prediction, ScanReport
 from dtype_engine.results.serving_memory import ActivationMemory
+from dtype_engine.results.token_choices import TokenReport
 from dtype_engine.runtime.inputs import Inputs, summarize
 from dtype_engine.runtime.inputs.text import with_next_tokens, without_cache
 from dtype_engine.runtime.inputs.validate import with_labels
@@ -57,9 +58,18 @@ from dtype_engine.runtime.measure.noise_floor import measure_noise_floor
 from dtype_engine.runtime.measure.nonfinite import diagnose_nonfinite
 from dtype_engine.runtime.measure.own_answers import ANSWER_TOKENS, own_answers
 from dtype_engine.runtime.measure.speed import REPEATS, OnPasses, measure_speed
+from dtype_engine.runtime.measure.token_choices import (
+    TOKENS,
+    passes_over,
+    text_floors,
+    text_prompts,
+    token_report,
+    written_texts,
+)
+from dtype_engine.runtime.measure.token_choices import OnStep as OnTexts
 from dtype_engine.runtime.measure.weight_errors import reference_differences
 from dtype_engine.runtime.model.live import LiveModel
-from dtype_engine.runtime.passes.model_behavior import ModelBehavior
+from dtype_engine.runtime.passes.model_behavior import ModelBehavior, Run
 from dtype_engine.runtime.passes.runner import ForwardRunner
 from dtype_engine.runtime.scan.last_scan import LastScan, ScanTask
 from dtype_engine.runtime.scan.savable_scan import OnEstimate, OnStep
@@ -693,16 +703,17 @@ class Session:
         >>> session.candidate_floor() is None
         True
         """
-        in_16_bits = {"bfloat16", "float16"} & {
-            *self.plan.dtypes.values(),
-            self.settings.autocast,
-            self.settings.compute,
-        }
-        if not in_16_bits or (self.given_logits is not None and self.given_logits.run == "candidate"):
+        if not self._in_16_bits or (self.given_logits is not None and self.given_logits.run == "candidate"):
             return None
         return measure_noise_floor(
             self.model, self.need_inputs(), self._behavior, on_progress, cancelled, self.settings, "candidate"
         )
+
+    @property
+    def _in_16_bits(self) -> bool:
+        """Whether something in the candidate may compute in 16 bits."""
+        used = {*self.plan.dtypes.values(), self.settings.autocast, self.settings.compute}
+        return bool({"bfloat16", "float16"} & used)
 
     @reading_weights
     def nonfinite(
@@ -804,6 +815,53 @@ class Session:
                     self.model, dataclasses.replace(self.options, prompts=(prompt,), texts=(), tensors=None)
                 )
             return generate(runner, inputs, tokens, on_tokens, on_text)
+
+    @reading_weights
+    def token_choices(
+        self,
+        tokens: int = TOKENS,
+        on_step: OnTexts = ignore,
+        cancelled: IsCancelled = never,
+        prompt: str | None = None,
+        on_text: OnText = ignore,
+    ) -> TokenReport:
+        """Let the reference continue prompts by greedy decoding, and ask at each token of these texts whether the candidate would
+        choose the same token: in one pass over the prompt and the text, so that an early difference does not change the rest.
+
+        The prompts are the user's or, without any, the built-in ones, through the model's chat template if it has one. Raises
+        NoForward also for a model that can't generate text, and UserError for prompts and texts longer than the model's positions.
+
+        Args:
+            tokens: The maximum number of tokens in each text.
+            on_step: Called with the name of a step, and how much of it is done.
+            cancelled: Called after every token and between module calls.
+            prompt: A text to continue instead of the inputs' texts. Pictures and sounds among the inputs stay.
+            on_text: Called after every token with a function that returns the reference's current text until now.
+
+        Example:
+            >>> _ = session.cast("*.mlp", "int4@g32")
+            >>> found = session.token_choices(16)
+            >>> found.tokens, found.counts["identical"] > found.counts["different"]
+            (16, True)
+        """
+        refuse_tokens(self.model, tokens, self.options.limits)
+        inputs, options = self.need_inputs(), self.options
+        if self.given_logits is not None:
+            raise UserError("token_choices runs both models: leave the file of outputs out")
+        if prompt is not None:
+            options = dataclasses.replace(options, prompts=(prompt,), texts=(), tensors=None)
+        with ForwardRunner(self.model, self.settings, cancelled, behavior=self._behavior) as runner:
+            runner.calibrate_caches(inputs.batches)
+            given = inputs if prompt is None else inputs_of(self.model, options)
+            prompts = text_prompts(self.model, given, options, tokens)
+            texts = written_texts(runner, prompts, tokens, on_step, on_text)
+            passes = passes_over(runner, texts, on_step)
+        runs: dict[Run, RunSettings] = {}
+        if options.floor == "always" or (options.floor == "auto" and passes.differ(texts)):
+            runs["reference"] = RunSettings(classes_dim=self.settings.classes_dim)
+            runs |= {"candidate": self.settings} if self._in_16_bits else {}
+        floors = text_floors(self.model, texts, runs, self._behavior, on_step, cancelled)
+        return token_report(self.model, self.plan, prompts, texts, passes, floors)
 
     @reading_weights
     def activation_memory(self, context: int, batch: int = 1) -> ActivationMemory:
