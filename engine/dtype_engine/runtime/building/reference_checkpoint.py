@@ -70,7 +70,7 @@ def use_reference(live: LiveModel, source: Source, options: ModelOptions, on_ste
             weight.info = infos[name] = dataclasses.replace(infos[name], reference_dtype=theirs.info.dtype)
         elif name in buffers:
             weight.other_reference = other.weights[name].stored
-    live.tree = tree_of(live.module, infos.values())
+    live.tree = tree_of(live.module, infos.values(), live.tree.draft)
     if not live.memory.limited:
         live.memory = other.memory
     if live.memory.limited:

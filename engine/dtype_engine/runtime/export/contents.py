@@ -187,6 +187,8 @@ class Contents:
     """The dtype to pass to diffusers for a model of several dtypes, so that every weight has the dtype of the export; or ""."""
     fitted_to: FittedTo | None = None
     """The calibration inputs to which the roundings were fitted. None if there are none, or they were not fitted yet."""
+    casts_draft: bool = False
+    """Whether rules cast tensors of a draft head, which no open model has."""
     has_cache_formats: bool = False
     """Whether the recipe gives KV caches a format."""
     cache_scheme: dict[str, Any] | None = None
