@@ -130,6 +130,7 @@ def assert_same(arrived: Any, sent: Any) -> None:
         if isinstance(value, Tree):
             assert described(got) == described(value)
             assert got.kv_cache == value.kv_cache
+            assert got.draft == value.draft
         else:
             assert repr(_plain(got)) == repr(_plain(value)), name  # nan is not equal to itself
 
