@@ -399,6 +399,15 @@ class Tree:
             return {}
         return {name: tensor for name, tensor in self.tensors.items() if self.draft.holds(name)}
 
+    @cached_property
+    def searched(self) -> list[str]:
+        """The weights to which a search may give a dtype: those that are cast and that a forward pass may use."""
+        return [
+            name
+            for name, tensor in self.tensors.items()
+            if tensor.castable and tensor.counted and name not in self.of_draft
+        ]
+
     def totals(self, planned: Mapping[str, str] | None = None) -> NodeTotals:
         """Return a mapping from every module's name to its totals. planned: dtypes by tensor name, if not the stored ones."""
         return NodeTotals(self, planned)

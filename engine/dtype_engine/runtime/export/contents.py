@@ -123,6 +123,9 @@ class ExportTensor:
     file_layout: FileLayout | None = None
     """The layout of a weight with scales, or None for that of compressed-tensors or of this program."""
 
+    of_draft: bool = False
+    """Whether it belongs to a draft head, which transformers does not load."""
+
     @property
     def copied(self) -> bool:
         """Whether the export copies this weight's tensors unchanged from a source that another program quantized."""

@@ -20,10 +20,10 @@ def layout_notice(items: Sequence[ExportTensor]) -> tuple[str, ...]:
         return ()
     first = printable(own[0].name)
     count = f"{first} is" if len(own) == 1 else f"{len(own)} weights, first {first}, are"
+    so = "" if all(item.of_draft for item in own) else ", so from_pretrained of transformers raises an error"
     return (
-        f"{count} stored with scales in a layout that only dtype-engine reads, so from_pretrained of transformers raises an error: "
-        "other programs read scales only for untied weights of linear layers, in float8_e4m3fn, int8, and blocks that divide their "
-        "rows",
+        f"{count} stored with scales in a layout that only dtype-engine reads{so}: other programs read scales only for untied "
+        "weights of linear layers, in float8_e4m3fn, int8, and blocks that divide their rows",
     )
 
 

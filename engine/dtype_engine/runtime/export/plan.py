@@ -175,6 +175,7 @@ def _placed_contents(
     config, decoded = exported_config(checkpoint, of_files)
     items, of_experts, tied = _items_of_files(checkpoint, tree, infos, placements, of_files)
     linears = [name for name, node in tree.modules.items() if node.class_name == "Linear"]
+    items = [dataclasses.replace(item, of_draft=item.name in tree.of_draft) for item in items] if tree.draft else items
     items = with_packed_scales(items, infos, placements)
     items = with_shared_scales(items, {name: info.name for name, info in infos.items() if not placements[name].part})
     items = with_quantised_inputs(items, settings, input_ranges, checkpoint)
