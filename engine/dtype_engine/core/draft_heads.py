@@ -69,7 +69,7 @@ _DEEPSEEK: dict[Runtime, Build] = {
     "vllm": Build(f"{_VLLM}/deepseek_mtp.py: DeepSeekMultiTokenPredictorLayer", ("eh_proj", "shared_head.head")),
     "sglang": Build(
         f"{_SGLANG}/deepseek_nextn.py: DeepseekModelNextN",
-        ("eh_proj", "shared_head.head"),
+        ("eh_proj",),
         (("model.layers.{n}", "model.decoder"),),
     ),
 }
@@ -193,15 +193,16 @@ class DraftHead(msgspec.Struct, frozen=True):
     def _numbers(self, template: str, index: int) -> str:
         return template.replace("{i}", str(index)).replace("{n}", str(self.first + index))
 
-    def name_in(self, runtime: Runtime, module: str) -> str:
-        """Return the name under which a runtime looks up the settings of a module of the head."""
+    def stems(self, runtime: Runtime) -> dict[str, str]:
+        """Return the name under which a runtime looks up the settings of a module of the head and of those below it, by the
+        module's name, where the two differ.
+        """
         build = self.build(runtime)
-        for index in range(self.declared or 1):
-            for ours, theirs in build.named if build is not None else ():
-                stem = self._numbers(ours, index)
-                if module == stem or module.startswith(f"{stem}."):
-                    return self._numbers(theirs, index) + module[len(stem) :]
-        return module
+        return {
+            self._numbers(ours, index): self._numbers(theirs, index)
+            for ours, theirs in (build.named if build is not None else ())
+            for index in range(self.declared or 1)
+        }
 
 
 NO_DRAFT = DraftHead()

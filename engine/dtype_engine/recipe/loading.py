@@ -87,6 +87,8 @@ def _transformers(context: Context) -> Loading:
     one_layout = all(layout(dtype) == "fp8" for dtype in quantised.values())
     outcomes: list[Values] = []
     for name, dtype in quantised.items():
+        if name in tree.of_draft:
+            continue  # transformers does not load it
         why = no_layout(tree, name, dtype, experts=True)
         expert = name in experts
         if why is None and not one_layout:
