@@ -213,8 +213,8 @@ class Checkpoint:
                 for name, tensor in self.weights.items()
                 if name not in self.aliases
             )
-            tree.kv_cache = kv_cache(tree, self.config)
             tree.draft = self.draft
+            tree.kv_cache = kv_cache(tree, self.config)
             return tree
 
     @property

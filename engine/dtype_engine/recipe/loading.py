@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dtype_engine.core import dtypes
+from dtype_engine.core.draft_heads import Runtime
 from dtype_engine.core.llama_types import LLAMA_DTYPES, ONLY_GGUF, llama_type
 from dtype_engine.recipe.loader_facts import Outcome as Values
 from dtype_engine.recipe.loader_facts import loader_facts, misread_experts, why_not_loaded
 from dtype_engine.recipe.schemes import layout
-from dtype_engine.recipe.serving import Runtime, lint_serving, no_layout, packed_experts
+from dtype_engine.recipe.serving import lint_serving, no_layout, packed_experts
 from dtype_engine.recipe.targets.base import Context
 
 LLAMA_CPP = ("bfloat16", "float16", "mxfp4:floor")
