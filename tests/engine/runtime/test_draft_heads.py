@@ -352,3 +352,20 @@ def test_rule_for_the_head_alone_is_refused_in_a_search(kind: str, folder: Path)
     only = ((head_of(kind), ("int8",)),)
     with pytest.raises(UserError, match=r"selects only the draft head \(MTP\), which a search leaves as stored"):
         session.search(budget=10**6, constraints=Constraints(only=only, formats="own"))
+
+
+def test_rounding_of_the_head_gains_nothing(kind: str, folder: Path, head: Tensors) -> None:
+    name = next(name for name, each in head.items() if each.ndim == 2)
+    with pytest.raises(UserError, match=r"is in the draft head \(MTP\): no forward pass uses it"):
+        de.open(str(folder)).rounding_gains({name: ["int8"]})
+
+
+def test_values_of_the_head_are_compared_after_a_cast(
+    kind: str, folder: Path, head: Tensors, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = json.loads(command(capsys, "weights", folder, "--cast", f"{head_of(kind)}=float16", "--json"))
+    assert {each["name"] for each in report["weights"]} == set(head)
+    for each in report["weights"]:
+        weight = head[each["name"]]
+        largest = float((weight - weight.half().float()).abs().max())
+        assert each["max_abs"] == pytest.approx(largest, rel=1e-6)
