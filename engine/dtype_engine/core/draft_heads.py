@@ -218,7 +218,9 @@ def draft_head(names: Iterable[str], config: Mapping[str, Any] | None) -> DraftH
     names: the tensors' names, except those that a forward pass uses, if these are known. config: the contents of config.json. The
     result has no modules, and the declared number of draft layers, if config.json declares some and no tensor belongs to them.
     """
-    names, config = tuple(names), config or {}
+    if not config:  # nothing says what runs these tensors
+        return NO_DRAFT
+    names = tuple(names)
     texts = [config, *(nested for key in _TEXT_CONFIGS if isinstance(nested := config.get(key), Mapping))]
     types = {str(text.get("model_type")) for text in texts}
     layout = next((row for row in LAYOUTS.values() if row.model_types & types), None)
@@ -229,9 +231,11 @@ def draft_head(names: Iterable[str], config: Mapping[str, Any] | None) -> DraftH
         layout = LAYOUTS["named"]
     if not found and declared and first and (layout is None or layout.numbered):
         layout = layout or LAYOUTS["numbered"]
-        numbers = "|".join(str(first + index) for index in range(declared))
-        below = re.compile(rf"((?:[^.]+\.)*?layers\.(?:{numbers}))\.")
-        found = dict.fromkeys(match[1] for name in names if (match := below.match(name)))
+        found = {}
+        for number in range(first, first + declared):
+            inside, below = f"layers.{number}.", re.compile(rf"((?:[^.]+\.)*?layers\.{number})\.")
+            # A model may have 90,000 tensors, of which few are in the head.
+            found |= dict.fromkeys(match[1] for name in names if inside in name and (match := below.match(name)))
     if not found:
         return DraftHead(layout.name if layout is not None else "", (), first, declared, entry)
     assert layout is not None

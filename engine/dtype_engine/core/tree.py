@@ -395,9 +395,8 @@ class Tree:
     @cached_property
     def of_draft(self) -> Mapping[str, TensorInfo]:
         """The tensors of the draft head, by name."""
-        if not self.draft:
-            return {}
-        return {name: tensor for name, tensor in self.tensors.items() if self.draft.holds(name)}
+        nodes = [self.modules[name] for name in self.draft.modules if name in self.modules]
+        return {tensor.name: tensor for node in nodes for tensor in self.order[node.first : node.end]}
 
     @cached_property
     def searched(self) -> list[str]:
@@ -420,7 +419,7 @@ def draft_notice(tree: Tree) -> tuple[str, ...]:
     size = human_bytes(sum(tensor.nbytes for tensor in tree.of_draft.values()))
     return (
         f"{WORDS}, {plural(len(tree.of_draft), 'tensor')} in {printable(tree.draft.modules[0])}, {size}: {NOT_RUN}, so no drift or "
-        "score says what its dtypes cost; rules cast it and exports keep it",
+        "score says what its dtypes cost; measure in a runtime how many drafts are accepted",
     )
 
 

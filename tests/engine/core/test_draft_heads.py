@@ -42,7 +42,7 @@ FOUND: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
         ["model.language_model.layers.3.a", "model.language_model.layers.4.a", "model.language_model.layers.5.a"],
         ["model.language_model.layers.4", "model.language_model.layers.5"],
     ),
-    "named": ({}, ["a.mtp.0.weight", "a.b.weight"], ["a.mtp"]),
+    "named": ({"model_type": "new"}, ["a.mtp.0.weight", "a.b.weight"], ["a.mtp"]),
 }
 
 
@@ -65,7 +65,8 @@ def test_draft_head_of_each_layout_is_found_by_its_names(layout: str) -> None:
         ({"num_hidden_layers": 2, "num_nextn_predict_layers": 10**9}, ["model.layers.2.eh_proj.weight"]),
         ({"num_hidden_layers": 2, "num_nextn_predict_layers": "1"}, ["model.layers.2.eh_proj.weight"]),
         ({"model_type": ["mimo"], "text_config": 3}, ["prompt.weight", "mtp", "smtp.weight"]),
-        (None, ["model.layers.0.mlp.up_proj.weight"]),
+        (None, ["mtp.fc.weight"]),
+        ({}, ["mtp.fc.weight"]),
     ],
 )
 def test_model_without_a_draft_head_has_none(config: dict[str, Any] | None, names: list[str]) -> None:

@@ -252,7 +252,7 @@ async def test_draft_head_is_named_in_the_tree_and_in_the_details() -> None:
         [TensorInfo(name, (4, 4), "float32") for name in ("model.up.weight", "mtp.fc.weight", "mtp.norm.weight")],
         {"": "Net", "model.up": "Linear", "mtp.fc": "Linear"},
     )
-    tree.draft = draft_head(tree.tensors, {})
+    tree.draft = draft_head(tree.tensors, {"model_type": "new"})
     app = make_app()
     async with app.run_test(size=(140, 30)) as pilot:
         await say(app, pilot, events.ModelReady(tree, "Net", "cpu", 1.0, "prompts", ()))
