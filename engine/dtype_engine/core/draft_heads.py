@@ -20,7 +20,9 @@ NOT_RUN = "no forward pass uses it"
 COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "mtp_num_layers")
 """The entries of config.json that give the number of draft layers."""
 MOST_LAYERS = 100
-"""Maximum number of draft layers. Published models have up to three."""
+"""Maximum number of draft layers, and of topmost modules. Published models have up to three layers."""
+_MOST_BEFORE = 1_000_000
+"""Maximum number of the model's layers."""
 _NAMED = re.compile(r"((?:[^.]+\.)*?mtp(?:_[a-z_]+)?)\.")
 """Matches the topmost module of a draft head that a layout does not number together with the model's layers."""
 _TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
@@ -225,7 +227,8 @@ def draft_head(names: Iterable[str], config: Mapping[str, Any] | None) -> DraftH
     types = {str(text.get("model_type")) for text in texts}
     layout = next((row for row in LAYOUTS.values() if row.model_types & types), None)
     entry, declared = _declared(texts)
-    first = next((count for text in texts if type(count := text.get("num_hidden_layers")) is int and count > 0), 0)
+    counts = (text.get("num_hidden_layers") for text in texts)
+    first = next((count for count in counts if type(count) is int and 0 < count <= _MOST_BEFORE), 0)
     found = dict.fromkeys(match[1] for name in names if "mtp" in name and (match := _NAMED.match(name)))
     if found and (layout is None or layout.numbered):
         layout = LAYOUTS["named"]
@@ -236,7 +239,7 @@ def draft_head(names: Iterable[str], config: Mapping[str, Any] | None) -> DraftH
             inside, below = f"layers.{number}.", re.compile(rf"((?:[^.]+\.)*?layers\.{number})\.")
             # A model may have 90,000 tensors, of which few are in the head.
             found |= dict.fromkeys(match[1] for name in names if inside in name and (match := below.match(name)))
-    if not found:
+    if not 0 < len(found) <= MOST_LAYERS:
         return DraftHead(layout.name if layout is not None else "", (), first, declared, entry)
     assert layout is not None
     return DraftHead(layout.name, tuple(found), first, declared, entry)

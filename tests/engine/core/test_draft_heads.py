@@ -65,6 +65,8 @@ def test_draft_head_of_each_layout_is_found_by_its_names(layout: str) -> None:
         ({"num_hidden_layers": 2, "num_nextn_predict_layers": 10**9}, ["model.layers.2.eh_proj.weight"]),
         ({"num_hidden_layers": 2, "num_nextn_predict_layers": "1"}, ["model.layers.2.eh_proj.weight"]),
         ({"model_type": ["mimo"], "text_config": 3}, ["prompt.weight", "mtp", "smtp.weight"]),
+        ({"num_hidden_layers": 10**30, "num_nextn_predict_layers": 1}, [f"model.layers.{10**30}.eh_proj.weight"]),
+        ({"model_type": "new"}, [f"block_{number}.mtp.weight" for number in range(1000)]),
         (None, ["mtp.fc.weight"]),
         ({}, ["mtp.fc.weight"]),
     ],
