@@ -14,6 +14,7 @@ from tests.helpers.draft_heads import NAMES, head_of, linear_layers, with_head
 from tests.helpers.file_edits import Tensors, change_config, change_tensors
 
 import dtype_engine as de
+from dtype_engine.checkpoint import open_checkpoint
 from dtype_engine.cli import cli
 from dtype_engine.cli.program import run
 from dtype_engine.core.errors import UserError
@@ -110,6 +111,7 @@ def test_layers_of_the_head_have_the_classes_of_the_model(kind: str, folder: Pat
 def test_kv_caches_are_those_of_the_layers_that_a_pass_runs(kind: str, folder: Path) -> None:
     with_it = de.open(str(folder)).tree.kv_cache
     assert "without the cache of the draft head (MTP)" in with_it.notes
+    assert open_checkpoint(folder).tree().kv_cache.tensors == with_it.tensors  # by the headers alone
     change_tensors(folder, lambda held: [held.pop(name) for name in list(held) if name.startswith(head_of(kind))])
     assert with_it.tensors == de.open(str(folder)).tree.kv_cache.tensors
 
