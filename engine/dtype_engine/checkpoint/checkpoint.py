@@ -15,6 +15,7 @@ from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes import CODES, CodedWeight
 from dtype_engine.checkpoint.schemes.own import read as read_own
 from dtype_engine.checkpoint.weight_sets import WeightSet, is_diffusers, several_sets
+from dtype_engine.core.draft_heads import DraftHead, draft_head
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.gc_pause import gc_paused
 from dtype_engine.core.tree import TensorInfo, Tree, from_tensors
@@ -162,6 +163,11 @@ class Checkpoint:
                 found[header.name] = header
         return found | {alias: found[first] for alias, first in self.aliases.items()}
 
+    @cached_property
+    def draft(self) -> DraftHead:
+        """The layers that predict several tokens at once, by the tensors' names. A class of the model may use them nevertheless."""
+        return draft_head(self.weights, self.config)
+
     def dtype(self, name: str) -> str:
         """Return the dtype in which the weight `name` of `weights` is stored. It ends in `@tensor` if all values share a scale."""
         return self.weights[name].dtype
@@ -207,6 +213,7 @@ class Checkpoint:
                 for name, tensor in self.weights.items()
                 if name not in self.aliases
             )
+            tree.draft = self.draft
             tree.kv_cache = kv_cache(tree, self.config)
             return tree
 

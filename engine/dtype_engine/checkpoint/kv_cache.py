@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from dtype_engine.checkpoint.schemes.configuration import size
 from dtype_engine.core import dtypes
+from dtype_engine.core.draft_heads import WORDS
 from dtype_engine.core.kv_cache import KV_CACHE, KVCache, KVCacheTensor
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import MOST_MODULES, Module, Tree, is_number
@@ -155,6 +156,9 @@ class _Reader:
                 continue
             numbers = [int(part) for part in module.name.split(".") if is_number(part) and len(part) < 9]
             if not numbers or self._in_an_encoder(module.name) or (inside and module.name.startswith(inside)):
+                continue
+            if self.tree.draft.holds(module.name):
+                self.notes[f"without the cache of the {WORDS}"] = None
                 continue
             if _SHARING in module.children:
                 sharing[module.name] = numbers[0]

@@ -19,7 +19,7 @@ from dtype_engine.cli.streams import answers
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.hints import ON_THE_COMMAND_LINE, fill_hints
 from dtype_engine.core.system_memory import total_memory
-from dtype_engine.core.tree import Totals
+from dtype_engine.core.tree import Totals, draft_notice
 from dtype_engine.reports.layer_kinds import totals_by_kind
 from dtype_engine.results.as_json import as_json
 from dtype_engine.results.coverage import Coverage
@@ -92,7 +92,7 @@ def inspect(
     else:
         view = TreeView(depth, fold=answers().isatty() and not whole, by_bytes=sort == "bytes")
         answer(tree_text(tree, plan, source.title, view))
-    note(checkpoint.remarks if checkpoint is not None else ())
+    note((*(checkpoint.remarks if checkpoint is not None else ()), *draft_notice(tree)))
 
 
 def _as_object(
@@ -116,7 +116,7 @@ def _as_object(
         "expected": coverage.expected if coverage is not None else None,
         "incomplete": list(incomplete),
         "passed_over": list(checkpoint.passed_over) if checkpoint is not None else [],
-        "notices": list(checkpoint.remarks) if checkpoint is not None else [],
+        "notices": [*(checkpoint.remarks if checkpoint is not None else ()), *draft_notice(tree)],
         "provenance": as_json(provenance or None),
         **_counts(whole),
         "stored_bytes": plan.stored_bytes,
@@ -124,6 +124,7 @@ def _as_object(
         "dtypes": {name: {"elements": count, "bytes": whole.nbytes[name]} for name, count in whole.elements.items()},
         "kinds": [{"kind": kind} | _sums(of_kind) for kind, of_kind in totals_by_kind(tree, plan.dtypes).items()],
         "rules": [str(rule) for rule in plan.recipe.rules],
+        "draft_head": list(tree.draft.modules),
         "modules": [
             {"name": name, "class": module.class_name} | _sums(totals[name]) for name, module in tree.modules.items()
         ],

@@ -18,6 +18,7 @@ from typing import Literal
 import msgspec
 
 from dtype_engine.core import dtypes
+from dtype_engine.core.draft_heads import NO_DRAFT, NOT_RUN, WORDS
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.fused import fused_groups
 from dtype_engine.core.kv_cache import KVCache
@@ -257,6 +258,8 @@ class Tree:
         classes = classes or {}
         self.kv_cache = KVCache()
         """The KV cache that the model keeps while it generates text. None of its tensors is in `tensors`."""
+        self.draft = NO_DRAFT
+        """The layers that predict several tokens at once, and that no forward pass uses."""
         self.kept_in_fp32: dict[str, str] = {}
         """Single tensors that the model's code requires to be in float32, each with a phrase that cites this code."""
         self.root = Module("", classes.get(""))
@@ -389,9 +392,35 @@ class Tree:
         """Bytes of parameters and persistent buffers as stored; a tied weight counts once."""
         return sum(tensor.nbytes for tensor in self.tensors.values() if tensor.counted)
 
+    @cached_property
+    def of_draft(self) -> Mapping[str, TensorInfo]:
+        """The tensors of the draft head, by name."""
+        nodes = [self.modules[name] for name in self.draft.modules if name in self.modules]
+        return {tensor.name: tensor for node in nodes for tensor in self.order[node.first : node.end]}
+
+    @cached_property
+    def searched(self) -> list[str]:
+        """The weights to which a search may give a dtype: those that are cast and that a forward pass may use."""
+        return [
+            name
+            for name, tensor in self.tensors.items()
+            if tensor.castable and tensor.counted and name not in self.of_draft
+        ]
+
     def totals(self, planned: Mapping[str, str] | None = None) -> NodeTotals:
         """Return a mapping from every module's name to its totals. planned: dtypes by tensor name, if not the stored ones."""
         return NodeTotals(self, planned)
+
+
+def draft_notice(tree: Tree) -> tuple[str, ...]:
+    """Return a sentence for the user about a draft head, or () if there is none."""
+    if not tree.of_draft:
+        return ()
+    size = human_bytes(sum(tensor.nbytes for tensor in tree.of_draft.values()))
+    return (
+        f"{WORDS}, {plural(len(tree.of_draft), 'tensor')} in {printable(tree.draft.modules[0])}, {size}: {NOT_RUN}, so no drift or "
+        "score says what its dtypes cost; measure in a runtime how many drafts are accepted",
+    )
 
 
 def is_number(part: str) -> bool:

@@ -13,9 +13,11 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from dtype_engine.core import dtypes
 from dtype_engine.core.llama_types import IMATRIX, LLAMA_DTYPES, fitted
 from dtype_engine.core.tree import TensorInfo, Tree, is_number, numbered_parts
 from dtype_engine.recipe.minimize import minimize, numbers_pattern
+from dtype_engine.recipe.pattern import generalisations
 from dtype_engine.recipe.plan import make_plan
 from dtype_engine.recipe.rules import Recipe, Rule
 
@@ -83,7 +85,7 @@ def mixed_rules(mix: Mix, tree: Tree) -> list[Rule]:
     wanted = {
         tensor.name: fitted(_rounded(mix, mix.base), tensor.shape, tensor.name)
         for tensor in tree.tensors.values()
-        if tensor.castable and tensor.persistent
+        if tensor.castable and tensor.persistent and tensor.name not in tree.of_draft
     }
     values = 0
     for name in sorted(sources, key=_in_order):
@@ -92,6 +94,8 @@ def mixed_rules(mix: Mix, tree: Tree) -> list[Rule]:
         for tensor in sources[name]:
             wanted[tensor.name] = fitted(_rounded(mix, type_), tensor.shape, tensor.name)
     rules = _rules_by_layer(tree, wanted, _rounded(mix, mix.base))
+    # What llama-quantize gives to a draft head is not known.
+    rules += [Rule.make(generalisations(module)[0], dtypes.STORED) for module in tree.draft.modules]
     planned = make_plan(tree, Recipe.of(rules)).dtypes
     if any(planned[name] != dtype for name, dtype in wanted.items()):  # such as a name with a wildcard
         rules = list(minimize(tree, wanted).rules)
@@ -231,7 +235,7 @@ def _gguf_sources(tree: Tree) -> dict[str, list[TensorInfo]]:
     names = _any_name_map()
     found: dict[str, list[TensorInfo]] = {}
     for tensor in tree.tensors.values():
-        if tensor.castable and tensor.persistent:
+        if tensor.castable and tensor.persistent and tensor.name not in tree.of_draft:
             for name in names_in_gguf(tensor, lambda module: _looked_up(names, module)):
                 found.setdefault(name, []).append(tensor)
     return found

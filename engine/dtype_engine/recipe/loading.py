@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dtype_engine.core import dtypes
+from dtype_engine.core.draft_heads import Runtime
 from dtype_engine.core.llama_types import LLAMA_DTYPES, ONLY_GGUF, llama_type
 from dtype_engine.recipe.loader_facts import Outcome as Values
 from dtype_engine.recipe.loader_facts import loader_facts, misread_experts, why_not_loaded
 from dtype_engine.recipe.schemes import layout
-from dtype_engine.recipe.serving import Runtime, lint_serving, no_layout, packed_experts
+from dtype_engine.recipe.serving import lint_serving, no_layout, packed_experts
 from dtype_engine.recipe.targets.base import Context
 
 LLAMA_CPP = ("bfloat16", "float16", "mxfp4:floor")
@@ -87,6 +88,8 @@ def _transformers(context: Context) -> Loading:
     one_layout = all(layout(dtype) == "fp8" for dtype in quantised.values())
     outcomes: list[Values] = []
     for name, dtype in quantised.items():
+        if name in tree.of_draft:
+            continue  # transformers does not load it
         why = no_layout(tree, name, dtype, experts=True)
         expert = name in experts
         if why is None and not one_layout:

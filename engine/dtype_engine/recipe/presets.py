@@ -111,7 +111,7 @@ def experts(tree: Tree) -> list[str]:
 
 def heads(tree: Tree) -> list[str]:
     """Return patterns of the modules that compute the model's output, such as `lm_head`."""
-    named = [name for name in tree.modules if name.rpartition(".")[2] in HEADS]
+    named = [name for name in tree.modules if name.rpartition(".")[2] in HEADS and not tree.draft.holds(name)]
     return covering(tree, [name for name in named if not numbered_parts(name)])
 
 
@@ -162,13 +162,18 @@ def _islands(tree: Tree) -> list[str]:
     return covering(tree, [*outermost, *tree.kept_in_fp32])
 
 
+def _draft_head(tree: Tree) -> list[str]:
+    return covering(tree, tree.draft.modules)
+
+
 def _kept_by_modelopt(tree: Tree) -> Iterable[str]:
-    return dict.fromkeys((*KEPT_BY_MODELOPT, *(f"type:{name}" for name in KEPT_CLASSES), *norms(tree)))
+    kept = (*KEPT_BY_MODELOPT, *(f"type:{name}" for name in KEPT_CLASSES), *norms(tree), *_draft_head(tree))
+    return dict.fromkeys(kept)
 
 
 def _kept_wide(tree: Tree) -> Iterable[str]:
     """Return patterns of modules that published checkpoints in block formats keep in 16 bits: head, routers, vision, mixers."""
-    return dict.fromkeys((*KEPT_BY_MODELOPT, *heads(tree)))
+    return dict.fromkeys((*KEPT_BY_MODELOPT, *heads(tree), *_draft_head(tree)))
 
 
 def _declared_caches(tree: Tree) -> Iterator[Rule]:
@@ -226,7 +231,7 @@ PRESETS: dict[str, Preset] = {
         Preset(
             "fp8-linears",
             "Linear layers and experts stored in fp8 with a scale per output channel, the rest in bfloat16.",
-            _casts(_TO_BF16, (linears, LOW)),
+            _casts(_TO_BF16, (linears, LOW), (_draft_head, "bfloat16")),
         ),
         Preset(
             "norms-head-fp32",

@@ -11,16 +11,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dtype_engine.core import dtypes
+from dtype_engine.core.draft_heads import Runtime
 from dtype_engine.core.fused import fused_groups, siblings, split_groups
 from dtype_engine.core.llama_types import ONLY_GGUF, llama_type
 from dtype_engine.core.tree import Tree
 from dtype_engine.core.units import plural
+from dtype_engine.recipe.draft_serving import draft_notes, draft_problems
 from dtype_engine.recipe.fused_words import layer_name
 from dtype_engine.recipe.kv_serving import cache_serving
 from dtype_engine.recipe.schemes import layout
 from dtype_engine.recipe.targets.base import Context
 
-Runtime = Literal["vllm", "sglang"]
 RUNTIMES: tuple[Runtime, ...] = ("vllm", "sglang")
 Effect = Literal["refused", "other values", "stays wide", "slower"]
 
@@ -59,6 +60,8 @@ class ServingLint:
     findings: tuple[Finding, ...]
     flags: tuple[str, ...] = ()
     """The options of the runtime's command line that give KV caches the plan's formats."""
+    notes: tuple[str, ...] = ()
+    """Sentences for the user on what the runtime does with the export's draft head."""
 
     @property
     def loads(self) -> bool:
@@ -97,13 +100,14 @@ def lint_serving(context: Context, runtime: Runtime) -> ServingLint:
     findings = list(_not_written(export, refused))
     for check in (
         _routers, _split, _experts, _missing, _one_scale, _blocks_of_merged, _marlin, _whole_format, _asymmetric, _int8,
-        _always_quantised,
+        _always_quantised, _draft_head,
     ):  # fmt: skip
         findings += check(export)
     served = cache_serving(context.tree, context.plan.caches, runtime)
     source = "vllm/config/cache.py: CacheConfig" if runtime == "vllm" else "python/sglang/srt/server_args.py"
     findings += [Finding(problem.effect, problem.why, source, problem.tensors) for problem in served.problems]
-    return ServingLint(runtime, len(quantised), tuple(findings), served.flags)
+    notes = draft_notes(context.tree, runtime, context.plan.dtypes)
+    return ServingLint(runtime, len(quantised), tuple(findings), served.flags, notes)
 
 
 def _not_written(export: _Export, refused: Mapping[str, str | None]) -> Iterator[Finding]:
@@ -256,6 +260,12 @@ def _always_quantised(export: _Export) -> Iterator[Finding]:
         yield Finding("other values", why, source, names, "activations are quantized")
 
 
+def _draft_head(export: _Export) -> Iterator[Finding]:
+    """Yield a finding for each group of layers of a draft head that the runtime builds in another format than the export has."""
+    for each in draft_problems(export.context.tree, export.runtime, export.quantised):
+        yield Finding("refused", each.why, each.source, each.tensors, each.short)
+
+
 def _block_rows(dtype: str) -> int:
     blocks = dtypes.BY_NAME[dtype].blocks
     return blocks.rows if blocks is not None else 1
@@ -299,6 +309,7 @@ def serving_lines(lint: ServingLint, shown: Callable[[Sequence[str]], str]) -> l
         lines += [f"! {finding.effect}: {finding.why}", f"    {shown(finding.tensors)}", f"    {finding.source}"]
     if not lint.findings:
         lines.append(f"no problem found: {plural(lint.quantised, 'weight')} with scales, all others without")
+    lines += lint.notes
     if lint.flags:
         lines.append(f"for the KV cache: {' '.join(lint.flags)}")
     return lines

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from heapq import nlargest
 
 from dtype_engine.core import dtypes
+from dtype_engine.core.draft_heads import WORDS
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Module, TensorInfo, Totals, Tree
 from dtype_engine.core.units import human_bytes, human_count, percent, plural
@@ -48,8 +49,9 @@ class _Rows:
 
     def below(self, module: Module, level: int) -> Iterator[tuple[str, str, str, str]]:
         """Yield the row of a module, and the rows of its tensors and children. level: the number of modules above the module."""
-        class_name = f"  {module.class_name}" if module.class_name else ""
-        yield _module_row("  " * level + (module.label or self._title) + class_name, self._totals[module.name])
+        about = f"  {module.class_name}" if module.class_name else ""
+        about += f"  {WORDS}" if module.name in self._tree.draft.modules else ""
+        yield _module_row("  " * level + (module.label or self._title) + about, self._totals[module.name])
         if self._view.depth is not None and level >= self._view.depth:
             return
         for local, tensor in module.tensors.items():

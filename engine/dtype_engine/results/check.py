@@ -71,6 +71,16 @@ KINDS: dict[str, Kind] = {
         "numbers of layers or tokens that config.json declares and the files contradict",
         "Loaders make what the files lack at random, and pass over what they have besides.",
     ),
+    "draft-head": Kind(
+        "draft heads (MTP) of which config.json or the source has more than the files",
+        "A runtime that drafts tokens with the head stops at a missing weight, or drafts tokens that the model does not accept.",
+        (
+            "vllm-project/llm-compressor#2735",
+            "vllm-project/vllm#37667",
+            "huggingface/transformers#46127",
+            "intel/auto-round#1526",
+        ),
+    ),
     "float32-island": Kind(
         "tensors that the architecture keeps in float32, stored in 16 bits",
         "The digits that the architecture asks for were lost when the file was written; loading widens only what is left.",

@@ -76,12 +76,11 @@ def format_that_fits(
     ones. Returns None if there is none. The formats are those of the program of `constraints` and those that checkpoints hold.
     """
     scanned = {dtypes.unrounded(dtype) for _, dtype in scores}
-    weights = [name for name, tensor in tree.tensors.items() if tensor.castable and tensor.counted]
     for dtype in _by_width(constraints.formats or OWN):
         if dtype in scanned or (constraints.dtypes and dtype not in constraints.dtypes):
             continue
         # A drift of zero, so that the smallest point has the new format wherever it makes a weight smaller.
-        added = {(name, dtype): 0.0 for name in weights}
+        added = {(name, dtype): 0.0 for name in tree.searched}
         try:
             front = make_front(tree, {**scores, **added}, constraints)
         except UserError:

@@ -155,9 +155,8 @@ class Loadable:
 def require_loadable(tree: Tree, family: str, scanned: Collection[str]) -> None:
     """Raise UserError for the first of the dtypes `scanned` in which the program `family` loads no weight of a model."""
     loadable = Loadable(tree, family, scanned)
-    weights = [name for name, tensor in tree.tensors.items() if tensor.castable and tensor.counted]
     for dtype in loadable.scanned:
-        loadable.require(dtype, weights, dtypes.short_name(dtype))
+        loadable.require(dtype, tree.searched, dtypes.short_name(dtype))
 
 
 def stays_wide(tree: Tree, name: str) -> bool:

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dtype_engine.core import dtypes
+from dtype_engine.core.draft_heads import NOT_RUN, WORDS
 from dtype_engine.core.errors import OutOfReach, UserError
 from dtype_engine.core.hints import hint
 from dtype_engine.core.kv_cache import KVCacheTensor
@@ -100,7 +101,7 @@ def make_items(
     """Return the items of a search. scores: the drift by (weight, dtype). Raises UserError for unmatched patterns, unscanned
     dtypes, and weights for which no common dtype is allowed.
     """
-    weights = [name for name, tensor in tree.tensors.items() if tensor.castable and tensor.counted]
+    weights = tree.searched
     scanned = {dtype for _, dtype in scores}
     weights_of_model = frozenset(weights)
     loadable = Loadable(tree, constraints.formats or OWN, scanned)
@@ -112,6 +113,11 @@ def make_items(
     allowed: dict[str, frozenset[str]] = {}
     for pattern, only in chosen:
         taken = _taken(tree, pattern)
+        if taken.tensors and all(name in tree.of_draft for name in taken.tensors):
+            raise UserError(
+                f"{printable(pattern)} selects only the {WORDS}, which a search leaves as stored, since {NOT_RUN}; add a rule for "
+                "it to the recipe"
+            )
         allowed |= dict.fromkeys((*taken.tensors, *taken.caches), frozenset(only))
         for dtype in only:
             if dtype != dtypes.STORED and not dtype.startswith(SCANNED):

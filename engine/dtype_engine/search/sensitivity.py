@@ -43,7 +43,7 @@ def predict(tree: Tree, plan: Plan, report: ScanReport, scores: Mapping[tuple[st
     total = 0.0
     for name, dtype in plan.dtypes.items():
         tensor = tree.tensors[name]
-        if not (tensor.castable and tensor.persistent):
+        if not (tensor.castable and tensor.persistent) or name in tree.of_draft:
             continue
         if (name, dtype) not in scores:
             if is_lossless(tensor.dtype, dtype):

@@ -30,6 +30,7 @@ import dtype_engine.results.scan
 import dtype_engine.results.serving_memory
 import dtype_engine.results.token_choices
 import dtype_engine.results.weights  # noqa: F401
+from dtype_engine.core.draft_heads import NO_DRAFT, DraftHead
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.kv_cache import KVCache
 from dtype_engine.core.text import EXACT, is_printable, printable, without_controls
@@ -42,6 +43,7 @@ from dtype_engine.service.message import Message
 from dtype_engine.service.save_requests import SaveRequest
 from dtype_engine.service.value_checks import (
     MOST_NOTICES,
+    check_draft_head,
     check_dtypes,
     check_kv_cache,
     check_length,
@@ -78,6 +80,8 @@ class TreePart(Message, frozen=True):
     """
     kv_cache: KVCache | None = None
     """The tree's KV cache, only in its first part."""
+    draft: DraftHead | None = None
+    """The tree's draft head, only in its first part."""
 
 
 Request = commands.FromTheApp | Ask | SaveRequest | control.FromTheApp
@@ -139,7 +143,7 @@ class AnswerDecoder:
         self._with_classes = False
         self._modules: list[tuple[str, str | None, str | None]] = []
         self._tensors: list[TensorInfo] = []
-        self._kv_cache = KVCache()
+        self._kv_cache, self._draft = KVCache(), NO_DRAFT
         self._bytes = 0
         """Total bytes of the incomplete tree's parts that have arrived."""
         self._shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
@@ -186,6 +190,9 @@ class AnswerDecoder:
         if part.kv_cache is not None:
             check_kv_cache(part.kv_cache)
             self._kv_cache = safe(part.kv_cache)
+        if part.draft is not None:
+            check_draft_head(part.draft)
+            self._draft = part.draft
         for name, shape, dtype, kind, aliases, packed, why, *others, of_reference in part.tensors:
             rest: Any = (*others, None if of_reference is None else printable(of_reference))
             shape, dtype = self._shapes.setdefault(shape, shape), sys.intern(printable(dtype))
@@ -207,7 +214,7 @@ class AnswerDecoder:
             {name: without_controls(kind) for name, kind, _ in modules if kind is not None} if with_classes else None,
             by_number=not with_classes,
         )
-        tree.kv_cache = self._kv_cache
+        tree.kv_cache, tree.draft = self._kv_cache, self._draft
         for name, _, kept in modules:
             if kept is not None and name in tree.modules:
                 tree.modules[name].keep_in_fp32 = without_controls(kept)
@@ -347,9 +354,11 @@ def _tree_parts(tree: Tree) -> Iterator[bytes]:
         ((name, None, why) for name, why in tree.kept_in_fp32.items()),
     )
     kv_cache: KVCache | None = tree.kv_cache
+    draft: DraftHead | None = tree.draft
     while True:
-        part = TreePart(tree.has_classes, tuple(islice(tensors, _A_PART)), tuple(islice(modules, _A_PART)), kv_cache)
-        kv_cache = None
+        taken = tuple(islice(tensors, _A_PART)), tuple(islice(modules, _A_PART))
+        part = TreePart(tree.has_classes, *taken, kv_cache, draft)
+        kv_cache, draft = None, None
         yield _ENCODER.encode(part)
         if not part.tensors and not part.modules:
             return

@@ -6,7 +6,9 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from dtype_engine.core import dtypes
+from dtype_engine.core.draft_heads import COUNTS, LAYOUTS, MOST_LAYERS, DraftHead
 from dtype_engine.core.kv_formats import KV_FORMATS, SCANNED
+from dtype_engine.core.text import printable
 from dtype_engine.recipe import Rule
 
 # Importing these would delay the first paint.
@@ -48,6 +50,15 @@ def check_kv_cache(cache: KVCache) -> None:
         )
         if min(sizes) < 0 or max(sizes) > 1 << 40:
             raise ValueError(f"no KV cache has a tensor like {tensor}")
+
+
+def check_draft_head(draft: DraftHead) -> None:
+    """Raise ValueError if a draft head has an unknown layout or impossible numbers, or more modules than any model has."""
+    if draft.layout not in ("", *LAYOUTS) or draft.entry not in ("", *COUNTS):
+        raise ValueError(f"there is no draft head of the layout {printable(draft.layout)}")
+    if not 0 <= draft.first < 1 << 40 or not 0 <= (draft.declared or 0) <= MOST_LAYERS:
+        raise ValueError(f"no model has {draft.declared} draft layers after {draft.first}")
+    check_length(draft.modules)
 
 
 def check_losses(losses: Iterable[ValueLoss]) -> None:

@@ -11,9 +11,10 @@ import pytest
 
 from dtype_engine.cli import cli
 from dtype_engine.cli.program import run
+from dtype_engine.core.draft_heads import Runtime
 from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.recipe import Recipe, Rule, make_plan
-from dtype_engine.recipe.serving import RUNTIMES, Runtime, ServingLint, lint_serving
+from dtype_engine.recipe.serving import RUNTIMES, ServingLint, lint_serving
 from dtype_engine.recipe.targets import Context
 
 AT = "model.layers.0"

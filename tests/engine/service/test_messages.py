@@ -19,6 +19,7 @@ from tests.helpers.recording_engine import report
 
 from dtype_engine import Options, Recipe, Rule
 from dtype_engine.checkpoint.source import locate
+from dtype_engine.core.draft_heads import DraftHead
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.text import without_controls
 from dtype_engine.core.tree import TensorInfo, Tree, from_tensors
@@ -132,6 +133,7 @@ def assert_same(arrived: Any, sent: Any) -> None:
         if isinstance(value, Tree):
             assert described(got) == described(value)
             assert got.kv_cache == value.kv_cache
+            assert got.draft == value.draft
         else:
             assert repr(_plain(got)) == repr(_plain(value)), name  # nan is not equal to itself
 
@@ -537,3 +539,32 @@ def test_engine_stream_without_the_start_mark_is_refused() -> None:
 
 def test_model_named_demo_is_the_built_in_model() -> None:
     assert locate(None).title == locate("demo").title
+
+
+@pytest.mark.parametrize(
+    "draft",
+    [
+        DraftHead("unheard of", ("mtp",)),
+        DraftHead("named", ("mtp",), entry="\x1b[2J"),
+        DraftHead("named", ("mtp",), first=-1),
+        DraftHead("named", ("mtp",), declared=10**6),
+        DraftHead("named", tuple(f"mtp_{number}" for number in range(1000))),
+    ],
+)
+def test_impossible_draft_head_is_refused(draft: DraftHead) -> None:
+    decoder = messages.AnswerDecoder()
+    part = messages.encode_request(messages.TreePart(True, (), (), None, draft))
+    with pytest.raises(WireError):
+        decoder.decode(part)
+
+
+def test_draft_head_of_one_model_does_not_stay_for_the_next() -> None:
+    tensors = [TensorInfo("mtp.fc.weight", (1,), "float32")]
+    with_head = from_tensors(tensors)
+    with_head.draft = DraftHead("named", ("mtp",))
+    decoder = messages.AnswerDecoder()
+    for tree in (with_head, from_tensors(tensors)):
+        (arrived,) = filter(None, map(decoder.decode, messages.encode_answer(events.HeadersRead(tree))))
+        assert isinstance(arrived, events.HeadersRead)
+        assert arrived.tree.draft == tree.draft
+        assert set(arrived.tree.of_draft) == set(tree.of_draft)

@@ -8,9 +8,10 @@ from dataclasses import replace
 
 import pytest
 from tests.helpers.recording_engine import demo_tree, make_app, report, say
-from tests.helpers.screen_text import notices, screen, until
+from tests.helpers.screen_text import lines, notices, screen, until
 from textual.pilot import Pilot
 
+from dtype_engine.core.draft_heads import draft_head
 from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.recipe import Recipe, Rule, make_plan
 from dtype_engine.results.drift import ModuleDrift
@@ -244,3 +245,24 @@ async def test_tree_names_the_weights_that_share_the_nvfp4_scale_of_a_weight() -
         assert set(found) == {"q_proj", "k_proj"}, "nothing of v_proj or the MLP"
         assert "nvfp4  scale with q" in found["k_proj"]
         assert any("weight  [96 × 96]" in line and "f32→ nvfp4  scale with k" in line for line in lines)
+
+
+async def test_draft_head_is_named_in_the_tree_and_in_the_details() -> None:
+    tree = Tree(
+        [TensorInfo(name, (4, 4), "float32") for name in ("model.up.weight", "mtp.fc.weight", "mtp.norm.weight")],
+        {"": "Net", "model.up": "Linear", "mtp.fc": "Linear"},
+    )
+    tree.draft = draft_head(tree.tensors, {"model_type": "new"})
+    app = make_app()
+    async with app.run_test(size=(140, 30)) as pilot:
+        await say(app, pilot, events.ModelReady(tree, "Net", "cpu", 1.0, "prompts", ()))
+        marked = [line for line in lines(app) if "draft head (MTP)" in line]
+        assert [line.split()[:2] for line in marked] == [["▸", "mtp"]]
+        app.main.tree_view.go_to("mtp.fc.weight")
+        await pilot.press("enter")
+        await until(pilot, lambda: "no forward pass uses it" in screen(app))
+        await pilot.press("escape")
+        app.main.tree_view.go_to("model.up")
+        await pilot.press("enter")
+        await until(pilot, lambda: "Linear" in screen(app))
+        assert "no forward pass uses it" not in screen(app)

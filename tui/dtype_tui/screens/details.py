@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from dtype_engine.core import dtypes
+from dtype_engine.core.draft_heads import NOT_RUN
 from dtype_engine.core.roundings import ROUNDINGS
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Module, TensorInfo, Totals
@@ -77,6 +78,8 @@ def _module_rows(experiment: Experiment, node: str, modules: tuple[Module, ...])
             yield kind, f"{_bytes_by_dtype(below)}, {share} % of the model"
     if modules[0].keep_in_fp32:
         yield "keep float32", modules[0].keep_in_fp32
+    if node and experiment.tree.draft.holds(node):
+        yield "draft head", NOT_RUN
 
 
 def _module_drift_rows(experiment: Experiment, node: str, modules: tuple[Module, ...]) -> Iterator[Row]:
@@ -94,6 +97,8 @@ def _tensor_rows(experiment: Experiment, tensor: TensorInfo) -> Iterator[Row]:
     if tensor.aliases:
         yield "tied", ", ".join(printable(name, 500) for name in tensor.names) + ": one tensor, one dtype"
     yield "kind", tensor.kind
+    if experiment.tree.draft.holds(tensor.name):
+        yield "draft head", NOT_RUN
     if kept := experiment.tree.kept_in_fp32.get(tensor.name):
         yield "keep float32", kept
     yield "shape", " × ".join(map(str, tensor.shape)) or "scalar"

@@ -13,6 +13,7 @@ from rich.style import Style
 from textual.strip import Strip
 
 from dtype_engine.core import dtypes
+from dtype_engine.core.draft_heads import WORDS
 from dtype_engine.core.dtypes import padded
 from dtype_engine.core.units import human_count, percent, signed
 from dtype_engine.recipe import tensor_bytes
@@ -158,7 +159,8 @@ def _name(experiment: Experiment, row: Row, width: int, state: RowState) -> tupl
         cache = experiment.served.caches.get(row.name, ())
         elsewhere = experiment.tree.tied_into(row.module.name) if totals.tied and not totals.nbytes else []
         tied = f"= {', '.join(tensor.name.removesuffix('.weight') for tensor in elsewhere)}" if elsewhere else ""
-        about = " ".join(filter(None, (failed, tied, kept, _cache_words(cache, row.module), _class_words(row))))
+        draft = WORDS if not set(row.nodes).isdisjoint(experiment.tree.draft.modules) else ""
+        about = " ".join(filter(None, (failed, tied, draft, kept, _cache_words(cache, row.module), _class_words(row))))
     else:
         twist = "  "
         label = name_cell(row.label, width)

@@ -10,7 +10,7 @@ from math import prod
 from typing import Any
 
 from dtype_engine.checkpoint.check.adapter import adapter_findings
-from dtype_engine.checkpoint.check.declared import scheme_findings, size_findings
+from dtype_engine.checkpoint.check.declared import draft_findings, scheme_findings, size_findings
 from dtype_engine.checkpoint.check.parts import find_misshapen, find_unpaired, find_unread
 from dtype_engine.checkpoint.check.tokenizer import tokenizer_findings
 from dtype_engine.checkpoint.check.values import count_scales, find_bad_values, integer_range, same_bytes
@@ -31,6 +31,7 @@ from dtype_engine.checkpoint.weight_files import read_index, read_json
 from dtype_engine.checkpoint.weight_sets import is_second_set
 from dtype_engine.core import dtypes
 from dtype_engine.core.callbacks import ignore
+from dtype_engine.core.draft_heads import NO_DRAFT, WORDS
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.fused import fused_groups
 from dtype_engine.core.text import printable
@@ -94,7 +95,7 @@ def _report(
     findings += _sibling_findings(checkpoint, weights, broken)
     findings += _dtype_findings(plain, config)
     findings += _of_ties(checkpoint, config)
-    findings += [*scheme_findings(checkpoint, weights), *size_findings(checkpoint)]
+    findings += [*scheme_findings(checkpoint, weights), *size_findings(checkpoint), *draft_findings(checkpoint)]
     findings += tokenizer_findings(checkpoint, _EMBEDDINGS)
     values_read = None
     if values:
@@ -385,7 +386,13 @@ def _source_findings(
     theirs = names_of_parts(source_weights, against.foreign)
     source = {weight.name for weight in source_weights} | (against.weights.keys() - theirs)
     here = of_weights | (checkpoint.weights.keys() - parts)
+    lost = against.draft if against.draft and not checkpoint.draft else NO_DRAFT
+    if lost:
+        count = plural(sum(map(lost.holds, source)), "weight")
+        yield Finding("draft-head", lost.modules[0], f"is the {WORDS} of the source, {count}, and is not here")
     for name in source - here:
+        if lost.holds(name):
+            continue
         file = against.weights[name].file.name if name in against.weights else ""
         yield Finding("against-missing", name, f"is in the source{f', in {printable(file)}' if file else ''}")
     for name, tensor in against.weights.items():

@@ -14,6 +14,7 @@ from dtype_engine.checkpoint.schemes import CODES, CodedWeight
 from dtype_engine.checkpoint.schemes.configuration import declared, ends_of, mapping, quant_method
 from dtype_engine.checkpoint.schemes.layout import PackedWeight
 from dtype_engine.checkpoint.schemes.registry import schemes
+from dtype_engine.core.draft_heads import WORDS
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import plural
 from dtype_engine.results.check import Finding
@@ -88,6 +89,15 @@ def _misplaced_settings(config: Mapping[str, Any], modules: set[str]) -> Iterato
             name, module = min(pairs)
             more = f"; settings of {len(strange) - 1:,} more are not used" if len(strange) > 1 else ""
             yield _finding(name, f"has settings of its own, and the files have {printable(module)} in its place{more}")
+
+
+def draft_findings(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Yield a finding if config.json declares a draft head that no file has, and one for each module that the head lacks."""
+    draft = checkpoint.draft
+    if draft.declared and not draft and not checkpoint.components:
+        yield _finding(draft.entry, f"is {draft.declared}, and no tensor belongs to a {WORDS}", "draft-head")
+    for module in draft.missing(checkpoint.tensors):
+        yield Finding("draft-head", module, f"is a part of the {WORDS}, and no tensor is in it")
 
 
 def size_findings(checkpoint: Checkpoint) -> Iterator[Finding]:

@@ -11,6 +11,7 @@ from typing import ClassVar, Literal
 import msgspec
 
 from dtype_engine.core import dtypes
+from dtype_engine.core.draft_heads import WORDS
 from dtype_engine.core.llama_types import ONLY_GGUF, llama_type
 from dtype_engine.core.regexes import Anchored, compile_regex
 from dtype_engine.core.tree import Module, TensorInfo, Tree
@@ -68,8 +69,12 @@ class Context:
         return names | {name for name in self.tree.modules if name}
 
     def in_scope(self) -> list[TensorInfo]:
-        """Return the tensors whose dtype the rules of a recipe can change."""
-        return [tensor for tensor in self.tree.tensors.values() if tensor.castable]
+        """Return the tensors whose dtype the rules of a recipe can change in another tool. Those of a draft head are not among
+        them: it is no part of the model that transformers loads.
+        """
+        return [
+            tensor for name, tensor in self.tree.tensors.items() if tensor.castable and name not in self.tree.of_draft
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,12 +139,20 @@ class Target(ABC):
     def match(self, context: Context, pattern: str) -> Match:
         """Return the tensors that `pattern` would match in the tool. Raises PatternError for an invalid regular expression."""
 
+    def given_to_draft(self, tensor: TensorInfo) -> str:
+        """Return the dtype that a tensor of a draft head gets. Most tools copy such tensors as stored, or leave them out."""
+        return tensor.dtype
+
     def convert(self, context: Context) -> Conversion:
         """Return the context's plan in the format of the tool, with a list of tensors for which it can't express the plan."""
         written, losses = self.write(context), UnsupportedList()
         if not self.writes_caches:
             for name, form in context.plan.caches.items():
                 losses.add(name, form, dtypes.STORED, "a recipe for this tool has no formats of KV caches")
+        for name, tensor in context.tree.of_draft.items():
+            planned, instead = context.plan.dtypes[name], self.given_to_draft(tensor)
+            if planned != instead:
+                losses.add(name, planned, instead, f"patterns for {self.name} don't reach the {WORDS}")
         notes = (*written.notes, *self._rounding_note(context, written))
         return replace(written, left_out=(*written.left_out, *losses.result()), notes=notes)
 
@@ -235,7 +248,8 @@ class Quantizer(Target):
         weights: dict[str, str] = {}
         for name, module in context.tree.modules.items():
             weight = module.tensors.get("weight")
-            if weight is not None and weight.castable and context.is_kind(module, self.kinds):
+            mine = weight is not None and weight.castable and weight.name not in context.tree.of_draft
+            if weight is not None and mine and context.is_kind(module, self.kinds):
                 weights[name] = weight.name
         return weights
 

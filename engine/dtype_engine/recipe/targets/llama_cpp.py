@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
-from dtype_engine.core.llama_types import IMATRIX, LLAMA_DTYPES, LLAMA_TYPES, llama_type
+from dtype_engine.core.llama_types import IMATRIX, LLAMA_DTYPES, LLAMA_TYPES, fitted, llama_type
 from dtype_engine.core.tree import TensorInfo, is_number
 from dtype_engine.recipe.kv_serving import cache_serving
 from dtype_engine.recipe.targets.base import Context, Conversion, Match, Part, Target, UnsupportedList, tool_regex
@@ -92,6 +92,9 @@ class LlamaCpp(Target):
                 *(problem.why for problem in served.problems),
             )
         return Conversion(text, tuple(patterns), None, losses.result(), notes)
+
+    def given_to_draft(self, tensor: TensorInfo) -> str:
+        return fitted(_DEFAULT, tensor.shape, tensor.name)
 
     def matchable(self, context: Context) -> frozenset[str]:
         return frozenset(

@@ -112,10 +112,6 @@ def _harmless(module: nn.Module) -> Iterator[str]:
     """Yield patterns for tensors in the files that the module rightly ignores, although its class does not declare it."""
     if any(name.endswith("rotary_emb.inv_freq") for name, _ in module.named_buffers()):
         yield r"rotary_emb\.inv_freq$"  # old checkpoints have them; transformers computes them
-    config = getattr(module, "config", None)
-    layers, more = (getattr(config, key, None) for key in ("num_hidden_layers", "num_nextn_predict_layers"))
-    if type(layers) is int and type(more) is int and 0 < more < 100:  # for predicting several tokens at once
-        yield rf"\.layers\.({'|'.join(str(layers + each) for each in range(more))})\."
 
 
 def _kinds(module: nn.Module) -> dict[str, frozenset[str]]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from dtype_engine.checkpoint.source import Source
+from dtype_engine.core.draft_heads import WORDS
 from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.options import FLOAT32, ModelOptions
 from dtype_engine.core.text import printable
@@ -70,7 +71,7 @@ def use_reference(live: LiveModel, source: Source, options: ModelOptions, on_ste
             weight.info = infos[name] = dataclasses.replace(infos[name], reference_dtype=theirs.info.dtype)
         elif name in buffers:
             weight.other_reference = other.weights[name].stored
-    live.tree = tree_of(live.module, infos.values())
+    live.tree = tree_of(live.module, infos.values(), live.tree.draft)
     if not live.memory.limited:
         live.memory = other.memory
     if live.memory.limited:
@@ -80,6 +81,11 @@ def use_reference(live: LiveModel, source: Source, options: ModelOptions, on_ste
         # A pass reads the files of only one of the two checkpoints. Which one is known when a weight is used, so the blocks have no
         # ranges in advance.
         live.memory.use_blocks(dict.fromkeys(blocks(live, live.memory.most), ()))
+    live.notices += tuple(
+        f"{has} has a {WORDS}, and {lacks} has none"
+        for has, lacks, with_it, without in ((*sides, other, live), (*sides[::-1], live, other))
+        if with_it.tree.draft and not without.tree.draft
+    )
     live.reference = options.reference
     live.notices += tuple(f"of the reference: {notice}" for notice in other.notices if notice not in live.notices)
     live.files += other.files

@@ -72,7 +72,7 @@ def load_transformers(
     coverage = Coverage(sum(info.persistent for info in collect_tensors(module)[0]), tuple(sorted(missing)))
     notices = (
         *checkpoint.notices, *chosen.notices, *of_buffers, *inputs_notice(checkpoint),
-        *_of_missing(coverage, checkpoint, title, options), *_of_unused(unexpected, type(module).__name__),
+        *_of_missing(coverage, checkpoint, title, options), *_of_unused(unexpected, checkpoint, type(module).__name__),
     )  # fmt: skip
     return Loaded(module, sources, notices, placements, coverage)
 
@@ -166,8 +166,8 @@ def _of_missing(coverage: Coverage, checkpoint: Checkpoint, title: str, options:
     return (f"{plural(len(coverage.missing), 'weight')} not in the checkpoint, made at random, first {first}",)
 
 
-def _of_unused(unexpected: list[str], class_name: str) -> tuple[str, ...]:
-    unused = sorted(name for name in unexpected if not name.endswith(CACHE_SCALES))
+def _of_unused(unexpected: list[str], checkpoint: Checkpoint, class_name: str) -> tuple[str, ...]:
+    unused = sorted(name for name in unexpected if not name.endswith(CACHE_SCALES) and not checkpoint.draft.holds(name))
     if not unused:
         return ()
     return (f"{plural(len(unused), 'tensor')} of the checkpoint not used by {class_name}, first {unused[0]}",)

@@ -65,7 +65,8 @@ def transformers_would_misread(contents: Contents) -> bool:
     """Return whether `from_pretrained` of transformers would load other values from an export without an error."""
     if contents.file_layout is not None:
         return bool(why_not_transformers(contents.items))
-    return bool(own_layout(contents.items)) or misread(contents.items) is not None
+    loaded = [item for item in own_layout(contents.items) if not item.of_draft]
+    return bool(loaded) or misread(contents.items) is not None
 
 
 def _set_dtype(config: dict[str, Any], dtype: str) -> None:

@@ -123,6 +123,9 @@ class ExportTensor:
     file_layout: FileLayout | None = None
     """The layout of a weight with scales, or None for that of compressed-tensors or of this program."""
 
+    of_draft: bool = False
+    """Whether it belongs to a draft head, which transformers does not load."""
+
     @property
     def copied(self) -> bool:
         """Whether the export copies this weight's tensors unchanged from a source that another program quantized."""
@@ -187,6 +190,8 @@ class Contents:
     """The dtype to pass to diffusers for a model of several dtypes, so that every weight has the dtype of the export; or ""."""
     fitted_to: FittedTo | None = None
     """The calibration inputs to which the roundings were fitted. None if there are none, or they were not fitted yet."""
+    casts_draft: bool = False
+    """Whether rules cast tensors of a draft head, which no open model has."""
     has_cache_formats: bool = False
     """Whether the recipe gives KV caches a format."""
     cache_scheme: dict[str, Any] | None = None

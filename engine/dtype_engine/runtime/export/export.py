@@ -75,8 +75,9 @@ def export(
     # The source is checked once more before the folder gets its name.
     with staged(target, whole_bytes, force) as stage, unchanged(contents.identities):
         notices = (*contents.notices, *contents.incomplete, *_write_other_files(stage, contents, configs, progress))
-        counted = _write_weights(stage, contents, files, progress, lost is None)
-        losses = counted if lost is None else tuple(lost)
+        known = None if contents.casts_draft else lost  # an open model knows nothing of its draft head
+        counted = _write_weights(stage, contents, files, progress, known is None)
+        losses = counted if known is None else tuple(known)
         _write_recipe_of(contents, stage, losses)
         (stage / "README.md").write_text(readme(contents, target.name, sums, losses), encoding="utf-8")
         # If another program has changed the source meanwhile, the export mixes two models.

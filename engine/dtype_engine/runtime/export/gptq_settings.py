@@ -89,7 +89,7 @@ def why_not_transformers(items: Sequence[ExportTensor]) -> str:
     It replaces the linear layers that it finds in the repeated blocks of the model by layers of one format (`GPTQQuantizer` of
     optimum). Codes of other layers, and of experts, which it packs, it would ignore, and make such weights at random.
     """
-    coded = [item for item in items if item.file_layout is not None]
+    coded = [item for item in items if item.file_layout is not None and not item.of_draft]
     if len({_numbers(item) for item in coded}) > 1:
         return "it reads one number of bits and one size of groups for all weights"
     if any(item.packed_into for item in coded):

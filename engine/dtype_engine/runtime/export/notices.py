@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set, Sized
 
-from dtype_engine.core.dtypes import COMPUTE_DTYPES, widest
+from dtype_engine.core.draft_heads import NOT_RUN, WORDS
+from dtype_engine.core.dtypes import COMPUTE_DTYPES, has_rounding, short_name, unrounded, widest
 from dtype_engine.core.fused import split_groups
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import TensorInfo, Tree, ancestors
@@ -19,10 +20,10 @@ def layout_notice(items: Sequence[ExportTensor]) -> tuple[str, ...]:
         return ()
     first = printable(own[0].name)
     count = f"{first} is" if len(own) == 1 else f"{len(own)} weights, first {first}, are"
+    so = "" if all(item.of_draft for item in own) else ", so from_pretrained of transformers raises an error"
     return (
-        f"{count} stored with scales in a layout that only dtype-engine reads, so from_pretrained of transformers raises an error: "
-        "other programs read scales only for untied weights of linear layers, in float8_e4m3fn, int8, and blocks that divide their "
-        "rows",
+        f"{count} stored with scales in a layout that only dtype-engine reads{so}: other programs read scales only for untied "
+        "weights of linear layers, in float8_e4m3fn, int8, and blocks that divide their rows",
     )
 
 
@@ -39,6 +40,28 @@ def uncast_notices(items: Sequence[ExportTensor], infos: Mapping[str, TensorInfo
         why = infos[fixed[0]].why_not_cast
         notices.append(f"kept as stored, whatever the rules say: {_tensors(fixed)}, first {printable(fixed[0])}: {why}")
     return tuple(notices)
+
+
+def draft_notices(tree: Tree, planned: Mapping[str, str]) -> tuple[str, ...]:
+    """Return notices about the draft head of a model: that an export has it, and what rules do to it without a measurement.
+    planned: the dtypes by the tensors' names in the model, with roundings.
+    """
+    if not tree.of_draft:
+        return ()
+    cast = [name for name, tensor in tree.of_draft.items() if planned[name] != tensor.dtype]
+    head = f"{WORDS} in {printable(tree.draft.modules[0])}"
+    if not cast:
+        return (f"{head}: its {_tensors(tree.of_draft)} are written as stored",)
+    formats = ", ".join(map(short_name, dict.fromkeys(unrounded(planned[name]) for name in cast)))
+    said = [
+        f"{head}: rules cast {len(cast)} of its {_tensors(tree.of_draft)} to {formats}, and {NOT_RUN}: no drift covers this"
+    ]
+    if rounded := [name for name in cast if has_rounding(planned[name])]:
+        said.append(
+            f"{_tensors(rounded)} of the draft head, first {printable(rounded[0])}, have the nearest values: no calibration run "
+            "uses them"
+        )
+    return tuple(said)
 
 
 def unwritten_notice(tree: Tree, planned: Mapping[str, str]) -> tuple[str, ...]:

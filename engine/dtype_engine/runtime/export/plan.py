@@ -28,6 +28,7 @@ from dtype_engine.runtime.export.experts import experts_notices
 from dtype_engine.runtime.export.input_scales import activation_notices, with_quantised_inputs
 from dtype_engine.runtime.export.layout import layout_of
 from dtype_engine.runtime.export.notices import (
+    draft_notices,
     kept_wide_notice,
     layout_notice,
     passed_dtype,
@@ -75,6 +76,7 @@ def of_checkpoint(checkpoint: Checkpoint, title: str, recipe: Recipe, options: O
     contents = _placed_contents(checkpoint, title, recipe, known.tree, known.placements, planned, options.settings)
     items = tuple(with_roundings(contents.items, _canonical(known.tree, known.placements), plan.dtypes))
     contents = dataclasses.replace(contents, items=items, has_cache_formats=bool(plan.caches))
+    contents = _with_draft(contents, known.tree, plan.dtypes)
     return _with_coverage(contents, checkpoint, known.coverage, known.class_name)
 
 
@@ -98,7 +100,7 @@ def of_live(
         )
         source = RoundedSource(model, placements, {name: each.shape for name, each in model.checkpoint.weights.items()})
         items = with_roundings(contents.items, _canonical(model.tree, placements), planned, source)
-        contents = dataclasses.replace(contents, items=tuple(items))
+        contents = _with_draft(dataclasses.replace(contents, items=tuple(items)), model.tree, planned)
         return _with_coverage(contents, model.checkpoint, model.coverage, type(model.module).__name__)
     tensors = []
     tied: dict[str, str] = {}
@@ -127,6 +129,12 @@ def _canonical(tree: Tree, placements: Mapping[str, Placement]) -> dict[str, str
     """Return the name that each tensor of the files, or the weight into which it is packed, has in the model's tree."""
     found = {name: tree.canonical(placement.name) for name, placement in placements.items()}
     return {name: info.name for name, info in found.items() if info is not None}
+
+
+def _with_draft(contents: Contents, tree: Tree, planned: Mapping[str, str]) -> Contents:
+    """Return `contents` with what is said of a draft head. planned: the dtypes by the names in the model, with roundings."""
+    cast = any(planned[name] != tensor.dtype for name, tensor in tree.of_draft.items())
+    return dataclasses.replace(contents, notices=(*contents.notices, *draft_notices(tree, planned)), casts_draft=cast)
 
 
 def _with_coverage(contents: Contents, checkpoint: Checkpoint, coverage: Coverage | None, class_name: str) -> Contents:
@@ -161,11 +169,13 @@ def _placed_contents(
     tensor into which it is loaded (`placements`), or keeps its stored dtype if the model does not use it. Raises UserError if the
     export could not be written or loaded.
     """
+    placements = {**placements, **{name: Placement(name, False) for name in tree.of_draft}}
     infos = {name: info for name, each in placements.items() if (info := tree.canonical(each.name)) is not None}
     of_files = _planned_in_files(checkpoint, infos, placements, planned)
     config, decoded = exported_config(checkpoint, of_files)
     items, of_experts, tied = _items_of_files(checkpoint, tree, infos, placements, of_files)
     linears = [name for name, node in tree.modules.items() if node.class_name == "Linear"]
+    items = [dataclasses.replace(item, of_draft=item.name in tree.of_draft) for item in items] if tree.draft else items
     items = with_packed_scales(items, infos, placements)
     items = with_shared_scales(items, {name: info.name for name, info in infos.items() if not placements[name].part})
     items = with_quantised_inputs(items, settings, input_ranges, checkpoint)

@@ -23,12 +23,13 @@ from torch import nn
 from dtype_engine.checkpoint import Checkpoint, FileIdentity
 from dtype_engine.checkpoint.kv_cache import declared_formats
 from dtype_engine.core.cancellation import IsCancelled, never
+from dtype_engine.core.draft_heads import NO_DRAFT
 from dtype_engine.core.errors import Cancelled, UserError
 from dtype_engine.core.fused import scale_groups
 from dtype_engine.core.kv_cache import STATES
 from dtype_engine.core.system_memory import trim_heap
 from dtype_engine.core.text import printable
-from dtype_engine.core.tree import TensorInfo, Tree
+from dtype_engine.core.tree import Tree, draft_notice
 from dtype_engine.results.coverage import Coverage
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.runtime.device import cache_budget, enough_memory, has_float64
@@ -38,7 +39,7 @@ from dtype_engine.runtime.model.module_tree import collect_tensors, tree_of
 from dtype_engine.runtime.model.name_mapping import Placement
 from dtype_engine.runtime.model.rounder import Rounder
 from dtype_engine.runtime.model.side_settings import SideSettings
-from dtype_engine.runtime.model.stored_tree import unused, with_files
+from dtype_engine.runtime.model.stored_tree import with_files, with_unused
 from dtype_engine.runtime.model.weight import Weight
 from dtype_engine.runtime.weights.budget import BLOCKS, MemoryBudget
 from dtype_engine.runtime.weights.source import PlainSource, WeightSource
@@ -221,13 +222,13 @@ class LiveModel:
                 infos[number] = dataclasses.replace(
                     info, dtype=source.format, packed_bytes=nbytes, own_codes=source.own
                 )
-        unused_infos = list[TensorInfo]()
+        listed, draft = infos, NO_DRAFT
         checkpoint = rest.get("checkpoint")
         if checkpoint is not None:
             assert placements is not None
             headers = checkpoint.tree().tensors
             infos = with_files(infos, checkpoint, placements, headers, own_dtypes=True)
-            unused_infos = unused(placements, headers, infos, type(module).__name__)
+            listed, draft = with_unused(infos, checkpoint, placements, headers, type(module).__name__)
         weights = {}
         for info in infos:
             tensor = tensors[info.name]
@@ -237,7 +238,8 @@ class LiveModel:
             weights[info.name] = Weight(
                 info, tensor, source, info.dtype, decoded=not source.plain, requires_grad=requires_grad
             )
-        tree = tree_of(module, [*infos, *unused_infos])
+        tree = tree_of(module, listed, draft)
+        rest["notices"] = (*rest.get("notices", ()), *draft_notice(tree))
         if checkpoint is not None:  # the module's own configuration may lack what quantized checkpoints declare
             tree.kv_cache = msgspec.structs.replace(tree.kv_cache, declared=declared_formats(checkpoint.config))
         by_id = {id(weight.tensor): weight for weight in weights.values()}

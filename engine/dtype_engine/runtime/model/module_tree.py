@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from dtype_engine.checkpoint.kv_cache import kv_cache
-from dtype_engine.core.tree import Kind, TensorInfo, Tree, ancestors
+from dtype_engine.core.draft_heads import NO_DRAFT, DraftHead
+from dtype_engine.core.tree import Kind, TensorInfo, Tree, ancestors, numbered_parts
 from dtype_engine.runtime.formats.dequantize import dtype_name
 from dtype_engine.runtime.libraries.hf_private import SKIPPED_BY_DIFFUSERS, float32_patterns
 from dtype_engine.runtime.libraries.torch_private import own_tensors
@@ -59,18 +61,51 @@ def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(tensor.shape)
 
 
-def tree_of(module: nn.Module, infos: Iterable[TensorInfo] | None = None) -> Tree:
+def tree_of(module: nn.Module, infos: Iterable[TensorInfo] | None = None, draft: DraftHead = NO_DRAFT) -> Tree:
     """Return the tree of a module, with its module classes and what it declares to keep in float32.
 
-    infos: descriptions of the module's tensors, if they were collected already.
+    infos: descriptions of the module's tensors and of others in its files, if they were collected already. draft: the layers among
+    the others that predict several tokens at once.
     """
-    listed = collect_tensors(module)[0] if infos is None else infos
-    tree = Tree(listed, {name: type(child).__name__ for name, child in module.named_modules()})
+    listed = collect_tensors(module)[0] if infos is None else list(infos)
+    classes = {name: type(child).__name__ for name, child in module.named_modules()}
+    if draft:
+        classes |= dict(_draft_classes(draft, listed, classes))
+    tree = Tree(listed, classes)
+    tree.draft = draft
     _mark_kept_in_fp32(module, tree)
     if hasattr(module, "can_generate"):  # a model of transformers
         config: Any = module.config
         tree.kv_cache = kv_cache(tree, config.to_dict())
     return tree
+
+
+def _draft_classes(
+    draft: DraftHead, infos: Iterable[TensorInfo], classes: Mapping[str, str]
+) -> Iterator[tuple[str, str]]:
+    """Yield (name, class) of each module of a draft head that holds a tensor. Its layers are built like those of the model, so a
+    module has the class of the model's modules with its name in their layers. Any other module with a matrix is a linear layer or
+    an embedding, and any other norm is of the class of most norms of the model.
+    """
+    in_layers = {tail: kind for name, kind in classes.items() if (tail := _in_its_layer(name))}
+    norms = Counter(kind for kind in classes.values() if "norm" in kind.lower())
+    norm = next((kind for kind, _ in norms.most_common(1)), "")
+    for info in infos:
+        module, _, local = info.name.rpartition(".")
+        if local != "weight" or not draft.holds(info.name):
+            continue
+        label = module.rpartition(".")[2]
+        kind = in_layers.get(_in_its_layer(module), "")
+        if not kind and len(info.shape) == 2:
+            kind = "Embedding" if "embed" in label else "Linear"
+        if kind := kind or (norm if "norm" in label else ""):
+            yield module, kind
+
+
+def _in_its_layer(name: str) -> str:
+    """Return the name of a module within its layer, such as "self_attn.q_proj", or "" outside the numbered layers."""
+    numbered = numbered_parts(name)
+    return ".".join(name.split(".")[numbered[0] + 1 :]) if numbered else ""
 
 
 def _mark_kept_in_fp32(module: nn.Module, tree: Tree) -> None:

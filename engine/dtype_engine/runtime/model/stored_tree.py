@@ -15,6 +15,7 @@ from torch import nn
 
 from dtype_engine.checkpoint import Checkpoint
 from dtype_engine.core import dtypes
+from dtype_engine.core.draft_heads import DraftHead, draft_head
 from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.results.coverage import Misshapen
 from dtype_engine.runtime.model.module_tree import collect_tensors, tree_of
@@ -48,7 +49,7 @@ def stored_tree(
     infos = [dataclasses.replace(info, shape=shapes.get(info.name, info.shape)) for info in infos]
     headers = checkpoint.tree().tensors
     infos = without_quantised(with_files(infos, checkpoint, placements, headers, own_dtypes=False), headers)
-    return tree_of(module, [*infos, *unused(placements, headers, infos, type(module).__name__)])
+    return tree_of(module, *with_unused(infos, checkpoint, placements, headers, type(module).__name__))
 
 
 def with_files(
@@ -102,22 +103,30 @@ def with_files(
     return described
 
 
-def unused(
-    placements: Mapping[str, Placement], headers: Mapping[str, TensorInfo], infos: Iterable[TensorInfo], title: str
-) -> list[TensorInfo]:
-    """Return descriptions of the tensors of the files that the module does not use. They are never cast.
+def with_unused(
+    infos: list[TensorInfo],
+    checkpoint: Checkpoint,
+    placements: Mapping[str, Placement],
+    headers: Mapping[str, TensorInfo],
+    title: str,
+) -> tuple[list[TensorInfo], DraftHead]:
+    """Return (`infos` and descriptions of the tensors of the files that the module does not use, the draft head among these). The
+    tensors of the head are cast like those of the module, since a runtime uses them. All others are never cast.
 
-    headers: descriptions of all tensors of the files, keyed by name. infos: descriptions of the module's tensors. title: the name
-    of the module's class, for the reason why they are not cast.
+    infos: descriptions of the module's tensors. headers: descriptions of all tensors of the files, keyed by name. title: the name
+    of the module's class, for the reason why tensors are not cast.
     """
     taken = {name for info in infos for name in info.names}
-    return [
-        dataclasses.replace(
-            header, uncastable_reason=header.uncastable_reason or f"{NOT_USED} {title}: it stays as it is stored"
-        )
-        for name, header in headers.items()
-        if name not in placements and name not in taken
+    unused = [header for name, header in headers.items() if name not in placements and name not in taken]
+    draft = draft_head((header.name for header in unused), checkpoint.config)
+    why = f"{NOT_USED} {title}: it stays as it is stored"
+    unused = [
+        header
+        if draft.holds(header.name)
+        else dataclasses.replace(header, uncastable_reason=header.uncastable_reason or why)
+        for header in unused
     ]
+    return [*infos, *unused], draft
 
 
 def _untied(infos: list[TensorInfo], checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> list[TensorInfo]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.cancellation import IsCancelled
+from dtype_engine.core.draft_heads import NOT_RUN, WORDS
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 from dtype_engine.results.rounding import WeightGain
@@ -26,6 +27,8 @@ def rounding_gains(
     are calibration runs and roundings. Raises UserError for a name that is no weight, and if the model has no calibration inputs.
     Raises NoForward, KernelError, Cancelled.
     """
+    if of_draft := [name for name in wanted if name in model.tree.of_draft]:
+        raise UserError(f"{printable(of_draft[0])} is in the {WORDS}: {NOT_RUN}, so it keeps the nearest values")
     if unknown := [name for name in wanted if name not in model.weights]:
         raise UserError(f"the model has no weight {printable(unknown[0])}")
     rounded = {
