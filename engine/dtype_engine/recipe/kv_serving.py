@@ -128,13 +128,11 @@ def _of_turboquant(tree: Tree, layers: Mapping[int, str | None]) -> Iterator[Cac
     yield CacheProblem(why, False, names, "vllm/v1/attention/backends/turboquant_attn.py: _prefill_attention")
     if any(tensor.fixed for tensor in tree.kv_cache.tensors):
         return  # vLLM rounds all layers with attention of a model that also has recurrent ones
-    order = sorted(layers)
+    order = sorted({tensor.layer for tensor in tree.kv_cache.tensors})
     count = min(_KEPT_WIDE, len(order) // 2)
     ends = {*order[:count], *order[len(order) - count :]} & rounded
     if ends:
-        at_ends = tuple(
-            tensor.name for tensor in tree.kv_cache.tensors if tensor.name in names and tensor.layer in ends
-        )
+        at_ends = tuple(tensor.name for tensor in tree.kv_cache.tensors if tensor.castable and tensor.layer in ends)
         which = "first and the last layer" if count == 1 else f"first {count} and the last {count} layers"
         why = f"vLLM leaves the {which} unrounded: give their caches bf16"
         yield CacheProblem(why, False, at_ends, _BOUNDARY)
