@@ -27,9 +27,13 @@ _VLLM = {
     "nvfp4": "nvfp4", "bfloat16": "bfloat16", "float16": "float16", **{name: theirs for theirs, name in OF_VLLM.items()},
 }  # fmt: skip
 _KEPT_WIDE = 2
-"""How many layers at each end of a model vLLM leaves unrounded with TurboQuant, but at most half of the layers at each end
-(`model_executor/layers/quantization/turboquant/config.py`, `get_boundary_skip_layers`).
-"""
+_BOUNDARY = "vllm/model_executor/layers/quantization/turboquant/config.py: get_boundary_skip_layers"
+"""How many layers at each end of a model vLLM leaves unrounded with TurboQuant, but at most half of them, and where it says so."""
+_ROUNDS_QUERIES = {
+    "vLLM": "vllm/model_executor/layers/attention/attention.py: Attention.forward",
+    "SGLang": "python/sglang/srt/layers/attention/flashattention_backend.py: forward_decode",
+}
+"""Where each runtime rounds queries, by its title."""
 _SGLANG = {_FP8: "fp8_e4m3", _FP8 + dtypes.PER_TENSOR: "fp8_e4m3", "float8_e5m2": "fp8_e5m2", "bfloat16": "bf16"}
 _LLAMA_CPP = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "int8@token": "q8_0", "int4@g32": "q4_0"}
 _SSM_OPTION = {"vllm": "--mamba-ssm-cache-dtype", "sglang": "--mamba-ssm-dtype"}
@@ -44,6 +48,8 @@ class CacheProblem:
     refused: bool
     """Whether the runtime lacks the format or the mix of formats. If False, the runtime has it, but computes other values."""
     tensors: tuple[str, ...]
+    source: str = ""
+    """The file and the function in the runtime's source code that has the limitation, or "" if it is the one with the option."""
 
     @property
     def effect(self) -> Literal["refused", "other values"]:
@@ -134,18 +140,19 @@ def _with_one_dtype(tree: Tree, caches: Mapping[str, str], runtime: str) -> Cach
     if wide and low:
         flags += ("--kv-cache-dtype-skip-layers", *map(str, sorted(wide)))
     rounded = tuple(name for name, each in caches.items() if each == form)
-    differences: list[tuple[str, tuple[str, ...]]] = []
+    problems: list[CacheProblem] = []
     if KV_FORMATS[form].calibrated and form != "nvfp4":
-        differences.append(("its scales are read from a checkpoint: export the model with this rule", rounded))
-    differences += _of_queries(tree, {name: planned[name] for name in rounded}, title)
+        why = "its scales are read from a checkpoint: export the model with this rule"
+        problems.append(CacheProblem(why, False, rounded))
+    problems += _of_queries(tree, {name: planned[name] for name in rounded}, title)
     if KV_FORMATS[form].scales == "turboquant":
-        differences += _of_turboquant(tree, layers)
-    return CacheServing(flags, tuple(CacheProblem(why, False, names) for why, names in differences))
+        problems += _of_turboquant(tree, layers)
+    return CacheServing(flags, tuple(problems))
 
 
-def _of_queries(tree: Tree, planned: Mapping[str, str], title: str) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield a reason why the runtime computes with other values if it also rounds queries, and the plan does not. planned: the
-    formats by the names of the cache tensors.
+def _of_queries(tree: Tree, planned: Mapping[str, str], title: str) -> Iterator[CacheProblem]:
+    """Yield a problem if the runtime also rounds queries, and the plan does not. planned: the formats by the names of the cache
+    tensors.
     """
     keys = [tensor for tensor in tree.kv_cache.tensors if tensor.part in ("k", "latent") and tensor.name in planned]
     left = {tensor.name: form for tensor in keys if (form := with_queries(planned[tensor.name])) is not None}
@@ -153,31 +160,26 @@ def _of_queries(tree: Tree, planned: Mapping[str, str], title: str) -> Iterator[
         form = next(iter(left.values()))
         latent = any(tensor.part == "latent" for tensor in keys)
         how = "that of latent attention is not measured" if latent else f"{form} measures it"
-        yield (
-            f"{title} also rounds queries where its attention computes in fp8, as on Hopper and Blackwell GPUs: {how}",
-            tuple(left),
-        )
+        why = f"{title} also rounds queries where its attention computes in fp8, as on Hopper and Blackwell GPUs: {how}"
+        yield CacheProblem(why, False, tuple(left), _ROUNDS_QUERIES[title])
 
 
-def _of_turboquant(tree: Tree, layers: Mapping[int, str | None]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield reasons why vLLM computes with other values in TurboQuant's formats. layers: the planned format of each layer."""
+def _of_turboquant(tree: Tree, layers: Mapping[int, str | None]) -> Iterator[CacheProblem]:
+    """Yield the problems of TurboQuant's formats in vLLM. layers: the planned format of each layer."""
     rounded = {layer for layer, form in layers.items() if form is not None and form not in dtypes.COMPUTE_DTYPES}
     names = tuple(tensor.name for tensor in tree.kv_cache.tensors if tensor.castable and tensor.layer in rounded)
-    yield (
-        "vLLM attends to unrounded keys and values while it processes the first part of a prompt, so it drifts less",
-        names,
-    )
+    why = "vLLM attends to unrounded keys and values while it processes the first part of a prompt, so it drifts less"
+    yield CacheProblem(why, False, names, "vllm/v1/attention/backends/turboquant_attn.py: _prefill_attention")
     if any(tensor.fixed for tensor in tree.kv_cache.tensors):
         return  # vLLM rounds all layers with attention of a model that also has recurrent ones
-    order = sorted(layers)
+    order = sorted({tensor.layer for tensor in tree.kv_cache.tensors})
     count = min(_KEPT_WIDE, len(order) // 2)
     ends = {*order[:count], *order[len(order) - count :]} & rounded
     if ends:
-        at_ends = tuple(
-            tensor.name for tensor in tree.kv_cache.tensors if tensor.name in names and tensor.layer in ends
-        )
+        at_ends = tuple(tensor.name for tensor in tree.kv_cache.tensors if tensor.castable and tensor.layer in ends)
         which = "first and the last layer" if count == 1 else f"first {count} and the last {count} layers"
-        yield f"vLLM leaves the {which} unrounded: give their caches bf16", at_ends
+        why = f"vLLM leaves the {which} unrounded: give their caches bf16"
+        yield CacheProblem(why, False, at_ends, _BOUNDARY)
 
 
 def _llama_cpp(tree: Tree, caches: Mapping[str, str]) -> CacheServing:

@@ -105,7 +105,9 @@ def lint_serving(context: Context, runtime: Runtime) -> ServingLint:
         findings += check(export)
     served = cache_serving(context.tree, context.plan.caches, runtime)
     source = "vllm/config/cache.py: CacheConfig" if runtime == "vllm" else "python/sglang/srt/server_args.py"
-    findings += [Finding(problem.effect, problem.why, source, problem.tensors) for problem in served.problems]
+    findings += [
+        Finding(problem.effect, problem.why, problem.source or source, problem.tensors) for problem in served.problems
+    ]
     notes = draft_notes(context.tree, runtime, context.plan.dtypes)
     return ServingLint(runtime, len(quantised), tuple(findings), served.flags, notes)
 

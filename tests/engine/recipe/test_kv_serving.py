@@ -112,6 +112,9 @@ def test_lint_says_where_a_runtime_computes_otherwise_with_kv_caches(
         assert reason in problem.why
         assert problem.effect == "other values"
         assert set(problem.tensors) <= set(tree.caches)
+    if runtime == "vllm" and rules == ["*.kv_cache=fp8"]:
+        finding = lint_serving(Context(tree, make_plan(tree, Recipe.of(map(Rule.parse, rules)))), "vllm").findings[0]
+        assert finding.source == "vllm/model_executor/layers/attention/attention.py: Attention.forward"
 
 
 def test_turboquant_of_the_layers_that_vllm_rounds_has_no_layers_to_report() -> None:
