@@ -152,10 +152,24 @@ def make_items(
     if constraints.context is not None:
         for tensor in tree.kv_cache.tensors:
             may_be = frozenset() if tensor.name in kept else allowed.get(tensor.name, general)
-            of_tensor = scores if tensor.name not in states else {(tensor.name, states[tensor.name]): 0.0}
-            may_be = frozenset(states.values()) if tensor.name in states else may_be
-            items.append(Item((tensor.name,), _cache_choices(tree, tensor, of_tensor, may_be, constraints)))
+            items.append(_cache_item(tree, tensor, scores, states.get(tensor.name), may_be, constraints))
     return items
+
+
+def _cache_item(
+    tree: Tree,
+    tensor: KVCacheTensor,
+    scores: Mapping[tuple[str, str], float],
+    of_state: str | None,
+    may_be: frozenset[str],
+    constraints: Constraints,
+) -> Item:
+    """Return the item of a tensor of the KV cache. of_state: the format that the user sets for a recurrent state, or None. may_be:
+    the formats that are allowed otherwise.
+    """
+    if of_state is not None:
+        scores, may_be = {(tensor.name, of_state): 0.0}, frozenset((of_state,))
+    return Item((tensor.name,), _cache_choices(tree, tensor, scores, may_be, constraints))
 
 
 def _state_formats(tree: Tree, of_states: Mapping[str, Sequence[str]]) -> dict[str, str]:
