@@ -146,7 +146,7 @@ def test_choices_of_other_architectures_are_those_of_plain_transformers(name: st
         module.generation_config.decoder_start_token_id = 0
     given = {key: value for key, value in inputs.items() if key != "decoder_input_ids"}
     plain, other, whole = copy.deepcopy(module), copy.deepcopy(module), written_by(module, given)
-    session = de.open(module, inputs=inputs, options=de.Options(device="cpu"))
+    session = de.open(module, inputs=inputs)
     for key, part in other.named_modules():
         if isinstance(part, nn.Linear) and not key.endswith("head"):
             part.weight.data = rounded(part.weight.data, "int8")
