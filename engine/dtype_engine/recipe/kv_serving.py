@@ -109,10 +109,11 @@ def _of_states(tree: Tree, caches: Mapping[str, str], runtime: str) -> CacheServ
         elif any(name.endswith("conv_state") for name in caches):
             why = f"it reads the dtype of convolutions from the environment: set SGLANG_MAMBA_CONV_DTYPE={convolution}"
             problems.append(CacheProblem(why, False, tuple(name for name in caches if name.endswith("conv_state"))))
-    elif (
-        runtime == "vllm" and "conv_state" not in forms
-    ):  # MiniMax's lightning attention, whose state is all that it keeps
-        flags = ["--mamba-cache-dtype", *flags[1:]]
+    elif runtime == "vllm" and "conv_state" not in forms:
+        flags = [
+            "--mamba-cache-dtype",
+            *flags[1:],
+        ]  # MiniMax's lightning attention, whose state is all that a layer keeps
     return CacheServing(tuple(flags), tuple(problems))
 
 

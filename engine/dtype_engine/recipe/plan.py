@@ -9,7 +9,15 @@ import msgspec
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import TooSlow, UserError
-from dtype_engine.core.kv_formats import KV_FORMATS, ONLY_KV, may_have, may_name_caches, names_caches, why_no_state
+from dtype_engine.core.kv_formats import (
+    KV_FORMATS,
+    ONLY_KV,
+    STOCHASTIC,
+    may_have,
+    may_name_caches,
+    names_caches,
+    why_no_state,
+)
 from dtype_engine.core.llama_types import fitted, llama_type
 from dtype_engine.core.regexes import shortened, time_limit
 from dtype_engine.core.suggest import nearest
@@ -387,5 +395,6 @@ def _no_format(tree: Tree, compiled: Pattern, dtype: str | None) -> str | None:
         return None
     states = sum(tensor.is_state for tensor in taken)
     if not states:
-        return f"keys and values, and only states of recurrences can be {dtype}"
+        only = "; only states of recurrences can" if dtype == STOCHASTIC else ""
+        return f"keys and values, which can't be {dtypes.short_name(dtype)}{only}"
     return f"{plural(states, 'recurrent state')}: {why_no_state(dtype)}"

@@ -220,7 +220,8 @@ def test_rule_gives_recurrent_states_the_formats_that_they_may_have(
         ("*.kv_cache.ssm_state=int8@token", "recurrent states can't be int8@token"),
         ("*.mixer.kv_cache=fp8", "matches only 2 recurrent states: recurrent states can't be fp8"),
         ("*.conv_state=f16@stochastic", "matches only 1 recurrent state: convolutions can't be f16@stochastic: they may be f32"),
-        ("*.self_attn.kv_cache=f16@stochastic", "matches only keys and values, and only states of recurrences can be"),
+        ("*.self_attn.kv_cache=f16@stochastic", "matches only keys and values, which can't be float16@stochastic; only states of"),
+        ("*.k=mxfp4", "pattern '*.k' matches only keys and values, which can't be mxfp4"),
         ("*.mlp=f16@stochastic", "only states of recurrences can be float16@stochastic: write a pattern that names them"),
     ],
 )  # fmt: skip

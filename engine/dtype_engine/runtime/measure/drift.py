@@ -164,7 +164,7 @@ class DriftMeter:
                 *llama_notices(model.tree, plan),
                 *_window_notices(model, self.inputs, totals.modules_numbers),
                 *state_notices(model.tree, plan),
-                *self._step_notices(totals),
+                *step_notices(model, self.inputs, totals.numbers, "reference and candidate"),
                 *_query_notices(model),
                 *_fast_path_notices(model.module),
                 *_not_compared_notices(self._not_compared),
@@ -182,16 +182,6 @@ class DriftMeter:
         as well, so that only the rounding differs.
         """
         return for_states(self.model, self.settings)
-
-    def _step_notices(self, totals: RunningTotals) -> tuple[str, ...]:
-        """Return a notice that says how many passes it takes if states of recurrent layers have a format."""
-        if not self.model.state_formats:
-            return ()
-        ids = (self.inputs.batches[number].kwargs["input_ids"] for number in totals.numbers)
-        tokens = sum(each.shape[-1] for each in ids)
-        return (
-            f"recurrent states are rounded after each token, so reference and candidate ran {tokens:,} passes of one token each",
-        )
 
     @property
     def routed(self) -> bool:
@@ -364,6 +354,18 @@ class DriftMeter:
         elif main_alone is not None:
             self._records[step.number] = main_alone
         return record
+
+
+def step_notices(model: LiveModel, inputs: Inputs, numbers: Iterable[int], who: str) -> tuple[str, ...]:
+    """Return a notice that says how many passes `who` ran, if states of recurrent layers have a format. numbers: the indexes of the
+    sequences that have run.
+    """
+    if not model.state_formats:
+        return ()
+    tokens = sum(inputs.batches[number].kwargs["input_ids"].shape[-1] for number in numbers)
+    return (
+        f"recurrent states are rounded after each token, so {who} ran a pass for each of {plural(tokens, 'token')}",
+    )
 
 
 def _comparable_output(ran: PassResult[Any], reference: ReferenceRecord) -> torch.Tensor:

@@ -15,6 +15,7 @@ from dtype_engine.core.options import Options, RunSettings
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import plural
 from dtype_engine.recipe import Plan
+from dtype_engine.recipe.state_words import state_notices
 from dtype_engine.results.drift import DriftReport, Seconds
 from dtype_engine.results.given_logits import GivenLogits
 from dtype_engine.runtime.inputs import Batch, Inputs
@@ -24,6 +25,7 @@ from dtype_engine.runtime.inputs.validate import check_fits
 from dtype_engine.runtime.logits.forms import open_logits
 from dtype_engine.runtime.logits.outputs import LogitsFile
 from dtype_engine.runtime.logits.own_form import write_own
+from dtype_engine.runtime.measure.drift import step_notices
 from dtype_engine.runtime.measure.listener import MeasurementListener
 from dtype_engine.runtime.measure.token_outputs import compare_with, token_outputs, tokens_of
 from dtype_engine.runtime.model.live import LiveModel
@@ -109,7 +111,12 @@ def measure_given(
         memory=memory_stats(model, plan, None, options.max_memory),
         seconds=Seconds(seconds) if run == "reference" else Seconds(None, seconds),
         sequences=totals.extent,
-        notices=(*model.notices, *totals.notices(output)),
+        notices=(
+            *model.notices,
+            *totals.notices(output),
+            *state_notices(model.tree, plan),
+            *step_notices(model, given.inputs, totals.numbers, "the candidate"),
+        ),
         lost=model.lost_values(None, listener.cancelled),
         activations=settings.quantize_activations,
         coverage=model.coverage,

@@ -194,7 +194,7 @@ def test_drift_equals_that_of_a_plain_loop_that_rounds_states_by_hand(case: Case
     assert report.output.kl_mean == pytest.approx(float(expected.mean()), abs=1e-9, rel=1e-6)
     assert report.output.kl_max == pytest.approx(float(expected.max()), abs=1e-8, rel=1e-6)
     assert report.settings == "decode=yes, reference decode=yes"
-    assert f"ran {2 * TOKENS - 9} passes of one token each" in " ".join(report.notices)
+    assert f"reference and candidate ran a pass for each of {2 * TOKENS - 9} tokens" in " ".join(report.notices)
 
 
 def test_kl_of_each_position_equals_that_of_a_plain_loop(case: Case, tmp_path: Path) -> None:
@@ -256,6 +256,17 @@ def test_rule_for_one_layer_rounds_no_other_layer(trained: Case) -> None:
         assert trained.session.drift().output.kl_mean == pytest.approx(float(expected.mean()), abs=1e-12, rel=1e-6)
 
 
+def test_outputs_of_a_file_are_compared_with_a_candidate_that_decodes(trained: Case, tmp_path: Path) -> None:
+    file = trained.session.save_logits(tmp_path / "reference.safetensors")
+    options = de.Options(device="cpu", threads=1, reference_logits=file)
+    given = de.open(str(trained.folder), options=options)
+    for session in (given, trained.session):
+        session.use_recipe(de.Recipe.of([de.Rule.parse("*.conv_state=bf16")]))
+    report = given.drift()
+    assert report.output.kl_mean == pytest.approx(trained.session.drift().output.kl_mean, abs=1e-9, rel=1e-3)
+    assert f"the candidate ran a pass for each of {2 * TOKENS - 9} tokens" in " ".join(report.notices)
+
+
 def test_causes_measure_the_states_of_each_layer_alone(trained: Case) -> None:
     trained.session.use_recipe(de.Recipe.of([de.Rule.parse("*.ssm_state=bf16"), de.Rule.parse("*.embeddings=fp8")]))
     causes = {cause.name: cause.drift for cause in trained.session.causes().causes}
@@ -284,7 +295,7 @@ def test_drift_without_rounded_states_is_not_measured_token_by_token_afterwards(
     after = trained.session.drift()
     assert (before.settings, between.settings) == ("defaults", "decode=yes, reference decode=yes")
     assert after.output.kl_mean == before.output.kl_mean != between.output.kl_mean
-    assert not any("token each" in notice for notice in after.notices)
+    assert not any("a pass for each" in notice for notice in after.notices)
 
 
 def test_generated_text_is_that_of_a_plain_loop_that_rounds_states(tmp_path: Path) -> None:
