@@ -168,16 +168,16 @@ def _of_queries(tree: Tree, planned: Mapping[str, str], title: str) -> Iterator[
 def _of_turboquant(tree: Tree, layers: Mapping[int, str | None]) -> Iterator[CacheProblem]:
     """Yield the problems of TurboQuant's formats in vLLM. layers: the planned format of each layer."""
     rounded = {layer for layer, form in layers.items() if form is not None and form not in dtypes.COMPUTE_DTYPES}
-    names = tuple(tensor.name for tensor in tree.kv_cache.tensors if tensor.castable and tensor.layer in rounded)
+    names = tuple(tensor.name for tensor in tree.kv_cache.of_tokens if tensor.layer in rounded)
     why = "vLLM attends to unrounded keys and values while it processes the first part of a prompt, so it drifts less"
     yield CacheProblem(why, False, names, "vllm/v1/attention/backends/turboquant_attn.py: _prefill_attention")
-    if any(tensor.fixed for tensor in tree.kv_cache.tensors):
+    if tree.kv_cache.states:
         return  # vLLM rounds all layers with attention of a model that also has recurrent ones
     order = sorted({tensor.layer for tensor in tree.kv_cache.tensors})
     count = min(_KEPT_WIDE, len(order) // 2)
     ends = {*order[:count], *order[len(order) - count :]} & rounded
     if ends:
-        at_ends = tuple(tensor.name for tensor in tree.kv_cache.tensors if tensor.castable and tensor.layer in ends)
+        at_ends = tuple(tensor.name for tensor in tree.kv_cache.of_tokens if tensor.layer in ends)
         which = "first and the last layer" if count == 1 else f"first {count} and the last {count} layers"
         why = f"vLLM leaves the {which} unrounded: give their caches bf16"
         yield CacheProblem(why, False, at_ends, _BOUNDARY)

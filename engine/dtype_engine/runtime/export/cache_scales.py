@@ -74,7 +74,8 @@ def with_cache_scales(
 def _in_recipe_alone(tree: Tree, caches: Mapping[str, str]) -> str:
     """Return a notice that says that only the recipe holds these formats, and how to request them from a runtime."""
     served = cache_serving(tree, caches, "vllm")
-    how = f"start vLLM with {' '.join(served.flags)}" if served.flags else served.problems[0].why
+    refused = next((problem.why for problem in served.problems if problem.refused), "")
+    how = f"start vLLM with {' '.join(served.flags)}" if served.flags else refused
     what = "recurrent states" if all(name.endswith(STATES) for name in caches) else "KV caches"
     return f"the formats of {what} are in recipe.yaml, not in the checkpoint: {how}"
 
