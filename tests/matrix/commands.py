@@ -583,6 +583,16 @@ def generate(job: Job) -> str:
     return "transformers"
 
 
+def tokens(job: Job) -> str:
+    """The model writes as transformers does, and a bfloat16 copy is asked at each token in one pass over the text."""
+    first = answer("tokens", *job.run, "--cast", ALL_BF16, "--tokens", "4", "--floor", "never")["texts"][0]
+    ids = first["reference"]["ids"]
+    assert ids == outside.generated(job.made, 4)[-len(ids) :]
+    same = [own == other for own, other in zip(ids, first["candidate_ids"], strict=True)]
+    assert [kind == "identical" for kind in first["kinds"]] == same
+    return "transformers"
+
+
 COMMANDS: dict[str, Way] = {
     "inspect": inspect,
     "memory": memory,
@@ -605,8 +615,9 @@ COMMANDS: dict[str, Way] = {
     "report": report,
     "recipe lint": recipe_lint,
     "recipe convert": recipe_convert,
+    "tokens": tokens,
 }
-_OF_FORMS = re.compile("memory|.* --metric|export .pth|report|recipe .*")
+_OF_FORMS = re.compile("tokens|memory|.* --metric|export .pth|report|recipe .*")
 SCHEME_WAYS: dict[str, Way] = {
     **{"inspect": inspect, "tree": tree},
     **{name: way for name, way in COMMANDS.items() if not _OF_FORMS.fullmatch(name)},

@@ -16,7 +16,7 @@ _RUNNING = (
     *(
         way
         for way in COMMANDS
-        if way.startswith(("drift", "scan", "flow", "sweep", "search")) and way != "drift *.kv_cache"
+        if way.startswith(("drift", "scan", "flow", "sweep", "search", "tokens")) and way != "drift *.kv_cache"
     ),
     *("app: Drift", "app: depth", "app: d", "app: g", "app: O"),
 )
@@ -36,6 +36,7 @@ _NO_PICTURES = {"drift --save-pictures": "makes no pictures"}
 _NO_TEXT = _NO_PICTURES | {
     "app: g": "does not generate text",
     "drift --generate": "does not generate text",
+    "tokens": "does not generate text",
     "drift *.kv_cache": "names KV caches",
     "scan kv:": "keeps no KV cache",
 }
@@ -79,6 +80,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "drift *.kv_cache": "names KV caches",
         "scan kv:": "keeps no KV cache",
         "drift --generate": "makes pictures and no text",
+        "tokens": "makes pictures and no text",
         "drift --save": "the pictures that this model makes are not saved",
         "export .pth": "a folder for each component",
     },
@@ -89,7 +91,7 @@ REFUSED: dict[str, dict[str, str]] = {
     "file.py --weights": _CODE | {"drift --against": "--weights goes with one model"},
     "file.py, no inputs": _no_pass("example_inputs()")
     | _CODE
-    | {"scan kv:": "example_inputs()", "app: g": "example_inputs()"},
+    | dict.fromkeys(("scan kv:", "app: g", "tokens"), "example_inputs()"),
     "package.module:Name": _CODE,
     "live module": dict.fromkeys((way for way in WAYS if way not in LIVE), NO_NAME),
 }

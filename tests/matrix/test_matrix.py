@@ -33,7 +33,7 @@ _ALL_WAYS = (
 )  # fmt: skip
 """The schemes that the test run goes every way with. The others go without what uses decoded weights alike."""
 _ALIKE = {"flow", "scan", "drift --against", "drift *.kv_cache", "drift --over-memory"}
-_SELDOM = ("sweep --metric", "search --metric", *CACHES, *LIMITS)
+_SELDOM = ("sweep --metric", "search --metric", "tokens", *CACHES, *LIMITS)
 _OFTEN = ("folder", "GPTQ", "file.py:Class", "adapter")
 """The forms with which the test run goes these ways. They measure as `drift` does, and take longer."""
 _ON_TWO = ("folder", "adapter")
