@@ -30,10 +30,12 @@ class Executor:
 
     Attributes:
         not_compared: the names of modules whose outputs can't be compared in this execution.
+        overflowing: the names of states of recurrent layers with values that became infinite in their format.
     """
 
     def __init__(self, runner: ForwardRunner, batches: Sequence[Batch]) -> None:
         self.not_compared: set[str] = set()
+        self.overflowing: set[str] = set()
         self._runner, self._batches = runner, batches
         self._model: CompiledModel | None = None
         self._kept: dict[tuple[Run, Execution, int], PassResult[Any]] = {}
@@ -118,6 +120,7 @@ class Executor:
         ran = runner.reference(call, options, steps) if run == "reference" else runner.candidate(call, options, steps)
         with torch.no_grad():
             self.not_compared |= steps.give()
+        self.overflowing |= ran.overflowing
         return dataclasses.replace(ran, finished=[], spans=[])
 
 

@@ -88,6 +88,8 @@ class DriftMeter:
     _records: dict[int, ReferenceRecord] = field(default_factory=dict)
     _not_compared: set[str] = field(default_factory=set)
     """The names of the modules whose outputs the executions of the settings leave out."""
+    _overflowing: set[str] = field(default_factory=set)
+    """The names of the states of recurrent layers with values that became infinite in their format."""
     _calls: dict[bool, int] = field(default_factory=dict)
     """The number of module calls that a pass observes, by whether it observes all modules (True) or only some (False)."""
 
@@ -168,6 +170,7 @@ class DriftMeter:
                 *_query_notices(model),
                 *_fast_path_notices(model.module),
                 *_not_compared_notices(self._not_compared),
+                *_overflow_notices(self._overflowing),
             ),
             lost=lost,
             activations=self.settings.quantize_activations,
@@ -199,7 +202,7 @@ class DriftMeter:
         progress = MeasurementProgress(listener.on_progress, batches, self._calls, self._modules)
         running = ForwardRunner(self.model, self.settings, listener.cancelled, behavior=self.behavior)
         with closing(progress), running as runner, closing(Executor(runner, batches)) as executor:
-            self._not_compared = executor.not_compared
+            self._not_compared, self._overflowing = executor.not_compared, executor.overflowing
             runner.calibrate_caches(batches)
             steps_left = (
                 step
@@ -391,6 +394,17 @@ def _fast_path_notices(module: nn.Module) -> tuple[str, ...]:
     return (
         f"torch's fast path of {found} is off for reference and candidate, so padded positions are computed like all "
         "others; the figures leave out those that a key_padding_mask of torch's self-attention marks",
+    )
+
+
+def _overflow_notices(states: Collection[str]) -> tuple[str, ...]:
+    """Return a notice if values of recurrent states are too large for float16, which makes all later tokens infinite or NaN."""
+    if not states:
+        return ()
+    first = printable(min(states))
+    return (
+        f"{plural(len(states), 'recurrent state')}, first {first}, had values beyond the largest of float16 (65,504), which became "
+        "infinite: bfloat16 has them",
     )
 
 

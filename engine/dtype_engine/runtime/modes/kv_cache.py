@@ -86,6 +86,8 @@ class CacheRounding(CacheWatcher):
     """How many module calls had ended before a cache tensor with a format was first written, keyed by the tensor's name."""
     states: Sequence[KVCacheTensor] = ()
     """All states that the model's recurrent layers keep, if some of them have a format."""
+    overflowing: set[str] = field(default_factory=set)
+    """As in `StateRounding`."""
     seen: set[str] = field(default_factory=set)
     """The names of the keys for whose formats queries were intercepted."""
     takes_queries: bool = field(init=False)
@@ -96,7 +98,7 @@ class CacheRounding(CacheWatcher):
     def around(self, module: nn.Module) -> AbstractContextManager[object]:
         if not self.states:
             return nullcontext()
-        rounding = StateRounding(self.states, self.formats, self.inside, self.first_use)
+        rounding = StateRounding(self.states, self.formats, self.inside, self.first_use, self.overflowing)
 
         def ended(called: nn.Module, args: tuple[Any, ...], given: dict[str, Any], output: Any) -> None:
             watch = _watching.get()

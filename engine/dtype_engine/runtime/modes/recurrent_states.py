@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from dtype_engine.core.kv_cache import KVCacheTensor
-from dtype_engine.core.kv_formats import STOCHASTIC
+from dtype_engine.core.kv_formats import KV_FORMATS, STOCHASTIC
 from dtype_engine.runtime.numerics.state_rounding import round_state
 
 _OUTPUTS = ("cache", "past_key_values", "cache_params", "state")
@@ -39,6 +39,8 @@ class StateRounding:
     """0 for each state with a format that a call has kept, keyed by the tensor's name: the next token may depend on it in any
     module.
     """
+    overflowing: set[str] = field(default_factory=set)
+    """The names of states with values that became infinite, because their format has no numbers as large."""
     _seen: Any = field(default_factory=hashlib.sha256)
     """A digest of the tokens until now. Random numbers are drawn from it, so that they repeat with the same text."""
 
@@ -55,7 +57,12 @@ class StateRounding:
             self.first_use[name] = 0
             if self.inside(name):
                 for number, state in enumerate(kept):
-                    state.copy_(round_state(state, self.formats[name], self._random(f"{name} {number}")))
+                    rounded = round_state(state, self.formats[name], self._random(f"{name} {number}"))
+                    if KV_FORMATS[self.formats[name]].dtype == "float16" and bool(
+                        (rounded.isinf() & ~state.isinf()).any()
+                    ):
+                        self.overflowing.add(name)
+                    state.copy_(rounded)
 
     def _random(self, what: str) -> Callable[[torch.Size], torch.Tensor]:
         """Return a function that draws numbers in [0, 1), which depend on the text `what` and the tokens until now alone."""

@@ -79,3 +79,5 @@ class PassResult(Generic[Output]):
     """
     left_wide: frozenset[str] = frozenset()
     """Names of operations that multiplied a quantized weight by an activation that should, but could not be rounded."""
+    overflowing: frozenset[str] = frozenset()
+    """Names of states of recurrent layers with values that became infinite in their format."""

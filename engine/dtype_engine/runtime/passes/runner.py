@@ -485,6 +485,7 @@ class ForwardRunner:
             reused=bool(reused),
             cache=cache,
             left_wide=frozenset(mode.rounding.left_wide) if mode.rounding is not None else frozenset(),
+            overflowing=frozenset(caches.overflowing) if isinstance(caches, CacheRounding) else frozenset(),
         )
 
 

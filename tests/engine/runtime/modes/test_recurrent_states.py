@@ -346,6 +346,20 @@ def test_stochastic_rounding_repeats_and_gives_neighbours_in_float16(trained: Ca
     assert trained.session.drift().output.kl_mean != first
 
 
+def test_values_beyond_float16_are_named(tmp_path: Path) -> None:
+    module = _made("Mamba 2")
+    with torch.no_grad():
+        module.backbone.layers[1].mixer.in_proj.weight.mul_(1000)
+    case = _opened("Mamba 2", module, tmp_path)
+    for form, count in (("f16", 1), ("f16@stochastic", 1), ("bf16", 0)):
+        case.session.use_recipe(de.Recipe.of([de.Rule.parse(f"*.ssm_state={form}")]))
+        report = case.session.drift()
+        told = [notice for notice in report.notices if "beyond the largest of float16" in notice]
+        assert len(told) == count
+        assert bool(report.output.nonfinite_candidate) == bool(count)
+        assert all("1 recurrent state, first backbone.layers.1.mixer.kv_cache.ssm_state" in notice for notice in told)
+
+
 def test_tokens_of_a_batch_can_not_be_measured_one_by_one(trained: Case) -> None:
     ids = torch.cat([trained.ids[0]] * 2)
     session = de.open(str(trained.folder), options=de.Options(device="cpu"), inputs=[{"input_ids": ids}])
