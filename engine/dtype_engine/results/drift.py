@@ -17,6 +17,7 @@ from dtype_engine.core.number_ranges import Amount, Count
 from dtype_engine.core.text import Name
 from dtype_engine.core.units import decibels, plural
 from dtype_engine.results.coverage import Coverage
+from dtype_engine.results.draft_head import DraftAcceptance
 from dtype_engine.results.groups import Groups, PositionGroup
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.results.memory import MemoryStats
@@ -328,6 +329,8 @@ class DriftReport:
     """Whether activations stayed unquantized although runtimes quantize them for weights in the recipe's formats."""
     pictures: tuple[PicturePair, ...] = ()
     """The pictures that both models make of the first inputs, reduced if they are large. Empty unless the model makes pictures."""
+    draft: DraftAcceptance | None = None
+    """How many drafts of the checkpoint's own draft head are accepted. None if there is no head, or if this was not measured."""
 
     @property
     def inputs_run(self) -> str:
