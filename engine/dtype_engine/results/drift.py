@@ -9,7 +9,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.llama_types import INPUT_BLOCKS
@@ -319,8 +319,6 @@ class DriftReport:
     notices: tuple[str, ...] = ()
     lost: tuple[ValueLoss, ...] | None = ()
     """The weights of which the cast made values infinite or zero, or clipped them. None if they were not counted."""
-    activations: Literal["none", "weights"] = "none"
-    """The setting `quantize_activations` with which the candidate was run."""
     coverage: Coverage | None = None
     """Which of the model's tensors are in its files. None for a model without a checkpoint."""
     metrics: tuple[MetricChange, ...] = ()

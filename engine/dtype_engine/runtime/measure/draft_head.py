@@ -4,9 +4,9 @@ At position t, the first draft layer gets the model's last hidden state and the 
 distribution q (DeepSeek-V3 technical report, arXiv:2412.19437, equations 21 to 23). p is the model's own distribution of token t+2
 after token t+1. The acceptance is Σ min(p, q), as `numerics/compare/sequence_figures.py` computes it.
 
-transformers builds the head (`transformers.modeling_layers.MtpModel`, new in 5.24) from files that hold its values in float32: the
-stored ones for the reference, and those that the rules give for the candidate. The embedding and the output layer are those of the
-model, as it is in each run.
+transformers builds the head (`transformers.modeling_layers.MtpModel`) from a file that holds its values in float32: the
+stored ones for the reference, and those that the rules give for the candidate. The draft layer computes in float32. The embedding
+and the output layer are those of the model, and compute as in its own run.
 """
 
 from __future__ import annotations
@@ -90,6 +90,7 @@ class DraftMeter:
         with the reason, where the acceptance can't be measured, and NoForward, KernelError, Cancelled.
         """
         self._refuse(batches, settings)
+        batches = {number: batch for number, batch in batches.items() if _drafts_of(batch)}
         if self._settings != settings:
             self._settings, self._reference = settings, {}
         missing = {number: batch for number, batch in batches.items() if number not in self._reference}
@@ -114,6 +115,8 @@ class DraftMeter:
             raise UserError("it needs passes over one whole sequence each")
         if any(not _is_plain(batch) for batch in batches.values()):
             raise UserError("the inputs are not sequences of tokens alone, without padding")
+        if not any(_drafts_of(batch) for batch in batches.values()):
+            raise UserError("no sequence has two tokens")
 
     def _side(
         self,
@@ -178,8 +181,8 @@ def built_head(model: LiveModel, planned: Mapping[str, str]) -> Any:
     """Return transformers' `MtpModel` of a model, with the first draft layer in float32, on the model's device. Its embedding and
     its output layer are the modules of the model.
 
-    planned: the dtypes to which tensors of the head are cast first, by name; those that are not in it have the stored values. Raises
-    UserError if the installed transformers can't build the head.
+    planned: the dtypes to which tensors of the head are cast first, by name; all others have the stored values. Raises UserError if
+    the installed transformers can't build the head.
     """
     module: Any = model.module
     version, name = transformers.__version__, type(module).__name__
@@ -200,7 +203,9 @@ def built_head(model: LiveModel, planned: Mapping[str, str]) -> Any:
             known = MtpModel.get_mtp_weights_regex(view)
             tensors = _first_layer(model, planned)
             if not all(map(known.search, tensors)):
-                raise UserError(f"transformers {version} knows that of {name} by other names than {printable(min(tensors))}")
+                raise UserError(
+                    f"transformers {version} knows that of {name} by other names than {printable(min(tensors))}"
+                )
             save_file(tensors, Path(folder) / "model.safetensors", {"format": "pt"})
             del tensors
             view.config.name_or_path = folder
@@ -248,11 +253,15 @@ def _is_plain(batch: Batch) -> bool:
     return plain and isinstance(ids, torch.Tensor) and ids.ndim == 2
 
 
+def _drafts_of(batch: Batch) -> int:
+    """Return how many tokens are drafted for each sequence of a batch."""
+    drafts: int = batch.kwargs["input_ids"].shape[1] - 1
+    return drafts
+
+
 def _mean(accepted: Mapping[int, torch.Tensor]) -> tuple[float, float | None]:
-    """Return (the mean over all positions, its standard error or None for a single position). Raises UserError if it is none."""
+    """Return (the mean over all positions, its standard error or None for a single position). Raises UserError if it is NaN."""
     values = torch.cat([*accepted.values()])
-    if not len(values):
-        raise UserError("no sequence has two tokens")
     mean = float(values.mean())
     if not math.isfinite(mean):
         raise UserError("not all logits are finite")

@@ -122,8 +122,8 @@ class TemporaryFile:
 
     def _no_room(self, reason: str | None) -> UserError:
         return UserError(
-            f"{temporary_folder()}: the program can't write its temporary file here ({reason}): set TMPDIR to a folder with more space, or "
-            f"{self.instead}"
+            f"{temporary_folder()}: the program can't write its temporary file here ({reason}): set TMPDIR to a folder with more "
+            f"space, or {self.instead}"
         )
 
 
