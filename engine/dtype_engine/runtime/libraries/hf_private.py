@@ -73,6 +73,13 @@ def install_output_hooks(module: nn.Module) -> None:
             maybe_install_capturing_hooks(part)
 
 
+def as_published(module: Any) -> None:
+    """Let transformers expect the names that tensors have in published files, and not those of the quantized files from which it
+    loaded the module: it then keeps other conversions in `_weight_conversions`. Without that attribute, it expects them anyway.
+    """
+    module._weight_conversions = None
+
+
 def draft_logits(head: Any, states: torch.Tensor) -> torch.Tensor:
     """Return the logits of a `transformers.modeling_layers.MtpModel` for hidden states [..., width]: [..., classes]. It scales and
     cuts them as the model does. If `_project_to_logits` is missing, they are those of the output layer alone.

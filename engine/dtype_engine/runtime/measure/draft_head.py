@@ -35,7 +35,7 @@ from dtype_engine.core.text import printable
 from dtype_engine.results.draft_head import DraftAcceptance
 from dtype_engine.runtime.formats.row_blocks import finite_amax
 from dtype_engine.runtime.inputs import Batch
-from dtype_engine.runtime.libraries.hf_private import draft_logits
+from dtype_engine.runtime.libraries.hf_private import as_published, draft_logits
 from dtype_engine.runtime.libraries.silence_libraries import quiet
 from dtype_engine.runtime.measure.listener import OnProgress
 from dtype_engine.runtime.model.live import LiveModel
@@ -195,9 +195,11 @@ def built_head(model: LiveModel, planned: Mapping[str, str]) -> Any:
         raise UserError(f"transformers {version} can't run that of {name}")
     # What is changed below belongs to a copy, which shares all modules with the model.
     view = copy.copy(module)
+    as_published(view)
     view.config = copy.deepcopy(config)
     view.config.dtype = torch.float32
     view.config.get_text_config(decoder=True).num_mtp_layers = 1
+    folder = ""
     try:
         with tempfile.TemporaryDirectory(prefix="dtype-engine-", dir=temporary_folder()) as folder, quiet():
             known = MtpModel.get_mtp_weights_regex(view)
@@ -214,6 +216,7 @@ def built_head(model: LiveModel, planned: Mapping[str, str]) -> Any:
         raise
     except Exception as error:
         why = exhausted(error) or with_type(error)
+        why = why.replace(folder, "its file") if folder else why
         raise UserError(f"transformers {version} can't build that of {name}: {why}") from error
 
 
