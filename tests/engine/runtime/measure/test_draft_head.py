@@ -29,9 +29,9 @@ ASKED = de.RunSettings(acceptance=True)
 NOT_RUN = "no forward pass uses it"
 
 
-def with_inputs(folder: Path, count: int = 3) -> Path:
-    ids = torch.randint(0, 64, (count, 20), generator=torch.Generator().manual_seed(1))
-    save_file({f"{row}.input_ids": ids[row : row + 1].clone() for row in range(count)}, folder / "inputs.safetensors")
+def with_inputs(folder: Path) -> Path:
+    ids = torch.randint(0, 64, (3, 20), generator=torch.Generator().manual_seed(1))
+    save_file({f"{row}.input_ids": ids[row : row + 1].clone() for row in range(3)}, folder / "inputs.safetensors")
     return folder
 
 
@@ -177,22 +177,31 @@ def test_measuring_the_head_changes_nothing_else_and_a_second_measurement_runs_t
 
 
 @pytest.mark.slow
-def test_head_is_measured_over_the_sequences_that_were_run(glm: tuple[Path, str], tmp_path: Path) -> None:
-    (with_inputs(tmp_path, 20) / "model").symlink_to(glm[0] / "model")
-    session = opened(tmp_path, precision=0.9)
+def test_measuring_the_head_stops_between_two_sequences_and_leaves_out_those_of_one_token(
+    glm: tuple[Path, str], tmp_path: Path
+) -> None:
+    (tmp_path / "model").symlink_to(glm[0] / "model")
+    lengths = (5, 1, 2)
+    save_file(
+        {f"{row}.input_ids": torch.arange(length)[None] for row, length in enumerate(lengths)},
+        tmp_path / "inputs.safetensors",
+    )
+    session = opened(tmp_path)
     session.cast("*", "bfloat16")
-    sampled = session.drift()
-    assert sampled.draft is not None
-    assert sampled.sequences.done < 20
-    assert sampled.draft.positions == 19 * sampled.sequences.done
-    token = CancelToken()
+    token, told = CancelToken(), []
 
     def stop(run: str, done: int, total: int) -> None:
-        if "draft head" in run and done:
-            token.cancel()
+        if "draft head" in run:
+            told.append((run, done, total))
+            if run.startswith("candidate"):
+                token.cancel()
 
     with pytest.raises(Cancelled):
         session.drift(MeasurementListener(on_progress=stop, cancelled=token))
+    assert told == [("reference, draft head", 0, 2), ("reference, draft head", 1, 2), ("candidate, draft head", 0, 2)]
+    found = session.drift().draft
+    assert found is not None
+    assert found.positions == 5
 
 
 @pytest.mark.slow
