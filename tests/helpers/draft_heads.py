@@ -91,3 +91,51 @@ def linear_layers(head: Tensors) -> set[str]:
         for name, tensor in head.items()
         if tensor.ndim == 2 and not name.endswith(("embed_tokens.weight", "mlp.gate.weight"))
     }
+
+
+_TINY: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "max_position_embeddings": 64,
+    "moe_intermediate_size": 8, "num_experts_per_tok": 2, "num_key_value_heads": 2, "n_routed_experts": 4, "n_group": 2,
+    "topk_group": 1, "n_shared_experts": 1, "initializer_range": 0.3,
+}  # fmt: skip
+PUBLISHED: dict[str, tuple[int, Callable[[], transformers.PreTrainedModel]]] = {
+    "deepseek_v3": (
+        61,
+        lambda: transformers.DeepseekV3ForCausalLM(
+            transformers.DeepseekV3Config(
+                **_TINY, num_hidden_layers=61, first_k_dense_replace=60, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4,
+                qk_nope_head_dim=4, v_head_dim=8,
+            )
+        ),
+    ),
+    "glm4_moe": (
+        46,
+        lambda: transformers.Glm4MoeForCausalLM(
+            transformers.Glm4MoeConfig(**_TINY, num_hidden_layers=46, first_k_dense_replace=45, head_dim=8, attention_bias=True)
+        ),
+    ),
+}  # fmt: skip
+"""By the entry `model_type`: (the number of layers of a published model, by which transformers knows its draft head; makes a tiny
+model with as many layers).
+"""
+
+
+def as_published(name: str, folder: Path) -> str:
+    """Save a tiny model in `folder` with a draft head that transformers can run. Returns the name of the draft layer."""
+    layers, make = PUBLISHED[name]
+    torch.manual_seed(0)
+    make().save_pretrained(folder)
+    head, last = f"model.layers.{layers}", f"model.layers.{layers - 1}."
+
+    def add(tensors: Tensors) -> None:
+        for stored, tensor in list(tensors.items()):
+            if stored.startswith(last):
+                tensors[f"{head}.{stored.removeprefix(last)}"] = torch.randn(tensor.shape) * 0.3
+        tensors[f"{head}.eh_proj.weight"] = torch.randn(16, 32) * 0.3
+        for norm in ("enorm", "hnorm", "shared_head.norm", "input_layernorm", "post_attention_layernorm"):
+            tensors[f"{head}.{norm}.weight"] = torch.rand(16) + 0.5
+        tensors[f"{head}.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+        tensors[f"{head}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    change_tensors(folder, add)
+    return head

@@ -344,7 +344,8 @@ METRICS = (
         ["--acceptance"],
         is_flag=True,
         help="Also measure the acceptance, the sum of min(p, q) over all tokens: how often speculative sampling from the reference "
-        "keeps a token that the candidate drafts. --min acceptance=95% measures it as well.",
+        "keeps a token that the candidate drafts. Also measures that of the checkpoint's own draft head, where transformers runs "
+        "it. --min acceptance=95% does so as well.",
     ),
     click.Option(
         ["--metric", "metrics"],

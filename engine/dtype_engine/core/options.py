@@ -57,7 +57,8 @@ class RunSettings(TypedFields):
     """How the reference is executed."""
     acceptance: bool = False
     """Whether to measure the acceptance, Σ min(p, q): how often speculative sampling from the reference keeps a token that the
-    candidate drafts. Comparing two outputs over classes then takes about 15 % longer.
+    candidate drafts. Comparing two outputs over classes then takes about 15 % longer. If the checkpoint has a draft head, each
+    model also runs once more with its head, for the acceptance of its own drafts.
     """
 
     def of_weights(self) -> RunSettings:

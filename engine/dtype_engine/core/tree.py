@@ -419,7 +419,7 @@ def draft_notice(tree: Tree) -> tuple[str, ...]:
     size = human_bytes(sum(tensor.nbytes for tensor in tree.of_draft.values()))
     return (
         f"{WORDS}, {plural(len(tree.of_draft), 'tensor')} in {printable(tree.draft.modules[0])}, {size}: {NOT_RUN}, so no drift or "
-        "score says what its dtypes cost; measure in a runtime how many drafts are accepted",
+        "score says what its dtypes cost; the setting acceptance measures its drafts, where transformers can run it",
     )
 
 

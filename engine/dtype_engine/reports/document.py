@@ -198,6 +198,8 @@ def drift_section(drift: DriftReport | None, no_drift: str = "") -> Section:
             for cell in cells("report", output, drift.sequences)
         ),
     ]
+    if drift.draft is not None:
+        rows.append(("draft head, acceptance", drift.draft.short, f"mean of Σ min(p, q), {drift.draft.what}"))
     for change in drift.metrics:
         how = "resamples of the examples" if change.resampled else "the examples"
         what = f"{change.changed:,} of {change.examples:,} examples changed, ± paired standard error over {how}"

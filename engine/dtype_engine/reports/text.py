@@ -162,6 +162,7 @@ def drift_text(report: DriftReport, positions: bool = False) -> str:
     lines += group_lines(output, "confidence", *(("position",) if positions else ()))
     if positions and not output.groups.get("position"):
         lines.append("positions  none: the output has no finite distributions along sequences")
+    lines += [f"draft head {report.draft}"] if report.draft is not None else []
     lines += [f"{'metric':<10} {printable(change.name)} {change}" for change in report.metrics]
     lines.append(
         f"memory     stored {human_bytes(memory.stored_bytes or 0)} → planned {human_bytes(memory.planned_bytes or 0)}; "

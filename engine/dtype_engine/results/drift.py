@@ -9,7 +9,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.llama_types import INPUT_BLOCKS
@@ -17,6 +17,7 @@ from dtype_engine.core.number_ranges import Amount, Count
 from dtype_engine.core.text import Name
 from dtype_engine.core.units import decibels, plural
 from dtype_engine.results.coverage import Coverage
+from dtype_engine.results.draft_head import DraftAcceptance
 from dtype_engine.results.groups import Groups, PositionGroup
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.results.memory import MemoryStats
@@ -318,8 +319,6 @@ class DriftReport:
     notices: tuple[str, ...] = ()
     lost: tuple[ValueLoss, ...] | None = ()
     """The weights of which the cast made values infinite or zero, or clipped them. None if they were not counted."""
-    activations: Literal["none", "weights"] = "none"
-    """The setting `quantize_activations` with which the candidate was run."""
     coverage: Coverage | None = None
     """Which of the model's tensors are in its files. None for a model without a checkpoint."""
     metrics: tuple[MetricChange, ...] = ()
@@ -328,6 +327,8 @@ class DriftReport:
     """Whether activations stayed unquantized although runtimes quantize them for weights in the recipe's formats."""
     pictures: tuple[PicturePair, ...] = ()
     """The pictures that both models make of the first inputs, reduced if they are large. Empty unless the model makes pictures."""
+    draft: DraftAcceptance | None = None
+    """How many drafts of the checkpoint's own draft head are accepted. None if there is no head, or if this was not measured."""
 
     @property
     def inputs_run(self) -> str:

@@ -58,6 +58,8 @@ def _figures(experiment: Experiment, output: OutputDrift, extent: Extent) -> Ite
         yield "scan predicts", guess
     yield from shown("predictions")
     report = experiment.results.report
+    if report is not None and report.draft is not None:
+        yield "draft head", str(report.draft)
     for change in report.metrics if report is not None else ():
         pinned = None if base is None else base.metric(change.name)
         yield printable(change.name, 60), f"{change}" + (f"  P {pinned.candidate:.4g}" if pinned is not None else "")

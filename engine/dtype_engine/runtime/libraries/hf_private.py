@@ -73,6 +73,21 @@ def install_output_hooks(module: nn.Module) -> None:
             maybe_install_capturing_hooks(part)
 
 
+def as_published(module: Any) -> None:
+    """Let transformers expect the names that tensors have in published files, and not those of the quantized files from which it
+    loaded the module: it then keeps other conversions in `_weight_conversions`. Without that attribute, it expects them anyway.
+    """
+    module._weight_conversions = None
+
+
+def draft_logits(head: Any, states: torch.Tensor) -> torch.Tensor:
+    """Return the logits of a `transformers.modeling_layers.MtpModel` for hidden states [..., width]: [..., classes]. It scales and
+    cuts them as the model does. If `_project_to_logits` is missing, they are those of the output layer alone.
+    """
+    logits: torch.Tensor = getattr(head, "_project_to_logits", head.shared_head)(states)
+    return logits
+
+
 def with_dtypes(model_class: Any, dtypes: Mapping[str, torch.dtype]) -> Any:
     """Return a subclass of `model_class` whose `from_pretrained` loads each tensor in the dtype that `dtypes` has for its name.
 

@@ -173,7 +173,6 @@ class DriftMeter:
                 *_overflow_notices(self._overflowing),
             ),
             lost=lost,
-            activations=self.settings.quantize_activations,
             weights_only=self.settings.quantize_activations == "none" and quantizes_inputs,
             coverage=model.coverage,
             pictures=totals.pictures,

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from dtype_engine.core import dtypes
-from dtype_engine.core.errors import UserError
+from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.input_args import data_options
 from dtype_engine.core.options import Options, RunSettings
 from dtype_engine.core.throttle import Throttle
+from dtype_engine.core.tree import draft_notice
 from dtype_engine.recipe import Plan
 from dtype_engine.results.drift import DriftReport
 from dtype_engine.runtime.device import reset_peak
 from dtype_engine.runtime.inputs import Inputs
+from dtype_engine.runtime.measure.draft_head import DraftMeter, asks_for_drafts, not_measured
 from dtype_engine.runtime.measure.drift import DriftMeter, budget_for
 from dtype_engine.runtime.measure.listener import MeasurementListener
 from dtype_engine.runtime.measure.user_metrics import MetricMeter, load_metrics
@@ -42,6 +44,7 @@ class DriftMeasurements:
     meter: DriftMeter | None = None
     """Measures drift. None before the first measurement."""
     _metrics: MetricMeter | None = None
+    _drafts: DraftMeter | None = None
 
     @property
     def kept_outputs(self) -> tuple[int, int] | None:
@@ -101,7 +104,32 @@ class DriftMeasurements:
             listener.on_measured(report)
         lost = self.model.lost_values(None, listener.cancelled, on_weights)
         changes = metrics.measure(settings, listener.on_progress, listener.cancelled) if metrics is not None else ()
-        return dataclasses.replace(report, lost=lost, metrics=changes)
+        report = dataclasses.replace(report, lost=lost, metrics=changes)
+        return self._with_drafts(report, totals.numbers, meter.inputs, plan, settings, listener)
+
+    def _with_drafts(
+        self,
+        report: DriftReport,
+        numbers: Sequence[int],
+        inputs: Inputs,
+        plan: Plan,
+        settings: RunSettings,
+        listener: MeasurementListener,
+    ) -> DriftReport:
+        """Return a report with the acceptance of the draft head over the sequences `numbers`, if the settings ask for it and the
+        model has a head, or with a notice why it is not measured.
+        """
+        if not asks_for_drafts(self.model, settings):
+            return report
+        self._drafts = self._drafts or DraftMeter(self.model, self.behavior)
+        batches = {number: inputs.batches[number] for number in numbers}
+        try:
+            draft = self._drafts.measure(batches, plan.dtypes, settings, listener.on_progress, listener.cancelled)
+        except (UserError, NoForward) as error:
+            return dataclasses.replace(report, notices=(*report.notices, not_measured(str(error))))
+        not_run = draft_notice(self.model.tree)
+        notices = tuple(notice for notice in report.notices if notice not in not_run)
+        return dataclasses.replace(report, draft=draft, notices=notices)
 
     def _measure_given(
         self,

@@ -25,6 +25,7 @@ from dtype_engine.runtime.inputs.validate import check_fits
 from dtype_engine.runtime.logits.forms import open_logits
 from dtype_engine.runtime.logits.outputs import LogitsFile
 from dtype_engine.runtime.logits.own_form import write_own
+from dtype_engine.runtime.measure.draft_head import asks_for_drafts, not_measured
 from dtype_engine.runtime.measure.drift import step_notices
 from dtype_engine.runtime.measure.listener import MeasurementListener
 from dtype_engine.runtime.measure.token_outputs import compare_with, token_outputs, tokens_of
@@ -96,6 +97,7 @@ def measure_given(
     output = totals.output
     if not about.are_logits:
         output = dataclasses.replace(output, mean_abs=None, max_abs=None, rel_l2=None, sqnr_db=None, cosine=None)
+    no_head = not_measured("a file has the outputs, not the hidden states")
     said = [str(settings)] if settings != RunSettings() else []
     return DriftReport(
         model=model.title,
@@ -116,9 +118,9 @@ def measure_given(
             *totals.notices(output),
             *state_notices(model.tree, plan),
             *step_notices(model, given.inputs, totals.numbers, "the candidate"),
+            *([no_head] if asks_for_drafts(model, settings) else ()),
         ),
         lost=model.lost_values(None, listener.cancelled),
-        activations=settings.quantize_activations,
         coverage=model.coverage,
     )
 

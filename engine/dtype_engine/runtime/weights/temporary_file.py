@@ -43,7 +43,7 @@ class TemporaryFile:
             self._file: io.RawIOBase = open(path, "rb", buffering=0)  # noqa: SIM115
             return
         try:
-            self._file = tempfile.TemporaryFile(prefix="dtype-engine-", buffering=0, dir=_folder())  # noqa: SIM115
+            self._file = tempfile.TemporaryFile(prefix="dtype-engine-", buffering=0, dir=temporary_folder())  # noqa: SIM115
         except OSError as error:
             raise self._no_room(error.strerror) from error
 
@@ -112,30 +112,31 @@ class TemporaryFile:
             while done < nbytes:
                 count = self._file.readinto(view[done:])
                 if not count:
-                    raise UserError(f"{_folder()}: the program's temporary file has lost its end: start again")
+                    raise UserError(f"{temporary_folder()}: the program's temporary file has lost its end: start again")
                 done += count
         except OSError as error:
             raise UserError(
-                f"{_folder()}: the program can't read its temporary file ({error.strerror}): start again"
+                f"{temporary_folder()}: the program can't read its temporary file ({error.strerror}): start again"
             ) from error
         return made
 
     def _no_room(self, reason: str | None) -> UserError:
         return UserError(
-            f"{_folder()}: the program can't write its temporary file here ({reason}): set TMPDIR to a folder with more space, or "
-            f"{self.instead}"
+            f"{temporary_folder()}: the program can't write its temporary file here ({reason}): set TMPDIR to a folder with more "
+            f"space, or {self.instead}"
         )
 
 
 def free_for_temporary_files() -> int:
     """Return how many bytes are free where `TemporaryFile` writes."""
     try:
-        return shutil.disk_usage(_folder()).free
+        return shutil.disk_usage(temporary_folder()).free
     except OSError:
         return 0
 
 
-def _folder() -> str:
+def temporary_folder() -> str:
+    """Return the folder for large temporary files."""
     large = "/var/tmp"
     if "TMPDIR" not in os.environ and os.access(large, os.W_OK):
         return large

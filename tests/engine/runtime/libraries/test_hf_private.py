@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 import transformers
 from tests.helpers.paths import DEMO
 from torch import nn
-from transformers import conversion_mapping, core_model_loading, dynamic_module_utils
+from transformers import conversion_mapping, core_model_loading, dynamic_module_utils, modeling_layers
 
 import dtype_engine as de
 from dtype_engine.recipe.loader_facts import loaded_dtype
@@ -48,6 +49,18 @@ def test_installed_transformers_has_every_private_name_that_dtype_engine_uses(
     assert hasattr(holder, name), (
         f"transformers {transformers.__version__} has {name} no more, which hf_private.py takes from it: {without_it}"
     )
+
+
+def test_logits_of_a_draft_head_are_scaled_as_by_transformers_if_it_has_a_function_for_that() -> None:
+    mtp_model = getattr(modeling_layers, "MtpModel", None)
+    assert mtp_model is None or hasattr(mtp_model, "_project_to_logits"), (
+        "logits of a draft head lose the model's scaling"
+    )
+    layer, states = nn.Linear(4, 6), torch.randn(2, 4)
+    alone = SimpleNamespace(shared_head=layer)
+    assert torch.equal(hf_private.draft_logits(alone, states), layer(states))
+    scaled = SimpleNamespace(shared_head=layer, _project_to_logits=lambda states: layer(states) / 2)
+    assert torch.equal(hf_private.draft_logits(scaled, states), layer(states) / 2)
 
 
 class Islands(nn.Module):
