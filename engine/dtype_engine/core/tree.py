@@ -418,8 +418,8 @@ def draft_notice(tree: Tree) -> tuple[str, ...]:
         return ()
     size = human_bytes(sum(tensor.nbytes for tensor in tree.of_draft.values()))
     return (
-        f"{WORDS}, {plural(len(tree.of_draft), 'tensor')} in {printable(tree.draft.modules[0])}, {size}: {NOT_RUN}, so no drift or "
-        "score says what its dtypes cost; the setting acceptance measures its drafts, where transformers can run it",
+        f"{WORDS} in {printable(tree.draft.modules[0])}, {size}: {NOT_RUN}, so no drift or score covers it; the setting acceptance "
+        "does, where transformers can run it",
     )
 
 
