@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import transformers
 from safetensors.torch import save_file
 
 from dtype_engine.core import dtypes
@@ -184,6 +183,8 @@ def built_head(model: LiveModel, planned: Mapping[str, str]) -> Any:
     planned: the dtypes to which tensors of the head are cast first, by name; all others have the stored values. Raises UserError if
     the installed transformers can't build the head.
     """
+    import transformers  # a model of the user's own code does not need it
+
     module: Any = model.module
     version, name = transformers.__version__, type(module).__name__
     try:

@@ -35,8 +35,8 @@ class MeasurementListener:
     """Called after every sequence with the running totals. Later sequences change the same object."""
     on_measured: Callable[[DriftReport], None] | None = None
     """Called with the report when all passes have ended, before the last steps, which may take long: counting the values that the
-    casts of a model larger than memory lose, and the user's metrics. The report lacks these metrics, and its `lost` is None if such
-    values are still to be counted.
+    casts of a model larger than memory lose, the user's metrics, and the acceptance of a draft head. The report lacks both, and its
+    `lost` is None if such values are still to be counted.
     """
     on_unsaved: Callable[[str], None] | None = None
     """Called with the reason if the measurement can't be saved; it then continues unsaved. If None, UserError is raised."""

@@ -27,6 +27,7 @@ from dtype_engine.runtime.measure.listener import MeasurementListener
 
 ASKED = de.RunSettings(acceptance=True)
 NOT_RUN = "no forward pass uses it"
+WITHOUT = "this transformers has no MtpModel"
 
 
 def with_inputs(folder: Path) -> Path:
@@ -38,7 +39,7 @@ def with_inputs(folder: Path) -> Path:
 def made(name: str, folder: Path) -> tuple[Path, str]:
     """Make `model` and `inputs.safetensors` in a folder. Returns the folder, and the name of the model's draft layer."""
     if not hasattr(modeling_layers, "MtpModel"):
-        pytest.skip("this transformers has no MtpModel")
+        pytest.skip(WITHOUT)
     return with_inputs(folder), as_published(name, folder / "model")
 
 
@@ -260,6 +261,7 @@ def reason(folder: Path) -> str:
     return said.removeprefix(begin)
 
 
+@pytest.mark.skipif(not hasattr(modeling_layers, "MtpModel"), reason=WITHOUT)
 @pytest.mark.parametrize(
     ("name", "why"),
     [
