@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from tests.engine.runtime.model.test_same_plan import answer
 from tests.helpers.draft_heads import PUBLISHED, as_published, with_head
 from tests.helpers.file_edits import Tensors, change_tensors
+from tests.helpers.measured_on import placed
 from transformers import modeling_layers
 
 import dtype_engine as de
@@ -84,29 +85,30 @@ def expected(source: Path, head: Tensors, layer: str, main: torch.dtype, scratch
             {f"{last}.{name}": weight for name, weight in weights.items() if f"{last}.{name}" in tensors}
         ),
     )
-    of_head = transformers.AutoModelForCausalLM.from_pretrained(scratch, dtype=torch.float32).eval().model
-    model = transformers.AutoModelForCausalLM.from_pretrained(source / "model", dtype=torch.float32).eval()
+    of_head = placed(transformers.AutoModelForCausalLM.from_pretrained(scratch, dtype=torch.float32).eval()).model
+    model = placed(transformers.AutoModelForCausalLM.from_pretrained(source / "model", dtype=torch.float32).eval())
     for parameter in model.parameters():
         parameter.data = parameter.data.to(main)
+    weights = placed(weights)
     eps = model.config.rms_norm_eps
 
     def norm(x: torch.Tensor, name: str) -> torch.Tensor:
         return x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * weights[f"{name}.weight"]
 
     found = []
-    for ids in load_file(source / "inputs.safetensors").values():
+    for ids in placed(load_file(source / "inputs.safetensors")).values():
         with torch.no_grad():
             hidden = model.model(input_ids=ids).last_hidden_state
             p = model.lm_head(hidden)[:, 1:].double().softmax(-1)
             embedded = model.model.embed_tokens(ids[:, 1:]).float()
             joined = torch.cat([norm(embedded, "enorm"), norm(hidden[:, :-1].float(), "hnorm")], -1)
             x = joined @ weights["eh_proj.weight"].T
-            positions = torch.arange(1, ids.shape[1])[None]
-            allowed = torch.ones(x.shape[1], x.shape[1]).tril().log()[None, None]
+            positions = placed(torch.arange(1, ids.shape[1])[None])
+            allowed = placed(torch.ones(x.shape[1], x.shape[1]).tril().log()[None, None])
             rotary = of_head.rotary_emb(x, positions)
             x = of_head.layers[-1](x, attention_mask=allowed, position_ids=positions, position_embeddings=rotary)
             q = model.lm_head(norm(x, "shared_head.norm").to(main)).double().softmax(-1)
-        found.append(torch.minimum(p, q).sum(-1).flatten().numpy())
+        found.append(torch.minimum(p, q).sum(-1).flatten().cpu().numpy())
     return np.concatenate(found)
 
 
