@@ -211,7 +211,7 @@ def drift_section(drift: DriftReport | None, no_drift: str = "") -> Section:
 
 
 def group_sections(drift: DriftReport) -> list[Section]:
-    """Return a section for each way to group the positions of the output that was measured, with a curve if the groups are places
+    """Return a section for each way to group the positions of the output that was measured, with a chart if the groups are places
     in the sequence.
     """
     sections = []
@@ -222,8 +222,8 @@ def group_sections(drift: DriftReport) -> list[Section]:
                 (group_label(name), group.kl_mean if math.isfinite(group.kl_mean) else None)
                 for name, group in found.items()
             )
-            curve = BarChart(f"Mean KL by {grouping.title}", points, "nats", "highest", ".2e")
-            drawn = (curve,) if grouping.is_curve and len(points) > 1 and any(value for _, value in points) else ()
+            chart = BarChart(f"Mean KL by {grouping.title}", points, "nats", "highest", ".2e")
+            drawn = (chart,) if grouping.has_chart and len(points) > 1 and any(value for _, value in points) else ()
             sections.append(Section(f"Drift by {grouping.title}", (grouping.what, table, *drawn)))
     return sections
 

@@ -54,8 +54,8 @@ class Grouping(msgspec.Struct, frozen=True):
     """The lowest value of each group, ascending, and the end by which the group is named. A group has the values from its lowest to
     below the lowest one of the next group.
     """
-    is_curve: bool = False
-    """Whether reports draw the mean KL of the groups as a curve."""
+    has_chart: bool = False
+    """Whether reports draw the mean KL of the groups as columns."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -78,7 +78,7 @@ GROUPINGS = {row.name: row for row in (
              "Positions by the highest probability that the reference gives to a class there.",
              ((0, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, 0.95), (0.95, 1))),
     Grouping("position", "position in the sequence", "Positions by their place in the sequence, from 1 and without padding.",
-             ((1, 1), *((2**power // 2 + 1, 2**power) for power in range(1, _DOUBLINGS + 1))), is_curve=True),
+             ((1, 1), *((2**power // 2 + 1, 2**power) for power in range(1, _DOUBLINGS + 1))), has_chart=True),
 )}  # fmt: skip
 """All groupings, by name.
 
