@@ -346,6 +346,39 @@ def test_served_app_ends_with_its_server() -> None:
         assert alive == []
 
 
+def packet(kind: bytes, payload: bytes) -> bytes:
+    """What textual-serve writes to the app: a key (`D`), or a message in JSON (`M`)."""
+    return kind + len(payload).to_bytes(4, "big") + payload
+
+
+@pytest.mark.parametrize(
+    "last", [packet(b"D", b"j"), packet(b"M", b'{"type": "quit"}'), b""], ids=["key", "quit", "none"]
+)
+def test_app_whose_browser_was_closed_ends_without_an_error(tmp_path: Path, last: bytes) -> None:
+    """The server has closed the pipe into which the app still draws."""
+    driver = {"TEXTUAL_DRIVER": "textual.drivers.web_driver:WebDriver", "COLUMNS": "120", "ROWS": "36"}
+    served_app = subprocess.Popen(
+        [PROGRAM, "--read-only", "demo", *forked()],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | driver | {"XDG_STATE_HOME": str(tmp_path / "state")},
+    )
+    assert served_app.stdin is not None
+    assert served_app.stdout is not None
+    assert served_app.stderr is not None
+    drawn = b""
+    while b"embed_tokens" not in drawn:
+        drawn += os.read(served_app.stdout.fileno(), 2**16)
+    served_app.stdout.close()
+    served_app.stdin.write(last)
+    served_app.stdin.close()
+    printed = served_app.stderr.read()
+    assert served_app.wait(60) == 0
+    assert printed == b""
+    assert list(tmp_path.rglob("*")) == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

@@ -30,6 +30,7 @@ from dtype_tui.process import textual_private
 from dtype_tui.process.crash_log import recorded
 from dtype_tui.process.key_parser import KeyParser
 from dtype_tui.process.short_frames import with_short_frames
+from dtype_tui.process.terminal import without_broken_pipes
 from dtype_tui.rendering.palette import DARK, LIGHT, cursor_variables, default_theme, themes
 from dtype_tui.rendering.printable_lines import PrintableLines
 from dtype_tui.widgets.message_line import MessageLine
@@ -65,7 +66,7 @@ class BaseApp(App[ReturnType]):
         """The last message that the user has read."""
 
     def get_driver_class(self) -> type[Driver]:
-        return with_short_frames(super().get_driver_class())
+        return with_short_frames(without_broken_pipes(super().get_driver_class()))
 
     def get_css_variables(self) -> dict[str, str]:
         """Return the style sheets' variables. Those of the cursor are left out in a theme of the terminal's own colors."""

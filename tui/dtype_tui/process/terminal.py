@@ -13,6 +13,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from textual.driver import Driver
+
 _RESTORES = b"".join(
     (
         b"\x1b[?2004l",  # bracketed paste off
@@ -74,6 +76,23 @@ def exit_on_terminal_loss(on_exit: Callable[[], None]) -> None:
         before(failed)
 
     threading.excepthook = hook
+
+
+def without_broken_pipes(driver: type[Driver]) -> type[Driver]:
+    """Return a subclass of `driver` that drops what it writes after the web server has closed standard output. Otherwise a browser
+    that was closed would end the app with a BrokenPipeError, as if the app had failed. `server_disconnected` ends it.
+    """
+
+    class WithoutBrokenPipes(driver):  # type: ignore[misc, valid-type]
+        def write(self, data: str) -> None:
+            with suppress(BrokenPipeError):
+                super().write(data)
+
+        def stop_application_mode(self) -> None:
+            with suppress(BrokenPipeError):
+                super().stop_application_mode()
+
+    return WithoutBrokenPipes
 
 
 def server_disconnected() -> bool:
