@@ -19,10 +19,10 @@ def memory_kv(job: Job) -> str:
     """The bytes of the cache that transformers makes, with one byte for each value."""
     found = answer("memory", *job.model, "--context", "8", "--batch", "2", "--activations", "none", "--kv", "fp8")
     assert found["weights_bytes"] == job.made.stored_bytes()
-    elements = outside.cache_elements(job.made, 2, 8)
-    if elements is None:
+    held = outside.cache_bytes(job.made, 2, 8, itemsize=1)
+    if held is None:
         return job.made.loader
-    assert found["kv_bytes"] == elements
+    assert found["kv_bytes"] == held
     return "transformers' cache"
 
 
@@ -37,6 +37,14 @@ def drift_kv(job: Job) -> str:
     keys = answer("drift", *job.run, *rules[:2], "--cast", "*.k=fp8")
     check_output(keys, outside.cache_drift(job.made, {"k": "fp8"}))
     assert not keys["weights_only"]
+    return "plain torch"
+
+
+def drift_states(job: Job) -> str:
+    """The recurrent states in bfloat16 after each token, and all weights in float32."""
+    found = answer("drift", *job.run, "--cast", "*=float32", "--cast", "*.ssm_state=bf16")
+    check_output(found, outside.state_drift(job.made))
+    assert not found["weights_only"]
     return "plain torch"
 
 
@@ -79,6 +87,7 @@ def save_pictures(job: Job) -> str:
 CACHES: dict[str, Way] = {
     "memory --kv": memory_kv,
     "drift *.kv_cache": drift_kv,
+    "drift *.ssm_state": drift_states,
     "scan kv:": scan_kv,
     "drift --generate": drift_generate,
     "drift --save-pictures": save_pictures,

@@ -153,11 +153,11 @@ def memory(job: Job) -> str:
     found = answer("memory", *job.model, "--context", "8", "--batch", "2", "--activations", "none")
     assert found["weights_bytes"] == job.made.stored_bytes()
     assert found["total_bytes"] == found["weights_bytes"] + found["kv_bytes"]
-    elements = outside.cache_elements(job.made, 2, 8)
-    if elements is None:
+    itemsizes = {getattr(torch, dtype).itemsize for dtype in found["kv_dtypes"]} or {1}
+    held = outside.cache_bytes(job.made, 2, 8, *itemsizes)
+    if held is None:
         return job.made.loader
-    (form,) = found["kv_dtypes"]
-    assert found["kv_bytes"] == elements * getattr(torch, form).itemsize
+    assert found["kv_bytes"] == held
     return "transformers' cache"
 
 
@@ -301,11 +301,14 @@ def sweep_metric(job: Job) -> str:
 
 
 def search_metric(job: Job) -> str:
-    """Of the recipes that are measured, the smallest has everything in bfloat16 that a cast takes and that has no smaller form."""
+    """Of the recipes that are measured, the smallest has everything in bfloat16 that a cast takes, that has no smaller form, and
+    that the model runs.
+    """
     chosen = ("--dtypes", "bf16", "--draws", "1", "--verify", "2", "--min", "size=-100")
     found = answer("search", *job.run, *chosen, "--metric", _metric(job))
     smallest = min(found["candidates"], key=lambda row: row["planned_bytes"])
-    assert smallest["planned_bytes"] == job.made.planned_bytes(BF16, lambda name: name not in job.made.stored)
+    left = job.made.stored.keys() | job.made.unloaded
+    assert smallest["planned_bytes"] == job.made.planned_bytes(BF16, lambda name: name not in left)
     _check_metric(job.made, smallest["metrics"][0])
     return "plain torch"
 
@@ -462,6 +465,7 @@ def load_back(job: Job) -> str:
 
         model_class = getattr(transformers, type(made.module).__name__)
         loaded = model_class.from_pretrained(target, dtype="auto").state_dict()
+        loaded |= {name: tensor for name, tensor in read_export(target).items() if name in made.unloaded}
         for name, tensor in distinct(made.loaded).items():
             expected = tensor.to(BF16) if name in made.castable_loaded else tensor
             wide = loaded[name].dtype == torch.float32  # as some architectures keep some weights

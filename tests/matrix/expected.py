@@ -16,11 +16,12 @@ _RUNNING = (
     *(
         way
         for way in COMMANDS
-        if way.startswith(("drift", "scan", "flow", "sweep", "search", "tokens")) and way != "drift *.kv_cache"
+        if way.startswith(("drift", "scan", "flow", "sweep", "search", "tokens"))
+        and way not in ("drift *.kv_cache", "drift *.ssm_state")
     ),
     *("app: Drift", "app: depth", "app: d", "app: g", "app: O"),
 )
-"""The ways that run the model. Formats of KV caches are refused before that."""
+"""The ways that run the model. Formats of KV caches and of recurrent states are refused before that."""
 
 
 def _no_pass(words: str) -> dict[str, str]:
@@ -61,6 +62,7 @@ REFUSED: dict[str, dict[str, str]] = {
     "folder, encoder": _NO_TEXT,
     "folder, BLIP": _NO_PICTURES,
     "folder, experts": _NO_PICTURES,
+    "folder, draft head": _NO_PICTURES,
     "folder on a hub": dict.fromkeys(
         (*_RUNNING, *(way for way in COMMANDS if way.startswith(_READING)), "drift *.kv_cache", "app: v", "app: e"),
         "only the headers",
@@ -95,3 +97,9 @@ REFUSED: dict[str, dict[str, str]] = {
     "package.module:Name": _CODE,
     "live module": dict.fromkeys((way for way in WAYS if way not in LIVE), NO_NAME),
 }
+_NO_STATES = {"drift *.ssm_state": "matches nothing"}
+REFUSED = {
+    form: refused if form in ("folder, draft head", "live module") else refused | _NO_STATES
+    for form, refused in REFUSED.items()
+}
+"""Of all forms, one has recurrent states; a live module has no name on a command line."""

@@ -55,6 +55,8 @@ class Made:
     """Tensors of the files that belong to others of them."""
     packed: Tensors = field(default_factory=dict)
     """The tensors by the names of the module, where loading packs several of the files into one."""
+    unloaded: frozenset[str] = frozenset()
+    """Names of tensors of the files that transformers does not load."""
     folder: Path | None = None
     """Folder that has to be the current one."""
     hub: Path | None = None
@@ -235,8 +237,8 @@ def _llama(**settings: Any) -> Any:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**shape, **settings})).eval()
 
 
-def _ids(folder: Path) -> tuple[Tensors, Path]:
-    inputs = {"input_ids": torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(7))}
+def _ids(folder: Path, rows: int = 2) -> tuple[Tensors, Path]:
+    inputs = {"input_ids": torch.randint(0, 64, (rows, 12), generator=torch.Generator().manual_seed(7))}
     file = folder.parent / "inputs.safetensors"
     save_file(inputs, file)
     return inputs, file
@@ -298,6 +300,21 @@ def _bin_folder(folder: Path, parts: int) -> Made:
         index = {"metadata": {}, "weight_map": weight_map}
         (target / "pytorch_model.bin.index.json").write_text(json.dumps(index))
     return _of_folder(target, *_ids(target))
+
+
+def _draft_head_folder(folder: Path) -> Made:
+    """A folder with a draft head, which transformers does not load with the model. Some of its layers keep recurrent states."""
+    from tests.helpers import draft_heads
+
+    target = folder / "head"
+    head = draft_heads.with_head("qwen3_next", target)
+    made = _of_folder(target, *_ids(target, rows=1))  # recurrent states are rounded in one sequence at a time
+    made.parameters = count(made.tensors.values())
+    made.packed = dict(made.runs.state_dict()) | head
+    made.unloaded = frozenset(head)
+    assert made.linears is not None
+    made.linears |= {f"{name}.weight" for name in draft_heads.linear_layers(head)}
+    return made
 
 
 def _zoo_folder(folder: Path, name: str) -> Made:
@@ -679,6 +696,7 @@ FORMS: dict[str, Callable[[Path], Made]] = {
     "folder, encoder": partial(_zoo_folder, name="bert"),
     "folder, BLIP": partial(_zoo_folder, name="blip"),
     "folder, experts": partial(_zoo_folder, name="mixtral"),
+    "folder, draft head": _draft_head_folder,
     "folder on a hub": _on_hub,
     "folder, .bin": partial(_bin_folder, parts=1),
     "folder, .bin shards": partial(_bin_folder, parts=2),

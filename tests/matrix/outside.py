@@ -48,15 +48,24 @@ def in_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     return twin
 
 
-def cache_elements(made: Made, batch: int, tokens: int) -> int | None:
-    """How many values the KV cache holds after a pass over `tokens` tokens, or None where the model makes none."""
+def cache_bytes(made: Made, batch: int, tokens: int, itemsize: int) -> int | None:
+    """Bytes of the cache after a pass over `tokens` tokens, with `itemsize` bytes for each key and value, and recurrent states as
+    the model keeps them; or None where the model makes none.
+    """
     config = getattr(made.module, "config", None)
     if made.module is None or not getattr(config, "use_cache", False) or config.is_encoder_decoder:
         return None
     with torch.no_grad():
         found = made.module(input_ids=torch.ones(batch, tokens, dtype=torch.int64), use_cache=True)
     cache = cache_of(found)
-    return None if cache is None else sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
+    return None if cache is None else sum(_layer_bytes(layer, itemsize) for layer in cache.layers)
+
+
+def _layer_bytes(layer: Any, itemsize: int) -> int:
+    parts = [getattr(layer, name, None) for name in ("keys", "values")]
+    states = [state for name in ("conv_states", "recurrent_states") for state in getattr(layer, name, {}).values()]
+    held = sum(itemsize * part.numel() for part in parts if part is not None)
+    return held + sum(state.nbytes for state in states if state is not None)
 
 
 def _fp8(values: torch.Tensor) -> torch.Tensor:
@@ -104,6 +113,27 @@ def cache_drift(made: Made, formats: dict[str, str]) -> tuple[float, float]:
 
 def _largest_and_mean(delta: torch.Tensor) -> tuple[float, float]:
     return float(delta.abs().max()), float(delta.abs().mean())
+
+
+def _decoded(made: Made, dtype: torch.dtype) -> torch.Tensor:
+    """The main output token by token, where transformers' cache keeps recurrent states that are rounded to `dtype`."""
+    assert isinstance(made.inputs, dict)
+    cache, outputs = None, []
+    for ids in made.inputs["input_ids"].split(1, dim=1):
+        with torch.no_grad():
+            found = made.runs(input_ids=ids, past_key_values=cache, use_cache=True)
+        cache = cache_of(found)
+        assert cache is not None
+        for layer in cache.layers:
+            for state in getattr(layer, "recurrent_states", {}).values():
+                state.copy_(state.to(dtype))
+        outputs.append(main_output(found))
+    return torch.cat(outputs, dim=1)
+
+
+def state_drift(made: Made) -> tuple[float, float]:
+    """Largest and mean |Δ| of the main output with recurrent states in bfloat16, against the model without that."""
+    return _largest_and_mean(_decoded(made, torch.bfloat16) - _decoded(made, torch.float32))
 
 
 def caches_alone(made: Made, form: str, distribution: bool) -> dict[str, list[float]]:

@@ -34,7 +34,7 @@ _ALL_WAYS = (
 """The schemes that the test run goes every way with. The others go without what uses decoded weights alike."""
 _ALIKE = {"flow", "scan", "drift --against", "drift *.kv_cache", "drift --over-memory"}
 _SELDOM = ("sweep --metric", "search --metric", "tokens", *CACHES, *LIMITS)
-_OFTEN = ("folder", "GPTQ", "file.py:Class", "adapter")
+_OFTEN = ("folder", "folder, draft head", "GPTQ", "file.py:Class", "adapter")
 """The forms with which the test run goes these ways. They measure as `drift` does, and take longer."""
 _ON_TWO = ("folder", "adapter")
 """Those of them that it runs on two accelerators: each time is a process of its own."""
