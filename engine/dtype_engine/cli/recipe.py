@@ -130,7 +130,7 @@ def _left_out_lines(written: Conversion) -> list[str]:
     "--for",
     "target",
     required=True,
-    type=click.Choice((*TARGET_SUFFIXES, *RUNTIMES)),
+    type=click.Choice(tuple(dict.fromkeys((*TARGET_SUFFIXES, *RUNTIMES)))),
     help="The tool whose matches are compared with those of dtype-engine, or a runtime (vllm or sglang) that would load an "
     "export.",
 )

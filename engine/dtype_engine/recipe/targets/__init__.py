@@ -19,6 +19,7 @@ TARGET_SUFFIXES = {
     "transformers": ".py",
     "modelopt": ".json",
     "comfyui": ".json",
+    "vllm": ".json",
 }
 """The name of every target, and the extension of the file that the tool reads. A target's module is imported only when used."""
 

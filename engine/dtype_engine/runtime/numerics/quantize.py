@@ -75,7 +75,7 @@ def quantize_in_blocks(
     amax: float | None = None,
     given: Scales | None = None,
 ) -> torch.Tensor:
-    """Quantize a tensor, a few rows at a time, to a dtype that has no block scales. Returns its scales: float32 [channels], [rows] or
+    """Quantize a tensor, a few rows at a time, to a dtype without block scales. Returns its scales: float32 [channels], [rows] or
     [1].
 
     on_block: called as `on_block(start, codes)` in several threads and in no particular order. `codes` holds the codes of some
