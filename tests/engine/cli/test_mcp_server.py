@@ -53,7 +53,7 @@ RUNNING = (
     "reference_execution"
 )
 OF_DRIFT = (
-    "model casts generate causes suggest positions as max_kl min_sqnr min_top1 json component architecture precision floor modules "
+    "model casts generate causes suggest positions runtime max_kl min_sqnr min_top1 json component architecture precision floor modules "
     "acceptance " + RUNNING
 )
 OFFERED = {

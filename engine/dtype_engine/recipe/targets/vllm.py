@@ -72,8 +72,12 @@ class VLLM(Quantizer):
         text = {"targets": dict(patterns)}
         command = ["vllm", "serve", "MODEL", "--dtype", parts.base]
         if patterns:
-            command += ["--quantization", "online", "--quantization-config", json.dumps(text)]
-            notes = (f"this is the form that vLLM {_MADE_AS} reads; names are those of the checkpoint", *notes)
+            # Beside the scheme of a quantized checkpoint, only the option itself adds layers that are quantized online.
+            command += [] if _is_quantized(context) else ["--quantization", "online"]
+            command += ["--quantization-config", json.dumps(text)]
+            count = len({layers[weight] for weight in found})
+            form = f"this is the form that vLLM {_MADE_AS} reads, with the names of the checkpoint"
+            notes = (f"{form}: it logs how many layers it quantizes, {count:,} if it knows them by these", *notes)
         else:
             notes = ("there is nothing to quantize in this plan", *notes)
         notes = (shlex.join((*command, *flags)), *notes, *_input_notes(context, found))
@@ -257,6 +261,12 @@ def _whole_blocks(context: Context, tensor: TensorInfo, layer: _Layer) -> bool:
         halves = 2 if tensor.name.endswith("gate_up_proj") else 1
         return tensor.shape[1] % (halves * _BLOCK) == 0
     return layer.experts or whole_when_fused(context.tree, tensor.name, "fp8@128x128")
+
+
+def _is_quantized(context: Context) -> bool:
+    """Return whether the checkpoint has quantized weights."""
+    tensors = context.tree.tensors.values()
+    return any(tensor.own_codes or tensor.dtype not in dtypes.BY_NAME for tensor in tensors)
 
 
 def _refused_caches(context: Context) -> set[str]:

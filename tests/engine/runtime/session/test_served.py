@@ -201,7 +201,18 @@ def test_only_runtimes_that_quantize_while_they_load_are_known() -> None:
 
 def test_drift_command_measures_and_names_what_is_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(llama_folder(tmp_path))
-    arguments = ["drift", folder, "--cast", "*.mlp=fp8@tensor", "--cast", "*.q_proj=fp8", "--sequences", "1", "--as", "vllm"]
+    arguments = [
+        "drift",
+        folder,
+        "--cast",
+        "*.mlp=fp8@tensor",
+        "--cast",
+        "*.q_proj=fp8",
+        "--sequences",
+        "1",
+        "--as",
+        "vllm",
+    ]
     assert run(cli, "dtype-engine", [*arguments, "--json"]) == 0
     said = capsys.readouterr()
     found = json.loads(said.out)
