@@ -249,7 +249,9 @@ def _other_scales(context: Context, found: Mapping[str, OnlineScheme], losses: U
         alone = shape == "matrix" and len(layer.weights) == 1 and not layer.experts
         same = planned in scheme.same[shape] or (alone and planned.endswith(dtypes.PER_TENSOR) and not layer.experts)
         if not same:
-            losses.add(name, planned, scheme.measured(shape), f"vLLM has {scheme.scales}", "scale")
+            measured = scheme.measured(shape)
+            unknown = ", which is not measured" if measured == planned else ""
+            losses.add(name, planned, measured, f"vLLM has {scheme.scales}{unknown}", "scale")
         elif scheme.name == "fp8_per_block" and not _whole_blocks(context, tensor, layer):
             why = "vLLM's blocks do not begin with each of the weights that it fuses, which is not measured"
             losses.add(name, planned, planned, why, "scale")

@@ -199,6 +199,23 @@ def test_only_runtimes_that_quantize_while_they_load_are_known() -> None:
         session.served_by("torchao")
 
 
+def test_formats_of_kv_caches_become_options_and_stay_in_the_recipe() -> None:
+    session = de.open(options=de.Options(device="cpu"))
+    session.apply(de.Recipe.of(map(de.Rule.parse, ("*=bf16", "*.mlp=mxfp4", "*.kv_cache=fp8"))))
+    found = session.served_by("vllm")
+    assert found.conversion.notes[0].endswith(" --kv-cache-dtype fp8")
+    caches = session.plan.caches
+    session.apply(found.recipe)
+    assert session.plan.caches == caches
+    session.apply(de.Recipe.of(map(de.Rule.parse, ("*=bf16", "*.mlp=mxfp4", "*.kv_cache.k=fp8"))))
+    found = session.served_by("vllm")
+    (left,) = found.conversion.left_out
+    assert left.why == "vLLM has one format for the keys and the values of a layer"
+    assert "--kv-cache-dtype" not in found.conversion.notes[0]
+    session.apply(found.recipe)
+    assert session.plan.caches == {}
+
+
 def test_drift_command_measures_and_names_what_is_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(llama_folder(tmp_path))
     arguments = [
