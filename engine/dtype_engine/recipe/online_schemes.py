@@ -2,7 +2,8 @@
 
 The source is vLLM 0.33: `_ONLINE_SHORTHANDS` in `vllm/config/quantization.py` for the names, and the modules of
 `vllm/model_executor/layers/quantization/online/` for scales and activations. A layer of vLLM may be several weights of the model:
-those that it fuses, such as q, k and v, and all experts.
+those that it fuses, such as q, k and v, and all experts. For `fp8_per_tensor` and `fp8_per_block`, vLLM multiplies by the
+reciprocal of a scale, so that values in the middle between two codes may get the other one.
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ class OnlineScheme:
     """Formats with the same codes and other scales, for which the scheme is written, too."""
     scales: str
     """What has one scale in vLLM, in words for the user."""
-    inputs: str
-    """How vLLM rounds what the weights multiply, where that depends on the machine or is not as measured; otherwise ""."""
+    inputs: str = ""
+    """How vLLM rounds the inputs of layers, for the user, if that depends on the machine."""
+    inputs_of_experts: str = ""
+    """How vLLM rounds the inputs of experts, for the user, if that is not as measured."""
     linear: bool = True
     """Whether vLLM has the scheme for linear layers, and not for experts alone."""
 
@@ -49,17 +52,16 @@ SCHEMES = (
         {"matrix": (f"{_FP8}@fused",), "stack": (_FP8,)},
         (f"{_FP8}@tensor", f"{_FP8}@fused"),
         "one scale for each fused layer, and for each expert",
-        "the inputs of experts have one scale for all tokens in vLLM; here, as those of other layers, one for each token",
+        inputs_of_experts="the inputs of experts have one scale for all tokens in vLLM; here, they have one for each token",
     ),
     OnlineScheme(
         "fp8_per_channel",
         {"matrix": (_FP8, f"{_FP8}@row"), "stack": (f"{_FP8}@row",)},
         (),
         "a scale for each output",
-        "",
     ),
     OnlineScheme(
-        "fp8_per_block", _alike("fp8@128x128"), ("fp8@128x128:ue8m0",), "a float32 scale for each block of 128 x 128", ""
+        "fp8_per_block", _alike("fp8@128x128"), ("fp8@128x128:ue8m0",), "a float32 scale for each block of 128 x 128"
     ),
     OnlineScheme(
         "mxfp8",
@@ -80,7 +82,6 @@ SCHEMES = (
         {"matrix": ("int8@row", "int8"), "stack": ("int8@row",)},
         ("int8", "int8@tensor"),
         "a scale for each output of each expert",
-        "",
         linear=False,
     ),
     OnlineScheme(
@@ -88,7 +89,7 @@ SCHEMES = (
         {"matrix": ("nvfp4",), "stack": ()},
         ("nvfp4",),
         "a tensor scale for each expert",
-        "the inputs of experts in nvfp4 have one more scale for each token in vLLM; here, one for all tokens",
+        inputs_of_experts="the inputs of experts in nvfp4 have one more scale for each token in vLLM; here, they have one for all",
         linear=False,
     ),
 )  # fmt: skip

@@ -270,7 +270,7 @@ def as_vllm(context: Context, written: Conversion) -> PresetEffect:
     found = all_in(context, written.base)
     layers: dict[str, list[str]] = {}
     for name, tensor in context.tree.tensors.items():
-        if len(tensor.shape) < 2 or tensor.kind != "parameter" or context.tree.modules[name.rpartition(".")[0]] is None:
+        if len(tensor.shape) < 2 or tensor.kind != "parameter":
             continue
         module = name.removesuffix(".weight")
         if ".experts." in module:

@@ -222,8 +222,8 @@ def _sibling_names(context: Context, group: tuple[str, ...]) -> Iterator[str]:
 
 
 def _is_upright(context: Context, tensor: TensorInfo) -> bool:
-    """Return whether packed experts are [experts, outputs, inputs], as vLLM holds them: so transformers packs them if the files
-    store each expert, and also if the two weights of a layer have equal widths in the right places.
+    """Return whether packed experts are [experts, outputs, inputs], as vLLM holds them. transformers packs them so if the files
+    store each expert. If they are packed in the files, the shapes of a layer's two weights tell it.
     """
     if len(tensor.stored_as) > 1:
         return True
@@ -293,8 +293,8 @@ def _input_notes(context: Context, found: Mapping[str, OnlineScheme]) -> Iterato
     tensors = context.tree.tensors
     experts = {scheme.name for name, scheme in found.items() if _layer_of(context, tensors[name]).experts}
     for scheme in dict.fromkeys(found.values()):
-        if scheme.inputs and ("of experts" not in scheme.inputs or scheme.name in experts):
-            yield scheme.inputs
+        notes = (scheme.inputs, scheme.inputs_of_experts if scheme.name in experts else "")
+        yield from filter(None, notes)
     rounds = any(dtypes.quantizes_activations(scheme.measured("matrix")) for scheme in found.values())
     if rounds and context.activations == "none":
         yield "vLLM also rounds the inputs of layers that it quantizes, which the recipe leaves wide: drift --as vllm measures both"
