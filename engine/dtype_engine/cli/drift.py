@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 import msgspec
 
+from dtype_engine.cli.conversions import left_out_lines, open_as
 from dtype_engine.cli.options import HELD_OUT, LOGITS, MEASURING, REFERENCE, ModelCommand, json_option
 from dtype_engine.cli.parallel import over_workers, workers_option
 from dtype_engine.cli.program import (
@@ -31,6 +32,7 @@ from dtype_engine.cli.thresholds import all_limits, finite_status, threshold_opt
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 from dtype_engine.core.user_folders import expanded
+from dtype_engine.recipe.targets import SERVING
 from dtype_engine.results.as_json import as_json
 from dtype_engine.results.attribution import (
     AttributionReport,
@@ -49,6 +51,7 @@ from dtype_engine.results.thresholds import Verdict, verdicts
 
 if TYPE_CHECKING:
     from dtype_engine.checkpoint.source import Source
+    from dtype_engine.recipe.served import Served
     from dtype_engine.runtime.session.session import Session
 
 Run = Literal["reference", "candidate"]
@@ -129,6 +132,14 @@ Run = Literal["reference", "candidate"]
     help="Also print the drift by position in the sequence, which shows whether it grows along a long text. Reports and --json "
     "always have it.",
 )
+@click.option(
+    "--as",
+    "runtime",
+    type=click.Choice(SERVING),
+    help="Measure what this runtime computes with if it quantizes the checkpoint by the recipe while it loads it, as "
+    "`dtype-engine recipe convert --to vllm` tells it to: its scales, its one dtype for everything else, and its quantized "
+    "activations, unless --quantize-activations is given, too.",
+)
 @workers_option
 @threshold_options
 @json_option
@@ -145,6 +156,7 @@ def drift(
     suggest: bool,
     held_out_answers: bool,
     positions: bool,
+    runtime: str | None,
     workers: str | int | None,
     as_object: bool,
     **limits: Any,
@@ -169,7 +181,7 @@ def drift(
     if held_out_answers and request.options.held_out:
         raise UserError("--held-out-answers and --held-out exclude each other: there is one held-out text")
     source = request.locate()
-    session = request.open_session(source)
+    session, served = open_as(request, source, runtime)
     _refuse_before_measuring(session, tokens, save_pictures, force)
     answers = session.own_answers(on_progress=partial(say_share, "writing answers")) if held_out_answers else None
     unwritten = UnwrittenFiles()
@@ -201,7 +213,7 @@ def drift(
     held_out = None
     if answers is not None or request.options.held_out:
         held_out = session.held_out(answers, partial(say_share, "held-out inputs"))
-    details = _measure_details(session, report, attribution, suggest, held_out)
+    details = dataclasses.replace(_measure_details(session, report, attribution, suggest, held_out), served=served)
     if report_file is not None:
         from dtype_engine.cli.report import of_session, write_report
         from dtype_engine.reports.document import Measured
@@ -223,6 +235,8 @@ def drift(
     answer(details.text(report, reached))
     for text in texts:
         answer(generation_text(text))
+    for line in left_out_lines(served.conversion) if served is not None else ():
+        print_stderr(f"dtype-engine: {line}")
     note((*report.notices, *([held_out.sentence] if held_out is not None and held_out.sentence else [])))
     return _exit_status(reached, report, unwritten)
 
@@ -246,6 +260,8 @@ class _Details:
     held_out: HeldOut | None
     logits: GivenLogits | None
     """The file with the outputs of the reference or of the candidate."""
+    served: Served | None = None
+    """How the runtime serves the recipe as which --as measures it."""
 
     def as_json(self, report: DriftReport) -> dict[str, Any]:
         keys = {"floor": as_json(self.floor), "under_floor": self.meaning.word == "under the floor"}
@@ -256,6 +272,7 @@ class _Details:
         keys |= {"fitted_to": as_json(self.fitted_to)} if self.fitted_to is not None else {}
         keys |= {"held_out": as_json(self.held_out) | {"lost": self.held_out.lost}} if self.held_out is not None else {}
         keys |= {"logits": as_json(self.logits)} if self.logits is not None else {}
+        keys |= {"served": as_json(self.served)} if self.served is not None else {}
         return keys | ({"causes": as_json(self.causes)} if self.causes is not None else {})
 
     def text(self, report: DriftReport, reached: Sequence[Verdict]) -> str:

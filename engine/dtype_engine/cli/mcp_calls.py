@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import inspect
 import json as json_text
+import keyword
 import os
 import secrets
 import subprocess
@@ -193,10 +194,11 @@ def _sentence(error: BaseException) -> str:
 
 
 def _name(option: click.Option) -> str:
-    """Return a tool's parameter name for an option: the plural, such as `casts`, if the option may be repeated, else its own
-    name.
+    """Return a tool's parameter name for an option: the plural, such as `casts`, if the option may be repeated, another word if
+    its own is one of Python, else its own.
     """
-    return str(option.name) if option.multiple else option.opts[-1].removeprefix("--").replace("-", "_")
+    typed = option.opts[-1].removeprefix("--").replace("-", "_")
+    return str(option.name) if option.multiple or keyword.iskeyword(typed) else typed
 
 
 def _default(option: click.Option) -> str | int | float | bool | None:

@@ -10,25 +10,22 @@ import click
 import msgspec
 
 from dtype_engine.checkpoint.memory_fit import fit
+from dtype_engine.cli.conversions import left_out_lines, some_names
 from dtype_engine.cli.options import ModelCommand, force_option, json_option, sarif_option
 from dtype_engine.cli.program import NO, answer, answer_file, print_json, print_stderr
 from dtype_engine.cli.request import RunRequest
-from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.roundings import ROUNDINGS
 from dtype_engine.core.system_memory import total_memory
-from dtype_engine.core.text import printable
 from dtype_engine.core.units import human_bytes, plural
 from dtype_engine.recipe import Recipe, require_matches
 from dtype_engine.recipe.serving import RUNTIMES, lint_serving, serving_lines
-from dtype_engine.recipe.targets import TARGET_SUFFIXES, Context, Conversion, target_named
+from dtype_engine.recipe.targets import TARGET_SUFFIXES, Context, target_named
 from dtype_engine.results.as_json import as_json
 
 if TYPE_CHECKING:
     from dtype_engine.recipe.lint import Lint, RuleComparison
-
-_SHOWN = 4
 
 _file_argument = click.argument("file", type=click.Path(path_type=Path))
 _model_option = click.option(
@@ -100,7 +97,7 @@ def convert(
         return
     if output is None:
         answer_file(written.text)
-    for line in _left_out_lines(written):
+    for line in left_out_lines(written):
         print_stderr(f"dtype-engine: {line}")
 
 
@@ -113,24 +110,13 @@ def _write_imatrix(path: Path, file: Path, request: RunRequest, force: bool) -> 
     write_atomic(path, session.imatrix(), replace=force)
 
 
-def _left_out_lines(written: Conversion) -> list[str]:
-    lines = [f"note: {note}" for note in written.notes]
-    for entry in written.left_out:
-        what = "left out" if entry.part == "dtype" else "other scales"
-        lines.append(
-            f"{what}: {_some(entry.tensors)}: {entry.why}; planned {dtypes.short_name(entry.planned)}, "
-            f"gets {dtypes.short_name(entry.instead)}"
-        )
-    return lines
-
-
 @recipe.command(cls=ModelCommand, rules=False, runs=False)
 @_file_argument
 @click.option(
     "--for",
     "target",
     required=True,
-    type=click.Choice((*TARGET_SUFFIXES, *RUNTIMES)),
+    type=click.Choice(tuple(dict.fromkeys((*TARGET_SUFFIXES, *RUNTIMES)))),
     help="The tool whose matches are compared with those of dtype-engine, or a runtime (vllm or sglang) that would load an "
     "export.",
 )
@@ -178,7 +164,7 @@ def _lint_serving(sarif_of: Path | None, context: Context, target: str, as_objec
     elif as_object:
         print_json({"model": context.title, "loads": reading.loads} | as_json(reading))
     else:
-        for line in serving_lines(reading, lambda names: _some(tuple(names))):
+        for line in serving_lines(reading, lambda names: some_names(tuple(names))):
             answer(line)
     return NO if reading.findings else 0
 
@@ -195,7 +181,7 @@ def _lint_lines(reading: Lint) -> list[str]:
             f"{here} in dtype-engine"
         )
     for problem in reading.caches.problems:
-        lines += [f"! {problem.effect}: {problem.why}", f"    {_some(problem.tensors)}"]
+        lines += [f"! {problem.effect}: {problem.why}", f"    {some_names(problem.tensors)}"]
     if reading.patterns_differ:
         lines.append("the patterns differ; 'recipe convert' writes exact ones")
     elif not reading.differs:
@@ -211,9 +197,9 @@ def _rule_lines(rule: RuleComparison, target: str) -> list[str]:
     if rule.problem:
         lines.append(f"    {rule.problem}")
     if rule.only_here:
-        lines.append(f"    not in {target}: {_some(rule.only_here)}")
+        lines.append(f"    not in {target}: {some_names(rule.only_here)}")
     if rule.only_there:
-        lines.append(f"    only in {target}: {_some(rule.only_there)}")
+        lines.append(f"    only in {target}: {some_names(rule.only_there)}")
     if rule.beyond:
         lines.append(f"    {target} can't cast {rule.beyond:,} of them, whatever the pattern")
     return lines
@@ -250,11 +236,6 @@ def presets(request: RunRequest, as_object: bool) -> None:
         if planned is not None and not entry["fits_memory"]:
             answer(f"{'':28}  {fit(planned)}")
     answer(rounding_words())
-
-
-def _some(names: tuple[str, ...]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(map(printable, names[:_SHOWN])) + more
 
 
 def _from_file(file: Path, request: RunRequest) -> Context:

@@ -1,7 +1,7 @@
 """The table of dtypes: names, bits, range, and the blocks of storage formats.
 
 Names are torch's. A storage dtype is only stored and not computed in, such as float8 or int8. It has one scale for each output
-channel or, if its name ends in `@tensor`, one for the whole tensor. Formats with a scale for each block have the names that
+channel, or those that the end of its name says (`Scales`). Formats with a scale for each block have the names that
 quantizers and runtimes use; `block_formats` describes their blocks, and `llama_types` llama.cpp's own types. Ranges are from the
 definitions of the formats (IEEE 754; OCP FP8 for the float8 types; OCP MX for 4 and 6 bits); tests compare them with `torch.finfo`
 and `ml_dtypes`.
@@ -26,6 +26,10 @@ STORED = "stored"
 
 
 PER_TENSOR = "@tensor"
+Scales = Literal["channel", "row", "tensor", "fused"]
+"""What has one scale in a format without blocks: an index of the first dimension; a row of the last, so that each output of each
+expert has its own (`@row`); the whole tensor (`@tensor`); or all tensors together that runtimes fuse into one layer (`@fused`).
+"""
 
 
 class DType(msgspec.Struct, frozen=True):
@@ -45,8 +49,8 @@ class DType(msgspec.Struct, frozen=True):
     """The largest finite value."""
     tiny: float = 0.0
     """The smallest positive normal value."""
-    per_tensor: bool = False
-    """Whether a tensor has one scale for all its values, instead of one for each output channel or block."""
+    scales: Scales = "channel"
+    """What has one scale, in a format with scales and without blocks."""
     blocks: Blocks | None = None
     code_dtype: str = ""
     """torch's name for the dtype of the codes while a model runs, such as float8_e4m3fn for mxfp4. "": this dtype itself."""
@@ -54,11 +58,18 @@ class DType(msgspec.Struct, frozen=True):
     """The rounding of a format, a name in `roundings.ROUNDINGS`. "": the nearest value under the scale of the largest |value|."""
     llama: LlamaType | None = None
     """The type of llama.cpp that this is, or None. A running model holds its values as float32, without their scales."""
+    weight_only: bool = False
+    """Whether runtimes leave the activations that weights in this format multiply unquantized."""
 
     @property
     def torch_name(self) -> str:
         """torch's name for the dtype in a running model. For a format with scales, the dtype of its codes."""
-        return self.code_dtype or self.name.removesuffix(PER_TENSOR)
+        return self.code_dtype or self.name.partition("@")[0]
+
+    @property
+    def per_tensor(self) -> bool:
+        """Whether a tensor has one scale for all its values, instead of one for each output channel, row or block."""
+        return self.scales in ("tensor", "fused")
 
 
 def _float(
@@ -96,20 +107,30 @@ SCALE_BYTES = 4
 """Size in bytes of the scale of a channel or tensor, which is a float32."""
 PER_CHANNEL_SCALES = ("float8_e4m3fn", "float8_e5m2", "int8")
 
-_PER_TENSOR_SCALES = tuple(
+_OTHER_SCALES: dict[Scales, tuple[str, ...]] = {
+    "tensor": PER_CHANNEL_SCALES, "fused": ("float8_e4m3fn",), "row": ("float8_e4m3fn", "int8"),
+}  # fmt: skip
+"""The dtypes that also exist with other scales than one for each channel."""
+_WITH_OTHER_SCALES = tuple(
     msgspec.structs.replace(
-        dtype, name=dtype.name + PER_TENSOR, short_name=dtype.short_name + "@t", safetensors=None, per_tensor=True
+        dtype,
+        name=f"{dtype.name}@{scales}",
+        short_name=f"{dtype.short_name}@{scales[0]}",
+        safetensors=None,
+        scales=scales,
+        weight_only=scales == "row" and dtype.kind == "int",
     )
+    for scales, names in _OTHER_SCALES.items()
     for dtype in _TABLE
-    if dtype.name in PER_CHANNEL_SCALES
+    if dtype.name in names
 )
 
 _MX_E4M3 = DType("", "", 8, "float", None, 4, 3, 448.0, 2.0**-6, code_dtype="float8_e4m3fn")
 _MX_E2M1 = DType("", "", 4, "float", None, 2, 1, 6.0, 1.0, code_dtype="float8_e4m3fn")
 _E2M3 = DType("", "", 6, "float", None, 2, 3, 7.5, 1.0, code_dtype="float8_e4m3fn")
 _E3M2 = DType("", "", 6, "float", None, 3, 2, 28.0, 2.0**-2, code_dtype="float8_e4m3fn")
-_INT4 = DType("", "", 4, "int", None, max=7, code_dtype="int8")
-_INT8 = DType("", "", 8, "int", None, max=127, code_dtype="int8")
+_INT4 = DType("", "", 4, "int", None, max=7, code_dtype="int8", weight_only=True)
+_INT8 = DType("", "", 8, "int", None, max=127, code_dtype="int8", weight_only=True)
 
 
 def _format(name: str, short_name: str, element: DType, blocks: Blocks) -> DType:
@@ -176,7 +197,7 @@ _LLAMA = (
 )
 
 BY_NAME: dict[str, DType] = {
-    dtype.name: dtype for dtype in (*_TABLE, *_PER_TENSOR_SCALES, *_BLOCK_FORMATS, *_ROUNDED, *_LLAMA)
+    dtype.name: dtype for dtype in (*_TABLE, *_WITH_OTHER_SCALES, *_BLOCK_FORMATS, *_ROUNDED, *_LLAMA)
 }
 BY_SAFETENSORS: dict[str, DType] = {dtype.safetensors: dtype for dtype in _TABLE if dtype.safetensors}
 
@@ -184,10 +205,10 @@ COMPUTE_DTYPES = ("float64", "float32", "bfloat16", "float16")
 """The dtypes in which a forward pass can compute, largest first."""
 WHOLE_SCALE_DTYPES = (
     *PER_CHANNEL_SCALES,
-    *(dtype.name for dtype in _PER_TENSOR_SCALES),
+    *(dtype.name for dtype in _WITH_OTHER_SCALES),
     *(dtype.name for dtype in _ROUNDED if dtype.blocks is None),
 )
-"""Formats with one-byte codes and a float32 scale for each output channel or tensor; see `runtime/numerics/quantize.py`."""
+"""Formats with one-byte codes and a float32 scale for each output channel, row or tensor; see `runtime/numerics/quantize.py`."""
 BLOCK_FORMATS = tuple(dtype.name for dtype in (*_BLOCK_FORMATS, *_ROUNDED) if dtype.blocks is not None)
 """Formats with codes and a scale for each block; see `runtime/formats/`."""
 STORAGE_DTYPES = WHOLE_SCALE_DTYPES + BLOCK_FORMATS + tuple(BY_DTYPE)
@@ -211,7 +232,9 @@ _ALIASES = {
     "e4m3fn": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "float8_e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2",
     "fp8_e5m2": "float8_e5m2", "keep": STORED, "original": STORED,
 }  # fmt: skip
-_SCALES = {"tensor": PER_TENSOR, "t": PER_TENSOR, "channel": "", "c": ""}
+_SCALES = {"channel": "", "c": ""} | {
+    word: f"@{scales}" for scales in _OTHER_SCALES for word in (scales, scales[0])
+}  # fmt: skip
 
 
 def short_name(name: str) -> str:
@@ -291,7 +314,8 @@ def _named(whole: str) -> str | None:
     if whole in names:
         return names[whole]
     if at and word in names and names[word] in PER_CHANNEL_SCALES and scale in _SCALES:
-        return names[word] + _SCALES[scale]
+        found = names[word] + _SCALES[scale]
+        return found if found in BY_NAME else None
     return None
 
 
@@ -338,7 +362,8 @@ def _typed(name: str) -> str:
 def has_channel_scales(shape: Sequence[int], dtype: str) -> bool:
     """Return whether a tensor gets one scale per output channel (its first dimension) in a format with scales."""
     row = BY_NAME[dtype]
-    return len(shape) >= 2 and not row.per_tensor and row.blocks is None and row.llama is None
+    by_channel = row.scales == "channel" or (row.scales == "row" and len(shape) == 2)
+    return len(shape) >= 2 and by_channel and row.blocks is None and row.llama is None
 
 
 def scale_count(shape: Sequence[int], dtype: str) -> int:
@@ -346,6 +371,8 @@ def scale_count(shape: Sequence[int], dtype: str) -> int:
     blocks = BY_NAME[dtype].blocks
     if blocks is not None:
         return math.prod(scale_grid(shape, blocks))
+    if BY_NAME[dtype].scales == "row" and len(shape) > 2:
+        return math.prod(shape[:-1])
     return shape[0] if has_channel_scales(shape, dtype) else 1
 
 
@@ -357,12 +384,10 @@ def padded(shape: Sequence[int], dtype: str) -> bool:
 
 def quantizes_activations(dtype: str) -> bool:
     """Return whether runtimes that serve weights in this format also round the activations that these multiply: to this format or,
-    for a type of llama.cpp, to 8 bits (`LlamaType.inputs`). They do not for integers in groups.
+    for a type of llama.cpp, to 8 bits (`LlamaType.inputs`). They do not for integers in groups and in `int8@row`.
     """
     row = BY_NAME.get(dtype)
-    if row is None or dtype not in STORAGE_DTYPES:
-        return False
-    return row.blocks is None or row.blocks.packing != "words"
+    return row is not None and dtype in STORAGE_DTYPES and not row.weight_only
 
 
 def block_words(dtype: str) -> str:

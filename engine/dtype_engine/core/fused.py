@@ -56,8 +56,8 @@ def fused_name(group: Sequence[str]) -> str:
 
 def scale_groups(planned: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
     """Return the groups of weights that share a tensor scale, as a mapping from each weight's name to the names of its whole group.
-    The members of a fused group share it if they have the same format with tensor scales (NVFP4), whatever its rounding. planned:
-    dtypes by weight name.
+    The members of a fused group share it if they have the same format with such scales (NVFP4, `fp8@fused`), whatever its rounding.
+    planned: dtypes by weight name.
     """
     shared: dict[str, tuple[str, ...]] = {}
     with_scale = [name for name, dtype in planned.items() if _has_tensor_scale(dtype)]
@@ -82,7 +82,7 @@ def whole_scale_group(name: str, dtype: str, names: Collection[str]) -> tuple[st
 
 def _has_tensor_scale(dtype: str) -> bool:
     row = dtypes.BY_NAME.get(dtype)
-    return row is not None and row.blocks is not None and row.blocks.tensor_scale
+    return row is not None and (row.scales == "fused" or (row.blocks is not None and row.blocks.tensor_scale))
 
 
 def split_groups(planned: Mapping[str, str]) -> tuple[tuple[str, ...], ...]:

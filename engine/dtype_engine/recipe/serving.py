@@ -27,7 +27,8 @@ Effect = Literal["refused", "other values", "stays wide", "slower"]
 
 _VLLM = "vllm/model_executor/layers/quantization"
 _SGLANG = "python/sglang/srt/layers/quantization"
-_ROUTERS = ("gate", "router", "shared_expert_gate")
+ROUTERS = ("gate", "router", "shared_expert_gate")
+"""The names of layers that choose experts."""
 _MARLIN_OUT, _MARLIN_IN = 64, 128
 
 
@@ -125,7 +126,7 @@ def _not_written(export: _Export, refused: Mapping[str, str | None]) -> Iterator
 
 def _routers(export: _Export) -> Iterator[Finding]:
     """Yield a finding if routers of experts are quantized: runtimes create routers without parameters for scales."""
-    names = tuple(name for name in export.quantised if layer_name(name) in _ROUTERS)
+    names = tuple(name for name in export.quantised if layer_name(name) in ROUTERS)
     if names:
         models = "vllm/model_executor" if export.runtime == "vllm" else "python/sglang/srt"
         source = f"{models}/models/mixtral.py: ReplicatedLinear(quant_config=None)"

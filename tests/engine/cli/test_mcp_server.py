@@ -53,8 +53,8 @@ RUNNING = (
     "reference_execution"
 )
 OF_DRIFT = (
-    "model casts generate causes suggest positions max_kl min_sqnr min_top1 json component architecture precision floor modules "
-    "acceptance " + RUNNING
+    "model casts generate causes suggest positions runtime max_kl min_sqnr min_top1 json component architecture precision floor "
+    "modules acceptance " + RUNNING
 )
 OFFERED = {
     "inspect": "model casts preset json depth sort component architecture",

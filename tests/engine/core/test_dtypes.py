@@ -43,7 +43,8 @@ def test_common_dtype_names_are_parsed() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["bfloat17", "", "int64", "bool", "float8_e8m0fnu", "bf16@tensor", "fp8@row", "@tensor", "fp8@"]
+    "text",
+    ["bfloat17", "", "int64", "bool", "float8_e8m0fnu", "bf16@tensor", "fp8@rows", "fp8e5@row", "@tensor", "fp8@"],
 )
 def test_invalid_dtype_is_refused_in_one_sentence(text: str) -> None:
     with pytest.raises(UserError) as caught:

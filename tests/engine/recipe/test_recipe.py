@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from math import prod
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -96,7 +98,8 @@ def test_planned_bytes_are_the_sum_over_saved_tensors(recipe: Recipe) -> None:
             continue
         total += tensor.numel * dtypes.BY_NAME[dtype].bits // 8
         if dtype != tensor.dtype and dtype in dtypes.STORAGE_DTYPES:
-            total += 4 * (tensor.shape[0] if len(tensor.shape) > 1 and not dtype.endswith("@tensor") else 1)
+            of_all = len(tensor.shape) < 2 or dtype.endswith(("@tensor", "@fused"))
+            total += 4 * (1 if of_all else prod(tensor.shape[:-1] if dtype.endswith("@row") else tensor.shape[:1]))
     assert plan.planned_bytes == total
     assert TREE.totals(plan.dtypes)[""].total_bytes == total
 

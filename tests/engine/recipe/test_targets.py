@@ -246,6 +246,55 @@ def as_comfyui(context: Context, written: Conversion) -> PresetEffect:
     return found
 
 
+VLLM_SCHEMES: dict[tuple[str, int], tuple[str, ...]] = {
+    ("fp8_per_tensor", 2): ("float8_e4m3fn@fused",),
+    ("fp8_per_tensor", 3): ("float8_e4m3fn",),
+    ("fp8_per_channel", 2): ("float8_e4m3fn", "float8_e4m3fn@row"),
+    ("fp8_per_channel", 3): ("float8_e4m3fn@row",),
+    **{("fp8_per_block", ndim): ("fp8@128x128",) for ndim in (2, 3)},
+    **{("mxfp8", ndim): ("mxfp8:rceil",) for ndim in (2, 3)},
+    **{("mxfp4", ndim): ("mxfp4", "mxfp4:even") for ndim in (2, 3)},
+    ("int8_per_channel_weight_only", 2): ("int8@row", "int8"),
+    ("int8_per_channel_weight_only", 3): ("int8@row",),
+    **{("nvfp4_per_token", ndim): ("nvfp4",) for ndim in (2, 3)},
+}
+"""The formats with the scales of vLLM's online schemes, by the dimensions of the weight."""
+VLLM_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+
+def as_vllm(context: Context, written: Conversion) -> PresetEffect:
+    """Apply `quantization_config.targets`: a layer takes the scheme whose pattern it matches (`re.match`), fused layers one by one
+    and all with the same result, experts as the one layer that holds them.
+    """
+    targets = json.loads(written.text)["targets"]
+    found = all_in(context, written.base)
+    layers: dict[str, list[str]] = {}
+    for name, tensor in context.tree.tensors.items():
+        if len(tensor.shape) < 2 or tensor.kind != "parameter":
+            continue
+        module = name.removesuffix(".weight")
+        if ".experts." in module:
+            module = module.partition(".experts.")[0] + ".experts"
+        fused = next((key for key, parts in VLLM_FUSED.items() if module.rpartition(".")[2] in parts), None)
+        layers.setdefault(f"{module.rpartition('.')[0]}.{fused}" if fused else module, []).append(name)
+    for layer, names in layers.items():
+        shards = [f"{layer.rpartition('.')[0]}.{part}" for part in VLLM_FUSED.get(layer.rpartition(".")[2], ())] or [
+            layer
+        ]
+        hits = [[key for key in targets if re.match(key.removeprefix("re:"), shard)] for shard in shards]
+        assert all(len(each) <= 1 for each in hits)
+        assert len({targets[key] for each in hits for key in each}) <= 1
+        assert all(hits) or not any(hits)
+        for name in names if all(hits) else ():
+            tensor, planned = context.tree.tensors[name], context.plan.dtypes[name]
+            scheme = targets[hits[0][0]]
+            assert layer.endswith(".experts") or scheme.startswith(("fp8", "mxfp"))
+            same = VLLM_SCHEMES[scheme, len(tensor.shape)]
+            alone = scheme == "fp8_per_tensor" and len(names) == 1 and len(tensor.shape) == 2 and "experts" not in layer
+            found[name] = planned if planned in same or (alone and planned.endswith("@tensor")) else same[0]
+    return found
+
+
 def as_diffusers(context: Context, written: Conversion) -> PresetEffect:
     """Apply layerwise casting from the root down: a pattern found anywhere in a name spares the module and all below it."""
     body = ast.parse(written.text).body
@@ -383,6 +432,7 @@ READERS: dict[str, Callable[[Context, Conversion], PresetEffect]] = {
     "transformers": as_transformers,
     "modelopt": as_modelopt,
     "comfyui": as_comfyui,
+    "vllm": as_vllm,
 }
 
 
@@ -402,7 +452,9 @@ def test_converted_recipe_of_every_target_gives_the_planned_dtypes(target: str, 
             assert (entry.planned, entry.instead) == (planned, got), tensor.name
             assert entry.part == "scale" or got != planned
             if entry.part == "scale" and target != "llama.cpp":
-                assert len({dtype.removesuffix("@tensor").partition(":")[0] for dtype in (got, planned)}) == 1
+                assert (
+                    len({re.sub("@(tensor|fused|row)$", "", dtype).partition(":")[0] for dtype in (got, planned)}) == 1
+                )
         elif tensor.castable:
             assert got == planned, tensor.name
         else:
@@ -690,7 +742,14 @@ def test_convert_command_uses_the_model_that_the_recipe_file_names(
         assert run(cli, "dtype-engine", ["recipe", "convert", file, "--to", target]) == 0
         said = capsys.readouterr()
         assert said.out
-        assert "left out: " in said.err or target in ("torchao", "llm-compressor", "modelopt", "comfyui", "diffusers")
+        assert "left out: " in said.err or target in (
+            "torchao",
+            "llm-compressor",
+            "modelopt",
+            "comfyui",
+            "diffusers",
+            "vllm",
+        )
         written = ["recipe", "convert", file, "--to", target, "-o", str(tmp_path / target)]
         assert run(cli, "dtype-engine", written) == 0
         assert capsys.readouterr().out == ""

@@ -350,3 +350,63 @@ def test_llama_cpp_lines_match_gguf_names() -> None:
             continue
         hits = [type_ for pattern, _, type_ in lines if re.search(pattern, lookup.get_name(name, (".weight",)))]
         assert hits == [short[context.plan.dtypes[name]]], name
+
+
+VLLM_RECIPES: dict[str, tuple[Rule, ...]] = {
+    "one scheme": (Rule("type:Linear", "float8_e4m3fn"),),
+    "without some": (Rule("type:Linear", "fp8@128x128"), Rule("*.o_proj", "bfloat16"), Rule("*.layers.3", "bfloat16")),
+    "two schemes": (Rule("*.mlp", "mxfp4"), Rule("*.self_attn", "mxfp8")),
+    "by layers": (Rule("*.layers.{0..5}.mlp", "mxfp4"), Rule("*.layers.{6..11}.mlp", "float8_e4m3fn@tensor")),
+    "experts": (Rule("*.experts", "int8@row"), Rule("*.self_attn", "float8_e4m3fn@fused")),
+    "experts by layers": (Rule("*.layers.{0,10}.mlp.experts", "nvfp4"), Rule("*.layers.1.mlp.experts", "mxfp8")),
+}
+VLLM_NAMES = {
+    "float8_e4m3fn": "fp8_per_channel", "float8_e4m3fn@tensor": "fp8_per_tensor", "float8_e4m3fn@fused": "fp8_per_tensor",
+    "fp8@128x128": "fp8_per_block", "int8@row": "int8_per_channel_weight_only", "nvfp4": "nvfp4_per_token",
+}  # fmt: skip
+PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+"""vLLM's `packed_modules_mapping` for Llama and Qwen3."""
+
+
+@pytest.mark.parametrize("recipe", VLLM_RECIPES)
+def test_vllm_reads_its_configuration_and_finds_the_planned_scheme_of_every_layer(recipe: str) -> None:
+    config = pytest.importorskip("vllm.config.quantization")
+    patterns = pytest.importorskip("vllm.model_executor.layers.quantization.utils.config_utils")
+    import transformers
+
+    small: dict[str, Any] = {"vocab_size": 32, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 12}
+    small |= {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32}
+    with torch.device("meta"):
+        if recipe.startswith("experts"):
+            experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+            model: nn.Module = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**small, **experts))
+        else:
+            model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**small))
+    context, written = converted("vllm", model.to(torch.bfloat16), *VLLM_RECIPES[recipe])
+    args = config.QuantizationConfigArgs(**json.loads(written.text))
+    assert (args.linear, args.moe, args.ignore) == (None, None, [])
+    planned = context.plan.dtypes
+    found: dict[str, int] = {}
+    for layer in range(12):
+        at = f"model.layers.{layer}"
+        for local, weight in (
+            ("self_attn.qkv_proj", "self_attn.k_proj.weight"),
+            ("self_attn.o_proj", "self_attn.o_proj.weight"),
+            ("mlp.gate_up_proj", "mlp.up_proj.weight"),
+            ("mlp.down_proj", "mlp.down_proj.weight"),
+            ("mlp.experts", "mlp.experts.down_proj"),
+            ("mlp.gate", "mlp.gate.weight"),
+        ):
+            if f"{at}.{weight}" not in planned:
+                continue
+            matched = patterns.find_matching_patterns(f"{at}.{local}", args.targets, PACKED, use_fnmatch=True)
+            schemes = {args.targets[pattern] for each in matched for pattern in each}
+            form = planned[f"{at}.{weight}"]
+            wanted = set() if form == "bfloat16" else {VLLM_NAMES.get(form, form)}
+            assert schemes == wanted, f"{at}.{local}"
+            assert all(len(each) == len(wanted) for each in matched), "a pattern for each part of a fused layer"
+            for scheme in schemes:
+                found[scheme] = found.get(scheme, 0) + 1
+    assert sum(found.values()) >= 3
+    heads = patterns.find_matching_patterns("lm_head", args.targets, PACKED, use_fnmatch=True)
+    assert heads == [set()]

@@ -19,8 +19,12 @@ TARGET_SUFFIXES = {
     "transformers": ".py",
     "modelopt": ".json",
     "comfyui": ".json",
+    "vllm": ".json",
 }
 """The name of every target, and the extension of the file that the tool reads. A target's module is imported only when used."""
+
+SERVING = ("vllm",)
+"""The targets that are runtimes, which quantize a checkpoint while they load it."""
 
 
 def target_named(name: str) -> Target:
@@ -31,4 +35,4 @@ def target_named(name: str) -> Target:
     return target
 
 
-__all__ = ["TARGET_SUFFIXES", "Context", "Conversion", "target_named"]
+__all__ = ["SERVING", "TARGET_SUFFIXES", "Context", "Conversion", "target_named"]

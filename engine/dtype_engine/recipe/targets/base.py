@@ -239,6 +239,8 @@ class Quantizer(Target):
     """The dtypes to which the tool quantizes."""
     by_transformers: ClassVar[bool] = True
     """Whether transformers loads the model, which keeps modules in float32 if the model's code requires this."""
+    bases: ClassVar[Sequence[str]] = dtypes.COMPUTE_DTYPES
+    """The dtypes in which the tool can load everything that it does not quantize."""
 
     def matchable(self, context: Context) -> frozenset[str]:
         return frozenset(self.weights(context).values())
@@ -256,18 +258,11 @@ class Quantizer(Target):
     def split(self, context: Context) -> Split:
         """Return the part of the context's plan that the tool can apply."""
         planned = context.plan.dtypes
-        low: dict[str, str] = {}
-        refused: dict[str, str] = {}
-        for tensor in context.in_scope():
-            dtype = planned[tensor.name]
-            if dtype in dtypes.STORAGE_DTYPES:
-                why = self.refusal(context, tensor, dtype)
-                if why is None:
-                    low[tensor.name] = dtype
-                else:
-                    refused[tensor.name] = why
+        reasons = self.refusals(context)
+        low = {name: planned[name] for name, why in reasons.items() if why is None}
+        refused = {name: why for name, why in reasons.items() if why is not None}
         others = [tensor for tensor in context.in_scope() if tensor.name not in low]
-        base = _common_dtype([tensor for tensor in others if tensor.persistent], planned)
+        base = _common_dtype([tensor for tensor in others if tensor.persistent], planned, self.bases)
         losses = UnsupportedList()
         for tensor in others:
             dtype = planned[tensor.name]
@@ -279,14 +274,26 @@ class Quantizer(Target):
                     reason = reason or "transformers keeps this module in float32 when it loads the model"
                 instead = kept
             if reason is None and dtype != instead:
+                among = f", {' or '.join(self.bases)}" if dtype not in self.bases else ""
                 reason = (
-                    f"{self.title} has one dtype for everything it does not quantize"
+                    f"{self.title} has one dtype for everything it does not quantize{among}"
                     if tensor.persistent
                     else f"{self.title} leaves non-persistent buffers as they are"
                 )
             if reason is not None:
                 losses.add(tensor.name, dtype, instead, reason)
         return Split(low, base, losses)
+
+    def refusals(self, context: Context) -> dict[str, str | None]:
+        """Return why the tool can't quantize a weight to its planned dtype, or None if it can, by the weight's name. Weights whose
+        planned dtype has no scales are left out.
+        """
+        planned = {tensor: context.plan.dtypes[tensor.name] for tensor in context.in_scope()}
+        return {
+            tensor.name: self.refusal(context, tensor, dtype)
+            for tensor, dtype in planned.items()
+            if dtype in dtypes.STORAGE_DTYPES
+        }
 
     def refusal(self, context: Context, tensor: TensorInfo, dtype: str) -> str | None:
         """Return why the tool can't quantize a tensor to this dtype, or None if it can."""
@@ -310,18 +317,18 @@ class Quantizer(Target):
         return None
 
 
-def _common_dtype(tensors: Sequence[TensorInfo], planned: Mapping[str, str]) -> str:
-    """Return the compute dtype that most elements of these tensors have under the plan. If no tensor has a compute dtype there, the
-    stored dtypes decide. If none of these is a compute dtype either, the result is float32.
+def _common_dtype(tensors: Sequence[TensorInfo], planned: Mapping[str, str], among: Sequence[str]) -> str:
+    """Return the dtype of `among` that most elements of these tensors have under the plan. If no tensor has one of them there, the
+    stored dtypes decide. If these are others, too, the result is float32 or, if that is not in `among`, the first of them.
     """
     for dtype_by_name in (planned, {tensor.name: tensor.dtype for tensor in tensors}):
-        elements = dict.fromkeys(dtypes.COMPUTE_DTYPES, 0)
+        elements = dict.fromkeys(among, 0)
         for tensor in tensors:
             if (dtype := dtype_by_name[tensor.name]) in elements:
                 elements[dtype] += tensor.numel
         if any(elements.values()):
             return max(elements, key=elements.__getitem__)  # on a tie, the first in the table
-    return "float32"
+    return "float32" if "float32" in among else among[0]
 
 
 def as_comment(lines: Iterable[str]) -> str:

@@ -24,6 +24,7 @@ SCALING = {
 """torchao's `ScaleCalculationMode` for each MX format. A format without a rule in its name has the rule of compressed-tensors: EVEN
 for mxfp4; for mxfp8 RCEIL, except for blocks whose largest |value| is 1.75 times a power of two.
 """
+_WHOLE = tuple(name for name in dtypes.WHOLE_SCALE_DTYPES if dtypes.BY_NAME[name].scales in ("channel", "tensor"))
 BLOCKS = (*SCALING, "nvfp4")
 """The formats in torchao's prototype of block formats, which has MX formats only with quantized activations."""
 MADE_AS = "0.18"
@@ -35,7 +36,7 @@ class Torchao(Quantizer):
     matcher = "exact names of modules or parameters, or 're:' and re.fullmatch"
     precedence = "exact first"
     kinds = frozenset({"Linear", "Embedding"})
-    formats = (*dtypes.WHOLE_SCALE_DTYPES, *GROUPED, *BLOCKS)
+    formats = (*_WHOLE, *GROUPED, *BLOCKS)
 
     def write(self, context: Context) -> Conversion:
         quantised_inputs = context.activations == "weights"

@@ -12,7 +12,7 @@ import torch
 from dtype_engine.core import dtypes
 from dtype_engine.core.block_formats import Blocks, matrices
 from dtype_engine.runtime.formats.blocks import chunks, spread
-from dtype_engine.runtime.formats.row_blocks import Rows, as_rows, chunk_elements, parallel_map, row_slices
+from dtype_engine.runtime.formats.row_blocks import Rows, chunk_elements, parallel_map, row_slices
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -72,14 +72,14 @@ def dequantize_block(codes: torch.Tensor, scale: torch.Tensor, workspace: Worksp
 def dequantize(
     codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, blocks: Blocks | None = None
 ) -> torch.Tensor:
-    """Return the values of `codes` in `dtype`, computed a few rows at a time to save memory. scale: float32 [channels] or [1] or,
-    with `blocks` of a block format, [blocks down, blocks across].
+    """Return the values of `codes` in `dtype`, computed a few rows at a time to save memory. scale: float32 [channels], [rows of
+    all matrices] or [1] or, with `blocks` of a block format, [blocks down, blocks across].
     """
     if blocks is not None:
         count, height, width = matrices(codes.shape, blocks.columns)
         return dequantize_blocks(codes.reshape(count * height, width), codes.shape, scale, dtype, blocks)
-    per_channel = codes.ndim >= 2 and len(scale) == codes.shape[0]
-    rows = as_rows(codes) if per_channel else codes.reshape(-1, 1)
+    several = len(scale) > 1
+    rows = codes.reshape(len(scale), codes.numel() // len(scale)) if several else codes.reshape(-1, 1)
     values = torch.empty(rows.shape, dtype=dtype, device=codes.device)
     blocks_of_rows = row_slices(rows)
 
@@ -87,7 +87,7 @@ def dequantize(
         buffers = Workspace.like(rows[blocks_of_rows[0]].shape, dtype_name(codes.dtype), torch.float32, codes.device)
         for block in map(blocks_of_rows.__getitem__, indices):
             workspace = buffers.first(len(rows[block]))
-            values[block] = dequantize_block(rows[block], (scale[block] if per_channel else scale)[:, None], workspace)
+            values[block] = dequantize_block(rows[block], (scale[block] if several else scale)[:, None], workspace)
 
     parallel_map(work, len(blocks_of_rows), codes.device)
     return values.view(codes.shape)

@@ -13,6 +13,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from dtype_engine.core import dtypes
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import Cancelled
 
@@ -153,8 +154,12 @@ def _worker_threads(count: int) -> ThreadPoolExecutor:
 os.register_at_fork(after_in_child=_worker_threads.cache_clear)  # a forked process has none of the threads
 
 
-def as_rows(tensor: torch.Tensor | Values) -> Rows:
-    """Return a view of a tensor as a matrix: [channels, everything else], or [1, elements] if it has fewer than two dimensions."""
+def as_rows(tensor: torch.Tensor | Values, dtype: str | None = None) -> Rows:
+    """Return a view of a tensor as a matrix: [channels, everything else], or [1, elements] if it has fewer than two dimensions. If
+    the format `dtype` has a scale for each row, the matrix is [rows, values of a row].
+    """
     if len(tensor.shape) >= 2:
-        return tensor.reshape(tensor.shape[0], math.prod(tensor.shape[1:]))
+        by_row = dtype is not None and dtypes.BY_NAME[dtype].scales == "row"
+        count = math.prod(tensor.shape[:-1]) if by_row else tensor.shape[0]
+        return tensor.reshape(count, tensor.shape[-1] if by_row else math.prod(tensor.shape[1:]))
     return tensor.reshape(1, tensor.numel())

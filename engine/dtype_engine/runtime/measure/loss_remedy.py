@@ -77,8 +77,8 @@ def holding_dtype(tensor: TensorInfo, dtype: str, count: Count) -> str:
     `STORED` if no such dtype has fewer bits than the stored one. count: counts the values that a cast to a dtype loses.
     """
     nearest = []
-    if dtypes.BY_NAME[dtype].per_tensor:
-        nearest.append(dtype.removesuffix(dtypes.PER_TENSOR))
+    if (row := dtypes.BY_NAME[dtype]).per_tensor:
+        nearest.append(row.torch_name)
     nearest += ["bfloat16", "float32"]
     stored_bits = dtypes.BY_NAME[tensor.dtype if tensor.dtype in dtypes.BY_NAME else "float32"].bits
     for candidate in nearest:

@@ -2,7 +2,7 @@
 computed from the activations themselves, unless the files have one for all inputs of a layer (a static scale).
 
 - fp8 and int8: one scale for each token, amax / 448 or amax / 127 over its channels (vLLM's `dynamic_per_token_scaled_fp8_quant`
-  and `dynamic_scaled_int8_quant`), even if the weight has one scale for the whole tensor.
+  and `dynamic_scaled_int8_quant`), whatever has one scale in the weight.
 - Block formats: blocks lie along the channels of a token, with the block length and the scale rule of the weight. For fp8 in blocks
   of 128 x 128, a block is 128 channels of one token. NVFP4's tensor scale is computed from all tokens of the operation, or
   is the static one.
@@ -61,7 +61,7 @@ def quantize_activations(values: torch.Tensor, dtype: str, scale: float | None =
     elif row.blocks is None and scale is not None:
         found = _with_scale(rows, row, scale)
     elif row.blocks is None:
-        found = values_in(rows, dtype.removesuffix(dtypes.PER_TENSOR), values.dtype)
+        found = values_in(rows, row.torch_name, values.dtype)
     else:
         element = msgspec.structs.replace(row, blocks=msgspec.structs.replace(row.blocks, rows=1))
         found = rounded(rows, element, None if scale is None else scale * LARGEST)

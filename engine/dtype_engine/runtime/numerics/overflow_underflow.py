@@ -137,11 +137,11 @@ def _listed(loss: ValueLoss) -> ValueLoss | None:
 
 def _rows(original: torch.Tensor | Values, dtype: str) -> Rows:
     """Return a view of a tensor as a matrix [rows, width]. If `dtype` has block scales, its blocks are parts of this matrix.
-    Otherwise, each row is an output channel.
+    Otherwise, each row is an output channel, or has a scale of its own.
     """
     blocks = dtypes.BY_NAME[dtype].blocks
     if blocks is None:
-        return as_rows(original)
+        return as_rows(original, dtype)
     count, height, width = matrices(original.shape, blocks.columns)
     return original.reshape(count * height, width)
 

@@ -103,10 +103,11 @@ call.
 
 
 def _in_pieces(tensor: torch.Tensor, dtype: str, on_piece: OnPiece) -> None:
-    quantized, per_channel = dtype in dtypes.STORAGE_DTYPES, dtypes.has_channel_scales(tensor.shape, dtype)
-    rows = as_rows(tensor) if quantized and per_channel else tensor.reshape(-1)
+    quantized = dtype in dtypes.STORAGE_DTYPES
+    several = quantized and tensor.ndim >= 2 and not dtypes.BY_NAME[dtype].per_tensor
+    rows = as_rows(tensor, dtype) if several else tensor.reshape(-1)
     pieces, top = row_slices(rows), dtypes.BY_NAME[dtype].max
-    of_all = amax_to_scale(torch.tensor([finite_amax(tensor)]), top) if quantized and not per_channel else None
+    of_all = amax_to_scale(torch.tensor([finite_amax(tensor)]), top) if quantized and not several else None
     wide = torch.float64 if tensor.dtype == torch.float64 or dtype == "float64" else torch.float32
 
     def work(numbers: Iterable[int]) -> None:

@@ -1,8 +1,9 @@
 """Quantizes a tensor to a format with scales, such as float8 or int8.
 
 A tensor w in `float8_e4m3fn`, `float8_e5m2` or `int8` is stored as codes q = round(w / s), of w's shape, and float32 scales s =
-amax(|w|) / (the dtype's largest value). A tensor of two or more dimensions has one scale for each output channel (dimension 0). A
-vector, a scalar, and any tensor in a dtype whose name ends in `@tensor` has one scale. A scale is never below float32's smallest
+amax(|w|) / (the dtype's largest value). A tensor of two or more dimensions has one scale for each output channel (dimension 0), or
+for each row of its last dimension if the dtype's name ends in `@row`. A vector, a scalar, and any tensor in a dtype whose name ends
+in `@tensor` or `@fused` has one scale. A scale is never below float32's smallest
 normal value, since subnormal scales lose bits and even smaller scales are zero. It is also limited so that its product with the
 largest code is finite in float32. The dequantized values are q · s, computed in float32 and rounded once to the target dtype.
 `core.dtypes.nbytes_in` returns the number of bytes of codes and scales.
@@ -31,7 +32,8 @@ def cast_or_quantize(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Cast `tensor` to `dtype`. Returns (values, None), or (codes, scales) for a format with scales such as float8 or int8.
 
-    Scales are float32. A block format has [blocks down, blocks across]. A format whose name ends in `@tensor` has one scale, [1].
+    Scales are float32. A block format has [blocks down, blocks across]. A format whose name ends in `@tensor` or `@fused` has one
+    scale, [1], and one that ends in `@row` has [product of all dimensions but the last].
     A type of llama.cpp has its values, float32, and the scale 1, [1].
     Any other format has one scale for each output channel, [tensor.shape[0]], or [1] if the tensor has fewer than two dimensions.
     The scale of a channel of zeros is 1. Only finite values determine the scales; other values stay unchanged if the dtype has
@@ -73,14 +75,15 @@ def quantize_in_blocks(
     amax: float | None = None,
     given: Scales | None = None,
 ) -> torch.Tensor:
-    """Quantize a tensor, a few rows at a time, to a dtype that has no block scales. Returns its scales, float32 [channels] or [1].
+    """Quantize a tensor, a few rows at a time, to a dtype without block scales. Returns its scales: float32 [channels], [rows] or
+    [1].
 
     on_block: called as `on_block(start, codes)` in several threads and in no particular order. `codes` holds the codes of some
     rows, flat, in a buffer that is reused, and `start` is the index of the first code in the flattened tensor. amax: the |value|
     from which one scale for all channels is computed; by default, the values determine the scales. given: the scales of all
     channels.
     """
-    rows = as_rows(tensor)
+    rows = as_rows(tensor, dtype)
     top = dtypes.BY_NAME[dtype].max
     scales = torch.empty(rows.shape[0], dtype=torch.float32, device=tensor.device)
     blocks = row_slices(rows)

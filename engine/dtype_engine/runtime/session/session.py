@@ -23,6 +23,7 @@ from dtype_engine.core.tree import Tree
 from dtype_engine.core.units import human_bytes
 from dtype_engine.recipe import Plan, Recipe, Rule, make_plan
 from dtype_engine.recipe.minimize import minimize
+from dtype_engine.recipe.served import Served, served
 from dtype_engine.recipe.targets.base import Context
 from dtype_engine.reports.notebook import drift_html, drift_repr, scan_html, session_html, tree_html
 from dtype_engine.results.attribution import (
@@ -270,6 +271,20 @@ class Session:
         '*=bfloat16'
         """
         self._casting.use(recipe, on_progress, cancelled)
+
+    def served_by(self, runtime: str, recipe: Recipe | None = None) -> Served:
+        """Return what a runtime computes with if it quantizes the checkpoint by a recipe, by default the current one, while it
+        loads it: a recipe with its scales, whether it rounds the inputs of layers, and the recipe in its own form. Nothing is cast.
+        `runtime`: "vllm". Raises UserError for another runtime.
+
+        >>> _ = session.cast("*.mlp", "fp8@tensor")
+        >>> served = session.served_by("vllm")
+        >>> [str(rule) for rule in served.recipe.rules][0], served.quantize_activations
+        ('*=bfloat16', 'weights')
+        >>> session.apply(served.recipe)
+        """
+        plan = self.plan if recipe is None else make_plan(self.tree, recipe)
+        return served(Context(self.tree, plan, self.model.title, activations="weights"), runtime)
 
     @reading_weights
     def undo(self) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from dtype_engine.core import dtypes
@@ -13,7 +15,7 @@ def quantize_independently(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the codes and scales of a tensor in float8 or int8, computed in plain torch by the formula in `numerics.quantize`.
 
-    scale = max |w| / (the dtype's largest value), per channel (dimension 0) or per tensor, over finite values only. The scale is 1
+    scale = max |w| / (the dtype's largest value), per channel (dimension 0), row or tensor, over finite values only. The scale is 1
     if all values are zero. It is never below float32's smallest normal value, and never so large that the largest code times the
     scale is infinite. Codes are w / scale, clamped and rounded half to even; NaN is 0 in int8. shared: the largest |w| of all
     tensors that have a common scale with this one; if None, this tensor shares no scale.
@@ -21,7 +23,8 @@ def quantize_independently(
     row = dtypes.BY_NAME[dtype]
     wide = values.to(torch.float32)
     per_channel = wide.ndim >= 2 and not row.per_tensor
-    rows = wide.reshape(wide.shape[0], -1) if per_channel and wide.numel() else wide.reshape(1, -1)
+    height = math.prod(wide.shape[:-1]) if row.scales == "row" else wide.shape[0] if per_channel else 1
+    rows = wide.reshape(height, -1) if per_channel and wide.numel() else wide.reshape(1, -1)
     count = dtypes.scale_count(tuple(values.shape), dtype)
     if not wide.numel():
         return torch.empty(values.shape, dtype=torch_dtype(dtype)), torch.ones(count)
@@ -36,6 +39,8 @@ def quantize_independently(
 
 
 def decode_channels(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Return the values of codes with a scale for each channel, float32 [channels, ...], or with one scale."""
+    """Return the float32 values of codes with a scale for each channel (dimension 0) or row (the last), or with one scale."""
     flat = scale.reshape(-1)
+    if codes.ndim > 2 and len(flat) not in (1, len(codes)):
+        return codes.to(torch.float32) * flat.reshape(*codes.shape[:-1], 1)
     return codes.to(torch.float32) * (flat.reshape(-1, *[1] * (codes.ndim - 1)) if codes.ndim else flat)

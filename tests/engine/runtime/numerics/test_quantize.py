@@ -150,6 +150,16 @@ def test_cast_to_int8_always_has_scales() -> None:
     assert kept.tolist() == [[95, -127], [127, 42]]
 
 
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8"])
+def test_each_row_of_a_stack_of_matrices_has_its_scale(dtype: str) -> None:
+    stack = normal(3, 4, 32) * torch.logspace(-3, 3, 12).reshape(3, 4, 1)
+    scale = stack.abs().amax(dim=2, keepdim=True) / (127 if dtype == "int8" else 448)
+    codes = stack / scale
+    codes = codes.round() if dtype == "int8" else codes.to(torch.float8_e4m3fn).float()
+    assert torch.equal(values_in(stack, f"{dtype}@row", torch.float32), codes * scale)
+    assert torch.equal(values_in(stack[0], f"{dtype}@row", torch.float32), values_in(stack[0], dtype, torch.float32))
+
+
 @pytest.mark.parametrize("dtype", dtypes.COMPUTE_DTYPES + formats.WHOLE)
 @pytest.mark.parametrize("shape", [(6, 5), (4, 3, 2), (9,), ()])
 def test_cast_values_equal_dequantized_codes_and_scales(dtype: str, shape: tuple[int, ...]) -> None:
@@ -161,6 +171,8 @@ def test_cast_values_equal_dequantized_codes_and_scales(dtype: str, shape: tuple
         assert scale is not None
         assert scale.shape == (dtypes.scale_count(shape, dtype),)
         steps = scale.reshape(-1, *[1] * (len(shape) - 1)) if dtypes.has_channel_scales(shape, dtype) else scale[0]
+        if dtype.endswith("@row") and len(shape) > 2:
+            steps = scale.reshape(*shape[:-1], 1)
         expected = (codes.to(torch.float32) * steps).double()
     else:
         expected = weight.to(getattr(torch, dtype))

@@ -36,8 +36,10 @@ def decode(
         codes, scale = parts[CODES], parts[SCALE].reshape(-1)
         if not shape:
             return dequantize(codes, scale, dtype)
-        per_channel = len(shape) > 1 and len(scale) == shape[0]
-        return dequantize(codes[first:last], scale[first:last] if per_channel else scale, dtype)
+        if len(scale) > 1:
+            each = len(scale) // shape[0]
+            scale = scale[first * each : last * each]
+        return dequantize(codes[first:last], scale, dtype)
     if len(shape) < 2 or not math.prod(shape):
         values = _decode_rows(weight, parts, blocks, (0, 1), (0, 1), shape, dtype)
         return values[first:last] if shape else values
