@@ -211,7 +211,7 @@ def check(job: Job) -> str:
         assert any("are not read" in each for each in found["unchecked"])
         return job.made.loader
     held = {file: load_file(file) for file in files}
-    assert found["tensors"] == sum(map(len, held.values()))
+    assert found["tensors"] == sum(map(len, held.values())) + job.made.elsewhere
     places = [(file, name) for file, tensors in held.items() for name in tensors]
     file, name = max(places, key=lambda place: _numbers_in(held[place[0]][place[1]]))
     copied = job.work / "damaged" / source.name
