@@ -203,9 +203,9 @@ def _with_base(source: Source, base: str | None, download: bool, on_progress: Pr
     try:
         if base is None and _SCHEME.match(named):  # no file makes the program ask a hub
             raise UserError(f"{printable(named, 200)} is an address, and no file chooses what is fetched")
-        found = locate(named, False, download, None if base is not None else "--base", on_progress, NO_BASE)
-        if found.kind == "python":
-            raise UserError(f"--base {printable(named, 200)} is code, and an adapter needs a checkpoint as its base")
+        if is_python(named):
+            raise UserError(f"{printable(named, 200)} is code, and the base of an adapter is a checkpoint")
+        found = locate(named, download=download, on_progress=on_progress, base=NO_BASE)
     except UserError as error:
         if base is not None:
             raise

@@ -294,6 +294,8 @@ def test_base_is_named_by_the_option_or_by_the_configuration(
         assert "is merged into base" in capsys.readouterr().err or command == ["memory"]
     assert engine("inspect", tmp_path / "adapter", "--base", tmp_path / "nothing") == 2
     assert "nothing: no such folder or file" in capsys.readouterr().err
+    assert engine("inspect", tmp_path / "adapter", "--base", "net.py:Net") == 2
+    assert "net.py:Net is code, and the base of an adapter is a checkpoint" in capsys.readouterr().err
     assert engine("inspect", tmp_path / "base", "--base", tmp_path / "adapter") == 2
     assert "--base goes with a PEFT adapter, and base is none" in capsys.readouterr().err
 
