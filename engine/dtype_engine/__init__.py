@@ -89,7 +89,7 @@ def load_pretrained(
     Args:
         folder: A checkpoint folder or file, such as `Session.export` writes.
         module: For a checkpoint without `config.json`: the model to load the weights into, which is changed in place.
-        options: How to open the checkpoint: `trust_remote_code`, `architecture`.
+        options: How to open the checkpoint: `trust_remote_code`, `architecture`, and the `base` of a PEFT adapter.
 
     Raises:
         UserError: The checkpoint can't be read, or does not fit the module.

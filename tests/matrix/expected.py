@@ -87,6 +87,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "export .pth": "a folder for each component",
     },
     "adapter": _no_pass("an adapter alone is no model"),
+    "adapter, with its base": _NO_PICTURES,
     **dict.fromkeys(("GPTQ", "AWQ", "bitsandbytes", "fp8 blocks", "compressed-tensors"), _NO_PICTURES),
     "own fp8 export": _NO_PICTURES | {"export .pth": "have scales"},
     **dict.fromkeys(("file.py:Class", "file.py:function", "file.py, compiled"), _CODE),

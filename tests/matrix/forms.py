@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import importlib
 import json
 import os
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
+from tests.helpers.adapters import Adapter, matrices, pair, save_adapter
 from tests.helpers.hub_server import hub_of
 from tests.helpers.quantized import CASES
 from tests.helpers.quantized.block_scaled import FP4_EXPERT
@@ -65,6 +67,8 @@ class Made:
     """It has no name on a command line."""
     mixes: bool = False
     """Whether its scheme's runtimes fuse no siblings, so that these may differ in format."""
+    elsewhere: int = 0
+    """How many tensors are in files outside of its folder."""
     linears: frozenset[str] | None = frozenset()
     """The castable tensors that linear layers hold, under every name; None where nothing says which classes there are."""
 
@@ -473,6 +477,25 @@ def _adapter(folder: Path) -> Made:
     return Made(str(target), found, "safetensors.torch.load_file", count(tensors.values()), linears=None)
 
 
+def _merged_adapter(folder: Path) -> Made:
+    """An adapter that opens onto its base. What opens is compared with a model into which plain torch merged it."""
+    base = _llama_folder(folder)
+    model, tensors, stored = base.runs, load_file(Path(base.model) / "model.safetensors"), {}
+    of_adapter: Tensors = {}
+    for seed, layer in enumerate(("self_attn.q_proj", "mlp.down_proj")):
+        name = f"model.layers.1.{layer}"
+        outputs, inputs = tensors[f"{name}.weight"].shape
+        # Products of multiples of 1/64 are exact, so that base and product are rounded once, in whichever order they are added.
+        down, up = (torch.round(64 * each) / 64 for each in matrices(outputs, inputs, seed=seed))
+        of_adapter |= pair(name, down, up)
+        stored[f"{name}.weight"] = tensors[f"{name}.weight"].nbytes + down.nbytes + up.nbytes
+        tensors[f"{name}.weight"] = tensors[f"{name}.weight"] + 2.5 * (up @ down)
+    model.load_state_dict(tensors)
+    target = save_adapter(folder / "adapter", base.model, Adapter(of_adapter, {}))
+    more: dict[str, Any] = {"stored": stored, "elsewhere": len(tensors)}
+    return dataclasses.replace(base, model=str(target), tensors=tensors, loader="B @ A by hand", **more)
+
+
 # -- quantized already -------------------------------------------------------------------------------------------------
 
 _UP = "model.layers.0.mlp.up_proj"
@@ -713,6 +736,7 @@ FORMS: dict[str, Callable[[Path], Made]] = {
     "diffusers": _diffusers,
     "diffusers, runs": _pipeline,
     "adapter": _adapter,
+    "adapter, with its base": _merged_adapter,
     "GPTQ": partial(quantized, make=CASES["gptq"]),
     "AWQ": partial(quantized, make=CASES["awq"]),
     "bitsandbytes": partial(quantized, make=CASES["bnb nf4"]),

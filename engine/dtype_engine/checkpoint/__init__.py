@@ -2,7 +2,7 @@
 
 from dtype_engine.checkpoint.checkpoint import Checkpoint
 from dtype_engine.checkpoint.file_identity import FileIdentity, Watch, refuse_changed, unchanged
-from dtype_engine.checkpoint.folder import needs_torch, open_checkpoint, peek_first_shard
+from dtype_engine.checkpoint.folder import is_adapter, needs_torch, open_checkpoint, peek_first_shard
 from dtype_engine.checkpoint.safetensors_header import ByteRange, CheckpointTensor
 from dtype_engine.checkpoint.weight_files import PICKLES, read_json, resolve_inside
 
@@ -13,6 +13,7 @@ __all__ = [
     "CheckpointTensor",
     "FileIdentity",
     "Watch",
+    "is_adapter",
     "needs_torch",
     "open_checkpoint",
     "peek_first_shard",

@@ -15,6 +15,7 @@ from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes import CODES, CodedWeight
 from dtype_engine.checkpoint.schemes.own import read as read_own
 from dtype_engine.checkpoint.weight_sets import WeightSet, is_diffusers, several_sets
+from dtype_engine.core import dtypes
 from dtype_engine.core.draft_heads import DraftHead, draft_head
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.gc_pause import gc_paused
@@ -28,6 +29,15 @@ if TYPE_CHECKING:
 Form = Literal["safetensors", "pickle", "gguf", "diffusers", "adapter"]
 
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """An adapter, and what it does to its base."""
+
+    adapter: Checkpoint
+    weights: Mapping[str, CodedWeight]
+    """The weights of the base that the adapter changes or replaces, by name."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +59,13 @@ class Checkpoint:
     values: Mapping[str, Any] | None = None
     """The values of the tensors in pickles, by name, since a pickle is only read as a whole. None for other files."""
     base: str | None = None
-    """The model to which a PEFT adapter is applied, "an unnamed model" if its files do not say it. None for other checkpoints."""
+    """The base of a PEFT adapter, whether it is merged or alone: "an unnamed model" if its files do not say it. None for other
+    checkpoints.
+    """
+    alone: str = ""
+    """Why a PEFT adapter is not merged into its base, as words that follow a colon. "" for other checkpoints."""
+    merged: Merged | None = None
+    """The PEFT adapter that is merged into this checkpoint, its base, or None."""
     notices: tuple[str, ...] = ()
     """Sentences about the checkpoint that the user should see."""
     identities: tuple[FileIdentity, ...] = ()
@@ -106,6 +122,7 @@ class Checkpoint:
             from dtype_engine.checkpoint.schemes.registry import read_coded  # most checkpoints are shown without it
 
             found |= read_coded(self.foreign, self.config, self.metadata)
+        found |= self.merged.weights if self.merged is not None else {}
         return found | {alias: found[first] for alias, first in self.aliases.items() if first in found}
 
     @cached_property
@@ -172,6 +189,19 @@ class Checkpoint:
         """Return the dtype in which the weight `name` of `weights` is stored. It ends in `@tensor` if all values share a scale."""
         return self.weights[name].dtype
 
+    @property
+    def decoded_dtype(self) -> str:
+        """The dtype that the quantized weights would have in an unquantized model: the one that config.json names for the whole
+        model or, failing that, for its text part, otherwise the widest compute dtype of the checkpoint's tensors.
+        """
+        config = self.config or {}
+        text = config.get("text_config")
+        for place in (config, text if isinstance(text, Mapping) else {}):
+            named = str(place.get("dtype") or place.get("torch_dtype")).removeprefix("torch.")
+            if named in dtypes.COMPUTE_DTYPES:
+                return named
+        return dtypes.widest(map(self.dtype, self.weights))
+
     @cached_property
     def owners(self) -> dict[str, str]:
         """Maps each tensor that belongs to a weight in `coded`, such as its scales, to the first such weight."""
@@ -219,8 +249,11 @@ class Checkpoint:
 
     @property
     def foreign(self) -> dict[str, CheckpointTensor]:
-        """All tensors in the files by name, except those in which an export of this program stored weights with scales."""
+        """All tensors in the files by name, except those of an adapter and those in which an export of this program stored weights
+        with scales.
+        """
         own = {part.name for weight in self._own.values() for part in weight.tensors}
+        own |= self.merged.adapter.tensors.keys() if self.merged is not None else set()
         return {name: tensor for name, tensor in self.tensors.items() if name not in own} if own else self.tensors
 
     @property

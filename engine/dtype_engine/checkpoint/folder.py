@@ -141,7 +141,7 @@ def _open_folder(folder: Path, trust_pickle: bool, absent_shards: bool) -> Check
     config = read_config(folder)
     found = find_weight_files(folder, config, absent_shards)
     files = found.paths
-    adapter = (folder / ADAPTER_CONFIG).is_file() and (config is None or files[0].name.startswith("adapter_model."))
+    adapter = _is_adapter(folder, config, files)
     if any(kind_of(file) == "pickle" for file in files):
         checkpoint = _of_pickles(folder, files, config, trust_pickle)
     elif kind_of(files[0]) == "gguf":
@@ -168,6 +168,18 @@ def _open_folder(folder: Path, trust_pickle: bool, absent_shards: bool) -> Check
     checkpoint = dataclasses.replace(checkpoint, read_by=found.read_by, passed_over=unread)
     checkpoint = dataclasses.replace(checkpoint, notices=(*checkpoint.notices, *checkpoint.of_sets))
     return _as_adapter(checkpoint) if adapter else checkpoint
+
+
+def is_adapter(path: Path) -> bool:
+    """Return whether `open_checkpoint` opens a path as a PEFT adapter. Raises UserError if a folder can't be read."""
+    if not (path / ADAPTER_CONFIG).is_file() or (path / PIPELINE_INDEX).is_file():
+        return False
+    config = read_config(path)
+    return config is None or _is_adapter(path, config, find_weight_files(path, config).paths)
+
+
+def _is_adapter(folder: Path, config: dict[str, Any] | None, files: tuple[Path, ...]) -> bool:
+    return (folder / ADAPTER_CONFIG).is_file() and (config is None or files[0].name.startswith("adapter_model."))
 
 
 def _as_adapter(checkpoint: Checkpoint) -> Checkpoint:

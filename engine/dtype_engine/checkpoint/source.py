@@ -11,12 +11,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from dtype_engine.checkpoint import Checkpoint, FileIdentity, needs_torch, open_checkpoint, peek_first_shard
+from dtype_engine.checkpoint import (
+    Checkpoint,
+    FileIdentity,
+    is_adapter,
+    needs_torch,
+    open_checkpoint,
+    peek_first_shard,
+)
 from dtype_engine.checkpoint.file_kind import kind_of
 from dtype_engine.checkpoint.weight_files import PIPELINE_INDEX, resolve_inside
 from dtype_engine.core.callbacks import ignore
 from dtype_engine.core.errors import UserError
-from dtype_engine.core.options import ModelOptions
+from dtype_engine.core.options import NO_BASE, ModelOptions
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree
 from dtype_engine.core.user_folders import HEADERS, cache_folder, expanded
@@ -29,6 +36,8 @@ _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _ON_HUB = "hf://"
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_ALONE = f"--base {NO_BASE}"
+_NAMES_BASE = "--base (in Python: Options(base=...)) names its base model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +54,10 @@ class Source:
     """The model on a hub of which only the headers are at `path`, or None for a model on this machine."""
     asked: str | None = field(default=None, compare=False)
     """The text from which `locate` found this model, or None for the demo."""
+    base: Source | None = None
+    """The base model into which this PEFT adapter is merged as it is opened, or None."""
+    alone: str = ""
+    """Why this PEFT adapter is opened without its base, as words that follow a colon. "" for any other model."""
     notices: tuple[str, ...] = field(default=(), compare=False)
     """What the list of a hub's files is to be said about, for `Checkpoint.notices`."""
     _opened: list[tuple[Checkpoint, tuple[FileIdentity, ...]]] = field(
@@ -58,8 +71,7 @@ class Source:
         """
         if self.kind != "checkpoint" or self.path is None:
             return None
-        files = self.path.glob("*.json") if self.path.is_dir() else [self.path.with_name("config.json")]
-        described_by = tuple(FileIdentity.of(file) for file in sorted(files) if file.is_file())
+        described_by = self._described_by()
         for checkpoint, before in self._opened:
             if described_by == before and not any(file.change() for file in checkpoint.identities):
                 return checkpoint
@@ -72,10 +84,40 @@ class Source:
                 checkpoint = with_absent_values(open_checkpoint(self.path), self.hub)
             except UserError as error:
                 raise UserError(error.sentence.replace(str(self.path), str(self.hub.address))) from None
+        if self.base is not None or self.alone:
+            checkpoint = self._onto_base(checkpoint, absent_shards)
         if self.notices:
             checkpoint = dataclasses.replace(checkpoint, notices=(*checkpoint.notices, *self.notices))
         self._opened[:] = [(checkpoint, described_by)]
         return checkpoint
+
+    def _described_by(self) -> tuple[FileIdentity, ...]:
+        """Return the state of the JSON files that describe the weights, of an adapter also those of its base."""
+        assert self.path is not None
+        files = self.path.glob("*.json") if self.path.is_dir() else [self.path.with_name("config.json")]
+        of_base = self.base._described_by() if self.base is not None else ()
+        return (*(FileIdentity.of(file) for file in sorted(files) if file.is_file()), *of_base)
+
+    def _onto_base(self, adapter: Checkpoint, absent_shards: bool) -> Checkpoint:
+        """Return the base with this adapter merged or, without a base, the adapter alone with the reason. Raises UserError."""
+        if self.base is None:
+            return dataclasses.replace(
+                adapter, alone=self.alone, notices=(*adapter.notices, f"not merged: {self.alone}")
+            )
+        from dtype_engine.checkpoint.adapter import onto_base  # few models are adapters
+
+        base = self.base.open(absent_shards)
+        assert base is not None
+        try:
+            return onto_base(adapter, base, self.base.title)
+        except UserError as error:
+            raise UserError(
+                f"{self.path} can't be merged into its base: {error.sentence}; {_ALONE} opens it alone"
+            ) from None
+
+    def without_base(self) -> Source:
+        """Return this model or, if it is an adapter, the adapter alone."""
+        return dataclasses.replace(self, base=None)
 
     def peek(self) -> tuple[Tree | None, bool]:
         """Return (a module tree that can be shown at once, whether it is the whole tree). Of a very large checkpoint, it is the
@@ -91,7 +133,11 @@ class Source:
         return checkpoint.tree(), True
 
     def refuse_other_options(self, options: ModelOptions) -> None:
-        """Raise UserError for an option that does not apply: `weights` for a checkpoint, `architecture` for Python code."""
+        """Raise UserError for an option that does not apply: `weights` for a checkpoint, `architecture` for Python code, `base` for
+        what is no adapter.
+        """
+        if options.base not in (None, NO_BASE) and self.base is None and options.reference_model is None:
+            raise UserError(f"--base goes with a PEFT adapter, and {self.title} is none")
         if self.kind == "checkpoint" and options.weights is not None:
             raise UserError(
                 "--weights goes with the code of a model, as in file.py:Name --weights model.pth, and "
@@ -107,6 +153,7 @@ def locate(
     download: bool = False,
     python_only_by: str | None = None,
     on_progress: Progress = ignore,
+    base: str | None = None,
 ) -> Source:
     """Find the model that a text names: a folder or file of a checkpoint, `file.py:Name`, `package.module:Name`, a Hugging Face id
     in the local cache (with `download`, also on the hub), or `hf://org/name` on a hub. Of a model on a hub, only the headers are
@@ -115,10 +162,21 @@ def locate(
 
     trust_pickle: whether pickles may run code. python_only_by: None if `model` may name Python code. If it may not, as
     in a file, this is an option such as `--model`, and the error says that this option can name Python code. on_progress: called
-    while something is read from a hub. Raises UserError, which lists where the model was looked for.
+    while something is read from a hub. base: the base model if this is a PEFT adapter, as `ModelOptions.base`. Raises UserError,
+    which lists where the model was looked for.
     """
     if model is None or not model.startswith(_ON_HUB):
-        return dataclasses.replace(_located(model, trust_pickle, download, python_only_by, on_progress), asked=model)
+        found = _located(model, trust_pickle, download, python_only_by, on_progress)
+        return _with_base(dataclasses.replace(found, asked=model), base, download, on_progress)
+    return _with_base(_on_hub(model, trust_pickle, download, on_progress), base, download, on_progress)
+
+
+def locate_by(model: str | None, options: ModelOptions) -> Source:
+    """Find the model that a text names, as `locate` does, with the options for opening it. Raises UserError."""
+    return locate(model, options.trust_pickle, options.download, base=options.base)
+
+
+def _on_hub(model: str, trust_pickle: bool, download: bool, on_progress: Progress) -> Source:
     from dtype_engine.checkpoint.hub import HubAddress
 
     found = HubAddress.parse(model).listing()
@@ -127,6 +185,32 @@ def locate(
         "checkpoint", found.address.title, folder, trust_pickle=trust_pickle, asked=model, notices=found.notices
     )
     return source if folder is not None else dataclasses.replace(source, path=found.headers(on_progress), hub=found)
+
+
+def _with_base(source: Source, base: str | None, download: bool, on_progress: Progress) -> Source:
+    """Return a source with its base if it is a PEFT adapter. base: the model that the user named, "none", or None. If the adapter's
+    configuration names a model that is not on this machine, the adapter stays alone. Raises UserError for what the user named.
+    """
+    if source.kind != "checkpoint" or source.path is None or source.hub is not None or not is_adapter(source.path):
+        return source
+    if base == NO_BASE:
+        return dataclasses.replace(source, alone=f"{_ALONE} left its base model out")
+    from dtype_engine.checkpoint.adapter import base_named
+
+    named = base or base_named(source.path)
+    if named is None:
+        return dataclasses.replace(source, alone=f"it names no base model; {_NAMES_BASE}")
+    try:
+        if base is None and _SCHEME.match(named):  # no file makes the program ask a hub
+            raise UserError(f"{printable(named, 200)} is an address, and no file chooses what is fetched")
+        if is_python(named):
+            raise UserError(f"{printable(named, 200)} is code, and the base of an adapter is a checkpoint")
+        found = locate(named, download=download, on_progress=on_progress, base=NO_BASE)
+    except UserError as error:
+        if base is not None:
+            raise
+        return dataclasses.replace(source, alone=f"{error.sentence}; {_NAMES_BASE}")
+    return dataclasses.replace(source, base=found, title=f"{source.title} on {found.title}")
 
 
 def _located(

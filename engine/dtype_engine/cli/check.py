@@ -46,22 +46,29 @@ def check(
     Only headers and scales are read, unless --values is given. The exit status is 1 if an error is found.
     """
     from dtype_engine.checkpoint.check import check as look
-    from dtype_engine.checkpoint.source import locate
+    from dtype_engine.checkpoint.source import locate_by
+    from dtype_engine.checkpoint.weight_files import ADAPTER_CONFIG
     from dtype_engine.core.gc_pause import gc_paused
+    from dtype_engine.results.check import Finding
 
     if as_sarif and as_object:
         raise UserError("--sarif and --json are two forms of one answer: give one of them")
     source = request.locate()
     with gc_paused():
+        unfit: tuple[Finding, ...] = ()
         try:
             checkpoint = source.open(absent_shards=True)
         except UserError as error:
-            if not as_sarif or source.path is None or source.hub is not None:
+            if source.base is not None:
+                checkpoint, against = source.without_base().open(), against or str(source.base.path)
+                unfit = (Finding("adapter", ADAPTER_CONFIG, error.sentence, ADAPTER_CONFIG),)
+            elif not as_sarif or source.path is None or source.hub is not None:
                 raise
-            return _unreadable(source.path, error)
+            else:
+                return _unreadable(source.path, error)
         if checkpoint is None:
             raise UserError(f"{source.title} is code: check reads checkpoints, so name the file of its weights")
-        other = locate(against, request.options.trust_pickle, request.options.download) if against is not None else None
+        other = locate_by(against, request.options) if against is not None else None
         of_source = other.open() if other is not None else None
         if other is not None and of_source is None:
             raise UserError(f"--against {other.title} is code: name a checkpoint")
@@ -71,6 +78,7 @@ def check(
 
         title = other.title if other is not None else ""
         report = look(checkpoint, source.title, of_source, title, values, on_progress)
+        report = replace(report, findings=report.findings or unfit)
     if modules if modules is not None else len(checkpoint.tensors) <= _MOST_TENSORS:
         from dtype_engine.runtime.building.describe import with_architecture
 

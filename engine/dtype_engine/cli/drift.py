@@ -45,6 +45,7 @@ from dtype_engine.results.drift import DriftReport
 from dtype_engine.results.given_logits import GivenLogits
 from dtype_engine.results.losses import severe
 from dtype_engine.results.meaning import HELP, Meaning, meaning
+from dtype_engine.results.merge_error import MergeError
 from dtype_engine.results.rounding import FittedTo, HeldOut
 from dtype_engine.results.runs import Generation
 from dtype_engine.results.thresholds import Verdict, verdicts
@@ -260,6 +261,7 @@ class _Details:
     held_out: HeldOut | None
     logits: GivenLogits | None
     """The file with the outputs of the reference or of the candidate."""
+    merge: MergeError | None
     served: Served | None = None
     """How the runtime serves the recipe as which --as measures it."""
 
@@ -271,6 +273,7 @@ class _Details:
         keys |= {"suggest": as_json(self.remedy)} if self.with_remedy else {}
         keys |= {"fitted_to": as_json(self.fitted_to)} if self.fitted_to is not None else {}
         keys |= {"held_out": as_json(self.held_out) | {"lost": self.held_out.lost}} if self.held_out is not None else {}
+        keys |= {"merge": as_json(self.merge)} if self.merge is not None else {}
         keys |= {"logits": as_json(self.logits)} if self.logits is not None else {}
         keys |= {"served": as_json(self.served)} if self.served is not None else {}
         return keys | ({"causes": as_json(self.causes)} if self.causes is not None else {})
@@ -287,6 +290,7 @@ class _Details:
 
         lines = floor_lines(self.floor, report.output, report.modules)
         lines += kernel_lines(self.candidate_floor, report.output)
+        lines += [f"merge      {self.merge}"] if self.merge is not None else []
         lines += held_out_lines(self.held_out) if self.held_out is not None else []
         lines += nonfinite_lines(self.nonfinite) if self.nonfinite is not None else []
         found = self.nonfinite and self.nonfinite.remedy
@@ -329,7 +333,8 @@ def _measure_details(
     remedy = session.loss_remedy(report, partial(say_share, "trying what keeps the values")) if suggest else None
     meant = meaning(report.output, floor, report.modules)
     fitted = session.fitted_to
-    return _Details(floor, kernels, nonfinite, attribution, meant, suggest, remedy, fitted, held_out, given)
+    merge = session.merge_error(partial(say_share, "reading the weights of the merge"))
+    return _Details(floor, kernels, nonfinite, attribution, meant, suggest, remedy, fitted, held_out, given, merge)
 
 
 def _refuse_targets(report: Path | None, files: Sequence[Path | None], force: bool) -> None:

@@ -25,6 +25,7 @@ from dtype_engine.cli.mcp_input import HALF_A_PAIR
 from dtype_engine.cli.mcp_tools import INSTRUCTIONS, LEFT_OUT, TOOLS, Access, Tool
 from dtype_engine.cli.program import TRACEBACK, unexpected
 from dtype_engine.core.errors import UserError
+from dtype_engine.core.options import NO_BASE
 from dtype_engine.core.text import without_controls
 from dtype_engine.core.typed_data import refuse_unknown
 from dtype_engine.core.version import __version__
@@ -113,6 +114,9 @@ class Call:
         words: list[str] = []
         for name, option in self.options.items():
             value = values[name]
+            if name == "base":  # what an adapter's configuration names may lie outside of the folders
+                words.append(f"--base={self.access.model(value) if value not in (None, NO_BASE) else NO_BASE}")
+                continue
             if value in (None, _default(option)) or (values["json"] and value == self.tool.defaults.get(name)):
                 continue
             if isinstance(value, bool):

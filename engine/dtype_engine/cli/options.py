@@ -139,6 +139,12 @@ _OPENING = (
         help="If MODEL is on a hub (hf://org/name): the branch, tag or commit to read.  [default: main]",
     ),
     click.Option(
+        ["--base"],
+        metavar="MODEL",
+        help="If MODEL is a PEFT adapter: the base model to merge it into, or none to open the adapter alone. By default, the "
+        "adapter's configuration names the base.",
+    ),
+    click.Option(
         ["--trust-pickle"],
         is_flag=True,
         help="Allow loading pickle files (.pt, .pth, .bin) that contain more than tensors. Loading such a file can run any code "

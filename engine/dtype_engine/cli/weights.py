@@ -131,7 +131,7 @@ def _compare(request: RunRequest, against: str, save: Path | None, as_object: bo
     save: the file from which the comparison continues, or None. If the user interrupts it, the finished part is printed and saved
     there.
     """
-    from dtype_engine.checkpoint.source import locate
+    from dtype_engine.checkpoint.source import locate_by
     from dtype_engine.core.atomic_write import check_target
     from dtype_engine.reports.text_weights import comparison_text
     from dtype_engine.runtime.measure.saved_differences import SavedDifferences
@@ -139,7 +139,7 @@ def _compare(request: RunRequest, against: str, save: Path | None, as_object: bo
 
     if request.recipe.rules or request.preset is not None:
         raise UserError("weights --against compares the files as they are: leave out --cast, --recipe and --preset")
-    sources = request.locate(), locate(against, request.options.trust_pickle, request.options.download)
+    sources = request.locate(), locate_by(against, request.options)
     reference, candidate = map(_checkpoint, sources)
     for source, checkpoint in zip(sources, (reference, candidate), strict=True):
         note(f"{source.title}: {sentence}" for sentence in checkpoint.of_sets)

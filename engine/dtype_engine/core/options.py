@@ -18,6 +18,8 @@ from dtype_engine.core.typed_data import TypedFields
 
 FLOAT32, STORED = "float32", "stored"
 """The values of `Options.reference` for the model itself, in float32 arithmetic or in its stored dtypes."""
+NO_BASE = "none"
+"""The value of `Options.base` with which an adapter is opened without its base."""
 LM_EVAL = "lm-eval:"
 """The prefix of a metric in `Options.metrics` that is a task of lm-eval."""
 ComputeDtype = Annotated[str, msgspec.Meta(pattern=rf"^({'|'.join(COMPUTE_DTYPES)})\Z")]
@@ -96,6 +98,10 @@ class ModelOptions(TypedFields):
     """A checkpoint file whose weights are loaded into the module of a Python file. None: the module keeps its own."""
     architecture: str | None = None
     """The transformers class into which a checkpoint is loaded, such as "LlamaForCausalLM". If None, config.json names it."""
+    base: str | None = None
+    """The base model into which a PEFT adapter is merged as it is opened, by its path or name. If None, the adapter's configuration
+    names it. "none": the adapter is opened alone.
+    """
     trust_pickle: bool = False
     """Whether to allow unpickling the model's files, which can run any code that they contain."""
     trust_remote_code: bool = False

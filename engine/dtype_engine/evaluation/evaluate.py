@@ -121,12 +121,12 @@ def describe(session: Session) -> tuple[str, str]:
 
 
 def _open_model(wanted: specs.Opened) -> tuple[specs.Opened, Session]:
-    from dtype_engine.checkpoint.source import locate
+    from dtype_engine.checkpoint.source import locate_by
     from dtype_engine.runtime.session.opening import open_session
 
     worker = _this_worker()
     try:
-        source = locate(wanted.model, wanted.options.trust_pickle, wanted.options.download)
+        source = locate_by(wanted.model, wanted.options)
         session = open_session(source, wanted.options)
     except UserError as error:
         raise UserError(f"{worker} can't open the model: {error}") from None
@@ -137,13 +137,13 @@ def _open_model(wanted: specs.Opened) -> tuple[specs.Opened, Session]:
 
 
 def _open_export(wanted: specs.Exported) -> tuple[specs.Exported, OpenExport]:
-    from dtype_engine.checkpoint.source import locate
+    from dtype_engine.checkpoint.source import locate_by
     from dtype_engine.runtime.session.opening import use_threads
     from dtype_engine.runtime.verify.verify import fingerprint, open_export
 
     worker = _this_worker()
     try:
-        source = locate(wanted.model, wanted.options.trust_pickle, wanted.options.download)
+        source = locate_by(wanted.model, wanted.options)
         export = open_export(wanted.folder, source, wanted.options)
     except UserError as error:
         raise UserError(f"{worker} can't open the export: {error}") from None

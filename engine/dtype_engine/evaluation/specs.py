@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtype_engine.core.options import LM_EVAL, Options, RunSettings
+from dtype_engine.core.options import LM_EVAL, NO_BASE, Options, RunSettings
 from dtype_engine.core.text import printable
 from dtype_engine.core.user_folders import expanded
 from dtype_engine.recipe import Recipe
@@ -152,11 +152,13 @@ def portable(options: Options, threads: int | None) -> Options:
     """Return a session's options for a worker process: with absolute paths and this number of threads, and without `workers`.
     Raises UserError if the options name a reference checkpoint that no longer exists.
     """
-    from dtype_engine.checkpoint.source import locate
+    from dtype_engine.checkpoint.source import locate, locate_by
 
     named = {entry.name: _absolute(getattr(options, entry.name)) for entry in dataclasses.fields(options)}
     if options.reference_model is not None:
-        named["reference"] = model_text(locate(options.reference_model, options.trust_pickle, options.download))
+        named["reference"] = model_text(locate_by(options.reference_model, options))
+    if options.base not in (None, NO_BASE):
+        named["base"] = model_text(locate(options.base, download=options.download))
     named["metrics"] = tuple(map(_absolute_metric, options.metrics))
     return dataclasses.replace(options, **named | {"threads": threads, "workers": None})
 

@@ -89,14 +89,14 @@ class EngineServer:
 
     def _open(self, request: control.Open, writer: FrameWriter) -> bool:
         """Start the worker, and return whether it was started. Sends the model's title, or why the model can't be opened."""
-        from dtype_engine.checkpoint.source import locate
+        from dtype_engine.checkpoint.source import locate_by
         from dtype_engine.core.errors import UserError
         from dtype_engine.core.input_args import check_files
         from dtype_engine.service.opening import refuse_unmatched
         from dtype_engine.service.worker import Worker
 
         try:
-            source = locate(request.model, request.options.trust_pickle, request.options.download)
+            source = locate_by(request.model, request.options)
             source.refuse_other_options(request.options)
             check_files(request.options)
             refuse_unmatched(source, request.options, request.recipe)

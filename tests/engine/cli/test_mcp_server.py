@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from tests.helpers import preloaded
+from tests.helpers.adapters import make
 
 from dtype_engine.cli import cli
 from dtype_engine.cli.mcp_input import without_half_pairs
@@ -53,17 +54,18 @@ RUNNING = (
     "reference_execution"
 )
 OF_DRIFT = (
-    "model casts generate causes suggest positions runtime max_kl min_sqnr min_top1 json component architecture precision floor "
+    "model casts generate causes suggest positions runtime max_kl min_sqnr min_top1 json component architecture base precision "
+    "floor "
     "modules acceptance " + RUNNING
 )
 OFFERED = {
-    "inspect": "model casts preset json depth sort component architecture",
+    "inspect": "model casts preset json depth sort component architecture base",
     "drift": f"{OF_DRIFT} preset reference",
     "against": f"{OF_DRIFT} other",
-    "scan": f"model formats dtypes draws exact json component architecture {RUNNING}",
+    "scan": f"model formats dtypes draws exact json component architecture base {RUNNING}",
     "search": "model budget keep groups only context batch measure verify formats dtypes draws exact json component architecture "
-    "acceptance " + RUNNING,
-    "check": "model source values json component architecture",
+    "base acceptance " + RUNNING,
+    "check": "model source values json component architecture base",
 }
 """The parameters of each tool. No parameter may run code, write a file, download, or read a file outside the allowed folders."""
 
@@ -116,6 +118,21 @@ async def test_each_mcp_tool_answers_like_its_command(capfd: pytest.CaptureFixtu
     assert json.loads(text_of(result))["output"] == json.loads(capfd.readouterr().out)["output"]
 
 
+async def test_adapter_opens_with_a_base_only_if_the_agent_names_one_in_its_folders(tmp_path: Path) -> None:
+    make(tmp_path, "linear layers")
+    (tmp_path / "adapter").rename(tmp_path / "allowed")
+    async with client_of(Access((tmp_path / "allowed",))) as client:
+        alone = await client.call_tool("inspect", {"model": str(tmp_path / "allowed")})
+        outside = await client.call_tool(
+            "inspect", {"model": str(tmp_path / "allowed"), "base": str(tmp_path / "base")}
+        )
+    assert "not merged: --base none left its base model out" in text_of(alone)
+    assert "is outside the folders that may be read" in text_of(outside)
+    async with client_of(Access((tmp_path,))) as client:
+        arguments = {"model": str(tmp_path / "allowed"), "base": str(tmp_path / "base")}
+        assert "is merged into base" in text_of(await client.call_tool("inspect", arguments))
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "words"),
     [
@@ -132,6 +149,7 @@ async def test_each_mcp_tool_answers_like_its_command(capfd: pytest.CaptureFixtu
         ("inspect", {"model": "os:system"}, "os:system is Python code"),
         ("inspect", {"model": "hf://org/name"}, "models on a hub are served with dtype-engine mcp --hub"),
         ("inspect", {"model": "--help"}, "--help: no such folder or file"),
+        ("inspect", {"model": "demo", "base": "/etc"}, "/etc is outside the folders"),
         ("check", {"model": "demo", "source": "/etc/passwd"}, "/etc/passwd is outside the folders"),
         ("against", {"model": "demo", "other": "/etc/passwd"}, "/etc/passwd is outside the folders"),
         ("drift", {"model": "demo", "casts": [], "texts": ["/etc/passwd"]}, "/etc/passwd is outside the folders"),
@@ -172,7 +190,7 @@ async def test_mcp_server_refuses_python_code_and_paths_outside_its_folders(
         ("inspect", {"model": "demo", "casts": ["*=bf16"] * 100_000}, "casts has 100,000 entries, and a call takes 1,000 at most"),
         ("scan", {"model": "demo", "prompts": [""] * 1_001}, "prompts has 1,001 entries, and a call takes 1,000 at most"),
         ("inspect", {"model": "demo", "casts": ["x" * 500_000]},
-         "the arguments have 500,022 bytes, and a call takes 100,000 at most"),
+         "the arguments have 500,033 bytes, and a call takes 100,000 at most"),
         ("inspect", {"model": "demo", "casts": ["*=bf16\0"]}, "an argument has a null character"),
     ],
 )  # fmt: skip

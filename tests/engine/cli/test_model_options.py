@@ -18,6 +18,7 @@ MODEL_OPTIONS = {
     "--architecture",
     "--revision",
     "--component",
+    "--base",
 }
 RULE_OPTIONS = {"--cast", "--recipe", "--preset"}
 

@@ -39,7 +39,7 @@ def serve(host: str, port: int, read_only: bool, arguments: tuple[str, ...]) -> 
         arguments = ("--read-only", *arguments)
     chosen = command.make_context("dtype-tui", list(arguments)).params
     if not is_address(chosen["model"]) and chosen["engine_command"] is None:
-        locate(chosen["model"], chosen["trust_pickle"], chosen["download"])
+        locate(chosen["model"], chosen["trust_pickle"], chosen["download"], base=chosen["base"])
     try:
         from dtype_tui.cli.guarded_server import GuardedServer
     except ImportError:

@@ -105,7 +105,9 @@ def _report(
         findings += of_values
     if checkpoint.form == "adapter":
         findings += adapter_findings(checkpoint, against)
-    elif against is not None:
+    if checkpoint.merged is not None:
+        findings += adapter_findings(checkpoint.merged.adapter, checkpoint)
+    if checkpoint.form != "adapter" and against is not None:
         findings += _source_findings(checkpoint, weights, parts, against)
     return CheckReport(
         model=title,
@@ -215,7 +217,7 @@ def _of_index(checkpoint: Checkpoint) -> Iterator[Finding]:
     metadata = read_json(checkpoint.path / index.name).get("metadata")
     said = metadata.get("total_size") if isinstance(metadata, dict) else None
     held = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
-    differs = isinstance(said, (int, float)) and said != held
+    differs = isinstance(said, (int, float)) and said != held and checkpoint.merged is None
     if differs and checkpoint.form != "pickle" and not (index.missing or index.left_out or index.unnamed):
         yield Finding("index-entry", "total_size", f"is {said:,}, and the tensors have {held:,} bytes", index.name)
 

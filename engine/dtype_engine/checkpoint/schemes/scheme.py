@@ -112,6 +112,10 @@ class CodedWeight(msgspec.Struct, frozen=True, gc=False):
     """What the decoder needs besides the tensors, such as {"bits": 4, "group": 128}."""
     beside: tuple[CheckpointTensor, ...] = ()
     """Tensors that belong to the weight but do not change its values, such as the scale of the layer's inputs."""
+    values_as: str = ""
+    """The dtype that the weight has in the module and in an export without rules, if the tensors tell it, as those of a weight with
+    an adapter do. "": the configuration tells it, and an export without rules copies the tensors.
+    """
 
     @property
     def own(self) -> bool:

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from dtype_engine.checkpoint import ByteRange, Checkpoint, open_checkpoint
+from dtype_engine.checkpoint import ByteRange, Checkpoint, is_adapter, open_checkpoint
 from dtype_engine.checkpoint.memory_fit import usable_memory, why_no_pass
 from dtype_engine.checkpoint.pickle_zip import is_compressed
 from dtype_engine.checkpoint.pickles import load_pickle
-from dtype_engine.checkpoint.source import Source
+from dtype_engine.checkpoint.source import Source, locate_by
 from dtype_engine.checkpoint.weight_sets import is_diffusers
 from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.foreign_code import failures_as
@@ -97,7 +97,7 @@ def _budget(checkpoint: Checkpoint, device: torch.device, options: ModelOptions)
 _NO_ARCHITECTURE = {
     "gguf": "the architecture of this GGUF file is not known here, or its header lacks what every such model has; open the "
     "checkpoint that it was made from to run it",
-    "adapter": "an adapter alone is no model; merge it into its base model and open that to run it here",
+    "adapter": "an adapter alone is no model",
 }
 
 
@@ -186,7 +186,8 @@ def _why_not_loaded(checkpoint: Checkpoint, memory: MemoryBudget) -> str:
     if checkpoint.form == "diffusers":
         return ""
     if checkpoint.form in _NO_ARCHITECTURE and (checkpoint.form != "gguf" or checkpoint.config is None):
-        return f": {_NO_ARCHITECTURE[checkpoint.form]}; planning works"
+        more = f": {checkpoint.alone}" if checkpoint.alone else ""
+        return f": {_NO_ARCHITECTURE[checkpoint.form]}{more}; planning works"
     if checkpoint.config is None:
         return (
             ": no config.json next to the weights says which architecture they belong to. Open the model's own code with "
@@ -239,11 +240,10 @@ def _load_pipeline(checkpoint: Checkpoint, title: str, options: ModelOptions, on
 
 def load_pretrained(folder: Path, module: nn.Module | None = None, options: ModelOptions | None = None) -> nn.Module:
     """Load a model as `dtype_engine.load_pretrained` does."""
-    checkpoint = open_checkpoint(folder)
-    if module is not None:
-        loaded = load_into(module, checkpoint)
-    else:
-        loaded = load_module(checkpoint, folder.name, options or ModelOptions())
+    options = options or ModelOptions()
+    checkpoint = locate_by(str(folder), options).open() if is_adapter(folder) else open_checkpoint(folder)
+    assert checkpoint is not None
+    loaded = load_into(module, checkpoint) if module is not None else load_module(checkpoint, folder.name, options)
     module = loaded.module
     state = dict(collect_tensors(module)[1])
     compute = torch_dtype(loading_dtype(checkpoint))

@@ -26,19 +26,6 @@ from dtype_engine.runtime.weights.source import PlainSource, WeightSource
 from dtype_engine.runtime.weights.stacked import StackedSource
 
 
-def decoded_dtype(checkpoint: Checkpoint) -> str:
-    """Return the dtype that the quantized weights would have in an unquantized model: the one that config.json names for the whole
-    model or, failing that, for its text part, otherwise the widest compute dtype of the checkpoint's tensors.
-    """
-    config = checkpoint.config or {}
-    text = config.get("text_config")
-    for place in (config, text if isinstance(text, Mapping) else {}):
-        named = str(place.get("dtype") or place.get("torch_dtype")).removeprefix("torch.")
-        if named in dtypes.COMPUTE_DTYPES:
-            return named
-    return dtypes.widest(map(checkpoint.dtype, checkpoint.weights))
-
-
 def sources_of_module(
     title: str,
     checkpoint: Checkpoint,
@@ -65,14 +52,15 @@ def sources_of_module(
     for name, place in placements.items():
         if place.name in live:
             places.setdefault(place.name, {})[name] = place
-    state, holds = module.state_dict(), torch_dtype(decoded_dtype(checkpoint))
+    state, holds = module.state_dict(), torch_dtype(checkpoint.decoded_dtype)
     found: dict[str, WeightSource] = {}
 
     def source(stored: str) -> WeightSource:
         if (weight := checkpoint.coded.get(stored)) is None:
             plain = source_of(checkpoint, stored)
             return plain if memory.limited else PlainSource(plain.read())
-        return CodedSource(weight, holds, stored in turned, input_format(weight, checkpoint.config))
+        dtype = torch_dtype(weight.values_as) if weight.values_as else holds
+        return CodedSource(weight, dtype, stored in turned, input_format(weight, checkpoint.config))
 
     for name, parts in places.items():
         shape = tuple(state[name].shape)

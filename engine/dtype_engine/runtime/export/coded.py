@@ -20,7 +20,6 @@ from dtype_engine.checkpoint.schemes.registry import schemes
 from dtype_engine.core import dtypes
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import plural
-from dtype_engine.runtime.building.module_sources import decoded_dtype
 from dtype_engine.runtime.export.contents import ExportTensor
 from dtype_engine.runtime.export.experts import expert_layer
 from dtype_engine.runtime.export.layout import Layout
@@ -44,7 +43,7 @@ def exported_config(checkpoint: Checkpoint, of_files: dict[str, str]) -> tuple[d
         return config, []  # weights in GGUF blocks can't be written, and are refused later
     if kept and not scaled and (listing := _with_plain_modules(checkpoint, cast)) is not None:
         return listing, []
-    of_files |= dict.fromkeys(kept, decoded_dtype(checkpoint))
+    of_files |= dict.fromkeys(kept, checkpoint.decoded_dtype)
     return (_without_entries(config) if config is not None and coded else config), kept
 
 

@@ -97,7 +97,7 @@ def layout_of(checkpoint: Checkpoint) -> Layout:
     config = checkpoint.config or {}
     is_adapter = checkpoint.form == "adapter"
     if not is_adapter and (not config.get("_class_name") or config.get("model_type")):
-        return PLAIN
+        return PLAIN if checkpoint.merged is None else Layout(copied=_of_adapter(checkpoint.merged.adapter))
     copy = _FolderCopy(checkpoint.folder)
     copy.top(("config.json", *_TOP))
     copied, notices = tuple(copy.copied), copy.notices()
@@ -106,6 +106,13 @@ def layout_of(checkpoint: Checkpoint) -> Layout:
         return Layout("adapter", (part,), copied, notices, base=printable(checkpoint.base or "", 200))
     part = Part(stem="diffusion_pytorch_model", metadata=checkpoint.metadata)
     return Layout("component", (part,), copied, notices, _class_name(config, "ModelMixin"))
+
+
+def _of_adapter(adapter: Checkpoint) -> tuple[tuple[Path, str], ...]:
+    """Return the files of an adapter that an export of the merged model has instead of those of its base, such as the tokenizer."""
+    copy = _FolderCopy(adapter.path)
+    copy.top(tuple(pattern for pattern in ALONG if not pattern.endswith(".py")))
+    return tuple(copy.copied)
 
 
 def _pipeline(checkpoint: Checkpoint) -> Layout:

@@ -122,7 +122,7 @@ def _adapter(base: str, name: str) -> list[str]:
         f"`base` is the model that the adapter was made for ({code_span(base) if base else 'not named'}).",
         "PEFT loads the adapter in float32. If the base model is in bfloat16 or float16 and you pass",
         "`autocast_adapter_dtype=False`, the adapter has the dtype of the base model instead. `de.open` and",
-        "`de.load_pretrained` need a whole model: merge the adapter into its base first.",
+        "`de.load_pretrained` merge the adapter into its base, which `Options(base=...)` names.",
     ]
 
 

@@ -190,7 +190,7 @@ def _placed_contents(
         of_model = [item for item in items if item.name.startswith(prefix)]
         otherwise += kept_wide_notice(tree, of_model, infos, of_diffusers)
     notices = (
-        *(checkpoint.notices if checkpoint.form == "pickle" else checkpoint.of_sets),
+        *(checkpoint.notices if checkpoint.form == "pickle" or checkpoint.merged is not None else checkpoint.of_sets),
         *layout_notice(items),
         *split_notice(items),
         *experts_notices(items),
@@ -264,7 +264,7 @@ def _planned_in_files(
             # If no rule changes the dtype of the live tensor, each part that is packed into it keeps its stored dtype.
             found[name] = stored if placements[name].part and dtype == info.dtype else dtype
         if found[name] == stored and name in checkpoint.coded:
-            found[name] = unpacked_dtype(checkpoint.coded[name]) or stored
+            found[name] = checkpoint.coded[name].values_as or unpacked_dtype(checkpoint.coded[name]) or stored
     return found
 
 

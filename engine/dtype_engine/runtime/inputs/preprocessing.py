@@ -103,6 +103,9 @@ def _loaded_or_fails(model: LiveModel, files: tuple[str, ...], load: Callable[..
     folder, inside = model.folder, {}
     if folder is None:
         return None
+    merged = model.checkpoint.merged if model.checkpoint is not None else None
+    if merged is not None and any((merged.adapter.path / name).exists() for name in files):
+        folder = merged.adapter.path
     if not any((folder / name).exists() for name in files):
         if model.checkpoint is None or model.checkpoint.form != "gguf" or files is not _TOKENIZERS:
             return None

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from dtype_engine.checkpoint import refuse_changed
-from dtype_engine.checkpoint.source import Source, locate
+from dtype_engine.checkpoint.source import Source, locate_by
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.input_args import parse_inputs_line
 from dtype_engine.core.opening_progress import READING_INPUTS
@@ -53,7 +53,7 @@ def open_session(
         live = LiveModel.wrap(model, type(model).__name__, device)
         _set_reference(live, options, on_step)
         return Session(live, options, given)
-    source = model if isinstance(model, Source) else locate(model, options.trust_pickle, options.download)
+    source = model if isinstance(model, Source) else locate_by(model, options)
     live = load(source, options, on_step)
     _set_reference(live, options, on_step)
     refuse_changed(live.identities)
@@ -74,4 +74,4 @@ def _set_reference(live: LiveModel, options: ModelOptions, on_step: OnStep) -> N
         for weight in live.by_id.values():
             weight.as_stored = True
     elif options.reference_model is not None:
-        use_reference(live, locate(options.reference_model, options.trust_pickle, options.download), options, on_step)
+        use_reference(live, locate_by(options.reference_model, options), options, on_step)

@@ -40,6 +40,7 @@ from dtype_engine.results.given_logits import GivenLogits
 from dtype_engine.results.inputs import InputsSummary
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.results.memory import MemoryStats
+from dtype_engine.results.merge_error import MergeError
 from dtype_engine.results.rounding import FittedTo, HeldOut, WeightGain
 from dtype_engine.results.runs import Generation, SpeedReport
 from dtype_engine.results.scan import Prediction, ScanReport
@@ -87,6 +88,7 @@ from dtype_engine.runtime.session.rounding_gains import rounding_gains
 from dtype_engine.runtime.session.rounding_notices import fitted_to
 from dtype_engine.runtime.session.saved_statistics import SavedStatistics
 from dtype_engine.runtime.session.search_report import FoundRecipe, search_report, solved
+from dtype_engine.runtime.weights.merge_error import merge_error
 from dtype_engine.search.constraints import parse_bytes
 from dtype_engine.search.families import FAMILIES
 from dtype_engine.search.pareto import Constraints, ParetoFront, make_front
@@ -696,6 +698,18 @@ class Session:
             floor = measure_noise_floor(self.model, inputs, self._behavior, on_progress, cancelled, settings)
             self._floor = inputs, settings, floor
         return self._floor[2]
+
+    @reading_weights
+    def merge_error(self, on_progress: OnParts = ignore, cancelled: IsCancelled = never) -> MergeError | None:
+        """Measure what the merge of the model's PEFT adapter loses if the merged weights are rounded to the dtypes of its base. No
+        rule changes it. Returns None if the model has no adapter, or if its base is in float32. `on_progress` is called with the
+        number of weights that were read and of all. Raises UserError, Cancelled.
+
+        >>> session.merge_error() is None
+        True
+        """
+        checkpoint = self.model.checkpoint
+        return None if checkpoint is None else merge_error(checkpoint, cancelled, on_progress)
 
     def wants_candidate_floor(self, output: OutputDrift) -> bool:
         """Return whether to measure `candidate_floor` after a drift: as `Options.floor` says, and with "auto" if the drift may be

@@ -238,7 +238,7 @@ def test_notice_about_an_adapter_names_its_base_model(tmp_path: Path) -> None:
     checkpoint = opened(tmp_path)
     assert checkpoint.base == "meta/llama"
     assert "adapter for meta/llama" in checkpoint.notices[0]
-    assert "merge it" in why_not_run(tmp_path)
+    assert "--base" in why_not_run(tmp_path)
 
 
 QUANTISED = {
