@@ -57,9 +57,11 @@ def saving(
     if picture_range(meter.model.module) is not None:
         raise UserError("--save: the pictures that this model makes are not saved")
     sequences, on_sequence = len(meter.inputs.batches), listener.on_sequence
-    begun = (
-        RunningTotals.restored(read(path, fingerprint, sequences), sequences, meter.routed) if path.exists() else None
-    )
+    begun = None
+    if path.exists():
+        saved = read(path, fingerprint, sequences)
+        embedding = meter.embedding(saved.output_name, saved.dimensions)
+        begun = RunningTotals.restored(saved, sequences, meter.routed, embedding)
     finished: list[RunningTotals] = []
     throttle = Throttle(every=_BETWEEN_S / INTERVAL_S)
     is_unsaved = False
