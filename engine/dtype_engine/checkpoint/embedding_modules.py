@@ -18,6 +18,7 @@ from dtype_engine.core.regular_files import reading
 from dtype_engine.core.text import printable
 
 MODULES = "modules.json"
+_TOKENIZING = "sentence_bert_config.json"
 _PROMPTS = "config_sentence_transformers.json"
 _LARGEST = 1 << 20
 _FLAG = "pooling_mode_"
@@ -76,3 +77,13 @@ def prompts(folder: Path) -> dict[str, str]:
     path = folder / _PROMPTS
     found: Any = read_json(path).get("prompts") if path.is_file() else None
     return {key: value for key, value in found.items() if isinstance(value, str)} if isinstance(found, dict) else {}
+
+
+def longest_text(folder: Path) -> int | None:
+    """Return the number of tokens to which sentence-transformers cuts texts, or None if the folder does not say it.
+
+    Raises UserError for an invalid file.
+    """
+    path = folder / _TOKENIZING
+    found: Any = read_json(path).get("max_seq_length") if path.is_file() else None
+    return found if isinstance(found, int) and found > 0 else None

@@ -16,7 +16,7 @@ from dtype_engine.reports.text_drift import first_sentence, reference_words
 from dtype_engine.reports.text_losses import headline
 from dtype_engine.results.attribution import NonFiniteDiagnosis
 from dtype_engine.results.drift import DriftReport
-from dtype_engine.results.figures import FIGURES, not_always_measured, main_text
+from dtype_engine.results.figures import FIGURES, main_text, not_always_measured
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.results.meaning import GRADES, meaning
 from dtype_engine.results.runs import SpeedReport

@@ -16,7 +16,7 @@ from dtype_engine.core.options import RunSettings
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import seconds_text
 from dtype_engine.reports.text_drift import versus
-from dtype_engine.results.figures import About, Figure, not_always_measured, figures_in
+from dtype_engine.results.figures import About, Figure, figures_in, not_always_measured
 from dtype_engine.results.meaning import Meaning, meaning
 from dtype_tui.rendering.canvas import Series, axes_around, linear_axes, plot
 from dtype_tui.rendering.cells import short_bytes, truncate

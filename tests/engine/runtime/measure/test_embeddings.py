@@ -362,11 +362,12 @@ def test_drift_and_sweep_show_the_recall_and_limits_take_it(tmp_path: Path, caps
     output = answer(capsys, *cast, "--json")["output"]
     assert 0.8 < output["recall_at_10"] < 1
     assert output["recall_at_10_se"] > 0
-    assert run(cli, "dtype-engine", ["sweep", given[0], "bf16", *given[1:]]) == 0
+    (tmp_path / "half").write_text('version: 1\nrules:\n  - {pattern: "*", dtype: bf16}\n')
+    assert run(cli, "dtype-engine", ["sweep", given[0], str(tmp_path / "half"), *given[1:]]) == 0
     table = capsys.readouterr().out.splitlines()
     (head,) = (line for line in table if "recall@10" in line)
-    (bf16,) = (line for line in table if "bf16" in line and "%" in line)
-    assert bf16[: len(head)].rstrip().endswith(f"{100 * output['recall_at_10']:.2f} %")
+    (half,) = (line for line in table if "half" in line and "%" in line)
+    assert half[: len(head)].rstrip().endswith(f"{100 * output['recall_at_10']:.2f} %")
 
 
 def test_search_takes_a_limit_on_the_recall(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
