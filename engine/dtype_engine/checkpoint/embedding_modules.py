@@ -52,11 +52,10 @@ def embedding_modules(folder: Path) -> EmbeddingModules | None:
     if not isinstance(listed, list) or not all(isinstance(each, dict) for each in listed):
         raise UserError(f"{path} is not a list of modules")
     types = [str(each.get("type", "")).rpartition(".")[2] for each in listed]
-    poolings, file = (), MODULES
+    poolings, file = tuple[str, ...](), MODULES
     if "Pooling" in types:
         inner = str(listed[types.index("Pooling")].get("path", ""))
-        file = f"{inner}/config.json"
-        poolings = _poolings(folder, inner)
+        poolings, file = _poolings(folder, inner), f"{inner}/config.json"
     others = tuple(printable(each, 40) for each in types if each not in (*_SAME_COSINE, "Pooling"))
     return EmbeddingModules(types[:1] == ["Transformer"], poolings, file, others)
 

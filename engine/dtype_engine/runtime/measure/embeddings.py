@@ -90,8 +90,7 @@ def neighbors_notice(embedding: Embedding, inputs: int) -> str:
     if embedding.why_not:
         return f"recall@10 is not measured: {embedding.why_not}"
     if inputs < FEWEST:
-        few = f"it needs {FEWEST} inputs, and {inputs} were run: give more texts, better some hundred"
-        return f"recall@10 is not measured: {few}"
+        return f"recall@10 is not measured: it needs {FEWEST} inputs or more, better some hundred, and this run has {inputs}"
     first = "the first " if inputs == MOST else ""
     return (
         f"recall@10 compares one vector per input, {embedding.what}, among {first}{inputs:,} inputs: by chance it is "

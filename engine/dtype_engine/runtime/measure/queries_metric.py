@@ -37,6 +37,7 @@ from dtype_engine.runtime.measure.paired import Examples
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.passes.outputs import main_output
 
+Vectors = np.ndarray[Any, np.dtype[np.float64]]
 _TOP = 10
 _OF_DOCUMENTS = ("document", "passage", "corpus")
 """The names of the prompt for documents that sentence-transformers looks for, in this order."""
@@ -87,8 +88,6 @@ def read_queries(path: Path, limits: InputLimits) -> list[Query]:
         if both := set(positive) & set(negative):
             raise UserError(f"{where}: {printable(min(both), 60)!r} is in 'positive' and in 'negative'")
         queries.append(Query(query[0], positive, negative, where))
-    if not queries:
-        raise UserError(f"{path} has no queries")
     return queries
 
 
@@ -165,12 +164,13 @@ class _Reader:
             )
         return embedding
 
-    def vectors(self, embedding: Embedding, texts: Sequence[str], prompt: str) -> np.ndarray[Any, np.dtype[np.float64]]:
+    def vectors(self, embedding: Embedding, texts: Sequence[str], prompt: str) -> Vectors:
         """Return the vectors of texts, divided by their norms, float64 [texts, width]. prompt: goes before each text."""
         # NumPy does not follow torch's autocast, under which the candidate may run.
         rows = [embedding.vectors(self.output(prompt + text)[1], None).numpy()[0] for text in texts]
-        vectors = np.stack(rows).astype(np.float64)
-        return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+        vectors: Vectors = np.stack(rows).astype(np.float64)
+        norms: Vectors = np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+        return np.divide(vectors, norms)
 
 
 def _searched(reader: _Reader, embedding: Embedding, queries: Sequence[Query]) -> list[dict[str, float]]:

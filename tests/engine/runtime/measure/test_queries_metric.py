@@ -177,7 +177,7 @@ def test_metrics_of_one_query(scores: list[float], positive: list[bool], expecte
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("\n\n", "has no queries"),
+        ("\n\n", "is empty"),
         ("\n\n{", "line 3: no valid JSON"),
         ("[1]", "line 1: needs a text in 'query'"),
         ('{"query": "a"}', "line 1: needs a text in 'query'"),
