@@ -154,11 +154,9 @@ def _model_class(
     named, notices = _named(config)
     for name in named:
         if (model_class := _class_named(transformers, name)) is not None:
-            if known and _is_embedder(folder) and name != (bare := _bare_class(str(model_type))):
-                why = (
-                    f"{MODULES} describes an embedding: opened as {bare}, not as {name}, as sentence-transformers does"
-                )
-                return transformers.AutoModel, (*notices, why)
+            if known and _has_head(name) and not config.get("is_encoder_decoder") and _is_embedder(folder):
+                opened = f"opened as {_bare_class(str(model_type))}, not as {name}, as sentence-transformers does"
+                return transformers.AutoModel, (*notices, f"{MODULES} describes an embedding: {opened}")
             return model_class, notices
     if auto_map and options.trust_remote_code:
         return getattr(transformers, _auto_class(transformers, auto_map, named)), notices
@@ -222,6 +220,11 @@ def _bare_class(model_type: str) -> str:
 
     bare = modeling_auto.MODEL_MAPPING_NAMES.get(model_type, "AutoModel")
     return str(bare if isinstance(bare, str) else bare[0])
+
+
+def _has_head(name: str) -> bool:
+    """Return whether a class of transformers, such as BertForMaskedLM or GPT2LMHeadModel, has a head, by its name."""
+    return "For" in name or name.endswith("LMHeadModel")
 
 
 def _is_embedder(folder: Path) -> bool:

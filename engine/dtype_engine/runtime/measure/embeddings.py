@@ -60,11 +60,13 @@ class Embedding:
             modules = None if model.folder is None else embedding_modules(model.folder)
         except UserError as error:
             return cls((), "", str(error))
-        hidden = name == _HIDDEN and dimensions == 3
+        is_decoded = getattr(getattr(model.module, "config", None), "is_encoder_decoder", False)
+        hidden = name == _HIDDEN and dimensions == 3 and not is_decoded
         if modules is None:
             return _without_file(model, batch) if hidden else None
         if not hidden:
-            return cls((), "", f"{MODULES} describes an embedding, and the output is {printable(name, 100)}")
+            of = "that of a decoder" if is_decoded else printable(name, 100)
+            return cls((), "", f"{MODULES} describes an embedding, and the output is {of}")
         unknown = [*modules.others, *(each for each in modules.poolings if each not in POOLINGS)]
         if unknown or not modules.poolings:
             what = f"{printable(unknown[0], 60)}, which is not computed here" if unknown else "no pooling"
@@ -99,10 +101,8 @@ def neighbors_notice(embedding: Embedding, inputs: int) -> str:
 
 
 def _without_file(model: LiveModel, batch: Batch) -> Embedding | None:
-    config, given = getattr(model.module, "config", None), batch.named(model.module)
-    if config is None or getattr(config, "is_encoder_decoder", False) or "input_ids" not in given:
-        return None
-    if "pixel_values" in given:
+    given = batch.named(model.module)
+    if not hasattr(model.module, "config") or "input_ids" not in given or "pixel_values" in given:
         return None
     of_class = type(model.module).__name__
     pooling = next(pooling for pattern, pooling in _WITHOUT_FILE if fnmatchcase(of_class, pattern))

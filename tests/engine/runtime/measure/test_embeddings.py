@@ -39,6 +39,11 @@ MODELS: dict[str, Callable[[], Any]] = {
     "qwen": lambda: transformers.Qwen2Model(
         transformers.Qwen2Config(**SMALL, **LARGE, num_key_value_heads=2, tie_word_embeddings=True)
     ),
+    "t5 encoder": lambda: transformers.T5EncoderModel(
+        transformers.T5Config(
+            vocab_size=300, d_model=32, d_kv=16, d_ff=48, num_layers=2, num_heads=2, initializer_factor=3.0
+        )
+    ),
     "clip text": lambda: transformers.CLIPTextModel(transformers.CLIPTextConfig(**SMALL, eos_token_id=299)),
 }
 POOLED: dict[str, Vector] = {
@@ -138,6 +143,7 @@ def said(report: de.DriftReport) -> str:
         ("bert", "mean_tokens", "mean over tokens"), ("bert", "cls_token", "first token"),
         ("bert", "max_tokens", "maximum over tokens"), ("bert", "mean_sqrt_len_tokens", "sum over tokens / √tokens"),
         ("qwen", "lasttoken", "last token"), ("qwen", "weightedmean_tokens", "mean weighted by position"),
+        ("t5 encoder", "mean_tokens", "mean over tokens"),
     ],
 )  # fmt: skip
 def test_recall_equals_that_of_plain_transformers_and_numpy(
@@ -237,6 +243,21 @@ def test_folder_of_an_embedding_model_is_opened_without_its_head(tmp_path: Path)
         plain = transformers.AutoModel.from_pretrained(folder / "model", dtype=torch.float32)
         sides.append([rows[-1] for rows in hidden("qwen", folder, dtype, plain)])
     assert report.output.recall_at_10 == pytest.approx(brute(*sides)[0], abs=1e-12)
+
+
+@pytest.mark.parametrize("kind", [transformers.T5ForConditionalGeneration, transformers.T5Model])
+def test_decoder_has_no_vectors(kind: Any, tmp_path: Path) -> None:
+    folder = made("bert", tmp_path)
+    config = transformers.T5Config(vocab_size=300, d_model=32, d_kv=16, d_ff=48, num_layers=2, num_heads=2)
+    kind(config).save_pretrained(folder / "model")
+    rows = load_file(folder / "inputs.safetensors")
+    more = {key.replace("input_ids", "decoder_input_ids"): rows[key].clone() for key in rows if "input_ids" in key}
+    save_file(rows | more, folder / "inputs.safetensors")
+    report = drift(folder)
+    assert not any("recall" in notice for notice in report.notices)
+    report = drift(with_pooling(folder, "mean_tokens"))
+    assert report.output.recall_at_10 is None
+    assert "and the output is that of a decoder" in said(report)
 
 
 def test_reason_why_there_is_no_recall_is_said(tmp_path: Path) -> None:
