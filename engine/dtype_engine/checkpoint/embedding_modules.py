@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def embedding_modules(folder: Path) -> EmbeddingModules | None:
 
 def _poolings(folder: Path, inner: str) -> tuple[str, ...]:
     """Return the ways of pooling in the folder `inner`, without the prefix that all have: `mean_tokens`, `cls_token`."""
-    if inner in ("", ".", "..") or "/" in inner or "\\" in inner:
+    if not re.fullmatch(r"\w[\w.-]*", inner):
         raise UserError(f"{folder / MODULES}: {printable(inner)!r} is not the name of a folder in this folder")
     refuse_link_out(folder, inner)
     config = read_json(folder / inner / "config.json")
@@ -85,4 +86,4 @@ def longest_text(folder: Path) -> int | None:
     """
     path = folder / _TOKENIZING
     found: Any = read_json(path).get("max_seq_length") if path.is_file() else None
-    return found if isinstance(found, int) and found > 0 else None
+    return found if type(found) is int and found > 0 else None

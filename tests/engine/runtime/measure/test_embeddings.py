@@ -280,6 +280,11 @@ def test_reason_why_there_is_no_recall_is_said(tmp_path: Path) -> None:
     ):  # fmt: skip
         modules.write_text(text)
         assert words in said(drift(folder))
+    listed[1]["path"] = "2_Pooling"
+    modules.write_text(json.dumps(listed))
+    assert "2_Pooling/config.json: No such file or directory" in said(drift(folder))
+    (folder / "model" / "2_Pooling").symlink_to(tmp_path)
+    assert "2_Pooling is a link out of its folder" in said(drift(folder))
 
 
 def test_model_of_another_output_has_no_recall_and_no_notice(tmp_path: Path) -> None:
