@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import torch
 
+from dtype_engine.core.errors import UserError
 from dtype_engine.core.number_ranges import Amount, Count, Dimension, Dimensions, Positive
 from dtype_engine.core.units import plural
 from dtype_engine.results.drift import NATS, Extent, ModuleDrift, OutputDrift, PartialDrift, Seconds, unit_for
@@ -185,6 +186,7 @@ class RunningTotals:
         if number in self.numbers:
             return
         self._comparison.add(reference.output, output, batch.next_tokens, number, kept)
+        self._refuse_other_width(number)
         self._count(number)
         if self._comparison.picture_range is not None and output.ndim >= 4 and number < MOST_PICTURES:
             low, high = self._comparison.picture_range
@@ -194,6 +196,14 @@ class RunningTotals:
         self._reference_seconds += reference.seconds
         self._candidate_seconds += ran.seconds
         self._reused = self._reused or ran.reused
+
+    def _refuse_other_width(self, number: int) -> None:
+        """Raise UserError if the vectors of a sequence have another width than those that were saved, which somebody changed."""
+        vectors = [self._comparison.sequences[each].vectors for each in (*self.numbers[:1], number)]
+        if len({of_both[0].shape[1] for of_both in vectors if of_both is not None}) > 1:
+            raise UserError(
+                "the saved drift has vectors of another width than the model's; remove it or give another file"
+            )
 
     def add_figures(self, number: int, figures: SequenceFigures) -> None:
         """Add the figures of one sequence that was not added before. number: its index among the inputs."""

@@ -115,11 +115,13 @@ def read(path: Path, expected: Fingerprint, sequences: int) -> SavedTotals:
     if saved.drift_version != _VERSION:
         raise UserError(f"{path} was saved by another version of this program; remove it or give another file")
     numbers = {one.number for one in saved.totals.sequences}
+    widths = {one.vectors.width for one in saved.totals.sequences if one.vectors is not None}
     if differing := different(saved.fingerprint, expected):
         what = " and ".join(_OTHER[each] for each in differing)
         raise UserError(f"the saved drift {path} was measured with {what}; remove it or give another file")
     if (
         len(numbers) < len(saved.totals.sequences)
+        or len(widths) > 1
         or not all(number < sequences for number in numbers)
         or not all(one.fits(saved.totals.classes_dim, saved.totals.acceptance) for one in saved.totals.sequences)
     ):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -20,7 +19,7 @@ from tests.helpers.measured_on import placed
 import dtype_engine as de
 from dtype_engine.cli import cli
 from dtype_engine.cli.program import run
-from dtype_engine.core.errors import Cancelled
+from dtype_engine.core.errors import Cancelled, UserError
 from dtype_engine.runtime.measure.listener import MeasurementListener
 from dtype_engine.runtime.numerics.compare import neighbors
 
@@ -356,8 +355,30 @@ def test_measurement_that_is_continued_has_the_recall_of_a_whole_one(tmp_path: P
     again = opened(folder)
     again.cast("*", "float8_e4m3fn")
     report = again.drift(save=saved)
-    assert dataclasses.replace(report.output) == whole.output
+    assert report.output == whole.output
     assert report.output.recall_at_10 is not None
+
+
+@pytest.mark.parametrize("change", ["widths differ", "another width", "half a vector", "no vector"])
+def test_saved_vectors_that_somebody_changed_are_refused(change: str, tmp_path: Path) -> None:
+    folder, saved = with_pooling(made("bert", tmp_path), "mean_tokens"), tmp_path / "saved.json"
+
+    def stop(totals: Any) -> None:
+        if len(totals.numbers) == 3:
+            raise Cancelled
+
+    with pytest.raises(Cancelled):
+        opened(folder).drift(MeasurementListener(on_sequence=stop), save=saved)
+    content = json.loads(saved.read_text())
+    vectors = [sequence["vectors"] for sequence in content["totals"]["sequences"]]
+    for each in vectors[:1] if change == "widths differ" else vectors:
+        each["width"] = 33 if change == "half a vector" else 16
+        if change == "no vector":
+            each.update(reference="", candidate="")
+    saved.write_text(json.dumps(content))
+    with pytest.raises(UserError, match="saved drift") as refused:
+        opened(folder).drift(save=saved)
+    assert "remove it or give another file" in str(refused.value)
 
 
 def test_export_keeps_the_pooling(tmp_path: Path) -> None:
