@@ -36,8 +36,10 @@ class EmbeddingModules(msgspec.Struct, frozen=True):
     """The ways of pooling whose vectors are concatenated, such as `mean_tokens`. Empty if there is no pooling."""
     file: str
     """The file that says so, such as `1_Pooling/config.json`, relative to the folder."""
+    dense: tuple[str, ...]
+    """The folders of the linear layers that follow the pooling, in their order."""
     others: tuple[str, ...]
-    """The types of further modules, which change cosines, such as `Dense`."""
+    """The types of further modules, which change cosines, such as `WordWeights`."""
 
 
 def embedding_modules(folder: Path) -> EmbeddingModules | None:
@@ -53,20 +55,29 @@ def embedding_modules(folder: Path) -> EmbeddingModules | None:
     if not isinstance(listed, list) or not all(isinstance(each, dict) for each in listed):
         raise UserError(f"{path} is not a list of modules")
     types = [str(each.get("type", "")).rpartition(".")[2] for each in listed]
-    poolings, file = tuple[str, ...](), MODULES
+    paths = [str(each.get("path", "")) for each in listed]
+    poolings, file, dense = tuple[str, ...](), MODULES, tuple[str, ...]()
     if "Pooling" in types:
-        inner = str(listed[types.index("Pooling")].get("path", ""))
-        poolings, file = _poolings(folder, inner), f"{inner}/config.json"
-    others = tuple(printable(each, 40) for each in types if each not in (*_SAME_COSINE, "Pooling"))
-    return EmbeddingModules(types[:1] == ["Transformer"], poolings, file, others)
+        at = types.index("Pooling")
+        poolings, file = _poolings(folder, paths[at]), f"{paths[at]}/config.json"
+        after = zip(types[at:], paths[at:], strict=True)
+        dense = tuple(_inner(folder, path) for kind, path in after if kind == "Dense")
+    known = (*_SAME_COSINE, "Pooling", *(["Dense"] if types.count("Dense") == len(dense) else []))
+    others = tuple(printable(each, 40) for each in types if each not in known)
+    return EmbeddingModules(types[:1] == ["Transformer"], poolings, file, dense, others)
+
+
+def _inner(folder: Path, name: str) -> str:
+    """Return the name of a folder in the folder. Raises UserError if it is no such name, or a link out of the folder."""
+    if not re.fullmatch(r"\w[\w.-]*", name):
+        raise UserError(f"{folder / MODULES}: {printable(name)!r} is not the name of a folder in this folder")
+    refuse_link_out(folder, name)
+    return name
 
 
 def _poolings(folder: Path, inner: str) -> tuple[str, ...]:
     """Return the ways of pooling in the folder `inner`, without the prefix that all have: `mean_tokens`, `cls_token`."""
-    if not re.fullmatch(r"\w[\w.-]*", inner):
-        raise UserError(f"{folder / MODULES}: {printable(inner)!r} is not the name of a folder in this folder")
-    refuse_link_out(folder, inner)
-    config = read_json(folder / inner / "config.json")
+    config = read_json(folder / _inner(folder, inner) / "config.json")
     return tuple(key.removeprefix(_FLAG) for key, value in config.items() if key.startswith(_FLAG) and value is True)
 
 

@@ -183,6 +183,45 @@ def test_last_token_of_clip_is_what_its_own_pooler_takes(tmp_path: Path) -> None
     assert torch.equal(output.pooler_output[0], output.last_hidden_state[0, -1])
 
 
+@pytest.mark.parametrize(("activation", "function"), [("Identity", torch.clone), ("Tanh", torch.tanh)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear_layers_after_the_pooling_are_in_the_vectors(
+    activation: str, function: Vector, bias: bool, tmp_path: Path
+) -> None:
+    folder = with_pooling(made("bert", tmp_path), "mean_tokens", others=["Dense", "Normalize"])
+    torch.manual_seed(3)
+    linear = torch.nn.Linear(32, 6, bias=bias)
+    inner = folder / "model" / "2_Dense"
+    inner.mkdir()
+    save_file(
+        {f"linear.{name}": value.detach() for name, value in linear.named_parameters()}, inner / "model.safetensors"
+    )
+    config = {"in_features": 32, "out_features": 6, "bias": bias}
+    kind = f"torch.nn.modules.activation.{activation}"
+    (inner / "config.json").write_text(json.dumps(config | {"activation_function": kind}))
+    report = drift(folder, "bfloat16")
+    with torch.no_grad():
+        sides = [
+            [function(linear(rows.mean(0))) for rows in hidden("bert", folder, dtype)]
+            for dtype in (torch.float32, torch.bfloat16)
+        ]
+    assert report.output.recall_at_10 == pytest.approx(brute(*sides)[0], abs=1e-12)
+    assert "mean over tokens, then 1 linear layer (1_Pooling/config.json)" in said(report)
+    opened(folder).export(tmp_path / "exported")
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "exported" / "2_Dense" / name).read_bytes() == (inner / name).read_bytes()
+    (inner / "config.json").write_text(json.dumps(config | {"activation_function": "my.Activation"}))
+    assert "2_Dense has the activation Activation, which is not computed here" in said(drift(folder))
+    (inner / "config.json").write_text(json.dumps(config | {"activation_function": kind}))
+    save_file({"linear.weight": torch.zeros(3)}, inner / "model.safetensors")
+    assert "has no linear.weight [outputs, inputs]" in said(drift(folder))
+    save_file({"linear.weight": torch.zeros(3, 31)}, inner / "model.safetensors")
+    with pytest.raises(UserError, match="takes vectors of 31 numbers, and they have 32"):
+        drift(folder)
+    (inner / "model.safetensors").write_bytes(b"no tensors")
+    assert "2_Dense/model.safetensors is no safetensors file" in said(drift(folder))
+
+
 def test_concatenated_poolings_are_compared_as_one_vector(tmp_path: Path) -> None:
     folder = with_pooling(made("bert", tmp_path), "cls_token", "mean_tokens")
     report = drift(folder, "bfloat16")
@@ -264,8 +303,8 @@ def test_reason_why_there_is_no_recall_is_said(tmp_path: Path) -> None:
     report = drift(folder)
     assert report.output.recall_at_10 is None
     assert "it needs 12 inputs or more, better some hundred, and this run has 11" in said(report)
-    with_pooling(folder, "mean_tokens", others=["Dense"])
-    assert "modules.json has Dense, which is not computed here" in said(drift(folder))
+    with_pooling(folder, "mean_tokens", others=["LSTM"])
+    assert "modules.json has LSTM, which is not computed here" in said(drift(folder))
     with_pooling(folder, "median_tokens")
     assert "modules.json has median_tokens, which is not computed here" in said(drift(folder))
     with_pooling(folder)
